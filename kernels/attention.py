@@ -1,0 +1,220 @@
+"""Causal attention inside documents and a sliding window of recent tokens: one interface, a backend per machine.
+
+Query t of a row sees keys s with  max(start of t's document, t - window) <= s <= t. The caller scales the queries.
+B rows, T tokens a row, H heads, D head dim; a block is `block` consecutive queries, its span the keys they can see.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Scores that one slice of blocks may hold: its few temporaries then stay in a core's cache instead of streaming through
+# memory, and the memory needed does not grow with the sequence.
+SLICE_SCORES = 1 << 20
+
+
+def document_starts(cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
+    """Where in its row each token's document starts, int64 (rows, sequence), from the boundaries in the flat stream."""
+    position = torch.arange(rows * sequence, device=cu_seqlens.device)
+    document = torch.bucketize(position, cu_seqlens[1:].to(torch.int64), right=True)
+    return (cu_seqlens.to(torch.int64)[document] % sequence).view(rows, sequence)
+
+
+# --- The portable form: blocks of queries against their span of keys, so that cost grows with the window ---
+
+
+def _block_size(window: int) -> int:
+    # Small blocks waste fewer masked scores, large ones make better matrix products; measured at windows of 48 to 352.
+    return 64 if window <= 128 else 128
+
+
+def _blocks(x_BTHD: Tensor, block: int) -> Tensor:
+    """(B, T, H, D) -> (B, H, N, block, D), with zeros where the last block is not full."""
+    B, T, H, D = x_BTHD.shape
+    padded = F.pad(x_BTHD, (0, 0, 0, 0, 0, -T % block))
+    return padded.view(B, -1, block, H, D).permute(0, 3, 1, 2, 4)
+
+
+def _rows(x_BHNbD: Tensor, length: int) -> Tensor:
+    """The inverse of `_blocks`: (B, H, N, block, D) -> (B, T, H, D)."""
+    B, H, N, block, D = x_BHNbD.shape
+    return x_BHNbD.permute(0, 2, 3, 1, 4).reshape(B, N * block, H, D)[:, :length].contiguous()
+
+
+def _spans(x_BHNbD: Tensor, back: int) -> Tensor:
+    """Each block with the `back` blocks before it: (B, H, N, (back + 1) * block, D)."""
+    N = x_BHNbD.size(2)
+    padded = F.pad(x_BHNbD, (0, 0, 0, 0, back, 0))
+    return torch.cat([padded[:, :, i : i + N] for i in range(back + 1)], dim=3)
+
+
+def _add_spans(grad_BHNsD: Tensor, back: int) -> Tensor:
+    """The adjoint of `_spans`: what every span says of a block, summed."""
+    *_, N, span, _ = grad_BHNsD.shape
+    block = span // (back + 1)
+    total = grad_BHNsD[..., back * block :, :].clone()
+    for i in range(max(0, back - N + 1), back):
+        ahead = back - i
+        total[:, :, : N - ahead] += grad_BHNsD[:, :, ahead:, i * block : (i + 1) * block]
+    return total
+
+
+def _hidden(starts_BT: Tensor, first: int, count: int, block: int, back: int, window: int) -> Tensor:
+    """True where a key may not be seen, for blocks [first, first + count): bool (B, 1, count, block, span)."""
+    B, T = starts_BT.shape
+    starts = F.pad(starts_BT, (0, -T % block))[:, first * block : (first + count) * block].view(B, count, block, 1)
+    origin = torch.arange(first, first + count, device=starts.device).mul_(block).view(count, 1, 1)
+    query = origin + torch.arange(block, device=starts.device).view(1, block, 1)
+    key = origin + torch.arange(-back * block, block, device=starts.device).view(1, 1, -1)
+    return ((key > query) | (key < torch.maximum(starts, query - window))).unsqueeze(1)
+
+
+def _probabilities(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.mT)
+    return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)
+
+
+def _slices(q_BHNbD: Tensor, span: int) -> list[tuple[int, int]]:
+    B, H, N, block, _ = q_BHNbD.shape
+    step = max(1, SLICE_SCORES // (B * H * block * span))
+    return [(first, min(step, N - first)) for first in range(0, N, step)]
+
+
+def _geometry(window: Tensor, sequence: int) -> tuple[int, int, int]:
+    tokens = min(int(window), sequence)
+    block = _block_size(tokens)
+    return tokens, block, -(-tokens // block)
+
+
+@torch.library.custom_op("speedrun::windowed_attention", mutates_args=())
+def _windowed_attention(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor) -> Tensor:
+    T = q_BTHD.size(1)
+    tokens, block, back = _geometry(window, T)
+    q, k, v = _blocks(q_BTHD, block), _spans(_blocks(k_BTHD, block), back), _spans(_blocks(v_BTHD, block), back)
+    parts = []
+    for first, count in _slices(q, k.size(3)):
+        here = slice(first, first + count)
+        hidden = _hidden(starts_BT, first, count, block, back, tokens)
+        parts.append(torch.matmul(_probabilities(q[:, :, here], k[:, :, here], hidden), v[:, :, here]))
+    return _rows(torch.cat(parts, dim=2), T)
+
+
+@torch.library.custom_op("speedrun::windowed_attention_backward", mutates_args=())
+def _windowed_attention_backward(
+    grad_BTHD: Tensor, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    T = q_BTHD.size(1)
+    tokens, block, back = _geometry(window, T)
+    grad, q = _blocks(grad_BTHD, block), _blocks(q_BTHD, block)
+    k, v = _spans(_blocks(k_BTHD, block), back), _spans(_blocks(v_BTHD, block), back)
+    dq, dk, dv = [], [], []
+    for first, count in _slices(q, k.size(3)):
+        here = slice(first, first + count)
+        hidden = _hidden(starts_BT, first, count, block, back, tokens)
+        # The probabilities are made again: keeping them would cost T * span numbers a head and layer.
+        p = _probabilities(q[:, :, here], k[:, :, here], hidden)
+        dp = torch.matmul(grad[:, :, here], v[:, :, here].mT)
+        ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+        dq.append(torch.matmul(ds, k[:, :, here]))
+        dk.append(torch.matmul(ds.mT, q[:, :, here]))
+        dv.append(torch.matmul(p.mT, grad[:, :, here]))
+    dk_BTHD, dv_BTHD = (_rows(_add_spans(torch.cat(d, dim=2), back), T) for d in (dk, dv))
+    return _rows(torch.cat(dq, dim=2), T), dk_BTHD, dv_BTHD
+
+
+@_windowed_attention.register_fake
+def _(q, k, v, starts, window):
+    return q.new_empty(q.shape)
+
+
+@_windowed_attention_backward.register_fake
+def _(grad, q, k, v, starts, window):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx, grad):
+    return *_windowed_attention_backward(grad, *ctx.saved_tensors), None, None
+
+
+_windowed_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+class PortableAttention:
+    """Plain tensor operations on any device and dtype. One compiled graph serves every window."""
+
+    name = "portable"
+
+    def documents(self, cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
+        return document_starts(cu_seqlens, rows, sequence)
+
+    def window(self, tokens: int) -> Tensor:
+        return torch.tensor(tokens)  # a tensor, so that a new value is an input to the graph and not a new graph
+
+    def __call__(
+        self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, documents: Tensor, window: Tensor, longest: int
+    ) -> Tensor:
+        return _windowed_attention(q_BTHD, k_BTHD, v_BTHD, documents, window)
+
+
+class VarlenAttention:
+    """The framework's fused variable-length kernel: CUDA, bf16 or fp16; one compiled graph for each window."""
+
+    name = "varlen"
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        self.kernel: Callable[..., Any] = varlen_attn
+
+    def documents(self, cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
+        return cu_seqlens
+
+    def window(self, tokens: int) -> int:
+        return tokens
+
+    def __call__(
+        self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, documents: Tensor, window: int, longest: int
+    ) -> Tensor:
+        q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTHD, v_BTHD))
+        y = self.kernel(q, k, v, documents, documents, longest, longest, scale=1.0, window_size=(window, 0))
+        return y.view(q_BTHD.shape)
+
+
+Attention = PortableAttention | VarlenAttention
+
+
+def why_not_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps the fused kernel from running here, or None."""
+    if device.type != "cuda":
+        return "it needs a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bf16 or fp16, not {dtype}"
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen; install torch 2.11 or newer"
+    if not {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters):
+        return f"varlen_attn of torch {torch.__version__} has no sliding window; install torch 2.11 or newer"
+    return None
+
+
+def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Attention, str]:
+    """The backend called `name` ("auto": the fastest that runs) and why it; ValueError if it cannot run here."""
+    obstacle = why_not_varlen(device, dtype)
+    if name == "varlen" and obstacle:
+        raise ValueError(f"--attention varlen cannot run here: {obstacle}. Use --attention portable or auto.")
+    if name == "portable":
+        return PortableAttention(), "as asked"
+    if name == "auto" and obstacle:
+        return PortableAttention(), f"varlen would be faster but {obstacle}"
+    if name not in ("auto", "varlen"):
+        raise ValueError(f"--attention {name}: unknown backend. Choose one of auto, varlen, portable.")
+    return VarlenAttention(), "the framework's fused kernel"

@@ -1,0 +1,192 @@
+"""The machine under a run: device, compute dtype, process group, compiler, peak rate, and what the log says of them."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Dense bf16 datasheet rates in TFLOP/s, without sparsity, by a part of the device name.
+DATASHEET_TFLOPS = {
+    "H100": 989.4, "H200": 989.4, "H20": 148.0, "H800": 989.4, "B200": 2250.0, "A100": 312.0, "A800": 312.0,
+    "L40S": 362.0, "L4": 121.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0, "RTX A6000": 154.8,
+}  # fmt: skip
+GEMM_SIZE = 1024  # side of the square product that stands for the peak of a device with no datasheet rate
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a process of the run computes: its device and its place among the ranks."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, value: object) -> object:
+        """Rank 0's picklable object, on every rank."""
+        holder = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(holder, device=self.device)
+        return holder[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        return bool(self.all_reduce(torch.tensor(float(flag), device=self.device)).item())
+
+
+def start(device: str = "auto") -> Machine:
+    """The device of this process; joins the others when a launcher such as torchrun started several.
+
+    Raises ValueError when `device` is not there.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {device}: unknown device. Choose auto, cpu or cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device. Use --device auto, or install a CUDA build of torch.")
+    if device == "cpu" or not torch.cuda.is_available():
+        place = torch.device("cpu")
+    else:
+        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(place)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    return Machine(place, int(os.environ.get("RANK", 0)), world_size)
+
+
+def leave(machine: Machine) -> None:
+    """Part from the other ranks after a successful run. Does not return with gloo, whose threads can abort at exit."""
+    if machine.world_size == 1:
+        return
+    dist.barrier()
+    if machine.device.type == "cuda":
+        dist.destroy_process_group()
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def native_bf16(device: torch.device) -> bool:
+    """Whether matrix products in bf16 run on hardware instructions, so that they are fast."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    supported = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(probe() for probe in supported if probe)
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto" is bf16 where the device has it natively, else fp32. ValueError otherwise."""
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name == "auto":
+        return torch.bfloat16 if native_bf16(device) else torch.float32
+    if name not in dtypes:
+        raise ValueError(f"--dtype {name}: unknown dtype. Choose auto, bfloat16 or float32.")
+    return dtypes[name]
+
+
+def why_not_compile(device: torch.device) -> str | None:
+    """What torch.compile lacks here, or None."""
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            import triton  # noqa: F401
+
+            return None
+        return "Triton is not installed"
+    if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"):
+        return "no C++ compiler was found"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "the Python headers (Python.h) are not installed"
+    return None
+
+
+def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = GEMM_SIZE) -> float:
+    """FLOP/s of a square matrix product, the best of a fifth of a second."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, end = float("inf"), time.perf_counter() + 0.2
+    while time.perf_counter() < end:
+        start_time = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start_time)
+    return 2 * size**3 / best
+
+
+def peak_flops(machine: Machine, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s of all ranks together to which a run's rate is compared, and the name of that peak."""
+    if machine.device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(machine.device)
+        for part, tflops in DATASHEET_TFLOPS.items():
+            if part in name:
+                return tflops * 1e12 * machine.world_size, f"{part} datasheet bf16"
+    rate = measured_gemm_flops(machine.device, dtype)
+    # CPU ranks share one machine: what each measures, all at once, is its share.
+    total = machine.all_reduce(torch.tensor(rate, dtype=torch.float64, device=machine.device)).item()
+    return total, f"measured {GEMM_SIZE}^3 GEMM {str(dtype).removeprefix('torch.')}"
+
+
+def peak_mib(machine: Machine) -> float:
+    """Most memory the run has held, MiB: allocated on a GPU, resident on a CPU."""
+    if machine.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(machine.device) / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def describe(machine: Machine, dtype: torch.dtype) -> dict[str, object]:
+    """The environment for the log's header: versions and hardware, no user data."""
+    cuda = machine.device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name(machine.device) if cuda else None,
+        "gpu_count": machine.world_size if cuda else 0,
+        "driver": _driver() if cuda else None,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "host_hash": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
+    }
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,1076 @@
+"""Train a GPT to a target validation loss in as few steps, or as little time, as possible.
+
+    python train_gpt.py                                            # `tiny`: two CPU cores, about a minute
+    python train_gpt.py --recipe adamw --trials 3                  # its baseline, three seeds, one compilation
+    torchrun --standalone --nproc_per_node=8 train_gpt.py --track short     # the public contest's track 1
+
+The clock runs over data loading and training steps. Set-up, compilation and warm-up (after which the whole state is
+restored and compared bit for bit) and validation are outside it; every phase is in the run's log, timed or untimed.
+The base recipe is modded-nanogpt's record 42. A run takes the same trajectory on any number of ranks, up to rounding.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.audit import audit
+from data.loader import Batch, TrainLoader, capacity_for, plan_run, validation_batches
+from data.shards import find_shards
+from kernels.attention import Attention, choose_attention
+from optim import Adam, Muon, NorMuon, Row, build_optimizers
+from runtime import environment
+from runtime.clock import Ledger
+from runtime.log import SCHEMA, RunLog, RunLogError, config_hash, new_run_id
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration: every number of an experiment. Flags, --help, --print-config and the log's header come from here.
+# The defaults are the `short` track.
+
+
+def setting(default: Any, about: str) -> Any:
+    """A field of Config with the text that --help shows."""
+    return field(default=default, metadata={"about": about})
+
+
+@dataclass(frozen=True)
+class Config:
+    track: str = setting("tiny", "preset of all that follows: tiny, short, medium or steps")
+    recipe: str = setting("record42", "changes to the track: record42 (none); on tiny also muon or adamw, a plain GPT")
+    # the run
+    seed: int = setting(0, "seed of the first trial's initialization; trial i takes seed + i")
+    trials: int = setting(1, "runs in this process, after one compilation")
+    target: float = setting(3.28, "validation loss to reach, nats per token")
+    device: str = setting("auto", "auto, cpu or cuda")
+    dtype: str = setting("auto", "of the forward pass: auto (bf16 where native, else fp32), bfloat16 or float32")
+    attention: str = setting("auto", "attention backend: auto, varlen or portable")
+    compile: str = setting("auto", "auto (eager where compilation cannot work), on or off")
+    deterministic: bool = setting(True, "deterministic algorithms on the CPU")
+    log_dir: str = setting("logs", "folder of the run logs")
+    # data
+    data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
+    vocab_size: int = setting(50257, "tokens in the vocabulary; embeddings are padded to a multiple of 128")
+    bos: int = setting(50256, "token that precedes each document")
+    align: bool = setting(True, "rows begin with a document and attention stays inside documents; off: dense rows")
+    batch_tokens: int = setting(262_144, "tokens per optimizer step, on all ranks together")
+    sequence: int = setting(32_768, "tokens per row, the unit that is dealt to ranks")
+    micro_batch: int = setting(32_768, "most tokens a rank takes through forward and backward at once")
+    max_document: int = setting(2048, "training documents are cut to this many tokens")
+    val_tokens: int = setting(10_485_760, "first tokens of the validation data that are used")
+    val_sequence: int = setting(262_144, "tokens per validation row")
+    val_batch: int = setting(262_144, "most validation tokens a rank takes at once")
+    val_every: int = setting(250, "steps between validations; the first is at step 0, the last at the end")
+    # model
+    layers: str = setting("record42", "layer table: " + "record42, medium, steps or tiny")
+    dim: int = setting(768, "model dimension")
+    head_dim: int = setting(128, "dimension of an attention head")
+    embed_dtype: str = setting("bfloat16", "storage of embedding tables and gates when the forward pass is bf16")
+    head_dtype: str = setting("bfloat16", "storage of the output head when the forward pass is bf16")
+    attention_scale: float = setting(0.1, "factor on query-key products before YaRN changes it")
+    qk_norm: bool = setting(True, "RMS norm on queries and keys; off: products scaled by 1/sqrt(head_dim)")
+    value_embeds: bool = setting(True, "token embeddings added to the values of some layers")
+    smear: bool = setting(True, "each token embedding takes a gated share of the one before it")
+    skips: bool = setting(True, "gated skip connections from early layers to late ones")
+    backout: bool = setting(True, "take a share of a middle layer's output away at the end")
+    x0_mixing: bool = setting(True, "each layer mixes the token embedding back in")
+    attention_gates: bool = setting(True, "a sigmoid gate on each head's output, from 12 channels of its input")
+    biases: bool = setting(False, "biases on linear maps and gains on norms")
+    softcap: str = setting("sigmoid", "of the logits z: sigmoid = 30 sigmoid(z/7.5), rsqrt = 15 z / sqrt(z^2 + 15^2)")
+    init: str = setting("uniform", "of hidden matrices: uniform with sd 0.5/sqrt(fan in), or normal with sd sqrt(.33/fan in)")
+    # schedules
+    steps: int = setting(2285, "optimizer steps in all, the extension included")
+    extension: int = setting(40, "last steps, in which the schedules stay flat and the window is extension_window")
+    warmup: int = setting(0, "first steps, in which the learning rate rises linearly")
+    cooldown: float = setting(0.5, "share of the scheduled steps in which the learning rate falls")
+    final_lr: float = setting(0.1, "learning rate at the end of the cooldown, as a share of its peak")
+    window_block: int = setting(128, "tokens in a block, the unit of windows; 0: no window")
+    windows: tuple[int, ...] = setting((3, 7, 11), "long window in blocks, over equal parts of the scheduled steps")
+    extension_window: int = setting(13, "long window in the extension, blocks")
+    final_window: int = setting(20, "long window of the last validation, blocks")
+    # optimizers
+    optimizer: str = setting("normuon", "of the hidden matrices: normuon, muon or adam")
+    matrix_lr: float = setting(0.03, "peak learning rate of hidden matrices; for muon the spectral norm of a step")
+    matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times the learning rate")
+    matrix_beta2: float = setting(0.95, "second-moment decay of normuon and of adam on matrices")
+    matrix_method: str = setting("polar_express", "orthogonalization: polar_express, newton_schulz, cubic or normalize")
+    mlp_up_lr_mul: float = setting(2.0, "learning rate multiplier of the MLPs' first matrices")
+    split_attention: bool = setting(True, "orthogonalize Q, K, V and O apart, not as the one packed matrix")
+    smear_lr_mul: float = setting(1.0, "learning rate multiplier of the smear gate")
+    smear_method: str = setting("polar_express", "orthogonalization of the smear gate")
+    momentum: tuple[float, ...] = setting((0.85, 0.95), "momentum of hidden matrices: at the ends and in between")
+    momentum_warmup: int = setting(300, "steps in which momentum rises")
+    momentum_cooldown: int = setting(50, "last steps, in which momentum falls again")
+    adam_lr: float = setting(0.008, "peak learning rate of all other parameters, times the multipliers below")
+    adam_betas: tuple[float, ...] = setting((0.65, 0.95), "of Adam")
+    adam_eps: float = setting(1e-8, "of Adam; gradients are those of the token sum of a row")
+    adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times the learning rate")
+    adam_every: int = setting(2, "Adam steps every so many steps, on the gradients summed since its last one")
+    embed_lr_mul: float = setting(75.0, "learning rate multiplier of the token embedding")
+    value_embed_lr_mul: float = setting(75.0, "learning rate multiplier of the value embeddings")
+    head_lr_mul: float = setting(1.0, "learning rate multiplier of the output head")
+    vector_lr_mul: float = setting(5.0, "learning rate multiplier of scalars, biases and gains")
+
+    def __post_init__(self) -> None:
+        rules = {
+            "dim": (self.dim % self.head_dim == 0, "a multiple of head_dim"),
+            "steps": (self.steps > self.extension >= 0, f"larger than the extension ({self.extension})"),
+            "trials": (self.trials >= 1, "at least 1"),
+            "val_every": (self.val_every >= 1, "at least 1"),
+            "cooldown": (0 <= self.cooldown <= 1, "a share between 0 and 1"),
+            "adam_every": (self.adam_every >= 1, "at least 1"),
+            "windows": (bool(self.windows), "one window or more"),
+            "batch_tokens": (self.batch_tokens % self.sequence == 0, f"a multiple of sequence ({self.sequence:,})"),
+            "micro_batch": (self.micro_batch >= self.sequence, f"at least one row of sequence = {self.sequence:,} tokens"),
+            "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of val_sequence ({self.val_sequence:,})"),
+            "val_batch": (self.val_batch >= self.val_sequence, f"at least val_sequence = {self.val_sequence:,}"),
+            "vocab_size": (0 <= self.bos < self.vocab_size, f"larger than the document token ({self.bos})"),
+        }
+        rules |= {
+            name: (getattr(self, name) in choices, f"one of {', '.join(choices)}")
+            for name, choices in {
+                "track": TRACKS, "recipe": RECIPES.get(self.track, {}), "compile": ("auto", "on", "off"), "layers": LAYERS,
+                "softcap": ("sigmoid", "rsqrt"), "init": ("uniform", "normal"), "optimizer": ("normuon", "muon", "adam"),
+                "embed_dtype": ("bfloat16", "float32"), "head_dtype": ("bfloat16", "float32"),
+            }.items()
+        }  # fmt: skip
+        for name, (kept, rule) in rules.items():
+            if not kept:
+                raise ValueError(f"{flag(name)} {as_text(getattr(self, name))}: it must be {rule}.")
+
+
+PLAIN: dict[str, Any] = {
+    "value_embeds": False, "smear": False, "skips": False, "backout": False, "x0_mixing": False,
+    "attention_gates": False, "adam_every": 1,
+}  # fmt: skip
+
+TRACKS: dict[str, dict[str, Any]] = {
+    "short": {},
+    "medium": {
+        "target": 2.92, "layers": "medium", "dim": 1024, "steps": 4740, "max_document": 4096, "cooldown": 0.7,
+        "batch_tokens": 524_288, "matrix_lr": 0.015, "adam_lr": 0.004, "adam_betas": (0.8, 0.95),
+    },
+    "steps": PLAIN | {
+        "layers": "steps", "biases": True, "align": False, "batch_tokens": 524_288, "sequence": 1024,
+        "micro_batch": 65_536, "val_sequence": 1024, "val_batch": 65_536, "val_every": 125, "head_dtype": "float32",
+        "attention_scale": 0.12, "softcap": "rsqrt", "init": "normal", "steps": 3250, "extension": 0, "cooldown": 0.7,
+        "final_lr": 0.0, "window_block": 0, "optimizer": "muon", "matrix_lr": 0.025, "matrix_wd": 0.05,
+        "matrix_method": "cubic", "momentum": (0.95, 0.95), "adam_lr": 0.7, "adam_betas": (0.8, 0.95),
+        "adam_eps": 1e-10, "adam_wd": 0.001, "embed_lr_mul": 1.0, "head_lr_mul": 0.004 / 0.7,
+        "vector_lr_mul": 0.015 / 0.7,
+    },
+    "tiny": {
+        "target": 2.5, "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "layers": "tiny", "dim": 256,
+        "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 4096, "sequence": 1024,
+        "micro_batch": 4096, "max_document": 1024, "val_tokens": 491_520, "val_sequence": 4096, "val_batch": 16_384,
+        "val_every": 100, "steps": 300, "extension": 20, "window_block": 32, "momentum_warmup": 50,
+        "momentum_cooldown": 20,
+    },
+}  # fmt: skip
+
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {track: {"record42": {}} for track in TRACKS}
+RECIPES["tiny"] |= {
+    "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02},
+    "adamw": PLAIN | {"optimizer": "adam", "matrix_lr": 0.003, "mlp_up_lr_mul": 1.0},
+}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def as_text(value: Any) -> str:
+    """A setting as it is written on the command line."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def from_text(kind: Any, text: str) -> Any:
+    """The inverse of `as_text` for a field's type. Raises ValueError."""
+    if kind is bool:
+        return {"on": True, "off": False}[text] if text in ("on", "off") else _reject("on or off")
+    if kind in (int, float):
+        return kind(text.replace("_", ""))
+    if kind is str:
+        return text
+    return tuple(from_text(kind.__args__[0], part) for part in text.split(","))
+
+
+def _reject(rule: str) -> Any:
+    raise ValueError(rule)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(message)
+
+
+def parse(argv: list[str]) -> Config:
+    """Track, then recipe, then flags, each over the one before. Raises ValueError naming the value, rule and fix."""
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    parser = Parser("train_gpt.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.allow_abbrev = False
+    parser.add_argument("--print-config", action="store_true", help="print every setting as JSON and stop")
+    track = next((b.removeprefix("--track=") if b != "--track" else c for b, c in zip(argv, argv[1:] + [""], strict=True)
+                  if b.split("=")[0] == "--track"), Config.track)  # fmt: skip
+    preset = TRACKS.get(track, {})
+    for f in fields.values():
+        shown = as_text(preset.get(f.name, f.default))
+        parser.add_argument(flag(f.name), metavar="X", help=f"{f.metadata['about'].replace('%', '%%')} [{shown}]")
+    known, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        near = difflib.get_close_matches(word.split("=")[0], [flag(name) for name in fields], n=1, cutoff=0.5)
+        raise ValueError(f"{word}: no such flag." + (f" Did you mean {near[0]}?" if near else " --help lists them all."))
+    given: dict[str, Any] = {}
+    for name, text in vars(known).items():
+        if name in fields and text is not None:
+            try:
+                given[name] = from_text(fields[name].type, text)
+            except ValueError:
+                kind = getattr(fields[name].type, "__name__", str(fields[name].type))
+                example = as_text(fields[name].default)
+                raise ValueError(f"{flag(name)} {text}: it takes a value like {example} ({kind}).") from None
+    recipe = RECIPES.get(track, {}).get(given.get("recipe", Config.recipe), {})
+    config = Config(**{"track": track} | preset | recipe | given)
+    if known.print_config:
+        print(json.dumps(dataclasses.asdict(config), indent=2))
+        raise SystemExit(0)
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model. B rows, T tokens a row, H heads, D head dim, C model dim; suffixes where dimensions are many.
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer is. The table of layers is the model's shape."""
+
+    attention: bool = True
+    window: str = "short"  # or "long"
+    value_embed: int | None = None  # table whose rows are added to this layer's values
+    skip_from: int | None = None  # earlier layer whose output is added to this layer's input
+    backout: bool = False  # a share of this layer's output is taken away after the last layer
+
+
+LAYERS: dict[str, list[Layer]] = {
+    "record42": [
+        Layer(value_embed=1), Layer(value_embed=2), Layer(), Layer(window="long"),
+        Layer(), Layer(skip_from=4), Layer(attention=False, skip_from=3), Layer(skip_from=2, backout=True),
+        Layer(value_embed=0, skip_from=1), Layer(value_embed=1, skip_from=0), Layer(window="long", value_embed=2),
+    ],
+    "medium": [
+        Layer(window="long", value_embed=0), Layer(value_embed=1), Layer(value_embed=2), Layer(),
+        Layer(window="long"), Layer(), Layer(), Layer(),
+        Layer(), Layer(skip_from=6), Layer(skip_from=4), Layer(window="long", skip_from=2, backout=True),
+        Layer(), Layer(value_embed=0), Layer(value_embed=1), Layer(window="long", value_embed=2),
+    ],
+    "steps": [Layer(window="long") for _ in range(12)],
+    "tiny": [
+        Layer(value_embed=0), Layer(window="long", value_embed=1),
+        Layer(skip_from=0, value_embed=0, backout=True), Layer(window="long", value_embed=1),
+    ],
+}  # fmt: skip
+
+GATE_CHANNELS = 12  # of the input, read by the smear gate and the attention gates
+LOSS_TOKENS = 32_768  # tokens whose logits exist at once
+
+
+def norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),), None if gain is None else gain.to(x.dtype))
+
+
+class Rotary(nn.Module):
+    """Half-truncated rotary embedding (half of the frequencies are 0) with YaRN when the window grows."""
+
+    def __init__(self, config: Config, length: int, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.block = config.window_block
+        self.base_scale = config.attention_scale if config.qk_norm else config.head_dim**-0.5
+        self.half = config.head_dim // 2
+        for name in ("cos", "sin"):
+            table = torch.empty(length, 1, self.half, dtype=dtype, device=device)
+            self.register_buffer(name, table, persistent=False)
+        self.register_buffer("scale", torch.empty((), device=device), persistent=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the constructed state."""
+        turning = (1 / 1024) ** torch.linspace(0, 1, self.half // 2)
+        self.frequency = torch.cat([turning, torch.zeros(self.half - self.half // 2)])
+        self.scale.fill_(self.base_scale)
+        self._fill()
+
+    def extend(self, old: int, new: int) -> None:
+        """Adapt to a long window that grows from `old` to `new` blocks (YaRN, Peng et al. 2023)."""
+        rotations = self.block * old * self.frequency / (2 * math.pi)
+        kept = ((rotations - 1) / (32 - 1)).clamp(0, 1)  # share of its frequency that a dimension keeps
+        ratio = old / new
+        self.frequency = self.frequency * (ratio + kept * (1 - ratio))
+        self.scale.mul_(1 + 0.2 * math.log(new / old))
+        self._fill()
+
+    def _fill(self) -> None:
+        angle = torch.outer(torch.arange(self.cos.size(0)), self.frequency).unsqueeze(1)
+        self.cos.copy_(angle.cos())
+        self.sin.copy_(angle.sin())
+
+    def forward(self, x_BTHD: Tensor) -> Tensor:
+        cos, sin = self.cos[: x_BTHD.size(1)], self.sin[: x_BTHD.size(1)]
+        a, b = x_BTHD.chunk(2, dim=-1)
+        return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+
+
+class SelfAttention(nn.Module):
+    """Q, K, V and O are packed in one (C, 4C) parameter, read as four (C, C) matrices."""
+
+    def __init__(self, config: Config, gate_dtype: torch.dtype):
+        super().__init__()
+        self.head_dim, self.qk_norm = config.head_dim, config.qk_norm
+        self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
+        heads = config.dim // config.head_dim
+        self.gate = nn.Parameter(torch.empty(heads, GATE_CHANNELS, dtype=gate_dtype)) if config.attention_gates else None
+        self.bias = nn.Parameter(torch.empty(4 * config.dim)) if config.biases else None
+
+    def forward(
+        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: tuple[Tensor, Tensor] | None, rotary: Rotary, attend: Callable
+    ) -> Tensor:
+        B, T, C = x_BTC.shape
+        w_4CC = self.qkvo.view(4, C, C).to(x_BTC.dtype)
+        bias = (None, None) if self.bias is None else self.bias.to(x_BTC.dtype).split([3 * C, C])
+        qkv = F.linear(x_BTC, w_4CC[:3].flatten(0, 1), bias[0])
+        q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
+        if self.qk_norm:
+            q_BTHD, k_BTHD = norm(q_BTHD), norm(k_BTHD)
+        q_BTHD, k_BTHD = rotary(q_BTHD) * rotary.scale.to(x_BTC.dtype), rotary(k_BTHD)
+        if mix is not None:
+            v_BTHD = mix[0] * v_BTHD
+            if value_BTC is not None:
+                v_BTHD = v_BTHD + mix[1] * value_BTC.view_as(v_BTHD)
+        y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD)
+        if self.gate is not None:
+            gate = torch.sigmoid(F.linear(x_BTC[..., :GATE_CHANNELS], self.gate.to(x_BTC.dtype)))
+            y_BTHD = y_BTHD * gate.unsqueeze(-1)
+        return F.linear(y_BTHD.reshape(B, T, C), w_4CC[3], bias[1])
+
+
+class MLP(nn.Module):
+    """relu(x up)^2 down^T; both matrices are stored (C, 4C), so that the optimizer can batch them."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
+        self.down = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
+        self.up_bias = nn.Parameter(torch.empty(4 * config.dim)) if config.biases else None
+        self.down_bias = nn.Parameter(torch.empty(config.dim)) if config.biases else None
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        up, down = self.up.to(x_BTC.dtype), self.down.to(x_BTC.dtype)
+        up_bias, down_bias = (None if b is None else b.to(x_BTC.dtype) for b in (self.up_bias, self.down_bias))
+        return F.linear(F.linear(x_BTC, up.T, up_bias).relu().square(), down, down_bias)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: Layer, gate_dtype: torch.dtype):
+        super().__init__()
+        self.attention = SelfAttention(config, gate_dtype) if layer.attention else None
+        self.mlp = MLP(config)
+        self.attention_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
+        self.mlp_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
+
+    def forward(self, x_BTC: Tensor, value_BTC: Tensor | None, mix, rotary: Rotary, attend: Callable) -> Tensor:
+        if self.attention is not None:
+            x_BTC = x_BTC + self.attention(norm(x_BTC, self.attention_gain), value_BTC, mix, rotary, attend)
+        return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
+
+
+class Windows(NamedTuple):
+    """Window of each kind of layer, as the attention backend takes it."""
+
+    short: Any
+    long: Any
+
+
+class GPT(nn.Module):
+    """The loss of next-token prediction, summed over tokens, on documents packed into rows."""
+
+    def __init__(self, config: Config, dtype: torch.dtype, device: torch.device, attention: Attention):
+        super().__init__()
+        self.config, self.dtype, self.attention = config, dtype, attention
+        self.table = layer_table(config)
+        vocab = -(-config.vocab_size // 128) * 128
+        low = {name: getattr(torch, name) if dtype == torch.bfloat16 else dtype for name in ("bfloat16", "float32")}
+        table_dtype, head_dtype = low[config.embed_dtype], low[config.head_dtype]
+        tables = 1 + max((layer.value_embed for layer in self.table if layer.value_embed is not None), default=-1)
+        with device:
+            self.embed = nn.Parameter(torch.empty(vocab, config.dim, dtype=table_dtype))
+            self.value_embeds = nn.ParameterList(torch.empty(vocab, config.dim, dtype=table_dtype) for _ in range(tables))
+            self.smear_gate = nn.Parameter(torch.empty(1, GATE_CHANNELS, dtype=table_dtype)) if config.smear else None
+            self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
+            self.lm_head = nn.Parameter(torch.empty(vocab, config.dim, dtype=head_dtype))
+            self.lm_head_bias = nn.Parameter(torch.empty(vocab)) if config.biases else None
+            self.embed_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
+            self.head_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
+            self.scalar_init = initial_scalars(config)
+            self.scalars = nn.Parameter(torch.empty(len(self.scalar_init))) if self.scalar_init else None
+        self.rotary = Rotary(config, max(config.sequence, config.val_sequence), dtype, device)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Every parameter from `seed`, the same on any device; raises RuntimeError for one that has no rule."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            parameter.copy_(self._initial(name, parameter.shape, generator))
+        self.rotary.reset()
+
+    def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        kind = name.rpartition(".")[2]
+        if kind == "qkvo":
+            qkvo = self._hidden(torch.empty(4, shape[0], shape[0]), generator)
+            qkvo[3] = 0
+            return qkvo.view(shape)
+        if kind == "up":
+            return self._hidden(torch.empty(shape), generator)
+        if kind == "embed" or name.startswith("value_embeds"):
+            return torch.randn(shape, generator=generator)
+        if kind == "scalars":
+            return torch.tensor(list(self.scalar_init.values()))
+        if kind.endswith("gain"):
+            return torch.ones(shape)
+        if kind in ("down", "lm_head", "gate", "smear_gate") or kind.endswith("bias"):
+            return torch.zeros(shape)
+        raise RuntimeError(f"parameter {name} has no rule in GPT._initial; add one")
+
+    def _hidden(self, w: Tensor, generator: torch.Generator) -> Tensor:
+        fan_in = self.config.dim
+        if self.config.init == "normal":
+            return w.normal_(0, (0.33 / fan_in) ** 0.5, generator=generator)
+        bound = 3**0.5 * 0.5 / fan_in**0.5
+        return w.uniform_(-bound, bound, generator=generator)
+
+    def hidden(self, inputs_BT: Tensor, cu_seqlens: Tensor, windows: Windows, longest: int) -> Tensor:
+        """The stream after the last layer and norm, (B, T, C)."""
+        B, T = inputs_BT.shape
+        names = list(self.scalar_init)
+        scalar = dict(zip(names, self.scalars.to(self.dtype).unbind(), strict=True)) if self.scalars is not None else {}
+        documents = self.attention.documents(cu_seqlens, B, T)
+
+        x_BTC = F.embedding(inputs_BT, self.embed).to(self.dtype)
+        if self.smear_gate is not None:
+            share = torch.sigmoid(F.linear(x_BTC[:, 1:, :GATE_CHANNELS], self.smear_gate.to(self.dtype)))
+            smeared = x_BTC[:, 1:] + scalar["smear"] * share * x_BTC[:, :-1]
+            x_BTC = torch.cat([x_BTC[:, :1], smeared], dim=1)
+        x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)
+        values = [F.embedding(inputs_BT, table).to(self.dtype) for table in self.value_embeds]
+
+        outputs: dict[int, Tensor] = {}
+        backed_out = None
+        sources = {layer.skip_from for layer in self.table}
+        for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, window: Any = getattr(windows, layer.window)) -> Tensor:
+                return self.attention(q, k, v, documents, window, longest)
+
+            if layer.skip_from is not None:
+                x_BTC = x_BTC + torch.sigmoid(scalar[f"skip{i}"]) * outputs[layer.skip_from]
+            if self.config.x0_mixing:
+                x_BTC = scalar[f"x{i}"] * x_BTC + scalar[f"x0_{i}"] * x0_BTC
+            mix = (scalar[f"value{i}"], scalar[f"value_embed{i}"]) if f"value{i}" in scalar else None
+            value_BTC = None if layer.value_embed is None else values[layer.value_embed]
+            x_BTC = block(x_BTC, value_BTC, mix, self.rotary, attend)
+            if i in sources:
+                outputs[i] = x_BTC
+            if layer.backout:
+                backed_out = x_BTC
+        if backed_out is not None:
+            x_BTC = x_BTC - scalar["backout"] * backed_out
+        return norm(x_BTC, self.head_gain)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Soft-capped logits in fp32, from the output of `hidden`."""
+        bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
+        z = F.linear(x, self.lm_head.to(x.dtype), bias).float()
+        return 30 * torch.sigmoid(z / 7.5) if self.config.softcap == "sigmoid" else 15 * z * (z.square() + 15**2).rsqrt()
+
+    def forward(
+        self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor, windows: Windows, longest: int
+    ) -> Tensor:
+        x = self.hidden(inputs_BT, cu_seqlens, windows, longest).flatten(0, 1)
+        parts = zip(x.split(LOSS_TOKENS), targets_BT.flatten().split(LOSS_TOKENS), strict=True)
+        losses = [F.cross_entropy(self.logits(h), t, reduction="sum") for h, t in parts]
+        return torch.stack(losses).sum()
+
+    def flops_per_token(self) -> int:
+        """6 for each weight of the matrices and the head: forward and backward, attention scores not counted."""
+        counted = ("qkvo", "up", "down", "lm_head")
+        return 6 * sum(p.numel() for name, p in self.named_parameters() if name.rpartition(".")[2] in counted)
+
+
+def layer_table(config: Config) -> list[Layer]:
+    """The table that `config.layers` names, without the pieces that are switched off."""
+    off: dict[str, Any] = {}
+    off |= {} if config.value_embeds else {"value_embed": None}
+    off |= {} if config.skips else {"skip_from": None}
+    off |= {} if config.backout else {"backout": False}
+    return [dataclasses.replace(layer, **off) for layer in LAYERS[config.layers]]
+
+
+def initial_scalars(config: Config) -> dict[str, float]:
+    """Name and initial value of each learned scalar; all of them are one parameter."""
+    init: dict[str, float] = {}
+    table = layer_table(config)
+    for i, layer in enumerate(table):
+        if config.x0_mixing:
+            init |= {f"x{i}": 1.0, f"x0_{i}": 0.0}
+        if config.value_embeds and layer.attention:
+            init |= {f"value{i}": 0.5, f"value_embed{i}": 0.5}
+        if layer.skip_from is not None:
+            init[f"skip{i}"] = -1.5
+    init |= {"smear": 0.0} if config.smear else {}
+    return init | ({"backout": 0.5} if any(layer.backout for layer in table) else {})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schedules: pure functions of the step, flat in the extension. Step s is the one after s steps are done.
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Multiplier of every learning rate at this step."""
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    left = 1 - min(step / (config.steps - config.extension), 0.9999)
+    if left > config.cooldown:
+        return 1.0
+    share = left / config.cooldown
+    return share + config.final_lr * (1 - share)
+
+
+def stage(config: Config, step: int) -> int:
+    """Index of the step's part of the window schedule; the extension is the last."""
+    scheduled = config.steps - config.extension
+    return len(config.windows) if step >= scheduled else len(config.windows) * step // scheduled
+
+
+def window(config: Config, step: int) -> int:
+    """Long window in blocks."""
+    return (*config.windows, config.extension_window)[stage(config, step)]
+
+
+def momentum(config: Config, step: int) -> float:
+    """Momentum of the hidden matrices."""
+    low, high = config.momentum
+    rising = step / config.momentum_warmup if config.momentum_warmup else 1.0
+    falling = (config.steps - step) / config.momentum_cooldown if config.momentum_cooldown else 1.0
+    return low + (high - low) * min(rising, falling, 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+
+def optimizer_table(config: Config) -> list[Row]:
+    """Which optimizer takes a parameter, by its name, and with what multipliers. Each parameter matches one row."""
+    orthogonal = config.optimizer != "adam"
+    packed = {"split": 4} if orthogonal and config.split_attention else {}
+    smear = {"method": config.smear_method} if orthogonal else {}
+    rows = [
+        (True, Row("blocks.*.attention.qkvo", "matrix", packed)),
+        (True, Row("blocks.*.mlp.up", "matrix", {"lr_mul": config.mlp_up_lr_mul})),
+        (True, Row("blocks.*.mlp.down", "matrix")),
+        (config.attention_gates, Row("blocks.*.attention.gate", "matrix")),
+        (config.smear, Row("smear_gate", "matrix", {"lr_mul": config.smear_lr_mul} | smear)),
+        (True, Row("embed", "adam", {"lr_mul": config.embed_lr_mul})),
+        (config.value_embeds, Row("value_embeds.*", "adam", {"lr_mul": config.value_embed_lr_mul})),
+        (True, Row("lm_head", "adam", {"lr_mul": config.head_lr_mul})),
+        (bool(initial_scalars(config)), Row("scalars", "adam", {"lr_mul": config.vector_lr_mul})),
+        (config.biases, Row("*bias", "adam", {"lr_mul": config.vector_lr_mul})),
+        (config.biases, Row("*gain", "adam", {"lr_mul": config.vector_lr_mul})),
+    ]
+    return [row for present, row in rows if present]
+
+
+def make_optimizers(config: Config, model: GPT, machine: environment.Machine) -> dict[str, Any]:
+    """{"matrix": ..., "adam": ...} over all parameters of the model."""
+    # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch. Gradients are summed over
+    # micro-batches and ranks, and divided once, here, by the number of rows: the mean over rows on any world size.
+    shared = {
+        "grad_divisor": config.batch_tokens // config.sequence,
+        "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
+    }
+
+    def adam(lr: float, betas: tuple[float, ...], weight_decay: float) -> Callable[[list[dict]], Adam]:
+        return lambda groups: Adam(groups, lr, betas=betas, eps=config.adam_eps, weight_decay=weight_decay, **shared)
+
+    def muon(kind: Callable[..., Muon], **more: Any) -> Callable[[list[dict]], Muon]:
+        options = {"weight_decay": config.matrix_wd, "method": config.matrix_method, **shared, **more}
+        return lambda groups: kind(groups, config.matrix_lr, **options)
+
+    matrix = {
+        "normuon": muon(NorMuon, beta2=config.matrix_beta2),
+        "muon": muon(Muon),
+        "adam": adam(config.matrix_lr, (0.9, config.matrix_beta2), config.matrix_wd),
+    }[config.optimizer]
+    factories = {"matrix": matrix, "adam": adam(config.adam_lr, config.adam_betas, config.adam_wd)}
+    return build_optimizers(model.named_parameters(), optimizer_table(config), factories)
+
+
+def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
+    """Give the optimizers the learning rates and the momentum of this step."""
+    multiplier = learning_rate(config, step)
+    for name, peak in (("matrix", config.matrix_lr), ("adam", config.adam_lr)):
+        for group in optimizers[name].param_groups:
+            group["lr"] = peak * multiplier
+            if "momentum" in group:
+                group["momentum"] = momentum(config, step)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A session: what all trials share
+
+
+class NonFinite(RuntimeError):
+    """A loss became NaN or infinite."""
+
+
+@dataclass
+class Session:
+    config: Config
+    machine: environment.Machine
+    dtype: torch.dtype
+    attention: Attention
+    model: GPT
+    optimizers: dict[str, Any]
+    loader: TrainLoader
+    validation: list[Batch]
+    ledger: Ledger
+    facts: dict[str, Any]  # fields of the log's header
+    loss: Callable[..., Tensor]  # the model, compiled or not
+    peak: tuple[float, str]  # FLOP/s of all ranks, and what they are
+
+    def say(self, text: str) -> None:
+        if self.machine.is_main:
+            print(text, flush=True)
+
+    def windows(self, long: int, short: int | None = None) -> Windows:
+        """The windows of both kinds of layer, from blocks; the short one is half of the long one."""
+        block = self.config.window_block
+        if not block:
+            return Windows(*2 * [self.attention.window(max(self.config.sequence, self.config.val_sequence))])
+        short = max(long // 2, 1) if short is None else short
+        return Windows(self.attention.window(short * block), self.attention.window(long * block))
+
+    def reset(self, seed: int) -> None:
+        """Everything that a run changes, as it is before the first step."""
+        self.model.initialize(seed)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+            if self.machine.world_size > 1:
+                torch.distributed.broadcast(parameter.data, 0)
+        for optimizer in self.optimizers.values():
+            optimizer.reset()
+        set_schedule(self.config, self.optimizers, 0)
+        self.loader.reset()
+
+    def state(self) -> list[Any]:
+        """All that `reset` must restore, for a comparison bit for bit."""
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers.values()]
+        model = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        grads = [p.grad for p in self.model.parameters()]
+        everything = [model, self.model.rotary.frequency, grads, optimizers, self.loader.state_dict(), torch.get_rng_state()]
+        return copy_to_host(everything)
+
+
+def copy_to_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: copy_to_host(item) for key, item in value.items()}
+    return [copy_to_host(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    return max(d for d in range(1, min(number, limit) + 1) if number % d == 0)
+
+
+def prepare(config: Config, machine: environment.Machine) -> Session:
+    """Data, model, optimizers and the numbers derived from them. Raises ValueError for whatever cannot work."""
+    ledger = Ledger(machine.synchronize)
+    ledger.start("setup", timed=False)
+    if machine.device.type == "cpu" and config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    dtype = environment.compute_dtype(config.dtype, machine.device)
+    attention, reason = choose_attention(config.attention, machine.device, dtype)
+
+    build = "./run.sh builds or fetches it"
+    train_files = find_shards(f"{config.data_dir}/*train_*.bin", fix=build)
+    val_files = find_shards(f"{config.data_dir}/*val_*.bin", fix=build)
+    order = {name: getattr(config, name) for name in ("batch_tokens", "sequence", "max_document", "bos", "align")}
+    rows = config.batch_tokens // config.sequence
+    if rows % machine.world_size:
+        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+        raise ValueError(f"world size {machine.world_size} does not divide the {rows} rows of a batch; start one of {divisors}.")
+    micro_rows = largest_divisor(rows // machine.world_size, config.micro_batch // config.sequence)
+    plan = plan_run(train_files, steps=config.steps, **order)
+    facts = audit_on_main(machine, train_files, val_files, config)
+    place = {"rank": machine.rank, "world_size": machine.world_size}
+    capacity = capacity_for(micro_rows, plan.max_documents)
+    loader = TrainLoader(train_files, **order, micro_rows=micro_rows, capacity=capacity, **place)
+    val_rows = config.val_tokens // config.val_sequence
+    val_micro = largest_divisor(max(val_rows // machine.world_size, 1), config.val_batch // config.val_sequence)
+    validation = validation_batches(
+        val_files, val_tokens=config.val_tokens, sequence=config.val_sequence, rows=val_micro, bos=config.bos,
+        documents=config.align, **place,
+    )  # fmt: skip
+
+    model = GPT(config, dtype, machine.device, attention)
+    optimizers = make_optimizers(config, model, machine)
+    peak = environment.peak_flops(machine, dtype)
+    facts |= {
+        "world_size": machine.world_size,
+        "micro_batch": micro_rows * config.sequence,
+        "grad_accum": rows // machine.world_size // micro_rows,
+        "env": environment.describe(machine, dtype) | {"attention": attention.name},
+    }
+    session = Session(config, machine, dtype, attention, model, optimizers, loader, validation, ledger, facts, model, peak)
+    session.reset(config.seed)
+    ledger.stop()
+    count = sum(p.numel() for p in model.parameters())
+    session.say(
+        f"track {config.track}, recipe {config.recipe}: {count:,} parameters, {config.steps:,} steps of "
+        f"{config.batch_tokens:,} tokens = {machine.world_size} rank(s) x {facts['grad_accum']} micro-step(s) x "
+        f"{facts['micro_batch']:,}\n{machine.device.type}, {facts['env']['dtype']}, attention {attention.name} ({reason}), "
+        f"peak {peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\ndata {config.data_dir}: {plan.tokens_needed:,} of "
+        f"{plan.tokens_available:,} training tokens, {config.val_tokens:,} of validation"
+    )
+    return session
+
+
+def audit_on_main(machine: environment.Machine, train_files: list[Path], val_files: list[Path], config: Config) -> dict:
+    """Hashes and overlap of the data, read whole by rank 0 alone; its error is every rank's error."""
+    facts: Any = None
+    if machine.is_main:
+        try:
+            facts = audit(train_files, val_files, config.vocab_size, config.bos)
+        except ValueError as error:
+            facts = str(error)
+    facts = machine.broadcast(facts)
+    if isinstance(facts, str):
+        raise ValueError(facts)
+    overlap = facts.pop("overlap")
+    return {"data": facts | {"val_tokens": config.val_tokens}, "checks": {"overlap": overlap}}
+
+
+def batch_loss(session: Session, batch: Batch, windows: Windows, longest: int) -> Tensor:
+    on_device = batch.to(session.machine.device)
+    return session.loss(on_device.inputs, on_device.targets, on_device.cu_seqlens, windows, longest)
+
+
+def forward_backward(session: Session, windows: Windows) -> Tensor:
+    """Gradients of one step's batch, summed over micro-batches into .grad; returns the loss summed over its tokens."""
+    longest = min(session.config.max_document, session.config.sequence) if session.config.align else session.config.sequence
+    total = torch.zeros((), device=session.machine.device)
+    for batch in next(session.loader):
+        loss = batch_loss(session, batch, windows, longest)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def optimizer_steps(session: Session, step: int) -> None:
+    """The hidden matrices move on every step, the other parameters on every `adam_every`-th, with the summed gradients."""
+    set_schedule(session.config, session.optimizers, step)
+    due = ["matrix"] + ["adam"] * ((step + 1) % session.config.adam_every == 0)
+    for name in due:
+        session.optimizers[name].step()
+        session.optimizers[name].zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def validate(session: Session, windows: Windows, batches: list[Batch] | None = None) -> float:
+    """Mean loss over the validation tokens, nats."""
+    total = torch.zeros((), dtype=torch.float64, device=session.machine.device)
+    for batch in session.validation if batches is None else batches:
+        total += batch_loss(session, batch, windows, session.config.val_sequence)
+    return session.machine.all_reduce(total).item() / session.config.val_tokens
+
+
+def change_window(session: Session, old: int, new: int) -> None:
+    if new != old and session.config.window_block:
+        session.model.rotary.extend(old, new)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Warm-up, outside the clock: every graph is compiled and run once, then all state is as if nothing had been
+
+
+def compile_model(session: Session) -> None:
+    """Compile, or say in one line why not and run eagerly."""
+    mode = session.config.compile
+    obstacle = "as asked" if mode == "off" else environment.why_not_compile(session.machine.device)
+    if mode == "on":
+        obstacle = None
+    if obstacle is None:
+        session.say("compiling ... (tens of seconds the first time, then cached)")
+        torch._dynamo.config.recompile_limit = 64
+        session.loss = torch.compile(session.model, dynamic=False, fullgraph=True)
+        try:
+            forward_backward(session, session.windows(session.config.windows[0]))
+        except Exception as error:  # whatever the compiler raises, the eager model can still run
+            if mode == "on":
+                raise
+            obstacle = f"compilation failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    if session.machine.any(obstacle is not None):
+        session.loss = session.model
+        session.say(f"not compiled, slower ({obstacle or 'another rank cannot'}); --compile on makes this an error")
+    session.facts["env"]["compiled"] = session.loss is not session.model
+
+
+def warm_up(session: Session) -> None:
+    """Take every kind of step and validation once, check causality, restore everything and check that."""
+    config = session.config
+    before = session.state()
+    with session.ledger.phase("compile", timed=False):
+        compile_model(session)
+    with session.ledger.phase("warmup", timed=False):
+        previous = config.windows[0]
+        for long in dict.fromkeys([*config.windows, config.extension_window]):
+            change_window(session, previous, long)
+            previous = long
+            for step in range(config.adam_every):
+                forward_backward(session, session.windows(long))
+                optimizer_steps(session, step)
+            validate(session, session.windows(long), session.validation[:1])
+        validate(session, session.windows(config.final_window, previous // 2), session.validation[:1])
+        causal = is_causal(session)
+        session.reset(config.seed)
+        restored = same_bits(before, session.state())
+    session.facts["checks"] |= {"causality": causal, "warmup_restored": restored}
+    for name, passed in (("causality", causal), ("warmup_restored", restored)):
+        if not passed:
+            raise RuntimeError(f"the check {name} failed: the run would not be what its log says")
+
+
+@torch.no_grad()
+def is_causal(session: Session) -> bool:
+    """Whether changing the second half of a row leaves the stream of the first half alone."""
+    batch = session.validation[0] if session.validation else next(session.loader)[0]
+    length = min(session.config.sequence, batch.inputs.size(1))
+    inputs = batch.inputs[:1, :length].to(session.machine.device)
+    changed = inputs.clone()
+    changed[:, length // 2 :] = (changed[:, length // 2 :] + 1) % session.config.vocab_size
+    rows = torch.tensor([0, length], dtype=torch.int32, device=session.machine.device)
+    windows = session.windows(session.config.final_window)
+    a, b = (session.model.hidden(x, rows, windows, length)[:, : length // 2] for x in (inputs, changed))
+    return torch.equal(a, b)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A trial: one run from initialization to the last validation
+
+
+class StepLines:
+    """Log lines of steps, written when their loss has come from the device, so that nothing waits for it."""
+
+    def __init__(self, session: Session, log: RunLog):
+        self.session, self.log = session, log
+        self.waiting: deque[tuple[dict[str, Any], Tensor, Any]] = deque()
+        self.train_loss = float("nan")
+        self.said_at = 0.0
+
+    def add(self, line: dict[str, Any], loss_sum: Tensor) -> None:
+        loss = self.session.machine.all_reduce(loss_sum) / self.session.config.batch_tokens
+        arrived = None
+        if loss.is_cuda:
+            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self.waiting.append((line, loss, arrived))
+        self.flush()
+
+    def flush(self, wait: bool = False) -> None:
+        while self.waiting and (wait or self.waiting[0][2] is None or self.waiting[0][2].query()):
+            line, loss, arrived = self.waiting.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            self.train_loss = loss.item()
+            self.log.write("step", **line, train_loss=self.train_loss)
+            self._say(line)
+            if not math.isfinite(self.train_loss):
+                raise NonFinite(f"training loss is {self.train_loss} at step {line['step']}")
+
+    def _say(self, line: dict[str, Any]) -> None:
+        if time.monotonic() - self.said_at < 1:  # seconds between lines
+            return
+        self.said_at = time.monotonic()
+        config, step, seconds = self.session.config, line["step"], line["train_time_ms"] / 1000
+        rate = step * config.batch_tokens / seconds
+        mfu = rate * self.session.model.flops_per_token() / self.session.peak[0]
+        self.session.say(
+            f"step {step}/{config.steps} {step / config.steps:4.0%} | train loss {self.train_loss:.4f} | "
+            f"lr x{line['lr_mul']:.3f} | window {line['window']} | {rate:,.0f} tok/s | MFU {mfu:.2f} | "
+            f"{seconds:.1f} s | ETA {seconds / step * (config.steps - step):.0f} s"
+        )
+
+
+def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
+    """One run; returns the last validation loss and the milliseconds on the clock."""
+    config = session.config
+    lines = StepLines(session, log)
+    long = previous = window(config, 0)
+    ledger.start("train", timed=True)
+    stepped_at = 0.0
+    for step in range(config.steps + 1):
+        last = step == config.steps
+
+        # evaluate: the clock is stopped, all ranks take part
+        long = window(config, step)
+        change_window(session, previous, long)
+        if last or step % config.val_every == 0:
+            ledger.stop()
+            lines.flush(wait=True)
+            train_time = stepped_at = ledger.train_time_ms
+            with ledger.phase("validate", timed=False):
+                windows = session.windows(config.final_window, max(long // 2, 1)) if last else session.windows(long)
+                val_loss = validate(session, windows)
+            log.write("val", step=step, total_steps=config.steps, val_loss=val_loss, train_time_ms=train_time)
+            session.say(f"step {step}/{config.steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s")
+            if not math.isfinite(val_loss):
+                raise NonFinite(f"validation loss is {val_loss} at step {step}")
+            if last:
+                return val_loss, train_time
+            ledger.start("train", timed=True)
+
+        # step: gradients of the whole batch, then one update
+        loss_sum = forward_backward(session, session.windows(long))
+        optimizer_steps(session, step)
+        previous = long
+
+        # log: no wait for the device, the loss is read when it is there
+        now = ledger.train_time_ms
+        lines.add(
+            {
+                "step": step + 1, "tokens": (step + 1) * config.batch_tokens, "train_time_ms": now,
+                "step_ms": now - stepped_at, "lr_mul": learning_rate(config, step),
+                "window": long * config.window_block, "stage": stage(config, step), "skipped": False,
+            },
+            loss_sum,
+        )  # fmt: skip
+        stepped_at = now
+    raise AssertionError("the loop ends at its last validation")
+
+
+NOT_THE_EXPERIMENT = ("seed", "trials", "log_dir", "data_dir")  # settings in which runs of one experiment may differ
+
+
+def run_trial(session: Session, trial: int) -> int:
+    """Log, registry and outcome around `train`; returns the exit code."""
+    config, machine = session.config, session.machine
+    seed = config.seed + trial
+    log = RunLog(config.log_dir, str(machine.broadcast(new_run_id(config.track, seed, trial))), enabled=machine.is_main)
+    ledger = Ledger(machine.synchronize, lambda name, timed, ms: log.write("phase", name=name, timed=timed, ms=ms))
+    shown = dataclasses.asdict(config)
+    identity = {
+        "source_sha256": log.store_sources(Path(__file__).parent),
+        "config_sha256": config_hash({k: v for k, v in shown.items() if k not in NOT_THE_EXPERIMENT}),
+        "track": config.track, "seed": seed,
+    }  # fmt: skip
+    log.register_start(**identity, trial=trial)
+    log.write(
+        "header", schema=SCHEMA, run_id=log.run_id, **identity, trial=trial, trials=config.trials, target=config.target,
+        claim=None, config=shown, **session.facts,
+    )  # fmt: skip
+    for name, timed, ms in session.ledger.phases:
+        log.write("phase", name=name, timed=timed, ms=ms)
+    session.reset(seed)
+
+    end: dict[str, Any] = {"status": "error", "val_loss": None, "train_time_ms": None, "reached": None}
+    code = 1
+    try:
+        val_loss, train_time = train(session, log, ledger)
+        reached = val_loss <= config.target
+        end |= {"status": "done", "val_loss": val_loss, "train_time_ms": train_time, "reached": reached}
+        session.say(
+            f"target {config.target} {'reached' if reached else 'missed'}: val_loss {val_loss:.4f} at step "
+            f"{config.steps} in {train_time / 1000:.1f} s (log {log.path})"
+        )
+        code = 0
+    except NonFinite as error:
+        end["status"], code = "nonfinite", 3
+        session.say(f"error: {error}; the run is stopped (log {log.path}). Lower the learning rates, or use --dtype float32.")
+    except Interrupted as signalled:
+        end["status"], code = "interrupted", signalled.code
+        session.say(f"interrupted (log {log.path})")
+    finally:
+        steps = config.steps if code == 0 else None
+        log.write("end", **end, steps=steps, peak_mib=environment.peak_mib(machine))
+        log.register_end(status=end["status"], val_loss=end["val_loss"])
+        log.close()
+    return code
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM has come; `code` is the exit code."""
+
+    def __init__(self, number: int):
+        self.code = 128 + number
+
+
+def on_signal(number: int, frame: Any) -> None:
+    raise Interrupted(number)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 done, 1 error, 2 bad input, 3 non-finite, 130 or 143 interrupted."""
+    started = time.monotonic()
+    try:
+        config = parse(sys.argv[1:] if argv is None else argv)
+        machine = environment.start(config.device)
+        session = prepare(config, machine)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    try:
+        warm_up(session)
+        session.say(f"ready after {time.monotonic() - started:.0f} s")
+        for trial in range(config.trials):
+            code = run_trial(session, trial)
+            if code:
+                return code
+    except Interrupted as signalled:
+        return signalled.code
+    except RunLogError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        session.loader.close()
+    environment.leave(machine)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
