@@ -9,17 +9,13 @@ restored and compared bit for bit) and validation are outside it; every phase is
 The base recipe is modded-nanogpt's record 42. A run takes the same trajectory on any number of ranks, up to rounding.
 """
 
-import argparse
 import dataclasses
-import difflib
-import json
 import math
-import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,16 +30,15 @@ from kernels.attention import Attention, choose_attention
 from optim import Adam, Muon, NorMuon, Row, build_optimizers
 from runtime import environment
 from runtime.clock import Ledger
+from runtime.flags import as_text, flag, parse, setting
 from runtime.log import SCHEMA, RunLog, RunLogError, config_hash, new_run_id
+from runtime.progress import NonFinite, Progress
+from runtime.signals import Interrupted, listen
+from runtime.state import copy_to_host, same_bits
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration: every number of an experiment. Flags, --help, --print-config and the log's header come from here.
 # The defaults are the `short` track.
-
-
-def setting(default: Any, about: str) -> Any:
-    """A field of Config with the text that --help shows."""
-    return field(default=default, metadata={"about": about})
 
 
 @dataclass(frozen=True)
@@ -72,9 +67,9 @@ class Config:
     val_tokens: int = setting(10_485_760, "first tokens of the validation data that are used")
     val_sequence: int = setting(262_144, "tokens per validation row")
     val_batch: int = setting(262_144, "most validation tokens a rank takes at once")
-    val_every: int = setting(250, "steps between validations; the first is at step 0, the last at the end")
+    val_every: int = setting(250, "steps between validations, from step 0 on; the last is at the end; 0: only that")
     # model
-    layers: str = setting("record42", "layer table: " + "record42, medium, steps or tiny")
+    layers: str = setting("record42", "layer table: record42, medium, steps or tiny")
     dim: int = setting(768, "model dimension")
     head_dim: int = setting(128, "dimension of an attention head")
     embed_dtype: str = setting("bfloat16", "storage of embedding tables and gates when the forward pass is bf16")
@@ -89,7 +84,7 @@ class Config:
     attention_gates: bool = setting(True, "a sigmoid gate on each head's output, from 12 channels of its input")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
     softcap: str = setting("sigmoid", "of the logits z: sigmoid = 30 sigmoid(z/7.5), rsqrt = 15 z / sqrt(z^2 + 15^2)")
-    init: str = setting("uniform", "of hidden matrices: uniform with sd 0.5/sqrt(fan in), or normal with sd sqrt(.33/fan in)")
+    init: str = setting("uniform", "of hidden matrices: uniform of sd 0.5/sqrt(dim), or normal of sd sqrt(0.33/dim)")
     # schedules
     steps: int = setting(2285, "optimizer steps in all, the extension included")
     extension: int = setting(40, "last steps, in which the schedules stay flat and the window is extension_window")
@@ -105,16 +100,16 @@ class Config:
     matrix_lr: float = setting(0.03, "peak learning rate of hidden matrices; for muon the spectral norm of a step")
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times the learning rate")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon and of adam on matrices")
-    matrix_method: str = setting("polar_express", "orthogonalization: polar_express, newton_schulz, cubic or normalize")
+    matrix_method: str = setting("polar_express", "orthogonalization: polar_express, newton_schulz(_12) or normalize")
     mlp_up_lr_mul: float = setting(2.0, "learning rate multiplier of the MLPs' first matrices")
     split_attention: bool = setting(True, "orthogonalize Q, K, V and O apart, not as the one packed matrix")
     smear_lr_mul: float = setting(1.0, "learning rate multiplier of the smear gate")
     smear_method: str = setting("polar_express", "orthogonalization of the smear gate")
-    momentum: tuple[float, ...] = setting((0.85, 0.95), "momentum of hidden matrices: at the ends and in between")
+    momentum: tuple[float, float] = setting((0.85, 0.95), "momentum of hidden matrices: at the ends and in between")
     momentum_warmup: int = setting(300, "steps in which momentum rises")
     momentum_cooldown: int = setting(50, "last steps, in which momentum falls again")
     adam_lr: float = setting(0.008, "peak learning rate of all other parameters, times the multipliers below")
-    adam_betas: tuple[float, ...] = setting((0.65, 0.95), "of Adam")
+    adam_betas: tuple[float, float] = setting((0.65, 0.95), "of Adam")
     adam_eps: float = setting(1e-8, "of Adam; gradients are those of the token sum of a row")
     adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times the learning rate")
     adam_every: int = setting(2, "Adam steps every so many steps, on the gradients summed since its last one")
@@ -128,24 +123,22 @@ class Config:
             "dim": (self.dim % self.head_dim == 0, "a multiple of head_dim"),
             "steps": (self.steps > self.extension >= 0, f"larger than the extension ({self.extension})"),
             "trials": (self.trials >= 1, "at least 1"),
-            "val_every": (self.val_every >= 1, "at least 1"),
+            "val_every": (self.val_every >= 0, "at least 0"),
             "cooldown": (0 <= self.cooldown <= 1, "a share between 0 and 1"),
             "adam_every": (self.adam_every >= 1, "at least 1"),
             "windows": (bool(self.windows), "one window or more"),
             "batch_tokens": (self.batch_tokens % self.sequence == 0, f"a multiple of sequence ({self.sequence:,})"),
-            "micro_batch": (self.micro_batch >= self.sequence, f"at least one row of sequence = {self.sequence:,} tokens"),
-            "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of val_sequence ({self.val_sequence:,})"),
-            "val_batch": (self.val_batch >= self.val_sequence, f"at least val_sequence = {self.val_sequence:,}"),
+            "micro_batch": (self.micro_batch >= self.sequence, f"at least one row, sequence = {self.sequence:,}"),
+            "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of val_sequence {self.val_sequence}"),
+            "val_batch": (self.val_batch >= self.val_sequence, f"at least a row, val_sequence = {self.val_sequence:,}"),
             "vocab_size": (0 <= self.bos < self.vocab_size, f"larger than the document token ({self.bos})"),
         }
-        rules |= {
-            name: (getattr(self, name) in choices, f"one of {', '.join(choices)}")
-            for name, choices in {
-                "track": TRACKS, "recipe": RECIPES.get(self.track, {}), "compile": ("auto", "on", "off"), "layers": LAYERS,
-                "softcap": ("sigmoid", "rsqrt"), "init": ("uniform", "normal"), "optimizer": ("normuon", "muon", "adam"),
-                "embed_dtype": ("bfloat16", "float32"), "head_dtype": ("bfloat16", "float32"),
-            }.items()
+        choices: dict[str, Collection[str]] = {
+            "track": TRACKS, "recipe": RECIPES.get(self.track, ()), "layers": LAYERS, "compile": ("auto", "on", "off"),
+            "softcap": ("sigmoid", "rsqrt"), "init": ("uniform", "normal"), "optimizer": ("normuon", "muon", "adam"),
+            "embed_dtype": ("bfloat16", "float32"), "head_dtype": ("bfloat16", "float32"),
         }  # fmt: skip
+        rules |= {name: (getattr(self, name) in known, f"one of {', '.join(known)}") for name, known in choices.items()}
         for name, (kept, rule) in rules.items():
             if not kept:
                 raise ValueError(f"{flag(name)} {as_text(getattr(self, name))}: it must be {rule}.")
@@ -167,88 +160,33 @@ TRACKS: dict[str, dict[str, Any]] = {
         "micro_batch": 65_536, "val_sequence": 1024, "val_batch": 65_536, "val_every": 125, "head_dtype": "float32",
         "attention_scale": 0.12, "softcap": "rsqrt", "init": "normal", "steps": 3250, "extension": 0, "cooldown": 0.7,
         "final_lr": 0.0, "window_block": 0, "optimizer": "muon", "matrix_lr": 0.025, "matrix_wd": 0.05,
-        "matrix_method": "cubic", "momentum": (0.95, 0.95), "adam_lr": 0.7, "adam_betas": (0.8, 0.95),
+        "matrix_method": "newton_schulz_12", "momentum": (0.95, 0.95), "adam_lr": 0.7, "adam_betas": (0.8, 0.95),
         "adam_eps": 1e-10, "adam_wd": 0.001, "embed_lr_mul": 1.0, "head_lr_mul": 0.004 / 0.7,
         "vector_lr_mul": 0.015 / 0.7,
     },
     "tiny": {
         "target": 2.5, "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "layers": "tiny", "dim": 256,
         "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 4096, "sequence": 1024,
-        "micro_batch": 4096, "max_document": 1024, "val_tokens": 491_520, "val_sequence": 4096, "val_batch": 16_384,
-        "val_every": 100, "steps": 300, "extension": 20, "window_block": 32, "momentum_warmup": 50,
-        "momentum_cooldown": 20,
+        "micro_batch": 4096, "max_document": 1024, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
+        "val_every": 100, "steps": 250, "extension": 10, "window_block": 16, "momentum_warmup": 40,
+        "momentum_cooldown": 10,
     },
 }  # fmt: skip
 
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {track: {"record42": {}} for track in TRACKS}
 RECIPES["tiny"] |= {
-    "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02},
-    "adamw": PLAIN | {"optimizer": "adam", "matrix_lr": 0.003, "mlp_up_lr_mul": 1.0},
+    name: PLAIN | {"windows": (20,), "extension": 0} | changes
+    for name, changes in {
+        "muon": {"optimizer": "muon", "matrix_lr": 0.02},
+        "adamw": {"optimizer": "adam", "matrix_lr": 0.003, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0, "steps": 500},
+    }.items()
 }
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def as_text(value: Any) -> str:
-    """A setting as it is written on the command line."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def from_text(kind: Any, text: str) -> Any:
-    """The inverse of `as_text` for a field's type. Raises ValueError."""
-    if kind is bool:
-        return {"on": True, "off": False}[text] if text in ("on", "off") else _reject("on or off")
-    if kind in (int, float):
-        return kind(text.replace("_", ""))
-    if kind is str:
-        return text
-    return tuple(from_text(kind.__args__[0], part) for part in text.split(","))
-
-
-def _reject(rule: str) -> Any:
-    raise ValueError(rule)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
-
-
-def parse(argv: list[str]) -> Config:
-    """Track, then recipe, then flags, each over the one before. Raises ValueError naming the value, rule and fix."""
-    fields = {f.name: f for f in dataclasses.fields(Config)}
-    parser = Parser("train_gpt.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.allow_abbrev = False
-    parser.add_argument("--print-config", action="store_true", help="print every setting as JSON and stop")
-    track = next((b.removeprefix("--track=") if b != "--track" else c for b, c in zip(argv, argv[1:] + [""], strict=True)
-                  if b.split("=")[0] == "--track"), Config.track)  # fmt: skip
-    preset = TRACKS.get(track, {})
-    for f in fields.values():
-        shown = as_text(preset.get(f.name, f.default))
-        parser.add_argument(flag(f.name), metavar="X", help=f"{f.metadata['about'].replace('%', '%%')} [{shown}]")
-    known, unknown = parser.parse_known_args(argv)
-    for word in unknown:
-        near = difflib.get_close_matches(word.split("=")[0], [flag(name) for name in fields], n=1, cutoff=0.5)
-        raise ValueError(f"{word}: no such flag." + (f" Did you mean {near[0]}?" if near else " --help lists them all."))
-    given: dict[str, Any] = {}
-    for name, text in vars(known).items():
-        if name in fields and text is not None:
-            try:
-                given[name] = from_text(fields[name].type, text)
-            except ValueError:
-                kind = getattr(fields[name].type, "__name__", str(fields[name].type))
-                example = as_text(fields[name].default)
-                raise ValueError(f"{flag(name)} {text}: it takes a value like {example} ({kind}).") from None
-    recipe = RECIPES.get(track, {}).get(given.get("recipe", Config.recipe), {})
-    config = Config(**{"track": track} | preset | recipe | given)
-    if known.print_config:
-        print(json.dumps(dataclasses.asdict(config), indent=2))
-        raise SystemExit(0)
-    return config
+def preset(given: dict[str, Any]) -> dict[str, Any]:
+    """The values of a track and a recipe, the recipe over the track."""
+    track, recipe = given.get("track", Config.track), given.get("recipe", Config.recipe)
+    return {"track": track} | TRACKS.get(track, {}) | RECIPES.get(track, {}).get(recipe, {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,6 +223,7 @@ LAYERS: dict[str, list[Layer]] = {
     ],
 }  # fmt: skip
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, T, H, D) queries, keys and values to outputs
 GATE_CHANNELS = 12  # of the input, read by the smear gate and the attention gates
 LOSS_TOKENS = 32_768  # tokens whose logits exist at once
 
@@ -296,21 +235,25 @@ def norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
 class Rotary(nn.Module):
     """Half-truncated rotary embedding (half of the frequencies are 0) with YaRN when the window grows."""
 
+    cos: Tensor  # (positions, 1, D / 2)
+    sin: Tensor
+    scale: Tensor  # factor on queries
+
     def __init__(self, config: Config, length: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.block = config.window_block
         self.base_scale = config.attention_scale if config.qk_norm else config.head_dim**-0.5
-        self.half = config.head_dim // 2
+        self.pairs = config.head_dim // 2
         for name in ("cos", "sin"):
-            table = torch.empty(length, 1, self.half, dtype=dtype, device=device)
+            table = torch.empty(length, 1, self.pairs, dtype=dtype, device=device)
             self.register_buffer(name, table, persistent=False)
         self.register_buffer("scale", torch.empty((), device=device), persistent=False)
         self.reset()
 
     def reset(self) -> None:
         """Back to the constructed state."""
-        turning = (1 / 1024) ** torch.linspace(0, 1, self.half // 2)
-        self.frequency = torch.cat([turning, torch.zeros(self.half - self.half // 2)])
+        turning = (1 / 1024) ** torch.linspace(0, 1, self.pairs // 2)
+        self.frequency = torch.cat([turning, torch.zeros(self.pairs - self.pairs // 2)])
         self.scale.fill_(self.base_scale)
         self._fill()
 
@@ -342,11 +285,12 @@ class SelfAttention(nn.Module):
         self.head_dim, self.qk_norm = config.head_dim, config.qk_norm
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
-        self.gate = nn.Parameter(torch.empty(heads, GATE_CHANNELS, dtype=gate_dtype)) if config.attention_gates else None
+        gate = nn.Parameter(torch.empty(heads, GATE_CHANNELS, dtype=gate_dtype))
+        self.gate = gate if config.attention_gates else None
         self.bias = nn.Parameter(torch.empty(4 * config.dim)) if config.biases else None
 
     def forward(
-        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: tuple[Tensor, Tensor] | None, rotary: Rotary, attend: Callable
+        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: tuple[Tensor, Tensor] | None, rotary: Rotary, attend: Attend
     ) -> Tensor:
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C).to(x_BTC.dtype)
@@ -391,7 +335,7 @@ class Block(nn.Module):
         self.attention_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
         self.mlp_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
 
-    def forward(self, x_BTC: Tensor, value_BTC: Tensor | None, mix, rotary: Rotary, attend: Callable) -> Tensor:
+    def forward(self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, rotary: Rotary, attend: Attend) -> Tensor:
         if self.attention is not None:
             x_BTC = x_BTC + self.attention(norm(x_BTC, self.attention_gain), value_BTC, mix, rotary, attend)
         return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
@@ -417,7 +361,7 @@ class GPT(nn.Module):
         tables = 1 + max((layer.value_embed for layer in self.table if layer.value_embed is not None), default=-1)
         with device:
             self.embed = nn.Parameter(torch.empty(vocab, config.dim, dtype=table_dtype))
-            self.value_embeds = nn.ParameterList(torch.empty(vocab, config.dim, dtype=table_dtype) for _ in range(tables))
+            self.value_embeds = nn.ParameterList(torch.empty_like(self.embed) for _ in range(tables))
             self.smear_gate = nn.Parameter(torch.empty(1, GATE_CHANNELS, dtype=table_dtype)) if config.smear else None
             self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
             self.lm_head = nn.Parameter(torch.empty(vocab, config.dim, dtype=head_dtype))
@@ -480,10 +424,8 @@ class GPT(nn.Module):
         backed_out = None
         sources = {layer.skip_from for layer in self.table}
         for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, window: Any = getattr(windows, layer.window)) -> Tensor:
-                return self.attention(q, k, v, documents, window, longest)
-
+            window = getattr(windows, layer.window)
+            attend = partial(self.attention, documents=documents, window=window, longest=longest)
             if layer.skip_from is not None:
                 x_BTC = x_BTC + torch.sigmoid(scalar[f"skip{i}"]) * outputs[layer.skip_from]
             if self.config.x0_mixing:
@@ -503,7 +445,9 @@ class GPT(nn.Module):
         """Soft-capped logits in fp32, from the output of `hidden`."""
         bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
         z = F.linear(x, self.lm_head.to(x.dtype), bias).float()
-        return 30 * torch.sigmoid(z / 7.5) if self.config.softcap == "sigmoid" else 15 * z * (z.square() + 15**2).rsqrt()
+        if self.config.softcap == "sigmoid":
+            return 30 * torch.sigmoid(z / 7.5)
+        return 15 * z * (z.square() + 15**2).rsqrt()
 
     def forward(
         self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor, windows: Windows, longest: int
@@ -559,9 +503,11 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def stage(config: Config, step: int) -> int:
-    """Index of the step's part of the window schedule; the extension is the last."""
+    """Index of the step's part of the window schedule; the extension, if there is one, is the last."""
     scheduled = config.steps - config.extension
-    return len(config.windows) if step >= scheduled else len(config.windows) * step // scheduled
+    if config.extension and step >= scheduled:
+        return len(config.windows)
+    return min(len(config.windows) * step // scheduled, len(config.windows) - 1)
 
 
 def window(config: Config, step: int) -> int:
@@ -606,12 +552,12 @@ def make_optimizers(config: Config, model: GPT, machine: environment.Machine) ->
     """{"matrix": ..., "adam": ...} over all parameters of the model."""
     # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch. Gradients are summed over
     # micro-batches and ranks, and divided once, here, by the number of rows: the mean over rows on any world size.
-    shared = {
+    shared: dict[str, Any] = {
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
 
-    def adam(lr: float, betas: tuple[float, ...], weight_decay: float) -> Callable[[list[dict]], Adam]:
+    def adam(lr: float, betas: tuple[float, float], weight_decay: float) -> Callable[[list[dict]], Adam]:
         return lambda groups: Adam(groups, lr, betas=betas, eps=config.adam_eps, weight_decay=weight_decay, **shared)
 
     def muon(kind: Callable[..., Muon], **more: Any) -> Callable[[list[dict]], Muon]:
@@ -641,15 +587,10 @@ def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
 # A session: what all trials share
 
 
-class NonFinite(RuntimeError):
-    """A loss became NaN or infinite."""
-
-
 @dataclass
 class Session:
     config: Config
     machine: environment.Machine
-    dtype: torch.dtype
     attention: Attention
     model: GPT
     optimizers: dict[str, Any]
@@ -689,26 +630,8 @@ class Session:
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers.values()]
         model = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         grads = [p.grad for p in self.model.parameters()]
-        everything = [model, self.model.rotary.frequency, grads, optimizers, self.loader.state_dict(), torch.get_rng_state()]
-        return copy_to_host(everything)
-
-
-def copy_to_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: copy_to_host(item) for key, item in value.items()}
-    return [copy_to_host(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
-    return a == b
+        rest = [self.model.rotary.frequency, self.loader.state_dict(), torch.get_rng_state()]
+        return copy_to_host([model, grads, optimizers, rest])
 
 
 def largest_divisor(number: int, limit: int) -> int:
@@ -727,15 +650,15 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     build = "./run.sh builds or fetches it"
     train_files = find_shards(f"{config.data_dir}/*train_*.bin", fix=build)
     val_files = find_shards(f"{config.data_dir}/*val_*.bin", fix=build)
-    order = {name: getattr(config, name) for name in ("batch_tokens", "sequence", "max_document", "bos", "align")}
+    defining = ("batch_tokens", "sequence", "max_document", "bos", "align")
+    order: dict[str, Any] = {name: getattr(config, name) for name in defining}
     rows = config.batch_tokens // config.sequence
     if rows % machine.world_size:
         divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-        raise ValueError(f"world size {machine.world_size} does not divide the {rows} rows of a batch; start one of {divisors}.")
+        raise ValueError(f"{machine.world_size} processes cannot share the {rows} rows of a batch; start {divisors}.")
     micro_rows = largest_divisor(rows // machine.world_size, config.micro_batch // config.sequence)
     plan = plan_run(train_files, steps=config.steps, **order)
-    facts = audit_on_main(machine, train_files, val_files, config)
-    place = {"rank": machine.rank, "world_size": machine.world_size}
+    place: dict[str, Any] = {"rank": machine.rank, "world_size": machine.world_size}
     capacity = capacity_for(micro_rows, plan.max_documents)
     loader = TrainLoader(train_files, **order, micro_rows=micro_rows, capacity=capacity, **place)
     val_rows = config.val_tokens // config.val_sequence
@@ -748,39 +671,29 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     model = GPT(config, dtype, machine.device, attention)
     optimizers = make_optimizers(config, model, machine)
     peak = environment.peak_flops(machine, dtype)
-    facts |= {
+    data = machine.on_main(lambda: audit(train_files, val_files, config.vocab_size, config.bos))
+    facts = {
+        "checks": {"overlap": data.pop("overlap")},
+        "data": data | {"val_tokens": config.val_tokens},
         "world_size": machine.world_size,
         "micro_batch": micro_rows * config.sequence,
         "grad_accum": rows // machine.world_size // micro_rows,
         "env": environment.describe(machine, dtype) | {"attention": attention.name},
     }
-    session = Session(config, machine, dtype, attention, model, optimizers, loader, validation, ledger, facts, model, peak)
+    session = Session(
+        config, machine, attention, model, optimizers, loader, validation, ledger, facts, loss=model, peak=peak
+    )
     session.reset(config.seed)
     ledger.stop()
     count = sum(p.numel() for p in model.parameters())
     session.say(
         f"track {config.track}, recipe {config.recipe}: {count:,} parameters, {config.steps:,} steps of "
         f"{config.batch_tokens:,} tokens = {machine.world_size} rank(s) x {facts['grad_accum']} micro-step(s) x "
-        f"{facts['micro_batch']:,}\n{machine.device.type}, {facts['env']['dtype']}, attention {attention.name} ({reason}), "
-        f"peak {peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\ndata {config.data_dir}: {plan.tokens_needed:,} of "
+        f"{facts['micro_batch']:,}\n{machine.device.type}, {facts['env']['dtype']}, attention {attention.name} "
+        f"({reason}), peak {peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\ndata {config.data_dir}: {plan.tokens_needed:,} of "
         f"{plan.tokens_available:,} training tokens, {config.val_tokens:,} of validation"
     )
     return session
-
-
-def audit_on_main(machine: environment.Machine, train_files: list[Path], val_files: list[Path], config: Config) -> dict:
-    """Hashes and overlap of the data, read whole by rank 0 alone; its error is every rank's error."""
-    facts: Any = None
-    if machine.is_main:
-        try:
-            facts = audit(train_files, val_files, config.vocab_size, config.bos)
-        except ValueError as error:
-            facts = str(error)
-    facts = machine.broadcast(facts)
-    if isinstance(facts, str):
-        raise ValueError(facts)
-    overlap = facts.pop("overlap")
-    return {"data": facts | {"val_tokens": config.val_tokens}, "checks": {"overlap": overlap}}
 
 
 def batch_loss(session: Session, batch: Batch, windows: Windows, longest: int) -> Tensor:
@@ -790,7 +703,8 @@ def batch_loss(session: Session, batch: Batch, windows: Windows, longest: int) -
 
 def forward_backward(session: Session, windows: Windows) -> Tensor:
     """Gradients of one step's batch, summed over micro-batches into .grad; returns the loss summed over its tokens."""
-    longest = min(session.config.max_document, session.config.sequence) if session.config.align else session.config.sequence
+    sequence = session.config.sequence
+    longest = min(session.config.max_document, sequence) if session.config.align else sequence
     total = torch.zeros((), device=session.machine.device)
     for batch in next(session.loader):
         loss = batch_loss(session, batch, windows, longest)
@@ -800,7 +714,7 @@ def forward_backward(session: Session, windows: Windows) -> Tensor:
 
 
 def optimizer_steps(session: Session, step: int) -> None:
-    """The hidden matrices move on every step, the other parameters on every `adam_every`-th, with the summed gradients."""
+    """Hidden matrices move on every step, other parameters on every `adam_every`-th with the gradients summed."""
     set_schedule(session.config, session.optimizers, step)
     due = ["matrix"] + ["adam"] * ((step + 1) % session.config.adam_every == 0)
     for name in due:
@@ -891,54 +805,11 @@ def is_causal(session: Session) -> bool:
 # A trial: one run from initialization to the last validation
 
 
-class StepLines:
-    """Log lines of steps, written when their loss has come from the device, so that nothing waits for it."""
-
-    def __init__(self, session: Session, log: RunLog):
-        self.session, self.log = session, log
-        self.waiting: deque[tuple[dict[str, Any], Tensor, Any]] = deque()
-        self.train_loss = float("nan")
-        self.said_at = 0.0
-
-    def add(self, line: dict[str, Any], loss_sum: Tensor) -> None:
-        loss = self.session.machine.all_reduce(loss_sum) / self.session.config.batch_tokens
-        arrived = None
-        if loss.is_cuda:
-            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self.waiting.append((line, loss, arrived))
-        self.flush()
-
-    def flush(self, wait: bool = False) -> None:
-        while self.waiting and (wait or self.waiting[0][2] is None or self.waiting[0][2].query()):
-            line, loss, arrived = self.waiting.popleft()
-            if arrived is not None:
-                arrived.synchronize()
-            self.train_loss = loss.item()
-            self.log.write("step", **line, train_loss=self.train_loss)
-            self._say(line)
-            if not math.isfinite(self.train_loss):
-                raise NonFinite(f"training loss is {self.train_loss} at step {line['step']}")
-
-    def _say(self, line: dict[str, Any]) -> None:
-        if time.monotonic() - self.said_at < 1:  # seconds between lines
-            return
-        self.said_at = time.monotonic()
-        config, step, seconds = self.session.config, line["step"], line["train_time_ms"] / 1000
-        rate = step * config.batch_tokens / seconds
-        mfu = rate * self.session.model.flops_per_token() / self.session.peak[0]
-        self.session.say(
-            f"step {step}/{config.steps} {step / config.steps:4.0%} | train loss {self.train_loss:.4f} | "
-            f"lr x{line['lr_mul']:.3f} | window {line['window']} | {rate:,.0f} tok/s | MFU {mfu:.2f} | "
-            f"{seconds:.1f} s | ETA {seconds / step * (config.steps - step):.0f} s"
-        )
-
-
 def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
     """One run; returns the last validation loss and the milliseconds on the clock."""
-    config = session.config
-    lines = StepLines(session, log)
+    config, machine = session.config, session.machine
+    say, flops = session.say, session.model.flops_per_token()
+    progress = Progress(log, say, config.steps, flops, session.peak[0])
     long = previous = window(config, 0)
     ledger.start("train", timed=True)
     stepped_at = 0.0
@@ -948,9 +819,9 @@ def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
         # evaluate: the clock is stopped, all ranks take part
         long = window(config, step)
         change_window(session, previous, long)
-        if last or step % config.val_every == 0:
+        if last or (config.val_every and step % config.val_every == 0):
             ledger.stop()
-            lines.flush(wait=True)
+            progress.write(wait=True)
             train_time = stepped_at = ledger.train_time_ms
             with ledger.phase("validate", timed=False):
                 windows = session.windows(config.final_window, max(long // 2, 1)) if last else session.windows(long)
@@ -970,13 +841,13 @@ def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
 
         # log: no wait for the device, the loss is read when it is there
         now = ledger.train_time_ms
-        lines.add(
+        progress.step_done(
             {
                 "step": step + 1, "tokens": (step + 1) * config.batch_tokens, "train_time_ms": now,
                 "step_ms": now - stepped_at, "lr_mul": learning_rate(config, step),
                 "window": long * config.window_block, "stage": stage(config, step), "skipped": False,
             },
-            loss_sum,
+            machine.all_reduce(loss_sum) / config.batch_tokens,
         )  # fmt: skip
         stepped_at = now
     raise AssertionError("the loop ends at its last validation")
@@ -989,10 +860,11 @@ def run_trial(session: Session, trial: int) -> int:
     """Log, registry and outcome around `train`; returns the exit code."""
     config, machine = session.config, session.machine
     seed = config.seed + trial
-    log = RunLog(config.log_dir, str(machine.broadcast(new_run_id(config.track, seed, trial))), enabled=machine.is_main)
+    run_id = machine.on_main(lambda: new_run_id(config.track, seed, trial))
+    log = RunLog(config.log_dir, run_id, enabled=machine.is_main)
     ledger = Ledger(machine.synchronize, lambda name, timed, ms: log.write("phase", name=name, timed=timed, ms=ms))
     shown = dataclasses.asdict(config)
-    identity = {
+    identity: dict[str, Any] = {
         "source_sha256": log.store_sources(Path(__file__).parent),
         "config_sha256": config_hash({k: v for k, v in shown.items() if k not in NOT_THE_EXPERIMENT}),
         "track": config.track, "seed": seed,
@@ -1019,7 +891,7 @@ def run_trial(session: Session, trial: int) -> int:
         code = 0
     except NonFinite as error:
         end["status"], code = "nonfinite", 3
-        session.say(f"error: {error}; the run is stopped (log {log.path}). Lower the learning rates, or use --dtype float32.")
+        session.say(f"error: {error}; stopped (log {log.path}). Lower the learning rates, or use --dtype float32.")
     except Interrupted as signalled:
         end["status"], code = "interrupted", signalled.code
         session.say(f"interrupted (log {log.path})")
@@ -1031,29 +903,17 @@ def run_trial(session: Session, trial: int) -> int:
     return code
 
 
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM has come; `code` is the exit code."""
-
-    def __init__(self, number: int):
-        self.code = 128 + number
-
-
-def on_signal(number: int, frame: Any) -> None:
-    raise Interrupted(number)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 error, 2 bad input, 3 non-finite, 130 or 143 interrupted."""
     started = time.monotonic()
     try:
-        config = parse(sys.argv[1:] if argv is None else argv)
+        config = parse(Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
         machine = environment.start(config.device)
         session = prepare(config, machine)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    listen()
     try:
         warm_up(session)
         session.say(f"ready after {time.monotonic() - started:.0f} s")

@@ -1,4 +1,4 @@
-"""What the data of a run are: their hashes, whether every token is in the vocabulary, and what training and validation share."""
+"""What the data of a run are: hashes, a check of every token, and what training and validation have in common."""
 
 import hashlib
 from collections.abc import Sequence

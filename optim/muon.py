@@ -22,7 +22,7 @@ AXES = ("stored", "rows", "cols")
 def matrix_shape(shape: torch.Size, split: int | None) -> tuple[int, int, int]:
     """(split, rows, cols) of the matrices that a stored one is viewed as: its longer side is divided by `split`."""
     rows, cols = shape[-2:]
-    split = split or 1
+    split = 1 if split is None else split
     return (split, rows, cols // split) if cols >= rows else (split, rows // split, cols)
 
 
@@ -73,8 +73,8 @@ class Muon(ShardedOptimizer):
     def _check_parameter(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         if param.ndim < 2:
             raise ValueError(f"parameter {name} has shape {tuple(param.shape)}, Muon needs matrices; give it to Adam")
-        split, longer = group["split"] or 1, max(param.shape[-2:])
-        if split < 1 or longer % split:
+        split, longer = group["split"], max(param.shape[-2:])
+        if split is not None and (split < 1 or longer % split):
             raise ValueError(f"split must divide {longer}, the longer side of parameter {name}, got {split}")
 
     def _layouts(self, params: list[Tensor]) -> list[Layout]:

@@ -133,9 +133,10 @@ class Mirror(Layout):
         sums = [(param, total.view(param.shape)) for param, total in zip(self.params, flat, strict=True)]
         copy_all((total, param.grad) for param, total in sums if param.grad is not None)
         self.counts = dict(zip(self.counted, counts, strict=True))
+        counts.fill_(1)
         for param, count in self.counts.items():
-            if param.grad is not None:
-                count.fill_(1)
+            if param.grad is None:
+                count.zero_()
         work = dist.all_reduce(message, group=self.team.group, async_op=True)
 
         def wait() -> Gradients:

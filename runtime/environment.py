@@ -10,8 +10,10 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,12 +49,21 @@ class Machine:
             dist.all_reduce(tensor)
         return tensor
 
-    def broadcast(self, value: object) -> object:
-        """Rank 0's picklable object, on every rank."""
-        holder = [value]
+    def on_main(self, function: Callable[[], Any]) -> Any:
+        """What rank 0 gets from a function that only it calls, on every rank; its ValueError likewise."""
+        outcome: tuple[Any, str | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+            except ValueError as error:
+                outcome = (None, str(error))
+        holder = [outcome]
         if self.world_size > 1:
             dist.broadcast_object_list(holder, device=self.device)
-        return holder[0]
+        value, message = holder[0]
+        if message is not None:
+            raise ValueError(message)
+        return value
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""
@@ -67,7 +78,7 @@ def start(device: str = "auto") -> Machine:
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device}: unknown device. Choose auto, cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device. Use --device auto, or install a CUDA build of torch.")
+        raise ValueError("--device cuda: torch finds no CUDA device. Use --device auto, or install CUDA torch.")
     if device == "cpu" or not torch.cuda.is_available():
         place = torch.device("cpu")
     else:

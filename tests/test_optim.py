@@ -101,7 +101,7 @@ def test_muon_with_newton_schulz_is_close_to_the_one_in_torch():
             give_gradients(params, step)
             optimizer.step()
     for a, b, before in zip(ours, theirs, start, strict=True):
-        assert (a - b).norm() < 0.01 * (b - before).norm()
+        assert (a - b).norm() < 0.03 * (b - before).norm()  # both round to bf16, in another order
 
 
 @pytest.mark.parametrize("shape", [(64,), (5, 7), (50, 700), ()])  # the third is larger than a CPU piece
@@ -208,6 +208,7 @@ def test_a_divisor_divides_the_gradient_before_the_state_sees_it(index):
         ours.step()
         twin.step()
     assert all(torch.equal(a, b) for a, b in zip(divided, plain, strict=True))
+    assert_same_state(ours.state_dict(), twin.state_dict())
 
 
 def test_learning_rate_and_momentum_are_read_at_every_step():
@@ -326,7 +327,11 @@ class DTensor(torch.nn.Parameter):
         (lambda p: Muon(p, 0.1, split=0), ValueError, r"split must divide 8"),
         (lambda p: Muon(p, 0.1, dtype="bf16"), ValueError, r"floating-point torch.dtype, got 'bf16'"),
         (lambda p: Muon(p, 0.1, grad_divisor=0), ValueError, r"grad_divisor must be a positive number, got 0"),
-        (lambda p: Muon([("gain", p[0][0])], 0.1), ValueError, r"parameter gain has shape \(8,\).*give it to Adam"),
+        (
+            lambda p: Muon([("gain", p[0].detach()[0])], 0.1),
+            ValueError,
+            r"parameter gain has shape \(8,\).*give it to Adam",
+        ),
         (lambda p: NorMuon(p, 0.1, beta2=1.5), ValueError, r"beta2 must be in \[0, 1\), got 1.5"),
         (lambda p: NorMuon(p, 0.1, axis="both"), ValueError, r"unknown axis 'both'; choose one of stored, rows, cols"),
         (lambda p: Muon(p, 0.1, beta2=0.9), TypeError, r"beta2"),
