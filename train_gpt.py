@@ -10,6 +10,7 @@ The base recipe is modded-nanogpt's record 42. A run takes the same trajectory o
 """
 
 import dataclasses
+import hashlib
 import math
 import sys
 import time
@@ -17,21 +18,21 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.audit import audit
-from data.loader import Batch, TrainLoader, capacity_for, plan_run, validation_batches
+from data.loader import Batch, Data, open_data
 from data.shards import find_shards
 from kernels.attention import Attention, choose_attention
 from optim import Adam, Muon, NorMuon, Row, build_optimizers
 from runtime import environment
 from runtime.clock import Ledger
-from runtime.flags import as_text, flag, parse, setting
-from runtime.log import SCHEMA, RunLog, RunLogError, config_hash, new_run_id
+from runtime.flags import parse, require, setting
+from runtime.log import RunLog, RunLogError, config_hash, new_run_id, require_writable
 from runtime.progress import NonFinite, Progress
 from runtime.signals import Interrupted, listen
 from runtime.state import copy_to_host, same_bits
@@ -102,7 +103,7 @@ class Config:
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon and of adam on matrices")
     matrix_method: str = setting("polar_express", "orthogonalization: polar_express, newton_schulz(_12) or normalize")
     mlp_up_lr_mul: float = setting(2.0, "learning rate multiplier of the MLPs' first matrices")
-    split_attention: bool = setting(True, "orthogonalize Q, K, V and O apart, not as the one packed matrix")
+    split_variance: bool = setting(True, "normuon's variance of Q, K, V and O apart; off: of the packed matrix")
     smear_lr_mul: float = setting(1.0, "learning rate multiplier of the smear gate")
     smear_method: str = setting("polar_express", "orthogonalization of the smear gate")
     momentum: tuple[float, float] = setting((0.85, 0.95), "momentum of hidden matrices: at the ends and in between")
@@ -138,10 +139,7 @@ class Config:
             "softcap": ("sigmoid", "rsqrt"), "init": ("uniform", "normal"), "optimizer": ("normuon", "muon", "adam"),
             "embed_dtype": ("bfloat16", "float32"), "head_dtype": ("bfloat16", "float32"),
         }  # fmt: skip
-        rules |= {name: (getattr(self, name) in known, f"one of {', '.join(known)}") for name, known in choices.items()}
-        for name, (kept, rule) in rules.items():
-            if not kept:
-                raise ValueError(f"{flag(name)} {as_text(getattr(self, name))}: it must be {rule}.")
+        require(self, rules, choices)
 
 
 PLAIN: dict[str, Any] = {
@@ -166,9 +164,9 @@ TRACKS: dict[str, dict[str, Any]] = {
     },
     "tiny": {
         "target": 2.5, "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "layers": "tiny", "dim": 256,
-        "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 4096, "sequence": 1024,
-        "micro_batch": 4096, "max_document": 1024, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
-        "val_every": 100, "steps": 250, "extension": 10, "window_block": 16, "momentum_warmup": 40,
+        "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 2048, "sequence": 512,
+        "micro_batch": 2048, "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
+        "val_every": 200, "steps": 500, "extension": 10, "window_block": 16, "momentum_warmup": 60,
         "momentum_cooldown": 10,
     },
 }  # fmt: skip
@@ -178,7 +176,7 @@ RECIPES["tiny"] |= {
     name: PLAIN | {"windows": (20,), "extension": 0} | changes
     for name, changes in {
         "muon": {"optimizer": "muon", "matrix_lr": 0.02},
-        "adamw": {"optimizer": "adam", "matrix_lr": 0.003, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0, "steps": 500},
+        "adamw": {"optimizer": "adam", "matrix_lr": 0.003, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0, "steps": 1000},
     }.items()
 }
 
@@ -224,8 +222,13 @@ LAYERS: dict[str, list[Layer]] = {
 }  # fmt: skip
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, T, H, D) queries, keys and values to outputs
+Windows = dict[str, Any]  # of "short" and of "long" layers, as the attention backend takes them
 GATE_CHANNELS = 12  # of the input, read by the smear gate and the attention gates
 LOSS_TOKENS = 32_768  # tokens whose logits exist at once
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32, when: Any = True) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(shape, dtype=dtype)) if when else None
 
 
 def norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
@@ -285,9 +288,8 @@ class SelfAttention(nn.Module):
         self.head_dim, self.qk_norm = config.head_dim, config.qk_norm
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
-        gate = nn.Parameter(torch.empty(heads, GATE_CHANNELS, dtype=gate_dtype))
-        self.gate = gate if config.attention_gates else None
-        self.bias = nn.Parameter(torch.empty(4 * config.dim)) if config.biases else None
+        self.gate = parameter(heads, GATE_CHANNELS, dtype=gate_dtype, when=config.attention_gates)
+        self.bias = parameter(4 * config.dim, when=config.biases)
 
     def forward(
         self, x_BTC: Tensor, value_BTC: Tensor | None, mix: tuple[Tensor, Tensor] | None, rotary: Rotary, attend: Attend
@@ -318,8 +320,8 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         self.down = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
-        self.up_bias = nn.Parameter(torch.empty(4 * config.dim)) if config.biases else None
-        self.down_bias = nn.Parameter(torch.empty(config.dim)) if config.biases else None
+        self.up_bias = parameter(4 * config.dim, when=config.biases)
+        self.down_bias = parameter(config.dim, when=config.biases)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         up, down = self.up.to(x_BTC.dtype), self.down.to(x_BTC.dtype)
@@ -332,20 +334,13 @@ class Block(nn.Module):
         super().__init__()
         self.attention = SelfAttention(config, gate_dtype) if layer.attention else None
         self.mlp = MLP(config)
-        self.attention_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
-        self.mlp_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
+        self.attention_gain = parameter(config.dim, when=config.biases)
+        self.mlp_gain = parameter(config.dim, when=config.biases)
 
     def forward(self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, rotary: Rotary, attend: Attend) -> Tensor:
         if self.attention is not None:
             x_BTC = x_BTC + self.attention(norm(x_BTC, self.attention_gain), value_BTC, mix, rotary, attend)
         return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
-
-
-class Windows(NamedTuple):
-    """Window of each kind of layer, as the attention backend takes it."""
-
-    short: Any
-    long: Any
 
 
 class GPT(nn.Module):
@@ -362,21 +357,23 @@ class GPT(nn.Module):
         with device:
             self.embed = nn.Parameter(torch.empty(vocab, config.dim, dtype=table_dtype))
             self.value_embeds = nn.ParameterList(torch.empty_like(self.embed) for _ in range(tables))
-            self.smear_gate = nn.Parameter(torch.empty(1, GATE_CHANNELS, dtype=table_dtype)) if config.smear else None
+            self.smear_gate = parameter(1, GATE_CHANNELS, dtype=table_dtype, when=config.smear)
             self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
             self.lm_head = nn.Parameter(torch.empty(vocab, config.dim, dtype=head_dtype))
-            self.lm_head_bias = nn.Parameter(torch.empty(vocab)) if config.biases else None
-            self.embed_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
-            self.head_gain = nn.Parameter(torch.empty(config.dim)) if config.biases else None
+            self.lm_head_bias = parameter(vocab, when=config.biases)
+            self.embed_gain = parameter(config.dim, when=config.biases)
+            self.head_gain = parameter(config.dim, when=config.biases)
             self.scalar_init = initial_scalars(config)
-            self.scalars = nn.Parameter(torch.empty(len(self.scalar_init))) if self.scalar_init else None
+            self.scalars = parameter(len(self.scalar_init), when=self.scalar_init)
         self.rotary = Rotary(config, max(config.sequence, config.val_sequence), dtype, device)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Every parameter from `seed`, the same on any device; raises RuntimeError for one that has no rule."""
-        generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
+            # A stream of its own for each name: what one piece draws does not move when another is switched off.
+            stream = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
+            generator = torch.Generator().manual_seed(int.from_bytes(stream))
             parameter.copy_(self._initial(name, parameter.shape, generator))
         self.rotary.reset()
 
@@ -399,10 +396,9 @@ class GPT(nn.Module):
         raise RuntimeError(f"parameter {name} has no rule in GPT._initial; add one")
 
     def _hidden(self, w: Tensor, generator: torch.Generator) -> Tensor:
-        fan_in = self.config.dim
         if self.config.init == "normal":
-            return w.normal_(0, (0.33 / fan_in) ** 0.5, generator=generator)
-        bound = 3**0.5 * 0.5 / fan_in**0.5
+            return w.normal_(0, (0.33 / self.config.dim) ** 0.5, generator=generator)
+        bound = 3**0.5 * 0.5 / self.config.dim**0.5
         return w.uniform_(-bound, bound, generator=generator)
 
     def hidden(self, inputs_BT: Tensor, cu_seqlens: Tensor, windows: Windows, longest: int) -> Tensor:
@@ -424,7 +420,7 @@ class GPT(nn.Module):
         backed_out = None
         sources = {layer.skip_from for layer in self.table}
         for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
-            window = getattr(windows, layer.window)
+            window = windows[layer.window]
             attend = partial(self.attention, documents=documents, window=window, longest=longest)
             if layer.skip_from is not None:
                 x_BTC = x_BTC + torch.sigmoid(scalar[f"skip{i}"]) * outputs[layer.skip_from]
@@ -530,7 +526,7 @@ def momentum(config: Config, step: int) -> float:
 def optimizer_table(config: Config) -> list[Row]:
     """Which optimizer takes a parameter, by its name, and with what multipliers. Each parameter matches one row."""
     orthogonal = config.optimizer != "adam"
-    packed = {"split": 4} if orthogonal and config.split_attention else {}
+    packed = {"split": 4} if orthogonal else {}
     smear = {"method": config.smear_method} if orthogonal else {}
     rows = [
         (True, Row("blocks.*.attention.qkvo", "matrix", packed)),
@@ -565,7 +561,7 @@ def make_optimizers(config: Config, model: GPT, machine: environment.Machine) ->
         return lambda groups: kind(groups, config.matrix_lr, **options)
 
     matrix = {
-        "normuon": muon(NorMuon, beta2=config.matrix_beta2),
+        "normuon": muon(NorMuon, beta2=config.matrix_beta2, split_variance=config.split_variance),
         "muon": muon(Muon),
         "adam": adam(config.matrix_lr, (0.9, config.matrix_beta2), config.matrix_wd),
     }[config.optimizer]
@@ -594,8 +590,7 @@ class Session:
     attention: Attention
     model: GPT
     optimizers: dict[str, Any]
-    loader: TrainLoader
-    validation: list[Batch]
+    data: Data
     ledger: Ledger
     facts: dict[str, Any]  # fields of the log's header
     loss: Callable[..., Tensor]  # the model, compiled or not
@@ -609,9 +604,10 @@ class Session:
         """The windows of both kinds of layer, from blocks; the short one is half of the long one."""
         block = self.config.window_block
         if not block:
-            return Windows(*2 * [self.attention.window(max(self.config.sequence, self.config.val_sequence))])
-        short = max(long // 2, 1) if short is None else short
-        return Windows(self.attention.window(short * block), self.attention.window(long * block))
+            tokens = dict.fromkeys(("short", "long"), max(self.config.sequence, self.config.val_sequence))
+        else:
+            tokens = {"short": (max(long // 2, 1) if short is None else short) * block, "long": long * block}
+        return {kind: self.attention.window(count) for kind, count in tokens.items()}
 
     def reset(self, seed: int) -> None:
         """Everything that a run changes, as it is before the first step."""
@@ -623,19 +619,15 @@ class Session:
         for optimizer in self.optimizers.values():
             optimizer.reset()
         set_schedule(self.config, self.optimizers, 0)
-        self.loader.reset()
+        self.data.train.reset()
 
     def state(self) -> list[Any]:
         """All that `reset` must restore, for a comparison bit for bit."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers.values()]
         model = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         grads = [p.grad for p in self.model.parameters()]
-        rest = [self.model.rotary.frequency, self.loader.state_dict(), torch.get_rng_state()]
+        rest = [self.model.rotary.frequency, self.data.train.state_dict(), torch.get_rng_state()]
         return copy_to_host([model, grads, optimizers, rest])
-
-
-def largest_divisor(number: int, limit: int) -> int:
-    return max(d for d in range(1, min(number, limit) + 1) if number % d == 0)
 
 
 def prepare(config: Config, machine: environment.Machine) -> Session:
@@ -644,45 +636,31 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     ledger.start("setup", timed=False)
     if machine.device.type == "cpu" and config.deterministic:
         torch.use_deterministic_algorithms(True)
+    machine.on_main(lambda: require_writable(config.log_dir))
     dtype = environment.compute_dtype(config.dtype, machine.device)
     attention, reason = choose_attention(config.attention, machine.device, dtype)
 
     build = "./run.sh builds or fetches it"
     train_files = find_shards(f"{config.data_dir}/*train_*.bin", fix=build)
     val_files = find_shards(f"{config.data_dir}/*val_*.bin", fix=build)
-    defining = ("batch_tokens", "sequence", "max_document", "bos", "align")
-    order: dict[str, Any] = {name: getattr(config, name) for name in defining}
-    rows = config.batch_tokens // config.sequence
-    if rows % machine.world_size:
-        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-        raise ValueError(f"{machine.world_size} processes cannot share the {rows} rows of a batch; start {divisors}.")
-    micro_rows = largest_divisor(rows // machine.world_size, config.micro_batch // config.sequence)
-    plan = plan_run(train_files, steps=config.steps, **order)
-    place: dict[str, Any] = {"rank": machine.rank, "world_size": machine.world_size}
-    capacity = capacity_for(micro_rows, plan.max_documents)
-    loader = TrainLoader(train_files, **order, micro_rows=micro_rows, capacity=capacity, **place)
-    val_rows = config.val_tokens // config.val_sequence
-    val_micro = largest_divisor(max(val_rows // machine.world_size, 1), config.val_batch // config.val_sequence)
-    validation = validation_batches(
-        val_files, val_tokens=config.val_tokens, sequence=config.val_sequence, rows=val_micro, bos=config.bos,
-        documents=config.align, **place,
-    )  # fmt: skip
+    wanted = ("steps", "micro_batch", "val_tokens", "val_sequence", "val_batch")
+    order = ("batch_tokens", "sequence", "max_document", "bos", "align")
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in wanted + order}
+    data = open_data(train_files, val_files, rank=machine.rank, world_size=machine.world_size, **sizes)
+    found = machine.on_main(lambda: audit(train_files, val_files, config.vocab_size, config.bos))
 
     model = GPT(config, dtype, machine.device, attention)
     optimizers = make_optimizers(config, model, machine)
     peak = environment.peak_flops(machine, dtype)
-    data = machine.on_main(lambda: audit(train_files, val_files, config.vocab_size, config.bos))
     facts = {
-        "checks": {"overlap": data.pop("overlap")},
-        "data": data | {"val_tokens": config.val_tokens},
+        "checks": {"overlap": found.pop("overlap")},
+        "data": found | {"val_tokens": config.val_tokens},
         "world_size": machine.world_size,
-        "micro_batch": micro_rows * config.sequence,
-        "grad_accum": rows // machine.world_size // micro_rows,
+        "micro_batch": data.micro_rows * config.sequence,
+        "grad_accum": config.batch_tokens // config.sequence // machine.world_size // data.micro_rows,
         "env": environment.describe(machine, dtype) | {"attention": attention.name},
     }
-    session = Session(
-        config, machine, attention, model, optimizers, loader, validation, ledger, facts, loss=model, peak=peak
-    )
+    session = Session(config, machine, attention, model, optimizers, data, ledger, facts, loss=model, peak=peak)
     session.reset(config.seed)
     ledger.stop()
     count = sum(p.numel() for p in model.parameters())
@@ -690,8 +668,8 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
         f"track {config.track}, recipe {config.recipe}: {count:,} parameters, {config.steps:,} steps of "
         f"{config.batch_tokens:,} tokens = {machine.world_size} rank(s) x {facts['grad_accum']} micro-step(s) x "
         f"{facts['micro_batch']:,}\n{machine.device.type}, {facts['env']['dtype']}, attention {attention.name} "
-        f"({reason}), peak {peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\ndata {config.data_dir}: {plan.tokens_needed:,} of "
-        f"{plan.tokens_available:,} training tokens, {config.val_tokens:,} of validation"
+        f"({reason}), peak {peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\n{config.data_dir}: training on "
+        f"{data.plan.tokens_needed:,} of {data.plan.tokens_available:,} tokens, validating on {config.val_tokens:,}"
     )
     return session
 
@@ -706,7 +684,7 @@ def forward_backward(session: Session, windows: Windows) -> Tensor:
     sequence = session.config.sequence
     longest = min(session.config.max_document, sequence) if session.config.align else sequence
     total = torch.zeros((), device=session.machine.device)
-    for batch in next(session.loader):
+    for batch in next(session.data.train):
         loss = batch_loss(session, batch, windows, longest)
         loss.backward()
         total += loss.detach()
@@ -726,7 +704,7 @@ def optimizer_steps(session: Session, step: int) -> None:
 def validate(session: Session, windows: Windows, batches: list[Batch] | None = None) -> float:
     """Mean loss over the validation tokens, nats."""
     total = torch.zeros((), dtype=torch.float64, device=session.machine.device)
-    for batch in session.validation if batches is None else batches:
+    for batch in session.data.validation if batches is None else batches:
         total += batch_loss(session, batch, windows, session.config.val_sequence)
     return session.machine.all_reduce(total).item() / session.config.val_tokens
 
@@ -742,24 +720,16 @@ def change_window(session: Session, old: int, new: int) -> None:
 
 def compile_model(session: Session) -> None:
     """Compile, or say in one line why not and run eagerly."""
-    mode = session.config.compile
-    obstacle = "as asked" if mode == "off" else environment.why_not_compile(session.machine.device)
-    if mode == "on":
-        obstacle = None
-    if obstacle is None:
-        session.say("compiling ... (tens of seconds the first time, then cached)")
-        torch._dynamo.config.recompile_limit = 64
-        session.loss = torch.compile(session.model, dynamic=False, fullgraph=True)
-        try:
-            forward_backward(session, session.windows(session.config.windows[0]))
-        except Exception as error:  # whatever the compiler raises, the eager model can still run
-            if mode == "on":
-                raise
-            obstacle = f"compilation failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-    if session.machine.any(obstacle is not None):
+
+    def first_step(loss: Callable[..., Tensor]) -> None:
+        session.loss = loss
+        forward_backward(session, session.windows(session.config.windows[0]))
+
+    obstacle = environment.try_compile(session.model, session.config.compile, session.machine, first_step)
+    if obstacle is not None:
         session.loss = session.model
-        session.say(f"not compiled, slower ({obstacle or 'another rank cannot'}); --compile on makes this an error")
-    session.facts["env"]["compiled"] = session.loss is not session.model
+        session.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
+    session.facts["env"]["compiled"] = obstacle is None
 
 
 def warm_up(session: Session) -> None:
@@ -776,8 +746,8 @@ def warm_up(session: Session) -> None:
             for step in range(config.adam_every):
                 forward_backward(session, session.windows(long))
                 optimizer_steps(session, step)
-            validate(session, session.windows(long), session.validation[:1])
-        validate(session, session.windows(config.final_window, previous // 2), session.validation[:1])
+            validate(session, session.windows(long), session.data.validation[:1])
+        validate(session, session.windows(config.final_window, previous // 2), session.data.validation[:1])
         causal = is_causal(session)
         session.reset(config.seed)
         restored = same_bits(before, session.state())
@@ -790,7 +760,7 @@ def warm_up(session: Session) -> None:
 @torch.no_grad()
 def is_causal(session: Session) -> bool:
     """Whether changing the second half of a row leaves the stream of the first half alone."""
-    batch = session.validation[0] if session.validation else next(session.loader)[0]
+    batch = session.data.validation[0] if session.data.validation else next(session.data.train)[0]
     length = min(session.config.sequence, batch.inputs.size(1))
     inputs = batch.inputs[:1, :length].to(session.machine.device)
     changed = inputs.clone()
@@ -808,8 +778,7 @@ def is_causal(session: Session) -> bool:
 def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
     """One run; returns the last validation loss and the milliseconds on the clock."""
     config, machine = session.config, session.machine
-    say, flops = session.say, session.model.flops_per_token()
-    progress = Progress(log, say, config.steps, flops, session.peak[0])
+    progress = Progress(log, session.say, config.steps, session.model.flops_per_token(), session.peak[0])
     long = previous = window(config, 0)
     ledger.start("train", timed=True)
     stepped_at = 0.0
@@ -864,16 +833,11 @@ def run_trial(session: Session, trial: int) -> int:
     log = RunLog(config.log_dir, run_id, enabled=machine.is_main)
     ledger = Ledger(machine.synchronize, lambda name, timed, ms: log.write("phase", name=name, timed=timed, ms=ms))
     shown = dataclasses.asdict(config)
-    identity: dict[str, Any] = {
-        "source_sha256": log.store_sources(Path(__file__).parent),
-        "config_sha256": config_hash({k: v for k, v in shown.items() if k not in NOT_THE_EXPERIMENT}),
-        "track": config.track, "seed": seed,
-    }  # fmt: skip
-    log.register_start(**identity, trial=trial)
-    log.write(
-        "header", schema=SCHEMA, run_id=log.run_id, **identity, trial=trial, trials=config.trials, target=config.target,
-        claim=None, config=shown, **session.facts,
-    )  # fmt: skip
+    experiment = {name: value for name, value in shown.items() if name not in NOT_THE_EXPERIMENT}
+    identity = {"source_sha256": log.store_sources(Path(__file__).parent), "config_sha256": config_hash(experiment)}
+    trials = {"seed": seed, "trial": trial, "seeds": [config.seed + i for i in range(config.trials)]}
+    target = {"track": config.track, "target": config.target, "claim": None}
+    log.begin({**target, **trials, **identity, "config": shown, **session.facts})
     for name, timed, ms in session.ledger.phases:
         log.write("phase", name=name, timed=timed, ms=ms)
     session.reset(seed)
@@ -897,39 +861,39 @@ def run_trial(session: Session, trial: int) -> int:
         session.say(f"interrupted (log {log.path})")
     finally:
         steps = config.steps if code == 0 else None
-        log.write("end", **end, steps=steps, peak_mib=environment.peak_mib(machine))
-        log.register_end(status=end["status"], val_loss=end["val_loss"])
-        log.close()
+        log.finish({**end, "steps": steps, "peak_mib": environment.peak_mib(machine)})
     return code
+
+
+def start(argv: list[str]) -> Session:
+    """From flags to a session that is warm. Raises ValueError for bad input."""
+    started = time.monotonic()
+    config = parse(Config, argv, preset, __doc__ or "")
+    session = prepare(config, environment.start(config.device))
+    warm_up(session)
+    session.say(f"ready after {time.monotonic() - started:.0f} s")
+    return session
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 error, 2 bad input, 3 non-finite, 130 or 143 interrupted."""
-    started = time.monotonic()
-    try:
-        config = parse(Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
-        machine = environment.start(config.device)
-        session = prepare(config, machine)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     listen()
     try:
-        warm_up(session)
-        session.say(f"ready after {time.monotonic() - started:.0f} s")
-        for trial in range(config.trials):
-            code = run_trial(session, trial)
-            if code:
-                return code
+        try:
+            session = start(sys.argv[1:] if argv is None else argv)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        with session.data.train:
+            code = next(filter(None, (run_trial(session, trial) for trial in range(session.config.trials))), 0)
     except Interrupted as signalled:
         return signalled.code
     except RunLogError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    finally:
-        session.loader.close()
-    environment.leave(machine)
-    return 0
+    if code == 0:
+        environment.leave(session.machine)
+    return code
 
 
 if __name__ == "__main__":

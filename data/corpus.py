@@ -36,16 +36,16 @@ VOCAB_SIZE = 1024            # with <|endoftext|>, the last id
 MIN_CHARACTERS = 500         # shorter files are empty modules and re-exports
 MAX_DIGIT_SHARE = 0.12       # above it a file is a table of numbers, not text
 VAL_BELOW = 16               # a file is validation when the first byte of its SHA-256 is below this: 1 file in 16
-DOCUMENT_CHARACTERS = 2_500  # a loader drops the tail of a long document, and whole files are 7,000 tokens long
+DOCUMENT_CHARACTERS = 1_250  # a loader drops the tail of a long document, and whole files are 7,000 tokens long
 WINDOW = 50                  # tokens: the run whose recurrence in training counts as overlap
 MAX_OVERLAP = 0.25           # share of its windows above which a validation file is a near duplicate; others: < 0.2
 
 TRAIN, VAL, VOCAB, MANIFEST = "train_000000.bin", "val_000000.bin", "vocab.tiktoken", "corpus.json"
 PINS = {
     "source": "971a0e18e4dae2f3346e79c9ce54c9be522bab2580a7ebc222477a6f5c9bc1ce",
-    TRAIN: "8714e2e2966fa4fdf3579e5f0a7565b15f6bacd3402e01474581f7c246a7f3fe",
-    VAL: "eafc2cf0e3cb6cc298c55b64123db9a36ccb9cba2ea3d9240498c5e3e6078d71",
-    VOCAB: "79ea4bd517645f99f4e9ad002880f45c4e658b86f156c2acf0723c9d686255c0",
+    TRAIN: "bf4c179eaf4df3ddccfe872aea9e5a67be700118df210ef24b90efce0cad135a",
+    VAL: "33ca12509e60032d71e96b276b207975be606b8b7e989a8be0a8b6f21c4946e2",
+    VOCAB: "6b12be81afa8f1528671ba7899bddfb30c576e51e6617d7a7b9256fc57fd1413",
 }
 
 END_OF_TEXT = "<|endoftext|>"

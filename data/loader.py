@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +51,11 @@ def capacity_for(rows: int, documents_per_row: int) -> int:
     """Length of cu_seqlens that holds `rows` rows of up to `documents_per_row` documents, a multiple of 128."""
     entries = rows * documents_per_row + 1  # the end of the last document
     return -(-entries // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The most rows, at most `limit`, in which `number` rows can be taken in equal micro-batches."""
+    return max(divisor for divisor in range(1, min(number, limit) + 1) if number % divisor == 0)
 
 
 def _make_batch(tokens: NDArray[np.uint16], rows: Sequence[Row], sequence: int, capacity: int) -> Batch:
@@ -408,3 +413,48 @@ def _deal(all_rows: Sequence[Row], rows: int, rank: int, world_size: int) -> lis
     """The batches of one rank: its contiguous share of all rows, `rows` at a time."""
     own = all_rows[rank * len(all_rows) // world_size : (rank + 1) * len(all_rows) // world_size]
     return [own[first : first + rows] for first in range(0, len(own), rows)]
+
+
+class Data(NamedTuple):
+    """All that a run reads: training steps, validation batches, and what the steps need."""
+
+    train: TrainLoader
+    validation: list[Batch]
+    plan: Plan
+    micro_rows: int
+
+
+def open_data(
+    train_files: Sequence[str | Path],
+    val_files: Sequence[str | Path],
+    *,
+    steps: int,
+    micro_batch: int,
+    val_tokens: int,
+    val_sequence: int,
+    val_batch: int,
+    rank: int,
+    world_size: int,
+    **order: Any,
+) -> Data:
+    """Training and validation for one rank, in equal micro-batches of at most `micro_batch` and `val_batch` tokens.
+
+    `order` are the parameters of Order. Raises what `plan_run`, TrainLoader and `validation_batches` raise.
+    """
+    rows = Order(**order).rows
+    if rows % world_size:
+        fitting = [n for n in range(1, rows + 1) if rows % n == 0]
+        raise ValueError(
+            f"world size {world_size} does not divide the {rows} rows of a batch. Start one of {fitting} processes."
+        )
+    place: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    plan = plan_run(train_files, steps=steps, **order)
+    micro_rows = largest_divisor(rows // world_size, micro_batch // order["sequence"])
+    capacity = capacity_for(micro_rows, plan.max_documents)
+    train = TrainLoader(train_files, **order, micro_rows=micro_rows, capacity=capacity, **place)
+    val_rows = largest_divisor(max(val_tokens // val_sequence // world_size, 1), val_batch // val_sequence)
+    validation = validation_batches(
+        val_files, val_tokens=val_tokens, sequence=val_sequence, rows=val_rows, bos=order["bos"],
+        documents=order["align"], **place,
+    )  # fmt: skip
+    return Data(train, validation, plan, micro_rows)

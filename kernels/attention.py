@@ -14,7 +14,7 @@ from torch import Tensor
 
 # Scores that one slice of blocks may hold: its few temporaries then stay in a core's cache instead of streaming through
 # memory, and the memory needed does not grow with the sequence.
-SLICE_SCORES = 1 << 20
+SLICE_SCORES = 1 << 21
 
 
 def document_starts(cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:

@@ -136,16 +136,26 @@ class NorMuon(Muon):
     """Muon whose update is divided by a running RMS and keeps its norm (Li et al., "NorMuon", arXiv:2510.05491).
 
     axis "rows": one RMS a row of each matrix; "cols": one a column; "stored": a row if the stored shape has
-    rows >= cols, else a column. beta2, a group key too, is the weight of the past; there is no bias correction. The
-    other options are Muon's. State besides momentum: variance, (matrices, rows, 1) or (matrices, 1, cols).
+    rows >= cols, else a column. With split_variance=False it is taken over the stored matrix, not each of its `split`
+    parts. beta2, a group key too, is the weight of the past; there is no bias correction. The rest is Muon's.
+    State besides momentum: variance, (matrices, rows, 1) or (matrices, 1, cols).
     """
 
     RANGES: ClassVar = {**Muon.RANGES, "beta2": (0, 1, 0.95)}
 
-    def __init__(self, params: Iterable[Any], lr: float, *, beta2: float = 0.95, axis: str = "stored", **options: Any):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        beta2: float = 0.95,
+        axis: str = "stored",
+        split_variance: bool = True,
+        **options: Any,
+    ):
         if axis not in AXES:
             raise ValueError(f"unknown axis {axis!r}; choose one of {', '.join(AXES)}")
-        self.axis, self._beta2 = axis, beta2
+        self.axis, self.split_variance, self._beta2 = axis, split_variance, beta2
         super().__init__(params, lr, **options)
 
     def _extra_defaults(self) -> dict[str, Any]:
@@ -156,13 +166,15 @@ class NorMuon(Muon):
         return -1 if per_row else -2
 
     def _blank(self, param: Tensor, device: Any) -> dict[str, Tensor]:
-        split, rows, cols = matrix_shape(param.shape, self._group_of[param]["split"])
+        split, rows, cols = matrix_shape(param.shape, self._group_of[param]["split"] if self.split_variance else None)
         kept = (rows, 1) if self._mean_axis(param.shape) == -1 else (1, cols)
         variance = torch.zeros(*param.shape[:-2], split, *kept, dtype=param.dtype, device=device)
         return {**super()._blank(param, device), "variance": variance.flatten(0, -3)}
 
     def _normalize(self, params: list[Tensor], direction: Tensor, groups: list[dict[str, Any]]) -> Tensor:
         axis = self._mean_axis(params[0].shape)
+        if not self.split_variance:
+            direction = direction.reshape(len(params), *params[0].shape[:-2], 1, *params[0].shape[-2:])
         matrices = direction.flatten(1, -3)  # (k, matrices of a parameter, rows, cols)
         wide = torch.promote_types(direction.dtype, torch.float32)
         squares = matrices.to(wide).square().sum(dim=axis, keepdim=True)

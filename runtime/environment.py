@@ -136,6 +136,30 @@ def why_not_compile(device: torch.device) -> str | None:
     return None
 
 
+def try_compile(
+    function: Callable[..., Any], mode: str, machine: Machine, first_step: Callable[[Callable[..., Any]], object]
+) -> str | None:
+    """Compile `function` and run `first_step` on it; returns what keeps it from working on some rank, or None.
+
+    mode "off" does not try, "auto" reports an obstacle, "on" raises it: ValueError, or whatever the compiler raised.
+    """
+    obstacle = "as asked" if mode == "off" else why_not_compile(machine.device)
+    if mode == "on" and obstacle is not None:
+        raise ValueError(f"--compile on cannot work here: {obstacle}. Install it, or use --compile auto.")
+    if obstacle is None:
+        if machine.is_main:
+            print("compiling ... (tens of seconds the first time, then cached)", flush=True)
+        torch._dynamo.config.recompile_limit = 64  # one graph a window and shape where windows are constants of a graph
+        try:
+            first_step(torch.compile(function, dynamic=False, fullgraph=True))
+        except Exception as error:  # whatever a compiler raises, the eager model can still run
+            if mode == "on":
+                raise
+            obstacle = f"compilation failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    elsewhere = machine.any(obstacle is not None)
+    return obstacle or ("it failed on another rank" if elsewhere else None)
+
+
 def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = GEMM_SIZE) -> float:
     """FLOP/s of a square matrix product, the best of a fifth of a second."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
@@ -35,6 +35,16 @@ def from_text(kind: Any, text: str) -> Any:
     if kind in (int, float):
         return kind(text.replace(",", ""))
     return text if kind is str else tuple(from_text(kind.__args__[0], part) for part in text.split(","))
+
+
+def require(
+    settings: Any, rules: Mapping[str, tuple[bool, str]], choices: Mapping[str, Collection[str]]
+) -> None:
+    """Raise ValueError for a setting whose rule (kept or not, in words) is broken or which is none of its choices."""
+    named = {name: (getattr(settings, name) in known, f"one of {', '.join(known)}") for name, known in choices.items()}
+    for name, (kept, rule) in {**named, **rules}.items():
+        if not kept:
+            raise ValueError(f"{flag(name)} {as_text(getattr(settings, name))}: it must be {rule}.")
 
 
 class _Parser(argparse.ArgumentParser):

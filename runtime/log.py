@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
@@ -24,6 +25,7 @@ import numpy as np
 SCHEMA = 1  # raised whenever the meaning of an event or a field changes
 SOURCE_FILES = ("train_gpt.py", "requirements.txt")
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
+REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial")
 SYNCED_EVENTS = {"header", "val", "end"}  # the lines a claim is made from also survive a power cut
 
 
@@ -103,6 +105,18 @@ def new_run_id(track: str, seed: int, trial: int) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Files
+
+
+def require_writable(directory: str | Path) -> None:
+    """Make the folder of the logs; ValueError, before hours are spent, if nothing can be written there."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"log folder {directory} cannot be written: {error.strerror}. Make it writable, or give another --log-dir."
+        ) from error
 
 
 def _append(descriptor: int, line: bytes) -> None:
@@ -213,16 +227,18 @@ class RunLog:
                 self._fail(folder, error)
         return sha256
 
-    def register_start(self, *, track: str, source_sha256: str, config_sha256: str, seed: int, **more: Any) -> None:
-        """Enter the run in the registry before its first step: a run that began can then not be forgotten."""
-        identity = {"source_sha256": source_sha256, "config_sha256": config_sha256, "seed": seed}
-        self._register("start", track=track, **identity, **more)
+    def begin(self, header: dict[str, Any]) -> None:
+        """Enter the run in the registry, before its first step so that none is forgotten, and write its header."""
+        self._register("start", {name: header[name] for name in REGISTERED})
+        self.write("header", schema=SCHEMA, run_id=self.run_id, **header)
 
-    def register_end(self, *, status: str, val_loss: float | None, **more: Any) -> None:
-        """Enter how the run ended."""
-        self._register("end", status=status, val_loss=val_loss, **more)
+    def finish(self, end: dict[str, Any]) -> None:
+        """Write how the run ended, here and in the registry, and close."""
+        self.write("end", **end)
+        self._register("end", {"status": end["status"], "val_loss": end["val_loss"]})
+        self.close()
 
-    def _register(self, event: str, **fields: Any) -> None:
+    def _register(self, event: str, fields: dict[str, Any]) -> None:
         if self._descriptor is None:
             return
         path = self.directory / "registry.jsonl"

@@ -20,6 +20,9 @@ from runtime.log import RunLog, RunLogError, config_hash, new_run_id, source_fil
 
 ROOT = Path(__file__).resolve().parent.parent
 
+HEADER = {"track": "tiny", "source_sha256": "a", "config_sha256": "b", "seed": 0, "trial": 0}
+END = {"status": "done", "val_loss": 1.0}
+
 
 def lines_of(path: Path) -> list[dict]:
     content = path.read_bytes()
@@ -90,9 +93,8 @@ def test_a_disabled_log_writes_nothing_anywhere(tmp_path):
     log = RunLog(tmp_path / "logs", "run", enabled=False)
     log.write("header")
     log.store_sources(ROOT)
-    log.register_start(track="tiny", source_sha256="a", config_sha256="b", seed=0)
-    log.register_end(status="done", val_loss=1.0)
-    log.close()
+    log.begin(HEADER)
+    log.finish(END)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,15 +172,15 @@ class FullDisk:
 def test_a_full_disk_leaves_log_and_registry_at_their_last_whole_line(tmp_path, monkeypatch, capacity):
     first, second = RunLog(tmp_path, "first"), RunLog(tmp_path, "second")
     first.write("kept")
-    first.register_start(track="tiny", source_sha256="a", config_sha256="b", seed=0)
+    first.begin(HEADER)
     before = {path: path.read_bytes() for path in (first.path, tmp_path / "registry.jsonl")}
 
     monkeypatch.setattr(os, "write", FullDisk(capacity))
-    with pytest.raises(RunLogError, match=r"first\.jsonl: No space left on device; the 1 lines"):
+    with pytest.raises(RunLogError, match=r"first\.jsonl: No space left on device; the 2 lines"):
         first.write("lost", payload="x" * 80)
     monkeypatch.setattr(os, "write", FullDisk(capacity))
     with pytest.raises(RunLogError, match=r"registry\.jsonl: No space left on device; the 0 lines .*second\.jsonl"):
-        second.register_end(status="done", val_loss=1.0, payload="x" * 80)
+        second.begin(HEADER)
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -216,8 +218,8 @@ import sys
 from runtime.log import RunLog
 log = RunLog(sys.argv[1], sys.argv[2])
 for i in range(200):
-    log.register_start(track="tiny", source_sha256="a" * 5000, config_sha256="b", seed=i)
-log.register_end(status="done", val_loss=1.5)
+    log.begin({"track": "tiny", "source_sha256": "a" * 5000, "config_sha256": "b", "seed": i, "trial": 0})
+log.finish({"status": "done", "val_loss": 1.5})
 """
     children = [python(code, tmp_path, name) for name in ("one", "two")]
     assert [child.wait(60) for child in children] == [0, 0]

@@ -1,0 +1,132 @@
+"""A run small enough for a test: documents with structure, a model that learns them in a second, and its log."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import train_gpt
+from data.shards import write_shard
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY, BOS = 64, 63
+ROWS, SEQUENCE = 4, 128
+STEPS = 12
+SIZES = {
+    "vocab-size": VOCABULARY, "bos": BOS, "dim": 32, "head-dim": 16, "sequence": SEQUENCE, "max-document": 64,
+    "batch-tokens": ROWS * SEQUENCE, "micro-batch": ROWS * SEQUENCE, "val-tokens": 1024, "val-sequence": 256,
+    "val-batch": 512, "val-every": 5, "steps": STEPS, "extension": 2, "window-block": 16, "windows": "3,7,11",
+    "extension-window": 13, "final-window": 20, "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
+    "dtype": "float32", "device": "cpu",
+}  # fmt: skip
+
+
+def documents(seed: int, count: int) -> np.ndarray:
+    """Documents that each count on by a stride of their own, one token in twenty being noise."""
+    generator = np.random.default_rng(seed)
+    parts = []
+    for _ in range(count):
+        length, first, stride = generator.integers([20, 0, 1], [100, BOS, 4])
+        document = (first + stride * np.arange(length)) % BOS
+        noisy = generator.random(length) < 0.05
+        document[noisy] = generator.integers(0, BOS, noisy.sum())
+        parts += [[BOS], document]
+    return np.concatenate(parts)
+
+
+def write_data(folder: Path, train_documents: int = 600) -> Path:
+    """Two training shards and a validation shard."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_shard(folder / "s_train_0.bin", documents(1, train_documents // 2))
+    write_shard(folder / "s_train_1.bin", documents(2, train_documents - train_documents // 2))
+    write_shard(folder / "s_val_0.bin", documents(3, 30))
+    return folder
+
+
+def arguments(data: Path, logs: Path, **changed: object) -> list[str]:
+    """The command line of a small run; `changed` holds flags, with _ for -."""
+    flags = SIZES | {"data-dir": data, "log-dir": logs} | {k.replace("_", "-"): v for k, v in changed.items()}
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+@dataclass
+class Outcome:
+    """What a run left behind."""
+
+    code: int
+    out: str
+    err: str
+    logs: list[Path]
+
+    def events(self, kind: str, log: int = 0) -> list[dict]:
+        return [event for event in read_events(self.logs[log]) if event["event"] == kind]
+
+    def losses(self, log: int = 0) -> list[float]:
+        """Training losses of all steps, then the validation losses."""
+        trained = [event["train_loss"] for event in self.events("step", log)]
+        return trained + [event["val_loss"] for event in self.events("val", log)]
+
+
+def read_events(log: Path) -> list[dict]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def find_logs(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.jsonl") if path.name != "registry.jsonl")
+
+
+def run(data: Path, logs: Path, **changed: object) -> Outcome:
+    """`train_gpt.main` in this process. What it raises counts as the interpreter would: a traceback and code 1."""
+    return run_words(arguments(data, logs, **changed), logs)
+
+
+def run_words(words: list[str], logs: Path) -> Outcome:
+    before = set(find_logs(logs))
+    out, err = io.StringIO(), io.StringIO()
+    with restored_settings(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = train_gpt.main(words)
+        except Exception as error:
+            code = 1
+            print(f"Traceback: {type(error).__name__}: {error}", file=err)
+    return Outcome(code, out.getvalue(), err.getvalue(), [log for log in find_logs(logs) if log not in before])
+
+
+@contextlib.contextmanager
+def restored_settings() -> Iterator[None]:
+    """What a run sets for the whole process, put back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def start(words: list[str], launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
+    """The trainer in a process of its own; stdout and stderr are pipes."""
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(ROOT / "train_gpt.py"), *words], text=True, cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )  # fmt: skip
+
+
+def start_ranks(count: int, words: list[str]) -> list[subprocess.Popen]:
+    """The processes that a launcher would start on one machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [start(words, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(count)]
