@@ -39,7 +39,7 @@ def result(flags, monkeypatch, capsys) -> dict:
 
 def test_the_flops_of_a_step_are_those_that_torch_counts(flags):
     session = prepared([*flags, "--smear", "off", "--attention-gates", "off"])
-    with session.loader, FlopCounterMode(display=False) as counter:
+    with session.data.train, FlopCounterMode(display=False) as counter:
         train_gpt.forward_backward(session, session.windows(3))
     # Linear maps reach the counter as mm, the products of attention as batched ones; gates are off, being mm too.
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == BATCH * session.model.flops_per_token()
@@ -67,7 +67,7 @@ def test_rates_follow_from_times(result):
         assert mode["share_of"][name] == pytest.approx(mode["gflops"] / peak)
     assert 0 < mode["share_of"]["own shapes"] < 1
     head = result["products"][-1]
-    padded = 128
+    padded = 128  # rows of the head
     assert (head["inputs"], head["outputs"], head["count"]) == (32, padded, MICRO_STEPS)
     for kind, ms in head["ms"].items():
         assert head["gflops"][kind] == pytest.approx(2 * MICRO_BATCH * 32 * padded / ms / 1e6)
@@ -84,8 +84,8 @@ def test_the_steps_that_are_timed_leave_the_weights_as_the_trainer_does(flags):
     """The part-by-part step is the trainer's step: same data, same losses, same update."""
     session = prepared([*flags, "--adam-every", "1", "--windows", "3"])
     windows = session.windows(3)
-    with session.loader:
-        next(session.loader)
+    with session.data.train:
+        next(session.data.train)
         for step in (0, 0):
             train_gpt.forward_backward(session, windows)
             train_gpt.optimizer_steps(session, step)

@@ -21,7 +21,6 @@ from train_gpt import (
     TRACKS,
     Config,
     Session,
-    Windows,
     forward_backward,
     initial_scalars,
     make_optimizers,
@@ -66,8 +65,7 @@ def build(config, dtype=torch.float32):
 
 
 def windows(short, long):
-    attention = PortableAttention()
-    return Windows(attention.window(short), attention.window(long))
+    return {"short": PortableAttention().window(short), "long": PortableAttention().window(long)}
 
 
 WINDOWS = windows(8, 24)
@@ -203,7 +201,7 @@ def steps_loss(p, tokens, targets, head_dim, layers=12):
 
 
 def assert_same_loss_and_gradients(model, given, windows, row_loss):
-    """`row_loss(parameters, tokens, targets, document starts)` is the twin's loss of one row."""
+    """`row_loss(parameters, tokens, targets, starts of their documents)` is the twin's loss of one row."""
     p = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     cuts = set(given.cu_seqlens.tolist())
     expected = torch.zeros((), dtype=torch.float64)
@@ -216,7 +214,7 @@ def assert_same_loss_and_gradients(model, given, windows, row_loss):
 
     loss, found = gradients(model, given, windows)
     # Logits are taken in fp32, whatever the precision of the model: hence not 1e-12.
-    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=0)
     for name, gradient in wanted.items():
         error = (found[name] - gradient).norm() / gradient.norm()
         assert error < 1e-6, f"{name}: relative error of the gradient {error:.2g}"
@@ -262,7 +260,9 @@ def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
 
 
 def meta(track):
-    return GPT(Config(**preset({"track": track})), torch.bfloat16, torch.device("meta"), PortableAttention())
+    """The model of a track in its real size without its memory; short rows, since only rotary tables depend on them."""
+    config = Config(**preset({"track": track}) | {"sequence": 1024, "val_sequence": 1024})
+    return GPT(config, torch.bfloat16, torch.device("meta"), PortableAttention())
 
 
 def test_record_42_has_its_published_number_of_parameters():
@@ -274,10 +274,10 @@ def test_record_42_has_its_published_number_of_parameters():
 
 
 def test_record_42_stores_matrices_in_fp32_and_tables_and_gates_in_bf16():
-    low = {name for name, p in meta("short").named_parameters() if p.dtype == torch.bfloat16}
-    stored = {name for name, _ in meta("short").named_parameters()}
-    assert stored - low == {name for name in stored if name.endswith(("qkvo", "up", "down", "scalars"))}
-    assert {p.shape for name, p in meta("short").named_parameters() if name not in low and p.ndim == 2} == {(768, 3072)}
+    for name, parameter in meta("short").named_parameters():
+        hidden = name.endswith(("qkvo", "up", "down"))
+        assert parameter.dtype == (torch.float32 if hidden or name == "scalars" else torch.bfloat16), name
+        assert not hidden or parameter.shape == (768, 3072), name
 
 
 def test_the_steps_track_has_the_number_of_parameters_of_its_fixed_architecture():
@@ -414,7 +414,7 @@ def test_an_earlier_document_reaches_a_later_one_only_by_the_smear_of_its_last_t
 
 
 def test_a_token_behind_all_windows_is_out_of_reach():
-    model, given = build(small(smear=False)), batch(cuts=((),))
+    model, given = build(small("tiny", smear=False), torch.float64), batch(cuts=((),))
     near = windows(1, 1)
     before, after = (
         model.hidden(tokens, given.cu_seqlens, near, 70) for tokens in (given.inputs, changed_at(given.inputs, 0))
@@ -426,8 +426,9 @@ def test_a_token_behind_all_windows_is_out_of_reach():
 
 def test_the_causality_check_passes_this_model_and_catches_one_that_looks_ahead():
     model, given = build(small()), batch()
+    data = SimpleNamespace(validation=[given])
     session = SimpleNamespace(
-        validation=[given], config=model.config, machine=MACHINE, model=model, windows=lambda long: WINDOWS
+        config=model.config, machine=MACHINE, model=model, data=data, windows=lambda long: WINDOWS
     )
     assert train_gpt.is_causal(session)
     session.model = SimpleNamespace(hidden=lambda tokens, *_: tokens.float().flip(1))
@@ -530,7 +531,7 @@ def step_gradients(model, micro_batches, divide_loss_by=1):
     """Of `forward_backward`, the trainer's own, in float64."""
     model.zero_grad()
     session = SimpleNamespace(
-        config=model.config, machine=MACHINE, loader=iter([micro_batches]),
+        config=model.config, machine=MACHINE, data=SimpleNamespace(train=iter([micro_batches])),
         loss=lambda *arguments: model(*arguments) / divide_loss_by,
     )  # fmt: skip
     total = forward_backward(session, WINDOWS)

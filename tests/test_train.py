@@ -27,13 +27,13 @@ from small_run import (
 import kernels.attention
 import train_gpt
 from optim import Adam, NorMuon
-from runtime import log as runtime_log
+from runtime.flags import flag
 from runtime.log import source_hash
 from scripts import significance
 from scripts.runlog import read_run
 
 HEADER = {
-    "event", "t_ms", "schema", "run_id", "track", "target", "seed", "trial", "trials", "claim", "source_sha256",
+    "event", "t_ms", "schema", "run_id", "track", "target", "seed", "trial", "seeds", "claim", "source_sha256",
     "config_sha256", "config", "data", "env", "world_size", "micro_batch", "grad_accum", "checks",
 }  # fmt: skip
 FIELDS = {
@@ -81,7 +81,7 @@ def test_every_event_has_its_fields(two_trials):
 
 def test_the_header_says_what_ran(two_trials, data):
     (header,) = two_trials.events("header", 1)
-    assert (header["track"], header["seed"], header["trial"], header["trials"]) == ("tiny", 4, 1, 2)
+    assert (header["track"], header["seed"], header["trial"], header["seeds"]) == ("tiny", 4, 1, [3, 4])
     assert header["run_id"] == two_trials.logs[1].stem
     assert set(header["config"]) == {field.name for field in dataclasses.fields(train_gpt.Config)}
     assert header["config"]["dim"] == 32
@@ -452,25 +452,23 @@ def test_what_a_killed_run_logged_is_readable(killed):
 
 
 def test_a_second_signal_does_not_disturb_the_end_of_a_run(data, tmp_path, monkeypatch):
-    """A launcher passes its own SIGTERM on to processes that the terminal has sent a SIGINT."""
-    forward_backward, register_end = train_gpt.forward_backward, runtime_log.RunLog.register_end
-    calls = []
+    """A launcher passes its own SIGTERM on to processes to which the terminal has sent a SIGINT."""
+    forward_backward, peak_mib = train_gpt.forward_backward, train_gpt.environment.peak_mib
 
     def interrupt_the_run(session, windows):
-        calls.append(session.ledger)
-        if len(find_logs(tmp_path)) == 1 and len(calls) > 3:
+        if find_logs(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
         return forward_backward(session, windows)
 
-    def interrupt_again(self, **outcome):
+    def interrupt_its_end(machine):
         os.kill(os.getpid(), signal.SIGTERM)
-        register_end(self, **outcome)
+        return peak_mib(machine)
 
     monkeypatch.setattr(train_gpt, "forward_backward", interrupt_the_run)
-    monkeypatch.setattr(runtime_log.RunLog, "register_end", interrupt_again)
+    monkeypatch.setattr(train_gpt.environment, "peak_mib", interrupt_its_end)
     outcome = run(data, tmp_path)
     assert outcome.code == 130
-    assert outcome.events("end")[0]["status"] == "interrupted"
+    assert [event["status"] for event in outcome.events("end")] == ["interrupted"]
     assert [line["event"] for line in read_events(tmp_path / "registry.jsonl")] == ["start", "end"]
 
 
@@ -514,7 +512,7 @@ def test_help_and_print_config_run_nothing(data, tmp_path, capsys):
         if asked == "--print-config":
             assert json.loads(shown)["dim"] == 32
         else:
-            assert all(train_gpt.flag(field.name) in shown for field in dataclasses.fields(train_gpt.Config))
+            assert all(flag(field.name) in shown for field in dataclasses.fields(train_gpt.Config))
 
 
 def test_warm_up_needs_no_more_data_than_the_run(tmp_path):

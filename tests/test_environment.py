@@ -1,0 +1,178 @@
+"""The machine under a run: what is chosen, what is refused with a reason, and what the log may say."""
+
+import json
+import platform
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runtime import environment
+from runtime.environment import Machine, compute_dtype, describe, peak_flops, start, why_not_compile
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ALONE = Machine(CPU, 0, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Device and dtype
+
+
+def test_one_process_on_the_cpu_is_the_main_one():
+    machine = start("cpu")
+    assert (machine.device, machine.rank, machine.world_size, machine.is_main) == (CPU, 0, 1, True)
+
+
+def test_an_unknown_device_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"--device tpu: unknown device. Choose auto, cpu or cuda"):
+        start("tpu")
+
+
+def test_cuda_where_there_is_none_is_an_error_and_auto_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"--device cuda: torch finds no CUDA device. Use --device auto"):
+        start("cuda")
+    assert start("auto").device == CPU
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+def test_a_dtype_that_is_named_is_taken_whatever_the_machine(name):
+    assert compute_dtype(name, CPU) == getattr(torch, name)
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bf16_exactly_where_the_machine_has_it_natively(monkeypatch, native, dtype):
+    monkeypatch.setattr(environment, "native_bf16", lambda device: native)
+    assert compute_dtype("auto", CPU) == dtype
+
+
+@pytest.mark.parametrize(("capability", "native"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_bf16_is_native_on_gpus_from_ampere_on(monkeypatch, capability, native):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert environment.native_bf16(CUDA) is native
+
+
+def test_an_unknown_dtype_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"--dtype float16: unknown dtype. Choose auto, bfloat16 or float32"):
+        compute_dtype("float16", CPU)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def test_what_the_main_rank_computes_is_returned_and_its_value_error_raised():
+    assert ALONE.on_main(lambda: {"overlap": 0.5}) == {"overlap": 0.5}
+
+    def fail():
+        raise ValueError("shard 3 is cut short")
+
+    with pytest.raises(ValueError, match=r"^shard 3 is cut short$"):
+        ALONE.on_main(fail)
+
+
+def test_other_ranks_do_not_call_the_function_but_get_its_result_or_its_error(monkeypatch):
+    """The broadcast of rank 0 is played by a stub; real ranks are started by the tests of whole runs."""
+    other = Machine(CPU, 1, 2)
+    for sent in (("hash", None), (None, "no such file")):
+
+        def receive(holder, device, sent=sent):
+            holder[0] = sent
+
+        monkeypatch.setattr(torch.distributed, "broadcast_object_list", receive)
+        if sent[1] is None:
+            assert other.on_main(lambda: pytest.fail("called on rank 1")) == "hash"
+        else:
+            with pytest.raises(ValueError, match=r"^no such file$"):
+                other.on_main(lambda: pytest.fail("called on rank 1"))
+
+
+def test_one_process_reduces_to_itself():
+    assert ALONE.all_reduce(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
+    assert (ALONE.any(True), ALONE.any(False)) == (True, False)
+    ALONE.synchronize()
+    environment.leave(ALONE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The compiler
+
+
+def test_without_a_compiler_the_reason_is_given(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert why_not_compile(CPU) == "no C++ compiler was found"
+
+
+def test_the_compiler_named_by_cxx_is_the_one_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "my-compiler")
+    assert why_not_compile(CPU) == "no C++ compiler was found"
+    compiler = tmp_path / "my-compiler"
+    compiler.touch(mode=0o755)
+    assert why_not_compile(CPU) != "no C++ compiler was found"
+
+
+def test_without_the_python_headers_the_reason_is_given(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert why_not_compile(CPU) == "the Python headers (Python.h) are not installed"
+    (tmp_path / "Python.h").touch()
+    assert why_not_compile(CPU) is None
+
+
+def test_a_gpu_without_triton_is_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert why_not_compile(CUDA) == "Triton is not installed"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What runs are compared to, and what is told of them
+
+
+def test_the_peak_of_a_cpu_is_measured_and_positive(monkeypatch):
+    monkeypatch.setattr(environment, "GEMM_SIZE", 128)
+    rate = environment.measured_gemm_flops(CPU, torch.float32, size=128)
+    assert 1e6 < rate < 1e15
+    total, name = peak_flops(ALONE, torch.float32)
+    assert total > 0
+    assert "measured" in name
+    assert "float32" in name
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H200", 989.4), ("NVIDIA H20", 148), ("NVIDIA B200", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 4090", 165.2),
+    ],
+)  # fmt: skip
+def test_a_known_gpu_has_the_rate_of_its_datasheet_times_the_ranks(monkeypatch, gpu, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    total, name = peak_flops(Machine(CUDA, 0, 8), torch.bfloat16)
+    assert total == 8 * tflops * 1e12
+    assert "datasheet" in name
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA L40", "NVIDIA Graphics Card 1"])
+def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch, gpu):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    monkeypatch.setattr(environment, "measured_gemm_flops", lambda device, dtype: 7e12)
+    monkeypatch.setattr(torch, "tensor", lambda value, **options: SimpleNamespace(item=lambda: value))
+    assert peak_flops(Machine(CUDA, 0, 1), torch.bfloat16) == (7e12, "measured 1024^3 GEMM bfloat16")
+
+
+def test_the_memory_of_this_process_is_counted_in_mib():
+    held = environment.peak_mib(ALONE)
+    assert 50 < held < 100_000
+
+
+def test_the_environment_in_the_log_is_json_and_names_neither_the_host_nor_a_path():
+    said = describe(ALONE, torch.bfloat16)
+    text = json.dumps(said)
+    assert (said["torch"], said["dtype"], said["gpu"]) == (torch.__version__, "bfloat16", None)
+    assert said["python"] == platform.python_version()
+    assert platform.node() not in text
+    assert "/home" not in text
