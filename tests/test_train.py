@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+from itertools import pairwise
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_step_times_add_up_to_the_clock_between_validations(two_trials):
     steps, validations = two_trials.events("step"), two_trials.events("val")
     spent = sum(step["step_ms"] for step in steps)
     assert validations[0]["train_time_ms"] + spent <= validations[-1]["train_time_ms"]
-    assert all(a["train_time_ms"] < b["train_time_ms"] for a, b in zip(steps, steps[1:], strict=False))
+    assert all(a["train_time_ms"] < b["train_time_ms"] for a, b in pairwise(steps))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
