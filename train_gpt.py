@@ -166,7 +166,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "target": 2.5, "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "layers": "tiny", "dim": 256,
         "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 2048, "sequence": 512,
         "micro_batch": 2048, "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
-        "val_every": 100, "steps": 300, "extension": 10, "window_block": 16, "momentum_warmup": 40,
+        "val_every": 100, "steps": 350, "extension": 10, "window_block": 16, "momentum_warmup": 40,
         "momentum_cooldown": 10, "adam_lr": 0.02,
     },
 }  # fmt: skip
@@ -175,10 +175,13 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {track: {"record42": {}} for tra
 RECIPES["tiny"] |= {
     name: PLAIN | {"windows": (20,), "extension": 0} | changes
     for name, changes in {
-        "muon": {"optimizer": "muon", "matrix_lr": 0.02},
-        "adamw": {"optimizer": "adam", "matrix_lr": 0.003, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0, "steps": 1000},
+        "muon": {"optimizer": "muon", "matrix_lr": 0.02, "steps": 450},
+        "adamw": {
+            "optimizer": "adam", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0, "adam_lr": 0.008,
+            "embed_lr_mul": 40.0, "steps": 700,
+        },
     }.items()
-}
+}  # fmt: skip
 
 
 def preset(given: dict[str, Any]) -> dict[str, Any]:
