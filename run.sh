@@ -8,7 +8,7 @@
 #   PYTHON                  the interpreter that .venv is made with, 3.11 or newer (default python3)
 #   NPROC                   processes on this machine (default: one per visible GPU, one where there is none)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several machines: the same command on each, port 29500 by default
-#   SHARDS                  FineWeb training shards to have on disk (default 9)
+#   SHARDS                  FineWeb training shards to have on disk (default: what the track needs)
 #
 # .venv and the data are made once and made again only when something they depend on has changed. Exit codes: those of
 # train_gpt.py (torchrun turns every failure into 1), those of pytest, or 2 when nothing could be started.
@@ -135,8 +135,8 @@ asks_only() { # true for flags that print something and train nothing
     return 1
 }
 
-fetch_fineweb() {
-    local shards=${SHARDS:-9} held
+fetch_fineweb() { # fetch_fineweb SHARDS: about three quarters of a shard's tokens are trained on, cut documents lose the rest
+    local shards=${SHARDS:-$1} held
     held=$(compgen -G "$FINEWEB/fineweb_train_*.bin" | wc -l) || true
     [[ -e $FINEWEB/fineweb_val_000000.bin ]] && ((held >= shards)) && return
     echo "downloading FineWeb: $shards training shards and the validation shard, about $(((shards + 5) / 5)) GB in all"
@@ -156,7 +156,9 @@ prepare_data() { # of the track in the flags; a track that does not exist is lef
     done
     case $track in
         tiny) [[ -e data/corpus/corpus.json ]] || "$VENV_PYTHON" -m data.corpus ;;
-        short | medium | steps) fetch_fineweb ;;
+        short) fetch_fineweb 9 ;;
+        medium) fetch_fineweb 36 ;;
+        steps) fetch_fineweb 18 ;;
     esac
 }
 

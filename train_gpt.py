@@ -151,7 +151,8 @@ TRACKS: dict[str, dict[str, Any]] = {
     "short": {},
     "medium": {
         "target": 2.92, "layers": "medium", "dim": 1024, "steps": 4740, "max_document": 4096, "cooldown": 0.7,
-        "batch_tokens": 524_288, "matrix_lr": 0.015, "adam_lr": 0.004, "adam_betas": (0.8, 0.95),
+        "batch_tokens": 524_288, "matrix_lr": 0.015, "adam_lr": 0.004, "adam_betas": (0.8, 0.95), "vector_lr_mul": 2.0,
+        "final_window": 23,
     },
     "steps": PLAIN | {
         "layers": "steps", "biases": True, "align": False, "batch_tokens": 524_288, "sequence": 1024,

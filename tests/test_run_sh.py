@@ -386,12 +386,17 @@ def test_data_of_ones_own_and_unknown_tracks_fetch_nothing(fresh: Clone, flags: 
     assert fresh.jobs() == ["venv", "pip", "train_gpt.py"]
 
 
-@pytest.mark.parametrize("flags", ["--track short", "--track=medium", "--seed 1 --track tiny --track steps"])
-def test_the_large_tracks_fetch_fineweb(clone: Clone, flags: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "shards", "size"),
+    [("--track short", 9, 2), ("--track=medium", 36, 8), ("--seed 1 --track tiny --track steps", 18, 4)],
+)
+def test_the_large_tracks_fetch_as_much_of_fineweb_as_they_read(
+    clone: Clone, flags: str, shards: int, size: int
+) -> None:
     result = clone.run(*flags.split())
     fetch, _ = clone.calls()
-    assert fetch.argv == ["-m", "data.cached_fineweb", "9"]
-    assert "9 training shards and the validation shard, about 2 GB" in result.stdout
+    assert fetch.argv == ["-m", "data.cached_fineweb", str(shards)]
+    assert f"{shards} training shards and the validation shard, about {size} GB" in result.stdout
 
 
 def test_fineweb_is_fetched_only_while_shards_are_missing(clone: Clone) -> None:
