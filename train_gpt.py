@@ -150,9 +150,9 @@ PLAIN: dict[str, Any] = {
 TRACKS: dict[str, dict[str, Any]] = {
     "short": {},
     "medium": {
-        "target": 2.92, "layers": "medium", "dim": 1024, "steps": 4740, "max_document": 4096, "cooldown": 0.7,
-        "batch_tokens": 524_288, "matrix_lr": 0.015, "adam_lr": 0.004, "adam_betas": (0.8, 0.95), "vector_lr_mul": 2.0,
-        "final_window": 23,
+        "target": 2.92, "layers": "medium", "dim": 1024, "batch_tokens": 524_288, "max_document": 4096, "steps": 4740,
+        "cooldown": 0.7, "final_window": 23, "matrix_lr": 0.015, "adam_lr": 0.004, "adam_betas": (0.8, 0.95),
+        "vector_lr_mul": 2.0,
     },
     "steps": PLAIN | {
         "layers": "steps", "biases": True, "align": False, "batch_tokens": 524_288, "sequence": 1024,
@@ -248,9 +248,8 @@ class Rotary(nn.Module):
 
     def __init__(self, config: Config, length: int, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.block = config.window_block
+        self.block, self.pairs = config.window_block, config.head_dim // 2
         self.base_scale = config.attention_scale if config.qk_norm else config.head_dim**-0.5
-        self.pairs = config.head_dim // 2
         for name in ("cos", "sin"):
             table = torch.empty(length, 1, self.pairs, dtype=dtype, device=device)
             self.register_buffer(name, table, persistent=False)
@@ -826,9 +825,6 @@ def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
     raise AssertionError("the loop ends at its last validation")
 
 
-NOT_THE_EXPERIMENT = ("seed", "trials", "log_dir", "data_dir")  # settings in which runs of one experiment may differ
-
-
 def run_trial(session: Session, trial: int) -> int:
     """Log, registry and outcome around `train`; returns the exit code."""
     config, machine = session.config, session.machine
@@ -837,7 +833,7 @@ def run_trial(session: Session, trial: int) -> int:
     log = RunLog(config.log_dir, run_id, enabled=machine.is_main)
     ledger = Ledger(machine.synchronize, lambda name, timed, ms: log.write("phase", name=name, timed=timed, ms=ms))
     shown = dataclasses.asdict(config)
-    experiment = {name: value for name, value in shown.items() if name not in NOT_THE_EXPERIMENT}
+    experiment = {k: v for k, v in shown.items() if k not in ("seed", "trials", "log_dir", "data_dir")}
     identity = {"source_sha256": log.store_sources(Path(__file__).parent), "config_sha256": config_hash(experiment)}
     trials = {"seed": seed, "trial": trial, "seeds": [config.seed + i for i in range(config.trials)]}
     target = {"track": config.track, "target": config.target, "claim": None}
