@@ -12,9 +12,10 @@ The base recipe is modded-nanogpt's record 42. A run takes the same trajectory o
 import dataclasses
 import hashlib
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,15 +32,14 @@ from kernels.attention import Attention, choose_attention
 from optim import Adam, Muon, NorMuon, Row, build_optimizers
 from runtime import environment
 from runtime.clock import Ledger
-from runtime.flags import parse, require, setting
+from runtime.flags import check_fields, parse, require, setting
 from runtime.log import RunLog, RunLogError, config_hash, new_run_id, require_writable
-from runtime.progress import NonFinite, Progress
+from runtime.progress import NonFinite, Progress, signs_of_life
 from runtime.signals import Interrupted, listen
 from runtime.state import copy_to_host, same_bits
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Configuration: every number of an experiment. Flags, --help, --print-config and the log's header come from here.
-# The defaults are the `short` track.
+# Configuration: every number of an experiment; the flags come from here. The defaults are the `short` track.
 
 
 @dataclass(frozen=True)
@@ -47,34 +47,34 @@ class Config:
     track: str = setting("tiny", "preset of all that follows: tiny, short, medium or steps")
     recipe: str = setting("record42", "changes to the track: record42 (none); on tiny also muon or adamw, a plain GPT")
     # the run
-    seed: int = setting(0, "seed of the first trial's initialization; trial i takes seed + i")
-    trials: int = setting(1, "runs in this process, after one compilation")
+    seed: int = setting(0, "seed of the first trial's initialization; trial i takes seed + i", at_least=0)
+    trials: int = setting(1, "runs in this process, after one compilation", at_least=1)
     target: float = setting(3.28, "validation loss to reach, nats per token")
-    device: str = setting("auto", "auto, cpu or cuda")
-    dtype: str = setting("auto", "of the forward pass: auto (bf16 where native, else fp32), bfloat16 or float32")
-    attention: str = setting("auto", "attention backend: auto, varlen or portable")
-    compile: str = setting("auto", "auto (eager where compilation cannot work), on or off")
+    device: str = setting("auto", "where to compute", one_of=("auto", "cpu", "cuda"))
+    dtype: str = setting("auto", "of the forward pass; auto: bf16 where native", one_of=("auto", "bfloat16", "float32"))
+    attention: str = setting("auto", "attention backend", one_of=("auto", "varlen", "portable"))
+    compile: str = setting("auto", "auto: eager where it cannot work", one_of=("auto", "on", "off"))
     deterministic: bool = setting(True, "deterministic algorithms on the CPU")
     log_dir: str = setting("logs", "folder of the run logs")
     # data
     data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
-    vocab_size: int = setting(50257, "tokens in the vocabulary; embeddings are padded to a multiple of 128")
-    bos: int = setting(50256, "token that precedes each document")
+    vocab_size: int = setting(50257, "tokens in the vocabulary; embeddings are padded to a multiple of 128", at_least=1)
+    bos: int = setting(50256, "token that precedes each document", at_least=0)
     align: bool = setting(True, "rows begin with a document and attention stays inside documents; off: dense rows")
-    batch_tokens: int = setting(262_144, "tokens per optimizer step, on all ranks together")
-    sequence: int = setting(32_768, "tokens per row, the unit that is dealt to ranks")
-    micro_batch: int = setting(32_768, "most tokens a rank takes through forward and backward at once")
-    max_document: int = setting(2048, "training documents are cut to this many tokens")
-    val_tokens: int = setting(10_485_760, "first tokens of the validation data that are used")
-    val_sequence: int = setting(262_144, "tokens per validation row")
-    val_batch: int = setting(262_144, "most validation tokens a rank takes at once")
-    val_every: int = setting(250, "steps between validations, from step 0 on; the last is at the end; 0: only that")
+    batch_tokens: int = setting(262_144, "tokens per optimizer step, on all ranks together", at_least=1)
+    sequence: int = setting(32_768, "tokens per row, the unit that is dealt to ranks", at_least=1)
+    micro_batch: int = setting(32_768, "most tokens a rank takes through forward and backward at once", at_least=1)
+    max_document: int = setting(2048, "training documents are cut to this many tokens", at_least=1)
+    val_tokens: int = setting(10_485_760, "first tokens of the validation data that are used", at_least=1)
+    val_sequence: int = setting(262_144, "tokens per validation row", at_least=1)
+    val_batch: int = setting(262_144, "most validation tokens a rank takes at once", at_least=1)
+    val_every: int = setting(250, "steps between validations, from step 0 on; 0: only at the end", at_least=0)
     # model
     layers: str = setting("record42", "layer table: record42, medium, steps or tiny")
-    dim: int = setting(768, "model dimension")
-    head_dim: int = setting(128, "dimension of an attention head")
-    embed_dtype: str = setting("bfloat16", "storage of embedding tables and gates when the forward pass is bf16")
-    head_dtype: str = setting("bfloat16", "storage of the output head when the forward pass is bf16")
+    dim: int = setting(768, "model dimension", at_least=1)
+    head_dim: int = setting(128, "dimension of an attention head", at_least=1)
+    embed_dtype: str = setting("bfloat16", "storage of tables and gates under bf16", one_of=("bfloat16", "float32"))
+    head_dtype: str = setting("bfloat16", "storage of the output head under bf16", one_of=("bfloat16", "float32"))
     attention_scale: float = setting(0.1, "factor on query-key products before YaRN changes it")
     qk_norm: bool = setting(True, "RMS norm on queries and keys; off: products scaled by 1/sqrt(head_dim)")
     value_embeds: bool = setting(True, "token embeddings added to the values of some layers")
@@ -84,22 +84,22 @@ class Config:
     x0_mixing: bool = setting(True, "each layer mixes the token embedding back in")
     attention_gates: bool = setting(True, "a sigmoid gate on each head's output, from 12 channels of its input")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
-    softcap: str = setting("sigmoid", "of the logits z: sigmoid = 30 sigmoid(z/7.5), rsqrt = 15 z / sqrt(z^2 + 15^2)")
-    init: str = setting("uniform", "of hidden matrices: uniform of sd 0.5/sqrt(dim), or normal of sd sqrt(0.33/dim)")
+    softcap: str = setting("sigmoid", "of logits: 30 sigmoid(z/7.5), 15 z/sqrt(z^2+15^2)", one_of=("sigmoid", "rsqrt"))
+    init: str = setting("uniform", "of hidden matrices; sd 0.5/sqrt(dim), sqrt(0.33/dim)", one_of=("uniform", "normal"))
     # schedules
-    steps: int = setting(2285, "optimizer steps in all, the extension included")
-    extension: int = setting(40, "last steps, in which the schedules stay flat and the window is extension_window")
-    warmup: int = setting(0, "first steps, in which the learning rate rises linearly")
-    cooldown: float = setting(0.5, "share of the scheduled steps in which the learning rate falls")
+    steps: int = setting(2285, "optimizer steps in all, the extension included", at_least=1)
+    extension: int = setting(40, "last steps: schedules stay flat, the window is extension_window", at_least=0)
+    warmup: int = setting(0, "first steps, in which the learning rate rises linearly", at_least=0)
+    cooldown: float = setting(0.5, "share of the scheduled steps in which the learning rate falls", at_least=0)
     final_lr: float = setting(0.1, "learning rate at the end of the cooldown, as a share of its peak")
-    window_block: int = setting(128, "tokens in a block, the unit of windows; 0: no window")
+    window_block: int = setting(128, "tokens in a block, the unit of windows; 0: no window", at_least=0)
     windows: tuple[int, ...] = setting((3, 7, 11), "long window in blocks, over equal parts of the scheduled steps")
-    extension_window: int = setting(13, "long window in the extension, blocks")
-    final_window: int = setting(20, "long window of the last validation, blocks")
+    extension_window: int = setting(13, "long window in the extension, blocks", at_least=1)
+    final_window: int = setting(20, "long window of the last validation, blocks", at_least=1)
     # optimizers
-    optimizer: str = setting("normuon", "of the hidden matrices: normuon, muon or adam")
+    optimizer: str = setting("normuon", "of the hidden matrices", one_of=("normuon", "muon", "adam"))
     matrix_lr: float = setting(0.03, "peak learning rate of hidden matrices; for muon the spectral norm of a step")
-    matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times the learning rate")
+    matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon and of adam on matrices")
     matrix_method: str = setting("polar_express", "orthogonalization: polar_express, newton_schulz(_12) or normalize")
     mlp_up_lr_mul: float = setting(2.0, "learning rate multiplier of the MLPs' first matrices")
@@ -107,39 +107,41 @@ class Config:
     smear_lr_mul: float = setting(1.0, "learning rate multiplier of the smear gate")
     smear_method: str = setting("polar_express", "orthogonalization of the smear gate")
     momentum: tuple[float, float] = setting((0.85, 0.95), "momentum of hidden matrices: at the ends and in between")
-    momentum_warmup: int = setting(300, "steps in which momentum rises")
-    momentum_cooldown: int = setting(50, "last steps, in which momentum falls again")
+    momentum_warmup: int = setting(300, "steps in which momentum rises", at_least=0)
+    momentum_cooldown: int = setting(50, "last steps, in which momentum falls again", at_least=0)
     adam_lr: float = setting(0.008, "peak learning rate of all other parameters, times the multipliers below")
     adam_betas: tuple[float, float] = setting((0.65, 0.95), "of Adam")
     adam_eps: float = setting(1e-8, "of Adam; gradients are those of the token sum of a row")
-    adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times the learning rate")
-    adam_every: int = setting(2, "Adam steps every so many steps, on the gradients summed since its last one")
+    adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times their own learning rates")
+    adam_every: int = setting(2, "Adam steps once in so many steps, on the gradients summed since", at_least=1)
     embed_lr_mul: float = setting(75.0, "learning rate multiplier of the token embedding")
     value_embed_lr_mul: float = setting(75.0, "learning rate multiplier of the value embeddings")
     head_lr_mul: float = setting(1.0, "learning rate multiplier of the output head")
     vector_lr_mul: float = setting(5.0, "learning rate multiplier of scalars, biases and gains")
 
     def __post_init__(self) -> None:
+        check_fields(self)
         rules = {
-            "dim": (self.dim % self.head_dim == 0, "a multiple of head_dim"),
-            "steps": (self.steps > self.extension >= 0, f"larger than the extension ({self.extension})"),
-            "trials": (self.trials >= 1, "at least 1"),
-            "val_every": (self.val_every >= 0, "at least 0"),
-            "cooldown": (0 <= self.cooldown <= 1, "a share between 0 and 1"),
-            "adam_every": (self.adam_every >= 1, "at least 1"),
-            "windows": (bool(self.windows), "one window or more"),
-            "batch_tokens": (self.batch_tokens % self.sequence == 0, f"a multiple of sequence ({self.sequence:,})"),
-            "micro_batch": (self.micro_batch >= self.sequence, f"at least one row, sequence = {self.sequence:,}"),
-            "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of val_sequence {self.val_sequence}"),
-            "val_batch": (self.val_batch >= self.val_sequence, f"at least a row, val_sequence = {self.val_sequence:,}"),
-            "vocab_size": (0 <= self.bos < self.vocab_size, f"larger than the document token ({self.bos})"),
+            "track": (self.track in TRACKS, f"one of {', '.join(TRACKS)}"),
+            "recipe": (self.recipe in RECIPES.get(self.track, ()), f"one of {', '.join(RECIPES.get(self.track, ()))}"),
+            "layers": (self.layers in LAYERS, f"one of {', '.join(LAYERS)}"),
+            "head_dim": (self.head_dim % 2 == 0, "even"),
+            "dim": (self.dim % self.head_dim == 0, f"a multiple of head_dim ({self.head_dim})"),
+            "windows": (min(self.windows) >= 1, "of blocks, at least 1 each"),
+            "steps": (self.steps > self.extension, f"larger than the extension ({self.extension})"),
+            "cooldown": (self.cooldown <= 1, "a share between 0 and 1"),
+            "bos": (self.bos < self.vocab_size, f"a token of the vocabulary, below {self.vocab_size}"),
+            "batch_tokens": (self.batch_tokens % self.sequence == 0, f"a multiple of sequence ({self.sequence})"),
+            "micro_batch": (self.micro_batch >= self.sequence, f"at least a row, sequence = {self.sequence}"),
+            "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of {self.val_sequence} (a row)"),
+            "val_batch": (self.val_batch >= self.val_sequence, f"at least a row, val_sequence = {self.val_sequence}"),
         }
-        choices: dict[str, Collection[str]] = {
-            "track": TRACKS, "recipe": RECIPES.get(self.track, ()), "layers": LAYERS, "compile": ("auto", "on", "off"),
-            "softcap": ("sigmoid", "rsqrt"), "init": ("uniform", "normal"), "optimizer": ("normuon", "muon", "adam"),
-            "embed_dtype": ("bfloat16", "float32"), "head_dtype": ("bfloat16", "float32"),
-        }  # fmt: skip
-        require(self, rules, choices)
+        require(self, rules)
+
+    def experiment(self) -> dict[str, Any]:
+        """The settings that all runs of one experiment share."""
+        own = ("seed", "trials", "log_dir", "data_dir")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in own}
 
 
 PLAIN: dict[str, Any] = {
@@ -203,7 +205,7 @@ class Layer:
     window: str = "short"  # or "long"
     value_embed: int | None = None  # table whose rows are added to this layer's values
     skip_from: int | None = None  # earlier layer whose output is added to this layer's input
-    backout: bool = False  # a share of this layer's output is taken away after the last layer
+    backout: bool | None = None  # a share of this layer's output is taken away after the last layer
 
 
 LAYERS: dict[str, list[Layer]] = {
@@ -226,12 +228,13 @@ LAYERS: dict[str, list[Layer]] = {
 }  # fmt: skip
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, T, H, D) queries, keys and values to outputs
+Mix = tuple[Any, Any]  # learned factors on a layer's values and on its value embeddings, None where it has none
 Windows = dict[str, Any]  # of "short" and of "long" layers, as the attention backend takes them
 GATE_CHANNELS = 12  # of the input, read by the smear gate and the attention gates
 LOSS_TOKENS = 32_768  # tokens whose logits exist at once
 
 
-def parameter(*shape: int, dtype: torch.dtype = torch.float32, when: Any = True) -> nn.Parameter | None:
+def optional_parameter(*shape: int, dtype: torch.dtype = torch.float32, when: Any = True) -> nn.Parameter | None:
     return nn.Parameter(torch.empty(shape, dtype=dtype)) if when else None
 
 
@@ -291,11 +294,11 @@ class SelfAttention(nn.Module):
         self.head_dim, self.qk_norm = config.head_dim, config.qk_norm
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
-        self.gate = parameter(heads, GATE_CHANNELS, dtype=gate_dtype, when=config.attention_gates)
-        self.bias = parameter(4 * config.dim, when=config.biases)
+        self.gate = optional_parameter(heads, GATE_CHANNELS, dtype=gate_dtype, when=config.attention_gates)
+        self.bias = optional_parameter(4 * config.dim, when=config.biases)
 
     def forward(
-        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: tuple[Tensor, Tensor] | None, rotary: Rotary, attend: Attend
+        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Mix, rotary: Rotary, attend: Attend
     ) -> Tensor:
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C).to(x_BTC.dtype)
@@ -304,11 +307,11 @@ class SelfAttention(nn.Module):
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
         if self.qk_norm:
             q_BTHD, k_BTHD = norm(q_BTHD), norm(k_BTHD)
-        q_BTHD, k_BTHD = rotary(q_BTHD) * rotary.scale.to(x_BTC.dtype), rotary(k_BTHD)
-        if mix is not None:
+        q_BTHD, k_BTHD = rotary(q_BTHD) * rotary.scale, rotary(k_BTHD)
+        if mix[0] is not None:
             v_BTHD = mix[0] * v_BTHD
-            if value_BTC is not None:
-                v_BTHD = v_BTHD + mix[1] * value_BTC.view_as(v_BTHD)
+        if value_BTC is not None:
+            v_BTHD = v_BTHD + mix[1] * value_BTC.view_as(v_BTHD)
         y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD)
         if self.gate is not None:
             gate = torch.sigmoid(F.linear(x_BTC[..., :GATE_CHANNELS], self.gate.to(x_BTC.dtype)))
@@ -323,8 +326,8 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         self.down = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
-        self.up_bias = parameter(4 * config.dim, when=config.biases)
-        self.down_bias = parameter(config.dim, when=config.biases)
+        self.up_bias = optional_parameter(4 * config.dim, when=config.biases)
+        self.down_bias = optional_parameter(config.dim, when=config.biases)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         up, down = self.up.to(x_BTC.dtype), self.down.to(x_BTC.dtype)
@@ -337,10 +340,10 @@ class Block(nn.Module):
         super().__init__()
         self.attention = SelfAttention(config, gate_dtype) if layer.attention else None
         self.mlp = MLP(config)
-        self.attention_gain = parameter(config.dim, when=config.biases)
-        self.mlp_gain = parameter(config.dim, when=config.biases)
+        self.attention_gain = optional_parameter(config.dim, when=config.biases and layer.attention)
+        self.mlp_gain = optional_parameter(config.dim, when=config.biases)
 
-    def forward(self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, rotary: Rotary, attend: Attend) -> Tensor:
+    def forward(self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Mix, rotary: Rotary, attend: Attend) -> Tensor:
         if self.attention is not None:
             x_BTC = x_BTC + self.attention(norm(x_BTC, self.attention_gain), value_BTC, mix, rotary, attend)
         return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
@@ -354,20 +357,20 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention = config, dtype, attention
         self.table = layer_table(config)
         vocab = -(-config.vocab_size // 128) * 128
-        low = {name: getattr(torch, name) if dtype == torch.bfloat16 else dtype for name in ("bfloat16", "float32")}
-        table_dtype, head_dtype = low[config.embed_dtype], low[config.head_dtype]
+        stored = {name: getattr(torch, name) if dtype == torch.bfloat16 else dtype for name in ("bfloat16", "float32")}
+        table_dtype, head_dtype = stored[config.embed_dtype], stored[config.head_dtype]
         tables = 1 + max((layer.value_embed for layer in self.table if layer.value_embed is not None), default=-1)
         with device:
             self.embed = nn.Parameter(torch.empty(vocab, config.dim, dtype=table_dtype))
             self.value_embeds = nn.ParameterList(torch.empty_like(self.embed) for _ in range(tables))
-            self.smear_gate = parameter(1, GATE_CHANNELS, dtype=table_dtype, when=config.smear)
+            self.smear_gate = optional_parameter(1, GATE_CHANNELS, dtype=table_dtype, when=config.smear)
             self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
             self.lm_head = nn.Parameter(torch.empty(vocab, config.dim, dtype=head_dtype))
-            self.lm_head_bias = parameter(vocab, when=config.biases)
-            self.embed_gain = parameter(config.dim, when=config.biases)
-            self.head_gain = parameter(config.dim, when=config.biases)
+            self.lm_head_bias = optional_parameter(vocab, when=config.biases)
+            self.embed_gain = optional_parameter(config.dim, when=config.biases)
+            self.head_gain = optional_parameter(config.dim, when=config.biases)
             self.scalar_init = initial_scalars(config)
-            self.scalars = parameter(len(self.scalar_init), when=self.scalar_init)
+            self.scalars = optional_parameter(len(self.scalar_init), when=self.scalar_init)
         self.rotary = Rotary(config, max(config.sequence, config.val_sequence), dtype, device)
 
     @torch.no_grad()
@@ -407,8 +410,8 @@ class GPT(nn.Module):
     def hidden(self, inputs_BT: Tensor, cu_seqlens: Tensor, windows: Windows, longest: int) -> Tensor:
         """The stream after the last layer and norm, (B, T, C)."""
         B, T = inputs_BT.shape
-        names = list(self.scalar_init)
-        scalar = dict(zip(names, self.scalars.to(self.dtype).unbind(), strict=True)) if self.scalars is not None else {}
+        learned = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
+        scalar = dict(zip(self.scalar_init, learned, strict=True))
         documents = self.attention.documents(cu_seqlens, B, T)
 
         x_BTC = F.embedding(inputs_BT, self.embed).to(self.dtype)
@@ -423,13 +426,13 @@ class GPT(nn.Module):
         backed_out = None
         sources = {layer.skip_from for layer in self.table}
         for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
-            window = windows[layer.window]
-            attend = partial(self.attention, documents=documents, window=window, longest=longest)
+            seen = {"documents": documents, "window": windows[layer.window], "longest": longest}
+            attend = partial(self.attention, **seen)
             if layer.skip_from is not None:
                 x_BTC = x_BTC + torch.sigmoid(scalar[f"skip{i}"]) * outputs[layer.skip_from]
             if self.config.x0_mixing:
                 x_BTC = scalar[f"x{i}"] * x_BTC + scalar[f"x0_{i}"] * x0_BTC
-            mix = (scalar[f"value{i}"], scalar[f"value_embed{i}"]) if f"value{i}" in scalar else None
+            mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}"))
             value_BTC = None if layer.value_embed is None else values[layer.value_embed]
             x_BTC = block(x_BTC, value_BTC, mix, self.rotary, attend)
             if i in sources:
@@ -459,15 +462,13 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """6 for each weight of the matrices and the head: forward and backward, attention scores not counted."""
         counted = ("qkvo", "up", "down", "lm_head")
-        return 6 * sum(p.numel() for name, p in self.named_parameters() if name.rpartition(".")[2] in counted)
+        return 6 * sum(p.numel() for name, p in self.named_parameters() if name.endswith(counted))
 
 
 def layer_table(config: Config) -> list[Layer]:
     """The table that `config.layers` names, without the pieces that are switched off."""
-    off: dict[str, Any] = {}
-    off |= {} if config.value_embeds else {"value_embed": None}
-    off |= {} if config.skips else {"skip_from": None}
-    off |= {} if config.backout else {"backout": False}
+    pieces = {"value_embed": config.value_embeds, "skip_from": config.skips, "backout": config.backout}
+    off: dict[str, Any] = {name: None for name, on in pieces.items() if not on}
     return [dataclasses.replace(layer, **off) for layer in LAYERS[config.layers]]
 
 
@@ -479,7 +480,9 @@ def initial_scalars(config: Config) -> dict[str, float]:
         if config.x0_mixing:
             init |= {f"x{i}": 1.0, f"x0_{i}": 0.0}
         if config.value_embeds and layer.attention:
-            init |= {f"value{i}": 0.5, f"value_embed{i}": 0.5}
+            init[f"value{i}"] = 0.5
+        if layer.value_embed is not None:
+            init[f"value_embed{i}"] = 0.5
         if layer.skip_from is not None:
             init[f"skip{i}"] = -1.5
     init |= {"smear": 0.0} if config.smear else {}
@@ -530,6 +533,10 @@ def optimizer_table(config: Config) -> list[Row]:
     """Which optimizer takes a parameter, by its name, and with what multipliers. Each parameter matches one row."""
     orthogonal = config.optimizer != "adam"
     packed = {"split": 4} if orthogonal else {}
+
+    def adam(lr_mul: float) -> dict[str, float]:
+        return {"lr_mul": lr_mul, "wd_mul": lr_mul}  # each decays with its own learning rate
+
     smear = {"method": config.smear_method} if orthogonal else {}
     rows = [
         (True, Row("blocks.*.attention.qkvo", "matrix", packed)),
@@ -537,12 +544,12 @@ def optimizer_table(config: Config) -> list[Row]:
         (True, Row("blocks.*.mlp.down", "matrix")),
         (config.attention_gates, Row("blocks.*.attention.gate", "matrix")),
         (config.smear, Row("smear_gate", "matrix", {"lr_mul": config.smear_lr_mul} | smear)),
-        (True, Row("embed", "adam", {"lr_mul": config.embed_lr_mul})),
-        (config.value_embeds, Row("value_embeds.*", "adam", {"lr_mul": config.value_embed_lr_mul})),
-        (True, Row("lm_head", "adam", {"lr_mul": config.head_lr_mul})),
-        (bool(initial_scalars(config)), Row("scalars", "adam", {"lr_mul": config.vector_lr_mul})),
-        (config.biases, Row("*bias", "adam", {"lr_mul": config.vector_lr_mul})),
-        (config.biases, Row("*gain", "adam", {"lr_mul": config.vector_lr_mul})),
+        (True, Row("embed", "adam", adam(config.embed_lr_mul))),
+        (config.value_embeds, Row("value_embeds.*", "adam", adam(config.value_embed_lr_mul))),
+        (True, Row("lm_head", "adam", adam(config.head_lr_mul))),
+        (bool(initial_scalars(config)), Row("scalars", "adam", adam(config.vector_lr_mul))),
+        (config.biases, Row("*bias", "adam", adam(config.vector_lr_mul))),
+        (config.biases, Row("*gain", "adam", adam(config.vector_lr_mul))),
     ]
     return [row for present, row in rows if present]
 
@@ -556,19 +563,19 @@ def make_optimizers(config: Config, model: GPT, machine: environment.Machine) ->
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
 
-    def adam(lr: float, betas: tuple[float, float], weight_decay: float) -> Callable[[list[dict]], Adam]:
-        return lambda groups: Adam(groups, lr, betas=betas, eps=config.adam_eps, weight_decay=weight_decay, **shared)
+    def factory(kind: Callable[..., Any], lr: float, **options: Any) -> Callable[[list[dict]], Any]:
+        return lambda groups: kind(groups, lr, **options, **shared)
 
-    def muon(kind: Callable[..., Muon], **more: Any) -> Callable[[list[dict]], Muon]:
-        options = {"weight_decay": config.matrix_wd, "method": config.matrix_method, **shared, **more}
-        return lambda groups: kind(groups, config.matrix_lr, **options)
-
+    orthogonal = {"weight_decay": config.matrix_wd, "method": config.matrix_method}
+    variance = {"beta2": config.matrix_beta2, "split_variance": config.split_variance}
+    plain = {"betas": (0.9, config.matrix_beta2), "eps": config.adam_eps, "weight_decay": config.matrix_wd}
     matrix = {
-        "normuon": muon(NorMuon, beta2=config.matrix_beta2, split_variance=config.split_variance),
-        "muon": muon(Muon),
-        "adam": adam(config.matrix_lr, (0.9, config.matrix_beta2), config.matrix_wd),
+        "normuon": factory(NorMuon, config.matrix_lr, **orthogonal, **variance),
+        "muon": factory(Muon, config.matrix_lr, **orthogonal),
+        "adam": factory(Adam, config.matrix_lr, **plain),
     }[config.optimizer]
-    factories = {"matrix": matrix, "adam": adam(config.adam_lr, config.adam_betas, config.adam_wd)}
+    options = {"betas": config.adam_betas, "eps": config.adam_eps, "weight_decay": config.adam_wd}
+    factories = {"matrix": matrix, "adam": factory(Adam, config.adam_lr, **options)}
     return build_optimizers(model.named_parameters(), optimizer_table(config), factories)
 
 
@@ -599,18 +606,16 @@ class Session:
     loss: Callable[..., Tensor]  # the model, compiled or not
     peak: tuple[float, str]  # FLOP/s of all ranks, and what they are
 
-    def say(self, text: str) -> None:
-        if self.machine.is_main:
-            print(text, flush=True)
-
     def windows(self, long: int, short: int | None = None) -> Windows:
-        """The windows of both kinds of layer, from blocks; the short one is half of the long one."""
+        """The windows of both kinds of layer, from blocks; the short one is half of the long one unless given."""
         block = self.config.window_block
-        if not block:
-            tokens = dict.fromkeys(("short", "long"), max(self.config.sequence, self.config.val_sequence))
-        else:
-            tokens = {"short": (max(long // 2, 1) if short is None else short) * block, "long": long * block}
-        return {kind: self.attention.window(count) for kind, count in tokens.items()}
+        tokens = {"short": (short or max(long // 2, 1)) * block, "long": long * block}
+        unlimited = max(self.config.sequence, self.config.val_sequence)
+        return {kind: self.attention.window(count or unlimited) for kind, count in tokens.items()}
+
+    def final_windows(self) -> Windows:
+        """Those of the last validation: a longer long window, the short one as in the last step."""
+        return self.windows(self.config.final_window, max(window(self.config, self.config.steps) // 2, 1))
 
     def reset(self, seed: int) -> None:
         """Everything that a run changes, as it is before the first step."""
@@ -666,9 +671,8 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     session = Session(config, machine, attention, model, optimizers, data, ledger, facts, loss=model, peak=peak)
     session.reset(config.seed)
     ledger.stop()
-    count = sum(p.numel() for p in model.parameters())
-    session.say(
-        f"track {config.track}, recipe {config.recipe}: {count:,} parameters, {config.steps:,} steps of "
+    session.machine.say(
+        f"track {config.track}, recipe {config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters, {config.steps:,} steps of "
         f"{config.batch_tokens:,} tokens = {machine.world_size} rank(s) x {facts['grad_accum']} micro-step(s) x "
         f"{facts['micro_batch']:,}\n{machine.device.type}, {facts['env']['dtype']}, attention {attention.name} "
         f"({reason}), peak {peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\n{config.data_dir}: training on "
@@ -678,8 +682,8 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
 
 
 def batch_loss(session: Session, batch: Batch, windows: Windows, longest: int) -> Tensor:
-    on_device = batch.to(session.machine.device)
-    return session.loss(on_device.inputs, on_device.targets, on_device.cu_seqlens, windows, longest)
+    there = batch.to(session.machine.device)
+    return session.loss(there.inputs, there.targets, there.cu_seqlens, windows, longest)
 
 
 def forward_backward(session: Session, windows: Windows) -> Tensor:
@@ -697,8 +701,7 @@ def forward_backward(session: Session, windows: Windows) -> Tensor:
 def optimizer_steps(session: Session, step: int) -> None:
     """Hidden matrices move on every step, other parameters on every `adam_every`-th with the gradients summed."""
     set_schedule(session.config, session.optimizers, step)
-    due = ["matrix"] + ["adam"] * ((step + 1) % session.config.adam_every == 0)
-    for name in due:
+    for name in ["matrix"] + ["adam"] * ((step + 1) % session.config.adam_every == 0):
         session.optimizers[name].step()
         session.optimizers[name].zero_grad(set_to_none=True)
 
@@ -731,7 +734,7 @@ def compile_model(session: Session) -> None:
     obstacle = environment.try_compile(session.model, session.config.compile, session.machine, first_step)
     if obstacle is not None:
         session.loss = session.model
-        session.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
+        session.machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
     session.facts["env"]["compiled"] = obstacle is None
 
 
@@ -743,14 +746,14 @@ def warm_up(session: Session) -> None:
         compile_model(session)
     with session.ledger.phase("warmup", timed=False):
         previous = config.windows[0]
-        for long in dict.fromkeys([*config.windows, config.extension_window]):
+        for long in dict.fromkeys(window(config, step) for step in range(config.steps)):
             change_window(session, previous, long)
             previous = long
             for step in range(config.adam_every):
                 forward_backward(session, session.windows(long))
                 optimizer_steps(session, step)
             validate(session, session.windows(long), session.data.validation[:1])
-        validate(session, session.windows(config.final_window, previous // 2), session.data.validation[:1])
+        validate(session, session.final_windows(), session.data.validation[:1])
         causal = is_causal(session)
         session.reset(config.seed)
         restored = same_bits(before, session.state())
@@ -763,15 +766,13 @@ def warm_up(session: Session) -> None:
 @torch.no_grad()
 def is_causal(session: Session) -> bool:
     """Whether changing the second half of a row leaves the stream of the first half alone."""
-    batch = session.data.validation[0] if session.data.validation else next(session.data.train)[0]
-    length = min(session.config.sequence, batch.inputs.size(1))
-    inputs = batch.inputs[:1, :length].to(session.machine.device)
+    length = min(session.config.sequence, session.config.val_sequence)
+    inputs = next(session.data.train)[0].inputs[:1, :length].to(session.machine.device)
     changed = inputs.clone()
     changed[:, length // 2 :] = (changed[:, length // 2 :] + 1) % session.config.vocab_size
     rows = torch.tensor([0, length], dtype=torch.int32, device=session.machine.device)
-    windows = session.windows(session.config.final_window)
-    a, b = (session.model.hidden(x, rows, windows, length)[:, : length // 2] for x in (inputs, changed))
-    return torch.equal(a, b)
+    streams = (session.model.hidden(x, rows, session.final_windows(), length) for x in (inputs, changed))
+    return torch.equal(*(stream[:, : length // 2] for stream in streams))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -781,10 +782,9 @@ def is_causal(session: Session) -> bool:
 def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
     """One run; returns the last validation loss and the milliseconds on the clock."""
     config, machine = session.config, session.machine
-    progress = Progress(log, session.say, config.steps, session.model.flops_per_token(), session.peak[0])
-    long = previous = window(config, 0)
+    progress = Progress(log, session.machine.say, config.steps, session.model.flops_per_token(), session.peak[0])
+    previous, stepped_at = window(config, 0), 0.0
     ledger.start("train", timed=True)
-    stepped_at = 0.0
     for step in range(config.steps + 1):
         last = step == config.steps
 
@@ -796,10 +796,9 @@ def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
             progress.write(wait=True)
             train_time = stepped_at = ledger.train_time_ms
             with ledger.phase("validate", timed=False):
-                windows = session.windows(config.final_window, max(long // 2, 1)) if last else session.windows(long)
-                val_loss = validate(session, windows)
+                val_loss = validate(session, session.final_windows() if last else session.windows(long))
             log.write("val", step=step, total_steps=config.steps, val_loss=val_loss, train_time_ms=train_time)
-            session.say(f"step {step}/{config.steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s")
+            machine.say(f"step {step}/{config.steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s")
             if not math.isfinite(val_loss):
                 raise NonFinite(f"validation loss is {val_loss} at step {step}")
             if last:
@@ -832,12 +831,11 @@ def run_trial(session: Session, trial: int) -> int:
     run_id = machine.on_main(lambda: new_run_id(config.track, seed, trial))
     log = RunLog(config.log_dir, run_id, enabled=machine.is_main)
     ledger = Ledger(machine.synchronize, lambda name, timed, ms: log.write("phase", name=name, timed=timed, ms=ms))
-    shown = dataclasses.asdict(config)
-    experiment = {k: v for k, v in shown.items() if k not in ("seed", "trials", "log_dir", "data_dir")}
-    identity = {"source_sha256": log.store_sources(Path(__file__).parent), "config_sha256": config_hash(experiment)}
-    trials = {"seed": seed, "trial": trial, "seeds": [config.seed + i for i in range(config.trials)]}
-    target = {"track": config.track, "target": config.target, "claim": None}
-    log.begin({**target, **trials, **identity, "config": shown, **session.facts})
+    source = log.store_sources(Path(__file__).parent)
+    hashes = {"source_sha256": source, "config_sha256": config_hash(config.experiment())}
+    identity = {"track": config.track, "target": config.target, "claim": None, "seed": seed, "trial": trial}
+    shown = {"seeds": [config.seed + i for i in range(config.trials)], "config": dataclasses.asdict(config)}
+    log.begin({**identity, **hashes, **shown, **session.facts})
     for name, timed, ms in session.ledger.phases:
         log.write("phase", name=name, timed=timed, ms=ms)
     session.reset(seed)
@@ -848,17 +846,17 @@ def run_trial(session: Session, trial: int) -> int:
         val_loss, train_time = train(session, log, ledger)
         reached = val_loss <= config.target
         end |= {"status": "done", "val_loss": val_loss, "train_time_ms": train_time, "reached": reached}
-        session.say(
+        session.machine.say(
             f"target {config.target} {'reached' if reached else 'missed'}: val_loss {val_loss:.4f} at step "
             f"{config.steps} in {train_time / 1000:.1f} s (log {log.path})"
         )
         code = 0
     except NonFinite as error:
         end["status"], code = "nonfinite", 3
-        session.say(f"error: {error}; stopped (log {log.path}). Lower the learning rates, or use --dtype float32.")
+        machine.say(f"error: {error}; stopped (log {log.path}). Lower the learning rates, or use --dtype float32.")
     except Interrupted as signalled:
         end["status"], code = "interrupted", signalled.code
-        session.say(f"interrupted (log {log.path})")
+        session.machine.say(f"interrupted (log {log.path})")
     finally:
         steps = config.steps if code == 0 else None
         log.finish({**end, "steps": steps, "peak_mib": environment.peak_mib(machine)})
@@ -867,11 +865,13 @@ def run_trial(session: Session, trial: int) -> int:
 
 def start(argv: list[str]) -> Session:
     """From flags to a session that is warm. Raises ValueError for bad input."""
-    started = time.monotonic()
+    started = float(os.environ.get("RUN_STARTED", time.time()))  # run.sh counts from its own start
     config = parse(Config, argv, preset, __doc__ or "")
-    session = prepare(config, environment.start(config.device))
-    warm_up(session)
-    session.say(f"ready after {time.monotonic() - started:.0f} s")
+    machine = environment.start(config.device)
+    with signs_of_life("getting ready", machine.say):
+        session = prepare(config, machine)
+        warm_up(session)
+    machine.say(f"ready for the first step after {time.time() - started:.0f} s")
     return session
 
 

@@ -41,6 +41,6 @@ def _prefixes(files: Sequence[Path], bos: int) -> NDArray[np.void]:
         tokens = open_shard(file)
         starts = np.flatnonzero(tokens == bos)
         long_enough = np.diff(np.append(starts, len(tokens))) >= PREFIX
-        windows = np.lib.stride_tricks.sliding_window_view(tokens, PREFIX)[starts[long_enough]]
-        found.append(np.ascontiguousarray(windows).view(np.dtype((np.void, 2 * PREFIX))).ravel())
+        prefixes = tokens[starts[long_enough, None] + np.arange(PREFIX)]
+        found.append(np.ascontiguousarray(prefixes).view(np.dtype((np.void, 2 * PREFIX))).ravel())
     return np.concatenate(found)

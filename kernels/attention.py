@@ -45,22 +45,21 @@ def _rows(x_BHNbD: Tensor, length: int) -> Tensor:
     return x_BHNbD.permute(0, 2, 3, 1, 4).reshape(B, N * block, H, D)[:, :length].contiguous()
 
 
-def _spans(x_BHNbD: Tensor, back: int) -> Tensor:
-    """Each block with the `back` blocks before it: (B, H, N, (back + 1) * block, D)."""
-    N = x_BHNbD.size(2)
-    padded = F.pad(x_BHNbD, (0, 0, 0, 0, back, 0))
-    return torch.cat([padded[:, :, i : i + N] for i in range(back + 1)], dim=3)
+def _padded(x_BHNbD: Tensor, back: int) -> Tensor:
+    """With `back` blocks of zeros before the first, so that every block has that many before it."""
+    return F.pad(x_BHNbD, (0, 0, 0, 0, back, 0))
 
 
-def _add_spans(grad_BHNsD: Tensor, back: int) -> Tensor:
-    """The adjoint of `_spans`: what every span says of a block, summed."""
-    *_, N, span, _ = grad_BHNsD.shape
-    block = span // (back + 1)
-    total = grad_BHNsD[..., back * block :, :].clone()
-    for i in range(max(0, back - N + 1), back):
-        ahead = back - i
-        total[:, :, : N - ahead] += grad_BHNsD[:, :, ahead:, i * block : (i + 1) * block]
-    return total
+def _spans(padded_BHNbD: Tensor, first: int, count: int, back: int) -> Tensor:
+    """Blocks [first, first + count), each with the `back` before it: (B, H, count, (back + 1) * block, D)."""
+    return torch.cat([padded_BHNbD[:, :, first + i : first + i + count] for i in range(back + 1)], dim=3)
+
+
+def _add_spans(total_BHNbD: Tensor, grad_BHnsD: Tensor, first: int, back: int) -> None:
+    """The adjoint of `_spans`: add what each span says of its blocks to the padded `total`, in place."""
+    count, block = grad_BHnsD.size(2), total_BHNbD.size(3)
+    for i in range(back + 1):
+        total_BHNbD[:, :, first + i : first + i + count] += grad_BHnsD[..., i * block : (i + 1) * block, :]
 
 
 def _hidden(starts_BT: Tensor, first: int, count: int, block: int, back: int, window: int) -> Tensor:
@@ -78,9 +77,10 @@ def _probabilities(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)
 
 
-def _slices(q_BHNbD: Tensor, span: int) -> list[tuple[int, int]]:
+def _slices(q_BHNbD: Tensor, back: int) -> list[tuple[int, int]]:
+    """(first, count) of runs of blocks whose scores are few enough to be held at once."""
     B, H, N, block, _ = q_BHNbD.shape
-    step = max(1, SLICE_SCORES // (B * H * block * span))
+    step = max(1, SLICE_SCORES // (B * H * block * (back + 1) * block))
     return [(first, min(step, N - first)) for first in range(0, N, step)]
 
 
@@ -94,12 +94,12 @@ def _geometry(window: Tensor, sequence: int) -> tuple[int, int, int]:
 def _windowed_attention(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor) -> Tensor:
     T = q_BTHD.size(1)
     tokens, block, back = _geometry(window, T)
-    q, k, v = _blocks(q_BTHD, block), _spans(_blocks(k_BTHD, block), back), _spans(_blocks(v_BTHD, block), back)
+    q, k, v = _blocks(q_BTHD, block), *(_padded(_blocks(x, block), back) for x in (k_BTHD, v_BTHD))
     parts = []
-    for first, count in _slices(q, k.size(3)):
-        here = slice(first, first + count)
+    for first, count in _slices(q, back):
         hidden = _hidden(starts_BT, first, count, block, back, tokens)
-        parts.append(torch.matmul(_probabilities(q[:, :, here], k[:, :, here], hidden), v[:, :, here]))
+        p = _probabilities(q[:, :, first : first + count], _spans(k, first, count, back), hidden)
+        parts.append(torch.matmul(p, _spans(v, first, count, back)))
     return _rows(torch.cat(parts, dim=2), T)
 
 
@@ -109,21 +109,20 @@ def _windowed_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     T = q_BTHD.size(1)
     tokens, block, back = _geometry(window, T)
-    grad, q = _blocks(grad_BTHD, block), _blocks(q_BTHD, block)
-    k, v = _spans(_blocks(k_BTHD, block), back), _spans(_blocks(v_BTHD, block), back)
-    dq, dk, dv = [], [], []
-    for first, count in _slices(q, k.size(3)):
+    grads, q = _blocks(grad_BTHD, block), _blocks(q_BTHD, block)
+    k, v = (_padded(_blocks(x, block), back) for x in (k_BTHD, v_BTHD))
+    dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    for first, count in _slices(q, back):
         here = slice(first, first + count)
-        hidden = _hidden(starts_BT, first, count, block, back, tokens)
+        k_spans, v_spans = _spans(k, first, count, back), _spans(v, first, count, back)
         # The probabilities are made again: keeping them would cost T * span numbers a head and layer.
-        p = _probabilities(q[:, :, here], k[:, :, here], hidden)
-        dp = torch.matmul(grad[:, :, here], v[:, :, here].mT)
+        p = _probabilities(q[:, :, here], k_spans, _hidden(starts_BT, first, count, block, back, tokens))
+        dp = torch.matmul(grads[:, :, here], v_spans.mT)
         ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-        dq.append(torch.matmul(ds, k[:, :, here]))
-        dk.append(torch.matmul(ds.mT, q[:, :, here]))
-        dv.append(torch.matmul(p.mT, grad[:, :, here]))
-    dk_BTHD, dv_BTHD = (_rows(_add_spans(torch.cat(d, dim=2), back), T) for d in (dk, dv))
-    return _rows(torch.cat(dq, dim=2), T), dk_BTHD, dv_BTHD
+        dq.append(torch.matmul(ds, k_spans))
+        _add_spans(dk, torch.matmul(ds.mT, q[:, :, here]), first, back)
+        _add_spans(dv, torch.matmul(p.mT, grads[:, :, here]), first, back)
+    return _rows(torch.cat(dq, dim=2), T), _rows(dk[:, :, back:], T), _rows(dv[:, :, back:], T)
 
 
 @_windowed_attention.register_fake

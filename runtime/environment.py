@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -19,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Dense bf16 datasheet rates in TFLOP/s, without sparsity, by a part of the device name.
+# Dense bf16 datasheet rates in TFLOP/s, without sparsity, by words of the device name; the first that matches counts.
 DATASHEET_TFLOPS = {
-    "H100": 989.4, "H200": 989.4, "H20": 148.0, "H800": 989.4, "B200": 2250.0, "A100": 312.0, "A800": 312.0,
-    "L40S": 362.0, "L4": 121.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0, "RTX A6000": 154.8,
+    "H100 PCIe": 756.0, "H100": 989.4, "GH200": 989.4, "H200": 989.4, "H800": 989.4, "H20": 148.0, "B200": 2250.0,
+    "GB200": 2500.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "RTX 5090": 209.5,
+    "RTX 4090": 165.2, "RTX 3090": 71.0, "RTX A6000": 154.8,
 }  # fmt: skip
 GEMM_SIZE = 1024  # side of the square product that stands for the peak of a device with no datasheet rate
 
@@ -38,6 +40,11 @@ class Machine:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def say(self, text: str) -> None:
+        """One line to people, from the first rank alone."""
+        if self.is_main:
+            print(text, flush=True)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -147,8 +154,7 @@ def try_compile(
     if mode == "on" and obstacle is not None:
         raise ValueError(f"--compile on cannot work here: {obstacle}. Install it, or use --compile auto.")
     if obstacle is None:
-        if machine.is_main:
-            print("compiling ... (tens of seconds the first time, then cached)", flush=True)
+        machine.say("compiling: tens of seconds the first time, then cached")
         torch._dynamo.config.recompile_limit = 64  # one graph a window and shape where windows are constants of a graph
         try:
             first_step(torch.compile(function, dynamic=False, fullgraph=True))
@@ -178,7 +184,7 @@ def peak_flops(machine: Machine, dtype: torch.dtype) -> tuple[float, str]:
     if machine.device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(machine.device)
         for part, tflops in DATASHEET_TFLOPS.items():
-            if part in name:
+            if re.search(rf"\b{part}\b", name):
                 return tflops * 1e12 * machine.world_size, f"{part} datasheet bf16"
     rate = measured_gemm_flops(machine.device, dtype)
     # CPU ranks share one machine: what each measures, all at once, is its share.

@@ -4,15 +4,16 @@ import argparse
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
 
 
-def setting(default: Any, about: str) -> Any:
-    """A dataclass field with the text that --help shows for it."""
-    return dataclasses.field(default=default, metadata={"about": about})
+def setting(default: Any, about: str, *, one_of: Sequence[str] = (), at_least: float | None = None) -> Any:
+    """A dataclass field with the text that --help shows for it, and what `check_fields` asks of its value."""
+    return dataclasses.field(default=default, metadata={"about": about, "one_of": one_of, "at_least": at_least})
 
 
 def flag(name: str) -> str:
@@ -32,19 +33,31 @@ def from_text(kind: Any, text: str) -> Any:
         if text not in ("on", "off"):
             raise ValueError(text)
         return text == "on"
+    if kind is str:
+        return text
+    if kind is int and re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+", text):
+        return int(text.replace(",", ""))
     if kind in (int, float):
-        return kind(text.replace(",", ""))
-    return text if kind is str else tuple(from_text(kind.__args__[0], part) for part in text.split(","))
+        return kind(text)
+    parts = text.split(",")
+    if kind.__args__[-1] is not Ellipsis and len(parts) != len(kind.__args__):
+        raise ValueError(text)
+    return tuple(from_text(kind.__args__[0], part) for part in parts)
 
 
-def require(
-    settings: Any, rules: Mapping[str, tuple[bool, str]], choices: Mapping[str, Collection[str]]
-) -> None:
-    """Raise ValueError for a setting whose rule (kept or not, in words) is broken or which is none of its choices."""
-    named = {name: (getattr(settings, name) in known, f"one of {', '.join(known)}") for name, known in choices.items()}
-    for name, (kept, rule) in {**named, **rules}.items():
+def require(settings: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise ValueError for the first setting whose rule, kept or not and in words, is broken."""
+    for name, (kept, rule) in rules.items():
         if not kept:
             raise ValueError(f"{flag(name)} {as_text(getattr(settings, name))}: it must be {rule}.")
+
+
+def check_fields(settings: Any) -> None:
+    """Raise ValueError for a value that is none of its field's choices or below its least."""
+    for f in dataclasses.fields(settings):
+        value, known, least = getattr(settings, f.name), f.metadata["one_of"], f.metadata["at_least"]
+        require(settings, {f.name: (not known or value in known, f"one of {', '.join(known)}")})
+        require(settings, {f.name: (least is None or value >= least, f"at least {least}")})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,16 +65,21 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}. --help lists the flags.")
 
 
+def _values(field: dataclasses.Field) -> str:
+    return "|".join(("on", "off") if field.type is bool else field.metadata["one_of"]) or "X"
+
+
 def _parser(kind: type, defaults: dict[str, Any], description: str) -> argparse.ArgumentParser:
     parser = _Parser(
-        "train_gpt.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="train_gpt.py [flags]", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False, add_help=False,
     )  # fmt: skip
     parser.add_argument("--help", "-h", action="store_true", help="show this text with the values of the preset")
     parser.add_argument("--print-config", action="store_true", help="print every setting as JSON and stop")
     for f in dataclasses.fields(kind):
         value = as_text(defaults.get(f.name, f.default))
-        parser.add_argument(flag(f.name), metavar="X", help=f"{f.metadata['about']} [{value}]".replace("%", "%%"))
+        text = f"{f.metadata['about']} [{value}]".replace("%", "%%")
+        parser.add_argument(flag(f.name), metavar=_values(f), help=text)
     return parser
 
 

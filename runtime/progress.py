@@ -1,8 +1,10 @@
-"""Step lines for the log and the terminal, made without ever waiting for the device."""
+"""What a run says: signs of life while it gets ready, then step lines that never wait for the device."""
 
+import contextlib
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,10 +13,29 @@ from torch import Tensor
 from runtime.log import RunLog
 
 SECONDS_BETWEEN_LINES = 1.0
+SECONDS_BETWEEN_SIGNS = 5.0
 
 
 class NonFinite(RuntimeError):
     """A loss became NaN or infinite."""
+
+
+@contextlib.contextmanager
+def signs_of_life(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say every few seconds that `what` still goes on, however long the block takes."""
+    over, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(SECONDS_BETWEEN_SIGNS):
+            say(f"  {what}, {time.monotonic() - begun:.0f} s")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
 
 
 class Progress:

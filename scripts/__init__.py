@@ -1,0 +1,1 @@
+"""Tools on runs and records; each is a command, see its docstring."""

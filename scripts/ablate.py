@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"
 ARMS = {  # name: (what it is, flags); a value like 2x is that multiple of the track's own
     BASELINE: ("the recipe as it is", ""),
-    "no_value_embeds": ("no value embeddings", "--value-embeds off"),
+    "no_value_embeds": ("no value embeddings, nor factors on values", "--value-embeds off"),
     "no_smear": ("no smearing of token embeddings", "--smear off"),
     "no_skips": ("no skip connections", "--skips off"),
     "no_backout": ("no backout", "--backout off"),
@@ -237,10 +237,10 @@ class Job(NamedTuple):
 
 def experiment(flags: list[str]) -> tuple[dict[str, Any], str]:
     """The trainer's configuration for these flags and its hash, as the run log has it; ValueError for a bad flag."""
-    from train_gpt import NOT_THE_EXPERIMENT, Config, preset
+    from train_gpt import Config, preset
 
-    config = dataclasses.asdict(parse(Config, flags, preset, ""))
-    return config, config_hash({name: value for name, value in config.items() if name not in NOT_THE_EXPERIMENT})
+    config = parse(Config, flags, preset, "")
+    return dataclasses.asdict(config), config_hash(config.experiment())
 
 
 def arm_flags(arm: str, config: dict[str, Any]) -> list[str]:
