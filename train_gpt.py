@@ -127,14 +127,14 @@ class Config:
             "layers": (self.layers in LAYERS, f"one of {', '.join(LAYERS)}"),
             "head_dim": (self.head_dim % 2 == 0, "even"),
             "dim": (self.dim % self.head_dim == 0, f"a multiple of head_dim ({self.head_dim})"),
-            "windows": (min(self.windows) >= 1, "of blocks, at least 1 each"),
+            "windows": (min(self.windows, default=0) >= 1, "one window or more, of at least 1 block"),
             "steps": (self.steps > self.extension, f"larger than the extension ({self.extension})"),
             "cooldown": (self.cooldown <= 1, "a share between 0 and 1"),
             "bos": (self.bos < self.vocab_size, f"a token of the vocabulary, below {self.vocab_size}"),
             "batch_tokens": (self.batch_tokens % self.sequence == 0, f"a multiple of sequence ({self.sequence})"),
-            "micro_batch": (self.micro_batch >= self.sequence, f"at least a row, sequence = {self.sequence}"),
-            "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of {self.val_sequence} (a row)"),
-            "val_batch": (self.val_batch >= self.val_sequence, f"at least a row, val_sequence = {self.val_sequence}"),
+            "micro_batch": (self.micro_batch >= self.sequence, f"at least one row, sequence = {self.sequence}"),
+            "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of val_sequence {self.val_sequence}"),
+            "val_batch": (self.val_batch >= self.val_sequence, f"at least one row, val_sequence {self.val_sequence}"),
         }
         require(self, rules)
 
@@ -649,8 +649,7 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     attention, reason = choose_attention(config.attention, machine.device, dtype)
 
     build = "./run.sh builds or fetches it"
-    train_files = find_shards(f"{config.data_dir}/*train_*.bin", fix=build)
-    val_files = find_shards(f"{config.data_dir}/*val_*.bin", fix=build)
+    train_files, val_files = (find_shards(f"{config.data_dir}/*{kind}_*.bin", fix=build) for kind in ("train", "val"))
     wanted = ("steps", "micro_batch", "val_tokens", "val_sequence", "val_batch")
     order = ("batch_tokens", "sequence", "max_document", "bos", "align")
     sizes: dict[str, Any] = {name: getattr(config, name) for name in wanted + order}
@@ -671,8 +670,9 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     session = Session(config, machine, attention, model, optimizers, data, ledger, facts, loss=model, peak=peak)
     session.reset(config.seed)
     ledger.stop()
-    session.machine.say(
-        f"track {config.track}, recipe {config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters, {config.steps:,} steps of "
+    parameters = sum(p.numel() for p in model.parameters())
+    machine.say(
+        f"track {config.track}, recipe {config.recipe}: {parameters:,} parameters, {config.steps:,} steps of "
         f"{config.batch_tokens:,} tokens = {machine.world_size} rank(s) x {facts['grad_accum']} micro-step(s) x "
         f"{facts['micro_batch']:,}\n{machine.device.type}, {facts['env']['dtype']}, attention {attention.name} "
         f"({reason}), peak {peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\n{config.data_dir}: training on "
@@ -740,13 +740,13 @@ def compile_model(session: Session) -> None:
 
 def warm_up(session: Session) -> None:
     """Take every kind of step and validation once, check causality, restore everything and check that."""
-    config = session.config
-    before = session.state()
+    config, before = session.config, session.state()
     with session.ledger.phase("compile", timed=False):
         compile_model(session)
     with session.ledger.phase("warmup", timed=False):
         previous = config.windows[0]
-        for long in dict.fromkeys(window(config, step) for step in range(config.steps)):
+        longs = list(dict.fromkeys(window(config, step) for step in range(config.steps)))
+        for long in longs[:1] if session.attention.window_is_input else longs:
             change_window(session, previous, long)
             previous = long
             for step in range(config.adam_every):

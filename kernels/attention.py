@@ -147,9 +147,10 @@ _windowed_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 class PortableAttention:
-    """Plain tensor operations on any device and dtype. One compiled graph serves every window."""
+    """Plain tensor operations on any device and dtype."""
 
     name = "portable"
+    window_is_input = True  # of a compiled graph, which then serves every window
 
     def documents(self, cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
         return document_starts(cu_seqlens, rows, sequence)
@@ -164,9 +165,10 @@ class PortableAttention:
 
 
 class VarlenAttention:
-    """The framework's fused variable-length kernel: CUDA, bf16 or fp16; one compiled graph for each window."""
+    """The framework's fused variable-length kernel: CUDA, bf16 or fp16."""
 
     name = "varlen"
+    window_is_input = False
 
     def __init__(self) -> None:
         from torch.nn.attention.varlen import varlen_attn

@@ -146,7 +146,8 @@ def test_the_peak_of_a_cpu_is_measured_and_positive(monkeypatch):
     ("gpu", "tflops"),
     [
         ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H200", 989.4), ("NVIDIA H20", 148), ("NVIDIA B200", 2250),
-        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA L40", 181),
+        ("NVIDIA GeForce RTX 4090", 165.2),
     ],
 )  # fmt: skip
 def test_a_known_gpu_has_the_rate_of_its_datasheet_times_the_ranks(monkeypatch, gpu, tflops):
@@ -156,7 +157,7 @@ def test_a_known_gpu_has_the_rate_of_its_datasheet_times_the_ranks(monkeypatch, 
     assert "datasheet" in name
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA L40", "NVIDIA Graphics Card 1"])
+@pytest.mark.parametrize("gpu", ["NVIDIA L400", "NVIDIA Graphics Card 1"])
 def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch, gpu):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     monkeypatch.setattr(environment, "measured_gemm_flops", lambda device, dtype: 7e12)
