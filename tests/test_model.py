@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import cycle, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -268,7 +268,7 @@ def meta(track):
 def test_record_42_has_its_published_number_of_parameters():
     """Less the scalars that the original has and never uses, and those that pad them to a multiple of 8 ranks."""
     model = meta("short")
-    used = 5 + 2 * 11 + 2 * 10 + 2  # skips, x and x0 of 11 layers, values of 10 attentions, smear and backout
+    used = 5 + 2 * 11 + 10 + 5 + 2  # skips; x, x0 of 11 layers; values of 10; value embeds of 5; smear and backout
     assert sum(p.numel() for p in model.parameters()) == 268_665_628 - 64 + used
     assert len(initial_scalars(model.config)) == used
 
@@ -340,7 +340,8 @@ def test_record_42_starts_from_its_published_distributions():
     assert {scalars[f"skip{i}"] for i in (5, 6, 7, 8, 9)} == {-1.5}
     for i, layer in enumerate(model.table):
         assert (scalars[f"x{i}"], scalars[f"x0_{i}"]) == (1, 0)
-        assert not layer.attention or (scalars[f"value{i}"], scalars[f"value_embed{i}"]) == (0.5, 0.5)
+        assert not layer.attention or scalars[f"value{i}"] == 0.5
+        assert layer.value_embed is None or scalars[f"value_embed{i}"] == 0.5
     assert (scalars["smear"], scalars["backout"]) == (0, 0.5)
 
 
@@ -426,9 +427,9 @@ def test_a_token_behind_all_windows_is_out_of_reach():
 
 def test_the_causality_check_passes_this_model_and_catches_one_that_looks_ahead():
     model, given = build(small()), batch()
-    data = SimpleNamespace(validation=[given])
+    data = SimpleNamespace(train=cycle([[given]]))
     session = SimpleNamespace(
-        config=model.config, machine=MACHINE, model=model, data=data, windows=lambda long: WINDOWS
+        config=model.config, machine=MACHINE, model=model, data=data, final_windows=lambda: WINDOWS
     )
     assert train_gpt.is_causal(session)
     session.model = SimpleNamespace(hidden=lambda tokens, *_: tokens.float().flip(1))
