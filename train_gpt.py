@@ -166,7 +166,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "vector_lr_mul": 0.015 / 0.7,
     },
     "tiny": {
-        "target": 2.5, "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "layers": "tiny", "dim": 256,
+        "target": 3.39, "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "layers": "tiny", "dim": 256,
         "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 2048, "sequence": 512,
         "micro_batch": 2048, "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
         "val_every": 100, "steps": 350, "extension": 10, "window_block": 16, "momentum_warmup": 40,
