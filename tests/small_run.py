@@ -27,7 +27,7 @@ SIZES = {
     "batch-tokens": ROWS * SEQUENCE, "micro-batch": ROWS * SEQUENCE, "val-tokens": 1024, "val-sequence": 256,
     "val-batch": 512, "val-every": 5, "steps": STEPS, "extension": 2, "window-block": 16, "windows": "3,7,11",
     "extension-window": 13, "final-window": 20, "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
-    "dtype": "float32", "device": "cpu",
+    "dtype": "float32", "device": "cpu", "target": 1.0,
 }  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def test_torchrun_starts_the_same_run(data, tmp_path, events):
     ((out, _),) = finish([process])
     (log,) = find_logs(tmp_path)
     assert losses(read_events(log)) == losses(events("float32", "record42", 2))
-    assert out.count("target 2.5 missed") == 1
+    assert out.count("target 1.0 missed") == 1
 
 
 def test_processes_that_cannot_share_a_batch_are_refused(data, tmp_path):
