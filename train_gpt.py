@@ -10,6 +10,7 @@ The base recipe is modded-nanogpt's record 42. A run takes the same trajectory o
 """
 
 import dataclasses
+import glob
 import hashlib
 import math
 import os
@@ -42,6 +43,9 @@ from runtime.state import copy_to_host, same_bits
 # Configuration: every number of an experiment; the flags come from here. The defaults are the `short` track.
 
 
+GATE_CHANNELS = 12  # of a layer's input, read by the smear gate and the attention gates
+
+
 @dataclass(frozen=True)
 class Config:
     track: str = setting("tiny", "preset of all that follows: tiny, short, medium or steps")
@@ -71,7 +75,7 @@ class Config:
     val_every: int = setting(250, "steps between validations, from step 0 on; 0: only at the end", at_least=0)
     # model
     layers: str = setting("record42", "layer table: record42, medium, steps or tiny")
-    dim: int = setting(768, "model dimension", at_least=1)
+    dim: int = setting(768, "model dimension", at_least=GATE_CHANNELS)
     head_dim: int = setting(128, "dimension of an attention head", at_least=1)
     embed_dtype: str = setting("bfloat16", "storage of tables and gates under bf16", one_of=("bfloat16", "float32"))
     head_dtype: str = setting("bfloat16", "storage of the output head under bf16", one_of=("bfloat16", "float32"))
@@ -125,6 +129,7 @@ class Config:
             "track": (self.track in TRACKS, f"one of {', '.join(TRACKS)}"),
             "recipe": (self.recipe in RECIPES.get(self.track, ()), f"one of {', '.join(RECIPES.get(self.track, ()))}"),
             "layers": (self.layers in LAYERS, f"one of {', '.join(LAYERS)}"),
+            "target": (math.isfinite(self.target), "a finite number"),
             "head_dim": (self.head_dim % 2 == 0, "even"),
             "dim": (self.dim % self.head_dim == 0, f"a multiple of head_dim ({self.head_dim})"),
             "windows": (min(self.windows, default=0) >= 1, "one window or more, of at least 1 block"),
@@ -230,7 +235,6 @@ LAYERS: dict[str, list[Layer]] = {
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (B, T, H, D) queries, keys and values to outputs
 Mix = tuple[Any, Any]  # learned factors on a layer's values and on its value embeddings, None where it has none
 Windows = dict[str, Any]  # of "short" and of "long" layers, as the attention backend takes them
-GATE_CHANNELS = 12  # of the input, read by the smear gate and the attention gates
 LOSS_TOKENS = 32_768  # tokens whose logits exist at once
 
 
@@ -268,6 +272,8 @@ class Rotary(nn.Module):
 
     def extend(self, old: int, new: int) -> None:
         """Adapt to a long window that grows from `old` to `new` blocks (YaRN, Peng et al. 2023)."""
+        if old == new or not self.block:
+            return
         rotations = self.block * old * self.frequency / (2 * math.pi)
         kept = ((rotations - 1) / (32 - 1)).clamp(0, 1)  # share of its frequency that a dimension keeps
         ratio = old / new
@@ -359,10 +365,10 @@ class GPT(nn.Module):
         vocab = -(-config.vocab_size // 128) * 128
         stored = {name: getattr(torch, name) if dtype == torch.bfloat16 else dtype for name in ("bfloat16", "float32")}
         table_dtype, head_dtype = stored[config.embed_dtype], stored[config.head_dtype]
-        tables = 1 + max((layer.value_embed for layer in self.table if layer.value_embed is not None), default=-1)
+        tables = {layer.value_embed for layer in self.table} - {None}
         with device:
             self.embed = nn.Parameter(torch.empty(vocab, config.dim, dtype=table_dtype))
-            self.value_embeds = nn.ParameterList(torch.empty_like(self.embed) for _ in range(tables))
+            self.value_embeds = nn.ParameterList(torch.empty_like(self.embed) for _ in tables)
             self.smear_gate = optional_parameter(1, GATE_CHANNELS, dtype=table_dtype, when=config.smear)
             self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
             self.lm_head = nn.Parameter(torch.empty(vocab, config.dim, dtype=head_dtype))
@@ -461,8 +467,7 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> int:
         """6 for each weight of the matrices and the head: forward and backward, attention scores not counted."""
-        counted = ("qkvo", "up", "down", "lm_head")
-        return 6 * sum(p.numel() for name, p in self.named_parameters() if name.endswith(counted))
+        return 6 * sum(p.numel() for n, p in self.named_parameters() if n.endswith(("qkvo", "up", "down", "lm_head")))
 
 
 def layer_table(config: Config) -> list[Layer]:
@@ -532,6 +537,7 @@ def momentum(config: Config, step: int) -> float:
 def optimizer_table(config: Config) -> list[Row]:
     """Which optimizer takes a parameter, by its name, and with what multipliers. Each parameter matches one row."""
     orthogonal = config.optimizer != "adam"
+    value_embeds = any(layer.value_embed is not None for layer in layer_table(config))
     packed = {"split": 4} if orthogonal else {}
 
     def adam(lr_mul: float) -> dict[str, float]:
@@ -545,7 +551,7 @@ def optimizer_table(config: Config) -> list[Row]:
         (config.attention_gates, Row("blocks.*.attention.gate", "matrix")),
         (config.smear, Row("smear_gate", "matrix", {"lr_mul": config.smear_lr_mul} | smear)),
         (True, Row("embed", "adam", adam(config.embed_lr_mul))),
-        (config.value_embeds, Row("value_embeds.*", "adam", adam(config.value_embed_lr_mul))),
+        (value_embeds, Row("value_embeds.*", "adam", adam(config.value_embed_lr_mul))),
         (True, Row("lm_head", "adam", adam(config.head_lr_mul))),
         (bool(initial_scalars(config)), Row("scalars", "adam", adam(config.vector_lr_mul))),
         (config.biases, Row("*bias", "adam", adam(config.vector_lr_mul))),
@@ -605,6 +611,7 @@ class Session:
     facts: dict[str, Any]  # fields of the log's header
     loss: Callable[..., Tensor]  # the model, compiled or not
     peak: tuple[float, str]  # FLOP/s of all ranks, and what they are
+    steps_done: int = 0  # of the trial that runs
 
     def windows(self, long: int, short: int | None = None) -> Windows:
         """The windows of both kinds of layer, from blocks; the short one is half of the long one unless given."""
@@ -624,6 +631,7 @@ class Session:
             parameter.grad = None
             if self.machine.world_size > 1:
                 torch.distributed.broadcast(parameter.data, 0)
+        self.steps_done = 0
         for optimizer in self.optimizers.values():
             optimizer.reset()
         set_schedule(self.config, self.optimizers, 0)
@@ -633,9 +641,8 @@ class Session:
         """All that `reset` must restore, for a comparison bit for bit."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers.values()]
         model = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        grads = [p.grad for p in self.model.parameters()]
         rest = [self.model.rotary.frequency, self.data.train.state_dict(), torch.get_rng_state()]
-        return copy_to_host([model, grads, optimizers, rest])
+        return copy_to_host([model, [p.grad for p in self.model.parameters()], optimizers, rest])
 
 
 def prepare(config: Config, machine: environment.Machine) -> Session:
@@ -645,16 +652,19 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     if machine.device.type == "cpu" and config.deterministic:
         torch.use_deterministic_algorithms(True)
     machine.on_main(lambda: require_writable(config.log_dir))
+    environment.check_compile(config.compile, machine.device)
     dtype = environment.compute_dtype(config.dtype, machine.device)
     attention, reason = choose_attention(config.attention, machine.device, dtype)
 
     build = "./run.sh builds or fetches it"
-    train_files, val_files = (find_shards(f"{config.data_dir}/*{kind}_*.bin", fix=build) for kind in ("train", "val"))
+    folder = glob.escape(config.data_dir)
+    train_files, val_files = (find_shards(f"{folder}/*{kind}_*.bin", fix=build) for kind in ("train", "val"))
     wanted = ("steps", "micro_batch", "val_tokens", "val_sequence", "val_batch")
     order = ("batch_tokens", "sequence", "max_document", "bos", "align")
     sizes: dict[str, Any] = {name: getattr(config, name) for name in wanted + order}
     data = open_data(train_files, val_files, rank=machine.rank, world_size=machine.world_size, **sizes)
-    found = machine.on_main(lambda: audit(train_files, val_files, config.vocab_size, config.bos))
+    read = train_files[: data.plan.end.shard + 1]
+    found = machine.on_main(lambda: audit(read, val_files, config.vocab_size, config.bos))
 
     model = GPT(config, dtype, machine.device, attention)
     optimizers = make_optimizers(config, model, machine)
@@ -715,11 +725,6 @@ def validate(session: Session, windows: Windows, batches: list[Batch] | None = N
     return session.machine.all_reduce(total).item() / session.config.val_tokens
 
 
-def change_window(session: Session, old: int, new: int) -> None:
-    if new != old and session.config.window_block:
-        session.model.rotary.extend(old, new)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Warm-up, outside the clock: every graph is compiled and run once, then all state is as if nothing had been
 
@@ -745,29 +750,32 @@ def warm_up(session: Session) -> None:
         compile_model(session)
     with session.ledger.phase("warmup", timed=False):
         previous = config.windows[0]
-        longs = list(dict.fromkeys(window(config, step) for step in range(config.steps)))
-        for long in longs[:1] if session.attention.window_is_input else longs:
-            change_window(session, previous, long)
+        for long in dict.fromkeys(window(config, step) for step in range(config.steps)):
+            session.model.rotary.extend(previous, long)
+            if long == previous or not session.attention.window_is_input:  # else the graph is there already
+                for step in range(2 * config.adam_every):  # hidden matrices get gradients only once the head has moved
+                    forward_backward(session, session.windows(long))
+                    optimizer_steps(session, step)
+                validate(session, session.windows(long), session.data.validation[:1])
             previous = long
-            for step in range(config.adam_every):
-                forward_backward(session, session.windows(long))
-                optimizer_steps(session, step)
-            validate(session, session.windows(long), session.data.validation[:1])
         validate(session, session.final_windows(), session.data.validation[:1])
         causal = is_causal(session)
         session.reset(config.seed)
         restored = same_bits(before, session.state())
     session.facts["checks"] |= {"causality": causal, "warmup_restored": restored}
-    for name, passed in (("causality", causal), ("warmup_restored", restored)):
-        if not passed:
-            raise RuntimeError(f"the check {name} failed: the run would not be what its log says")
+    if not (causal and restored):
+        raise RuntimeError(f"checks failed, the run would not be what its log says: {session.facts['checks']}")
 
 
 @torch.no_grad()
 def is_causal(session: Session) -> bool:
-    """Whether changing the second half of a row leaves the stream of the first half alone."""
+    """Whether changing the second half of a row leaves the stream of the first half alone, with random weights."""
     length = min(session.config.sequence, session.config.val_sequence)
     inputs = next(session.data.train)[0].inputs[:1, :length].to(session.machine.device)
+    session.model.initialize(session.config.seed)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in session.model.parameters():  # those that start at zero would hide a leak
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
     changed = inputs.clone()
     changed[:, length // 2 :] = (changed[:, length // 2 :] + 1) % session.config.vocab_size
     rows = torch.tensor([0, length], dtype=torch.int32, device=session.machine.device)
@@ -790,7 +798,7 @@ def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
 
         # evaluate: the clock is stopped, all ranks take part
         long = window(config, step)
-        change_window(session, previous, long)
+        session.model.rotary.extend(previous, long)
         if last or (config.val_every and step % config.val_every == 0):
             ledger.stop()
             progress.write(wait=True)
@@ -808,7 +816,7 @@ def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
         # step: gradients of the whole batch, then one update
         loss_sum = forward_backward(session, session.windows(long))
         optimizer_steps(session, step)
-        previous = long
+        previous, session.steps_done = long, step + 1
 
         # log: no wait for the device, the loss is read when it is there
         now = ledger.train_time_ms
@@ -858,41 +866,33 @@ def run_trial(session: Session, trial: int) -> int:
         end["status"], code = "interrupted", signalled.code
         session.machine.say(f"interrupted (log {log.path})")
     finally:
-        steps = config.steps if code == 0 else None
-        log.finish({**end, "steps": steps, "peak_mib": environment.peak_mib(machine)})
+        log.finish({**end, "steps": session.steps_done, "peak_mib": environment.peak_mib(machine)})
     return code
-
-
-def start(argv: list[str]) -> Session:
-    """From flags to a session that is warm. Raises ValueError for bad input."""
-    started = float(os.environ.get("RUN_STARTED", time.time()))  # run.sh counts from its own start
-    config = parse(Config, argv, preset, __doc__ or "")
-    machine = environment.start(config.device)
-    with signs_of_life("getting ready", machine.say):
-        session = prepare(config, machine)
-        warm_up(session)
-    machine.say(f"ready for the first step after {time.time() - started:.0f} s")
-    return session
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 error, 2 bad input, 3 non-finite, 130 or 143 interrupted."""
+    started = float(os.environ.get("RUN_STARTED", time.time()))  # run.sh counts from its own start
     listen()
     try:
         try:
-            session = start(sys.argv[1:] if argv is None else argv)
+            config = parse(Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
+            machine = environment.start(config.device)
+            with signs_of_life("getting ready", machine.say):
+                session = prepare(config, machine)
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+            return environment.refuse(error, 2)
         with session.data.train:
-            code = next(filter(None, (run_trial(session, trial) for trial in range(session.config.trials))), 0)
+            with signs_of_life("warming up", machine.say):
+                warm_up(session)
+            machine.say(f"ready for the first step after {time.time() - started:.0f} s")
+            code = next(filter(None, (run_trial(session, trial) for trial in range(config.trials))), 0)
     except Interrupted as signalled:
         return signalled.code
     except RunLogError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return environment.refuse(error, 1)
     if code == 0:
-        environment.leave(session.machine)
+        environment.leave(machine)
     return code
 
 

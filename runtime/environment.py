@@ -97,6 +97,13 @@ def start(device: str = "auto") -> Machine:
     return Machine(place, int(os.environ.get("RANK", 0)), world_size)
 
 
+def refuse(error: Exception, code: int) -> int:
+    """Say the error, once however many processes meet it, and return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)
+    return code
+
+
 def leave(machine: Machine) -> None:
     """Part from the other ranks after a successful run. Does not return with gloo, whose threads can abort at exit."""
     if machine.world_size == 1:
@@ -143,16 +150,21 @@ def why_not_compile(device: torch.device) -> str | None:
     return None
 
 
+def check_compile(mode: str, device: torch.device) -> None:
+    """Raise ValueError if compilation is demanded ("on") where it cannot work."""
+    obstacle = why_not_compile(device) if mode == "on" else None
+    if obstacle:
+        raise ValueError(f"--compile on cannot work here: {obstacle}. Install it, or use --compile auto.")
+
+
 def try_compile(
     function: Callable[..., Any], mode: str, machine: Machine, first_step: Callable[[Callable[..., Any]], object]
 ) -> str | None:
     """Compile `function` and run `first_step` on it; returns what keeps it from working on some rank, or None.
 
-    mode "off" does not try, "auto" reports an obstacle, "on" raises it: ValueError, or whatever the compiler raised.
+    mode "off" does not try, "auto" reports an obstacle, "on" raises what the compiler raised.
     """
     obstacle = "as asked" if mode == "off" else why_not_compile(machine.device)
-    if mode == "on" and obstacle is not None:
-        raise ValueError(f"--compile on cannot work here: {obstacle}. Install it, or use --compile auto.")
     if obstacle is None:
         machine.say("compiling: tens of seconds the first time, then cached")
         torch._dynamo.config.recompile_limit = 64  # one graph a window and shape where windows are constants of a graph

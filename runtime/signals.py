@@ -12,11 +12,16 @@ class Interrupted(BaseException):
         self.code = 128 + number
 
 
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
 def listen() -> None:
-    """Raise Interrupted in the main thread on SIGINT and SIGTERM."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Raise Interrupted in the main thread on the first SIGINT or SIGTERM."""
+    for number in NUMBERS:
         signal.signal(number, _raise)
 
 
 def _raise(number: int, frame: Any) -> None:
+    for each in NUMBERS:  # a launcher may send both: the second must not break into the orderly end
+        signal.signal(each, signal.SIG_IGN)
     raise Interrupted(number)
