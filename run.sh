@@ -143,18 +143,23 @@ fetch_fineweb() { # fetch_fineweb SHARDS: about three quarters of a shard's toke
     "$VENV_PYTHON" -m data.cached_fineweb "$shards"
 }
 
-prepare_data() { # of the track in the flags; a track that does not exist is left to train_gpt.py to explain
+track_of() { # the track that the flags name
     local track=tiny previous="" argument
-    ! asks_only "$@" || return 0
     for argument in "$@"; do
         [[ $previous != --track ]] || track=$argument
-        case $argument in
-            --track=*) track=${argument#*=} ;;
-            --data-dir | --data-dir=*) return ;;
-        esac
+        [[ $argument != --track=* ]] || track=${argument#*=}
         previous=$argument
     done
-    case $track in
+    echo "$track"
+}
+
+prepare_data() { # of the track in the flags; a track that does not exist is left to train_gpt.py to explain
+    local argument
+    ! asks_only "$@" || return 0
+    for argument in "$@"; do
+        case $argument in --data-dir | --data-dir=*) return ;; esac
+    done
+    case $(track_of "$@") in
         tiny) [[ -e data/corpus/corpus.json ]] || "$VENV_PYTHON" -m data.corpus ;;
         short) fetch_fineweb 9 ;;
         medium) fetch_fineweb 36 ;;
@@ -174,7 +179,13 @@ gpu_count() {
 
 process_count() {
     local processes
-    if asks_only "$@"; then processes=1; else processes=${NPROC:-$(gpu_count)}; fi
+    if asks_only "$@"; then
+        processes=1
+    elif [[ $(track_of "$@") == tiny ]]; then # its batch is four rows: small enough for one process, whatever the GPUs
+        processes=${NPROC:-1}
+    else
+        processes=${NPROC:-$(gpu_count)}
+    fi
     echo $((processes > 1 ? processes : 1))
 }
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.audit import audit
-from data.loader import Batch, Data, open_data
+from data.loader import DATA_SETTINGS, Batch, Data, open_data
 from data.shards import find_shards
 from kernels.attention import Attention, choose_attention
 from optim import Adam, Muon, NorMuon, Row, build_optimizers
@@ -39,16 +39,14 @@ from runtime.progress import NonFinite, Progress, signs_of_life
 from runtime.signals import Interrupted, listen
 from runtime.state import copy_to_host, same_bits
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration: every number of an experiment; the flags come from here. The defaults are the `short` track.
-
+# ---- Configuration: every number of an experiment; the flags come from here. The defaults are the `short` track.
 
 GATE_CHANNELS = 12  # of a layer's input, read by the smear gate and the attention gates
 
 
 @dataclass(frozen=True)
 class Config:
-    track: str = setting("tiny", "preset of all that follows: tiny, short, medium or steps")
+    track: str = setting("short", "preset of all that follows: tiny, short, medium or steps")
     recipe: str = setting("record42", "changes to the track: record42 (none); on tiny also muon or adamw, a plain GPT")
     # the run
     seed: int = setting(0, "seed of the first trial's initialization; trial i takes seed + i", at_least=0)
@@ -72,7 +70,9 @@ class Config:
     val_tokens: int = setting(10_485_760, "first tokens of the validation data that are used", at_least=1)
     val_sequence: int = setting(262_144, "tokens per validation row", at_least=1)
     val_batch: int = setting(262_144, "most validation tokens a rank takes at once", at_least=1)
+    val_sha256: str = setting("", "how the SHA-256 of the validation tokens must begin; empty: any")
     val_every: int = setting(250, "steps between validations, from step 0 on; 0: only at the end", at_least=0)
+    val_every_late: int = setting(0, "the same in the last tenth of the steps; 0: no change", at_least=0)
     # model
     layers: str = setting("record42", "layer table: record42, medium, steps or tiny")
     dim: int = setting(768, "model dimension", at_least=GATE_CHANNELS)
@@ -163,19 +163,19 @@ TRACKS: dict[str, dict[str, Any]] = {
     },
     "steps": PLAIN | {
         "layers": "steps", "biases": True, "align": False, "batch_tokens": 524_288, "sequence": 1024,
-        "micro_batch": 65_536, "val_sequence": 1024, "val_batch": 65_536, "val_every": 125, "head_dtype": "float32",
-        "attention_scale": 0.12, "softcap": "rsqrt", "init": "normal", "steps": 3250, "extension": 0, "cooldown": 0.7,
-        "final_lr": 0.0, "window_block": 0, "optimizer": "muon", "matrix_lr": 0.025, "matrix_wd": 0.05,
-        "matrix_method": "newton_schulz_12", "momentum": (0.95, 0.95), "adam_lr": 0.7, "adam_betas": (0.8, 0.95),
-        "adam_eps": 1e-10, "adam_wd": 0.001, "embed_lr_mul": 1.0, "head_lr_mul": 0.004 / 0.7,
-        "vector_lr_mul": 0.015 / 0.7,
+        "micro_batch": 65_536, "val_sequence": 1024, "val_batch": 65_536, "val_every": 125, "val_every_late": 25,
+        "head_dtype": "float32", "attention_scale": 0.12, "softcap": "rsqrt", "init": "normal", "steps": 3250,
+        "extension": 0, "cooldown": 0.7, "final_lr": 0.0, "window_block": 0, "optimizer": "muon", "matrix_lr": 0.025,
+        "matrix_wd": 0.05, "matrix_method": "newton_schulz_12", "momentum": (0.95, 0.95), "adam_lr": 0.7,
+        "adam_betas": (0.8, 0.95), "adam_eps": 1e-10, "adam_wd": 0.001, "embed_lr_mul": 1.0,
+        "head_lr_mul": 0.004 / 0.7, "vector_lr_mul": 0.015 / 0.7,
     },
     "tiny": {
-        "target": 3.39, "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "layers": "tiny", "dim": 256,
-        "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 2048, "sequence": 512,
-        "micro_batch": 2048, "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
-        "val_every": 100, "steps": 350, "extension": 10, "window_block": 16, "momentum_warmup": 40,
-        "momentum_cooldown": 10, "adam_lr": 0.02,
+        "target": 3.39, "val_sha256": "61a7bae6fab302b9", "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023,
+        "layers": "tiny", "dim": 256, "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 2048,
+        "sequence": 512, "micro_batch": 2048, "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096,
+        "val_batch": 16_384, "val_every": 100, "steps": 350, "extension": 10, "window_block": 16,
+        "momentum_warmup": 40, "momentum_cooldown": 10, "adam_lr": 0.02,
     },
 }  # fmt: skip
 
@@ -194,13 +194,11 @@ RECIPES["tiny"] |= {
 
 def preset(given: dict[str, Any]) -> dict[str, Any]:
     """The values of a track and a recipe, the recipe over the track."""
-    track, recipe = given.get("track", Config.track), given.get("recipe", Config.recipe)
+    track, recipe = given.get("track", "tiny"), given.get("recipe", Config.recipe)
     return {"track": track} | TRACKS.get(track, {}) | RECIPES.get(track, {}).get(recipe, {})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Model. B rows, T tokens a row, H heads, D head dim, C model dim; suffixes where dimensions are many.
-
+# ---- Model. B rows, T tokens a row, H heads, D head dim, C model dim; suffixes where dimensions are many.
 
 @dataclass(frozen=True)
 class Layer:
@@ -265,8 +263,8 @@ class Rotary(nn.Module):
 
     def reset(self) -> None:
         """Back to the constructed state."""
-        turning = (1 / 1024) ** torch.linspace(0, 1, self.pairs // 2)
-        self.frequency = torch.cat([turning, torch.zeros(self.pairs - self.pairs // 2)])
+        turning = (1 / 1024) ** torch.linspace(0, 1, self.pairs // 2, device=self.cos.device)
+        self.frequency = torch.cat([turning, turning.new_zeros(self.pairs - self.pairs // 2)])
         self.scale.fill_(self.base_scale)
         self._fill()
 
@@ -282,7 +280,7 @@ class Rotary(nn.Module):
         self._fill()
 
     def _fill(self) -> None:
-        angle = torch.outer(torch.arange(self.cos.size(0)), self.frequency).unsqueeze(1)
+        angle = torch.outer(torch.arange(self.cos.size(0), device=self.cos.device), self.frequency).unsqueeze(1)
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
@@ -494,9 +492,7 @@ def initial_scalars(config: Config) -> dict[str, float]:
     return init | ({"backout": 0.5} if any(layer.backout for layer in table) else {})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Schedules: pure functions of the step, flat in the extension. Step s is the one after s steps are done.
-
+# ---- Schedules: pure functions of the step, flat in the extension. Step s is the one after s steps are done.
 
 def learning_rate(config: Config, step: int) -> float:
     """Multiplier of every learning rate at this step."""
@@ -522,6 +518,12 @@ def window(config: Config, step: int) -> int:
     return (*config.windows, config.extension_window)[stage(config, step)]
 
 
+def validates(config: Config, step: int) -> bool:
+    """Whether the loss is validated before this step; after the last one it always is."""
+    every = (step >= 0.9 * config.steps and config.val_every_late) or config.val_every
+    return every > 0 and step % every == 0
+
+
 def momentum(config: Config, step: int) -> float:
     """Momentum of the hidden matrices."""
     low, high = config.momentum
@@ -530,9 +532,7 @@ def momentum(config: Config, step: int) -> float:
     return low + (high - low) * min(rising, falling, 1.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Optimizers
-
+# ---- Optimizers
 
 def optimizer_table(config: Config) -> list[Row]:
     """Which optimizer takes a parameter, by its name, and with what multipliers. Each parameter matches one row."""
@@ -595,9 +595,7 @@ def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
                 group["momentum"] = momentum(config, step)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A session: what all trials share
-
+# ---- A session: what all trials share
 
 @dataclass
 class Session:
@@ -651,20 +649,18 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     ledger.start("setup", timed=False)
     if machine.device.type == "cpu" and config.deterministic:
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, never read
     machine.on_main(lambda: require_writable(config.log_dir))
     environment.check_compile(config.compile, machine.device)
     dtype = environment.compute_dtype(config.dtype, machine.device)
     attention, reason = choose_attention(config.attention, machine.device, dtype)
 
-    build = "./run.sh builds or fetches it"
-    folder = glob.escape(config.data_dir)
-    train_files, val_files = (find_shards(f"{folder}/*{kind}_*.bin", fix=build) for kind in ("train", "val"))
-    wanted = ("steps", "micro_batch", "val_tokens", "val_sequence", "val_batch")
-    order = ("batch_tokens", "sequence", "max_document", "bos", "align")
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in wanted + order}
+    folder, fix = glob.escape(config.data_dir), "./run.sh builds or fetches it"
+    train_files, val_files = (find_shards(f"{folder}/*{kind}_*.bin", fix=fix) for kind in ("train", "val"))
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in DATA_SETTINGS}
     data = open_data(train_files, val_files, rank=machine.rank, world_size=machine.world_size, **sizes)
     read = train_files[: data.plan.end.shard + 1]
-    found = machine.on_main(lambda: audit(read, val_files, config.vocab_size, config.bos))
+    found = machine.on_main(lambda: audit(read, val_files, config.vocab_size, config.bos, config.val_sha256))
 
     model = GPT(config, dtype, machine.device, attention)
     optimizers = make_optimizers(config, model, machine)
@@ -711,7 +707,7 @@ def forward_backward(session: Session, windows: Windows) -> Tensor:
 def optimizer_steps(session: Session, step: int) -> None:
     """Hidden matrices move on every step, other parameters on every `adam_every`-th with the gradients summed."""
     set_schedule(session.config, session.optimizers, step)
-    for name in ["matrix"] + ["adam"] * ((step + 1) % session.config.adam_every == 0):
+    for name in ("matrix", "adam") if (step + 1) % session.config.adam_every == 0 else ("matrix",):
         session.optimizers[name].step()
         session.optimizers[name].zero_grad(set_to_none=True)
 
@@ -725,9 +721,7 @@ def validate(session: Session, windows: Windows, batches: list[Batch] | None = N
     return session.machine.all_reduce(total).item() / session.config.val_tokens
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Warm-up, outside the clock: every graph is compiled and run once, then all state is as if nothing had been
-
+# ---- Warm-up, outside the clock: every graph is compiled and run once, then all state is as if nothing had been
 
 def compile_model(session: Session) -> None:
     """Compile, or say in one line why not and run eagerly."""
@@ -735,6 +729,7 @@ def compile_model(session: Session) -> None:
     def first_step(loss: Callable[..., Tensor]) -> None:
         session.loss = loss
         forward_backward(session, session.windows(session.config.windows[0]))
+        validate(session, session.windows(session.config.windows[0]), session.data.validation[:1])
 
     obstacle = environment.try_compile(session.model, session.config.compile, session.machine, first_step)
     if obstacle is not None:
@@ -745,8 +740,9 @@ def compile_model(session: Session) -> None:
 
 def warm_up(session: Session) -> None:
     """Take every kind of step and validation once, check causality, restore everything and check that."""
-    config, before = session.config, session.state()
+    config = session.config
     with session.ledger.phase("compile", timed=False):
+        before = session.state()
         compile_model(session)
     with session.ledger.phase("warmup", timed=False):
         previous = config.windows[0]
@@ -783,34 +779,36 @@ def is_causal(session: Session) -> bool:
     return torch.equal(*(stream[:, : length // 2] for stream in streams))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A trial: one run from initialization to the last validation
+# ---- A trial: one run from initialization to the last validation
+
+def evaluate(session: Session, log: RunLog, ledger: Ledger, step: int, windows: Windows) -> float:
+    """The validation loss before this step, outside the clock and on all ranks; raises NonFinite."""
+    with ledger.phase("validate", timed=False):
+        val_loss = validate(session, windows)
+    steps, train_time = session.config.steps, ledger.train_time_ms
+    log.write("val", step=step, total_steps=steps, val_loss=val_loss, train_time_ms=train_time)
+    session.machine.say(f"step {step}/{steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s")
+    if not math.isfinite(val_loss):
+        raise NonFinite(f"validation loss is {val_loss} at step {step}")
+    return val_loss
 
 
-def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
-    """One run; returns the last validation loss and the milliseconds on the clock."""
+def train(session: Session, log: RunLog, ledger: Ledger) -> float:
+    """One run; returns the last validation loss."""
     config, machine = session.config, session.machine
-    progress = Progress(log, session.machine.say, config.steps, session.model.flops_per_token(), session.peak[0])
+    progress = Progress(log, machine.say, config.steps, session.model.flops_per_token(), session.peak[0])
     previous, stepped_at = window(config, 0), 0.0
     ledger.start("train", timed=True)
-    for step in range(config.steps + 1):
-        last = step == config.steps
-
-        # evaluate: the clock is stopped, all ranks take part
+    for step in range(config.steps):
         long = window(config, step)
         session.model.rotary.extend(previous, long)
-        if last or (config.val_every and step % config.val_every == 0):
+
+        # once in a while: evaluate, with the clock stopped
+        if validates(config, step):
             ledger.stop()
             progress.write(wait=True)
-            train_time = stepped_at = ledger.train_time_ms
-            with ledger.phase("validate", timed=False):
-                val_loss = validate(session, session.final_windows() if last else session.windows(long))
-            log.write("val", step=step, total_steps=config.steps, val_loss=val_loss, train_time_ms=train_time)
-            machine.say(f"step {step}/{config.steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s")
-            if not math.isfinite(val_loss):
-                raise NonFinite(f"validation loss is {val_loss} at step {step}")
-            if last:
-                return val_loss, train_time
+            evaluate(session, log, ledger, step, session.windows(long))
+            stepped_at = ledger.train_time_ms
             ledger.start("train", timed=True)
 
         # step: gradients of the whole batch, then one update
@@ -829,7 +827,9 @@ def train(session: Session, log: RunLog, ledger: Ledger) -> tuple[float, float]:
             machine.all_reduce(loss_sum) / config.batch_tokens,
         )  # fmt: skip
         stepped_at = now
-    raise AssertionError("the loop ends at its last validation")
+    ledger.stop()
+    progress.write(wait=True)
+    return evaluate(session, log, ledger, config.steps, session.final_windows())
 
 
 def run_trial(session: Session, trial: int) -> int:
@@ -839,24 +839,24 @@ def run_trial(session: Session, trial: int) -> int:
     run_id = machine.on_main(lambda: new_run_id(config.track, seed, trial))
     log = RunLog(config.log_dir, run_id, enabled=machine.is_main)
     ledger = Ledger(machine.synchronize, lambda name, timed, ms: log.write("phase", name=name, timed=timed, ms=ms))
-    source = log.store_sources(Path(__file__).parent)
-    hashes = {"source_sha256": source, "config_sha256": config_hash(config.experiment())}
+    sources = log.store_sources(Path(__file__).parent)
     identity = {"track": config.track, "target": config.target, "claim": None, "seed": seed, "trial": trial}
     shown = {"seeds": [config.seed + i for i in range(config.trials)], "config": dataclasses.asdict(config)}
+    hashes = {"source_sha256": sources, "config_sha256": config_hash(config.experiment())}
     log.begin({**identity, **hashes, **shown, **session.facts})
     for name, timed, ms in session.ledger.phases:
         log.write("phase", name=name, timed=timed, ms=ms)
     session.reset(seed)
 
-    end: dict[str, Any] = {"status": "error", "val_loss": None, "train_time_ms": None, "reached": None}
+    end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
     code = 1
     try:
-        val_loss, train_time = train(session, log, ledger)
+        val_loss = train(session, log, ledger)
         reached = val_loss <= config.target
-        end |= {"status": "done", "val_loss": val_loss, "train_time_ms": train_time, "reached": reached}
+        end |= {"status": "done", "val_loss": val_loss, "reached": reached}
         session.machine.say(
             f"target {config.target} {'reached' if reached else 'missed'}: val_loss {val_loss:.4f} at step "
-            f"{config.steps} in {train_time / 1000:.1f} s (log {log.path})"
+            f"{config.steps} in {ledger.train_time_ms / 1000:.1f} s (log {log.path})"
         )
         code = 0
     except NonFinite as error:
@@ -866,7 +866,9 @@ def run_trial(session: Session, trial: int) -> int:
         end["status"], code = "interrupted", signalled.code
         session.machine.say(f"interrupted (log {log.path})")
     finally:
-        log.finish({**end, "steps": session.steps_done, "peak_mib": environment.peak_mib(machine)})
+        ledger.abandon()
+        end |= {"steps": session.steps_done, "train_time_ms": ledger.train_time_ms}
+        log.finish({**end, "peak_mib": environment.peak_mib(machine)})
     return code
 
 
@@ -881,19 +883,17 @@ def main(argv: list[str] | None = None) -> int:
             with signs_of_life("getting ready", machine.say):
                 session = prepare(config, machine)
         except ValueError as error:
-            return environment.refuse(error, 2)
+            return environment.leave(environment.refuse(error, 2))
         with session.data.train:
             with signs_of_life("warming up", machine.say):
                 warm_up(session)
             machine.say(f"ready for the first step after {time.time() - started:.0f} s")
             code = next(filter(None, (run_trial(session, trial) for trial in range(config.trials))), 0)
     except Interrupted as signalled:
-        return signalled.code
+        code = signalled.code
     except RunLogError as error:
-        return environment.refuse(error, 1)
-    if code == 0:
-        environment.leave(machine)
-    return code
+        code = environment.refuse(error, 1)
+    return environment.leave(code)
 
 
 if __name__ == "__main__":

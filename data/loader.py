@@ -415,6 +415,12 @@ def _deal(all_rows: Sequence[Row], rows: int, rank: int, world_size: int) -> lis
     return [own[first : first + rows] for first in range(0, len(own), rows)]
 
 
+DATA_SETTINGS = (  # keywords of `open_data` that a run's configuration gives; the last five define the order
+    "steps", "micro_batch", "val_tokens", "val_sequence", "val_batch",
+    "batch_tokens", "sequence", "max_document", "bos", "align",
+)  # fmt: skip
+
+
 class Data(NamedTuple):
     """All that a run reads: training steps, validation batches, and what the steps need."""
 

@@ -32,10 +32,11 @@ def _block_size(window: int) -> int:
     return 64 if window <= 128 else 128
 
 
-def _blocks(x_BTHD: Tensor, block: int) -> Tensor:
-    """(B, T, H, D) -> (B, H, N, block, D), with zeros where the last block is not full."""
+def _blocks(x_BTHD: Tensor, block: int, back: int = 0) -> Tensor:
+    """(B, T, H, D) -> (B, H, back + N, block, D): zeros fill the last block and `back` blocks before the first."""
     B, T, H, D = x_BTHD.shape
-    padded = F.pad(x_BTHD, (0, 0, 0, 0, 0, -T % block))
+    before, after = back * block, -T % block
+    padded = F.pad(x_BTHD, (0, 0, 0, 0, before, after)) if before or after else x_BTHD
     return padded.view(B, -1, block, H, D).permute(0, 3, 1, 2, 4)
 
 
@@ -43,11 +44,6 @@ def _rows(x_BHNbD: Tensor, length: int) -> Tensor:
     """The inverse of `_blocks`: (B, H, N, block, D) -> (B, T, H, D)."""
     B, H, N, block, D = x_BHNbD.shape
     return x_BHNbD.permute(0, 2, 3, 1, 4).reshape(B, N * block, H, D)[:, :length].contiguous()
-
-
-def _padded(x_BHNbD: Tensor, back: int) -> Tensor:
-    """With `back` blocks of zeros before the first, so that every block has that many before it."""
-    return F.pad(x_BHNbD, (0, 0, 0, 0, back, 0))
 
 
 def _spans(padded_BHNbD: Tensor, first: int, count: int, back: int) -> Tensor:
@@ -94,7 +90,7 @@ def _geometry(window: Tensor, sequence: int) -> tuple[int, int, int]:
 def _windowed_attention(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor) -> Tensor:
     T = q_BTHD.size(1)
     tokens, block, back = _geometry(window, T)
-    q, k, v = _blocks(q_BTHD, block), *(_padded(_blocks(x, block), back) for x in (k_BTHD, v_BTHD))
+    q, k, v = _blocks(q_BTHD, block), _blocks(k_BTHD, block, back), _blocks(v_BTHD, block, back)
     parts = []
     for first, count in _slices(q, back):
         hidden = _hidden(starts_BT, first, count, block, back, tokens)
@@ -110,8 +106,8 @@ def _windowed_attention_backward(
     T = q_BTHD.size(1)
     tokens, block, back = _geometry(window, T)
     grads, q = _blocks(grad_BTHD, block), _blocks(q_BTHD, block)
-    k, v = (_padded(_blocks(x, block), back) for x in (k_BTHD, v_BTHD))
-    dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+    k, v = _blocks(k_BTHD, block, back), _blocks(v_BTHD, block, back)
+    dq, dk, dv = [], k.new_zeros(k.shape), v.new_zeros(v.shape)
     for first, count in _slices(q, back):
         here = slice(first, first + count)
         k_spans, v_spans = _spans(k, first, count, back), _spans(v, first, count, back)
@@ -204,6 +200,8 @@ def why_not_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen; install torch 2.11 or newer"
     if not {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters):
         return f"varlen_attn of torch {torch.__version__} has no sliding window; install torch 2.11 or newer"
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        return "it needs a GPU of compute capability 8.0 or newer"
     return None
 
 

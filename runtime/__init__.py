@@ -1,1 +1,1 @@
-"""What a run needs around it: its log and its clock. Nothing here knows the model."""
+"""What a run needs around it and that knows nothing of GPTs: log, clock, machine, flags, progress, signals."""

@@ -1,7 +1,6 @@
 """The clock as a ledger: every phase of a run is declared timed or untimed, and kept with its milliseconds."""
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -65,9 +64,8 @@ class Ledger:
         running_ns = time.perf_counter_ns() - self._open[2] if self._open and self._open[1] else 0
         return (self._timed_ns + running_ns) / 1e6
 
-    def totals(self) -> dict[str, float]:
-        """Milliseconds by phase name, in order of first appearance."""
-        totals: dict[str, float] = defaultdict(float)
-        for name, _, ms in self.phases:
-            totals[name] += ms
-        return dict(totals)
+    def abandon(self) -> None:
+        """Close the open phase, if there is one, as it is: the run has been broken off."""
+        if self._open is not None:
+            self._synchronize = lambda: None  # the device may never come to rest
+            self.stop()

@@ -89,11 +89,15 @@ def start(device: str = "auto") -> Machine:
     if device == "cpu" or not torch.cuda.is_available():
         place = torch.device("cpu")
     else:
-        place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        index, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if index >= gpus:
+            raise ValueError(f"process {index} of this machine has no GPU: there are {gpus}. Set NPROC={gpus}.")
+        place = torch.device("cuda", index)
         torch.cuda.set_device(place)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1:
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        on_gpu = place.type == "cuda"
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=place if on_gpu else None)
     return Machine(place, int(os.environ.get("RANK", 0)), world_size)
 
 
@@ -104,14 +108,17 @@ def refuse(error: Exception, code: int) -> int:
     return code
 
 
-def leave(machine: Machine) -> None:
-    """Part from the other ranks after a successful run. Does not return with gloo, whose threads can abort at exit."""
-    if machine.world_size == 1:
-        return
-    dist.barrier()
-    if machine.device.type == "cuda":
+def leave(code: int) -> int:
+    """Part from the other ranks, if there are any, and return the exit code.
+
+    With gloo a successful run ends right here, since its threads can abort the interpreter's exit.
+    """
+    if not dist.is_initialized():
+        return code
+    if code or dist.get_backend() != "gloo":
         dist.destroy_process_group()
-        return
+        return code
+    dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -14,6 +14,7 @@ from runtime.log import RunLog
 
 SECONDS_BETWEEN_LINES = 1.0
 SECONDS_BETWEEN_SIGNS = 5.0
+LAG = 2  # steps by which a loss on a GPU is read late: no wait, and all ranks see a bad one at the same step
 
 
 class NonFinite(RuntimeError):
@@ -64,7 +65,7 @@ class Progress:
 
     def write(self, wait: bool = False) -> None:
         """Write the steps whose loss is here; with `wait`, all of them."""
-        while self._waiting and (wait or self._waiting[0][2] is None or self._waiting[0][2].query()):
+        while self._waiting and (wait or self._waiting[0][2] is None or len(self._waiting) > LAG):
             line, loss, arrived = self._waiting.pop(0)
             if arrived is not None:
                 arrived.synchronize()

@@ -28,6 +28,7 @@ SIZES = {
     "val-batch": 512, "val-every": 5, "steps": STEPS, "extension": 2, "window-block": 16, "windows": "3,7,11",
     "extension-window": 13, "final-window": 20, "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
     "dtype": "float32", "device": "cpu", "target": 1.0,
+    "val-sha256": "",
 }  # fmt: skip
 
 

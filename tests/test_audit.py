@@ -87,3 +87,13 @@ def test_a_missing_shard_is_named(tmp_path):
     good = shard(tmp_path / "good.bin", [text(0, 90)])
     with pytest.raises(ShardError, match=r"gone\.bin: no such file"):
         audit([good], [tmp_path / "gone.bin"], VOCAB, BOS)
+
+
+def test_validation_data_other_than_the_targets_are_refused(tmp_path):
+    for name in ("train", "val"):
+        write_shard(tmp_path / f"{name}.bin", np.arange(10))
+    files = [tmp_path / "train.bin"], [tmp_path / "val.bin"]
+    found = audit(*files, 10, 9)["val_sha256"]
+    assert audit(*files, 10, 9, found[:16])["val_sha256"] == found
+    with pytest.raises(ShardError, match=f"have SHA-256 {found}, but the target holds for 0123"):
+        audit(*files, 10, 9, "0123")
