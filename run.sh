@@ -215,7 +215,7 @@ check_code() { # pytest comes last, so that its closing line ends the output; an
 }
 
 main() {
-    export RUN_STARTED=${RUN_STARTED:-$(date +%s)} # from here the trainer counts the seconds to its first step
+    export RUN_STARTED=${EPOCHSECONDS:-} # from here the trainer counts the seconds to its first step; empty in old bash
     if [[ ${1:-} == test ]]; then
         install requirements.txt
         install requirements-dev.txt

@@ -874,7 +874,7 @@ def run_trial(session: Session, trial: int) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 error, 2 bad input, 3 non-finite, 130 or 143 interrupted."""
-    started = float(os.environ.get("RUN_STARTED", time.time()))  # run.sh counts from its own start
+    started = float(os.environ.get("RUN_STARTED") or time.time())  # run.sh counts from its own start
     listen()
     try:
         try:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+SHORT = ("--track", "short", "--data-dir", "elsewhere")  # a track for all GPUs, with data that are there
 TOOLS = ("awk", "bash", "cat", "dirname", "grep", "mkdir", "rm", "sha256sum", "sleep", "tail", "touch", "wc")
 STUB_TOOLS = ("cp", "od", "tr")
 
@@ -180,14 +181,20 @@ def test_one_gpu_is_one_plain_process(clone: Clone) -> None:
 
 
 def test_four_gpus_start_torchrun_with_four_processes(clone: Clone) -> None:
-    clone.run("--track", "tiny", FAKE_GPUS="4")
+    clone.run(*SHORT, FAKE_GPUS="4")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
-    assert [call.argv for call in clone.calls()] == [[*torchrun, "train_gpt.py", "--track", "tiny"]]
+    assert [call.argv for call in clone.calls()] == [[*torchrun, "train_gpt.py", *SHORT]]
+
+
+def test_the_tiny_track_takes_one_process_whatever_the_gpus(clone: Clone) -> None:
+    clone.run(FAKE_GPUS="8")
+    clone.run("--track=tiny", FAKE_GPUS="8")
+    assert [call.argv for call in clone.calls()] == [["train_gpt.py"], ["train_gpt.py", "--track=tiny"]]
 
 
 @pytest.mark.parametrize(("visible", "processes"), [("2,5", 2), ("3", 1), ("", 1), ("0,1,2,3,4,5", 4)])
 def test_hidden_gpus_get_no_process(clone: Clone, visible: str, processes: int) -> None:
-    clone.run(FAKE_GPUS="4", CUDA_VISIBLE_DEVICES=visible)
+    clone.run(*SHORT, FAKE_GPUS="4", CUDA_VISIBLE_DEVICES=visible)
     [call] = clone.calls()
     assert call.argv[0] == "train_gpt.py" if processes == 1 else call.argv[4] == str(processes)
 
@@ -201,11 +208,11 @@ def test_nproc_overrides_the_number_of_gpus(clone: Clone) -> None:
 
 
 def test_several_machines_meet_at_the_master(clone: Clone) -> None:
-    clone.run("--seed", "1", FAKE_GPUS="8", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
+    clone.run(*SHORT, FAKE_GPUS="8", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
     clone.run(NNODES="2", NODE_RANK="0", MASTER_ADDR="10.0.0.1", MASTER_PORT="1234")
     eight, one = (call.argv for call in clone.calls())
     meeting = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1", "--master_port", "29500"]
-    assert eight == ["-m", "torch.distributed.run", *meeting, "--nproc_per_node", "8", "train_gpt.py", "--seed", "1"]
+    assert eight == ["-m", "torch.distributed.run", *meeting, "--nproc_per_node", "8", "train_gpt.py", *SHORT]
     assert one[2:12] == [*meeting[:3], "0", *meeting[4:7], "1234", "--nproc_per_node", "1"]
 
 
