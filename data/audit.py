@@ -14,7 +14,7 @@ PREFIX = 64  # tokens from its start by which a document is recognized
 def audit(
     train_files: Sequence[Path], val_files: Sequence[Path], vocab_size: int, bos: int, expected_val: str = ""
 ) -> dict[str, object]:
-    """Read the shards: {train_sha256, val_sha256, overlap}; ShardError when one cannot be trained on.
+    """Read the shards of a run: {train_sha256, val_sha256, overlap}; ShardError when one cannot be trained on.
 
     expected_val is how the SHA-256 of the validation tokens must begin. overlap is the share of validation documents
     whose first 64 tokens also begin a training document.

@@ -432,7 +432,9 @@ def test_the_causality_check_passes_this_model_and_catches_one_that_looks_ahead(
         config=model.config, machine=MACHINE, model=model, data=data, final_windows=lambda: WINDOWS
     )
     assert train_gpt.is_causal(session)
-    session.model = SimpleNamespace(hidden=lambda tokens, *_: tokens.float().flip(1))
+    session.model = SimpleNamespace(
+        hidden=lambda tokens, *_: tokens.float().flip(1), initialize=lambda seed: None, parameters=list
+    )
     assert not train_gpt.is_causal(session)
 
 
