@@ -25,6 +25,7 @@ from train_gpt import (
     preset,
     set_schedule,
     stage,
+    validates,
     window,
 )
 
@@ -311,10 +312,10 @@ def test_gradients_are_divided_once_by_the_rows_of_the_batch_at_any_number_of_mi
 
 def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tenth():
     config = Config(**preset({"track": "steps"}))
-    validated = [step for step in range(config.steps) if train_gpt.validates(config, step)]
+    validated = [step for step in range(config.steps) if validates(config, step)]
     assert validated == [*range(0, 2925, 125), *range(2925, 3250, 25)]
 
 
 def test_no_validation_before_the_end_where_the_interval_is_zero():
     config = Config(**preset({"track": "tiny"}) | {"val_every": 0})
-    assert not any(train_gpt.validates(config, step) for step in range(config.steps))
+    assert not any(validates(config, step) for step in range(config.steps))
