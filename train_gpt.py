@@ -183,7 +183,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {track: {"record42": {}} for tra
 RECIPES["tiny"] |= {
     name: PLAIN | {"windows": (20,), "extension": 0} | changes
     for name, changes in {
-        "muon": {"optimizer": "muon", "matrix_lr": 0.02, "steps": 450},
+        "muon": {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 520},
         "adamw": {
             "optimizer": "adam", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0, "adam_lr": 0.008,
             "embed_lr_mul": 40.0, "steps": 700,
