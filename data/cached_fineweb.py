@@ -14,17 +14,15 @@ Exit codes: 0 all shards are there, 1 a download failed, 2 bad input, 130 interr
 import argparse
 import errno
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from huggingface_hub import HfFileMetadata, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import HTTPError, RemoteEntryNotFoundError, RevisionNotFoundError
@@ -35,8 +33,7 @@ if not __package__:  # run as a file: the package is found from the repository r
 from data.shards import ShardError, open_shard, verify_shard
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     dataset: str  # id on the hub
     folder: str  # default folder, beside this file
     prefix: str  # of the file names
@@ -76,22 +73,21 @@ def with_retries(what: str, action: Callable[[], Result]) -> Result:
 
     Raises DownloadError after the last attempt, or at once for a fault that would only come again (4xx, full disk).
     """
-    for attempt in itertools.count(1):
+    for attempt in range(1, ATTEMPTS + 1):
         try:
             return action()
         except RETRIED as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             if is_final(error):
                 raise DownloadError(f"could not fetch {what} from {constants.ENDPOINT}: {reason}") from error
-            if attempt == ATTEMPTS:
-                raise DownloadError(
-                    f"gave up on {what} from {constants.ENDPOINT} after {ATTEMPTS} attempts and kept nothing of it; "
-                    f"check the network or name another hub in HF_ENDPOINT. The last fault: {reason}"
-                ) from error
+        if attempt < ATTEMPTS:
             delay = FIRST_DELAY_S * 2 ** (attempt - 1)
             print(f"{what}: attempt {attempt} of {ATTEMPTS} failed, next in {delay:g} s: {reason}", file=sys.stderr)
             time.sleep(delay)
-    raise AssertionError("unreachable")
+    raise DownloadError(
+        f"gave up on {what} from {constants.ENDPOINT} after {ATTEMPTS} attempts and kept nothing of it; "
+        f"check the network or name another hub in HF_ENDPOINT. The last fault: {reason}"
+    )
 
 
 def is_final(error: Exception) -> bool:
@@ -111,10 +107,7 @@ def read_metadata(variant: Variant, name: str, revision: str) -> HfFileMetadata:
 
 
 def pin_revision(variant: Variant, out: Path, asked: str | None) -> str:
-    """Commit that all shards in `out` come from: the one in source.json, else one resolved and recorded now.
-
-    Raises BadInput when the folder holds another dataset or another revision than the one asked for.
-    """
+    """Commit that all shards in `out` come from: the one in source.json, else one resolved and recorded now."""
     record = out / "source.json"
     held = json.loads(record.read_text()) if record.exists() else None
     if held and held["dataset"] != variant.dataset:

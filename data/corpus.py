@@ -1,6 +1,6 @@
 """The embedded corpus: real text and its own tokenizer from three installed packages, the same bytes on every machine.
 
-    python -m data.corpus        # -> data/corpus: train_000000.bin, val_000000.bin, vocab.tiktoken, corpus.json
+    python -m data.corpus  # -> data/corpus: train_000000.bin, val_000000.bin, vocab.tiktoken, corpus.json
 
 The text is the Python source of mpmath, networkx and sympy (pure Python, BSD licences), about a third of it English
 docstrings. A byte-level BPE is learned from the training files. Nothing depends on file system order, locale, hash
@@ -9,7 +9,6 @@ seed or Unicode tables, and SHA-256 pins hold the source, the vocabulary and bot
 
 import argparse
 import base64
-import heapq
 import json
 import os
 import re
@@ -18,12 +17,11 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from importlib import metadata, util
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -32,13 +30,13 @@ from numpy.typing import NDArray
 from .shards import write_shard
 
 PACKAGES = {"mpmath": "1.3.0", "networkx": "3.6.1", "sympy": "1.14.0"}
-VOCAB_SIZE = 1024            # with <|endoftext|>, the last id
-MIN_CHARACTERS = 500         # shorter files are empty modules and re-exports
-MAX_DIGIT_SHARE = 0.12       # above it a file is a table of numbers, not text
-VAL_BELOW = 16               # a file is validation when the first byte of its SHA-256 is below this: 1 file in 16
+VOCAB_SIZE = 1024  # with <|endoftext|>, the last id
+MIN_CHARACTERS = 500  # shorter files are empty modules and re-exports
+MAX_DIGIT_SHARE = 0.12  # above it a file is a table of numbers, not text
+VAL_BELOW = 16  # a file is validation when the first byte of its SHA-256 is below this: 1 file in 16
 DOCUMENT_CHARACTERS = 1_250  # a loader drops the tail of a long document, and whole files are 7,000 tokens long
-WINDOW = 50                  # tokens: the run whose recurrence in training counts as overlap
-MAX_OVERLAP = 0.25           # share of its windows above which a validation file is a near duplicate; others: < 0.2
+WINDOW = 50  # tokens: the run whose recurrence in training counts as overlap
+MAX_OVERLAP = 0.25  # share of its windows above which a validation file is a near duplicate; others: < 0.2
 
 TRAIN, VAL, VOCAB, MANIFEST = "train_000000.bin", "val_000000.bin", "vocab.tiktoken", "corpus.json"
 PINS = {
@@ -57,14 +55,15 @@ BOUNDARIES = [re.compile(boundary) for boundary in (r"\n\n(?=[^ \t\n])", r"\n\n(
 
 Pair = tuple[int, int]
 Tokens = NDArray[np.uint16]
+Hashes = Mapping[str, str]
+Manifest = dict[str, Any]
 
 
 class CorpusError(ValueError):
     """A corpus that cannot be built as pinned or as asked: names what was found, what is needed and the fix."""
 
 
-@dataclass(frozen=True)
-class SourceFile:
+class SourceFile(NamedTuple):
     name: str
     text: str
     digest: bytes  # SHA-256 of the file's bytes: decides its order and its split
@@ -117,12 +116,9 @@ def split_documents(text: str, limit: int = DOCUMENT_CHARACTERS) -> list[str]:
     documents = []
     start = 0
     while len(text) - start > limit:
-        cut = start + limit
-        for boundary in BOUNDARIES:
-            ends = [match.end() for match in boundary.finditer(text, start + limit // 2, start + limit)]
-            if ends:
-                cut = ends[-1]
-                break
+        middle, end = start + limit // 2, start + limit
+        ends_by_kind = ([match.end() for match in boundary.finditer(text, middle, end)] for boundary in BOUNDARIES)
+        cut = next((ends[-1] for ends in ends_by_kind if ends), end)
         documents.append(text[start:cut])
         start = cut
     return [*documents, text[start:]]
@@ -136,48 +132,34 @@ def train_bpe(texts: Iterable[str], size: int) -> dict[bytes, int]:
     """
     if size < 256:
         raise CorpusError(f"{size + 1:,} tokens were asked for, but 256 bytes and {END_OF_TEXT} need 257; ask for more")
-    words, counts = _count_words(texts)
+    counter = Counter(word for text in texts for word in re.findall(PATTERN, text))
+    words, counts = [list(word.encode("utf-8")) for word in counter], list(counter.values())
     tokens = [bytes([byte]) for byte in range(256)]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     frequency: Counter[Pair] = Counter()
     words_with: defaultdict[Pair, set[int]] = defaultdict(set)
-    for index, word in enumerate(words):
-        for pair in pairwise(word):
-            frequency[pair] += counts[index]
+
+    def count_pairs(index: int, sign: int) -> None:
+        for pair in pairwise(words[index]):
+            frequency[pair] += sign * counts[index]
             words_with[pair].add(index)
-    heap = [(-count, pair) for pair, count in frequency.items()]
-    heapq.heapify(heap)
+
+    for index in range(len(words)):
+        count_pairs(index, 1)
     while len(ranks) < size:
-        if not heap:
+        highest = max(frequency.values(), default=0)
+        if highest == 0:
             raise CorpusError(f"{size + 1:,} tokens were asked for, the text yields {len(ranks) + 1:,}; ask for fewer")
-        count, best = heapq.heappop(heap)
-        if -count != frequency[best]:
-            continue  # outdated: every change of a frequency pushed a fresh entry
+        best = min(pair for pair, count in frequency.items() if count == highest)
         joined = tokens[best[0]] + tokens[best[1]]
         if joined not in ranks:
             ranks[joined] = len(tokens)
             tokens.append(joined)
-        changed: set[Pair] = set()
         for index in words_with.pop(best):
-            for pair in pairwise(words[index]):
-                frequency[pair] -= counts[index]
-                changed.add(pair)
+            count_pairs(index, -1)
             words[index] = _merge(words[index], best, ranks[joined])
-            for pair in pairwise(words[index]):
-                frequency[pair] += counts[index]
-                words_with[pair].add(index)
-                changed.add(pair)
-        for pair in changed:
-            if frequency[pair]:
-                heapq.heappush(heap, (-frequency[pair], pair))
+            count_pairs(index, 1)
     return ranks
-
-
-def _count_words(texts: Iterable[str]) -> tuple[list[list[int]], list[int]]:
-    counter: Counter[str] = Counter()
-    for text in texts:
-        counter.update(re.findall(PATTERN, text))
-    return [list(word.encode("utf-8")) for word in counter], list(counter.values())
 
 
 def _merge(word: list[int], pair: Pair, token: int) -> list[int]:
@@ -227,33 +209,24 @@ def window_hashes(tokens: Tokens, end_of_text: int) -> NDArray[np.uint64]:
     return hashes
 
 
-@dataclass(frozen=True)
-class Screening:
-    kept: list[int]                    # indices of the validation files that are no near duplicates
-    overlap: float                     # share of their windows that also stand in training
+class Screening(NamedTuple):
+    kept: list[int]  # indices of the validation files that are no near duplicates
+    overlap: float  # share of their windows that also stand in training
     near_duplicates: dict[str, float]  # name of each file left out -> the same share for it alone
 
 
 def screen_validation(files: Sequence[SourceFile], encoded: Sequence[Tokens], train: Tokens, eot: int) -> Screening:
     """Leave out every validation file of whose windows more than MAX_OVERLAP also stand in training."""
-    known = np.sort(window_hashes(train, eot))
-    seen = []
-    for tokens in encoded:
-        hashes = window_hashes(tokens, eot)
-        places = np.minimum(np.searchsorted(known, hashes), known.size - 1)
-        seen.append(known[places] == hashes)
-    shares = [float(hits.mean()) if hits.size else 0.0 for hits in seen]
+    hashes = [window_hashes(tokens, eot) for tokens in encoded]
+    hits = np.isin(np.concatenate(hashes), window_hashes(train, eot))
+    seen = np.split(hits, np.cumsum([part.size for part in hashes[:-1]]))
+    shares = [float(part.mean()) if part.size else 0.0 for part in seen]
     kept = [index for index, share in enumerate(shares) if share <= MAX_OVERLAP]
-    return Screening(
-        kept=kept,
-        overlap=float(np.concatenate([seen[index] for index in kept]).mean()),
-        near_duplicates={file.name: share for file, share in zip(files, shares, strict=True) if share > MAX_OVERLAP},
-    )
+    left_out = {file.name: share for file, share in zip(files, shares, strict=True) if share > MAX_OVERLAP}
+    return Screening(kept, float(np.concatenate([seen[index] for index in kept]).mean()), left_out)
 
 
-def build(
-    directory: str | Path, vocab_size: int = VOCAB_SIZE, packages: Mapping[str, str] = PACKAGES
-) -> dict[str, Any]:
+def build(directory: str | Path, vocab_size: int = VOCAB_SIZE, packages: Mapping[str, str] = PACKAGES) -> Manifest:
     """Build the corpus in `directory` unless it is there already; returns what corpus.json holds.
 
     The pins are those of the default vocabulary and packages. Files appear under their names only when complete and
@@ -261,8 +234,8 @@ def build(
     """
     directory = Path(directory)
     pins = PINS if (vocab_size, packages) == (VOCAB_SIZE, PACKAGES) else {}
-    built = _read_built(directory, vocab_size, packages, pins)
-    if built:
+    asked = {"packages": dict(packages), "vocab_size": vocab_size}
+    if built := _read_built(directory, asked, pins):
         print(f"corpus: {directory} is built and unchanged", flush=True)
         return built
 
@@ -273,8 +246,8 @@ def build(
 
     say(f"reading the source of {', '.join(packages)}")
     files = read_sources(packages)
-    source_hash = sha256(b"".join(file.digest for file in files)).hexdigest()
-    _check_pins({"source": source_hash}, pins)
+    source = {"source": sha256(b"".join(file.digest for file in files)).hexdigest()}
+    _check_pins(source, pins)
     train_files = [file for file in files if not file.is_validation]
     val_files = [file for file in files if file.is_validation]
 
@@ -291,15 +264,13 @@ def build(
     val = np.concatenate([encoded_val[index] for index in screening.kept])
     val_files = [val_files[index] for index in screening.kept]
 
-    manifest: dict[str, Any] = {
-        "packages": dict(packages),
-        "vocab_size": vocab_size,
+    manifest = asked | {
         "files": {"train": len(train_files), "val": len(val_files)},
         "bytes": {"train": _utf8_bytes(train_files), "val": _utf8_bytes(val_files)},
         "tokens": {"train": train.size, "val": val.size},
         "val_overlap": screening.overlap,
         "near_duplicates": screening.near_duplicates,
-        "sha256": {"source": source_hash},
+        "sha256": source,
     }
     _publish(directory, train, val, ranks, manifest, pins)
     say(f"{train.size:,} training and {val.size:,} validation tokens are in {directory}")
@@ -308,34 +279,31 @@ def build(
     return manifest
 
 
-def _read_built(
-    directory: Path, vocab_size: int, packages: Mapping[str, str], pins: Mapping[str, str]
-) -> dict[str, Any] | None:
+def _read_built(directory: Path, asked: Manifest, pins: Hashes) -> Manifest | None:
+    """The manifest of what `directory` holds, if it is what was asked for and no file has changed."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         hashes = manifest["sha256"] | _hash_files(directory) | pins
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    asked = {"packages": dict(packages), "vocab_size": vocab_size, "sha256": hashes}
-    return manifest if manifest == manifest | asked else None
+    return manifest if manifest == manifest | asked | {"sha256": hashes} else None
 
 
 def _hash_files(directory: Path) -> dict[str, str]:
     return {name: sha256((directory / name).read_bytes()).hexdigest() for name in (TRAIN, VAL, VOCAB)}
 
 
-def _check_pins(hashes: Mapping[str, str], pins: Mapping[str, str]) -> None:
+def _check_pins(hashes: Hashes, pins: Hashes) -> None:
     for name, found in hashes.items():
         if found == pins.get(name, found):
             continue
+        fix = (
+            "The same source became other tokens: corpus.py was changed (then renew PINS), or tiktoken "
+            f"{metadata.version('tiktoken')} is not the required version."
+        )
         if name == "source":
             pinned = " ".join(f"{package}=={version}" for package, version in PACKAGES.items())
             fix = f"Installed files are not the released ones. Run: python -m pip install --force-reinstall {pinned}"
-        else:
-            fix = (
-                "The same source became other tokens: corpus.py was changed (then renew PINS), or tiktoken "
-                f"{metadata.version('tiktoken')} is not the required version."
-            )
         raise CorpusError(f"{name}: SHA-256 is {found}, but the corpus is pinned to {pins[name]}. {fix}")
 
 
@@ -344,12 +312,7 @@ def _utf8_bytes(files: Iterable[SourceFile]) -> int:
 
 
 def _publish(
-    directory: Path,
-    train: Tokens,
-    val: Tokens,
-    ranks: Mapping[bytes, int],
-    manifest: dict[str, Any],
-    pins: Mapping[str, str],
+    directory: Path, train: Tokens, val: Tokens, ranks: dict[bytes, int], manifest: Manifest, pins: Hashes
 ) -> None:
     """Write all files into a temporary folder, check them, then rename each; adds their hashes to the manifest."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import gzip
 import json
 import os
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Iterable, Iterator
@@ -164,30 +165,27 @@ def pack(pieces: Iterable[NDArray[np.uint16]], size: int) -> Iterator[NDArray[np
         yield buffer[:held]
 
 
-def write_shards(pieces: Iterable[NDArray[np.uint16]], out: Path, name: str, shard_tokens: int) -> list[Path]:
-    """Write `name`_val_000000.bin, `name`_train_000001.bin, ... of `shard_tokens` each into `out`.
+def write_shards(pieces: Iterable[NDArray[np.uint16]], out: Path, name: str, shard_tokens: int) -> int:
+    """Write `name`_val_000000.bin, `name`_train_000001.bin, ... of `shard_tokens` each into `out`; returns how many.
 
     Raises InputError when `out` has shards of that name already, or when validation leaves nothing to train on.
     """
     out.mkdir(parents=True, exist_ok=True)
     if old := sorted(out.glob(f"{name}_*.bin")):
         raise InputError(f"{old[0]} is there already; delete the old shards, or choose another --out or --name")
-    paths: list[Path] = []
-    try:
+    # An interrupted set of shards would look like a whole one: none is moved into its place before the last is written.
+    with tempfile.TemporaryDirectory(dir=out, prefix="writing_") as folder:
         for index, shard in enumerate(pack(pieces, shard_tokens)):
-            path = out / f"{name}_{'train' if index else 'val'}_{index:06d}.bin"
-            write_shard(path, shard)
-            paths.append(path)
+            write_shard(Path(folder, f"{name}_{'train' if index else 'val'}_{index:06d}.bin"), shard)
+        paths = list(Path(folder).iterdir())
         if len(paths) < 2:
             raise InputError(
                 f"the documents fill no more than the validation shard of {shard_tokens:,} tokens, so nothing is left "
                 f"to train on; give more documents or a smaller --shard-tokens"
             )
-    except BaseException:  # an interrupted set of shards would look like a whole one
         for path in paths:
-            path.unlink()
-        raise
-    return paths
+            os.replace(path, out / path.name)
+    return len(paths)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -207,14 +205,14 @@ def main(argv: list[str] | None = None) -> int:
             raise InputError(f"--shard-tokens is {args.shard_tokens}; a shard holds at least one token")
         documents = (text for path in args.inputs for text in read_documents(path, args.field))
         pieces = tokenize(documents, load_encoding(args.encoding))
-        paths = write_shards(pieces, args.out, args.name, args.shard_tokens)
+        count = write_shards(pieces, args.out, args.name, args.shard_tokens)
     except (InputError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
     except KeyboardInterrupt:
         print("interrupted; no shards were kept", file=sys.stderr)
         return 130
-    print(f"{args.out}: 1 validation shard, {len(paths) - 1} for training")
+    print(f"{args.out}: 1 validation shard, {count - 1} for training")
     return 0
 
 

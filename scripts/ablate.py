@@ -20,11 +20,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
-from scipy.stats import ttest_1samp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
@@ -32,6 +30,7 @@ from runtime.flags import parse
 from runtime.log import config_hash, source_hash
 from runtime.signals import Interrupted, listen
 from scripts.runlog import Run, read_run
+from scripts.stats import Result, one_sample
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"
@@ -57,67 +56,52 @@ ARMS = {  # name: (what it is, flags); a value like 2x is that multiple of the t
     "smear_lr_0.05": ("smear gate learning rate x 0.05", "--smear-lr-mul 0.05"),
 }
 OURS = ("--seed", "--trials", "--log-dir")  # flags of the trainer that are set here
-CONFIDENCE, LEVEL = 0.95, 0.05
+LEVEL = 0.05
 
+Record = dict[str, Any]  # of one run
 Results = dict[str, Any]  # "setting": what all runs share; "runs": a record for each, in order of start
 Losses = dict[int, float | None]  # by seed; None: the run diverged
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Statistics
+# ---- Statistics
 
 
 class Effect(NamedTuple):
-    """Losses of an arm minus the baseline's on the same seeds. NaN: the pairs do not determine it."""
+    """What the losses of an arm, minus the baseline's on the same seeds, say of the recipe's choice."""
 
     arm: str
-    n: int
     diverged: int
-    mean: float = math.nan
-    sd: float = math.nan
-    low: float = math.nan  # ends of the two-sided interval of the mean
-    high: float = math.nan
-    p: float = math.nan
+    difference: Result
 
     @property
     def verdict(self) -> str:
-        """What the pairs say of the recipe's choice, by this arm's own interval."""
+        """By this arm's own interval, the family of the others left aside."""
         if self.diverged:
             return f"helps: the arm diverged {self.diverged} x"
-        if math.isnan(self.low):
+        n, mean, margin = self.difference.n, self.difference.mean, self.difference.margin95
+        if n < 2:
             return "too few pairs"
-        return "helps" if self.low > 0 else "hurts" if self.high < 0 else "not distinguishable"
+        return "helps" if mean > margin else "hurts" if mean < -margin else "not distinguishable"
 
 
 def paired_effect(arm: str, losses: Losses, baseline: Losses) -> Effect:
     """The paired t statistics over the seeds on which both runs ended with a loss."""
-    pairs = [(loss, baseline[seed]) for seed, loss in losses.items() if baseline.get(seed) is not None]
-    differences = [loss - base for loss, base in pairs if loss is not None and base is not None]
-    n, diverged = len(differences), len(pairs) - len(differences)
-    mean = float(np.mean(differences)) if n else math.nan
-    if n < 2:
-        return Effect(arm, n, diverged, mean)
-    if not any(differences):  # the arm computes the same: no test, but no doubt either
-        return Effect(arm, n, diverged, 0.0, 0.0, 0.0, 0.0)
-    test = ttest_1samp(differences, 0.0)
-    low, high = map(float, test.confidence_interval(CONFIDENCE))
-    return Effect(arm, n, diverged, mean, float(np.std(differences, ddof=1)), low, high, float(test.pvalue))
+    shared = [(loss, base) for seed, loss in losses.items() if (base := baseline.get(seed)) is not None]
+    differences = [loss - base for loss, base in shared if loss is not None]
+    return Effect(arm, len(shared) - len(differences), one_sample(differences, 0.0))
 
 
 def holm(p_values: dict[str, float]) -> dict[str, float]:
     """p-values adjusted so that the chance of any false finding in the family keeps its level (Holm, 1979)."""
-    adjusted: dict[str, float] = {}
-    largest = 0.0
-    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        adjusted[name] = largest = max(largest, min(1.0, (len(p_values) - rank) * p))
-    return adjusted
+    ordered = sorted(p_values.items(), key=lambda item: item[1])
+    scaled = [min(1.0, (len(ordered) - rank) * p) for rank, (_, p) in enumerate(ordered)]
+    return {name: p for (name, _), p in zip(ordered, accumulate(scaled, max), strict=True)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Results
+# ---- Results
 
 
-def record(arm: str, run: Run) -> dict[str, Any] | None:
+def record(arm: str, run: Run) -> Record | None:
     """What is kept of a run that is over, complete or diverged."""
     if not run.complete and run.status != "nonfinite":
         return None
@@ -151,16 +135,12 @@ def save(out: Path, results: Results) -> None:
         temporary.replace(out / name)
 
 
-def latest(results: Results) -> dict[str, dict[int, dict[str, Any]]]:
-    """arm -> seed -> record; where a run was repeated, the one that started last."""
-    chosen: dict[str, dict[int, dict[str, Any]]] = {}
-    for run in results["runs"]:
-        chosen.setdefault(run["arm"], {})[run["seed"]] = run
-    return chosen
+def latest(results: Results) -> dict[tuple[str, int], Record]:
+    """(arm, seed) -> record; where a run was repeated, the one that started last."""
+    return {(run["arm"], run["seed"]): run for run in results["runs"]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The table
+# ---- The table
 
 COLUMNS = ("arm", "what is changed", "pairs", "difference", "95 % interval", "sd", "the recipe's choice", "Holm p")
 READING = """\
@@ -174,54 +154,55 @@ survives. With few seeds this is a screening: what does not survive needs fresh 
 
 def report(results: Results) -> str:
     """The Markdown page: what was run, how, and the effect of each arm, the most helpful piece first."""
-    chosen = latest(results)
-    if BASELINE not in chosen:
+    losses: dict[str, Losses] = {}
+    for (arm, seed), run in latest(results).items():
+        losses.setdefault(arm, {})[seed] = run["val_loss"]
+    if BASELINE not in losses:
         return "No finished run of the baseline yet.\n"
-    losses = {arm: {seed: run["val_loss"] for seed, run in runs.items()} for arm, runs in chosen.items()}
     effects = [paired_effect(arm, losses[arm], losses[BASELINE]) for arm in losses if arm != BASELINE]
-    effects.sort(key=lambda effect: (not effect.diverged, -effect.mean if effect.n else math.inf))
-    adjusted = holm({effect.arm: effect.p for effect in effects if not math.isnan(effect.p)})
+    effects.sort(key=lambda effect: (not effect.diverged, -effect.difference.mean if effect.difference.n else math.inf))
+    p_values = {effect.arm: effect.difference.two_sided_p for effect in effects}
+    adjusted = holm({arm: p for arm, p in p_values.items() if not math.isnan(p)})
     table = [COLUMNS, ("-", "-", "-:", "-:", "-", "-:", "-", "-"), *(cells(effect, adjusted) for effect in effects)]
     lines = [f"| {' | '.join(row)} |" for row in table]
-    return "\n".join([*heading(results["setting"], chosen), "", *lines, "", READING.format(family=len(adjusted))])
+    return "\n".join([*heading(results, losses[BASELINE]), "", *lines, "", READING.format(family=len(adjusted))])
 
 
 def cells(effect: Effect, adjusted: dict[str, float]) -> tuple[str, ...]:
-    p = adjusted.get(effect.arm)
+    found, p = effect.difference, adjusted.get(effect.arm)
+    low, high = found.mean - found.margin95, found.mean + found.margin95
     return (
         effect.arm,
         ARMS.get(effect.arm, ("no longer an arm",))[0],
-        str(effect.n),
-        f"{effect.mean:+.4f}" if effect.n else "",
-        f"{effect.low:+.4f} to {effect.high:+.4f} (± {(effect.high - effect.low) / 2:.4f})" if effect.n > 1 else "",
-        f"{effect.sd:.4f}" if effect.n > 1 else "",
+        str(found.n),
+        f"{found.mean:+.4f}" if found.n else "",
+        f"{low:+.4f} to {high:+.4f} (± {found.margin95:.4f})" if found.n > 1 else "",
+        f"{found.sd:.4f}" if found.n > 1 else "",
         effect.verdict,
         "" if p is None else f"{p:.2g}, {'survives' if p <= LEVEL else 'does not survive'}",
     )
 
 
-def heading(setting: dict[str, Any], chosen: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
-    runs = [run for seeds in chosen.values() for run in seeds.values()]
-    base = [run["val_loss"] for run in chosen[BASELINE].values() if run["val_loss"] is not None]
+def heading(results: Results, baseline: Losses) -> list[str]:
+    setting, runs = results["setting"], latest(results).values()
     seeds = ",".join(map(str, sorted({run["seed"] for run in runs})))
     dates = sorted({run["run_id"][:8] for run in runs})
     tokens = setting["batch_tokens"]
-    lines = [
+    base = one_sample([loss for loss in baseline.values() if loss is not None], 0.0)
+    summary = f"mean validation loss {base.mean:.4f}, n = {base.n}" if base.n else "diverged"
+    return [
         f"# Ablation: recipe {setting['recipe']}, track {setting['track']}, {setting['steps']:,} steps",
         "",
         f"- {len(runs)} runs of {setting['steps'] * tokens:,} tokens ({tokens:,} a step), seeds {seeds}, started "
         f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} (UTC)",
-        f"- baseline: mean validation loss {np.mean(base):.4f}, n = {len(base)}" if base else "- the baseline diverged",
+        f"- baseline: {summary}" + (f", sd over seeds {base.sd:.4f}" if base.n > 1 else ""),
+        *sorted({f"- machine: {run['machine']}" for run in runs}),
+        *sorted({f"- source: {run['source_sha256']}" for run in runs}),
+        f"- again: `{setting['command']}`",
     ]
-    if len(base) > 1:
-        lines[-1] += f", sd over seeds {np.std(base, ddof=1):.4f}"
-    lines += sorted({f"- machine: {run['machine']}" for run in runs})
-    lines += sorted({f"- source: {run['source_sha256']}" for run in runs})
-    return [*lines, f"- again: `{setting['command']}`"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs
+# ---- Runs
 
 
 class Job(NamedTuple):
@@ -230,12 +211,13 @@ class Job(NamedTuple):
     flags: list[str]
     config_sha256: str
 
-    def done(self, results: Results) -> bool:
-        run = latest(results).get(self.arm, {}).get(self.seed)
-        return run is not None and run["config_sha256"] == self.config_sha256
+    def result(self, results: Results) -> Record | None:
+        """The record of the run that did this job, if there is one."""
+        run = latest(results).get((self.arm, self.seed))
+        return run if run and run["config_sha256"] == self.config_sha256 else None
 
 
-def experiment(flags: list[str]) -> tuple[dict[str, Any], str]:
+def resolve(flags: list[str]) -> tuple[dict[str, Any], str]:
     """The trainer's configuration for these flags and its hash, as the run log has it; ValueError for a bad flag."""
     from train_gpt import Config, preset
 
@@ -254,9 +236,9 @@ def arm_flags(arm: str, config: dict[str, Any]) -> list[str]:
 
 def plan(arms: Sequence[str], seeds: Sequence[int], extra: list[str]) -> list[Job]:
     """All jobs, seed by seed, so that what is done so far is balanced; without arms that change nothing here."""
-    config, baseline = experiment(extra)
+    config, baseline = resolve(extra)
     flags = {arm: extra + arm_flags(arm, config) for arm in arms}
-    hashes = {arm: experiment(words)[1] for arm, words in flags.items()}
+    hashes = {arm: resolve(words)[1] for arm, words in flags.items()}
     useful = [arm for arm in arms if arm == BASELINE or hashes[arm] != baseline]
     return [Job(arm, seed, flags[arm], hashes[arm]) for seed in seeds for arm in useful]
 
@@ -281,9 +263,25 @@ def start(job: Job, out: Path, threads: int) -> subprocess.Popen:
             command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True)
 
 
-def run_all(jobs: list[Job], results: Results, arguments: argparse.Namespace) -> int:
+def run_missing(results: Results, arguments: argparse.Namespace) -> int:
+    """Run what is not done yet; returns how many runs failed."""
+    out, extra = arguments.out, arguments.extra
+    known = results["setting"].get("flags", extra)
+    if known != extra:
+        raise ValueError(f"{out} holds runs with the flags {known} after --, not {extra}: choose another --out.")
+    jobs = plan(arguments.arms, arguments.seeds, extra)
+    config, _ = resolve(extra)
+    results["setting"] = {name: config[name] for name in ("track", "recipe", "steps", "batch_tokens")}
+    results["setting"] |= {"flags": extra, "command": shlex.join(["python", "scripts/ablate.py", *arguments.words])}
+    waiting = [job for job in jobs if not job.result(results)]
+    print(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them done before", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    return run_all(waiting, results, arguments)
+
+
+def run_all(waiting: list[Job], results: Results, arguments: argparse.Namespace) -> int:
     """Run the jobs, `--jobs` side by side, and record each as it ends; returns how many failed."""
-    begun, waiting, failed = time.monotonic(), list(jobs), 0
+    out, begun, over, failed = arguments.out, time.monotonic(), 0, 0
     running: dict[subprocess.Popen, Job] = {}
     try:
         while waiting or running:
@@ -291,16 +289,16 @@ def run_all(jobs: list[Job], results: Results, arguments: argparse.Namespace) ->
                 if not arguments.allow_source_change:
                     check_source(results)
                 job = waiting.pop(0)
-                running[start(job, arguments.out, arguments.threads)] = job
+                running[start(job, out, arguments.threads)] = job
             time.sleep(0.05)
             for child in [child for child in running if child.poll() is not None]:
                 job = running.pop(child)
-                results["runs"] = load(arguments.out)["runs"]
-                save(arguments.out, results)
-                failed += not job.done(results)
-                over = len(jobs) - len(waiting) - len(running)
-                minutes = (time.monotonic() - begun) / over * (len(jobs) - over) / 60
-                print(f"{over}/{len(jobs)} | {outcome(job, child, results)} | {minutes:.1f} min left", flush=True)
+                results["runs"] = load(out)["runs"]
+                save(out, results)
+                failed += not job.result(results)
+                over, left = over + 1, len(waiting) + len(running)
+                minutes = (time.monotonic() - begun) / over * left / 60
+                print(f"{over}/{over + left} | {outcome(job, child, results)} | {minutes:.1f} min left", flush=True)
     finally:
         for child in running:
             child.terminate()
@@ -310,34 +308,13 @@ def run_all(jobs: list[Job], results: Results, arguments: argparse.Namespace) ->
 
 
 def outcome(job: Job, child: subprocess.Popen, results: Results) -> str:
-    name = f"{job.arm}, seed {job.seed}"
-    if not job.done(results):
+    name, run = f"{job.arm}, seed {job.seed}", job.result(results)
+    if run is None:
         return f"{name}: FAILED, exit code {child.returncode}; what it said is in runs/{job.arm}/seed_{job.seed}.txt"
-    loss = latest(results)[job.arm][job.seed]["val_loss"]
-    return f"{name}: diverged" if loss is None else f"{name}: validation loss {loss:.4f}"
+    return f"{name}: diverged" if run["val_loss"] is None else f"{name}: validation loss {run['val_loss']:.4f}"
 
 
-def run_experiment(arguments: argparse.Namespace) -> int:
-    """Run what is not done yet; returns the exit code."""
-    out, extra, results = arguments.out, arguments.extra, load(arguments.out)
-    known = results["setting"].get("flags", extra)
-    if known != extra:
-        raise ValueError(f"{out} holds runs with the flags {known} after --, not {extra}: choose another --out.")
-    jobs = plan(arguments.arms, arguments.seeds, extra)
-    config, _ = experiment(extra)
-    results["setting"] = {name: config[name] for name in ("track", "recipe", "steps", "batch_tokens")}
-    results["setting"] |= {"flags": extra, "command": shlex.join(["python", "scripts/ablate.py", *arguments.words])}
-    waiting = [job for job in jobs if not job.done(results)]
-    print(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them done before", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
-    failed = run_all(waiting, results, arguments)
-    save(out, results)
-    print(report(results))
-    return 1 if failed else 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line
+# ---- Command line
 
 
 def numbers(text: str) -> list[int]:
@@ -346,8 +323,6 @@ def numbers(text: str) -> list[int]:
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
-    cut = words.index("--") if "--" in words else len(words)
-    own, extra = words[:cut], words[cut + 1 :]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("records/ablations/tiny"), help="folder of the experiment")
@@ -358,12 +333,13 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--allow-source-change", action="store_true", help="mix runs of several sources in one table")
     parser.add_argument("--list", action="store_true", help="print the arms and stop")
     parser.add_argument("--report", action="store_true", help="write and print the table of the finished runs and stop")
-    arguments = parser.parse_args(own, argparse.Namespace(extra=extra, words=words))
-    arguments.arms = list(ARMS) if arguments.arms == "all" else [BASELINE, *arguments.arms.split(",")]
-    arguments.arms = list(dict.fromkeys(arguments.arms))
-    if unknown := [name for name in arguments.arms if name not in ARMS]:
+    parser.add_argument("extra", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for each run")
+    arguments = parser.parse_args(words, argparse.Namespace(words=words))
+    names = ARMS if arguments.arms == "all" else [BASELINE, *arguments.arms.split(",")]
+    arguments.arms = list(dict.fromkeys(names))
+    if unknown := [name for name in names if name not in ARMS]:
         parser.error(f"--arms {unknown[0]}: no such arm; --list prints them")
-    if taken := [word for word in extra if word.split("=")[0] in OURS]:
+    if taken := [word for word in arguments.extra if word.split("=")[0] in OURS]:
         parser.error(f"{taken[0]} after --: this script gives it to each run; use --seeds and --out")
     if min(arguments.jobs, arguments.threads) < 1:
         parser.error("--jobs and --threads must be at least 1")
@@ -377,14 +353,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     listen()
     try:
+        results, failed = load(arguments.out), 0
         if not arguments.report:
-            return run_experiment(arguments)
-        results = load(arguments.out)
-        if not results["setting"]:
+            failed = run_missing(results, arguments)
+        elif not results["setting"]:
             raise ValueError(f"no experiment in {arguments.out}: run one, or name another --out.")
         save(arguments.out, results)
         print(report(results))
-        return 0
+        return 1 if failed else 0
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
 
@@ -15,6 +16,15 @@ class Result(NamedTuple):
     t: float
     p: float
     upper99: float  # one-sided 99 % confidence bound of the mean
+
+    @property
+    def margin95(self) -> float:
+        """Half-width of the two-sided 95 % confidence interval of the mean."""
+        return float(student.ppf(0.975, self.n - 1)) * self.sd / math.sqrt(self.n) if self.n else math.nan
+
+    @property
+    def two_sided_p(self) -> float:
+        return 2 * float(student.sf(abs(self.t), self.n - 1))
 
 
 def one_sample(losses: Sequence[float], target: float) -> Result:

@@ -62,7 +62,7 @@ def project(tmp_path, monkeypatch) -> Path:
     (root / "train_gpt.py").write_text(TRAINER)
     config = {"track": "tiny", "recipe": "record42", "steps": 10, "batch_tokens": 100}
     monkeypatch.setattr(ablate, "ROOT", root)
-    monkeypatch.setattr(ablate, "experiment", lambda flags: (config, config_hash({"flags": " ".join(flags)})))
+    monkeypatch.setattr(ablate, "resolve", lambda flags: (config, config_hash({"flags": " ".join(flags)})))
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield root
@@ -111,35 +111,37 @@ LOSS = st.floats(1, 4).map(lambda x: round(x, 6))
 def test_interval_and_p_are_those_of_scipys_paired_test(pairs):
     losses, baseline = dict(enumerate(a for a, _ in pairs)), dict(enumerate(b for _, b in pairs))
     effect = ablate.paired_effect("arm", losses, baseline)
+    found = effect.difference
     paired = stats.ttest_rel(list(losses.values()), list(baseline.values()))
     low, high = paired.confidence_interval(0.95)
-    assert (effect.low, effect.high, effect.p) == pytest.approx((low, high, paired.pvalue), rel=1e-6, abs=1e-9)
-    assert effect.mean == pytest.approx(np.mean([a - b for a, b in pairs]))
-    assert effect.sd == pytest.approx(np.std([a - b for a, b in pairs], ddof=1))
+    ends = (found.mean - found.margin95, found.mean + found.margin95)
+    assert (*ends, found.two_sided_p) == pytest.approx((low, high, paired.pvalue), rel=1e-6, abs=1e-9)
+    assert found.mean == pytest.approx(np.mean([a - b for a, b in pairs]))
+    assert found.sd == pytest.approx(np.std([a - b for a, b in pairs], ddof=1))
     # The interval leaves zero out exactly when p is below 0.05, and then on the side of the mean.
-    expected = "not distinguishable" if paired.pvalue > 0.05 else "helps" if effect.mean > 0 else "hurts"
+    expected = "not distinguishable" if paired.pvalue > 0.05 else "helps" if found.mean > 0 else "hurts"
     assert effect.verdict == expected
 
 
 def test_only_seeds_that_both_have_are_paired():
     effect = ablate.paired_effect("arm", {0: 3.0, 1: 4.0, 7: 9.0}, {0: 2.0, 1: 2.5, 2: 2.0})
-    assert (effect.n, effect.mean) == (2, 1.25)
+    assert (effect.difference.n, effect.difference.mean) == (2, 1.25)
 
 
 def test_one_pair_has_a_difference_and_no_verdict():
     effect = ablate.paired_effect("arm", {0: 3.0}, {0: 2.0})
-    assert (effect.n, effect.mean, effect.verdict) == (1, 1.0, "too few pairs")
-    assert math.isnan(effect.p)
+    assert (effect.difference.n, effect.difference.mean, effect.verdict) == (1, 1.0, "too few pairs")
+    assert math.isnan(effect.difference.two_sided_p)
 
 
 def test_an_arm_that_computes_the_same_is_not_distinguishable():
     effect = ablate.paired_effect("arm", {0: 3.0, 1: 2.0}, {0: 3.0, 1: 2.0})
-    assert (effect.mean, effect.verdict) == (0.0, "not distinguishable")
+    assert (effect.difference.mean, effect.verdict) == (0.0, "not distinguishable")
 
 
 def test_a_diverged_run_is_a_result_and_no_pair():
     effect = ablate.paired_effect("arm", {0: None, 1: 3.0, 2: 3.1}, {0: 2.0, 1: 2.0, 2: 2.0})
-    assert (effect.n, effect.diverged) == (2, 1)
+    assert (effect.difference.n, effect.diverged) == (2, 1)
     assert effect.verdict == "helps: the arm diverged 1 x"
 
 
@@ -148,20 +150,20 @@ def test_a_diverged_run_is_a_result_and_no_pair():
 
 
 def test_every_arm_changes_the_configuration_of_the_tiny_track_in_its_own_way():
-    hashes = {ablate.experiment(ablate.arm_flags(arm, ablate.experiment([])[0]))[1] for arm in ablate.ARMS}
+    hashes = {ablate.resolve(ablate.arm_flags(arm, ablate.resolve([])[0]))[1] for arm in ablate.ARMS}
     assert len(hashes) == len(ablate.ARMS)
 
 
 @pytest.mark.parametrize("track", ["tiny", "medium"])
 def test_a_multiple_is_taken_of_the_tracks_own_value(track):
-    config, _ = ablate.experiment(["--track", track])
-    doubled, _ = ablate.experiment(["--track", track, *ablate.arm_flags("matrix_lr_double", config)])
+    config, _ = ablate.resolve(["--track", track])
+    doubled, _ = ablate.resolve(["--track", track, *ablate.arm_flags("matrix_lr_double", config)])
     assert doubled["matrix_lr"] == 2 * config["matrix_lr"]
 
 
 def test_six_windows_without_extension_take_as_many_steps():
-    config, _ = ablate.experiment([])
-    six, _ = ablate.experiment(ablate.arm_flags("six_windows", config))
+    config, _ = ablate.resolve([])
+    six, _ = ablate.resolve(ablate.arm_flags("six_windows", config))
     assert (six["steps"], six["extension"], len(six["windows"])) == (config["steps"], 0, 6)
 
 
@@ -286,10 +288,10 @@ def test_an_arm_whose_meaning_changed_is_run_again_and_the_new_run_counts(projec
     assert run(out, seeds="0") == 0
     monkeypatch.setitem(ablate.ARMS, "no_smear", ("another", "--skips off"))
     jobs = ablate.plan(["no_smear"], [0], [])
-    assert not jobs[0].done(ablate.load(out))
+    assert not jobs[0].result(ablate.load(out))
     results = ablate.load(out)
     results["runs"].append({**results["runs"][0], "arm": "no_smear", "seed": 0, "config_sha256": jobs[0].config_sha256})
-    assert jobs[0].done(results)
+    assert jobs[0].result(results)
 
 
 def test_runs_with_other_flags_are_not_mixed_in(project, tmp_path, capsys):
@@ -339,7 +341,7 @@ def test_a_run_of_the_real_trainer_is_recognized_as_done(tmp_path):
     outcome = small_run.run_words([*job.flags, "--seed", "4", "--log-dir", str(folder)], folder)
     results = ablate.load(tmp_path / "out")
     assert outcome.code == 0
-    assert job.done(results)
+    assert job.result(results)
     (run,) = results["runs"]
     assert run["val_loss"] == outcome.events("val")[-1]["val_loss"]
     assert run["source_sha256"] == ablate.source_hash(ablate.ROOT)

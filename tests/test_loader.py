@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader as loader_module
-from data.loader import NotEnoughTokens, TrainLoader, capacity_for, plan_run, validation_batches
+from data.loader import NotEnoughTokens, Order, TrainLoader, capacity_for, plan_run, validation_batches
 from data.shards import ShardError, write_shard
 
 BOS = 0
 CAPACITY = 128
+ORDER = Order(batch_tokens=32, sequence=8, max_document=6, bos=BOS)
 examples = settings(max_examples=60, deadline=None)
 
 
@@ -123,20 +125,18 @@ def files(tmp_path):
     return files
 
 
-def sizes(**changes):
-    return {"batch_tokens": 32, "sequence": 8, "max_document": 6, "bos": BOS, **changes}
+def make(files, order=ORDER, micro_rows=1, capacity=CAPACITY, **place):
+    return TrainLoader(files, order, micro_rows=micro_rows, capacity=capacity, **place)
 
 
-def make(files, micro_rows=1, **changes):
-    return TrainLoader(files, micro_rows=micro_rows, capacity=CAPACITY, **sizes(**changes))
+def validate(files, documents=True, rank=0, world_size=1, **sizes):
+    return validation_batches(files, documents=documents, rank=rank, world_size=world_size, bos=BOS, **sizes)
 
 
 shard_strategy = st.builds(shard_of, st.lists(st.integers(1, 14), min_size=1, max_size=50), st.integers(0, 3))
 shards_strategy = st.lists(shard_strategy, min_size=1, max_size=3)
-sizes_strategy = st.builds(
-    lambda rows, sequence, max_document, align: sizes(
-        batch_tokens=rows * sequence, sequence=sequence, max_document=max_document, align=align
-    ),
+order_strategy = st.builds(
+    lambda rows, sequence, max_document, align: Order(rows * sequence, sequence, max_document, BOS, align),
     rows=st.sampled_from([1, 2, 4, 8]),
     sequence=st.integers(1, 12),
     max_document=st.integers(1, 15),
@@ -145,9 +145,9 @@ sizes_strategy = st.builds(
 
 
 def slow_steps(shards, order):
-    rows, sequence = order["batch_tokens"] // order["sequence"], order["sequence"]
-    if order["align"]:
-        return slow_aligned_steps(shards, rows, sequence, order["max_document"])
+    rows, sequence = order.batch_tokens // order.sequence, order.sequence
+    if order.align:
+        return slow_aligned_steps(shards, rows, sequence, order.max_document)
     return slow_dense_steps(shards, rows, sequence)
 
 
@@ -160,8 +160,8 @@ def test_a_row_by_hand(tmp_path):
     first_row = [[0, 1, 2, 3, 4, 5], [0, 6], [0, 7, 8]]  # 4 + 2 + 1 of sequence + 1 = 7 tokens
     second_row = [[0, 9, 10], [0, 11, 12], [0, 13]]  # 3 + 3 + 1
     write_shard(file, [77, 78] + joined(first_row + second_row) + [0, 14])
-    loader = TrainLoader([file], batch_tokens=12, sequence=6, max_document=4, bos=0, micro_rows=2, capacity=8)
-    with loader:
+    order = Order(batch_tokens=12, sequence=6, max_document=4, bos=0)
+    with TrainLoader([file], order, micro_rows=2, capacity=8) as loader:
         (batch,) = next(loader)
         assert batch.inputs.tolist() == [[0, 1, 2, 3, 0, 6], [0, 9, 10, 0, 11, 12]]
         assert batch.targets.tolist() == [[1, 2, 3, 0, 6, 0], [9, 10, 0, 11, 12, 0]]
@@ -169,24 +169,24 @@ def test_a_row_by_hand(tmp_path):
         assert loader.state_dict()["position"] == {"step": 1, "shard": 0, "offset": 2 + 11 + 8}
 
 
-@given(shards_strategy, sizes_strategy)
+@given(shards_strategy, order_strategy)
 @examples
 def test_steps_equal_the_slow_twin(shards, order):
-    with written(shards) as files, make(files, **order) as loader:
+    with written(shards) as files, make(files, order) as loader:
         assert remaining_steps(loader) == slow_steps(shards, order)
 
 
 @given(shards_strategy, st.integers(1, 12), st.integers(1, 15), st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_the_same_rows_whoever_reads_them(shards, sequence, max_document, align):
-    order = sizes(batch_tokens=8 * sequence, sequence=sequence, max_document=max_document, align=align)
+    order = Order(8 * sequence, sequence, max_document, BOS, align)
     expected = slow_steps(shards, order)
     with written(shards) as files:
         for world_size in (1, 2, 4):
             for micro_rows in {1, 2, 8 // world_size}:
                 ranks = []
                 for rank in range(world_size):
-                    with make(files, micro_rows, rank=rank, world_size=world_size, **order) as loader:
+                    with make(files, order, micro_rows, rank=rank, world_size=world_size) as loader:
                         ranks.append(remaining_steps(loader))
                 assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected
 
@@ -245,18 +245,18 @@ def test_neither_start_nor_resume_scans_beyond_the_block_it_needs(monkeypatch):
 @given(shards_strategy, st.booleans(), st.data())
 @settings(max_examples=40, deadline=None)
 def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards, align, data):
-    order = sizes(align=align)
+    order = replace(ORDER, align=align)
     expected = slow_steps(shards, order)
     step = data.draw(st.integers(0, len(expected)))
     world_size = data.draw(st.sampled_from([1, 2, 4]))
     with written(shards) as files:
-        with make(files, **order) as loader:
+        with make(files, order) as loader:
             for _ in range(step):
                 next(loader)
             state = json.loads(json.dumps(loader.state_dict()))
         ranks = []
         for rank in range(world_size):
-            with make(files, rank=rank, world_size=world_size, **order) as loader:
+            with make(files, order, rank=rank, world_size=world_size) as loader:
                 loader.load_state_dict(state)
                 assert loader.state_dict() == state
                 ranks.append(remaining_steps(loader))
@@ -265,7 +265,8 @@ def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards
 
 @pytest.mark.parametrize("align", [True, False])
 def test_resuming_at_each_step_continues_across_the_end_of_a_shard(files, align):
-    with make(files, align=align) as loader, make(files, align=align) as resumed:
+    order = replace(ORDER, align=align)
+    with make(files, order) as loader, make(files, order) as resumed:
         shards, expected = [], remaining_steps(loader)
         loader.reset()
         for step in range(len(expected)):
@@ -283,7 +284,7 @@ def test_the_state_is_of_the_step_handed_out_not_of_the_one_built_ahead(files):
         for step in range(1, 4):
             next(loader)
             loader._pending.result()  # the next step is now built
-            assert loader.state_dict()["position"] == plan_run(files, steps=step, **sizes()).end._asdict()
+            assert loader.state_dict()["position"] == plan_run(files, ORDER, step).end._asdict()
             assert loader.state_dict()["position"]["step"] == step
 
 
@@ -311,7 +312,7 @@ def test_loading_and_resetting_drop_what_was_built_ahead(files):
     ],
 )
 def test_a_position_of_another_order_is_refused_naming_the_difference(files, changes, message):
-    with make(files) as loader, make(files, **changes) as other:
+    with make(files) as loader, make(files, replace(ORDER, **changes)) as other:
         before = other.state_dict()
         with pytest.raises(ValueError, match=f"does not fit this run: {message}.*resume with the settings and shards"):
             other.load_state_dict(loader.state_dict())
@@ -347,23 +348,23 @@ def test_a_position_in_other_shards_is_refused_but_added_shards_are_welcome(file
 # ----- the end of the data
 
 
-@given(shards_strategy, sizes_strategy)
+@given(shards_strategy, order_strategy)
 @examples
 def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
     expected = slow_steps(shards, order)
-    with written(shards) as files, make(files, **order) as loader:
-        plan = plan_run(files, steps=len(expected), **order)
+    with written(shards) as files, make(files, order) as loader:
+        plan = plan_run(files, order, len(expected))
         for _ in expected:
             next(loader)
         assert loader.state_dict()["position"] == plan.end._asdict()
         documents = [len(lengths) for step in expected for _, lengths in step]
         assert plan.max_documents == max(documents, default=0)
         assert plan.tokens_available == sum(map(len, shards))
-        assert len(expected) * order["batch_tokens"] <= plan.tokens_needed <= plan.tokens_available
+        assert len(expected) * order.batch_tokens <= plan.tokens_needed <= plan.tokens_available
 
         number = len(expected)
         with pytest.raises(NotEnoughTokens, match=f"after {number:,} of {number + 1:,} steps: .*at most {number:,} st"):
-            plan_run(files, steps=number + 1, **order)
+            plan_run(files, order, number + 1)
         for _ in range(2):  # again and again, not once
             with pytest.raises(NotEnoughTokens, match=f"end after {number:,} steps: .*run at most {number:,} steps"):
                 next(loader)
@@ -372,7 +373,7 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
 def test_too_little_data_is_told_with_what_there_is_what_is_needed_and_the_fix(tmp_path):
     write_shard(tmp_path / "a.bin", shard_of([9] * 9))  # 81 tokens: two steps of four documents
     with pytest.raises(NotEnoughTokens) as caught:
-        plan_run([tmp_path / "a.bin"], steps=10, **sizes(max_document=9))
+        plan_run([tmp_path / "a.bin"], replace(ORDER, max_document=9), 10)
     assert isinstance(caught.value, ShardError)
     assert str(caught.value) == (
         "the data end after 2 of 10 steps: 81 tokens in 1 shard(s); the run needs about 400. A step reads 32 tokens "
@@ -383,7 +384,7 @@ def test_too_little_data_is_told_with_what_there_is_what_is_needed_and_the_fix(t
 def test_shards_of_another_tokenizer_have_no_documents_and_that_is_told(tmp_path):
     write_shard(tmp_path / "a.bin", shard_of([9] * 100))
     with pytest.raises(NotEnoughTokens, match=r"after 0 of 1 steps: 900 tokens .* that start with token 50256"):
-        plan_run([tmp_path / "a.bin"], steps=1, **sizes(bos=50256))
+        plan_run([tmp_path / "a.bin"], replace(ORDER, bos=50256), 1)
 
 
 def test_a_for_loop_over_the_steps_cannot_end_in_silence(files):
@@ -402,11 +403,21 @@ def test_a_for_loop_over_the_steps_cannot_end_in_silence(files):
         ({"batch_tokens": 0}, r"batch_tokens 0 is not a multiple"),
         ({"sequence": 0}, r"sequence 0"),
         ({"max_document": 0}, r"max_document is 0; .*Raise it"),
-        ({"world_size": 3}, r"world size 3 does not divide the 4 rows.*world_size must divide the rows of a batch"),
+    ],
+)
+def test_an_order_that_makes_no_sense_is_refused_with_value_rule_and_fix(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(ORDER, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"world_size": 3}, r"world size 3 does not divide the 4 rows.*Start one of \[1, 2, 4\] processes"),
         ({"world_size": 0}, r"world size 0"),
         ({"world_size": 2, "rank": 2}, r"rank is 2; it must be in 0\.\.1"),
-        ({"micro_rows": 3}, r"micro_rows 3 does not divide the 4 rows of a rank.*micro_rows must divide rows per rank"),
-        ({"world_size": 4, "micro_rows": 2}, r"micro_rows 2 does not divide the 1 rows of a rank \(4 rows over 4"),
+        ({"micro_rows": 3}, r"micro_rows 3 does not divide the 4 rows of a rank\. Take a divisor"),
+        ({"world_size": 4, "micro_rows": 2}, r"micro_rows 2 does not divide the 1 rows of a rank"),
         ({"micro_rows": 0}, r"micro_rows 0"),
     ],
 )
@@ -420,29 +431,26 @@ def test_a_truncated_shard_is_refused_before_the_first_step(files):
     with pytest.raises(ShardError, match=r"train_000002\.bin: .*cut short"):
         make(files)
     with pytest.raises(ShardError, match=r"train_000002\.bin: .*cut short"):
-        plan_run(files, steps=1, **sizes())
+        plan_run(files, ORDER, 1)
 
 
 def test_capacity_is_a_multiple_of_128_and_holds_the_planned_documents(files):
     sizes_and_capacities = {(1, 0): 128, (1, 127): 128, (1, 128): 256, (4, 109): 512}
     assert {key: capacity_for(*key) for key in sizes_and_capacities} == sizes_and_capacities
-    plan = plan_run(files, steps=5, **sizes())
+    plan = plan_run(files, ORDER, 5)
     exact = 4 * plan.max_documents + 1
-    with TrainLoader(files, micro_rows=4, capacity=exact, **sizes()) as loader:
-        for _ in range(plan.steps):
+    with make(files, micro_rows=4, capacity=exact) as loader:
+        for _ in range(5):
             assert len(rows_of(next(loader))) == 4
 
 
 def test_an_error_in_the_background_reaches_the_caller(files):
     with make(files, micro_rows=4) as loader:
         documents = sum(len(lengths) for _, lengths in rows_of(next(loader)))
-    with TrainLoader(files, micro_rows=4, capacity=documents + 1, **sizes()) as loader:
+    with make(files, micro_rows=4, capacity=documents + 1) as loader:
         assert len(next(loader)) == 1
     message = f"4 rows holds {documents} documents, but capacity is {documents}; it must exceed .*capacity_for"
-    with (
-        TrainLoader(files, micro_rows=4, capacity=documents, **sizes()) as loader,
-        pytest.raises(ValueError, match=message),
-    ):
+    with make(files, micro_rows=4, capacity=documents) as loader, pytest.raises(ValueError, match=message):
         next(loader)
 
 
@@ -455,8 +463,8 @@ def test_a_closed_loader_refuses_to_go_on(files):
 
 def test_a_loader_left_open_does_not_hold_up_the_interpreter(files):
     code = (
-        "import sys; from data.loader import TrainLoader\n"
-        f"loader = TrainLoader(sys.argv[1:], micro_rows=1, capacity=128, **{sizes()})\n"
+        "import sys; from data.loader import Order, TrainLoader\n"
+        f"loader = TrainLoader(sys.argv[1:], {ORDER}, micro_rows=1, capacity=128)\n"
         "next(loader); sys.exit(7)"
     )
     command = [sys.executable, "-c", code, *map(str, files)]
@@ -478,12 +486,9 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
         return
     with written(shards) as files:
         ranks = [
-            validation_batches(
-                files, val_tokens=val_tokens, sequence=sequence, rows=rows, bos=BOS,
-                rank=rank, world_size=world_size, documents=documents,
-            )
+            validate(files, documents, rank, world_size, val_tokens=val_tokens, sequence=sequence, rows=rows)
             for rank in range(world_size)
-        ]  # fmt: skip
+        ]
 
     expected = []
     for k in range(count):
@@ -501,9 +506,7 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
 def test_validation_capacity_is_the_exact_need_of_the_fullest_batch_on_every_rank(tmp_path):
     write_shard(tmp_path / "val.bin", [1] * 400 + [BOS] * 400 + [1])  # rank 0 has no document start, rank 1 has 400
     parts = [
-        validation_batches(
-            [tmp_path / "val.bin"], val_tokens=800, sequence=100, rows=3, bos=BOS, rank=rank, world_size=2
-        )
+        validate([tmp_path / "val.bin"], rank=rank, world_size=2, val_tokens=800, sequence=100, rows=3)
         for rank in range(2)
     ]
     assert [len(batch.cu_seqlens) for part in parts for batch in part] == [384] * 4  # 300 + 1, rounded up
@@ -512,10 +515,9 @@ def test_validation_capacity_is_the_exact_need_of_the_fullest_batch_on_every_ran
 
 def test_validation_needs_one_token_more_than_it_counts(tmp_path):
     write_shard(tmp_path / "val.bin", [1] * 16)
-    options = {"sequence": 8, "rows": 1, "bos": BOS}
-    assert len(validation_batches([tmp_path / "val.bin"], val_tokens=8, **options)) == 1
+    assert len(validate([tmp_path / "val.bin"], val_tokens=8, sequence=8, rows=1)) == 1
     with pytest.raises(NotEnoughTokens, match=r"needs 17 tokens .*1 validation shard\(s\) hold 16\. .*lower val_t"):
-        validation_batches([tmp_path / "val.bin"], val_tokens=16, **options)
+        validate([tmp_path / "val.bin"], val_tokens=16, sequence=8, rows=1)
 
 
 @pytest.mark.parametrize(
@@ -524,10 +526,9 @@ def test_validation_needs_one_token_more_than_it_counts(tmp_path):
         ({"val_tokens": 12}, "val_tokens 12 is not a multiple of sequence 8; .*Change one"),
         ({"val_tokens": 0}, "val_tokens 0"),
         ({"rows": 0}, "rows is 0"),
-        ({"rank": 2, "world_size": 2}, r"rank 2, world size 2; .*0\.\.1"),
+        ({"rank": 2, "world_size": 2}, r"rank is 2; it must be in 0\.\.1"),
     ],
 )
 def test_validation_sizes_that_make_no_sense_are_refused(files, changes, message):
-    options = {"val_tokens": 16, "sequence": 8, "rows": 2, "bos": BOS, **changes}
     with pytest.raises(ValueError, match=message):
-        validation_batches(files, **options)
+        validate(files, **{"val_tokens": 16, "sequence": 8, "rows": 2, **changes})
