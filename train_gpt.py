@@ -30,7 +30,7 @@ from data.audit import audit
 from data.loader import DATA_SETTINGS, Batch, Data, open_data
 from data.shards import find_shards
 from kernels.attention import Attention, choose_attention
-from optim import Adam, Muon, NorMuon, Row, build_optimizers
+from optim import Adam, Guard, Muon, NorMuon, Row, SpikeRule, build_optimizers
 from runtime import environment
 from runtime.clock import Ledger
 from runtime.flags import check_fields, parse, require, setting
@@ -106,6 +106,7 @@ class Config:
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon and of adam on matrices")
     matrix_method: str = setting("polar_express", "orthogonalization: polar_express, newton_schulz(_12) or normalize")
+    orthogonalization: str = setting("auto", "what multiplies in it", one_of=("auto", "plain", "gram", "triton"))
     mlp_up_lr_mul: float = setting(2.0, "learning rate multiplier of the MLPs' first matrices")
     split_variance: bool = setting(True, "normuon's variance of Q, K, V and O apart; off: of the packed matrix")
     smear_lr_mul: float = setting(1.0, "learning rate multiplier of the smear gate")
@@ -122,6 +123,8 @@ class Config:
     value_embed_lr_mul: float = setting(75.0, "learning rate multiplier of the value embeddings")
     head_lr_mul: float = setting(1.0, "learning rate multiplier of the output head")
     vector_lr_mul: float = setting(5.0, "learning rate multiplier of scalars, biases and gains")
+    guard: str = setting("spikes", "skip steps of NaN, of spikes too, or none", one_of=("spikes", "nonfinite", "off"))
+    spike_sigma: float = setting(8.0, "spreads of a window by which a loss or gradient norm is an outlier", at_least=1)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -430,8 +433,7 @@ class GPT(nn.Module):
         backed_out = None
         sources = {layer.skip_from for layer in self.table}
         for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
-            seen = {"documents": documents, "window": windows[layer.window], "longest": longest}
-            attend = partial(self.attention, **seen)
+            attend = partial(self.attention, documents=documents, window=windows[layer.window], longest=longest)
             if layer.skip_from is not None:
                 x_BTC = x_BTC + torch.sigmoid(scalar[f"skip{i}"]) * outputs[layer.skip_from]
             if self.config.x0_mixing:
@@ -567,21 +569,16 @@ def make_optimizers(config: Config, model: GPT, machine: environment.Machine) ->
     shared: dict[str, Any] = {
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
+        "nonfinite_guard": False,  # a guard of both is made below
     }
 
-    def factory(kind: Callable[..., Any], lr: float, **options: Any) -> Callable[[list[dict]], Any]:
-        return lambda groups: kind(groups, lr, **options, **shared)
-
-    orthogonal = {"weight_decay": config.matrix_wd, "method": config.matrix_method}
-    variance = {"beta2": config.matrix_beta2, "split_variance": config.split_variance}
-    plain = {"betas": (0.9, config.matrix_beta2), "eps": config.adam_eps, "weight_decay": config.matrix_wd}
-    matrix = {
-        "normuon": factory(NorMuon, config.matrix_lr, **orthogonal, **variance),
-        "muon": factory(Muon, config.matrix_lr, **orthogonal),
-        "adam": factory(Adam, config.matrix_lr, **plain),
-    }[config.optimizer]
-    options = {"betas": config.adam_betas, "eps": config.adam_eps, "weight_decay": config.adam_wd}
-    factories = {"matrix": matrix, "adam": factory(Adam, config.adam_lr, **options)}
+    hidden = shared | {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
+    muon = hidden | {"method": config.matrix_method, "backend": config.orthogonalization}
+    normuon = muon | {"beta2": config.matrix_beta2, "split_variance": config.split_variance}
+    plain = hidden | {"betas": (0.9, config.matrix_beta2), "eps": config.adam_eps}
+    rest = shared | {"lr": config.adam_lr, "weight_decay": config.adam_wd, "betas": config.adam_betas}
+    matrix = {"normuon": partial(NorMuon, **normuon), "muon": partial(Muon, **muon), "adam": partial(Adam, **plain)}
+    factories: dict[str, Any] = {"matrix": matrix[config.optimizer], "adam": partial(Adam, **rest, eps=config.adam_eps)}
     return build_optimizers(model.named_parameters(), optimizer_table(config), factories)
 
 
@@ -604,6 +601,7 @@ class Session:
     attention: Attention
     model: GPT
     optimizers: dict[str, Any]
+    guard: Guard  # takes the optimizers' steps
     data: Data
     ledger: Ledger
     facts: dict[str, Any]  # fields of the log's header
@@ -630,14 +628,14 @@ class Session:
             if self.machine.world_size > 1:
                 torch.distributed.broadcast(parameter.data, 0)
         self.steps_done = 0
-        for optimizer in self.optimizers.values():
-            optimizer.reset()
+        for part in (self.guard, *self.optimizers.values()):
+            part.reset()
         set_schedule(self.config, self.optimizers, 0)
         self.data.train.reset()
 
     def state(self) -> list[Any]:
         """All that `reset` must restore, for a comparison bit for bit."""
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers.values()]
+        optimizers = [part.state_dict() for part in (self.guard, *self.optimizers.values())]
         model = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         rest = [self.model.rotary.frequency, self.data.train.state_dict(), torch.get_rng_state()]
         return copy_to_host([model, [p.grad for p in self.model.parameters()], optimizers, rest])
@@ -659,57 +657,60 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     train_files, val_files = (find_shards(f"{folder}/*{kind}_*.bin", fix=fix) for kind in ("train", "val"))
     sizes: dict[str, Any] = {name: getattr(config, name) for name in DATA_SETTINGS}
     data = open_data(train_files, val_files, rank=machine.rank, world_size=machine.world_size, **sizes)
-    read = train_files[: data.plan.end.shard + 1]
-    found = machine.on_main(lambda: audit(read, val_files, config.vocab_size, config.bos, config.val_sha256))
+    audited = (train_files[: data.plan.end.shard + 1], val_files, config.vocab_size, config.bos, config.val_sha256)
+    found = machine.on_main(lambda: audit(*audited))
 
     model = GPT(config, dtype, machine.device, attention)
     optimizers = make_optimizers(config, model, machine)
     peak = environment.peak_flops(machine, dtype)
     facts = {
-        "checks": {"overlap": found.pop("overlap")},
-        "data": found | {"val_tokens": config.val_tokens},
-        "world_size": machine.world_size,
-        "micro_batch": data.micro_rows * config.sequence,
+        "checks": {"overlap": found.pop("overlap")}, "data": found | {"val_tokens": config.val_tokens},
+        "world_size": machine.world_size, "micro_batch": data.micro_rows * config.sequence,
         "grad_accum": config.batch_tokens // config.sequence // machine.world_size // data.micro_rows,
         "env": environment.describe(machine, dtype) | {"attention": attention.name},
-    }
-    session = Session(config, machine, attention, model, optimizers, data, ledger, facts, loss=model, peak=peak)
+    }  # fmt: skip
+    spike = SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
+    guard = Guard(optimizers.values(), spike=spike, nonfinite=config.guard != "off")
+    session = Session(config, machine, attention, model, optimizers, guard, data, ledger, facts, loss=model, peak=peak)
     session.reset(config.seed)
     ledger.stop()
-    parameters = sum(p.numel() for p in model.parameters())
     machine.say(
-        f"track {config.track}, recipe {config.recipe}: {parameters:,} parameters, {config.steps:,} steps of "
-        f"{config.batch_tokens:,} tokens = {machine.world_size} rank(s) x {facts['grad_accum']} micro-step(s) x "
-        f"{facts['micro_batch']:,}\n{machine.device.type}, {facts['env']['dtype']}, attention {attention.name} "
-        f"({reason}), peak {peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\n{config.data_dir}: training on "
-        f"{data.plan.tokens_needed:,} of {data.plan.tokens_available:,} tokens, validating on {config.val_tokens:,}"
+        f"track {config.track}, recipe {config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters, "
+        f"{config.steps:,} steps of {config.batch_tokens:,} tokens = {machine.world_size} rank(s) x "
+        f"{facts['grad_accum']} micro-step(s) x {facts['micro_batch']:,}\n{config.data_dir}: training on "
+        f"{data.plan.tokens_needed:,} of {data.plan.tokens_available:,} tokens, validating on {config.val_tokens:,}\n"
+        f"{machine.device.type}, {facts['env']['dtype']}, attention {attention.name} ({reason}), peak "
+        f"{peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\n{optimizers['matrix'].describe()}"
     )
     return session
 
 
 def batch_loss(session: Session, batch: Batch, windows: Windows, longest: int) -> Tensor:
-    there = batch.to(session.machine.device)
-    return session.loss(there.inputs, there.targets, there.cu_seqlens, windows, longest)
+    return session.loss(*batch.to(session.machine.device), windows, longest)
 
 
 def forward_backward(session: Session, windows: Windows) -> Tensor:
-    """Gradients of one step's batch, summed over micro-batches into .grad; returns the loss summed over its tokens."""
-    sequence = session.config.sequence
-    longest = min(session.config.max_document, sequence) if session.config.align else sequence
+    """Gradients of one step's batch, summed over micro-batches into .grad; returns their mean loss, over all ranks."""
     total = torch.zeros((), device=session.machine.device)
     for batch in next(session.data.train):
-        loss = batch_loss(session, batch, windows, longest)
+        loss = batch_loss(session, batch, windows, session.data.longest)
         loss.backward()
         total += loss.detach()
-    return total
+    return session.machine.all_reduce(total) / session.config.batch_tokens
 
 
-def optimizer_steps(session: Session, step: int) -> None:
-    """Hidden matrices move on every step, other parameters on every `adam_every`-th with the gradients summed."""
+def optimizer_steps(session: Session, step: int, loss: Tensor) -> Tensor:
+    """Hidden matrices move on every step, other parameters on every `adam_every`-th with the gradients summed.
+
+    The loss is that of all ranks, as the guard needs it. Returns the guard's verdict, unread.
+    """
     set_schedule(session.config, session.optimizers, step)
-    for name in ("matrix", "adam") if (step + 1) % session.config.adam_every == 0 else ("matrix",):
-        session.optimizers[name].step()
-        session.optimizers[name].zero_grad(set_to_none=True)
+    matrix, adam = session.optimizers["matrix"], session.optimizers["adam"]
+    stepping = [matrix, adam] if (step + 1) % session.config.adam_every == 0 else [matrix]
+    verdict = session.guard.step(loss, only=stepping)
+    for optimizer in stepping:
+        optimizer.zero_grad(set_to_none=True)
+    return verdict
 
 
 @torch.no_grad()
@@ -750,8 +751,7 @@ def warm_up(session: Session) -> None:
             session.model.rotary.extend(previous, long)
             if long == previous or not session.attention.window_is_input:  # else the graph is there already
                 for step in range(2 * config.adam_every):  # hidden matrices get gradients only once the head has moved
-                    forward_backward(session, session.windows(long))
-                    optimizer_steps(session, step)
+                    optimizer_steps(session, step, forward_backward(session, session.windows(long)))
                 validate(session, session.windows(long), session.data.validation[:1])
             previous = long
         validate(session, session.final_windows(), session.data.validation[:1])
@@ -796,13 +796,13 @@ def evaluate(session: Session, log: RunLog, ledger: Ledger, step: int, windows: 
 def train(session: Session, log: RunLog, ledger: Ledger) -> float:
     """One run; returns the last validation loss."""
     config, machine = session.config, session.machine
-    progress = Progress(log, machine.say, config.steps, session.model.flops_per_token(), session.peak[0])
+    mfu_per_rate = session.model.flops_per_token() / session.peak[0]
+    progress = Progress(log, machine.say, session.guard.explain, config.steps, mfu_per_rate)
     previous, stepped_at = window(config, 0), 0.0
     ledger.start("train", timed=True)
     for step in range(config.steps):
         long = window(config, step)
         session.model.rotary.extend(previous, long)
-
         # once in a while: evaluate, with the clock stopped
         if validates(config, step):
             ledger.stop()
@@ -810,21 +810,19 @@ def train(session: Session, log: RunLog, ledger: Ledger) -> float:
             evaluate(session, log, ledger, step, session.windows(long))
             stepped_at = ledger.train_time_ms
             ledger.start("train", timed=True)
-
         # step: gradients of the whole batch, then one update
-        loss_sum = forward_backward(session, session.windows(long))
-        optimizer_steps(session, step)
+        loss = forward_backward(session, session.windows(long))
+        verdict = optimizer_steps(session, step, loss)
         previous, session.steps_done = long, step + 1
-
         # log: no wait for the device, the loss is read when it is there
         now = ledger.train_time_ms
         progress.step_done(
             {
                 "step": step + 1, "tokens": (step + 1) * config.batch_tokens, "train_time_ms": now,
                 "step_ms": now - stepped_at, "lr_mul": learning_rate(config, step),
-                "window": long * config.window_block, "stage": stage(config, step), "skipped": False,
+                "window": long * config.window_block, "stage": stage(config, step),
             },
-            machine.all_reduce(loss_sum) / config.batch_tokens,
+            loss, verdict,
         )  # fmt: skip
         stepped_at = now
     ledger.stop()
@@ -839,11 +837,12 @@ def run_trial(session: Session, trial: int) -> int:
     run_id = machine.on_main(lambda: new_run_id(config.track, seed, trial))
     log = RunLog(config.log_dir, run_id, enabled=machine.is_main)
     ledger = Ledger(machine.synchronize, lambda name, timed, ms: log.write("phase", name=name, timed=timed, ms=ms))
-    sources = log.store_sources(Path(__file__).parent)
-    identity = {"track": config.track, "target": config.target, "claim": None, "seed": seed, "trial": trial}
-    shown = {"seeds": [config.seed + i for i in range(config.trials)], "config": dataclasses.asdict(config)}
-    hashes = {"source_sha256": sources, "config_sha256": config_hash(config.experiment())}
-    log.begin({**identity, **hashes, **shown, **session.facts})
+    header = {
+        "track": config.track, "target": config.target, "claim": None, "seed": seed, "trial": trial,
+        "source_sha256": log.store_sources(Path(__file__).parent), "config_sha256": config_hash(config.experiment()),
+        "seeds": [config.seed + i for i in range(config.trials)], "config": dataclasses.asdict(config),
+    }  # fmt: skip
+    log.begin(header | session.facts)
     for name, timed, ms in session.ledger.phases:
         log.write("phase", name=name, timed=timed, ms=ms)
     session.reset(seed)

@@ -2,6 +2,7 @@
 
 from .adam import Adam
 from .groups import Row, build_optimizers
+from .guards import Guard, Skip, SpikeRule
 from .muon import Muon, NorMuon
 
-__all__ = ["Adam", "Muon", "NorMuon", "Row", "build_optimizers"]
+__all__ = ["Adam", "Guard", "Muon", "NorMuon", "Row", "Skip", "SpikeRule", "build_optimizers"]

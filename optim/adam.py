@@ -1,18 +1,17 @@
 """Adam with decoupled decay, sharded by rows over 1..N ranks."""
 
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .sharding import Gradients, Layout, Mirror, Rows, ShardedOptimizer
+from .base import Lists, ShardedOptimizer, Update
+from .sharding import Gradients, Layout, Mirror, Parcel, Team, Unit
 
 # A smaller parameter is updated on every rank: that costs less than collectives of its own.
 LARGE = 2**15
-# Elements that go through all passes of an update together on a CPU: five float32 of each fit the inner cache.
-CPU_PIECE = 2**15
 
 
 class Adam(ShardedOptimizer):
@@ -20,28 +19,28 @@ class Adam(ShardedOptimizer):
 
     lr' = lr lr_mul sqrt(1 - beta2^t) / (1 - beta1^t), so eps acts before bias correction, as in the paper's section 2.
     Group keys: lr, lr_mul, betas, eps, weight_decay, wd_mul. Computes in float32 at least; state_dtype None stores the
-    state as the parameter. Large parameters whose rows divide by the ranks are sharded. ValueError for a bad setting.
+    state as the parameter. cautious: no decay against the step. exact_accumulation: bf16 weights are updated as float32
+    ones. Large parameters are sharded by rows. ValueError for an impossible setting, TypeError for a DTensor.
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "eps": (0, float("inf"), 1e-8)}
+    ELEMENTWISE: ClassVar = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float,
         *,
-        betas: tuple[float, float],
+        betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         state_dtype: torch.dtype | None = None,
-        process_group: Any = None,
-        grad_divisor: float = 1,
+        **options: Any,
     ):
         if state_dtype is not None and not state_dtype.is_floating_point:
             raise ValueError(f"state_dtype must be floating-point, got {state_dtype}; None follows the parameter")
         self.state_dtype = state_dtype
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, process_group, grad_divisor)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -49,63 +48,62 @@ class Adam(ShardedOptimizer):
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}; usual values are (0.9, 0.95)")
 
-    def _check_parameter(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
-        if not param.is_contiguous():
-            raise ValueError(f"parameter {name} is not contiguous in memory; create it from tensor.contiguous()")
-
-    def _layouts(self, params: list[Tensor]) -> list[Layout]:
-        alone = [p for p in params if p.numel() >= LARGE and p.shape[0] % self.team.size == 0]
-        together = [p for p in params if p not in set(alone)]
-        if self.team.size == 1:
-            return [Layout(members, self.team) for members in [together, *([p] for p in alone)]]
-        mirror = Mirror(together, self.team, counted=params)  # first, since the others ask for its counts
-        return [mirror, *(Rows(p, self.team, census=mirror) for p in sorted(alone, key=Tensor.numel))]
+    def _layouts(self, team: Team) -> list[Layout]:
+        params = sorted(self._group_of, key=lambda param: (param.numel() >= LARGE, str(param.dtype), param.numel()))
+        if team.size == 1:
+            return [Layout([[Unit(param, 0, param.shape) for param in params]], team)]
+        small = [param for param in params if param.numel() < LARGE]
+        layouts: list[Layout] = [Mirror([[Unit(param, 0, param.shape) for param in small]], team)] if small else []
+        # Smallest first: the first update starts while the large reductions still travel.
+        return [*layouts, *(Parcel(rows(param, team.size), team) for param in params[len(small) :])]
 
     def _blank(self, param: Tensor, device: Any) -> dict[str, Tensor]:
-        dtype = self.state_dtype or param.dtype
-        # The count stays on the host, so that reading it never waits for the device.
-        step = torch.zeros((), dtype=torch.int64, device="meta" if device == "meta" else "cpu")
-        moments = {name: torch.zeros(param.shape, dtype=dtype, device=device) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": step, **moments}
+        dtype = self.state_dtype or self._state_dtype(param)
+        moments = {name: torch.zeros(param.shape, dtype=dtype, device=device) for name in self.ELEMENTWISE}
+        return {"step": torch.zeros((), dtype=torch.int64, device=device), **moments}
 
-    def _update(self, layout: Layout, gradients: Gradients) -> None:
-        for param, _ in gradients:
-            self.state[param]["step"] += 1
-        for t, run in groupby(gradients, key=lambda pair: int(self.state[pair[0]]["step"])):
-            for _, alike in groupby(run, key=lambda pair: id(self._group_of[pair[0]])):
-                self._step_alike(layout, list(alike), t)
+    def _key(self, unit: Unit) -> tuple[Any, ...]:
+        """Units with the same are stepped in one call."""
+        return id(self._group_of[unit.param]), unit.param.dtype, unit.param.device
 
-    def _step_alike(self, layout: Layout, gradients: Gradients, t: int) -> None:
-        """Step parameters of one group that have all taken t - 1 steps."""
-        pieces: list[tuple[Tensor, ...]] = []
-        for param, grad in gradients:
-            state, weight = self.state[param], layout.part(param, param.detach())
-            assert weight is not None, "every rank owns a part of every Adam parameter"
-            tensors = (weight, grad, state["exp_avg"], state["exp_avg_sq"])
-            size = CPU_PIECE if param.device.type == "cpu" else param.numel()
-            pieces += zip(*(tensor.reshape(-1).split(size) for tensor in tensors), strict=True)
-        group = self._group_of[gradients[0][0]]
-        together = 1 if gradients[0][0].device.type == "cpu" else len(pieces)
-        for start in range(0, len(pieces), together):
-            self._step_pieces(pieces[start : start + together], group, t)
+    def _updates(self, gradients: Gradients) -> Iterator[Update]:
+        for _, run in groupby(gradients, key=lambda pair: self._key(pair[0])):
+            units, grads = zip(*run, strict=True)
+            group = self._group_of[units[0].param]
+            # Counts stay on the device, since whether this step counts is decided there.
+            counts = [self._slots[unit]["step"] for unit in units]
+            t = torch.stack(counts) + 1
+            beta1, beta2 = group["betas"]
+            corrections = (1 - beta2 ** t.double()).sqrt() / (1 - beta1 ** t.double())
+            rates = (corrections * (group["lr"] * group["lr_mul"])).unbind()
+            update = Update(list(units), list(grads), group, list(rates))
+            update.changes = list(zip(counts, t.unbind(), strict=True))
+            if self._measuring:
+                wide = torch.promote_types(grads[0].dtype, torch.float32)
+                norms = torch.stack(torch._foreach_norm(update.grads, dtype=wide)).float() / self.grad_divisor
+                update.measures = list(torch.stack([norms, torch.zeros_like(norms)], dim=1).unbind())
+            yield update
 
-    def _step_pieces(self, pieces: list[tuple[Tensor, ...]], group: dict[str, Any], t: int) -> None:
-        wide = torch.promote_types(pieces[0][0].dtype, torch.float32)
-        weight, grad, m, v = ([tensor.to(wide) for tensor in column] for column in zip(*pieces, strict=True))
-        (beta1, beta2), lr = group["betas"], group["lr"]
-        if self.grad_divisor != 1:
-            grad = list(torch._foreach_div(grad, self.grad_divisor))
-        torch._foreach_lerp_(m, grad, 1 - beta1)
+    def _advance(self, grads: list[Tensor], state: Lists, group: dict[str, Any]) -> None:
+        (m, v), (beta1, beta2) = state, group["betas"]
+        torch._foreach_lerp_(m, grads, 1 - beta1)
         torch._foreach_mul_(v, beta2)
-        torch._foreach_addcmul_(v, grad, grad, 1 - beta2)
-        denominator = torch._foreach_sqrt(v)
-        torch._foreach_add_(denominator, group["eps"])
-        if group["weight_decay"]:
-            torch._foreach_mul_(weight, 1 - lr * group["weight_decay"] * group["wd_mul"])
-        rate = lr * group["lr_mul"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-        torch._foreach_addcdiv_(weight, m, denominator, -rate)
-        # A tensor stored in the wide dtype was updated in place; another one takes over the rounded result.
-        for stored, computed in zip(pieces, zip(weight, grad, m, v, strict=True), strict=True):
-            for index in (0, 2, 3):
-                if stored[index] is not computed[index]:
-                    stored[index].copy_(computed[index])
+        torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
+
+    def _steps(self, state: Lists, directions: list[Tensor], rates: list[Any], group: dict[str, Any]) -> list[Tensor]:
+        m, v = state
+        denominators = torch._foreach_sqrt(v)
+        torch._foreach_add_(denominators, group["eps"])
+        steps = torch._foreach_div(m, denominators)
+        torch._foreach_mul_(steps, [rate.to(steps[0].dtype) for rate in rates])
+        return list(steps)
+
+
+def rows(param: Tensor, size: int) -> list[list[Unit]]:
+    """The rows of a parameter in `size` nearly equal blocks."""
+    height, width = param.shape[0], param[0].numel()
+    bounds = [height * rank // size for rank in range(size + 1)]
+    return [
+        [Unit(param, begin * width, (end - begin, *param.shape[1:]))] if end > begin else []
+        for begin, end in pairwise(bounds)
+    ]

@@ -9,19 +9,16 @@ from torch import Tensor
 from .orthogonalize import METHODS
 
 
-def polar_factor(G: Tensor) -> Tensor:
-    """U V^T of the singular value decomposition of G (rows, cols), over the singular values that are not zero."""
-    U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
-    nonzero = S / S.max() > 1e-12
-    return U[:, nonzero] @ Vh[nonzero]
-
-
 def iterate(G: Tensor, method: str) -> Tensor:
     """What `orthogonalize` approximates for one matrix (rows, cols), by the same polynomials without rounding."""
     steps = METHODS[method]
     X = G.double()
     if X.norm() == 0:
         return X
+    if method == "exact":
+        U, S, Vh = torch.linalg.svd(X, full_matrices=False)
+        nonzero = 1e-12 * S[0] < S
+        return U[:, nonzero] @ Vh[nonzero]
     X = X / X.abs().max()
     X = X / (X.norm() * steps.safety + steps.eps)
     for a, b, c in steps.coefficients:

@@ -1,13 +1,14 @@
-"""How one optimizer class serves 1..N ranks: who owns which part of a parameter, and how gradients and weights travel.
+"""Who owns which part of a parameter, and how gradients and new weights travel between 1..N ranks.
 
-A step has three phases: gradients are summed onto the rank that owns them, the owner updates, and the new weights
-travel to everyone. A layout says what owning means: everything (`Layout`, one rank), whole parameters (`Stack`), a
-block of rows of one parameter (`Rows`), or the same update on every rank (`Mirror`).
+A step has three phases: gradients are summed onto the rank that owns them, the owner computes new weights, and these
+travel to everyone. A layout says what owning means: everything (`Layout`, for one rank), equal shares in one message
+(`Parcel`), or the same update on every rank (`Mirror`).
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,30 @@ from torch import Tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 all_gather: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
 
-# In a message each gradient is followed by the number of ranks that have one. One element would do; eight keep the
-# gradient after it aligned to 16 bytes in bf16.
-COUNT = 8
+ALIGNMENT = 8  # elements: what follows the units of a segment begins at a multiple of 16 bytes in bf16
+MEASURES = 2  # float32 numbers that travel with the new weights of each unit
 
-Gradients = list[tuple[Tensor, Tensor]]  # (parameter, sum over ranks of the owned part of its gradient)
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What is owned as one: `shape` elements of a parameter's memory, from element `start` on."""
+
+    param: Tensor
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This unit's part of a contiguous tensor with as many elements for each of the parameter's, as a view."""
+        if whole.ndim == 0 and self.param.ndim:
+            return whole
+        total = self.param.numel() or 1
+        begin, length = (count * whole.numel() // total for count in (self.start, self.numel))
+        part = whole.reshape(-1)[begin : begin + length]
+        return part.view(self.shape) if length == self.numel else part
 
 
 class Team(NamedTuple):
@@ -41,150 +61,160 @@ class Team(NamedTuple):
         return cls(process_group, rank, dist.get_world_size(process_group))
 
 
+Gradients = list[tuple[Unit, Tensor]]  # owned units and the sums of their gradients over the ranks
+
+
 class Layout:
-    """Parameters that this rank owns entirely, nothing being sent; the layouts below override what they do otherwise.
+    """Units that this rank updates, nothing being sent; the layouts below override what they do otherwise.
 
     `reduce` and `share` launch their communication and return what waits for it, so that many can be in flight.
+    `measures` (units, MEASURES) holds what was found out about each unit in the last step, on every rank.
     """
 
-    def __init__(self, params: list[Tensor], team: Team):
-        self.params, self.team = params, team
+    travels = False  # whether new weights come from other ranks
+
+    def __init__(self, shares: list[list[Unit]], team: Team):
+        self.shares, self.team = shares, team
+        self.owned = shares[team.rank] if self.travels else shares[0]
+        self.units = [unit for share in shares for unit in share]
+        self.measures = torch.zeros(len(self.units), MEASURES, device=self.units[0].param.device)
 
     def reduce(self) -> Callable[[], Gradients]:
-        """Gradients onto their owners; a parameter without one on any rank is left out."""
-        return lambda: [(param, param.grad) for param in self.params if param.grad is not None]
+        """Gradients onto their owners; a unit whose parameter has none on any rank is left out."""
+        return lambda: [(unit, unit.cut(unit.param.grad)) for unit in self.owned if unit.param.grad is not None]
 
-    def share(self) -> Callable[[], None]:
-        """Owned parts of the parameters to everyone."""
-        return lambda: None
+    def measure(self, found: dict[Unit, Tensor]) -> None:
+        """Note the measures (MEASURES,) of owned units; those that were left out have zeros."""
+        blank = self.measures.new_zeros(MEASURES)
+        rows = [found.get(unit, blank) for unit in self.owned]
+        self.measures = torch.stack(rows) if rows else self.measures[:0]
 
-    def part(self, param: Tensor, whole: Tensor) -> Tensor | None:
-        """The view of `whole`, shaped like the parameter or its state, that this rank owns."""
-        return whole
+    def complete(self, unit: Unit, part: Tensor) -> None:
+        """Fill `part`, which belongs to this unit, in from its owner."""
 
-    def complete(self, param: Tensor, whole: Tensor) -> None:
-        """Fill in the parts of `whole` that other ranks own."""
+    def sent(self) -> tuple[int, int]:
+        """Bytes that each rank sends in one step, and how many of them are padding and measures."""
+        return 0, 0
 
 
-class Stack(Layout):
-    """Parameters of one shape, dtype and device in equal runs of consecutive ones: rank r owns the r-th run."""
+class Parcel(Layout):
+    """Units of one dtype in one message: a segment for each rank, with its share of the units and their numbers."""
 
-    def __init__(self, params: list[Tensor], team: Team):
-        super().__init__(params, team)
-        self.chunk = math.ceil(len(params) / team.size)
-        self.owner = {param: index // self.chunk for index, param in enumerate(params)}
-        self.owned = [param for param in params if self.owner[param] == team.rank]
+    travels = True
+
+    def __init__(self, shares: list[list[Unit]], team: Team):
+        super().__init__(shares, team)
+        self.like = self.units[0].param
+        self.length = aligned(max(sum(unit.numel for unit in share) for share in shares))
+        self.most = max(len(share) for share in shares)
+        # In bf16 two elements hold one float32.
+        self.tail = aligned(math.ceil(self.most * MEASURES * 4 / self.like.element_size()))
+
+    def places(self, message: Tensor) -> Iterator[tuple[int, int, Unit, Tensor]]:
+        """(rank, index in its share, unit, its place) for a message (ranks, elements)."""
+        for rank, share in enumerate(self.shares):
+            begin = 0
+            for index, unit in enumerate(share):
+                yield rank, index, unit, message[rank, begin : begin + unit.numel].view(unit.shape)
+                begin += unit.numel
 
     def reduce(self) -> Callable[[], Gradients]:
-        like = self.params[0]
-        # The rows beyond the last parameter pad the message and are never read.
-        message = like.new_empty(self.team.size * self.chunk, like.numel() + COUNT)
-        message[:, -COUNT:] = 1
-        rows = list(zip(self.params, message, strict=False))
-        for param, row in rows:
-            if param.grad is None:
-                row.zero_()
-        copy_all((row[:-COUNT].view(param.shape), param.grad) for param, row in rows if param.grad is not None)
-        received = message.new_empty(self.chunk, message.shape[1])
-        work = reduce_scatter(received, message, group=self.team.group, async_op=True)
+        # Behind its units a segment has for each the number of ranks that have a gradient.
+        message = self.like.new_empty(self.team.size, self.length + aligned(self.most))
+        counts = message[:, self.length :].fill_(1)
+        filled = []
+        for rank, index, unit, place in self.places(message):
+            if unit.param.grad is None:
+                place.zero_()
+                counts[rank, index] = 0
+            else:
+                filled.append((place, unit.cut(unit.param.grad)))
+        copy_all(filled)
+        received = message.new_empty(message.shape[1])
+        work = reduce_scatter(received, message.view(-1), group=self.team.group, async_op=True)
 
         def wait() -> Gradients:
             work.wait()
-            pairs = zip(self.owned, received, strict=False)
             # Reading a count waits for the device, so it is read only where this rank has no gradient itself.
-            return [(p, row[:-COUNT].view(p.shape)) for p, row in pairs if p.grad is not None or bool(row[-1] > 0)]
+            return [
+                (unit, place)
+                for index, (unit, place) in enumerate(self._own(received))
+                if unit.param.grad is not None or bool(received[self.length + index] > 0)
+            ]
 
         return wait
 
-    def share(self) -> Callable[[], None]:
-        like = self.params[0]
-        mine = like.new_empty(self.chunk, *like.shape)
-        copy_all(zip(mine, self.owned, strict=False))
-        everyone = like.new_empty(self.team.size * self.chunk, *like.shape)
-        work = all_gather(everyone, mine, group=self.team.group, async_op=True)
+    def _own(self, segment: Tensor) -> list[tuple[Unit, Tensor]]:
+        everyone = segment.expand(self.team.size, -1)
+        return [(unit, place) for rank, _, unit, place in self.places(everyone) if rank == self.team.rank]
 
-        def finish() -> None:
+    def open(self) -> dict[Unit, Tensor]:
+        """Where the new weights of the owned units go before `share`; they start as the present weights."""
+        self.segment = self.like.new_empty(self.length + self.tail)
+        places = dict(self._own(self.segment))
+        copy_all((place, unit.cut(unit.param.detach())) for unit, place in places.items())
+        return places
+
+    def share(self) -> Callable[[], list[tuple[Tensor, Tensor]]]:
+        """Send new weights and measures; the wait returns pairs (part of a parameter, its new value)."""
+        width = self.most * MEASURES
+        tail = self.segment[self.length :].view(torch.float32)
+        tail[: self.measures.numel()] = self.measures.view(-1)
+        everything = self.segment.new_empty(self.team.size, self.segment.numel())
+        work = all_gather(everything.view(-1), self.segment, group=self.team.group, async_op=True)
+
+        def finish() -> list[tuple[Tensor, Tensor]]:
             work.wait()
-            fresh = zip(self.params, everyone, strict=False)
-            copy_all((param, new) for param, new in fresh if self.owner[param] != self.team.rank)
+            tails = everything[:, self.length :].contiguous().view(torch.float32)[:, :width]
+            found = zip(tails.view(self.team.size, self.most, MEASURES), self.shares, strict=True)
+            self.measures = torch.cat([measures[: len(share)] for measures, share in found])
+            return [(unit.cut(unit.param.detach()), place) for _, _, unit, place in self.places(everything)]
 
         return finish
 
-    def part(self, param: Tensor, whole: Tensor) -> Tensor | None:
-        return whole if self.owner[param] == self.team.rank else None
+    def complete(self, unit: Unit, part: Tensor) -> None:
+        owner = next(rank for rank, share in enumerate(self.shares) if unit in share)
+        dist.broadcast(part.view(-1).view(torch.uint8), group=self.team.group, group_src=owner)
 
-    def complete(self, param: Tensor, whole: Tensor) -> None:
-        dist.broadcast(whole, group=self.team.group, group_src=self.owner[param])
+    def sent(self) -> tuple[int, int]:
+        others, size = self.team.size - 1, self.like.element_size()
+        reduced, gathered = self.length + aligned(self.most), self.length + self.tail
+        needed = 2 * others * sum(unit.numel for unit in self.units) * size // self.team.size
+        total = others * (reduced + gathered) * size
+        return total, total - needed
 
 
 class Mirror(Layout):
-    """Parameters that every rank updates alike, from one summed message, which also counts gradients for `counted`."""
-
-    def __init__(self, params: list[Tensor], team: Team, counted: list[Tensor]):
-        super().__init__(params, team)
-        self.counted = counted
-        self.counts: dict[Tensor, Tensor] = {}
+    """Parameters that every rank updates alike, from one summed message."""
 
     def reduce(self) -> Callable[[], Gradients]:
-        dtype = torch.float64 if any(param.dtype == torch.float64 for param in self.params) else torch.float32
-        sizes = [param.numel() for param in self.params]
-        message = torch.zeros(sum(sizes) + len(self.counted), dtype=dtype, device=self.counted[0].device)
-        *flat, counts = message.split([*sizes, len(self.counted)])
-        sums = [(param, total.view(param.shape)) for param, total in zip(self.params, flat, strict=True)]
-        copy_all((total, param.grad) for param, total in sums if param.grad is not None)
-        self.counts = dict(zip(self.counted, counts, strict=True))
+        dtype = torch.float64 if any(unit.param.dtype == torch.float64 for unit in self.owned) else torch.float32
+        sizes = [unit.numel for unit in self.owned]
+        message = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=self.owned[0].param.device)
+        *flat, counts = message.split([*sizes, len(sizes)])
+        sums = [(unit, total.view(unit.shape)) for unit, total in zip(self.owned, flat, strict=True)]
         counts.fill_(1)
-        for param, count in self.counts.items():
-            if param.grad is None:
+        for (unit, _), count in zip(sums, counts, strict=True):
+            if unit.param.grad is None:
                 count.zero_()
+        copy_all((total, unit.cut(unit.param.grad)) for unit, total in sums if unit.param.grad is not None)
         work = dist.all_reduce(message, group=self.team.group, async_op=True)
 
         def wait() -> Gradients:
             work.wait()
-            return [(param, total) for param, total in sums if self.used(param)]
+            found = zip(sums, counts, strict=True)
+            return [pair for pair, count in found if pair[0].param.grad is not None or bool(count > 0)]
 
         return wait
 
-    def used(self, param: Tensor) -> bool:
-        """Whether any rank has a gradient; waits for the device only where this rank has none."""
-        return param.grad is not None or bool(self.counts[param] > 0)
+    def sent(self) -> tuple[int, int]:
+        others, width = self.team.size - 1, 8 if any(unit.param.dtype == torch.float64 for unit in self.owned) else 4
+        share = 2 * others * width // self.team.size
+        return share * (sum(unit.numel for unit in self.owned) + len(self.owned)), share * len(self.owned)
 
 
-class Rows(Layout):
-    """One large parameter whose rows divide evenly: rank r owns the r-th block. `census` counts its gradients."""
-
-    def __init__(self, param: Tensor, team: Team, census: Mirror):
-        super().__init__([param], team)
-        self.census = census
-        self.rows = param.shape[0] // team.size
-
-    def reduce(self) -> Callable[[], Gradients]:
-        (param,) = self.params
-        grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
-        received = grad.new_empty(self.rows, *grad.shape[1:])
-        work = reduce_scatter(received, grad, group=self.team.group, async_op=True)
-
-        def wait() -> Gradients:
-            work.wait()
-            return [(param, received)] if self.census.used(param) else []
-
-        return wait
-
-    def share(self) -> Callable[[], None]:
-        return self._gather(self.params[0].detach())
-
-    def part(self, param: Tensor, whole: Tensor) -> Tensor:
-        # A step count has no rows and is the same on every rank.
-        return whole.narrow(0, self.team.rank * self.rows, self.rows) if whole.ndim else whole
-
-    def complete(self, param: Tensor, whole: Tensor) -> None:
-        if whole.ndim:
-            self._gather(whole)()
-
-    def _gather(self, whole: Tensor) -> Callable[[], None]:
-        # Not every backend allows the input to lie inside the output, hence the copy.
-        part = whole.narrow(0, self.team.rank * self.rows, self.rows).clone()
-        return all_gather(whole, part, group=self.team.group, async_op=True).wait
+def aligned(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -197,132 +227,21 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
-    """What the optimizers here share: checked groups, state complete from construction, checkpoints of whole tensors.
+def deal(units: list[Unit], size: int, parcels: int = 3) -> list[list[list[Unit]]]:
+    """Units to ranks, the largest first, each to the rank that has least; shares[parcel][rank].
 
-    A subclass lays its parameters out (`_layouts`), describes their state (`_blank`) and updates (`_update`).
-    process_group None is one process alone. Gradients are summed over the ranks, then divided once by grad_divisor.
+    A parcel ends where all ranks have the same, once it has its part of the whole: so no parcel but the last is padded,
+    and the update of one overlaps the reduction of the next.
     """
-
-    RANGES: ClassVar[dict[str, tuple[float, float, float]]] = {  # (lowest, below, a usual value)
-        "lr": (0, math.inf, 0.02),
-        "lr_mul": (0, math.inf, 1.0),
-        "weight_decay": (0, math.inf, 0.0),
-        "wd_mul": (0, math.inf, 1.0),
-    }
-    _sealed = False
-
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], process_group: Any, grad_divisor: float):
-        if not 0 < grad_divisor < math.inf:
-            raise ValueError(f"grad_divisor must be a positive number, got {grad_divisor!r}; 1 leaves the sum as it is")
-        self.team, self.grad_divisor = Team.of(process_group), grad_divisor
-        super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
-        self._sealed = True
-        self._constructed = [{key: group[key] for key in self.defaults} for group in self.param_groups]
-        self._group_of = {param: group for group in self.param_groups for param in group["params"]}
-        self._all_layouts = self._layouts(list(self._group_of))
-        self._layout_of = {param: layout for layout in self._all_layouts for param in layout.params}
-        for param in self._group_of:
-            for name, whole in self._blank(param, param.device).items():
-                part = self._layout_of[param].part(param, whole)
-                if part is not None:
-                    self.state[param][name] = part.clone()
-
-    def _layouts(self, params: list[Tensor]) -> list[Layout]:
-        raise NotImplementedError
-
-    def _blank(self, param: Tensor, device: Any) -> dict[str, Tensor]:
-        """The whole state of one parameter before its first step: all zeros."""
-        raise NotImplementedError
-
-    def _update(self, layout: Layout, gradients: Gradients) -> None:
-        """Step the owned parts; gradients are read only."""
-        raise NotImplementedError
-
-    def _check_parameter(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        for name, (low, below, usual) in self.RANGES.items():
-            if not low <= group[name] < below:
-                raise ValueError(f"{name} must be in [{low}, {below}), got {group[name]!r}; a usual value is {usual}")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the constructor: who owns what is fixed there."""
-        if self._sealed:
-            raise RuntimeError("ownership is fixed at construction; build a new optimizer with the extra param group")
-        unknown = set(param_group) - set(self.defaults) - {"params", "param_names"}
-        if unknown:
-            raise ValueError(f"unknown param group key {min(unknown)!r}; known: {', '.join(sorted(self.defaults))}")
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        self._check_group(group)
-        names = group.get("param_names") or [str(index) for index in range(len(group["params"]))]
-        for name, param in zip(names, group["params"], strict=True):
-            if any(kind.__name__ == "DTensor" for kind in type(param).__mro__):
-                raise TypeError(f"parameter {name} is a DTensor; pass plain tensors, replicated over process_group")
-            self._check_parameter(name, param, group)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient on any rank; the others and their state stay as they are.
-
-        All ranks of the process group must call this. Gradients are only read.
-        """
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
-        waits = [layout.reduce() for layout in self._all_layouts]  # all in flight before the first update
-        finishes = []
-        for layout, wait in zip(self._all_layouts, waits, strict=True):
-            self._update(layout, wait())
-            finishes.append(layout.share())
-        for finish in finishes:
-            finish()
-        return loss
-
-    def reset(self) -> None:
-        """Back to the constructed optimizer, in place: zero state, and the hyperparameters that were given."""
-        for group, constructed in zip(self.param_groups, self._constructed, strict=True):
-            group.update(constructed)
-        for state in self.state.values():
-            for tensor in state.values():
-                tensor.zero_()
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """A snapshot with the whole state of every parameter: equal on all ranks, loadable at any number of them.
-
-        A collective: all ranks of the process group must call it.
-        """
-        state = {}
-        for index, (param, layout) in enumerate(self._layout_pairs()):
-            state[index] = self._blank(param, param.device)
-            for name, whole in state[index].items():
-                part = layout.part(param, whole)
-                if part is not None:
-                    part.copy_(self.state[param][name])
-                layout.complete(param, whole)
-        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a `state_dict()` of any number of ranks; ValueError, and nothing changed, where it does not fit."""
-        groups, state = state_dict["param_groups"], state_dict["state"]
-        sizes, saved_sizes = ([len(group["params"]) for group in side] for side in (self.param_groups, groups))
-        if sizes != saved_sizes:
-            raise ValueError(f"the state has groups of {saved_sizes} parameters, this optimizer {sizes}; group alike")
-        for index, (param, _) in enumerate(self._layout_pairs()):
-            needed = {name: tuple(whole.shape) for name, whole in self._blank(param, "meta").items()}
-            found = {name: tuple(whole.shape) for name, whole in state.get(index, {}).items()}
-            if needed != found:
-                raise ValueError(f"parameter {index} needs state {needed}, got {found}; build the optimizer as it was")
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-        for index, (param, layout) in enumerate(self._layout_pairs()):
-            for name, whole in state[index].items():
-                part = layout.part(param, whole)
-                if part is not None:
-                    self.state[param][name].copy_(part)
-
-    def _layout_pairs(self) -> list[tuple[Tensor, Layout]]:
-        return [(param, self._layout_of[param]) for param in self._group_of]
+    least = sum(unit.numel for unit in units) / parcels
+    dealt: list[list[list[Unit]]] = []
+    shares: list[list[Unit]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for unit in sorted(units, key=lambda unit: -unit.numel):
+        rank = loads.index(min(loads))
+        shares[rank].append(unit)
+        loads[rank] += unit.numel
+        if min(loads) == max(loads) and sum(loads) >= least:
+            dealt.append(shares)
+            shares, loads = [[] for _ in range(size)], [0] * size
+    return [*dealt, shares] if any(shares) else dealt

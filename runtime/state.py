@@ -16,9 +16,10 @@ def copy_to_host(value: Any) -> Any:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two results of `copy_to_host` are equal in structure, dtypes, shapes and every value."""
+    """Whether two results of `copy_to_host` are equal in structure, dtypes, shapes and every bit."""
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        alike = isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape
+        return alike and torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (a, b)))
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
     if isinstance(a, list):

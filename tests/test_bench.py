@@ -43,7 +43,7 @@ def test_the_flops_of_a_step_are_those_that_torch_counts(flags):
         train_gpt.forward_backward(session, session.windows(3))
     # Linear maps reach the counter as mm, the products of attention as batched ones; gates are off, being mm too.
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == BATCH * session.model.flops_per_token()
-    maps = bench_train.products(session.model)
+    maps = bench_train.products(session.model, MICRO_BATCH)
     assert 6 * sum(p.inputs * p.outputs * p.layers for p in maps) == session.model.flops_per_token()
 
 
@@ -87,10 +87,9 @@ def test_the_steps_that_are_timed_leave_the_weights_as_the_trainer_does(flags):
     with session.data.train:
         next(session.data.train)
         for step in (0, 0):
-            train_gpt.forward_backward(session, windows)
-            train_gpt.optimizer_steps(session, step)
+            train_gpt.optimizer_steps(session, step, train_gpt.forward_backward(session, windows))
         expected = [p.detach().clone() for p in session.model.parameters()]
-        bench_train.step_timer("eager", session, session.model, bench_train.Stopwatch(session.machine))()
+        bench_train.time_steps("eager", session, session.model, bench_train.Stopwatch(session.machine))
     assert all(torch.equal(p, e) for p, e in zip(session.model.parameters(), expected, strict=True))
 
 

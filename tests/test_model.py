@@ -534,7 +534,8 @@ def step_gradients(model, micro_batches, divide_loss_by=1):
     """Of `forward_backward`, the trainer's own, in float64."""
     model.zero_grad()
     session = SimpleNamespace(
-        config=model.config, machine=MACHINE, data=SimpleNamespace(train=iter([micro_batches])),
+        config=model.config, machine=MACHINE,
+        data=SimpleNamespace(train=iter([micro_batches]), longest=model.config.max_document),
         loss=lambda *arguments: model(*arguments) / divide_loss_by,
     )  # fmt: skip
     total = forward_backward(session, WINDOWS)

@@ -6,8 +6,18 @@ import pytest
 import torch
 
 from optim import Adam, Muon, NorMuon, Row, build_optimizers, reference
+from optim.orthogonalize import orthogonalize
 
 BETAS = (0.65, 0.95)
+KINDS = [
+    (Muon, {}),
+    (Muon, {"nesterov": False, "scale": "rms"}),
+    (Muon, {"scale": "none", "cautious": True, "method": "newton_schulz"}),
+    (NorMuon, {}),
+    (NorMuon, {"axis": "rows", "scale": "rms", "waking_limit": 2.0}),
+    (NorMuon, {"nesterov": False, "split_variance": False, "cautious": True}),
+    (Adam, {"betas": BETAS}),
+]
 
 
 def parameters(*shapes, dtype=torch.float64, seed=0):
@@ -45,6 +55,66 @@ def test_a_step_is_the_textbook_step(beta2, nesterov, scale, method):
     assert_follows(optimizer, params, lambda i, w, g, s: reference.muon_step(w, g, s, lr=0.05, beta2=beta2, **options))
 
 
+def cautious(step, lr, weight_decay, wd_mul=1.0):
+    """The twin with decay only where the weight and what is subtracted from it have one sign, or one is zero."""
+
+    def stepped(index, weight, grad, state):
+        change = weight - step(index, weight, grad, state)
+        decayed = weight * (1 - lr * weight_decay * wd_mul)
+        return torch.where(weight * change >= 0, decayed, weight) - change
+
+    return stepped
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon, Adam])
+def test_cautious_decay_is_the_textbook_step_with_decay_only_along_it(kind):
+    params = parameters((6, 12), (12, 6))
+    if kind is Adam:
+        options, twin = {"betas": BETAS}, reference.adam_step
+    else:
+        options, twin = {}, reference.muon_step
+    extra = {"beta2": 0.95} if kind is NorMuon else {}
+    dtype = {} if kind is Adam else {"dtype": torch.float64}
+    group = {"params": params, "wd_mul": 2.0}
+    optimizer = kind([group], 0.05, weight_decay=0.8, cautious=True, **options, **extra, **dtype)
+    step = lambda i, w, g, s: twin(w, g, s, lr=0.05, **options, **extra)  # noqa: E731
+    assert_follows(optimizer, params, cautious(step, 0.05, 0.8, 2.0))
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_decay_of_a_step_that_is_known_by_hand(cautious):
+    """Adam's first step is lr sign(g); Muon's for a diagonal gradient is lr times its signs."""
+    spared = 1.0 if cautious else 0.95
+    weight = torch.tensor([[1.0, -1.0, 4.0], [2.0, -2.0, 0.0]], dtype=torch.float64)
+    signs = torch.tensor([[1.0, 1.0, 0.0], [-1.0, -1.0, 1.0]]).double()
+    (param,) = params = [torch.nn.Parameter(weight.clone())]
+    param.grad = signs * 3
+    Adam(params, 0.1, betas=BETAS, eps=1e-30, weight_decay=0.5, cautious=cautious).step()
+    kept = torch.tensor([[0.95, -spared, 3.8], [2 * spared, -1.9, 0.0]], dtype=torch.float64)
+    expected = kept - 0.1 * signs
+    torch.testing.assert_close(param.detach(), expected)
+
+    (param,) = params = [torch.nn.Parameter(torch.eye(2, dtype=torch.float64))]
+    param.grad = torch.diag(torch.tensor([3.0, -4.0], dtype=torch.float64))
+    Muon(params, 0.1, method="exact", dtype=torch.float64, weight_decay=0.5, cautious=cautious).step()
+    torch.testing.assert_close(param.detach(), torch.diag(torch.tensor([0.95 - 0.1, spared + 0.1]).double()))
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+def test_backends_take_the_same_step_but_for_rounding(kind):
+    shapes = [(8, 32)] * 3 + [(32, 8), (16, 16), (4, 64)]
+    trained = {}
+    for backend in ("plain", "gram", "auto"):
+        trained[backend] = parameters(*shapes, dtype=torch.float32)
+        optimizer = kind(trained[backend], 0.05, backend=backend, dtype=torch.float32)
+        for step in range(3):
+            give_gradients(trained[backend], step)
+            optimizer.step()
+    torch.testing.assert_close(trained["gram"], trained["plain"], rtol=0, atol=2e-5)
+    assert all(torch.equal(a, b) for a, b in zip(trained["auto"], trained["gram"], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(trained["plain"], trained["gram"], strict=True))
+
+
 @pytest.mark.parametrize("axis", ["stored", "rows", "cols"])
 def test_groups_of_one_shape_keep_their_own_split_method_and_rates(axis):
     params = parameters(*[(4, 16)] * 7, (16, 4))
@@ -72,6 +142,89 @@ def test_a_stack_of_matrices_steps_as_its_matrices_do(kind):
         together.step()
         apart.step()
     torch.testing.assert_close(stack.detach(), torch.stack([single.detach() for single in singles]))
+
+
+@pytest.mark.parametrize(("kind", "extra"), [(Muon, {}), (NorMuon, {"axis": "rows"}), (NorMuon, {"axis": "cols"})])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(48, 12), (12, 48), (12, 12)])
+def test_a_split_parameter_steps_as_its_parts_do_apart_and_stacked(shape, nesterov, kind, extra):
+    """Its memory is cut, as for heads of a projection or for Q, K and V packed; the state keeps its shape."""
+    (fused,) = parameters(shape)
+    part = (shape[0], shape[1] // 3) if shape[1] >= shape[0] else (shape[0] // 3, shape[1])
+    apart = [torch.nn.Parameter(piece.view(part).clone()) for piece in fused.detach().view(-1).chunk(3)]
+    stacked = torch.nn.Parameter(fused.detach().view(3, *part).clone())
+    options = {"scale": "none", "nesterov": nesterov, "weight_decay": 0.1, "dtype": torch.float64, **extra}
+    optimizers = [kind([fused], 0.1, split=3, **options), kind(apart, 0.1, **options), kind([stacked], 0.1, **options)]
+    for step in range(3):
+        give_gradients([fused], step)
+        stacked.grad = fused.grad.view(3, *part).clone()
+        for piece, grad in zip(apart, fused.grad.view(-1).chunk(3), strict=True):
+            piece.grad = grad.view(part).clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    together = torch.stack([piece.detach() for piece in apart])
+    torch.testing.assert_close(fused.detach().view_as(together), together)
+    torch.testing.assert_close(stacked.detach(), together)
+    assert optimizers[0].state[fused]["momentum"].shape == shape
+
+
+def test_a_split_into_one_changes_no_bit():
+    whole, one = parameters((6, 12), (12, 6)), parameters((6, 12), (12, 6))
+    for params, split in ((whole, None), (one, 1)):
+        optimizer = NorMuon(params, 0.1, split=split)
+        give_gradients(params, 0)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(whole, one, strict=True))
+
+
+def test_a_convolution_is_stored_as_a_matrix_and_refused_otherwise():
+    images = torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    (matrix,) = parameters((6, 4 * 3 * 3))
+    kernels = torch.nn.Parameter(matrix.detach().view(6, 4, 3, 3).clone())
+    before = matrix.detach().clone()
+    torch.nn.functional.conv2d(images, matrix.view(6, 4, 3, 3)).square().sum().backward()
+    Muon([matrix], 0.1, method="exact", dtype=torch.float64).step()
+    expected = reference.muon_step(before, matrix.grad, {}, lr=0.1, method="exact")
+    torch.testing.assert_close(matrix.detach(), expected)
+    with pytest.raises(ValueError, match=r"shape \(6, 4, 3, 3\); hold convolution kernels as \(out, in \* height"):
+        Muon([kernels], 0.1)
+
+
+def test_groups_of_one_shape_are_orthogonalized_in_one_call(monkeypatch):
+    calls = []
+
+    def counted(G, *options):
+        calls.append(tuple(G.shape))
+        return orthogonalize(G, *options)
+
+    monkeypatch.setattr("optim.muon.orthogonalize", counted)
+    params = parameters(*[(4, 8)] * 5, (2, 4, 8), (8, 4))
+    give_gradients(params, 0)
+    NorMuon([{"params": params[:2], "lr_mul": 2.0}, {"params": params[2:], "momentum": 0.5}], 0.1).step()
+    assert sorted(calls) == [(1, 8, 4), (2, 4, 8), (5, 4, 8)]
+
+
+@pytest.mark.parametrize("limit", [None, 1.5, 100.0])
+def test_a_waking_row_is_bounded_by_its_limit_and_else_follows_the_textbook(limit):
+    """A row is silent for 60 steps; exact orthogonalization of wide matrices gives every row the norm 1."""
+    (param,) = params = parameters((6, 12))
+    options = {"momentum": 0.0, "method": "exact", "axis": "rows"}
+    optimizer = NorMuon(params, 0.1, beta2=0.75, waking_limit=limit, dtype=torch.float64, **options)
+    weight, state = param.detach().clone(), {}
+    for step in range(61):
+        give_gradients(params, step)
+        if step < 60:
+            param.grad[2] = 0
+        before, weight = weight, reference.muon_step(weight, param.grad, state, lr=0.1, beta2=0.75, **options)
+        old = param.detach().clone()
+        optimizer.step()
+    lengths, textbook = ((x - y).norm(dim=1) for x, y in ((old, param.detach()), (before, weight)))
+    factors = lengths / lengths[0]
+    expected = min(limit or 1e9, (1 - 0.75) ** -0.5)
+    torch.testing.assert_close(factors, torch.tensor([1.0, 1.0, expected, 1.0, 1.0, 1.0]).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(lengths.norm(), textbook.norm(), rtol=1e-6, atol=0)  # the whole step keeps its norm
+    if limit != 1.5:
+        torch.testing.assert_close(param.detach(), weight)
 
 
 def test_slices_that_fit_the_cache_take_the_same_step(monkeypatch):
@@ -114,17 +267,26 @@ def test_adam_is_the_textbook_step(shape):
     assert_follows(optimizer, params, lambda i, w, g, s: reference.adam_step(w, g, s, **{**defaults, **options[i]}))
 
 
-def test_adam_is_the_one_in_torch_when_eps_vanishes():
-    ours, theirs = parameters((40, 3), (7,), dtype=torch.float32), parameters((40, 3), (7,), dtype=torch.float32)
-    optimizers = [
-        Adam(ours, 0.01, betas=(0.9, 0.95), eps=1e-20, weight_decay=0.1),
-        torch.optim.AdamW(theirs, 0.01, betas=(0.9, 0.95), eps=1e-20, weight_decay=0.1),
-    ]
+@pytest.mark.parametrize("lr", [1e-3, 1e-2])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+@pytest.mark.parametrize("form", ["foreach", "fused"])
+def test_adam_is_the_one_in_torch_when_eps_vanishes(form, betas, weight_decay, lr):
+    """torch's eps acts after bias correction, ours before."""
+    shapes = (40, 3), (7,), ()
+    options = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-20}
+    ours, theirs = parameters(*shapes, dtype=torch.float32), parameters(*shapes, dtype=torch.float32)
+    optimizers = [Adam(ours, **options), torch.optim.AdamW(theirs, **options, **{form: True})]
     for step in range(10):
         for params, optimizer in zip((ours, theirs), optimizers, strict=True):
             give_gradients(params, step)
             optimizer.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(ours, theirs, strict=True):
+        (own_state, torch_state) = (o.state[p] for o, p in zip(optimizers, (mine, other), strict=True))
+        assert own_state["step"] == torch_state["step"] == 10
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(own_state[name], torch_state[name], rtol=1e-5, atol=1e-7)
 
 
 def test_bf16_adam_state_is_rounded_only_when_stored():
@@ -137,6 +299,60 @@ def test_bf16_adam_state_is_rounded_only_when_stored():
     torch.testing.assert_close(param.detach(), exact, rtol=1e-12, atol=1e-12)
     assert optimizer.state[param]["exp_avg"].dtype == torch.bfloat16
     torch.testing.assert_close(optimizer.state[param]["exp_avg"], (0.35 * param.grad).bfloat16())
+
+
+MIXED = [(16, 8), (8, 16), (12, 12), *[(8, 8)] * 5, (3, 4, 6), (1, 9)]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_two_runs_end_with_the_same_bits_and_every_parameter_has_moved(kind, options):
+    runs = [parameters(*MIXED, dtype=torch.float32) for _ in range(2)]
+    for params in runs:
+        optimizer = kind(params, 0.05, weight_decay=0.01, **options)
+        for step in range(3):
+            give_gradients(params, step)
+            optimizer.step()
+    for param, twin, start in zip(*runs, parameters(*MIXED, dtype=torch.float32), strict=True):
+        assert torch.equal(param, twin)
+        assert torch.isfinite(param).all()
+        assert (param - start).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_fifty_steps_on_a_quadratic_halve_the_distance_at_least(kind, options):
+    params, targets = (parameters((16, 32), (32, 16), dtype=torch.float32, seed=seed) for seed in (0, 1))
+    optimizer = kind(params, 0.05 if kind is Adam else 0.2, **options)
+
+    def loss():
+        return sum((param - target).square().sum() for param, target in zip(params, targets, strict=True))
+
+    start = loss().item()
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    assert loss().item() ** 0.5 < 0.5 * start**0.5
+
+
+@pytest.mark.parametrize(("kind", "options"), [case for case in KINDS if case[0] is not Adam])
+def test_the_first_update_from_a_full_rank_gradient_has_singular_values_within_a_factor_of_four(kind, options):
+    params = parameters((24, 96), (96, 24), (6, 24, 48), dtype=torch.float32)
+    before = [param.detach().clone() for param in params]
+    give_gradients(params, 0)
+    kind(params, 0.1, **options).step()
+    for param, old in zip(params, before, strict=True):
+        values = torch.linalg.svdvals(param.detach() - old)
+        ratios = values / values.mean(-1, keepdim=True)
+        assert ratios.min() > 0.25
+        assert ratios.max() < 4
+        assert torch.linalg.svdvals(param.grad).max() > 2 * torch.linalg.svdvals(param.grad).min()
+
+
+def assert_same_state(one, other):
+    assert one["state"].keys() == other["state"].keys()
+    for index, tensors in one["state"].items():
+        assert tensors.keys() == other["state"][index].keys()
+        assert all(torch.equal(tensor, other["state"][index][name]) for name, tensor in tensors.items())
 
 
 def optimizers_for(params):
@@ -173,6 +389,16 @@ def test_a_parameter_without_gradient_keeps_every_bit_and_its_state():
         ["step", "exp_avg", "exp_avg_sq"],
     ]
     assert all(torch.equal(old[k], new[k]) for old, new in zip(states, after, strict=True) for k in old)
+
+
+def test_a_step_without_any_gradient_changes_nothing():
+    params = mixed()
+    before = [param.detach().clone() for param in params]
+    for optimizer in optimizers_for(params):
+        state = optimizer.state_dict()
+        optimizer.step()
+        assert_same_state(optimizer.state_dict(), state)
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,6 +449,21 @@ def test_learning_rate_and_momentum_are_read_at_every_step():
         torch.testing.assert_close(params[0].detach(), weight, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_learning_rate_that_is_a_tensor_is_followed(index):
+    ours, twins = mixed(), mixed()
+    optimizer, twin = (optimizers_for(params)[index] for params in (ours, twins))
+    lr = optimizer.param_groups[0]["lr"] = torch.tensor(0.0)
+    for step, value in enumerate([0.1, 0.0, 0.05]):
+        give_gradients(ours, step)
+        give_gradients(twins, step)
+        lr.fill_(value)
+        twin.param_groups[0]["lr"] = value
+        optimizer.step()
+        twin.step()
+        torch.testing.assert_close(ours, twins, rtol=1e-6, atol=1e-7)
+
+
 def test_reset_returns_to_the_constructed_state_in_place():
     params = mixed()
     for optimizer in optimizers_for(params):
@@ -237,58 +478,6 @@ def test_reset_returns_to_the_constructed_state_in_place():
         assert again["param_groups"] == fresh["param_groups"]
         assert_same_state(again, fresh)
         assert pointers == [t.data_ptr() for state in optimizer.state.values() for t in state.values()]
-
-
-def assert_same_state(one, other):
-    assert one["state"].keys() == other["state"].keys()
-    for index, tensors in one["state"].items():
-        assert tensors.keys() == other["state"][index].keys()
-        assert all(torch.equal(tensor, other["state"][index][name]) for name, tensor in tensors.items())
-
-
-def test_state_is_complete_before_the_first_step():
-    for optimizer, names in zip(
-        optimizers_for(mixed()),
-        [{"momentum"}, {"momentum", "variance"}, {"step", "exp_avg", "exp_avg_sq"}],
-        strict=True,
-    ):
-        state = optimizer.state_dict()["state"]
-        assert len(state) == sum(len(group["params"]) for group in optimizer.param_groups)
-        assert all(set(tensors) == names for tensors in state.values())
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_loaded_state_continues_as_if_never_interrupted(index):
-    straight, resumed = mixed(), mixed()
-    optimizer = optimizers_for(straight)[index]
-    for step in range(2):
-        give_gradients(straight, step)
-        optimizer.step()
-    snapshot = optimizer.state_dict()
-    with torch.no_grad():
-        for target, source in zip(resumed, straight, strict=True):
-            target.copy_(source)
-    give_gradients(straight, 2)
-    optimizer.step()  # the snapshot must not follow
-
-    other = optimizers_for(resumed)[index]
-    other.load_state_dict(snapshot)
-    give_gradients(resumed, 2)
-    other.step()
-    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
-    assert_same_state(optimizer.state_dict(), other.state_dict())
-
-
-def test_a_state_that_does_not_fit_changes_nothing():
-    optimizer = NorMuon(parameters((4, 8)), 0.05)
-    before = optimizer.state_dict()
-    for other in (NorMuon(parameters((4, 8)), 0.1, split=2), Muon(parameters((4, 8)), 0.1)):
-        with pytest.raises(ValueError, match=r"parameter 0 needs state .*variance.*build the optimizer as it was"):
-            optimizer.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match=r"groups of \[2\] parameters, this optimizer \[1\]"):
-        optimizer.load_state_dict(NorMuon(parameters((4, 8), (4, 8)), 0.1).state_dict())
-    assert optimizer.param_groups[0]["lr"] == 0.05
-    assert_same_state(optimizer.state_dict(), before)
 
 
 def test_a_closure_is_called_with_gradients_and_its_loss_returned():
@@ -310,6 +499,33 @@ class DTensor(torch.nn.Parameter):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": torch.tensor(0.001)},
+        {"weight_decay": 0.2},
+        {"momentum": 0.8},
+        {"momentum": 0},
+        {"nesterov": False},
+        {"scale": "rms"},
+        {"method": "newton_schulz_12"},
+        {"method": "exact"},
+        {"dtype": torch.bfloat16},
+        {"nonfinite_guard": False},
+    ],
+)
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+def test_every_setting_makes_an_optimizer_that_steps(kind, options):
+    for params in (parameters((4, 8), dtype=torch.float32), iter([("w", p) for p in parameters((8, 4), (3, 3))])):
+        optimizer = kind(params, **{"lr": 0.01, **options})
+        members = [param for group in optimizer.param_groups for param in group["params"]]
+        before = [param.detach().clone() for param in members]
+        give_gradients(members, 0)
+        optimizer.step()
+        assert not any(torch.equal(param, old) for param, old in zip(members, before, strict=True))
+
+
+@pytest.mark.parametrize(
     ("build", "error", "message"),
     [
         (lambda p: Muon(p, -0.1), ValueError, r"lr must be in \[0, inf\), got -0.1; a usual value is 0.02"),
@@ -319,13 +535,35 @@ class DTensor(torch.nn.Parameter):
         (
             lambda p: Muon([{"params": p, "lrmul": 2}], 0.1),
             ValueError,
-            r"unknown param group key 'lrmul'; known: lr, lr_mul",
+            r"unknown param group key 'lrmul'; known: backend, lr, lr_mul, .*split",
         ),
         (lambda p: Muon(p, 0.1, scale="big"), ValueError, r"unknown scale 'big'; choose one of spectral, rms, none"),
         (lambda p: Muon(p, 0.1, method="qr"), ValueError, r"unknown method 'qr'; choose one of polar_express"),
         (lambda p: Muon(p, 0.1, split=3), ValueError, r"split must divide 8, the longer side of parameter 0, got 3"),
         (lambda p: Muon(p, 0.1, split=0), ValueError, r"split must divide 8"),
         (lambda p: Muon(p, 0.1, dtype="bf16"), ValueError, r"floating-point torch.dtype, got 'bf16'"),
+        (lambda p: Muon(p, 0.1, split=-2), ValueError, r"split must divide 8"),
+        (lambda p: Muon(p, 0.1, momentum=-0.1), ValueError, r"momentum must be in \[0, 1\), got -0.1"),
+        (lambda p: Muon(p, 0.1, weight_decay=-1), ValueError, r"weight_decay must be in \[0, inf\), got -1"),
+        (lambda p: Muon(p, torch.tensor(-0.1)), ValueError, r"lr must be in \[0, inf\)"),
+        (
+            lambda p: Muon(p, 0.1, backend="cublas"),
+            ValueError,
+            r"unknown backend 'cublas'; choose auto or one of plain",
+        ),
+        (lambda p: Muon([{"params": p, "backend": "x"}], 0.1), ValueError, r"unknown backend 'x'"),
+        (lambda p: Muon(p[0], 0.1), TypeError, r"should be an iterable of Tensors or dicts"),
+        (lambda p: Muon([{"params": p}, {"params": p}], 0.1), ValueError, r"in more than one parameter group"),
+        (lambda p: Muon([("w", p[0]), p[0]], 0.1), ValueError, r"Some param names are missing"),
+        (lambda p: Muon([], 0.1), ValueError, r"empty parameter list"),
+        (lambda p: Muon([p[0].view(2, 16)], 0.1), ValueError, r"non-leaf"),
+        (lambda p: Muon([p[0].detach()[0, 0]], 0.1), ValueError, r"shape \(\), Muon needs matrices; give it to Adam"),
+        (
+            lambda p: NorMuon(p, 0.1, waking_limit=0.5),
+            ValueError,
+            r"waking_limit must be at least 1, got 0.5; 2 is usual",
+        ),
+        (lambda p: NorMuon(p, 0.1, waking_limit=float("nan")), ValueError, r"waking_limit must be at least 1, got nan"),
         (lambda p: Muon(p, 0.1, grad_divisor=0), ValueError, r"grad_divisor must be a positive number, got 0"),
         (
             lambda p: Muon([("gain", p[0].detach()[0])], 0.1),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import PortableAttention
+from optim import Guard, SpikeRule
 from runtime.environment import Machine
 from train_gpt import (
     GPT,
@@ -202,7 +203,8 @@ def optimized(track, **changes):
         for parameter in model.parameters():
             parameter.fill_(1)
     set_schedule(config, optimizers, 0)
-    return SimpleNamespace(config=config, model=model, optimizers=optimizers)
+    guard = Guard(optimizers.values(), spike=SpikeRule())
+    return SimpleNamespace(config=config, model=model, optimizers=optimizers, guard=guard)
 
 
 def value_of(table, name):
@@ -271,7 +273,7 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
         for parameter in run.model.parameters():
             grad = torch.full_like(parameter, step + 1.0)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        optimizer_steps(run, step)
+        optimizer_steps(run, step, torch.tensor(1.0))
         assert torch.equal(run.model.embed, before[0]) == (step % 2 == 0)
         assert not torch.equal(matrix, before[1])
         assert matrix.grad is None, "a hidden matrix sees the gradients of one step"
@@ -285,13 +287,12 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
 def test_the_last_step_of_record_42_moves_only_the_hidden_matrices():
     stepped = []
     optimizers = {
-        name: SimpleNamespace(
-            param_groups=[{}], step=lambda name=name: stepped.append(name), zero_grad=lambda set_to_none: None
-        )
+        name: SimpleNamespace(name=name, param_groups=[{}], zero_grad=lambda set_to_none: None)
         for name in ("matrix", "adam")
     }
+    guard = SimpleNamespace(step=lambda loss, only: stepped.extend(optimizer.name for optimizer in only))
     for step in (2283, 2284):
-        optimizer_steps(SimpleNamespace(config=SHORT, optimizers=optimizers), step)
+        optimizer_steps(SimpleNamespace(config=SHORT, optimizers=optimizers, guard=guard), step, torch.tensor(1.0))
     assert stepped == ["matrix", "adam", "matrix"]
 
 

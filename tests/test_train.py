@@ -376,7 +376,7 @@ def diverge_at(step, monkeypatch):
 
 def test_a_run_that_diverges_stops_at_the_first_loss_that_is_no_number(data, tmp_path, monkeypatch):
     diverge_at(6, monkeypatch)  # the seventh step ruins the weights, so the eighth has no loss
-    outcome = run(data, tmp_path)
+    outcome = run(data, tmp_path, guard="off")
     assert outcome.code == 3
     assert "training loss is nan at step 8" in outcome.out + outcome.err
     assert [step["train_loss"] for step in outcome.events("step")][-1] == "nan"
@@ -384,6 +384,45 @@ def test_a_run_that_diverges_stops_at_the_first_loss_that_is_no_number(data, tmp
     assert (end["status"], end["reached"]) == ("nonfinite", None)
     assert read_run(outcome.logs[0]).unfinished == "ended with status nonfinite"
     assert read_events(tmp_path / "registry.jsonl")[-1]["status"] == "nonfinite"
+
+
+def spoil_gradients(steps, monkeypatch, name="blocks.0.mlp.up"):
+    """A NaN in the gradient of one tensor at the steps with these indices."""
+    forward_backward = train_gpt.forward_backward
+
+    def spoiled(session, windows):
+        loss = forward_backward(session, windows)
+        if session.steps_done in steps:
+            dict(session.model.named_parameters())[name].grad[0, 0] = math.nan
+        return loss
+
+    monkeypatch.setattr(train_gpt, "forward_backward", spoiled)
+
+
+def test_a_gradient_that_is_no_number_costs_one_step_and_is_named(data, tmp_path, monkeypatch):
+    spoil_gradients([4], monkeypatch)
+    outcome = run(data, tmp_path)
+    assert outcome.code == 0
+    (skip,) = outcome.events("skip")
+    wanted = {"step": 5, "guard": "nonfinite", "value": "nan", "tensor": "blocks.0.mlp.up"}
+    assert {key: skip[key] for key in wanted} == wanted
+    assert [step["step"] for step in outcome.events("step") if step["skipped"]] == [5]
+    assert outcome.out.count("warning: step 5 skipped, nonfinite: blocks.0.mlp.up nan") == 1
+    assert outcome.events("end")[0]["status"] == "done"
+
+
+def test_a_run_stops_when_only_skips_follow_one_another(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.progress.MOST_SKIPS", 3)
+    spoil_gradients(range(5, STEPS), monkeypatch)
+    outcome = run(data, tmp_path)
+    assert outcome.code == 3
+    assert "3 steps were skipped in a row, the last of them 8" in outcome.out + outcome.err
+    assert [step["step"] for step in outcome.events("skip")] == [6, 7, 8]
+
+
+@pytest.mark.parametrize("guard", ["nonfinite", "off"])
+def test_guards_change_nothing_in_a_run_without_faults(guard, two_trials, data, tmp_path):
+    assert run(data, tmp_path, seed=3, guard=guard).losses() == two_trials.losses(0)
 
 
 def test_a_validation_that_is_no_number_stops_the_run(data, tmp_path, monkeypatch):

@@ -1,0 +1,1011 @@
+"""Guards: which steps are skipped, against slow twins; and that a skipped step leaves no trace, bit for bit."""
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from scipy.stats import median_abs_deviation
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optim import Adam, Guard, Muon, NorMuon, Skip, SpikeRule
+from optim.guards import Spikes
+from optim.orthogonalize import LARGEST_SINGULAR_VALUE
+
+NAN, INF = math.nan, math.inf
+PEERS = SpikeRule(robust=False, start=64)
+TOLERANT = SpikeRule(window=8, start=3, least_spread=0.2)  # of gradient norms that vary: spikes are 2.2 times the usual
+
+
+# ---- what the spike rule says of a loss
+
+
+class Twin:
+    """A spike rule from its description, with a list that only grows, in float64."""
+
+    def __init__(self, rule):
+        self.rule, self.past, self.skips = rule, [], 0
+
+    def limit(self):
+        values = np.array(self.past[-self.rule.window :])
+        if len(values) < self.rule.start:
+            return INF
+        if not self.rule.robust:
+            return values.mean() + self.rule.sigma * values.std(ddof=1)
+        middle = (len(values) - 1) // 2
+        centre = np.sort(values)[middle]
+        spread = 1.4826 * np.sort(abs(values - centre))[middle]
+        return centre + self.rule.sigma * max(spread, self.rule.least_spread * abs(centre))
+
+    def step(self, value):
+        """Whether a step with this loss is taken, and whether rounding may decide otherwise."""
+        limit = self.limit()
+        anew = self.skips >= self.rule.patience and math.isfinite(value) and value > limit
+        taken = math.isfinite(value) and (anew or value <= limit)
+        self.past = [] if anew else self.past
+        self.past += [value] if math.isfinite(value) and (taken or not self.rule.robust) else []
+        self.skips = 0 if taken else self.skips + 1
+        return taken, abs(value - limit) <= 1e-5 * abs(limit)
+
+
+def watcher(rule):
+    """A guard that watches losses alone."""
+    return Guard([Adam([torch.nn.Parameter(torch.ones(2))], 0.1, betas=(0.9, 0.95))], spike=rule)
+
+
+def taken(guard, losses):
+    """For each loss, whether the guard takes the step."""
+    return [guard.explain(guard.step(torch.tensor(loss), only=())) is None for loss in losses]
+
+
+def noise(count, centre=3.0, deviation=0.02, seed=0):
+    """Losses that float32 holds exactly, so that a twin in float64 sees the same ones."""
+    values = np.random.default_rng(seed).normal(centre, deviation, count)
+    return [float(np.float32(value)) for value in values]
+
+
+EVENTS = st.sampled_from([*["usual"] * 12, "high", "far", "low", "shift", "nan", "inf"])
+
+
+def trace(events, seed):
+    level, losses = 3.0, []
+    for event, loss in zip(events, noise(len(events), 0.0, seed=seed), strict=True):
+        level += 1.5 * (event == "shift")
+        loss += level + {"high": 0.1, "far": 30.0, "low": -1.0}.get(event, 0.0)
+        losses.append({"nan": NAN, "inf": INF}.get(event, float(np.float32(loss))))
+    return losses
+
+
+@pytest.mark.parametrize("robust", [True, False])
+@settings(max_examples=50)
+@given(events=st.lists(EVENTS, min_size=20, max_size=70), seed=st.integers(0, 999), patience=st.integers(1, 5))
+def test_every_verdict_is_that_of_the_slow_twin(robust, events, seed, patience):
+    rule = SpikeRule(window=12, sigma=4.0, start=6, patience=patience, robust=robust)
+    guard, twin = watcher(rule), Twin(rule)
+    for loss in trace(events, seed):
+        expected, rounding_decides = twin.step(loss)
+        if rounding_decides:
+            break
+        assert taken(guard, [loss]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("rule", "count", "skips"),
+    [
+        (SpikeRule(), 4000, 0),
+        (PEERS, 4000, 0),
+        (SpikeRule(sigma=3.0, least_spread=0.0), 1500, 6),
+        (SpikeRule(robust=False, sigma=3.0), 1500, 3),
+    ],
+)
+def test_gaussian_losses_are_never_skipped_at_six_sigma_and_at_three_as_the_twin_does(rule, count, skips):
+    losses, twin = noise(count), Twin(rule)
+    verdicts = taken(watcher(rule), losses)
+    assert verdicts == [twin.step(loss)[0] for loss in losses]
+    assert verdicts.count(False) == skips
+
+
+@given(st.lists(st.floats(0.5, 50, width=32), min_size=5, max_size=21).filter(lambda values: len(values) % 2))
+def test_the_robust_limit_is_made_of_the_median_and_the_median_deviation(values):
+    spikes = Spikes(SpikeRule(window=32, start=3, sigma=5.0, least_spread=0.0), 1, torch.device("cpu"))
+    yes, no = torch.tensor(True), torch.tensor(False)
+    for value in values:
+        spikes.enter(torch.tensor([value]), yes, no)
+    expected = np.median(values) + 5.0 * median_abs_deviation(values, scale="normal")
+    assert spikes.limits().item() == pytest.approx(expected, rel=2e-6)
+
+
+def test_each_value_has_its_own_window():
+    spikes = Spikes(SpikeRule(window=8, start=3), 3, torch.device("cpu"))
+    yes, no = torch.tensor(True), torch.tensor(False)
+    for step in range(20):
+        row = torch.tensor([1.0, 5.0 if step % 2 else -INF, -INF])
+        spikes.enter(row, yes, no)
+    one, five, absent = spikes.limits().tolist()
+    assert (one, five, absent) == (pytest.approx(1.06), pytest.approx(5.3), INF)
+
+
+def test_nothing_is_judged_before_enough_values_are_in_the_window():
+    for rule in (SpikeRule(start=10, window=20), SpikeRule(start=10, window=20, robust=False)):
+        assert all(taken(watcher(rule), [*noise(9), 1e9]))
+        assert taken(watcher(rule), [*noise(10), 1e9])[-1] is False
+
+
+def test_after_a_nan_or_infinite_loss_no_normal_step_is_skipped():
+    for bad in (NAN, INF):
+        for rule in (SpikeRule(), PEERS):
+            verdicts = taken(watcher(rule), [*noise(100), bad, *noise(200, seed=1)])
+            assert [index for index, good in enumerate(verdicts) if not good] == [100]
+
+
+def test_a_nan_loss_is_skipped_even_before_anything_is_judged():
+    assert taken(watcher(SpikeRule()), [NAN, INF, 3.0]) == [False, False, True]
+
+
+def test_a_loss_of_minus_infinity_is_skipped():
+    assert taken(watcher(SpikeRule()), [-INF]) == [False]
+
+
+def spikes_after_an_outlier(rule):
+    """Verdicts on losses of 6.0 that come 10, 50 and 120 steps after one of 30."""
+    losses = noise(300)
+    for step, loss in {100: 30.0, 110: 6.0, 150: 6.0, 220: 6.0}.items():
+        losses[step] = loss
+    verdicts = taken(watcher(rule), losses)
+    assert verdicts.count(False) == [verdicts[step] for step in (100, 110, 150, 220)].count(False)
+    return [verdicts[step] for step in (100, 110, 150, 220)]
+
+
+def test_one_outlier_does_not_hide_the_next_ones():
+    assert spikes_after_an_outlier(SpikeRule()) == [False, False, False, False]
+    # The peers' rule is there to be compared with, so it has to fail as theirs does.
+    assert spikes_after_an_outlier(PEERS) == [False, True, True, True]
+
+
+def test_equal_losses_leave_room_for_a_small_rise():
+    assert taken(watcher(SpikeRule()), [3.0] * 50 + [3.0001, 3.17, 3.19]) == [True] * 52 + [False]
+    assert taken(watcher(PEERS), [3.0] * 64 + [3.0001])[-1] is False
+
+
+def test_a_lasting_change_of_level_is_accepted_after_patience_and_the_window_starts_anew():
+    rule = SpikeRule(patience=5, start=20)
+    verdicts = taken(watcher(rule), [*noise(50), *noise(24, centre=6.0), 9.0])
+    assert [index for index, good in enumerate(verdicts) if not good] == [50, 51, 52, 53, 54]
+    # Nineteen values of the new level are not enough to judge by, and twenty are.
+    verdicts = taken(watcher(rule), [*noise(50), *noise(25, centre=6.0), 9.0])
+    assert verdicts[-2:] == [True, False]
+
+
+def test_fewer_outliers_than_patience_are_all_skipped():
+    verdicts = taken(watcher(SpikeRule(patience=5)), [*noise(50), *([9.0] * 4 + [3.0]) * 20])
+    assert verdicts[50:] == ([False] * 4 + [True]) * 20
+
+
+def test_a_verdict_names_the_value_that_is_an_outlier():
+    guard = watcher(SpikeRule())
+    taken(guard, noise(50))
+    assert guard.explain(guard.step(torch.tensor(6.5))) == Skip("spike", 6.5, None)
+
+
+@pytest.mark.parametrize("which", ["muon", "normuon", "adam"])
+def test_a_gradient_norm_that_is_an_outlier_is_skipped_though_the_loss_is_not(which):
+    params, optimizers = model()
+    guard = Guard(optimizers, spike=SpikeRule(start=8, window=16))
+    for step in range(12):
+        give_gradients(params, step)
+        assert guard.explain(guard.step(torch.tensor(3.0))) is None
+    give_gradients(params, 12)
+    mine = [param for name, param in params.items() if name.startswith(which + ".")]
+    for param in mine:
+        param.grad *= 100
+    before = traces(params, optimizers)
+    norm = torch.linalg.vector_norm(torch.cat([param.grad.flatten() for param in mine]))
+    skip = guard.explain(guard.step(torch.tensor(3.0)))
+    assert skip == Skip("spike", pytest.approx(norm.item(), rel=1e-5), None)
+    assert traces(params, optimizers) == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"window": 3}, "window must be at least 4, got 3"),
+        ({"sigma": 0.0}, "sigma must be positive, got 0.0"),
+        ({"sigma": NAN}, "sigma must be positive, got nan"),
+        ({"start": 2}, r"start must be between 3 and window \(128\), got 2"),
+        ({"start": 17, "window": 16}, r"start must be between 3 and window \(16\), got 17"),
+        ({"least_spread": -0.1}, "least_spread must be 0 or more, a share of the centre, got -0.1"),
+        ({"patience": 0}, "patience must be at least 1, got 0"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(setting, message):
+    with pytest.raises(ValueError, match=message):
+        SpikeRule(**setting)
+
+
+# ---- models, their gradients, and everything that a step may change
+
+SHAPES = {
+    "muon": [(6, 12), (12, 6), (6, 12)],
+    "normuon": [(8, 16), (16, 8), (2, 4, 8)],
+    "adam": [(9,), (5, 7), ()],
+}
+FACTORIES = {
+    "muon": lambda params, **options: Muon(params, 0.05, weight_decay=0.1, **options),
+    "normuon": lambda params, **options: NorMuon(params, 0.05, split=2, weight_decay=0.1, **options),
+    "adam": lambda params, **options: Adam(params, 0.01, betas=(0.65, 0.95), weight_decay=0.1, **options),
+}
+
+
+def model(kinds=("muon", "normuon", "adam"), dtype=torch.float32, **options):
+    """Parameters by name, and an optimizer of each kind over its own. Some weights are -0.0."""
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        f"{kind}.{index}": torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for kind in kinds
+        for index, shape in enumerate(SHAPES[kind])
+    }
+    for param in params.values():
+        param.data.reshape(-1)[0] = -0.0
+    named = {kind: [(name, param) for name, param in params.items() if name.startswith(kind + ".")] for kind in kinds}
+    return params, [FACTORIES[kind](named[kind], **options) for kind in kinds]
+
+
+def give_gradients(params, step, add=False):
+    generator = torch.Generator().manual_seed(1000 + step)
+    for param in params.values():
+        grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        param.grad = param.grad + grad if add and param.grad is not None else grad
+
+
+def bits(thing):
+    """Containers with every tensor as its bytes, so that -0.0 and NaN count."""
+    if isinstance(thing, torch.Tensor):
+        return thing.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(thing, Mapping):
+        return {key: bits(value) for key, value in thing.items()}
+    return [bits(value) for value in thing] if isinstance(thing, (list, tuple)) else thing
+
+
+def traces(params, optimizers):
+    """Bytes of all that a step may change."""
+    return bits([params, [optimizer.state_dict()["state"] for optimizer in optimizers]])
+
+
+FAULTS = {
+    "nan": lambda grad: grad.reshape(-1)[-1:].fill_(NAN),
+    "inf": lambda grad: grad.reshape(-1)[-1:].fill_(-INF),
+    "overflow": lambda grad: grad.fill_(3e38),  # finite, but not its norm
+}
+OPTIONS = [{}, {"cautious": True}, {"exact_accumulation": True}, {"cautious": True, "exact_accumulation": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kinds", [("muon",), ("normuon",), ("adam",), ("muon", "normuon", "adam")], ids="+".join)
+@pytest.mark.parametrize("earlier", [0, 2])
+def test_a_skipped_step_changes_no_bit_of_weights_and_state_and_no_gradient(earlier, kinds, dtype, options):
+    params, optimizers = model(kinds, dtype, **options)
+    step = optimizers[0].step if len(kinds) == 1 else Guard(optimizers).step
+    for number in range(earlier):
+        give_gradients(params, number)
+        step()
+    for fault in FAULTS.values():
+        before = traces(params, optimizers)
+        give_gradients(params, earlier)
+        fault(params[f"{kinds[-1]}.1"].grad)
+        gradients = bits([param.grad for param in params.values()])
+        step()
+        assert traces(params, optimizers) == before
+        assert bits([param.grad for param in params.values()]) == gradients
+    give_gradients(params, earlier)
+    step()
+    after = traces(params, optimizers)
+    changed = [before[0][name] != after[0][name] for name in params]
+    for old, new in zip(before[1], after[1], strict=True):
+        changed += [old[index][name] != new[index][name] for index in old for name in old[index]]
+    assert all(changed)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_skipped_for_its_loss_changes_no_bit_either(dtype, options):
+    params, optimizers = model(dtype=dtype, **options)
+    guard = Guard(optimizers, spike=SpikeRule(window=8, start=4))
+    for number in range(5):
+        give_gradients(params, number)
+        guard.step(torch.tensor(3.0))
+    before = traces(params, optimizers)
+    assert guard.explain(guard.step(torch.tensor(5.0))) == Skip("spike", 5.0, None)
+    assert traces(params, optimizers) == before
+    guard.step(torch.tensor(3.0))
+    assert traces(params, optimizers) != before
+
+
+def trained(steps, faults=None, guarded=True, **options):
+    """(traces, guard) of a model after these steps; faults: {(step, parameter): what is done to its gradient}."""
+    params, optimizers = model(**options)
+    guard = Guard(optimizers) if guarded else None
+    for step in steps:
+        give_gradients(params, step)
+        for (number, name), fault in (faults or {}).items():
+            if number == step:
+                fault(params[name].grad)
+        if guard is not None:
+            guard.step()
+        else:
+            for optimizer in optimizers:
+                optimizer.step()
+    return traces(params, optimizers), guard
+
+
+@pytest.mark.parametrize("name", ["muon.2", "normuon.0", "adam.1"])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("at_once", [("cpu",), ()])  # reading the flag, and selecting by it as on a GPU
+def test_a_run_with_a_bad_gradient_is_the_run_without_that_step(fault, name, at_once, monkeypatch):
+    monkeypatch.setattr("optim.base.READ_AT_ONCE", at_once)
+    for dtype in (torch.float32, torch.bfloat16):
+        faults = {(step, name): FAULTS[fault] for step in (0, 3, 4)}
+        faulty, guard = trained(range(7), faults, dtype=dtype, exact_accumulation=True)
+        without, _ = trained([1, 2, 5, 6], dtype=dtype, exact_accumulation=True)
+        assert faulty == without
+        assert guard.report() == {
+            "steps": 7, "nonfinite": 3, "spike": 0, "in_a_row": 0, "spikes_in_a_row": 0, "last_skip": 5,
+            "last_tensor": name,
+        }  # fmt: skip
+
+
+def test_without_the_guard_one_nan_is_in_the_weights_for_good():
+    params, optimizers = model(nonfinite_guard=False)
+    for step in range(3):
+        give_gradients(params, step)
+        if step == 0:
+            for kind in SHAPES:
+                FAULTS["nan"](params[f"{kind}.0"].grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(params[f"{kind}.0"].isnan().any() for kind in SHAPES)
+
+
+def test_a_guard_told_to_ignore_them_lets_nan_through():
+    params, optimizers = model()
+    give_gradients(params, 0)
+    FAULTS["nan"](params["adam.0"].grad)
+    guard = Guard(optimizers, nonfinite=False)
+    assert guard.explain(guard.step()) is None
+    assert params["adam.0"].isnan().any()
+
+
+def test_sound_steps_are_the_same_with_and_without_a_guard():
+    for dtype in (torch.float32, torch.bfloat16):
+        guarded, guard = trained(range(4), dtype=dtype)
+        assert guarded == trained(range(4), guarded=False, nonfinite_guard=False, dtype=dtype)[0]
+        assert guarded == trained(range(4), guarded=False, dtype=dtype)[0]
+        assert guard.report()["nonfinite"] == 0
+
+
+def test_a_gradient_that_float16_holds_is_not_taken_for_an_overflow():
+    param = torch.nn.Parameter(torch.ones(256, 256, dtype=torch.float16))
+    for optimizer in (Adam([param], 1.0, betas=(0.9, 0.95), eps=1e-3), torch.optim.SGD([param], 1e-4)):
+        guard, before = Guard([optimizer]), bits(param)
+        param.grad = torch.full_like(param, 300.0)  # the norm is 76,800, and the largest float16 65,504
+        assert guard.explain(guard.step()) is None
+        assert bits(param) != before
+
+
+def test_a_scalar_gradient_whose_square_overflows_does_not_freeze_its_parameter():
+    param = torch.nn.Parameter(torch.ones(()))
+    optimizer = Adam([param], 0.1, betas=(0.65, 0.95))
+    for grad in (1.0, 1e30, 1.0):
+        param.grad = torch.tensor(grad)
+        optimizer.step()
+    assert all(tensor.isfinite() for tensor in optimizer.state[param].values())
+
+
+def test_a_verdict_gives_the_norm_and_the_first_bad_tensor():
+    params, optimizers = model()
+    guard = Guard(optimizers)
+    give_gradients(params, 0)
+    assert guard.explain(guard.step()) is None
+    for name in ("adam.1", "normuon.2", "muon.1"):  # each comes before the last
+        FAULTS["inf"](params[name].grad)
+        assert guard.explain(guard.step()) == Skip("nonfinite", INF, name)
+        assert guard.report()["last_tensor"] == name
+    assert guard.report() | {"last_tensor": None} == {
+        "steps": 4, "nonfinite": 3, "spike": 0, "in_a_row": 3, "spikes_in_a_row": 0, "last_skip": 4,
+        "last_tensor": None,
+    }  # fmt: skip
+
+
+def test_verdicts_can_be_read_late():
+    params, optimizers = model()
+    guard = Guard(optimizers, spike=TOLERANT)
+    verdicts = []
+    for step in range(8):
+        give_gradients(params, step)
+        if step == 4:
+            FAULTS["inf"](params["adam.0"].grad)
+        verdicts.append(guard.step(torch.tensor(9.0 if step == 6 else 3.0)))
+    skips = [None] * 4 + [Skip("nonfinite", INF, "adam.0"), None, Skip("spike", 9.0, None), None]
+    assert [guard.explain(verdict) for verdict in verdicts] == skips
+    assert (guard.report()["nonfinite"], guard.report()["spike"]) == (1, 1)
+
+
+def test_a_reset_guard_is_as_constructed():
+    guard = watcher(SpikeRule())
+    fresh = bits(guard.state_dict())
+    taken(guard, [*noise(40), 9.0])
+    assert bits(guard.state_dict()) != fresh
+    guard.reset()
+    assert bits(guard.state_dict()) == fresh
+
+
+# ---- orthogonalizations gone wrong
+
+
+def spoil(monkeypatch, shape, change):
+    """Let orthogonalizations of such matrices go wrong; returns the backends that are asked for and a switch."""
+    import optim.muon
+
+    right, asked, switch = optim.muon.orthogonalize, [], {"on": True}
+
+    def wrong(G, method, dtype, backend):
+        asked.append(backend)
+        result = right(G, method, dtype, backend)
+        if switch["on"] and tuple(G.shape[-2:]) == shape:
+            change(result)
+        return result
+
+    monkeypatch.setattr(optim.muon, "orthogonalize", wrong)
+    return asked, switch
+
+
+WRONG = {
+    "nan": (lambda result: result[-1, 0, :1].fill_(NAN), NAN),
+    "inf": (lambda result: result[-1, 0, :1].fill_(INF), INF),
+    "beyond": (lambda result: result[-1].mul_(4 * LARGEST_SINGULAR_VALUE), None),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_orthogonalization_skips_the_whole_model_and_is_named(monkeypatch, kind):
+    change, value = WRONG[kind]
+    params, optimizers = model()
+    guard = Guard(optimizers)
+    give_gradients(params, 0)
+    guard.step()
+    before = traces(params, optimizers)
+    _, switch = spoil(monkeypatch, (6, 12), change)
+    verdict = guard.step()
+    assert traces(params, optimizers) == before
+    with pytest.warns(UserWarning, match="falls back to backend 'plain'"):
+        skip = guard.explain(verdict)
+    assert (skip.guard, skip.tensor) == ("nonfinite", "muon.2")
+    assert skip.value > LARGEST_SINGULAR_VALUE if value is None else not math.isfinite(skip.value)
+    switch["on"] = False
+    guard.step()
+    after = traces(params, optimizers)
+    assert all(before[0][name] != after[0][name] for name in params)
+
+
+def test_the_optimizer_that_went_wrong_falls_back_to_plain_and_says_so_once(monkeypatch):
+    params, optimizers = model(("muon", "normuon"))
+    guard = Guard(optimizers)
+    asked, switch = spoil(monkeypatch, (4, 4), WRONG["nan"][0])  # a part of "normuon.2"
+    give_gradients(params, 0)
+    verdict = guard.step()
+    with pytest.warns(UserWarning, match="falls back") as caught:
+        assert guard.explain(verdict).tensor == "normuon.2"
+    assert len(caught) == 1
+    assert set(asked) == {"auto"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guard.explain(guard.step())
+    switch["on"] = False
+    asked.clear()
+    guard.step()
+    assert [group["backend"] for optimizer in optimizers for group in optimizer.param_groups] == ["auto", "plain"]
+    assert set(asked) == {"auto", "plain"}
+
+
+def test_a_bad_gradient_is_no_reason_to_fall_back():
+    params, optimizers = model()
+    give_gradients(params, 0)
+    FAULTS["nan"](params["muon.0"].grad)
+    guard = Guard(optimizers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert guard.explain(guard.step()).tensor == "muon.0"
+    assert {group["backend"] for group in optimizers[0].param_groups} == {"auto"}
+
+
+def test_without_the_guard_a_wrong_orthogonalization_is_in_the_weights(monkeypatch):
+    params, (optimizer,) = model(("muon",), nonfinite_guard=False)
+    spoil(monkeypatch, (6, 12), WRONG["nan"][0])
+    give_gradients(params, 0)
+    optimizer.step()
+    assert [name for name, param in params.items() if param.isnan().any()] == ["muon.2"]
+
+
+# ---- gradients that are summed over several steps
+
+
+def in_sums(steps, period, bad=(), dropped=(), guarded=True):
+    """Traces of a run whose Adam steps every `period`-th step; bad: steps with NaN in a Muon gradient.
+
+    Unguarded, it is told what to leave out: the bad steps, and Adam's step where the sum is `dropped`.
+    """
+    params, optimizers = model(("muon", "adam"))
+    muon, adam = optimizers
+    guard = Guard(optimizers) if guarded else None
+    for step in range(steps):
+        last = step % period == period - 1
+        if guarded or step not in bad:
+            give_gradients(params, step, add=True)
+        if guard is not None:
+            if step in bad:
+                FAULTS["nan"](params["muon.1"].grad)
+            guard.step(only=optimizers if last else [muon])
+        else:
+            if step not in bad:
+                muon.step()
+            if last and step // period not in dropped:
+                adam.step()
+        muon.zero_grad()
+        if last:
+            adam.zero_grad()
+    return traces(params, optimizers), guard
+
+
+@pytest.mark.parametrize("period", [2, 3])
+@pytest.mark.parametrize("bad", [(0,), (2,), (3,), (2, 3), (1, 6), (5, 6, 7)])
+def test_a_sum_that_contains_a_skipped_step_is_dropped_whole_and_the_next_is_not(period, bad):
+    faulty, guard = in_sums(12, period, bad)
+    without, _ = in_sums(12, period, bad, dropped={step // period for step in bad}, guarded=False)
+    assert faulty == without
+    assert guard.report()["nonfinite"] == len(bad)
+    clean, _ = in_sums(12, period)
+    assert faulty != clean == in_sums(12, period, guarded=False)[0]
+
+
+def test_a_nan_that_waits_in_a_dropped_sum_is_not_counted_again():
+    params, optimizers = model(("muon", "adam"))
+    muon = optimizers[0]
+    guard = Guard(optimizers, spike=TOLERANT)
+    verdicts = []
+    for step in range(8):
+        give_gradients(params, step, add=True)
+        if step == 4:
+            FAULTS["nan"](params["muon.0"].grad)
+            FAULTS["nan"](params["adam.0"].grad)
+        if step == 5:
+            before = bits(params)
+        verdicts.append(guard.explain(guard.step(torch.tensor(3.0), only=optimizers if step % 2 else [muon])))
+        for optimizer in optimizers if step % 2 else [muon]:
+            optimizer.zero_grad()
+        if step == 5:
+            after = bits(params)
+    assert [step for step, skip in enumerate(verdicts) if skip is not None] == [4]
+    assert {name for name in params if before[name] != after[name]} == {"muon.0", "muon.1", "muon.2"}
+    assert not any(param.isnan().any() for param in params.values())
+
+
+# ---- optimizers of torch
+
+TORCH = {
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01, amsgrad=True),
+    "adamw fused": lambda params: torch.optim.AdamW(params, 0.01, fused=True),
+    "adamw for": lambda params: torch.optim.AdamW(params, 0.01, foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, 0.01),
+    "sgd momentum": lambda params: torch.optim.SGD(params, 0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "muon": lambda params: torch.optim.Muon(params, 0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01, momentum=0.9, centered=True),
+}
+
+
+class Replacing(torch.optim.Optimizer):
+    """Momentum that is a new tensor after every step."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["mean"] = 0.9 * self.state[param].get("mean", 0) + param.grad
+            param -= 0.1 * self.state[param]["mean"]
+
+
+TORCH["replacing"] = Replacing
+
+
+def foreign_run(build, steps, faults=(), guarded=True):
+    """Traces after each step of an optimizer that is not ours, stepped beside our Adam."""
+    generator = torch.Generator().manual_seed(0)
+    theirs = {str(i): torch.nn.Parameter(torch.randn(6, 4, generator=generator)) for i in range(3)}
+    ours = {"adam": torch.nn.Parameter(torch.ones(3))}
+    optimizers = [build(list(theirs.values())), Adam(list(ours.values()), 0.1, betas=(0.9, 0.95))]
+    params, seen = theirs | ours, []
+    guard = Guard(optimizers) if guarded else None
+    seen.append(traces(params, optimizers))
+    for step in steps:
+        give_gradients(params, step)
+        if step in faults:
+            FAULTS["nan"](params[faults[step]].grad)
+        if guard is not None:
+            guard.step()
+        else:
+            for optimizer in optimizers:
+                optimizer.step()
+        seen.append(traces(params, optimizers))
+    return seen, guard
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_an_optimizer_of_torch_is_put_back_as_if_the_step_had_never_been(name):
+    guarded, guard = foreign_run(TORCH[name], range(7), {0: "1", 3: "2", 4: "adam"})
+    alone, _ = foreign_run(TORCH[name], [1, 2, 5, 6], guarded=False)
+    assert [guarded[step] for step in (0, 1, 3, 4, 5)] == [alone[step] for step in (0, 0, 2, 2, 2)]
+    assert guarded[-1] == alone[-1]
+    assert (guard.report()["nonfinite"], guard.report()["last_tensor"]) == (3, "0")  # the fourth is Adam's first
+
+
+def test_a_weight_that_overflows_in_an_optimizer_of_torch_is_put_back():
+    param = torch.nn.Parameter(torch.ones(3))
+    guard = Guard([torch.optim.SGD([("gain", param)], 1e38)])
+    param.grad = torch.full((3,), 1e6)
+    assert guard.explain(guard.step()) == Skip("nonfinite", INF, "gain")
+    assert bits(param) == bits(torch.ones(3))
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps on the host."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["calls"] = self.state[param].get("calls", 0) + 1
+
+
+def test_state_on_the_host_is_refused_by_name():
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    guard = Guard([Counting([param])])
+    with pytest.raises(TypeError, match=r"calls of parameter 0 in Counting is kept on the host.*fused=True"):
+        guard.step()
+
+
+def test_a_step_counter_on_the_host_beside_weights_on_a_device_is_refused():
+    param = torch.nn.Parameter(torch.ones(3, device="meta"))  # the device that every machine has
+    param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW([param])
+    optimizer.step()
+    with pytest.raises(TypeError, match="step of parameter 0 in AdamW is kept on the host"):
+        Guard([optimizer]).step()
+
+
+# ---- nothing waits for the device
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a value."""
+
+    NAMES = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.name().partition(".")[0] in self.NAMES:
+            self.found.append(operation.name())
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """What the host has read, while this test runs: operations and methods."""
+    mode = Reads()
+
+    def counted(name):
+        right = getattr(torch.Tensor, name)
+
+        def method(tensor, *args, **kwargs):
+            mode.found.append(name)
+            return right(tensor, *args, **kwargs)
+
+        return method
+
+    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    with mode:
+        yield mode.found
+
+
+@pytest.mark.parametrize("rule", [None, SpikeRule(), PEERS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_guarded_step_reads_nothing_on_the_host(reads, dtype, rule, monkeypatch):
+    params, optimizers = model(dtype=dtype, exact_accumulation=True, cautious=True)
+    guard, loss = Guard(optimizers, spike=rule), torch.tensor(3.0)
+    monkeypatch.setattr("optim.base.READ_AT_ONCE", ())
+    for step in range(2):
+        give_gradients(params, step)
+        reads.clear()
+        for optimizer in optimizers:
+            optimizer.step()
+        guard.step(loss, only=optimizers[:1])
+        verdict = guard.step(loss)
+        assert reads == []
+    assert guard.explain(verdict) is None
+    assert reads != []  # reading is seen
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw fused", "sgd momentum", "sgd"])
+def test_an_optimizer_of_torch_is_read_at_its_first_step_alone(reads, name):
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    guard, waits = Guard([TORCH[name]([param])]), []
+    for _ in range(4):
+        param.grad = torch.ones(4, 4)
+        reads.clear()
+        guard.step()
+        waits.append("__bool__" in reads)
+    assert waits == [name != "sgd", False, False, False]
+
+
+@pytest.mark.parametrize("rule", [None, SpikeRule(), PEERS])
+def test_a_guarded_step_runs_on_a_device_that_holds_no_values(rule):
+    params, _ = model()
+    params = {name: torch.nn.Parameter(torch.empty_like(param, device="meta")) for name, param in params.items()}
+    optimizers = [
+        NorMuon([params["normuon.0"], params["normuon.1"]], 0.1, weight_decay=0.1, cautious=True),
+        Muon([params["muon.0"]], 0.1, dtype=torch.float32),
+        Adam([params["adam.0"], params["adam.2"]], 0.1, betas=(0.9, 0.95)),
+        torch.optim.SGD([params["adam.1"]], 0.1, momentum=0.9),
+    ]
+    for param in params.values():
+        param.grad = torch.empty_like(param)
+    optimizers[-1].step()  # creates its state
+    guard = Guard(optimizers, spike=rule)
+    loss = torch.empty((), device="meta")
+    guard.step(loss, only=optimizers[:1])
+    assert guard.step(loss).device.type == "meta"
+    with pytest.raises(RuntimeError, match="cannot be called on meta"):
+        guard.report()
+
+
+def test_a_loss_on_the_host_is_as_good_as_one_on_the_device():
+    guard = watcher(SpikeRule())
+    assert guard.explain(guard.step(torch.tensor(3.0, dtype=torch.float64, requires_grad=True))) is None
+
+
+def addresses(guard, optimizers):
+    tensors = [*guard._state().values()]
+    tensors += [tensor for optimizer in optimizers for state in optimizer.state.values() for tensor in state.values()]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def test_all_state_stays_at_its_address_as_a_captured_graph_needs_it():
+    params, optimizers = model()
+    guard = Guard(optimizers, spike=SpikeRule())
+    give_gradients(params, 0)
+    before = addresses(guard, optimizers)
+    guard.step(torch.tensor(3.0))
+    guard.step(torch.tensor(3.0), only=optimizers[:1])
+    assert addresses(guard, optimizers) == before
+
+
+# ---- compiled and captured
+
+
+@pytest.mark.parametrize("rule", [SpikeRule(window=16, start=3), SpikeRule(window=16, start=3, robust=False)])
+def test_the_limits_of_a_window_compile_into_one_graph(rule):
+    spikes = Spikes(rule, 2, torch.device("cpu"))
+    compiled = torch.compile(spikes.limits, backend="aot_eager", fullgraph=True)
+    yes, no = torch.tensor(True), torch.tensor(False)
+    for step in range(6):
+        assert bits(compiled()) == bits(spikes.limits())
+        spikes.enter(torch.tensor([3.0 + step % 3, -INF]), yes, no)
+    assert spikes.limits()[0].isfinite()
+
+
+def one_matrix():
+    params = {"matrix": torch.nn.Parameter(torch.ones(6, 12))}
+    return params, [NorMuon(params.items(), 0.1)]
+
+
+def guarded_run(build, compiler, steps):
+    """Traces, verdicts and counts of steps of which the second and the fifth, a loss of 9.0, go wrong."""
+    params, optimizers = build()
+    guard = Guard(optimizers, spike=TOLERANT)
+    step_all, verdicts = compiler(guard.step), []
+    for step in range(steps):
+        give_gradients(params, step)
+        if step == 1:
+            FAULTS["inf"](next(iter(params.values())).grad)
+        verdicts.append(step_all(torch.tensor(9.0 if step == 4 else 3.0)))
+    return traces(params, optimizers), [guard.explain(verdict) for verdict in verdicts], guard.report()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # what the compiler says of cached functions
+@pytest.mark.parametrize(("build", "steps"), [(lambda: model(("adam",)), 6), (one_matrix, 3)], ids=["adam", "normuon"])
+def test_a_compiled_step_is_the_eager_one(build, steps):
+    torch._dynamo.reset()
+    compiled = guarded_run(build, lambda step: torch.compile(step, backend="aot_eager"), steps)
+    assert compiled == guarded_run(build, lambda step: step, steps)
+    expected = [None, "nonfinite", None, None, "spike", None][:steps]
+    assert [skip and skip.guard for skip in compiled[1]] == expected
+
+
+def test_a_guarded_step_passes_the_decompositions_of_the_default_compiler():
+    torch._dynamo.reset()
+    params, optimizers = model(("adam",))
+    guard = Guard(optimizers)
+    step = torch.compile(guard.step, backend="aot_eager_decomp_partition")
+    give_gradients(params, 0)
+    assert guard.explain(step()) is None
+    before = traces(params, optimizers)
+    FAULTS["inf"](params["adam.1"].grad)
+    assert guard.explain(step()) == Skip("nonfinite", INF, "adam.1")
+    assert traces(params, optimizers) == before
+
+
+def model_on_gpu():
+    """As `model`, with a fused optimizer of torch beside ours, and gradients that stay at their addresses."""
+    params, _ = model()
+    params = {name: torch.nn.Parameter(param.detach().cuda()) for name, param in params.items()}
+    named = {kind: [(name, param) for name, param in params.items() if name.startswith(kind)] for kind in SHAPES}
+    adamw, named["adam"] = named["adam"][:1], named["adam"][1:]
+    optimizers = [FACTORIES[kind](named[kind]) for kind in SHAPES]
+    optimizers.append(torch.optim.AdamW([param for _, param in adamw], 0.01, fused=True, capturable=True))
+    for param in params.values():
+        param.grad = torch.zeros_like(param)
+    return params, optimizers
+
+
+def fill_gradients(params, step):
+    source = {name: torch.nn.Parameter(param.detach().cpu()) for name, param in params.items()}
+    give_gradients(source, step)
+    for name, param in params.items():
+        param.grad.copy_(source[name].grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [SpikeRule(), PEERS])
+def test_a_guarded_step_never_waits_for_the_gpu(rule):
+    params, optimizers = model_on_gpu()
+    guard, loss = Guard(optimizers, spike=rule), torch.tensor(3.0, device="cuda")
+    fill_gradients(params, 0)
+    guard.step(loss)  # the state of torch's optimizer is created here, and kernels are loaded
+    guard.step(loss, only=optimizers[:1])
+    verdicts = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            loss.item()  # a wait is seen
+        for optimizer in optimizers:
+            optimizer.step()
+        verdicts.append(guard.step(loss, only=optimizers[:1]))
+        verdicts.append(guard.step(loss))
+        params["adam.1"].grad.fill_(NAN)
+        verdicts.append(guard.step(loss))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [skip and skip.tensor for skip in map(guard.explain, verdicts)] == [None, None, "adam.1"]
+
+
+def gpu_run(steps, captured):
+    """Weights after each step and the verdicts; captured: from the third step on, one graph is replayed."""
+    params, optimizers = model_on_gpu()
+    guard, loss = Guard(optimizers, spike=TOLERANT), torch.empty((), device="cuda")
+    seen, verdicts, graph, side = [], [], torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    for step in range(steps):
+        fill_gradients(params, step)
+        loss.fill_(9.0 if step == 8 else 3.0)
+        if step == 6:
+            params["adam.1"].grad.fill_(INF)
+        if not captured:
+            verdict = guard.step(loss)
+        elif step < 2:  # warms up on another stream, as capture asks for
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                verdict = guard.step(loss)
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            if step == 2:
+                with torch.cuda.graph(graph):
+                    held = guard.step(loss)
+            graph.replay()
+            verdict = held.clone()
+        verdicts.append(guard.explain(verdict))
+        seen.append({name: param.detach().cpu() for name, param in params.items()})
+    return seen, verdicts, guard.report()
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_the_eager_one():
+    eager, captured = gpu_run(11, captured=False), gpu_run(11, captured=True)
+    assert captured[1:] == eager[1:]
+    assert [skip and skip.guard for skip in eager[1]] == [None] * 6 + ["nonfinite", None, "spike", None, None]
+    for ours, theirs in zip(captured[0], eager[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for skipped in (6, 8):
+        assert bits(captured[0][skipped]) == bits(captured[0][skipped - 1])
+    assert bits(captured[0][7]) != bits(captured[0][6])
+
+
+@pytest.mark.gpu
+def test_an_optimizer_of_torch_that_counts_on_the_host_is_refused():
+    param = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    param.grad = torch.ones_like(param)
+    with pytest.raises(TypeError, match=r"step of parameter 0 in AdamW.*capturable=True"):
+        Guard([torch.optim.AdamW([param])]).step()
+
+
+# ---- state
+
+
+@pytest.mark.parametrize("interruption", [3, 35, 42, 100])
+def test_a_guard_resumed_from_a_file_goes_on_as_if_never_interrupted(interruption):
+    rule = SpikeRule(window=32, start=16, patience=4)
+    losses = [*noise(40), 9.0, *[6.0] * 3, NAN, *noise(60, seed=1), *[7.0] * 6, *noise(30, centre=7.0)]
+    straight, first = watcher(rule), watcher(rule)
+    verdicts = taken(straight, losses)
+    taken(first, losses[:interruption])
+    resumed = watcher(rule)
+    resumed.load_state_dict(load(save(first.state_dict())))
+    assert resumed.report() == first.report()
+    assert taken(resumed, losses[interruption:]) == verdicts[interruption:]
+    assert bits(resumed.state_dict()) == bits(straight.state_dict())
+    assert 5 < verdicts.count(False) < 15
+
+
+def test_a_spoiled_sum_is_still_spoiled_after_a_resume():
+    params, optimizers = model(("muon", "adam"))
+    guard = Guard(optimizers)
+    give_gradients(params, 0)
+    FAULTS["nan"](params["muon.0"].grad)
+    guard.step(only=optimizers[:1])
+    resumed = Guard(optimizers)
+    resumed.load_state_dict(load(save(guard.state_dict())))
+    give_gradients(params, 1, add=False)
+    before = bits(params)
+    assert resumed.explain(resumed.step()) is None
+    assert {name for name, value in bits(params).items() if value != before[name]} == {"muon.0", "muon.1", "muon.2"}
+
+
+def test_a_snapshot_does_not_follow_the_guard():
+    guard = watcher(SpikeRule())
+    taken(guard, noise(10))
+    snapshot = guard.state_dict()
+    before = bits(snapshot)
+    taken(guard, [9.0, NAN])
+    assert bits(snapshot) == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: watcher(SpikeRule(window=64)),
+        lambda: watcher(None),
+        lambda: Guard(model()[1], spike=SpikeRule()),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(other):
+    guard = watcher(SpikeRule())
+    taken(guard, [*noise(40), 9.0])
+    before = bits(guard.state_dict())
+    with pytest.raises(ValueError, match="build the guard as it was"):
+        guard.load_state_dict(other().state_dict())
+    incomplete = copy.copy(other().state_dict())
+    incomplete.pop("steps")
+    with pytest.raises(ValueError, match="build the guard as it was"):
+        guard.load_state_dict(incomplete)
+    assert bits(guard.state_dict()) == before

@@ -1,0 +1,267 @@
+"""The symmetric product against float64: in Triton's interpreter on any machine, compiled where there is a GPU.
+
+The interpreter runs a copy of the module, so that `optim.kernels` itself and Triton stay as other tests expect them.
+"""
+
+import importlib.util
+import os
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optim import kernels
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SHAPES = [(1, 1, 1), (3, 1, 12), (2, 17, 31), (1, 64, 64), (2, 65, 5), (1, 130, 70), (1, 129, 257), (1, 300, 40)]
+LARGE_TILES = (17, 260, 9)
+
+
+def copy_of_the_module(**environment):
+    spec = importlib.util.find_spec("optim.kernels")
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(os.environ, environment):
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    if sys.platform != "linux" and not kernels.HAS_TRITON:
+        pytest.skip("Triton is made for Linux alone")
+    import triton  # noqa: F401  not for the first time under TRITON_INTERPRET: torch.compile needs it compiled
+
+    return copy_of_the_module(TRITON_INTERPRET="1")
+
+
+def random(*shape, dtype=torch.float32, seed=0, device=CPU):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def symmetric(*shape, dtype=torch.float32, seed=0, device=CPU):
+    half = random(*shape, shape[-1], dtype=dtype, seed=seed, device=device)
+    return half.tril() + half.tril(-1).mT
+
+
+def check(result, X, Y, *, alpha=1.0, D=None, beta=0.0, diagonal=0.0):
+    """`result` is symmetric to the bit, and errs by one rounding of its dtype after sums in float32, no more."""
+    X, Y, eye = X.double(), Y.double(), torch.eye(X.size(1), dtype=torch.float64, device=X.device)
+    D = torch.zeros_like(eye) if D is None else D.double()
+    exact = alpha * X @ Y.mT + beta * D + diagonal * eye
+    terms = abs(alpha) * X.abs() @ Y.abs().mT + abs(beta) * D.abs() + abs(diagonal) * eye
+    in_float32 = (X.size(2) + 4) * 2**-23 * terms  # tensor cores cut off what does not fit, they do not round
+    once = torch.finfo(result.dtype).eps / 2 * (exact.abs() + in_float32) + torch.finfo(result.dtype).smallest_normal
+    assert torch.equal(result, result.mT)
+    assert ((result.double() - exact).abs() <= in_float32 + once).all()
+
+
+def nowhere(X):
+    return torch.full((X.size(0), X.size(1), X.size(1)), float("nan"), dtype=X.dtype, device=X.device)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE_TILES], ids=str)
+def test_a_gram_matrix_is_exact_but_for_one_rounding(interpreted, shape, dtype):
+    X = random(*shape, dtype=dtype)
+    check(interpreted.symmetric_product(X, X, nowhere(X)), X, X)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_polynomial_of_a_symmetric_matrix_is_exact_but_for_one_rounding(interpreted, shape, dtype):
+    A = symmetric(*shape[:2], dtype=dtype)
+    terms = {"alpha": 2.0315, "D": A, "beta": -4.775, "diagonal": 3.4445}
+    check(interpreted.symmetric_product(A, A, nowhere(A), **terms), A, A, **terms)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+def test_a_product_that_rounding_made_unsymmetric_comes_out_symmetric_to_the_bit(interpreted, dtype):
+    A = symmetric(2, 90) / 10
+    A, square = A.to(dtype), (A @ A).to(dtype)
+    unsymmetric = torch.bmm(A.float(), square.float())
+    assert not torch.equal(unsymmetric, unsymmetric.mT)
+    result = interpreted.symmetric_product(A, square, nowhere(A))
+    assert torch.equal(result, result.mT)
+    assert (result.double() - A.double() @ square.double()).abs().max() < 8 * torch.finfo(dtype).eps
+
+
+def test_large_tiles_are_used_where_they_fill_a_gpu_and_only_there():
+    sixteen, alone = (kernels._tiling(B, 768, torch.bfloat16)["TILE"] for B in (16, 1))
+    assert (sixteen, alone) == (128, 64)
+    assert kernels._tiling(LARGE_TILES[0], LARGE_TILES[1], torch.float16)["TILE"] == 128
+    assert kernels._tiling(16, 768, torch.float32)["TILE"] == 64
+
+
+@pytest.mark.parametrize(("n", "tile"), [(1, 64), (64, 64), (65, 64), (768, 128), (4096, 128)])
+def test_little_more_than_half_of_the_tiles_are_computed(n, tile):
+    side = range(0, n, tile)
+    assert kernels._triangle(n, tile) == sum(row <= col for row in side for col in side)
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "every other": lambda x: torch.stack((x, x + 1), dim=-1).flatten(-2)[..., ::2],
+    "part of rows": lambda x: torch.cat((x, x + 1), dim=-1)[..., : x.size(-1)],
+    "batch inside": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "one for all": lambda x: x[:1].expand_as(x),
+}
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(list(LAYOUTS)), st.sampled_from(list(LAYOUTS)), st.sampled_from(kernels.DTYPES),
+    st.integers(1, 3), st.integers(1, 140), st.integers(1, 80),
+)  # fmt: skip
+def test_strides_of_the_inputs_change_no_bit(interpreted, layout, layout_of_D, dtype, B, n, m):
+    X, D = LAYOUTS[layout](random(B, n, m, dtype=dtype)), LAYOUTS[layout_of_D](symmetric(B, n, dtype=dtype))
+    terms = {"alpha": 0.5, "beta": -2.0, "diagonal": 0.25}
+    strided = interpreted.symmetric_product(X, X.mT.contiguous().mT, nowhere(X), D=D, **terms)
+    X, D = X.contiguous(), D.contiguous()
+    assert torch.equal(strided, interpreted.symmetric_product(X, X, nowhere(X), D=D, **terms))
+    check(strided, X, X, D=D, **terms)
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_nothing_but_the_output_is_written(interpreted, dtype, transposed):
+    X = random(2, 70, 20, dtype=dtype)
+    around = torch.full((4, 75, 160), 7.0, dtype=dtype)
+    out = around[1:3, 2:72, 5:145:2]
+    result = interpreted.symmetric_product(X, X, out.mT if transposed else out)
+    assert result.data_ptr() == out.data_ptr()
+    check(result, X, X)
+    out.fill_(7.0)
+    assert (around == 7.0).all()
+
+
+def test_the_lower_triangle_of_D_is_never_used(interpreted):
+    X, D = random(1, 150, 8), symmetric(1, 150)
+    unknown = D.masked_fill(torch.ones(150, 150).tril(-1).bool(), float("nan"))
+    check(interpreted.symmetric_product(X, X, nowhere(X), D=unknown, beta=2.0), X, X, D=D, beta=2.0)
+
+
+def test_a_nan_stays_in_its_matrix(interpreted):
+    X = random(3, 20, 30)
+    clean = interpreted.symmetric_product(X, X, nowhere(X))
+    X[1, 4, 5] = float("nan")
+    result = interpreted.symmetric_product(X, X, nowhere(X))
+    assert result[1].isnan().sum() == 20 + 19
+    assert torch.equal(result[[0, 2]], clean[[0, 2]])
+
+
+def test_a_batch_may_lie_further_apart_than_32_bits_reach(interpreted, tmp_path):
+    file = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**31 + 64, dtype=torch.float16)
+    X, D, out = (file.as_strided((3, 4, 4), (2**30, 4, 1), storage_offset=at) for at in (0, 16, 32))
+    X.copy_(random(3, 4, 4))
+    D.copy_(symmetric(3, 4))
+    check(interpreted.symmetric_product(X, X, out, D=D, beta=1.0), X, X, D=D, beta=1.0)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)], ids=str)
+def test_an_empty_product_leaves_the_other_terms(interpreted, shape):
+    X, terms = random(*shape), {"D": symmetric(*shape[:2]), "beta": 2.0, "diagonal": 1.0}
+    check(interpreted.symmetric_product(X, X, nowhere(X), **terms), X, X, **terms)
+
+
+@pytest.mark.parametrize(
+    ("X", "changed", "message"),
+    [
+        ((4, 3), {}, r"X has shape \(4, 3\).*\(B, n, m\)"),
+        ((2, 4, 3), {"Y": random(2, 4, 2)}, r"Y has shape \(2, 4, 2\).*must be \(2, 4, 3\)"),
+        ((2, 4, 3), {"out": random(2, 4, 3)}, r"out has shape \(2, 4, 3\).*must be \(2, 4, 4\)"),
+        ((2, 4, 3), {"D": random(1, 4, 4)}, r"D has shape \(1, 4, 4\).*must be \(2, 4, 4\)"),
+        ((2, 4, 3), {"D": random(2, 4, 4).half()}, r"D is torch.float16 on cpu; it must be torch.float32"),
+        ((2, 4, 3), {"out": torch.empty(2, 4, 4, device="meta")}, r"out is torch.float32 on meta; .* on cpu"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(X, changed, message):
+    X = random(*X)
+    arguments = {"Y": X, "out": random(2, 4, 4), "D": None} | changed
+    with pytest.raises(ValueError, match=message):
+        kernels.symmetric_product(X, **arguments)
+
+
+def test_a_dtype_that_is_not_summed_in_float32_is_refused():
+    X = random(1, 4, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"X is torch.float64; .* torch.bfloat16, torch.float16, torch.float32"):
+        kernels.symmetric_product(X, X, torch.empty_like(X))
+
+
+def test_without_triton_the_module_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    without = copy_of_the_module()
+    assert "pip install" in without.obstacle(CPU)
+    X = random(1, 4, 4)
+    with pytest.raises(RuntimeError, match=r"cannot run: Triton is not installed"):
+        without.symmetric_product(X, X, torch.empty_like(X))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A copy of the module as Triton compiles it, on a machine whose GPU is up to the test."""
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Abacus")
+    return kernels.obstacle.__wrapped__
+
+
+def test_a_cpu_runs_it_under_the_interpreter_alone(interpreted, compiled):
+    assert interpreted.obstacle(CPU) is None
+    assert "cpu is no CUDA device" in compiled(CPU)
+    assert "TRITON_INTERPRET=1" in compiled(CPU)
+
+
+def test_a_machine_without_a_gpu_is_an_obstacle(compiled, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "cuda is no CUDA device" in compiled(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [((7, 5), "Abacus has compute capability 7.5 and 8.0 is needed"), ((8, 0), None), ((9, 0), None), ((12, 0), None)],
+)
+def test_gpus_run_it_from_ampere_on(compiled, monkeypatch, capability, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert compiled(CUDA) == reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, LARGE_TILES], ids=str)
+def test_a_gpu_is_exact_but_for_one_rounding(shape, dtype):
+    X, D = random(*shape, dtype=dtype, device=CUDA), symmetric(*shape[:2], dtype=dtype, device=CUDA)
+    check(kernels.symmetric_product(X, X, nowhere(X)), X, X)
+    terms = {"alpha": 0.5, "D": D.mT, "beta": -2.0, "diagonal": 0.25}
+    check(kernels.symmetric_product(X.mT.contiguous().mT, X, nowhere(X).mT, **terms), X, X, **terms)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 4])
+@pytest.mark.parametrize(("n", "m"), [(768, 768), (768, 3072), (1024, 4096)])
+def test_a_gpu_errs_no_more_than_torch_does_at_the_sizes_of_models(B, n, m):
+    X = random(B, n, m, dtype=torch.bfloat16, device=CUDA) / m**0.5
+    A = kernels.symmetric_product(X, X, nowhere(X))
+    square = kernels.symmetric_product(A, A, nowhere(X), alpha=2.0, D=A, beta=-3.0)
+    for ours, theirs, exact in (
+        (A, torch.bmm(X, X.mT), X.double() @ X.double().mT),
+        (square, torch.baddbmm(A, A, A, alpha=2.0, beta=-3.0), 2 * A.double() @ A.double() - 3 * A.double()),
+    ):
+        assert torch.equal(ours, ours.mT)
+        assert (ours - exact).abs().max() <= 1.01 * (theirs - exact).abs().max()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_repeats_the_product():
+    X = random(2, 256, 512, dtype=torch.bfloat16, device=CUDA)
+    out, graph = nowhere(X), torch.cuda.CUDAGraph()
+    kernels.symmetric_product(X, X, out)
+    with torch.cuda.graph(graph):
+        kernels.symmetric_product(X, X, out)
+    X.mul_(2)
+    graph.replay()
+    check(out, X, X)
