@@ -156,16 +156,15 @@ def orthogonalize(
     dtype = dtype or native_dtype(G.device)
     rows, cols = G.shape[-2:]
     batch = math.prod(G.shape[:-2])
-    out = torch.empty(G.shape, dtype=dtype, device=G.device)
-    if out.numel() == 0:
-        return out
-    steps = METHODS[method]
+    if G.numel() == 0:
+        return G.to(dtype)
     choice = choose(min(rows, cols), max(rows, cols), method, dtype, G.device, backend)
-    limit = batch_limit(rows * cols, dtype, G.device)
-    sources, results = G.reshape(batch, rows, cols), out.view(batch, rows, cols)
-    for source, result in zip(sources.split(limit), results.split(limit), strict=True):
-        result.copy_(polar_factor(source) if method == "exact" else iterate(source, steps, dtype, choice))
-    return out
+    slices = G.reshape(batch, rows, cols).split(batch_limit(rows * cols, dtype, G.device))
+    if method == "exact":
+        found = [polar_factor(X).to(dtype) for X in slices]
+    else:
+        found = [iterate(X, METHODS[method], dtype, choice) for X in slices]
+    return (found[0] if len(found) == 1 else torch.cat(found)).view(G.shape)
 
 
 def polar_factor(G: Tensor) -> Tensor:
