@@ -124,7 +124,7 @@ class Config:
     head_lr_mul: float = setting(1.0, "learning rate multiplier of the output head")
     vector_lr_mul: float = setting(5.0, "learning rate multiplier of scalars, biases and gains")
     guard: str = setting("spikes", "skip steps of NaN, of spikes too, or none", one_of=("spikes", "nonfinite", "off"))
-    spike_sigma: float = setting(8.0, "spreads of a window by which a loss or gradient norm is an outlier", at_least=1)
+    spike_sigma: float = setting(6.0, "spreads of a window by which a loss or gradient norm is an outlier", at_least=1)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -22,8 +22,9 @@ COUNTERS = ("steps", "nonfinite", "spike", "in_a_row", "spikes_in_a_row", "last_
 class SpikeRule:
     """When a value is an outlier: above centre + sigma * spread of its window, or not finite.
 
-    robust: centre and spread are median and 1.4826 MAD of the values accepted last, the spread at least `least_spread`
-    of the centre. Otherwise mean and unbiased deviation of all finite values, as in OLMo-core's skip-step optimizers.
+    robust: centre and spread are median and 1.4826 MAD of the values accepted last, of norms their logarithms; the
+    spread is at least `least_spread` of the centre. Otherwise mean and unbiased deviation of all finite values, as in
+    OLMo-core's skip-step optimizers.
     Nothing is judged before `start` values are in a window; after `patience` outliers in a row all windows start anew.
     """
 
@@ -198,12 +199,14 @@ class Guard:
             values.append(torch.where(spoiled, none, norm) if steps else none)
         row = torch.stack(values)
         unsound = row.isnan() | (row == torch.inf)
-        over = ~(row <= self._spikes.limits())
+        # Norms are skewed, their logarithms nearly not.
+        judged = torch.cat([row[:1], row[1:].clamp_min(0).log()]) if self.spike.robust else row
+        over = ~(judged <= self._spikes.limits())
         tired = over.any() & (self._counters["spikes_in_a_row"] >= self.spike.patience)
         restart = tired & ~unsound.any() & ~nonfinite
         outliers = unsound | (over & ~restart)
         spike = outliers.any()
-        self._spikes.enter(row, ~(spike | nonfinite), restart)
+        self._spikes.enter(judged, ~(spike | nonfinite), restart)
         return spike, pick(row, outliers.to(torch.int8).argmax())
 
     def _agreed(self, measures: list[Tensor]) -> list[Tensor]:

@@ -261,8 +261,7 @@ class NorMuon(Muon):
         # (k, matrices of a unit, rows, cols)
         matrices = directions if self.split_variance else directions.view(len(directions), -1, *like.shape[-2:])
         wide = torch.promote_types(directions.dtype, torch.float32)
-        # Squared and scaled in their own dtype: the sums are float32, and fresh wide copies would cost more than both.
-        squares = (matrices * matrices).sum(dim=axis, keepdim=True, dtype=wide)
+        squares = matrices.to(wide).square().sum(dim=axis, keepdim=True)
         means = squares / matrices.shape[axis]
         variances = self._new_variances(means, updates)
         if self.waking_limit is not None:
@@ -272,7 +271,7 @@ class NorMuon(Muon):
         before = squares.sum(dim=(-2, -1), keepdim=True).sqrt()
         after = (squares * factor.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
         factor *= before / after.clamp_min(1e-10)
-        return (matrices * factor.to(matrices.dtype)).view(directions.shape)
+        return (matrices * factor).view(directions.shape)  # in float32: rounding it to bf16 once more cost loss
 
     def _new_variances(self, means: Tensor, updates: list[Update]) -> Tensor:
         """The running means, shaped as `means`; they become state when the update is written."""

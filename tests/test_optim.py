@@ -1,6 +1,8 @@
 """The optimizers on one process, against textbook float64 twins, torch's own optimizers and hand-made cases."""
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -636,3 +638,15 @@ def test_an_incomplete_or_ambiguous_table_lists_the_offenders(change, message):
     model, rows, factories = table_and_model()
     with pytest.raises(ValueError, match=message):
         build_optimizers(model.named_parameters(), change(rows), factories)
+
+
+def test_the_example_in_the_readme_learns_to_step():
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    example = readme.split("## Use the optimizers elsewhere")[1].split("```python")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["guard"].report() | {"last_tensor": None} == {
+        "steps": 20, "nonfinite": 0, "spike": 0, "in_a_row": 0, "spikes_in_a_row": 0, "last_skip": 0,
+        "last_tensor": None,
+    }  # fmt: skip
+    assert names["loss"] < 6  # random tokens: near log(100) from above
