@@ -106,7 +106,7 @@ class Config:
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon and of adam on matrices")
     matrix_method: str = setting("polar_express", "orthogonalization: polar_express, newton_schulz(_12) or normalize")
-    orthogonalization: str = setting("auto", "what multiplies in it", one_of=("auto", "plain", "gram", "triton"))
+    orthogonalization: str = setting("plain", "what multiplies in it", one_of=("auto", "plain", "gram", "triton"))
     mlp_up_lr_mul: float = setting(2.0, "learning rate multiplier of the MLPs' first matrices")
     split_variance: bool = setting(True, "normuon's variance of Q, K, V and O apart; off: of the packed matrix")
     smear_lr_mul: float = setting(1.0, "learning rate multiplier of the smear gate")
