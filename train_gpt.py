@@ -32,6 +32,7 @@ from data.shards import find_shards
 from kernels.attention import Attention, choose_attention
 from optim import Adam, Guard, Muon, NorMuon, Row, SpikeRule, build_optimizers
 from runtime import environment
+from runtime.claim import admit
 from runtime.clock import Ledger
 from runtime.flags import check_fields, parse, require, setting
 from runtime.log import RunLog, RunLogError, config_hash, new_run_id, require_writable
@@ -41,6 +42,7 @@ from runtime.state import copy_to_host, same_bits
 
 # ---- Configuration: every number of an experiment; the flags come from here. The defaults are the `short` track.
 
+SOURCE = Path(__file__).resolve().parent
 GATE_CHANNELS = 12  # of a layer's input, read by the smear gate and the attention gates
 
 
@@ -58,6 +60,7 @@ class Config:
     compile: str = setting("auto", "auto: eager where it cannot work", one_of=("auto", "on", "off"))
     deterministic: bool = setting(True, "deterministic algorithms on the CPU")
     log_dir: str = setting("logs", "folder of the run logs")
+    claim: str = setting("", "claim.json that the runs are to show: source, configuration and seeds must be its own")
     # data
     data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
     vocab_size: int = setting(50257, "tokens in the vocabulary; embeddings are padded to a multiple of 128", at_least=1)
@@ -146,11 +149,6 @@ class Config:
         }
         require(self, rules)
 
-    def experiment(self) -> dict[str, Any]:
-        """The settings that all runs of one experiment share."""
-        own = ("seed", "trials", "log_dir", "data_dir")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in own}
-
 
 PLAIN: dict[str, Any] = {
     "value_embeds": False, "smear": False, "skips": False, "backout": False, "x0_mixing": False,
@@ -177,7 +175,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "target": 3.39, "val_sha256": "61a7bae6fab302b9", "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023,
         "layers": "tiny", "dim": 256, "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 2048,
         "sequence": 512, "micro_batch": 2048, "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096,
-        "val_batch": 16_384, "val_every": 100, "steps": 350, "extension": 10, "window_block": 16,
+        "val_batch": 16_384, "val_every": 100, "steps": 300, "extension": 10, "window_block": 16,
         "momentum_warmup": 40, "momentum_cooldown": 10, "adam_lr": 0.02,
     },
 }  # fmt: skip
@@ -186,10 +184,10 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {track: {"record42": {}} for tra
 RECIPES["tiny"] |= {
     name: PLAIN | {"windows": (20,), "extension": 0} | changes
     for name, changes in {
-        "muon": {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 520},
+        "muon": {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 660},
         "adamw": {
             "optimizer": "adam", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0, "adam_lr": 0.008,
-            "embed_lr_mul": 40.0, "steps": 700,
+            "embed_lr_mul": 40.0, "steps": 740,
         },
     }.items()
 }  # fmt: skip
@@ -645,10 +643,12 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     """Data, model, optimizers and the numbers derived from them. Raises ValueError for whatever cannot work."""
     ledger = Ledger(machine.synchronize)
     ledger.start("setup", timed=False)
+    seeds = list(range(config.seed, config.seed + config.trials))
     if machine.device.type == "cpu" and config.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, never read
     machine.on_main(lambda: require_writable(config.log_dir))
+    claim = machine.on_main(lambda: admit(config.claim, SOURCE, dataclasses.asdict(config), seeds))
     environment.check_compile(config.compile, machine.device)
     dtype = environment.compute_dtype(config.dtype, machine.device)
     attention, reason = choose_attention(config.attention, machine.device, dtype)
@@ -664,7 +664,8 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     optimizers = make_optimizers(config, model, machine)
     peak = environment.peak_flops(machine, dtype)
     facts = {
-        "checks": {"overlap": found.pop("overlap")}, "data": found | {"val_tokens": config.val_tokens},
+        "claim": claim, "seeds": seeds, "checks": {"overlap": found.pop("overlap")},
+        "data": found | {"val_tokens": config.val_tokens},
         "world_size": machine.world_size, "micro_batch": data.micro_rows * config.sequence,
         "grad_accum": config.batch_tokens // config.sequence // machine.world_size // data.micro_rows,
         "env": environment.describe(machine, dtype) | {"attention": attention.name},
@@ -736,7 +737,7 @@ def compile_model(session: Session) -> None:
     if obstacle is not None:
         session.loss = session.model
         session.machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
-    session.facts["env"]["compiled"] = obstacle is None
+    session.facts["env"] |= {"compiled": obstacle is None, "compile_flags": environment.compile_flags()}
 
 
 def warm_up(session: Session) -> None:
@@ -838,9 +839,9 @@ def run_trial(session: Session, trial: int) -> int:
     log = RunLog(config.log_dir, run_id, enabled=machine.is_main)
     ledger = Ledger(machine.synchronize, lambda name, timed, ms: log.write("phase", name=name, timed=timed, ms=ms))
     header = {
-        "track": config.track, "target": config.target, "claim": None, "seed": seed, "trial": trial,
-        "source_sha256": log.store_sources(Path(__file__).parent), "config_sha256": config_hash(config.experiment()),
-        "seeds": [config.seed + i for i in range(config.trials)], "config": dataclasses.asdict(config),
+        "track": config.track, "target": config.target, "seed": seed, "trial": trial,
+        "source_sha256": log.store_sources(SOURCE), "config_sha256": config_hash(dataclasses.asdict(config)),
+        "config": dataclasses.asdict(config),
     }  # fmt: skip
     log.begin(header | session.facts)
     for name, timed, ms in session.ledger.phases:

@@ -3,62 +3,32 @@
     logs/<run_id>.jsonl        one object a line, written as it happens
     logs/sources/<sha256>/     the source files, once per version
     logs/registry.jsonl        a line when a run starts and a line when it ends, for all runs of the folder
-
-JSON has no NaN and no infinities: they are written as the strings "nan", "inf" and "-inf".
 """
 
 import contextlib
 import hashlib
-import json
-import math
 import os
 import secrets
 import shutil
 import tempfile
 import time
 from datetime import UTC, datetime
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
+from runtime.jsonl import append, json_hash, json_line
+from runtime.registry import REGISTRY, register
 
 SCHEMA = 1  # raised whenever the meaning of an event or a field changes
 SOURCE_FILES = ("train_gpt.py", "requirements.txt")
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
-REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial")
+SETTINGS_OF_A_RUN = ("seed", "trials", "log_dir", "data_dir", "claim")  # not of the experiment
+REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
 SYNCED_EVENTS = {"header", "val", "end"}  # the lines a claim is made from also survive a power cut
 
 
 class RunLogError(RuntimeError):
     """The log could not be written. The message names the file, the system's reason, what is intact and the fix."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Values as JSON
-
-
-def _plain(value: Any) -> Any:
-    """The same value in the types of JSON, floats unrounded."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, np.bool_):
-        return bool(value)
-    if isinstance(value, (int, np.integer)):
-        return int(value)
-    if isinstance(value, (float, np.floating)):
-        return float(value) if math.isfinite(value) else str(float(value))
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, PurePath):
-        return str(value)
-    # A tensor is refused on purpose: reading it here would make every log line wait for the device.
-    raise TypeError(f"cannot log a {type(value).__name__}: turn it into a number, string, list or dict first")
-
-
-def _json_line(record: dict[str, Any]) -> bytes:
-    return json.dumps(_plain(record), allow_nan=False).encode() + b"\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -93,9 +63,8 @@ def source_hash(root: str | Path) -> str:
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """SHA-256 of the configuration as JSON with sorted keys."""
-    text = json.dumps(_plain(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """SHA-256 of the settings that all runs of one experiment share."""
+    return json_hash({name: value for name, value in config.items() if name not in SETTINGS_OF_A_RUN})
 
 
 def new_run_id(track: str, seed: int, trial: int) -> str:
@@ -117,19 +86,6 @@ def require_writable(directory: str | Path) -> None:
         raise ValueError(
             f"log folder {directory} cannot be written: {error.strerror}. Make it writable, or give another --log-dir."
         ) from error
-
-
-def _append(descriptor: int, line: bytes) -> None:
-    """Append the whole line to a file opened with O_APPEND, or raise OSError and leave none of it."""
-    written = 0
-    try:
-        while written < len(line):
-            written += os.write(descriptor, line[written:])
-    except OSError:
-        if written:  # a full disk takes what still fits
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR) - written)
-        raise
 
 
 def _store(sources: dict[str, bytes], folder: Path) -> None:
@@ -180,9 +136,9 @@ class RunLog:
         if self._descriptor is None:
             return
         t_ms = (time.monotonic_ns() - self._start_ns) / 1e6
-        line = _json_line({"event": event, "t_ms": t_ms, **fields})
+        line = json_line({"event": event, "t_ms": t_ms, **fields})
         try:
-            _append(self._descriptor, line)
+            append(self._descriptor, line)
         except OSError as error:
             self._fail(self.path, error)
         self.lines += 1
@@ -229,28 +185,22 @@ class RunLog:
 
     def begin(self, header: dict[str, Any]) -> None:
         """Enter the run in the registry, before its first step so that none is forgotten, and write its header."""
-        self._register("start", {name: header[name] for name in REGISTERED})
-        self.write("header", schema=SCHEMA, run_id=self.run_id, **header)
+        line = self._register("start", {name: header.get(name) for name in REGISTERED})
+        self.write("header", schema=SCHEMA, run_id=self.run_id, **header, registry_sha256=line)
 
     def finish(self, end: dict[str, Any]) -> None:
         """Write how the run ended, here and in the registry, and close."""
         self.write("end", **end)
-        self._register("end", {"status": end["status"], "val_loss": end["val_loss"]})
+        if self._descriptor is not None:
+            sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
+            self._register("end", {"status": end["status"], "val_loss": end["val_loss"], "log_sha256": sha256})
         self.close()
 
-    def _register(self, event: str, fields: dict[str, Any]) -> None:
+    def _register(self, event: str, fields: dict[str, Any]) -> str | None:
         if self._descriptor is None:
-            return
-        path = self.directory / "registry.jsonl"
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        line = _json_line({"event": event, "run_id": self.run_id, "time": now, **fields})
+            return None
+        path = self.directory / REGISTRY
         try:
-            # One write in append mode: lines of runs that share the folder cannot interleave.
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            try:
-                _append(descriptor, line)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            return register(path, event, run_id=self.run_id, **fields)
         except OSError as error:
             self._fail(path, error)

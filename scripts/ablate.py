@@ -222,7 +222,7 @@ def resolve(flags: list[str]) -> tuple[dict[str, Any], str]:
     from train_gpt import Config, preset
 
     config = parse(Config, flags, preset, "")
-    return dataclasses.asdict(config), config_hash(config.experiment())
+    return dataclasses.asdict(config), config_hash(dataclasses.asdict(config))
 
 
 def arm_flags(arm: str, config: dict[str, Any]) -> list[str]:

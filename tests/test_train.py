@@ -37,6 +37,7 @@ from scripts.runlog import read_run
 HEADER = {
     "event", "t_ms", "schema", "run_id", "track", "target", "seed", "trial", "seeds", "claim", "source_sha256",
     "config_sha256", "config", "data", "env", "world_size", "micro_batch", "grad_accum", "checks",
+    "registry_sha256",
 }  # fmt: skip
 FIELDS = {
     "step": {
@@ -49,7 +50,7 @@ FIELDS = {
 }  # fmt: skip
 ENVIRONMENT = {
     "python", "torch", "cuda", "gpu", "gpu_count", "driver", "cpu", "threads", "dtype", "host_hash", "attention",
-    "compiled",
+    "compiled", "compile_flags",
 }  # fmt: skip
 
 
