@@ -10,6 +10,7 @@ from runtime.jsonl import json_hash
 from runtime.log import config_hash, source_hash
 
 SCHEMA = 1
+ITEMS: dict[str, type] = {"seeds": int, "looks": int, "flags": str}  # what the lists hold
 
 
 class ClaimError(ValueError):
@@ -51,15 +52,19 @@ def read_claim(path: str | Path) -> Claim:
         raise ClaimError(f"{path} is no claim: it must be JSON, as scripts/record.py claim writes it") from None
     kinds: dict[str, Any] = {field.name: get_origin(field.type) or field.type for field in dataclasses.fields(Claim)}
     for name, kind in kinds.items():
-        value = fields.get(name) if isinstance(fields, dict) else None
-        if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
-            raise ClaimError(f"{path} is no claim: {name} must be a {kind.__name__}, not {value!r:.80}")
+        value, of = fields.get(name) if isinstance(fields, dict) else None, ITEMS.get(name)
+        right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        if not right or (of and any(type(item) is not of for item in value or ())):
+            what = f"{kind.__name__} of {of.__name__}" if of else kind.__name__
+            raise ClaimError(f"{path} is no claim: {name} must be a {what}, not {value!r:.80}")
     if fields["schema"] != SCHEMA or fields.keys() - kinds.keys():
         raise ClaimError(f"{path}: schema {fields['schema']} with fields {sorted(fields.keys() - kinds.keys())} more; "
                          f"this version reads schema {SCHEMA}")
     claim = Claim(**fields)
-    if not 2 <= claim.n == len(set(claim.seeds)) == len(claim.seeds) or (claim.looks or [0])[-1] != claim.n:
-        raise ClaimError(f"{path}: n = {claim.n} must be 2 or more, with as many different seeds, and be the last look")
+    if not 2 <= claim.n == len(set(claim.seeds)) == len(claim.seeds):
+        raise ClaimError(f"{path}: n = {claim.n} must be 2 or more, with as many different seeds, not {claim.seeds}")
+    if claim.looks != sorted({*claim.looks, claim.n}) or claim.looks[0] < 2 or claim.looks[-1] != claim.n:
+        raise ClaimError(f"{path}: looks {claim.looks} must rise from 2 or more to n = {claim.n}")
     return claim
 
 

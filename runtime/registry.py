@@ -15,6 +15,7 @@ from typing import Any
 from runtime.jsonl import append, json_line
 
 REGISTRY = "registry.jsonl"
+FIELDS = ("event", "time", "run_id", "previous")  # of every line, all text
 TAIL_BYTES = 2**16  # more than a line holds
 
 
@@ -41,16 +42,16 @@ def register(path: Path, event: str, **fields: Any) -> str:
 def read_registry(path: Path) -> list[dict[str, Any]]:
     """The lines in order, each with its own "sha256". Raises RegistryError for a broken chain, OSError."""
     entries: list[dict[str, Any]] = []
-    before: bytes | None = None
+    before = b""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             before = line  # torn by a crash; the next line names it as it stands
             continue
-        if not isinstance(entry, dict) or not {"event", "time", "previous"} <= entry.keys():
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in FIELDS):
             raise RegistryError(f"{path}, line {number}: no line of a registry; restore the file as the runs wrote it")
-        if before is not None and entry["previous"] != _sha256(before):
+        if entry["previous"] != _sha256(before):
             raise RegistryError(
                 f"{path}, line {number}: it names {entry['previous']!s:.12} as the line before it, which is "
                 f"{_sha256(before)[:12]}: a line was removed, added or edited. Restore the file as the runs wrote it."

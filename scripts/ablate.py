@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from runtime.flags import parse
 from runtime.log import config_hash, source_hash
 from runtime.signals import Interrupted, listen
 from scripts.runlog import Run, read_run
-from scripts.stats import Result, one_sample
+from scripts.stats import Result, holm, one_sample
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"
@@ -89,13 +88,6 @@ def paired_effect(arm: str, losses: Losses, baseline: Losses) -> Effect:
     shared = [(loss, base) for seed, loss in losses.items() if (base := baseline.get(seed)) is not None]
     differences = [loss - base for loss, base in shared if loss is not None]
     return Effect(arm, len(shared) - len(differences), one_sample(differences, 0.0))
-
-
-def holm(p_values: dict[str, float]) -> dict[str, float]:
-    """p-values adjusted so that the chance of any false finding in the family keeps its level (Holm, 1979)."""
-    ordered = sorted(p_values.items(), key=lambda item: item[1])
-    scaled = [min(1.0, (len(ordered) - rank) * p) for rank, (_, p) in enumerate(ordered)]
-    return {name: p for (name, _), p in zip(ordered, accumulate(scaled, max), strict=True)}
 
 
 # ---- Results

@@ -136,7 +136,8 @@ def train_losses(path: Path) -> list[float]:
 
 def skip_table(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Steps of each run that the spike guard would have skipped, and the share of those that it judges."""
-    for path, robust, sigma in product(find_runs(paths), (True, False), (6.0, 7.0)):
+    logs = [path for path in find_runs(paths) if path.suffix == ".jsonl"]
+    for path, robust, sigma in product(logs, (True, False), (6.0, 7.0)):
         losses, rule = train_losses(path), SpikeRule(sigma=sigma, robust=robust)
         bystander = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)  # a guard guards something
         guard = Guard([bystander], spike=rule)

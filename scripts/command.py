@@ -1,0 +1,43 @@
+"""What the command lines of the tools on logs share: lists of numbers, JSON without NaN, a quiet end."""
+
+import argparse
+import math
+import signal
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+
+def numbers(kind: Callable[[str], Any], low: float, high: float) -> Callable[[str], list[Any]]:
+    """For argparse: a reader of numbers with commas between them, each from `low` to `high`."""
+
+    def read(text: str) -> list[Any]:
+        try:
+            values = [kind(part) for part in text.split(",")]
+        except ValueError:
+            values = [math.nan]
+        if not all(low <= value <= high for value in values):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be {'whole ' * (kind is int)}numbers from {low:g} to {high:g} with commas between them")
+        return values
+
+    return read
+
+
+def plain(value: Any) -> Any:
+    """In the types of JSON: objects with fields as dicts, numbers that do not exist as null."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def end_quietly() -> None:
+    """When the reader of the output, such as head, has seen enough."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)

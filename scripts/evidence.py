@@ -1,0 +1,309 @@
+"""What stands behind a record, and every reason not to believe it. Nothing here trusts what the record says of itself.
+
+A record folder holds claim.json, runs/*.jsonl with their registry.jsonl, source/ as it was hashed, and what
+`scripts/record.py make` derived from these: record.json and README.md.
+"""
+
+import hashlib
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.claim import Claim, read_claim
+from runtime.log import REGISTERED, config_hash, source_files, source_hash
+from runtime.registry import RegistryError, read_registry
+from scripts.runlog import LogError, Run, read_run
+from scripts.stats import Result, look_level, one_sample
+
+
+class Track(NamedTuple):
+    """The rules of a track. They stand here as well as in the trainer: a judge does not take them from the judged."""
+
+    target: float  # nats per token
+    val_tokens: int
+    val_sha256: str  # how the hash of the validation tokens begins; empty: the one of the track's other records
+    overlap: float  # most that validation documents may share with training: what the corpus itself holds
+    in_time: bool  # the record is the shortest time; else the fewest steps, which are the same on every machine
+
+
+TRACKS = {
+    "tiny": Track(3.39, 262_144, "61a7bae6fab302b9", 0.02, in_time=False),
+    "short": Track(3.28, 10_485_760, "", 0.01, in_time=True),
+    "medium": Track(2.92, 10_485_760, "", 0.01, in_time=True),
+    "steps": Track(3.28, 10_485_760, "", 0.01, in_time=False),
+}
+ALPHA = 0.01
+FILES = {"claim.json", "record.json", "README.md", "NOTES.md", "runs", "source"}  # of a record; NOTES.md is free text
+PHASES = {"setup": False, "compile": False, "warmup": False, "train": True, "validate": False, "checkpoint": False}
+MOST_UNACCOUNTED = 0.01  # of the training time may lie between the phases of a run, in no entry of its ledger
+LONG_VALIDATION = 4.0  # times the median of its run; longer, something else was done in it
+LEAST_FIRST_LOSS = 0.95  # of log(vocabulary), at step 0: a model that has learned already comes below
+FORBIDDEN = re.compile(
+    r"coordinate_descent_tuning|max[-_]autotune|inductor\.config\.\w+\s*=[^=]|torch\.compile\([^)]*\b(options|mode)\s*="
+)
+HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing that is timed faster
+
+
+class Failure(NamedTuple):
+    what: str
+    where: str
+    mend: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A record folder as it was read; `unread` names the files that could not be."""
+
+    folder: Path
+    claim: Claim
+    runs: list[Run]
+    registry: list[dict[str, Any]]
+    unread: list[Failure]
+
+    @property
+    def complete(self) -> list[Run]:
+        """The finished runs of the claim, one a seed, by seed."""
+        ours = [run for run in self.runs if run.complete and run.header.get("claim") == self.claim.id]
+        return sorted({run.seed: run for run in reversed(ours)}.values(), key=lambda run: run.seed or 0)
+
+    @property
+    def level(self) -> float:
+        """What p must lie below: alpha, or less where the claim planned several looks."""
+        looks = self.claim.looks
+        return self.claim.alpha if len(looks) == 1 else look_level(tuple(looks), self.claim.alpha)
+
+    @property
+    def result(self) -> Result:
+        return one_sample([run.losses[-1][1] for run in self.complete], self.claim.target)
+
+    @property
+    def shown(self) -> bool:
+        return self.result.n in self.claim.looks and self.result.p < self.level
+
+
+def file_sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """Read a record folder. Raises ClaimError without a claim; whatever else cannot be read is a failure later."""
+    claim, runs, registry, unread = read_claim(folder / "claim.json"), [], [], []
+    logs = sorted((folder / "runs").glob("*.jsonl")) if (folder / "runs").is_dir() else []
+    for path in logs:
+        try:
+            if path.is_symlink() or not path.is_file():
+                raise LogError("it is a link or no regular file")
+            if path.name.startswith("registry"):
+                registry += [entry | {"file": path.name} for entry in read_registry(path)]
+            else:
+                runs.append(read_run(path))
+        except (LogError, RegistryError, OSError) as error:
+            unread.append(Failure(f"unreadable: {error}", str(path), "restore the file as the run wrote it"))
+    return Evidence(folder, claim, runs, registry, unread)
+
+
+def find_failures(evidence: Evidence) -> list[Failure]:
+    """Everything that speaks against the record, derived from claim, logs, registry and source."""
+    return evidence.unread + [failure for check in CHECKS for failure in check(evidence)]
+
+
+def check_files(evidence: Evidence) -> Iterator[Failure]:
+    """The folder holds what a record holds, as plain files."""
+    expected = {evidence.folder / name for name in FILES}
+    expected |= {run.path for run in evidence.runs} | {Path(failure.where) for failure in evidence.unread}
+    expected |= {path for source in source_files(evidence.folder / "source") for path in (source, *source.parents)}
+    for path in sorted(evidence.folder.rglob("*")):
+        if path.is_symlink() or (path not in expected and not (path.match("runs/registry*.jsonl") or path.is_dir())):
+            yield Failure("unexpected file", str(path), "take it out: a record holds what can be checked")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The claim and its runs
+
+
+def check_claim(evidence: Evidence) -> Iterator[Failure]:
+    """The claim follows the rules of its track and was there before its runs."""
+    claim, where = evidence.claim, str(evidence.folder / "claim.json")
+    track = TRACKS.get(claim.track)
+    if track is None:
+        yield Failure(f"track {claim.track!r} has no rules", where, f"claim for one of {', '.join(TRACKS)}")
+    elif (claim.target, claim.alpha) != (track.target, ALPHA):
+        yield Failure(f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}", where,
+                      "claim for the target of the track")
+    if config_hash(claim.config) != claim.config_sha256:
+        yield Failure("config_sha256 is not the hash of config", where, "write the claim with record.py claim")
+    for entry in evidence.registry:
+        if entry["event"] == "start" and entry.get("claim") == claim.id and entry["time"] < claim.created:
+            yield Failure(f"run {entry['run_id']} started {entry['time']}, before the claim of {claim.created}", where,
+                          "make new runs, with other seeds, under a claim written before them")
+
+
+def check_runs(evidence: Evidence) -> Iterator[Failure]:
+    """Each run that was started under the claim is there, once and finished; no others are."""
+    claim, mend = evidence.claim, "make all runs of the claim again, under a new claim with other seeds"
+    started = [entry for entry in evidence.registry if entry["event"] == "start" and entry.get("claim") == claim.id]
+    present = Counter(run.run_id for run in evidence.runs)
+    for run_id in (entry["run_id"] for entry in started if entry["run_id"] not in present):
+        yield Failure(f"missing: run {run_id} was started under the claim", f"{evidence.folder}/runs",
+                      "add its log, whatever its loss; if that is lost, " + mend)
+    for run in evidence.runs:
+        where = str(run.path)
+        if run.unfinished:
+            yield Failure(f"unfinished: {run.unfinished}", where, mend)
+        if run.header.get("claim") != claim.id:
+            yield Failure("extra: the run was not started under this claim", where, "take it out; a run cannot be "
+                          "claimed afterwards: " + mend)
+        elif run.seed not in claim.seeds:
+            yield Failure(f"extra: seed {run.seed} was not claimed", where, mend)
+    missing = sorted(set(claim.seeds) - {run.seed for run in evidence.runs})
+    if len(evidence.complete) not in claim.looks:
+        yield Failure(f"missing: seeds {missing} have no run, and {len(evidence.complete)} runs are no planned look",
+                      f"{evidence.folder}/runs", f"make them, up to {' or '.join(map(str, claim.looks))} runs")
+
+
+def check_copies(evidence: Evidence) -> Iterator[Failure]:
+    """No run counts twice: neither by its id, nor by its seed, nor by what it went through."""
+    kinds: dict[str, Callable[[Run], Any]] = {
+        "run id": lambda run: run.run_id,
+        "seed": lambda run: run.seed,
+        "losses": lambda run: tuple(run.losses) + tuple(step.train_loss for step in run.steps),
+    }
+    for kind, key in kinds.items():
+        first: dict[Any, Run] = {}
+        for run in evidence.runs:
+            if (other := first.setdefault(key(run), run)) is not run:
+                yield Failure(f"duplicate: the same {kind} as {other.path.name}", str(run.path),
+                              "take the copy out; if runs are missing then, make them all again under a new claim")
+
+
+def check_registry(evidence: Evidence) -> Iterator[Failure]:
+    """Each log is the one that its run's lines in the registry vouch for."""
+    mend = "restore the log as the run wrote it"
+    lines = {(entry["event"], entry.get("run_id")): entry for entry in evidence.registry}
+    for run in evidence.runs:
+        where, start, end = str(run.path), lines.get(("start", run.run_id)), lines.get(("end", run.run_id))
+        if start is None or start["sha256"] != run.header.get("registry_sha256"):
+            yield Failure("its start is not in the registry", where, "add the registry.jsonl of the run's log folder")
+        elif any(start.get(name) != run.header.get(name) for name in REGISTERED):
+            yield Failure("its header differs from its line in the registry", where, mend)
+        if run.complete and end is None:
+            yield Failure("its end is not in the registry", where, "add the registry.jsonl as it was after the run")
+        elif end is not None and end.get("log_sha256") != file_sha256(run.path):
+            yield Failure("edited: the log is not the one whose hash the run registered at its end", where, mend)
+
+
+def check_seeds(evidence: Evidence) -> Iterator[Failure]:
+    """No seed was tried before it was claimed: with one seed a run repeats itself."""
+    claim = evidence.claim
+    for entry in evidence.registry:
+        same = all(entry.get(name) == getattr(claim, name) for name in ("source_sha256", "config_sha256"))
+        if entry["event"] == "start" and same and entry.get("claim") != claim.id and entry.get("seed") in claim.seeds:
+            yield Failure(f"seed {entry['seed']} was run by {entry['run_id']} outside the claim",
+                          f"{evidence.folder}/runs/{entry['file']}", "claim seeds that nobody has tried")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What was run
+
+
+def check_source(evidence: Evidence) -> Iterator[Failure]:
+    """One source and one configuration, the claimed ones, without forbidden settings of the compiler."""
+    claim, folder = evidence.claim, evidence.folder / "source"
+    if source_hash(folder) != claim.source_sha256:
+        yield Failure(f"source/ is not the claimed {claim.source_sha256[:12]}", str(folder),
+                      "copy logs/sources/<sha256> there as it is")
+    for run in evidence.runs:
+        for name in ("source_sha256", "config_sha256"):
+            if run.header.get(name) != getattr(claim, name):
+                yield Failure(f"{name} {run.header.get(name)!s:.12}, not the claimed {getattr(claim, name)[:12]}",
+                              str(run.path), "make the run again with what was claimed, or claim what was run")
+        found = run.env.get("compile_flags", ["unknown"])
+        flags = [line for line in found if not any(word in line for word in HARMLESS)]
+        if claim.track != "medium" and flags:
+            yield Failure(f"compiler settings {', '.join(flags)}", str(run.path), "the track allows the defaults alone")
+    for path in sorted(folder.rglob("*.py")):
+        if claim.track != "medium" and (setting := FORBIDDEN.search(path.read_text(errors="replace"))):
+            yield Failure(f"forbidden compiler setting {setting[0]!r}", str(path), "leave it out and run again")
+
+
+def check_data(evidence: Evidence) -> Iterator[Failure]:
+    """The validation tokens are the track's and none of them were trained on."""
+    track = TRACKS.get(evidence.claim.track)
+    for run in evidence.runs:
+        if track is None:
+            return  # as check_claim says
+        data, overlap = run.header.get("data", {}), run.header.get("checks", {}).get("overlap")
+        if data.get("val_tokens") != track.val_tokens:
+            yield Failure(f"validated on {data.get('val_tokens')} tokens, not {track.val_tokens}", str(run.path),
+                          "run with the track's --val-tokens")
+        if not str(data.get("val_sha256")).startswith(track.val_sha256):
+            yield Failure(f"validation tokens {data.get('val_sha256')!s:.16}, not {track.val_sha256}", str(run.path),
+                          "run with the track's data")
+        if not isinstance(overlap, (int, float)) or overlap > track.overlap:
+            yield Failure(f"validation documents in training: {overlap}, at most {track.overlap}", str(run.path),
+                          "run with training shards that hold no validation documents")
+    for name in ("train_sha256", "val_sha256"):
+        if len(hashes := {str(run.header.get("data", {}).get(name)) for run in evidence.runs}) > 1:
+            yield Failure(f"{len(hashes)} different {name} in one record", f"{evidence.folder}/runs",
+                          "make all runs on the same data")
+
+
+def check_checks(evidence: Evidence) -> Iterator[Failure]:
+    """The trainer's own checks are there and were passed, and the model knew nothing at the first step."""
+    for run in evidence.runs:
+        for name in ("causality", "warmup_restored"):
+            if (found := run.header.get("checks", {}).get(name)) is not True:
+                yield Failure(f"check {name} is {found}, not true", str(run.path), "run with the check in place")
+        vocabulary = run.header.get("config", {}).get("vocab_size", 1)
+        first = [loss for step, loss in run.losses if step == 0] + [step.train_loss for step in run.steps[:1]]
+        known = [loss for loss in first if loss is not None]
+        if run.complete and (not known or known[0] < LEAST_FIRST_LOSS * math.log(vocabulary)):
+            yield Failure(f"first loss {known[0] if known else 'unknown'}, of a model that knows nothing "
+                          f"{math.log(vocabulary):.2f}", str(run.path), "find what leaked out of the warm-up")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The clock
+
+
+def check_ledger(evidence: Evidence) -> Iterator[Failure]:
+    """Every step is on the clock, and nothing that the clock leaves out took longer than it should."""
+    mend = "do this work in a timed phase, or not at all, and run again"
+    for run in evidence.runs:
+        where, timed = str(run.path), [phase for phase in run.phases if phase.timed]
+        for phase in run.phases:
+            if PHASES.get(phase.name) is not phase.timed:
+                yield Failure(f"untimed work: phase {phase.name!r} of {phase.ms:.0f} ms, timed: {phase.timed}", where,
+                              mend)
+        if run.unfinished:
+            continue
+        total = run.train_time_ms or 0.0
+        if abs(sum(phase.ms for phase in timed) - total) > 0.001 * total + 1:
+            yield Failure(f"{sum(phase.ms for phase in timed):.0f} ms in timed phases, {total:.0f} ms in the last "
+                          f"validation", where, mend)
+        if [step.step for step in run.steps] != list(range(1, (run.total_steps or 0) + 1)):
+            yield Failure(f"{len(run.steps)} of {run.total_steps} steps are in the log, in order", where, mend)
+        if (lost := unaccounted_ms(run)) > MOST_UNACCOUNTED * total:
+            yield Failure(f"untimed work: {lost:.0f} ms between the phases of training and validation", where, mend)
+        validations = [phase.ms for phase in run.phases if phase.name == "validate"]
+        if validations and max(validations) > LONG_VALIDATION * statistics.median(validations):
+            yield Failure(f"untimed work: a validation of {max(validations):.0f} ms, their median is "
+                          f"{statistics.median(validations):.0f}", where, mend)
+
+
+def unaccounted_ms(run: Run) -> float:
+    """Milliseconds after the first training phase began that no phase holds."""
+    later = [phase for phase in run.phases if phase.name not in ("setup", "compile", "warmup")]
+    return sum(max(after.t_ms - after.ms - before.t_ms, 0.0) for before, after in pairwise(later))
+
+
+CHECKS = (
+    check_files, check_claim, check_runs, check_copies, check_registry, check_seeds, check_source, check_data,
+    check_checks, check_ledger,
+)  # fmt: skip

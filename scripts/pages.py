@@ -1,0 +1,201 @@
+"""The pages that are derived from records: record.json and README.md of one, the leaderboards of all."""
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.jsonl import plain
+from scripts.evidence import TRACKS, Evidence, Failure, file_sha256
+from scripts.runlog import Run
+from scripts.stats import e_value
+
+SCHEMA = 1
+
+
+def facts(evidence: Evidence) -> dict[str, Any]:
+    """What record.json says: every number recomputed from the logs."""
+    claim, result, runs = evidence.claim, evidence.result, evidence.complete
+    losses = [run.losses[-1][1] for run in runs]
+    return {
+        "schema": SCHEMA, "name": claim.name, "track": claim.track, "date": claim.created[:10], "claim": claim.id,
+        "target": claim.target, "level": evidence.level, "shown": evidence.shown, "steps": claim.config["steps"],
+        "n": result.n, "mean": result.mean, "sd": result.sd, "t": result.t, "p": result.p, "upper99": result.upper99,
+        "e_value": e_value(losses, claim.target), "train_time_ms": times(runs), "source_sha256": claim.source_sha256,
+        "config_sha256": claim.config_sha256,
+        "runs": [
+            {"file": run.path.name, "sha256": file_sha256(run.path), "seed": run.seed, "val_loss": run.losses[-1][1],
+             "train_time_ms": run.train_time_ms} for run in runs
+        ],
+    }  # fmt: skip
+
+
+def times(runs: list[Run]) -> dict[str, float]:
+    found = [run.train_time_ms or 0.0 for run in runs]
+    if not found:
+        return {}
+    return {"mean": statistics.fmean(found), "median": statistics.median(found), "min": min(found), "max": max(found)}
+
+
+def record_json(evidence: Evidence) -> str:
+    return json.dumps(plain(facts(evidence)), indent=1) + "\n"
+
+
+def readme(evidence: Evidence) -> str:
+    """The page of one record; nothing in it is typed by hand but the claim's own words."""
+    claim, found, runs = evidence.claim, facts(evidence), evidence.complete
+    if not runs:
+        return f"# {claim.name}\n\nNo finished run.\n"
+    verdict = "is shown" if found["shown"] else "is **not shown**"
+    clock = found["train_time_ms"]
+    flags = " ".join(claim.flags)
+    return "\n".join([
+        f"# {claim.name}, track {claim.track}: {found['steps']:,} steps",
+        "",
+        claim.about,
+        "",
+        f"That the mean validation loss lies below {claim.target:g} {verdict} by {found['n']} runs "
+        f"(p = {found['p']:.3g}, level {found['level']:.3g}).",
+        "",
+        "| n | mean | sd | t | p | 99 % upper bound | E-value |",
+        "|-|-|-|-|-|-|-|",
+        f"| {found['n']} | {found['mean']:.6f} | {found['sd']:.6f} | {found['t']:.4f} | {found['p']:.3g} | "
+        f"{found['upper99']:.5f} | {found['e_value']:.3g} |",
+        "",
+        f"Time on the clock: median {clock['median'] / 1000:.2f} s, mean {clock['mean'] / 1000:.2f} s, "
+        f"{clock['min'] / 1000:.2f} to {clock['max'] / 1000:.2f} s.",
+        "",
+        "| seed | validation loss | seconds | log |",
+        "|-|-|-|-|",
+        *(f"| {run.seed} | {run.losses[-1][1]:.6f} | {(run.train_time_ms or 0) / 1000:.3f} | "
+          f"[{run.run_id}](runs/{run.path.name}) |" for run in runs),
+        "",
+        f"Claimed {claim.created}, before the runs: {claim.n} runs, seeds {claim.seeds[0]} to {claim.seeds[-1]}, test "
+        f"after {' and '.join(map(str, claim.looks))}.",
+        "",
+        "| machine and checks | |",
+        "|-|-|",
+        *(f"| {name} | {value} |" for name, value in common(runs).items()),
+        "",
+        "| phase | on the clock | ms, mean over runs |",
+        "|-|-|-|",
+        *(f"| {name} | {'yes' if timed else 'no'} | {ms:,.0f} |" for name, timed, ms in ledger(runs)),
+        "",
+        "```",
+        f"python train_gpt.py{' ' + flags if flags else ''} --seed {claim.seeds[0]} --trials {claim.n}",
+        f"python scripts/record.py verify records/{claim.track}/{evidence.folder.name}",
+        "```",
+        "",
+        f"Source `{claim.source_sha256}` in [source](source), configuration `{claim.config_sha256}` in "
+        "[claim.json](claim.json).",
+        "",
+    ])
+
+
+def common(runs: list[Run]) -> dict[str, str]:
+    """What the headers say of machine and checks; where runs differ, all that was found."""
+    seen: dict[str, list[str]] = {}
+    for run in runs:
+        shown = {"ranks": run.header["world_size"], **run.env, **run.header["data"], **run.header["checks"]}
+        for name, value in shown.items():
+            if str(value) not in seen.setdefault(name, []):
+                seen[name].append(str(value))
+    return {name: "; ".join(values) for name, values in seen.items()}
+
+
+def ledger(runs: list[Run]) -> list[tuple[str, bool, float]]:
+    """Phases with their mean milliseconds a run, in the order in which they come first."""
+    sums: dict[tuple[str, bool], float] = {}
+    for run in runs:
+        for phase in run.phases:
+            sums[phase.name, phase.timed] = sums.get((phase.name, phase.timed), 0.0) + phase.ms
+    return [(name, timed, total / len(runs)) for (name, timed), total in sums.items()]
+
+
+def derived(evidence: Evidence) -> dict[str, str]:
+    """The files of a record that follow from the others, by name."""
+    return {"record.json": record_json(evidence), "README.md": readme(evidence)}
+
+
+def differences(evidence: Evidence) -> Iterator[Failure]:
+    """A derived file that is not what the logs say."""
+    for name, content in derived(evidence).items():
+        path = evidence.folder / name
+        found = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        if found != content.splitlines():
+            line = next((i for i, (a, b) in enumerate(zip(found, content.splitlines(), strict=False), 1) if a != b), 0)
+            what = f"line {line or min(len(found), len(content.splitlines())) + 1} is not what the logs say"
+            yield Failure(what if found else "missing", str(path), f"scripts/record.py make {evidence.folder}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The leaderboards
+
+HEAD = """# Records
+
+Each record is a claim that was written before its runs, the logs of all these runs, and the source that made them.
+`python scripts/record.py verify FOLDER` recomputes every number here from the logs; this page and its pictures are made
+by `python scripts/record.py leaderboard`.
+"""
+
+
+def leaderboard(records: Path, evidences: Sequence[Evidence]) -> str:
+    """The page of all tracks: claims in the order in which they were made, then what else was measured."""
+    parts = [HEAD]
+    for track in TRACKS:
+        if claims := [evidence for evidence in evidences if evidence.claim.track == track]:
+            parts.append(board(records, track, claims))
+    pages = [path for path in sorted(records.rglob("README.md")) if path.parent not in
+             {records, *(evidence.folder for evidence in evidences)}]
+    lines = [f"- [{title(path)}]({path.relative_to(records)})" for path in pages]
+    return "\n".join([*parts, "## Measurements", "", *lines, ""])
+
+
+def title(path: Path) -> str:
+    return path.read_text().partition("\n")[0].lstrip("# ")
+
+
+def records_of(evidences: Sequence[Evidence]) -> list[Evidence]:
+    """The claims that were shown and beat all shown before them, in time or, where only steps count, in steps."""
+    best: list[Evidence] = []
+    for evidence in evidences:
+        if evidence.shown and (not best or score(evidence) < score(best[-1])):
+            best.append(evidence)
+    return best
+
+
+def score(evidence: Evidence) -> float:
+    in_time = TRACKS[evidence.claim.track].in_time
+    return times(evidence.complete)["median"] if in_time else evidence.claim.config["steps"]
+
+
+def history(evidences: Sequence[Evidence]) -> list[tuple[str, str, int, float]]:
+    """Date, name, steps and median seconds of the records, in order."""
+    return [
+        (evidence.claim.created[:10], evidence.claim.name, evidence.claim.config["steps"],
+         times(evidence.complete)["median"] / 1000) for evidence in records_of(evidences)
+    ]  # fmt: skip
+
+
+def board(records: Path, track: str, claims: list[Evidence]) -> str:
+    best, rows = records_of(claims), []
+    for evidence in claims:
+        found, clock = evidence.result, times(evidence.complete)
+        place = f"#{best.index(evidence) + 1}" if evidence in best else "no record" if evidence.shown else "not shown"
+        rows.append(
+            f"| {place} | {evidence.claim.created[:10]} | [{evidence.claim.name}]"
+            f"({evidence.folder.relative_to(records)}) | {evidence.claim.config['steps']:,} | {found.n} | "
+            f"{found.mean:.4f} | {found.sd:.4f} | {found.p:.2g} | {clock.get('median', 0) / 1000:.1f} |"
+        )
+    return "\n".join([
+        f"## {track}: {TRACKS[track].target:g} nats per token, counted in "
+        f"{'seconds' if TRACKS[track].in_time else 'steps'}",
+        "",
+        "| record | date | claim | steps | n | mean loss | sd | p | median s |",
+        "|-|-|-|-|-|-|-|-|-|",
+        *rows,
+        "",
+        f"![time line]({track}/timeline.svg) ![loss curves]({track}/losses.svg)",
+        "",
+    ])

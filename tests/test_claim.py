@@ -1,0 +1,267 @@
+"""Claims and the registry of runs: what was written first cannot be changed, and what differs from it is named."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import get_origin
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_run import ROOT, arguments, read_events, run, write_data
+
+import train_gpt
+from runtime.claim import Claim, ClaimError, admit, read_claim
+from runtime.flags import parse
+from runtime.log import RunLog, config_hash, source_hash
+from runtime.registry import RegistryError, read_registry, register
+
+SEEDS = list(range(7, 11))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _idle_disk():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
+def write_claim(path: Path, **changed: object) -> Path:
+    fields = {
+        "name": "Small", "track": "tiny", "target": 3.25, "alpha": 0.01, "n": len(SEEDS), "seeds": SEEDS,
+        "looks": [len(SEEDS)], "source_sha256": "a" * 64, "config_sha256": "b" * 64, "config": {"steps": 12, "lr": 0.1},
+        "flags": ["--steps", "12"], "about": "a test", "created": datetime.now(UTC).isoformat(), "schema": 1,
+    }  # fmt: skip
+    path.write_text(json.dumps(fields | changed))
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The registry
+
+
+def write_registry(path: Path, count: int) -> list[bytes]:
+    for number in range(count):
+        register(path, "start", run_id=f"run{number}", seed=number)
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def test_the_chain_holds_over_processes_that_append_at_once(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from runtime.registry import register
+for number in range(20):
+    register(Path(sys.argv[1]), "start", run_id=sys.argv[2], seed=number)
+"""
+    path = tmp_path / "registry.jsonl"
+    children = [subprocess.Popen([sys.executable, "-c", code, path, name], cwd=ROOT) for name in "ab"]
+    assert [child.wait(60) for child in children] == [0, 0]
+    lines = path.read_bytes().splitlines()
+    hashes = [hashlib.sha256(line).hexdigest() for line in (b"", *lines)]
+    entries = read_registry(path)
+    assert [entry["previous"] for entry in entries] == hashes[:-1]
+    assert [entry["sha256"] for entry in entries] == hashes[1:]
+    assert [[entry["seed"] for entry in entries if entry["run_id"] == name] for name in "ab"] == [list(range(20))] * 2
+
+
+@given(count=st.integers(3, 6), data=st.data())
+def test_a_line_but_the_last_that_was_removed_added_edited_or_moved_is_found_and_named(count, data):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "registry.jsonl"
+        lines = write_registry(path, count)
+        at = data.draw(st.integers(0, count - 2), label="line")
+        kind = data.draw(st.sampled_from(["removed", "added", "edited", "moved"]))
+        if kind == "removed":
+            del lines[at]
+        elif kind == "added":
+            others = [*lines[:at], *lines[at + 1 :], b"noise\n", b"{}\n", b"\xff\n"]
+            lines.insert(at, data.draw(st.sampled_from(others)))
+        elif kind == "moved":
+            lines[at], lines[at + 1] = lines[at + 1], lines[at]
+        else:
+            byte = data.draw(st.integers(0, len(lines[at]) - 2), label="byte")
+            lines[at] = lines[at][:byte] + bytes([lines[at][byte] ^ 1]) + lines[at][byte + 1 :]
+        path.write_bytes(b"".join(lines))
+        with pytest.raises(RegistryError, match=rf"registry\.jsonl, line ({at + 1}|{at + 2}): .*[Rr]estore"):
+            read_registry(path)
+
+
+@given(st.lists(st.none() | st.floats(0, 1), min_size=1, max_size=6))
+def test_crashes_at_any_byte_lose_no_whole_line_and_do_not_break_the_chain(crashes):
+    """Each append is followed by a crash that keeps a share of its bytes, or by none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, whole = Path(folder) / "registry.jsonl", []
+        path.touch()
+        for number, share in enumerate([*crashes, None]):
+            before = path.stat().st_size
+            register(path, "start", run_id=str(number))
+            written = path.stat().st_size - before
+            kept = written if share is None else round(share * written)
+            with path.open("r+b") as file:
+                file.truncate(before + kept)
+            whole += [str(number)] * (kept >= written - 1)  # without its end a line is still whole
+        assert [entry["run_id"] for entry in read_registry(path)] == whole
+
+
+@pytest.mark.parametrize("changed", [{"run_id": None}, {"time": 5}, {"event": ["start"]}, {"previous": 0}])
+def test_a_line_without_the_fields_of_all_lines_is_named(changed, tmp_path):
+    path = tmp_path / "registry.jsonl"
+    line = json.loads(write_registry(path, 1)[0]) | changed
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(RegistryError, match="line 1: no line of a registry"):
+        read_registry(path)
+
+
+def test_header_and_registry_hold_the_hashes_of_each_other(tmp_path):
+    log = RunLog(tmp_path, "run")
+    log.begin({"track": "tiny", "seed": 3, "claim": "c" * 64})
+    log.finish({"status": "done", "val_loss": 1.0})
+    started, ended = (tmp_path / "registry.jsonl").read_bytes().splitlines()
+    assert read_events(log.path)[0]["registry_sha256"] == hashlib.sha256(started).hexdigest()
+    assert json.loads(ended)["log_sha256"] == hashlib.sha256(log.path.read_bytes()).hexdigest()
+    assert json.loads(started)["claim"] == "c" * 64
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The claim
+
+KINDS = {field.name: get_origin(field.type) or field.type for field in dataclasses.fields(Claim)}
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.none()) | st.just({})
+
+
+def refused(sentence: str, absent: str = "", **changed: object) -> bool:
+    """Whether read_claim says so of a claim with changed fields or with one under another name."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_claim(Path(folder) / "claim.json", **changed)
+        path.write_text(path.read_text().replace(f'"{absent}": ', '"other": '))
+        with pytest.raises(ClaimError, match=rf"claim\.json.*{sentence}"):
+            read_claim(path)
+        return True
+
+
+@given(st.sampled_from(sorted(KINDS)), VALUES)
+def test_a_field_that_is_missing_or_of_the_wrong_type_is_refused_by_its_name(name, value):
+    assert refused(f"is no claim: {name} must be", absent=name)
+    allowed = (int, float) if KINDS[name] is float else KINDS[name]
+    if not isinstance(value, allowed) or isinstance(value, bool):
+        assert refused(f"is no claim: {name} must be", **{name: value})
+
+
+@given(st.sampled_from(["seeds", "looks", "flags"]), st.integers(0, 2), st.booleans() | st.floats(0, 1) | st.just([]))
+def test_an_item_of_the_wrong_type_is_refused_by_the_name_of_its_list(name, at, item):
+    items: list[object] = {"seeds": [7, 8, 9], "looks": [2, 3, 4], "flags": ["--steps", "12", "--x"]}[name]
+    assert refused(f"is no claim: {name} must be", **{name: [*items[:at], item, *items[at:]]})
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"extra": 1}, r"fields \['extra'\]"),
+        ({"schema": 2}, "schema 2.* reads schema 1"),
+        ({"n": 3}, "n = 3 .*different seeds"),
+        ({"n": 1, "seeds": [1], "looks": [1]}, "n = 1 .*2 or more"),
+        ({"seeds": [7, 7, 8, 9]}, "as many different seeds"),
+        ({"looks": []}, "look"),
+        ({"looks": [2, 3]}, "look"),
+        ({"looks": [3, 2, 4]}, "look"),
+        ({"looks": [1, 4]}, "look"),
+    ],
+)
+def test_a_claim_that_breaks_a_rule_is_refused_with_it(changed, sentence):
+    assert refused(sentence, **changed)
+
+
+@given(st.binary() | st.text().map(str.encode) | st.sampled_from([b"[" * 10**5, b"[]", b"null", b"1" * 10**4]))
+def test_bytes_that_are_no_claim_are_refused_in_a_sentence(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "claim.json"
+        path.write_bytes(content)
+        with pytest.raises(ClaimError, match="is no claim"):
+            read_claim(path)
+        with pytest.raises(ClaimError, match="cannot read the claim"):
+            read_claim(path.parent)
+
+
+def test_the_id_ignores_layout_and_order_and_sees_every_value(tmp_path):
+    path = write_claim(tmp_path / "claim.json")
+    claim, fields = read_claim(path), json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(fields.items())), indent=3))
+    assert read_claim(path).id == claim.id
+    others = [dataclasses.replace(claim, **{name: value}) for name, value in {
+        **{name: value + 1 for name, value in fields.items() if isinstance(value, (int, float))},
+        **{name: value + "x" for name, value in fields.items() if isinstance(value, str)},
+        **{name: value[::-1] + value for name, value in fields.items() if isinstance(value, list)},
+        "config": {"steps": 12, "lr": 0.1000001},
+    }.items()]  # fmt: skip
+    assert len(others) == len(fields)
+    assert len({claim.id, *(other.id for other in others)}) == 1 + len(fields)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs under a claim
+
+CONFIG = {"steps": 12, "seed": 0, "trials": 1, "log_dir": "logs", "data_dir": "data", "claim": ""}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "train_gpt.py").write_text("print('train')\n")
+    hashes = {"source_sha256": source_hash(tmp_path / "tree"), "config_sha256": config_hash(CONFIG)}
+    write_claim(tmp_path / "claim.json", **hashes)
+    return tmp_path / "tree"
+
+
+def test_runs_of_the_claimed_source_configuration_and_seeds_are_admitted(tree):
+    path = tree.parent / "claim.json"
+    settings = CONFIG | {"seed": 8, "trials": 2, "log_dir": "elsewhere", "data_dir": "there", "claim": str(path)}
+    for seeds in (SEEDS, SEEDS[1:3], [SEEDS[-1]]):
+        assert admit(str(path), tree, settings, seeds) == read_claim(path).id
+    assert admit("", tree, CONFIG, [0]) is None
+
+
+def test_what_differs_from_the_claim_is_named_with_the_fix(tree):
+    path = str(tree.parent / "claim.json")
+    mine, claimed = config_hash(CONFIG | {"steps": 13})[:12], config_hash(CONFIG)[:12]
+    with pytest.raises(ClaimError, match=f"the configuration is {mine} but {claimed} was claimed.*'--steps 12'"):
+        admit(path, tree, CONFIG | {"steps": 13}, SEEDS)
+    for seeds, strangers in (([6], [6]), ([10, 11], [11]), ([0, *SEEDS, 99], [0, 99])):
+        with pytest.raises(ClaimError, match=rf"seeds \[{', '.join(map(str, strangers))}\] are not among.*--seed"):
+            admit(path, tree, CONFIG, seeds)
+    (tree / "train_gpt.py").write_text("print('train more')\n")
+    with pytest.raises(ClaimError, match=f"the source is {source_hash(tree)[:12]} but .* go back to the claimed"):
+        admit(path, tree, CONFIG, SEEDS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "claimed", "sentence"),
+    [
+        ({"matrix_lr": 0.5}, {}, "the configuration is"),
+        ({"seed": 6}, {}, r"seeds \[6\] are not among the claimed"),
+        ({"trials": 5}, {}, r"seeds \[11\] are not among the claimed"),
+        ({}, {"source_sha256": "0" * 64}, "the source is"),
+        ({}, {"n": "4"}, "n must be .*int, not '4'"),
+        ({"claim": "nowhere.json"}, {}, "cannot read the claim nowhere.json: No such file"),
+    ],
+)
+def test_a_run_that_is_not_the_claims_ends_before_it_leaves_a_trace(flags, claimed, sentence, tmp_path, data):
+    words = arguments(data, tmp_path / "logs")
+    config = dataclasses.asdict(parse(train_gpt.Config, words, train_gpt.preset, ""))
+    hashes = {"source_sha256": source_hash(ROOT), "config_sha256": config_hash(config)}
+    path = write_claim(tmp_path / "claim.json", **hashes | claimed)
+    outcome = run(data, tmp_path / "logs", **{"claim": path, "seed": 7, "trials": 4} | flags)
+    assert outcome.code == 2
+    assert re.search(sentence, outcome.err), outcome.err
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"), 40)
