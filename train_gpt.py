@@ -175,7 +175,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "target": 3.39, "val_sha256": "61a7bae6fab302b9", "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023,
         "layers": "tiny", "dim": 256, "embed_dtype": "float32", "head_dtype": "float32", "batch_tokens": 2048,
         "sequence": 512, "micro_batch": 2048, "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096,
-        "val_batch": 16_384, "val_every": 100, "steps": 300, "extension": 10, "window_block": 16,
+        "val_batch": 16_384, "val_every": 100, "steps": 350, "extension": 10, "window_block": 16,
         "momentum_warmup": 40, "momentum_cooldown": 10, "adam_lr": 0.02,
     },
 }  # fmt: skip

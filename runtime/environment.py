@@ -188,7 +188,9 @@ def try_compile(
 def compile_flags() -> list[str]:
     """Settings of the compiler that are not its defaults, by code or by environment; contest tracks allow none."""
     config = sys.modules.get("torch._inductor.config")  # without it nothing was compiled
-    return config.codegen_config().splitlines() if config else []
+    by_code = config.codegen_config().splitlines() if config else []
+    names = sorted(name for name in os.environ if name.startswith("TORCHINDUCTOR_") and "CACHE" not in name)
+    return by_code + [f"{name}={os.environ[name]}" for name in names]
 
 
 def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = GEMM_SIZE) -> float:
