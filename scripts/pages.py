@@ -21,14 +21,19 @@ def facts(evidence: Evidence) -> dict[str, Any]:
     return {
         "schema": SCHEMA, "name": claim.name, "track": claim.track, "date": claim.created[:10], "claim": claim.id,
         "target": claim.target, "level": evidence.level, "shown": evidence.shown, "steps": claim.config["steps"],
-        "n": result.n, "mean": result.mean, "sd": result.sd, "t": result.t, "p": result.p, "upper99": result.upper99,
-        "e_value": e_value(losses, claim.target), "train_time_ms": times(runs), "source_sha256": claim.source_sha256,
-        "config_sha256": claim.config_sha256,
+        **{name: stable(value) for name, value in result._asdict().items()}, "n": result.n,
+        "e_value": stable(e_value(losses, claim.target)), "train_time_ms": times(runs),
+        "source_sha256": claim.source_sha256, "config_sha256": claim.config_sha256,
         "runs": [
             {"file": run.path.name, "sha256": file_sha256(run.path), "seed": run.seed, "val_loss": run.losses[-1][1],
              "train_time_ms": run.train_time_ms} for run in runs
         ],
     }  # fmt: skip
+
+
+def stable(value: float) -> float:
+    """To ten digits: the last ones differ between processors and versions of the libraries."""
+    return float(f"{value:.10g}")
 
 
 def times(runs: list[Run]) -> dict[str, float]:
