@@ -177,3 +177,14 @@ def test_the_environment_in_the_log_is_json_and_names_neither_the_host_nor_a_pat
     assert said["python"] == platform.python_version()
     assert platform.node() not in text
     assert "/home" not in text
+
+
+def test_compiler_settings_by_code_and_by_environment_are_told_and_cache_folders_are_not(monkeypatch):
+    import torch._inductor.config as config
+
+    before = environment.compile_flags()
+    monkeypatch.setattr(config, "coordinate_descent_tuning", True)
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
+    found = [line for line in environment.compile_flags() if line not in before]
+    assert found == ["torch._inductor.config.coordinate_descent_tuning = True", "TORCHINDUCTOR_MAX_AUTOTUNE=1"]
