@@ -1,0 +1,53 @@
+"""What the data of a run are: hashes, a check of every token, and what training and validation have in common."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.shards import ShardError, open_shard, verify_shard
+
+PREFIX = 64  # tokens from its start by which a document is recognized
+
+
+def audit(
+    train_files: Sequence[Path], val_files: Sequence[Path], vocab_size: int, bos: int, expected_val: str = ""
+) -> dict[str, object]:
+    """Read the shards of a run: {train_sha256, val_sha256, overlap}; ShardError when one cannot be trained on.
+
+    expected_val is how the SHA-256 of the validation tokens must begin. overlap is the share of validation documents
+    whose first 64 tokens also begin a training document.
+    """
+    for file in (*train_files, *val_files):
+        verify_shard(file, vocab_size)
+    val_sha256 = _sha256(val_files)
+    if not val_sha256.startswith(expected_val):
+        raise ShardError(
+            f"{val_files[0].parent}: the validation tokens have SHA-256 {val_sha256}, but the target holds for "
+            f"{expected_val}... alone. Delete the folder and build or fetch the data again, or set --val-sha256."
+        )
+    wanted = [prefix for file in val_files for prefix in _prefixes(file, bos)]
+    shared = set(wanted)
+    found = set().union(*(shared.intersection(_prefixes(file, bos)) for file in train_files))
+    return {
+        "train_sha256": _sha256(train_files),
+        "val_sha256": val_sha256,
+        "overlap": sum(prefix in found for prefix in wanted) / len(wanted) if wanted else None,
+    }
+
+
+def _sha256(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(open_shard(file).data)
+    return digest.hexdigest()
+
+
+def _prefixes(file: Path, bos: int) -> list:
+    """The first PREFIX tokens of every document of a shard that has so many."""
+    tokens = open_shard(file)
+    starts = np.flatnonzero(tokens == bos)
+    long_enough = np.diff(np.append(starts, len(tokens))) >= PREFIX
+    prefixes = np.ascontiguousarray(tokens[starts[long_enough, None] + np.arange(PREFIX)])
+    return prefixes.view(np.dtype((np.void, 2 * PREFIX))).ravel().tolist()

@@ -1,0 +1,99 @@
+"""The optimizers again, one matrix at a time in float64, as in a textbook: slow, obvious, the oracle of the tests.
+
+A step function takes a weight, its gradient and a state dict (empty before the first step) and returns the new weight.
+"""
+
+import torch
+from torch import Tensor
+
+from .orthogonalize import METHODS
+
+
+def iterate(G: Tensor, method: str) -> Tensor:
+    """What `orthogonalize` approximates for one matrix (rows, cols), by the same polynomials without rounding."""
+    steps = METHODS[method]
+    X = G.double()
+    if X.norm() == 0:
+        return X
+    if method == "exact":
+        U, S, Vh = torch.linalg.svd(X, full_matrices=False)
+        nonzero = 1e-12 * S[0] < S
+        return U[:, nonzero] @ Vh[nonzero]
+    X = X / X.abs().max()
+    X = X / (X.norm() * steps.safety + steps.eps)
+    for a, b, c in steps.coefficients:
+        X = a * X + b * (X @ X.T @ X) + c * (X @ X.T @ X @ X.T @ X)
+    return X
+
+
+def muon_step(
+    weight: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    *,
+    lr: float,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    weight_decay: float = 0.0,
+    scale: str = "spectral",
+    split: int = 1,
+    method: str = "polar_express",
+    lr_mul: float = 1.0,
+    wd_mul: float = 1.0,
+    beta2: float | None = None,
+    axis: str = "stored",
+) -> Tensor:
+    """One step of Muon or, with beta2, of NorMuon, for one weight (rows, cols)."""
+    weight, grad = weight.double(), grad.double()
+    rows, cols = weight.shape
+
+    buffer = momentum * state.get("momentum", torch.zeros_like(grad)) + (1 - momentum) * grad
+    state["momentum"] = buffer
+    update = momentum * buffer + (1 - momentum) * grad if nesterov else buffer
+
+    if cols >= rows:
+        blocks = update.reshape(split, rows, cols // split)
+    else:
+        blocks = update.reshape(split, rows // split, cols)
+    directions = []
+    for index, block in enumerate(blocks):
+        direction = iterate(block, method)
+        if beta2 is not None:
+            per_row = axis == "rows" or (axis == "stored" and rows >= cols)
+            direction = normalize_variance(direction, state, f"variance {index}", beta2, -1 if per_row else 0)
+        directions.append(direction)
+    direction = torch.stack(directions).reshape(rows, cols)
+
+    factor = {"spectral": max(1, rows / cols) ** 0.5, "rms": 0.2 * max(rows, cols) ** 0.5, "none": 1.0}[scale]
+    return weight * (1 - lr * weight_decay * wd_mul) - lr * lr_mul * factor * direction
+
+
+def normalize_variance(direction: Tensor, state: dict[str, Tensor], key: str, beta2: float, axis: int) -> Tensor:
+    """Divide by the running RMS along `axis`, then restore the Frobenius norm."""
+    mean_square = direction.square().mean(dim=axis, keepdim=True)
+    state[key] = beta2 * state.get(key, torch.zeros_like(mean_square)) + (1 - beta2) * mean_square
+    scaled = direction / state[key].clamp(min=1e-10).sqrt()
+    return scaled * (direction.norm() / scaled.norm().clamp(min=1e-10))
+
+
+def adam_step(
+    weight: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    lr_mul: float = 1.0,
+    wd_mul: float = 1.0,
+) -> Tensor:
+    """One step of Adam with decoupled decay, for a weight of any shape."""
+    weight, grad = weight.double(), grad.double()
+    beta1, beta2 = betas
+    t = int(state.get("step", torch.tensor(0))) + 1
+    m = beta1 * state.get("exp_avg", torch.zeros_like(grad)) + (1 - beta1) * grad
+    v = beta2 * state.get("exp_avg_sq", torch.zeros_like(grad)) + (1 - beta2) * grad**2
+    state.update(step=torch.tensor(t), exp_avg=m, exp_avg_sq=v)
+    rate = lr * lr_mul * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+    return weight * (1 - lr * weight_decay * wd_mul) - rate * m / (v.sqrt() + eps)

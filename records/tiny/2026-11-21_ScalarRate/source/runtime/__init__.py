@@ -1,0 +1,1 @@
+"""What a run needs around it and that knows nothing of GPTs: log, clock, machine, flags, progress, signals."""

@@ -1,0 +1,87 @@
+"""A claim: what will be shown, with which source, configuration and seeds, written before the runs that show it."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_origin
+
+from runtime.jsonl import json_hash
+from runtime.log import config_hash, source_hash
+
+SCHEMA = 1
+ITEMS: dict[str, type] = {"seeds": int, "looks": int, "flags": str}  # what the lists hold
+
+
+class ClaimError(ValueError):
+    """A claim that cannot be read, or runs that are not those of the claim."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """n runs, one a seed, are to show at level alpha that the mean loss lies below the target."""
+
+    name: str
+    track: str
+    target: float  # nats per token
+    alpha: float
+    n: int
+    seeds: list[int]
+    looks: list[int]  # numbers of runs after which the test is made; [n] for a single look at the end
+    source_sha256: str
+    config_sha256: str
+    config: dict[str, Any]
+    flags: list[str]  # of train_gpt.py
+    about: str  # what is changed and why it should help
+    created: str  # ISO time, UTC
+    schema: int = SCHEMA
+
+    @property
+    def id(self) -> str:
+        """SHA-256 of all that the claim says; the runs' headers carry it, so it cannot be written after them."""
+        return json_hash(dataclasses.asdict(self))
+
+
+def read_claim(path: str | Path) -> Claim:
+    """Raises ClaimError, naming the file and the rule, for anything that is no claim."""
+    try:
+        fields = json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ClaimError(f"cannot read the claim {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ClaimError(f"{path} is no claim: it must be JSON, as scripts/record.py claim writes it") from None
+    kinds: dict[str, Any] = {field.name: get_origin(field.type) or field.type for field in dataclasses.fields(Claim)}
+    for name, kind in kinds.items():
+        value, of = fields.get(name) if isinstance(fields, dict) else None, ITEMS.get(name)
+        right = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+        if not right or (of and any(type(item) is not of for item in value or ())):
+            what = f"{kind.__name__} of {of.__name__}" if of else kind.__name__
+            raise ClaimError(f"{path} is no claim: {name} must be a {what}, not {value!r:.80}")
+    if fields["schema"] != SCHEMA or fields.keys() - kinds.keys():
+        raise ClaimError(f"{path}: schema {fields['schema']} with fields {sorted(fields.keys() - kinds.keys())} more; "
+                         f"this version reads schema {SCHEMA}")
+    claim = Claim(**fields)
+    if not 2 <= claim.n == len(set(claim.seeds)) == len(claim.seeds):
+        raise ClaimError(f"{path}: n = {claim.n} must be 2 or more, with as many different seeds, not {claim.seeds}")
+    if claim.looks != sorted({*claim.looks, claim.n}) or claim.looks[0] < 2 or claim.looks[-1] != claim.n:
+        raise ClaimError(f"{path}: looks {claim.looks} must rise from 2 or more to n = {claim.n}")
+    return claim
+
+
+def admit(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:
+    """The id of the claim at `path`, None for no path. ClaimError where runs of these could not show it."""
+    if not path:
+        return None
+    claim = read_claim(path)
+    rules = (
+        ("source", source_hash(source), claim.source_sha256, "go back to the claimed source"),
+        ("configuration", config_hash(config), claim.config_sha256, f"give the flags {' '.join(claim.flags)!r}"),
+    )
+    for what, mine, claimed, fix in rules:
+        if mine != claimed:
+            raise ClaimError(f"{path}: the {what} is {mine[:12]} but {claimed[:12]} was claimed. Either {fix} or "
+                             f"write a new claim.")
+    if strangers := sorted(set(seeds) - set(claim.seeds)):
+        raise ClaimError(f"{path}: seeds {strangers} are not among the claimed {claim.seeds}. Choose --seed and "
+                         f"--trials inside them, or write a new claim.")
+    return claim.id

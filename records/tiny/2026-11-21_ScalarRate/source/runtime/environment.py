@@ -1,0 +1,260 @@
+"""The machine under a run: device, compute dtype, process group, compiler, peak rate, and what the log says of them."""
+
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Dense bf16 datasheet rates in TFLOP/s, without sparsity, by words of the device name; the first that matches counts.
+DATASHEET_TFLOPS = {
+    "H100 PCIe": 756.0, "H100": 989.4, "GH200": 989.4, "H200": 989.4, "H800": 989.4, "H20": 148.0, "B200": 2250.0,
+    "GB200": 2500.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "RTX 5090": 209.5,
+    "RTX 4090": 165.2, "RTX 3090": 71.0, "RTX A6000": 154.8,
+}  # fmt: skip
+GEMM_SIZE = 1024  # side of the square product that stands for the peak of a device with no datasheet rate
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a process of the run computes: its device and its place among the ranks."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def say(self, text: str) -> None:
+        """One line to people, from the first rank alone."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def on_main(self, function: Callable[[], Any]) -> Any:
+        """What rank 0 gets from a function that only it calls, on every rank; its ValueError likewise."""
+        outcome: tuple[Any, str | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (function(), None)
+            except ValueError as error:
+                outcome = (None, str(error))
+        holder = [outcome]
+        if self.world_size > 1:
+            dist.broadcast_object_list(holder, device=self.device)
+        value, message = holder[0]
+        if message is not None:
+            raise ValueError(message)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank."""
+        return bool(self.all_reduce(torch.tensor(float(flag), device=self.device)).item())
+
+
+def start(device: str = "auto") -> Machine:
+    """The device of this process; joins the others when a launcher such as torchrun started several.
+
+    Raises ValueError when `device` is not there.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {device}: unknown device. Choose auto, cpu or cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device. Use --device auto, or install CUDA torch.")
+    if device == "cpu" or not torch.cuda.is_available():
+        place = torch.device("cpu")
+    else:
+        index, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if index >= gpus:
+            raise ValueError(f"process {index} of this machine has no GPU: there are {gpus}. Set NPROC={gpus}.")
+        place = torch.device("cuda", index)
+        torch.cuda.set_device(place)
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1:
+        on_gpu = place.type == "cuda"
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=place if on_gpu else None)
+    return Machine(place, int(os.environ.get("RANK", 0)), world_size)
+
+
+def refuse(error: Exception, code: int) -> int:
+    """Say the error, once however many processes meet it, and return the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+def leave(code: int) -> int:
+    """Part from the other ranks, if there are any, and return the exit code.
+
+    With gloo a successful run ends right here, since its threads can abort the interpreter's exit.
+    """
+    if not dist.is_initialized():
+        return code
+    if code or dist.get_backend() != "gloo":
+        dist.destroy_process_group()
+        return code
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def native_bf16(device: torch.device) -> bool:
+    """Whether matrix products in bf16 run on hardware instructions, so that they are fast."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    supported = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(probe() for probe in supported if probe)
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto" is bf16 where the device has it natively, else fp32. ValueError otherwise."""
+    dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name == "auto":
+        return torch.bfloat16 if native_bf16(device) else torch.float32
+    if name not in dtypes:
+        raise ValueError(f"--dtype {name}: unknown dtype. Choose auto, bfloat16 or float32.")
+    return dtypes[name]
+
+
+def why_not_compile(device: torch.device) -> str | None:
+    """What torch.compile lacks here, or None."""
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            import triton  # noqa: F401
+
+            return None
+        return "Triton is not installed"
+    if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"):
+        return "no C++ compiler was found"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "the Python headers (Python.h) are not installed"
+    return None
+
+
+def check_compile(mode: str, device: torch.device) -> None:
+    """Raise ValueError if compilation is demanded ("on") where it cannot work."""
+    obstacle = why_not_compile(device) if mode == "on" else None
+    if obstacle:
+        raise ValueError(f"--compile on cannot work here: {obstacle}. Install it, or use --compile auto.")
+
+
+def try_compile(
+    function: Callable[..., Any], mode: str, machine: Machine, first_step: Callable[[Callable[..., Any]], object]
+) -> str | None:
+    """Compile `function` and run `first_step` on it; returns what keeps it from working on some rank, or None.
+
+    mode "off" does not try, "auto" reports an obstacle, "on" raises what the compiler raised.
+    """
+    obstacle = "as asked" if mode == "off" else why_not_compile(machine.device)
+    if obstacle is None:
+        machine.say("compiling: tens of seconds the first time, then cached")
+        torch._dynamo.config.recompile_limit = 64  # one graph a window and shape where windows are constants of a graph
+        try:
+            first_step(torch.compile(function, dynamic=False, fullgraph=True))
+        except Exception as error:  # whatever a compiler raises, the eager model can still run
+            if mode == "on":
+                raise
+            obstacle = f"compilation failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    elsewhere = machine.any(obstacle is not None)
+    return obstacle or ("it failed on another rank" if elsewhere else None)
+
+
+def compile_flags() -> list[str]:
+    """Settings of the compiler that are not its defaults, by code or by environment; contest tracks allow none."""
+    config = sys.modules.get("torch._inductor.config")  # without it nothing was compiled
+    by_code = config.codegen_config().splitlines() if config else []
+    names = sorted(name for name in os.environ if name.startswith("TORCHINDUCTOR_") and "CACHE" not in name)
+    return by_code + [f"{name}={os.environ[name]}" for name in names]
+
+
+def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = GEMM_SIZE) -> float:
+    """FLOP/s of a square matrix product, the best of a fifth of a second."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best, end = float("inf"), time.perf_counter() + 0.2
+    while time.perf_counter() < end:
+        start_time = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start_time)
+    return 2 * size**3 / best
+
+
+def peak_flops(machine: Machine, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s of all ranks together to which a run's rate is compared, and the name of that peak."""
+    if machine.device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(machine.device)
+        for part, tflops in DATASHEET_TFLOPS.items():
+            if re.search(rf"\b{part}\b", name):
+                return tflops * 1e12 * machine.world_size, f"{part} datasheet bf16"
+    rate = measured_gemm_flops(machine.device, dtype)
+    # CPU ranks share one machine: what each measures, all at once, is its share.
+    total = machine.all_reduce(torch.tensor(rate, dtype=torch.float64, device=machine.device)).item()
+    return total, f"measured {GEMM_SIZE}^3 GEMM {str(dtype).removeprefix('torch.')}"
+
+
+def peak_mib(machine: Machine) -> float:
+    """Most memory the run has held, MiB: allocated on a GPU, resident on a CPU."""
+    if machine.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(machine.device) / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def describe(machine: Machine, dtype: torch.dtype) -> dict[str, object]:
+    """The environment for the log's header: versions and hardware, no user data."""
+    cuda = machine.device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name(machine.device) if cuda else None,
+        "gpu_count": machine.world_size if cuda else 0,
+        "driver": _driver() if cuda else None,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "host_hash": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
+    }
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

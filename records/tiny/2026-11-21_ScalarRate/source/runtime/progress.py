@@ -1,0 +1,100 @@
+"""What a run says: signs of life while it gets ready, then step lines that never wait for the device."""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.log import RunLog
+
+SECONDS_BETWEEN_LINES = 1.0
+SECONDS_BETWEEN_SIGNS = 5.0
+LAG = 2  # steps by which a loss on a GPU is read late: no wait, and all ranks see a bad one at the same step
+MOST_SKIPS = 20  # in a row; then nothing is learned any more
+
+
+class NonFinite(RuntimeError):
+    """A loss became NaN or infinite."""
+
+
+@contextlib.contextmanager
+def signs_of_life(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say every few seconds that `what` still goes on, however long the block takes."""
+    over, begun = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(SECONDS_BETWEEN_SIGNS):
+            say(f"  {what}, {time.monotonic() - begun:.0f} s")
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+class Progress:
+    """Writes a step's lines when its loss and the guard's verdict have come from the device.
+
+    `explain` says why a step was skipped, if it was, by an object with guard, value and tensor. mfu_per_rate is the MFU
+    of one token a second. Raises NonFinite for a loss that is not finite, unless its step was skipped, and after
+    MOST_SKIPS skips in a row.
+    """
+
+    def __init__(
+        self, log: RunLog, say: Callable[[str], None], explain: Callable[[Tensor], Any], steps: int, mfu_per_rate: float
+    ) -> None:
+        self._log, self._say, self._explain, self._steps = log, say, explain, steps
+        self._mfu_per_rate = mfu_per_rate
+        self._waiting: list[tuple[dict[str, Any], Tensor, Any]] = []
+        self._said_at, self._skips = -math.inf, 0
+
+    def step_done(self, line: dict[str, Any], loss: Tensor, verdict: Tensor) -> None:
+        """The fields of a step event, its mean loss, a scalar on the device, and the guard's verdict on it."""
+        found = torch.cat([loss.double().view(1), verdict])
+        arrived = None
+        if found.is_cuda:
+            found = torch.empty_like(found, device="cpu", pin_memory=True).copy_(found, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._waiting.append((line, found, arrived))
+        self.write()
+
+    def write(self, wait: bool = False) -> None:
+        """Write the steps whose loss is here; with `wait`, all of them."""
+        while self._waiting and (wait or self._waiting[0][2] is None or len(self._waiting) > LAG):
+            line, found, arrived = self._waiting.pop(0)
+            if arrived is not None:
+                arrived.synchronize()
+            self._write(line, found[0].item(), self._explain(found[1:]))
+
+    def _write(self, line: dict[str, Any], loss: float, skip: Any) -> None:
+        step = line["step"]
+        self._log.write("step", **line, skipped=skip is not None, train_loss=loss)
+        if skip is not None:
+            self._log.write("skip", step=step, guard=skip.guard, value=skip.value, tensor=skip.tensor)
+            self._say(f"warning: step {step} skipped, {skip.guard}: {skip.tensor or 'loss or norm'} {skip.value:.4g}")
+        if time.monotonic() - self._said_at > SECONDS_BETWEEN_LINES or step == self._steps:
+            self._said_at = time.monotonic()
+            self._say(self._text(line, loss))
+        self._skips = 0 if skip is None else self._skips + 1
+        if self._skips >= MOST_SKIPS:
+            raise NonFinite(f"{self._skips} steps were skipped in a row, the last of them {step}")
+        if skip is None and not math.isfinite(loss):
+            raise NonFinite(f"training loss is {loss} at step {step}")
+
+    def _text(self, line: dict[str, Any], loss: float) -> str:
+        step, seconds = line["step"], line["train_time_ms"] / 1000
+        rate = line["tokens"] / seconds
+        return (
+            f"step {step}/{self._steps} {step / self._steps:4.0%} | train loss {loss:.4f} | lr x{line['lr_mul']:.3f} | "
+            f"window {line['window']} | {rate:,.0f} tok/s | MFU {rate * self._mfu_per_rate:.2f} | {seconds:.1f} s | "
+            f"ETA {seconds / step * (self._steps - step):.0f} s"
+        )

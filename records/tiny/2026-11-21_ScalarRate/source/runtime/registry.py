@@ -1,0 +1,79 @@
+"""The registry of a log folder: which runs were started and how they ended, in an order that cannot be changed.
+
+Each line holds the SHA-256 of the line before it, and the header of a run that of its own start line. A line that was
+taken out, put in or edited later breaks this chain.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from runtime.jsonl import append, json_line
+
+REGISTRY = "registry.jsonl"
+FIELDS = ("event", "time", "run_id", "previous")  # of every line, all text
+TAIL_BYTES = 2**16  # more than a line holds
+
+
+class RegistryError(ValueError):
+    """The lines of a registry are not those that were written. The message names file, line and rule."""
+
+
+def register(path: Path, event: str, **fields: Any) -> str:
+    """Append a line; returns its SHA-256. Runs that share a folder wait for each other. May raise OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        _lock(descriptor)
+        last = _last_line(descriptor)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        line = json_line({"event": event, "time": now, **fields, "previous": _sha256(last)})
+        torn = b"\n" if last and not last.endswith(b"\n") else b""  # by a crash: that line stays as it is
+        append(descriptor, torn + line)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return _sha256(line)
+
+
+def read_registry(path: Path) -> list[dict[str, Any]]:
+    """The lines in order, each with its own "sha256". Raises RegistryError for a broken chain, OSError."""
+    entries: list[dict[str, Any]] = []
+    before = b""
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            before = line  # torn by a crash; the next line names it as it stands
+            continue
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in FIELDS):
+            raise RegistryError(f"{path}, line {number}: no line of a registry; restore the file as the runs wrote it")
+        if entry["previous"] != _sha256(before):
+            raise RegistryError(
+                f"{path}, line {number}: it names {entry['previous']!s:.12} as the line before it, which is "
+                f"{_sha256(before)[:12]}: a line was removed, added or edited. Restore the file as the runs wrote it."
+            )
+        entries.append(entry | {"sha256": _sha256(line)})
+        before = line
+    return entries
+
+
+def _sha256(line: bytes) -> str:
+    return hashlib.sha256(line.removesuffix(b"\n")).hexdigest()  # a torn line has no end until the next one is written
+
+
+def _lock(descriptor: int) -> None:
+    """Until the file is closed. Without locks (Windows) lines stay whole, but two at once break the chain."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _last_line(descriptor: int) -> bytes:
+    size = os.fstat(descriptor).st_size
+    tail = os.pread(descriptor, TAIL_BYTES, max(size - TAIL_BYTES, 0))
+    return b"".join(tail.splitlines(keepends=True)[-1:])
