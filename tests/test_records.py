@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from runtime.claim import read_claim
-from scripts.evidence import TRACKS, find_failures, read_evidence
-from scripts.pages import differences, leaderboard
+from scripts.evidence import TRACKS, Evidence, find_failures, read_evidence
+from scripts.pages import differences, leaderboard, records_of
 from train_gpt import RECIPES, Config, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 CLAIMS = sorted(RECORDS.glob("*/*/claim.json"))
 by_claim = pytest.mark.parametrize("claim", CLAIMS, ids=lambda path: path.parent.name)
+
+
+def read_all() -> list[Evidence]:
+    return sorted(map(read_evidence, (claim.parent for claim in CLAIMS)), key=lambda found: found.claim.created)
 
 
 @by_claim
@@ -22,12 +25,12 @@ def test_nothing_speaks_against_a_record_and_its_pages_say_what_its_logs_say(cla
 
 
 def test_the_leaderboard_is_the_one_that_the_records_give():
-    evidences = sorted(map(read_evidence, (claim.parent for claim in CLAIMS)), key=lambda found: found.claim.created)
-    assert (RECORDS / "README.md").read_text() == leaderboard(RECORDS, evidences)
+    assert (RECORDS / "README.md").read_text() == leaderboard(RECORDS, read_all())
 
 
 def test_the_recipes_of_tiny_run_the_steps_of_their_records():
-    claimed = {read_claim(path).config["recipe"]: read_claim(path).config["steps"] for path in CLAIMS}
+    shown = [evidence.claim.config for evidence in records_of(read_all()) if evidence.claim.track == "tiny"]
+    claimed = {config["recipe"]: config["steps"] for config in shown}
     assert claimed == {recipe: preset({"recipe": recipe})["steps"] for recipe in RECIPES["tiny"]}
 
 
