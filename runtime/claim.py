@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -10,6 +11,8 @@ from runtime.jsonl import json_hash
 from runtime.log import config_hash, source_hash
 
 SCHEMA = 1
+LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may lie close together by chance
+NAME = r"[A-Z][A-Za-z0-9]{1,60}"
 ITEMS: dict[str, type] = {"seeds": int, "looks": int, "flags": str}  # what the lists hold
 
 
@@ -44,8 +47,11 @@ class Claim:
 
 def read_claim(path: str | Path) -> Claim:
     """Raises ClaimError, naming the file and the rule, for anything that is no claim."""
+    if Path(path).exists() and not Path(path).is_file():  # a pipe would wait for ever
+        raise ClaimError(f"cannot read the claim {path}: it is no regular file")
     try:
         fields = json.loads(Path(path).read_bytes())
+        json_hash(fields)
     except OSError as error:
         raise ClaimError(f"cannot read the claim {path}: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -61,10 +67,15 @@ def read_claim(path: str | Path) -> Claim:
         raise ClaimError(f"{path}: schema {fields['schema']} with fields {sorted(fields.keys() - kinds.keys())} more; "
                          f"this version reads schema {SCHEMA}")
     claim = Claim(**fields)
-    if not 2 <= claim.n == len(set(claim.seeds)) == len(claim.seeds):
-        raise ClaimError(f"{path}: n = {claim.n} must be 2 or more, with as many different seeds, not {claim.seeds}")
-    if claim.looks != sorted({*claim.looks, claim.n}) or claim.looks[0] < 2 or claim.looks[-1] != claim.n:
-        raise ClaimError(f"{path}: looks {claim.looks} must rise from 2 or more to n = {claim.n}")
+    if not LEAST_RUNS <= claim.n == len(set(claim.seeds)) == len(claim.seeds) <= MOST_RUNS:
+        raise ClaimError(f"{path}: n = {claim.n} must be {LEAST_RUNS} to {MOST_RUNS}, with as many different seeds")
+    looks = claim.looks[:MOST_LOOKS]
+    if claim.looks != sorted({*looks, claim.n}) or looks[0] < LEAST_RUNS or looks[-1] != claim.n:
+        raise ClaimError(f"{path}: looks must rise from {LEAST_RUNS} or more to n = {claim.n}, at most {MOST_LOOKS}")
+    if not re.fullmatch(NAME, claim.name) or not claim.about.isprintable():
+        raise ClaimError(f"{path}: name {claim.name!r} must be letters and digits, about one line of text")
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00", claim.created):
+        raise ClaimError(f"{path}: created must be a time such as 2026-01-31T12:00:00+00:00, not {claim.created!r}")
     return claim
 
 

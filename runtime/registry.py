@@ -1,7 +1,7 @@
 """The registry of a log folder: which runs were started and how they ended, in an order that cannot be changed.
 
 Each line holds the SHA-256 of the line before it, and the header of a run that of its own start line. A line that was
-taken out, put in or edited later breaks this chain.
+taken out, put in or edited later breaks this chain; only the last lines can go unseen.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             before = line  # torn by a crash; the next line names it as it stands
             continue
-        if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in FIELDS):
+        if not isinstance(entry, dict) or not all(_is_text(entry.get(name)) for name in FIELDS):
             raise RegistryError(f"{path}, line {number}: no line of a registry; restore the file as the runs wrote it")
         if entry["previous"] != _sha256(before):
             raise RegistryError(
@@ -59,6 +59,10 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
         entries.append(entry | {"sha256": _sha256(line)})
         before = line
     return entries
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isprintable()
 
 
 def _sha256(line: bytes) -> str:

@@ -1,8 +1,10 @@
 """What the command lines of the tools on logs share: lists of numbers, JSON without NaN, a quiet end."""
 
 import argparse
+import io
 import math
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
@@ -13,7 +15,7 @@ def numbers(kind: Callable[[str], Any], low: float, high: float) -> Callable[[st
 
     def read(text: str) -> list[Any]:
         try:
-            values = [kind(part) for part in text.split(",")]
+            values = [kind(part) for part in text.split(",")] if text.isascii() and "_" not in text else [math.nan]
         except ValueError:
             values = [math.nan]
         if not all(low <= value <= high for value in values):
@@ -24,20 +26,23 @@ def numbers(kind: Callable[[str], Any], low: float, high: float) -> Callable[[st
     return read
 
 
-def plain(value: Any) -> Any:
+def null_for_nan(value: Any) -> Any:
     """In the types of JSON: objects with fields as dicts, numbers that do not exist as null."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if is_dataclass(value):
         value = vars(value)
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: null_for_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [null_for_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def end_quietly() -> None:
-    """When the reader of the output, such as head, has seen enough."""
+def set_up_output() -> None:
+    """Text that has no encoding is escaped, and a reader that has seen enough, such as head, ends the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from runtime.signals import Interrupted, listen
 from scripts.arms import common_target, group_runs, name_of
-from scripts.command import end_quietly, numbers, plain
+from scripts.command import null_for_nan, numbers, set_up_output
 from scripts.runlog import SUFFIXES, LogError, Run, read_all, read_run
 from scripts.stats import Difference, difference, outlier, paired, welch
 from scripts.steptimes import Explanation, account_arms, explain
@@ -497,6 +497,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.slope:
         slope = Slope(arguments.slope[0], sum(arguments.slope[1:]), math.inf, "given")
     arms = find_arms(arguments)
+    logs = [path for pair in arms for arm in pair[:2] for path in {run.path.resolve() for run in arm.logs}]
+    if len(arms) > 1 and len(logs) > len(set(logs)):
+        raise LogError("two pairs share a log: each --pair is to be another machine's")
     reports = [compare(a, b, level, slope, arguments.target) for a, b, *_ in arms]
     differs = [what for report in reports for what in report["machine"]["differs"]]
     if differs and not (arguments.allow_mismatch or arguments.run):
@@ -508,7 +511,8 @@ def run(arguments: argparse.Namespace) -> int:
     pooled = pool(differences, level) if len(reports) > 1 else None
     noise = compare(arms[0][0], arms[0][2], level) if len(arms[0]) > 2 else None
     if arguments.json:
-        print(json.dumps(plain({"comparisons": reports, "pooled": pooled, "noise": noise}), indent=2), flush=True)
+        found = {"comparisons": reports, "pooled": pooled, "noise": noise}
+        print(json.dumps(null_for_nan(found), indent=2), flush=True)
     else:
         texts = [*map(to_text, reports)] + ([machines_text(reports, pooled)] if pooled else [])
         texts += [f"noise floor: {headline(noise['seconds'], level, b='A again')}"] if noise else []
@@ -520,7 +524,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         return run(arguments)
-    except LogError as error:
+    except (LogError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Interrupted as signalled:
@@ -529,5 +533,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     listen()
-    end_quietly()
+    set_up_output()
     sys.exit(main())

@@ -30,14 +30,18 @@ class Track(NamedTuple):
     val_tokens: int
     val_sha256: str  # how the hash of the validation tokens begins; empty: not known here
     overlap: float  # most that validation documents may share with training: what the corpus itself holds
+    train_sha256: str  # the same of the training tokens; empty: depends on how many shards are used
+    fixed: dict[str, Any]  # settings that every claim on the track has
     in_time: bool  # the record is the shortest time; else the fewest steps, which are the same on every machine
 
 
+TINY = {"vocab_size": 1024, "batch_tokens": 2048}  # where steps count, what one step may see
+STEPS = {"vocab_size": 50257, "batch_tokens": 524_288, "sequence": 1024, "layers": "steps", "dim": 768}
 TRACKS = {
-    "tiny": Track(3.39, 262_144, "61a7bae6fab302b9", 0.02, in_time=False),
-    "short": Track(3.28, 10_485_760, "", 0.01, in_time=True),
-    "medium": Track(2.92, 10_485_760, "", 0.01, in_time=True),
-    "steps": Track(3.28, 10_485_760, "", 0.01, in_time=False),
+    "tiny": Track(3.39, 262_144, "61a7bae6fab302b9", 0.02, "77e6e4d2acaa19c3", TINY, in_time=False),
+    "short": Track(3.28, 10_485_760, "", 0.01, "", {}, in_time=True),
+    "medium": Track(2.92, 10_485_760, "", 0.01, "", {}, in_time=True),
+    "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, in_time=False),
 }
 ALPHA = 0.01
 FILES = {"claim.json", "record.json", "README.md", "NOTES.md", "runs", "source"}  # of a record; NOTES.md is free text
@@ -51,6 +55,7 @@ FORBIDDEN = re.compile(
     r"coordinate_descent_tuning|max[-_]autotune|torchinductor_\w|inductor\.config\.\w+\s*=[^=]|inductor import config"
     r"|torch\.compile\((?:[^()]|\([^()]*\))*?\b(options|mode)\s*=", re.IGNORECASE
 )
+ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count")  # of all runs of a record
 HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing that is timed faster
 
 
@@ -157,6 +162,10 @@ def check_claim(evidence: Evidence) -> Iterator[Failure]:
     elif (claim.target, claim.alpha) != (track.target, ALPHA):
         yield Failure(f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}", where,
                       "claim for the target of the track")
+    for name, value in ({"track": claim.track} | track.fixed if track else {}).items():
+        if claim.config.get(name) != value:
+            yield Failure(f"{name} is {claim.config.get(name)!r}, fixed at {value!r} on this track", where,
+                          "claim with the track's own value")
     if config_hash(claim.config) != claim.config_sha256:
         yield Failure("config_sha256 is not the hash of config", where, "write the claim with record.py claim")
     for entry in evidence.registry:
@@ -207,7 +216,11 @@ def check_copies(evidence: Evidence) -> Iterator[Failure]:
 def check_registry(evidence: Evidence) -> Iterator[Failure]:
     """Each log is the one that its run's lines in the registry vouch for."""
     mend = "restore the log as the run wrote it"
-    lines = {(entry["event"], entry.get("run_id")): entry for entry in evidence.registry}
+    lines = {(entry["event"], entry["run_id"]): entry for entry in evidence.registry}
+    for (event, run_id), count in Counter((entry["event"], entry["run_id"]) for entry in evidence.registry).items():
+        if count > 1:
+            yield Failure(f"{count} lines {event!r} of run {run_id}", f"{evidence.folder}/runs",
+                          "restore the registry as the runs wrote it")
     for run in evidence.runs:
         where, start, end = str(run.path), lines.get(("start", run.run_id)), lines.get(("end", run.run_id))
         if start is None or start["sha256"] != run.header.get("registry_sha256"):
@@ -223,10 +236,11 @@ def check_registry(evidence: Evidence) -> Iterator[Failure]:
 def check_seeds(evidence: Evidence) -> Iterator[Failure]:
     """No seed was tried before it was claimed: with one seed a run repeats itself."""
     claim = evidence.claim
-    for entry in evidence.registry:
-        same = all(entry.get(name) == getattr(claim, name) for name in ("source_sha256", "config_sha256"))
-        outside = entry["event"] == "start" and entry.get("claim") != evidence.claim_id
-        if outside and same and entry.get("seed") in claim.seeds:
+    starts = [entry for entry in evidence.registry if entry["event"] == "start" and entry.get("seed") in claim.seeds]
+    claimed = {entry["seed"]: entry["time"] for entry in starts if entry.get("claim") == evidence.claim_id}
+    for entry in starts:  # with whatever settings: some change nothing that matters
+        other = entry.get("claim") != evidence.claim_id and entry.get("track") == claim.track
+        if other and entry["time"] <= claimed.get(entry["seed"], entry["time"]):
             yield Failure(f"seed {entry['seed']} was run by {entry['run_id']} outside the claim",
                           f"{evidence.folder}/runs/{entry['file']}", "claim seeds that nobody has tried")
 
@@ -242,9 +256,9 @@ def check_source(evidence: Evidence) -> Iterator[Failure]:
         yield Failure(f"source/ is not the claimed {claim.source_sha256[:12]}", str(folder),
                       "copy logs/sources/<sha256> there as it is")
     for run in evidence.runs:
-        for name in ("source_sha256", "config_sha256"):
+        for name in ("source_sha256", "config_sha256", "track", "target"):
             if run.header.get(name) != getattr(claim, name):
-                yield Failure(f"{name} {run.header.get(name)!s:.12}, not the claimed {getattr(claim, name)[:12]}",
+                yield Failure(f"{name} {run.header.get(name)!s:.12}, not the claimed {getattr(claim, name)!s:.12}",
                               str(run.path), "make the run again with what was claimed, or claim what was run")
         if config_hash(run.header["config"]) != run.header.get("config_sha256"):
             yield Failure("config_sha256 is not the hash of config", str(run.path), "restore the log as it was")
@@ -253,10 +267,16 @@ def check_source(evidence: Evidence) -> Iterator[Failure]:
                           "make the run again with what was claimed, or claim what was run")
         found = run.env.get("compile_flags")
         found = found if isinstance(found, list) else ["unknown"]
-        flags = [line for line in map(str, found) if not any(word in line for word in HARMLESS)]
+        flags = [line for line in map(str, found) if not any(word in line.partition("=")[0] for word in HARMLESS)]
         if claim.track != "medium" and flags:
             yield Failure(f"compiler settings {', '.join(flags)}", str(run.path), "the track allows the defaults alone")
-    for path in sorted(folder.rglob("*.py")):
+    kinds = {name: {str(run.env.get(name)) for run in evidence.runs} for name in ALIKE}
+    kinds["world_size"] = {str(run.header["world_size"]) for run in evidence.runs}
+    for name, values in kinds.items():
+        if len(values) > 1:
+            yield Failure(f"{name} differs between runs: {', '.join(sorted(values))}", f"{evidence.folder}/runs",
+                          "make all runs alike, under a new claim")
+    for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
         if claim.track != "medium" and (setting := FORBIDDEN.search(path.read_text(errors="replace"))):
             yield Failure(f"forbidden compiler setting {setting[0]!r}", str(path), "leave it out and run again")
 
@@ -271,9 +291,10 @@ def check_data(evidence: Evidence) -> Iterator[Failure]:
         if data.get("val_tokens") != track.val_tokens:
             yield Failure(f"validated on {data.get('val_tokens')} tokens, not {track.val_tokens}", str(run.path),
                           "run with the track's --val-tokens")
-        if not str(data.get("val_sha256")).startswith(track.val_sha256):
-            yield Failure(f"validation tokens {data.get('val_sha256')!s:.16}, not {track.val_sha256}", str(run.path),
-                          "run with the track's data")
+        for name, kind in (("val_sha256", "validation"), ("train_sha256", "training")):
+            if not str(data.get(name)).startswith(known := getattr(track, name)):
+                yield Failure(f"{kind} tokens {data.get(name)!s:.16}, not {known}", str(run.path),
+                              "run on the track's data")
         if type(overlap) not in (int, float) or not 0 <= overlap <= track.overlap:
             yield Failure(f"validation documents in training: {overlap}, at most {track.overlap}", str(run.path),
                           "run with training shards that hold no validation documents")
@@ -316,7 +337,8 @@ def check_ledger(evidence: Evidence) -> Iterator[Failure]:
         if not abs(sum(phase.ms for phase in timed) - total) <= 0.001 * total + 1:
             yield Failure(f"{sum(phase.ms for phase in timed):.0f} ms in timed phases, {total:.0f} ms in the last "
                           f"validation", where, mend)
-        if [step.step for step in run.steps] != list(range(1, (run.total_steps or 0) + 1)):
+        in_order = all(step.step == place for place, step in enumerate(run.steps, 1))
+        if len(run.steps) != run.total_steps or not in_order:
             yield Failure(f"{len(run.steps)} of {run.total_steps} steps are in the log, in order", where, mend)
         slack = MOST_UNACCOUNTED * total + SLACK_MS * len(run.validations)
         if not (lost := unaccounted_ms(run)) <= slack:
@@ -325,6 +347,10 @@ def check_ledger(evidence: Evidence) -> Iterator[Failure]:
         if len(validations) != len(run.validations):
             yield Failure(f"untimed work: {len(validations)} phases of validation for {len(run.validations)} losses",
                           where, mend)
+        a_token = total / ((run.total_steps or 1) * max(evidence.claim.config.get("batch_tokens", 1), 1))
+        if validations and not max(validations) <= a_token * run.header["data"].get("val_tokens", 0):
+            yield Failure(f"untimed work: a validation of {max(validations):.0f} ms, which takes more a token than a "
+                          f"training step", where, mend)
         if validations and not max(validations) <= LONG_VALIDATION * statistics.median(validations):
             yield Failure(f"untimed work: a validation of {max(validations):.0f} ms, their median is "
                           f"{statistics.median(validations):.0f}", where, mend)
@@ -333,6 +359,8 @@ def check_ledger(evidence: Evidence) -> Iterator[Failure]:
 def unaccounted_ms(run: Run) -> float:
     """Milliseconds after the first training phase began that no phase holds."""
     later = [phase for phase in run.phases if phase.name not in ("setup", "compile", "warmup")]
+    if any(after.t_ms < before.t_ms for before, after in pairwise(run.phases)):
+        return math.inf  # a clock that runs backwards accounts for nothing
     return sum(max(after.t_ms - after.ms - before.t_ms, 0.0) for before, after in pairwise(later))
 
 

@@ -92,6 +92,7 @@ def readme(evidence: Evidence) -> str:
         f"python scripts/record.py verify records/{claim.track}/{evidence.folder.name}",
         "```",
         "",
+        *(["More of it: [NOTES.md](NOTES.md).", ""] if (evidence.folder / "NOTES.md").is_file() else []),
         f"Source `{claim.source_sha256}` in [source](source), configuration `{claim.config_sha256}` in "
         "[claim.json](claim.json).",
         "",
@@ -125,8 +126,8 @@ def derived(evidence: Evidence) -> dict[str, str]:
 
 def differences(evidence: Evidence) -> Iterator[Failure]:
     """A derived file that is not what the logs say."""
-    for name, content in derived(evidence).items():
-        path = evidence.folder / name
+    for name, text in derived(evidence).items():
+        path, content = evidence.folder / name, text.encode(errors="backslashreplace").decode()
         found = path.read_text(errors="replace").splitlines() if path.is_file() else []
         if found != content.splitlines():
             line = next((i for i, (a, b) in enumerate(zip(found, content.splitlines(), strict=False), 1) if a != b), 0)
@@ -200,6 +201,9 @@ def board(records: Path, track: str, claims: list[Evidence]) -> str:
         "| record | date | claim | steps | n | mean loss | sd | p | median s |",
         "|-|-|-|-|-|-|-|-|-|",
         *rows,
+        "",
+        f"{len(claims)} claims were made on this track, and each p is that of its own claim alone. Seconds are those "
+        "of the machine that each was made on.",
         "",
         f"![time line]({track}/timeline.svg) ![loss curves]({track}/losses.svg)",
         "",

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts import stats
 from scripts.arms import common_folder, common_target, group_runs, leave_out_repeats
-from scripts.command import end_quietly, numbers
+from scripts.command import numbers, set_up_output
 from scripts.runlog import LogError, read_all
 
 USUAL = {  # what is planned where nothing else is said, for spreads as public records have them
@@ -182,5 +182,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_quietly()
+    set_up_output()
     sys.exit(main())

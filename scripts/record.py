@@ -25,11 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from runtime.claim import Claim, ClaimError, read_claim
+from runtime.claim import LEAST_RUNS, MOST_RUNS, NAME, Claim, ClaimError, read_claim
+from runtime.flags import flag
 from runtime.jsonl import plain
-from runtime.log import config_hash, source_files, source_hash
+from runtime.log import SETTINGS_OF_A_RUN, config_hash, source_files, source_hash
 from runtime.registry import REGISTRY, RegistryError, read_registry
-from scripts.command import end_quietly, numbers
+from scripts.command import numbers, set_up_output
 from scripts.evidence import ALPHA, TRACKS, Evidence, find_failures, read_evidence
 from scripts.export import ExportError, export
 from scripts.pages import derived, differences, history, leaderboard
@@ -37,7 +38,6 @@ from scripts.pictures import PictureError, loss_curves, timeline
 from scripts.runlog import LogError
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAST_RUNS = 4  # fewer may lie close together by chance
 
 
 class RecordError(ValueError):
@@ -55,14 +55,17 @@ def configuration(flags: list[str]) -> dict[str, Any]:
 
 def make_claim(arguments: argparse.Namespace, flags: list[str]) -> int:
     """Write claim.json and say how to make its runs."""
+    if own := sorted({flag(name) for name in SETTINGS_OF_A_RUN} & {word.partition("=")[0] for word in flags}):
+        raise RecordError(f"{', '.join(own)}: not part of a claim; see --seed and --n of this command.")
     config, now = configuration(flags), datetime.now(UTC)
-    seeds = list(range(arguments.seed, arguments.seed + arguments.n))
     looks = arguments.looks or [arguments.n]
     target = TRACKS[config["track"]].target
-    if arguments.n < LEAST_RUNS or looks[-1] != arguments.n or looks != sorted(set(looks)):
-        raise RecordError(f"--n {arguments.n}, looks {looks}: at least {LEAST_RUNS} runs, and the last look at --n.")
+    rising = looks == sorted(set(looks)) and looks[0] >= LEAST_RUNS and looks[-1] == arguments.n
+    if not LEAST_RUNS <= arguments.n <= MOST_RUNS or not rising:
+        raise RecordError(f"--n {arguments.n}, looks {looks}: {LEAST_RUNS} to {MOST_RUNS} runs, the last look at --n.")
     if config["target"] != target:
         raise RecordError(f"--target {config['target']}: that of track {config['track']} is {target}. Leave it out.")
+    seeds = list(range(arguments.seed, arguments.seed + arguments.n))
     claim = Claim(
         name=arguments.name, track=config["track"], target=target, alpha=ALPHA, n=arguments.n, seeds=seeds,
         looks=looks, source_sha256=source_hash(ROOT), config_sha256=config_hash(config),
@@ -94,7 +97,7 @@ def make(arguments: argparse.Namespace, _: list[str]) -> int:
         copy_runs(claim, logs, folder)
     evidence = read_evidence(folder)
     for name, content in derived(evidence).items():
-        (folder / name).write_text(content)
+        (folder / name).write_bytes(content.encode(errors="backslashreplace"))
     return judge(evidence)
 
 
@@ -194,7 +197,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
 
     claim = command("claim", make_claim, "write a claim; the flags of its runs follow after --")
     claim.add_argument("name", type=camel_name, help="CamelName of the record")
-    claim.add_argument("--about", required=True, help="what is changed and why it should help")
+    claim.add_argument("--about", required=True, type=one_line, help="what is changed and why it should help")
     claim.add_argument("--n", type=int, default=10, help="runs that will be made, at least 4 (%(default)s)")
     claim.add_argument("--seed", type=int, default=1000, help="seed of the first run (%(default)s)")
     claim.add_argument("--looks", type=numbers(int, 2, 10**6), help="numbers of runs to test after, such as 5,10 (--n)")
@@ -212,8 +215,14 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     return parser.parse_args(words[:cut]), words[cut + 1 :]
 
 
+def one_line(text: str) -> str:
+    if not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r}: write one line of text")
+    return text
+
+
 def camel_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Z][A-Za-z0-9]{1,60}", text):
+    if not re.fullmatch(NAME, text):
         raise argparse.ArgumentTypeError(f"{text!r} is no CamelName: letters and digits, the first a capital")
     return text
 
@@ -228,5 +237,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    end_quietly()
+    set_up_output()
     sys.exit(main())

@@ -8,7 +8,8 @@
     python scripts/significance.py --losses 3.277,3.279 --target 3.28    losses typed by hand: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count; a folder is read without its
-subfolders. Exit code: 0 every arm passes (with --margin: or is shown to be no worse), 1 an arm fails, 2 bad input.
+subfolders. Exit code: 0 every arm passes (with --looked at the level of the looks; with --margin also one that is
+shown to be no worse), 1 an arm fails, 2 bad input.
 """
 
 import argparse
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts import arms as grouping
 from scripts import stats
-from scripts.command import end_quietly, numbers, plain
+from scripts.command import null_for_nan, numbers, set_up_output
 from scripts.runlog import LogError, Run, Validation, find_runs, read_all
 
 ALPHA = 0.01
@@ -152,7 +153,7 @@ def exact(arm: Arm) -> list[Decimal]:
 def sample_warnings(arm: Arm, points: Sequence[Validation]) -> Iterator[str]:
     """What makes the p-value say less than it seems to."""
     n, sd, p, losses, odd = (arm[name] for name in ("n", "sd", "p", "losses", "outlier"))
-    if n < FEW_RUNS:
+    if 0 < n < FEW_RUNS:
         yield f"n = {n}: too few runs to trust their spread, make at least {FEW_RUNS}"
     if n and not math.isfinite(arm["mean"]):
         yield "a loss is not finite: there is no test"
@@ -198,6 +199,12 @@ def adjust(arms: Sequence[Arm]) -> None:
         arms[index] |= {"holm_p": p, "tried": len(arms)}
 
 
+def accepted(arm: Arm) -> bool:
+    """Passed, at the level of the looks where there were several; or shown to be no worse, where that was asked."""
+    passes = arm["looks"]["passes"] if arm["looks"] else arm["passes"]
+    return passes or bool(arm["against"] and arm["against"].get("no_worse"))
+
+
 # ---- Output
 
 SAID = {True: "pass", False: "fail"}
@@ -220,6 +227,8 @@ def verdict(arm: Arm) -> str:
         alone = arm["n"] or len(arm["incomplete"]) == 1
         return f"FAIL: {'one run' if alone else 'no complete run'}, no verdict possible"
     word = "PASS, but MARGINAL" if arm["marginal"] else SAID[arm["passes"]].upper()
+    if arm["passes"] and arm["looks"] and not arm["looks"]["passes"]:
+        word = "FAIL after these looks; at a single one"
     return f"{word}: a mean loss below {arm['target']:g} at p < {ALPHA:g} is {'' if arm['passes'] else 'not '}shown"
 
 
@@ -234,7 +243,7 @@ def notes(arm: Arm) -> Iterator[str]:
     if arm["tried"] > 1:
         yield f"Holm over the {arm['tried']} arms and steps tried: p {arm['holm_p']:.3g}, {SAID[arm['holm_p'] < ALPHA]}"
     if math.isfinite(arm["p"]):
-        yield f"E-value {evidence:.3g}, {SAID[evidence * ALPHA >= 1]}: 100 passes however often one looks"
+        yield f"E-value {evidence:.3g}: from 100 on it would pass however often one looks"
     if not arm["passes"] and arm["runs_to_pass"]:
         yield f"n = {arm['runs_to_pass']} would pass at this mean and sd; but adding runs until it passes is peeking"
     if steps:
@@ -310,12 +319,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     adjust(arms)
     if arguments.json:
-        print(json.dumps(plain({"arms": arms, "warnings": unreadable}), indent=2, allow_nan=False))
+        print(json.dumps(null_for_nan({"arms": arms, "warnings": unreadable}), indent=2, allow_nan=False))
     else:
         print("\n\n".join([*map(to_text, arms), *unreadable]))
-    return 0 if all(arm["passes"] or (arm["against"] or {}).get("no_worse") for arm in arms) else 1
+    return 0 if all(map(accepted, arms)) else 1
 
 
 if __name__ == "__main__":
-    end_quietly()
+    set_up_output()
     sys.exit(main())

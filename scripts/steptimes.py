@@ -6,6 +6,7 @@ or else a stretch of steps of one speed, found in the times themselves.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +88,7 @@ def read_timeline(run: Run) -> Timeline | None:
             ms[-1] += now - clock
         if ms:
             clock = now
-    whole = steps and [step.step for step in steps] == list(range(steps[0].step, (run.total_steps or 0) + 1))
+    whole = steps and steps[-1].step == run.total_steps and all(b.step == a.step + 1 for a, b in pairwise(steps))
     return Timeline(steps, np.array(own), np.array(ms)) if whole else None
 
 

@@ -503,7 +503,7 @@ def test_bad_logs_end_in_one_error_line_and_code_2(tmp_path: Path, capsys: Captu
     for words, said in (
         ([a, a], "3 runs in common"), ([a, "missing"], "does not exist"), ([a, str(untimed)], "no training times"),
         ([str(tmp_path / "llm.log"), b], "no total"), ([a, b, "--slope", "1e-4"], "--target"),
-        (["--pair", f"{a}/0.txt", f"{b}/0.txt", "--pair", a, b], "without an interval"),
+        (["--pair", f"{a}/0.txt", f"{b}/0.txt", "--pair", a, b], "two pairs share a log"),
         ([a, b, "--slope-from", a, a, "--target", "3.28"], "two lengths"),
     ):  # fmt: skip
         assert compare.main(words) == 2

@@ -51,7 +51,8 @@ def contest():
         return batch_loss(session, batch, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TRACKS, "tiny", Track(TARGET, SIZES["val-tokens"], val_sha256[:16], 0.02, in_time=False))
+        rules = Track(TARGET, SIZES["val-tokens"], val_sha256[:16], 0.02, "", {}, in_time=False)
+        patch.setitem(TRACKS, "tiny", rules)
         patch.setattr("runtime.clock.time", clock)
         patch.setattr("runtime.log.time", clock)
         patch.setattr("runtime.environment.measured_gemm_flops", lambda *_: 1e9)
@@ -197,7 +198,7 @@ def test_a_claim_holds_what_the_trainer_itself_makes_of_the_flags(good):
 @pytest.mark.parametrize(
     ("words", "flags", "sentence"),
     [
-        (["Few", "--n", "3"], [], "--n 3, .*: at least 4 runs"),
+        (["Few", "--n", "3"], [], "--n 3, .*: 4 to 10000 runs"),
         (["Few", "--n", "8", "--looks", "4,6"], [], "the last look at --n"),
         (["Few"], ["--target", "3.3"], "--target 3.3: that of track tiny is 3.25"),
         (["few"], [], "'few' is no CamelName"),
@@ -307,6 +308,21 @@ def edit_loss(path: Path, count: int = 2) -> None:
     edit(path, loss, str(float(loss) - 0.001)[: len(loss)], count)
 
 
+def end_again(folder: Path) -> None:
+    """An edited log, and a second end line that vouches for it: no line before it changes."""
+    run = runs_of(folder)[0]
+    edit_loss(run.path)
+    sha256 = hashlib.sha256(run.path.read_bytes()).hexdigest()
+    register(folder / "runs" / "registry.jsonl", "end", run_id=run.run_id, status="done", log_sha256=sha256)
+
+
+def try_before(folder: Path) -> None:
+    """A claimed seed in the registry of another log folder, with other settings and no claim."""
+    line = {"event": "start", "time": "2020-01-01T00:00:00+00:00", "run_id": "early", "track": "tiny", "seed": 1000,
+            "config_sha256": ZERO, "claim": None, "previous": hashlib.sha256(b"").hexdigest()}  # fmt: skip
+    write(folder, "runs/registry_2.jsonl", json_line(line).decode())
+
+
 def start_again(folder: Path) -> None:
     """As a run does that is killed before its first step."""
     header, own = read_events(runs_of(folder)[3].path)[0], {"event", "t_ms", "schema", "run_id", "registry_sha256"}
@@ -388,11 +404,17 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
                                             "its start is not in the registry", "its end is not in the registry"),
     "a digit of a loss": (lambda f: edit_loss(runs_of(f)[0].path), "edited: the log is not the one whose hash"),
     "a digit of one loss": (lambda f: edit_loss(runs_of(f)[0].path, 1), "edited: ", "unfinished: ", "missing: "),
-    "a later claim": (lambda f: forge_claim(f, created="2999-01-01"), "started .*, before the claim of 2999-01-01"),
-    "another target": (lambda f: forge_claim(f, target=3.5), "target 3.5 at alpha 0.01, not 3.25 at 0.01"),
+    "an edited log with an end line of its own": (end_again, "2 lines 'end' of run"),
+    "a seed that was tried with other settings": (try_before, "seed 1000 was run by early outside the claim"),
+    "a later claim": (lambda f: forge_claim(f, created="2999-01-01T00:00:00+00:00"),
+                      "started .*, before the claim of 2999-01-01"),
+    "another target": (lambda f: forge_claim(f, target=3.5), "target 3.5 at alpha 0.01, not 3.25 at 0.01",
+                       "target 3.25, not the claimed 3.5"),
     "another level": (lambda f: forge_claim(f, alpha=0.05), "target 3.25 at alpha 0.05, not 3.25 at 0.01"),
-    "an unknown track": (lambda f: forge_claim(f, track="huge"), "track 'huge' has no rules"),
-    "settings not of the claim": (lambda f: forge_claim(f, config={"steps": STEPS}), "config_sha256 is not the hash"),
+    "an unknown track": (lambda f: forge_claim(f, track="huge"), "track 'huge' has no rules",
+                         "track tiny, not the claimed huge"),
+    "settings not of the claim": (lambda f: forge_claim(f, config={"steps": STEPS}), "config_sha256 is not the hash",
+                                  "track is None, fixed at 'tiny'"),
     "a longer source": (lambda f: write(f, "source/optim/muon.py", "#"), "source/ is not the claimed"),
     "a source more": (lambda f: write(f, "source/optim/more.py", ""), "source/ is not the claimed"),
     "a source less": (lambda f: (f / "source/optim/muon.py").unlink(), "source/ is not the claimed"),
@@ -410,6 +432,9 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
 } | {  # of a log, forged so well that only the rule itself is left
     name: (lambda f, change=change: forge(f, change), *patterns) for name, (change, *patterns) in {
         "another claim": (put(ZERO, "claim"), "extra: the run was not", "missing: ", "seed 1000 was run by"),
+        "another torch": (put("2.0", "env", "torch"), "torch differs between runs"),
+        "another dtype": (put("bfloat16", "env", "dtype"), "dtype differs between runs"),
+        "another track": (put("medium", "track"), "track medium, not the claimed tiny"),
         "another source": (put(ZERO, "source_sha256"), "source_sha256 000000000000, not the claimed"),
         "another configuration": (put(ZERO, "config_sha256"), "config_sha256 (000000000000, not the claimed|is not)"),
         "settings other than their hash": (put(24, "config", "steps"), "config_sha256 is not the hash of config"),
@@ -550,7 +575,7 @@ def test_each_untimed_step_is_caught_but_for_one_in_each_validation_and_so_is_an
         2002: "untimed work: phase 'tune' of 154 ms, timed: False",
         2003: "untimed work: phase 'checkpoint' of 154 ms, timed: False",
         2004: "untimed work: 8 phases of validation for 4 losses",
-        2005: "untimed work: a validation of 1178 ms, their median is 102",
+        2005: "untimed work: a validation of 1178 ms, (their median is 102|which takes more a token)",
         2007: f"source_sha256 {source_hash(other)[:12]}, not the claimed {source_hash(ROOT)[:12]}",
     }
     caught(folder, *patterns.values())

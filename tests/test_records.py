@@ -39,3 +39,4 @@ def test_the_judge_and_the_trainer_have_the_same_rules(track):
     config = Config(**preset({"track": track}))
     rules = TRACKS[track]
     assert (rules.target, rules.val_tokens, rules.val_sha256) == (config.target, config.val_tokens, config.val_sha256)
+    assert rules.fixed == {name: getattr(config, name) for name in rules.fixed}
