@@ -40,7 +40,7 @@ def source_files(root: str | Path) -> list[Path]:
     root = Path(root)
     files = [root / name for name in SOURCE_FILES if (root / name).is_file()]
     for package in SOURCE_PACKAGES:
-        files += (root / package).rglob("*.py")
+        files += (path for path in (root / package).rglob("*.py") if path.is_file())
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
