@@ -63,6 +63,8 @@ def make_claim(arguments: argparse.Namespace, flags: list[str]) -> int:
     rising = looks == sorted(set(looks)) and looks[0] >= LEAST_RUNS and looks[-1] == arguments.n
     if not LEAST_RUNS <= arguments.n <= MOST_RUNS or not rising:
         raise RecordError(f"--n {arguments.n}, looks {looks}: {LEAST_RUNS} to {MOST_RUNS} runs, the last look at --n.")
+    if arguments.seed < 0:
+        raise RecordError(f"--seed {arguments.seed}: it must be at least 0.")
     if config["target"] != target:
         raise RecordError(f"--target {config['target']}: that of track {config['track']} is {target}. Leave it out.")
     seeds = list(range(arguments.seed, arguments.seed + arguments.n))
@@ -107,6 +109,8 @@ def copy_runs(claim: Claim, logs: Path, folder: Path) -> None:
     started = [entry["run_id"] for entry in registry if entry["event"] == "start" and entry.get("claim") == claim.id]
     if not started:
         raise RecordError(f"{logs}: no run was started under the claim of {folder}. Start them with --claim.")
+    if strange := [run_id for run_id in started if Path(run_id).name != run_id]:
+        raise RecordError(f"{logs / REGISTRY}: run id {strange[0]!r} is no file name; restore it as the runs wrote it.")
     copies = {logs / f"{run_id}.jsonl": folder / "runs" / f"{run_id}.jsonl" for run_id in started}
     name = REGISTRY if logs == folder / "runs" else free_name(folder / "runs", logs / REGISTRY)
     copies[logs / REGISTRY] = folder / "runs" / name

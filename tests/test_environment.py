@@ -183,8 +183,8 @@ def test_compiler_settings_by_code_and_by_environment_are_told_and_cache_folders
     import torch._inductor.config as config
 
     before = environment.compile_flags()
-    monkeypatch.setattr(config, "coordinate_descent_tuning", True)
     monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
-    found = [line for line in environment.compile_flags() if line not in before]
+    with config.patch(coordinate_descent_tuning=True):
+        found = [line for line in environment.compile_flags() if line not in before]
     assert found == ["torch._inductor.config.coordinate_descent_tuning = True", "TORCHINDUCTOR_MAX_AUTOTUNE=1"]

@@ -583,6 +583,15 @@ def test_each_untimed_step_is_caught_but_for_one_in_each_validation_and_so_is_an
         assert re.search(patterns[int(re.search(r"_s(\d+)_", failure.where)[1])], failure.what)
 
 
+def test_a_run_id_that_leads_out_of_the_folder_is_refused(tmp_path, data, capsys):
+    folder = make_record(tmp_path, data, "Few")
+    write(tmp_path, "elsewhere.jsonl", "x")
+    claim = read_evidence(folder).claim_id
+    register(folder / "runs" / "registry.jsonl", "start", run_id="../../elsewhere", claim=claim)
+    assert record.main(["make", str(folder), str(folder / "runs")]) == 2
+    assert "run id '../../elsewhere' is no file name" in capsys.readouterr().err
+
+
 def test_validation_documents_in_the_training_shards_are_caught(tmp_path, data):
     shards = shutil.copytree(data, tmp_path / "data")
     write_shard(shards / "s_train_0.bin", np.concatenate([documents(1, 300), documents(3, 30)]))  # 3 makes validation
