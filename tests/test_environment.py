@@ -1,9 +1,12 @@
 """The machine under a run: what is chosen, what is refused with a reason, and what the log may say."""
 
 import json
+import os
 import platform
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 
 from runtime import environment
 from runtime.environment import Machine, compute_dtype, describe, peak_flops, start, why_not_compile
+
+ROOT = Path(__file__).resolve().parents[1]
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALONE = Machine(CPU, 0, 1)
@@ -179,12 +184,17 @@ def test_the_environment_in_the_log_is_json_and_names_neither_the_host_nor_a_pat
     assert "/home" not in text
 
 
-def test_compiler_settings_by_code_and_by_environment_are_told_and_cache_folders_are_not(monkeypatch):
-    import torch._inductor.config as config
-
-    before = environment.compile_flags()
-    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
-    with config.patch(coordinate_descent_tuning=True):
-        found = [line for line in environment.compile_flags() if line not in before]
-    assert found == ["torch._inductor.config.coordinate_descent_tuning = True", "TORCHINDUCTOR_MAX_AUTOTUNE=1"]
+def test_compiler_settings_by_code_and_by_environment_are_told_and_cache_folders_are_not():
+    """In an interpreter of its own: what was set once counts as set for ever."""
+    code = """
+import torch._inductor.config as config
+from runtime.environment import compile_flags
+before = compile_flags()
+config.coordinate_descent_tuning = True
+print([line for line in compile_flags() if line not in before], "TORCHINDUCTOR_MAX_AUTOTUNE=1" in before)
+"""
+    variables = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TORCHINDUCTOR_CACHE_DIR": "somewhere"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=True)
+    assert done.stdout == "['torch._inductor.config.coordinate_descent_tuning = True'] True\n"
+    assert "somewhere" not in done.stdout
