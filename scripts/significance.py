@@ -100,8 +100,9 @@ def origin_warnings(runs: Sequence[Run], sources: dict[Path, int], claims: set[s
 def judge_all(arguments: argparse.Namespace) -> tuple[list[Arm], list[str]]:
     """Every arm, and a warning for each file that could not be read."""
     if arguments.losses is not None:
-        warning = "unverified: the losses were typed by hand, no log stands behind them"
-        return [judge(arguments.losses, arguments.target, arguments.looked, [warning], times_ms=[])], []
+        warning = "unverified: these numbers were typed by hand, no log stands behind them"
+        times_ms = [1000 * seconds for seconds in arguments.times]
+        return [judge(arguments.losses, arguments.target, arguments.looked, [warning], times_ms=times_ms)], []
     runs, skipped = read(arguments.paths)
     sources = grouping.several_sources(runs)
     return [
@@ -289,6 +290,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("paths", nargs="*", metavar="PATH", help="run logs, or folders of run logs")
     parser.add_argument("--target", type=finite_number, help="loss to beat, nats per token (default: the track's)")
     parser.add_argument("--losses", type=typed_losses, help="losses typed by hand, with commas; needs --target")
+    parser.add_argument("--times", type=numbers(float, 0, 1e9), default=[], help="seconds of the runs of --losses")
     parser.add_argument("--at-step", type=counts, help="judge the validations at these steps, not the last")
     parser.add_argument("--looked", type=counts, default=[], help="all numbers of runs at which one looks")
     parser.add_argument("--against", action="append", metavar="PATH", help="a baseline: logs of one arm")
@@ -299,6 +301,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for broken, error in (
         (bool(given.paths) == bool(given.losses), "name run logs, or type losses with --losses: one of the two"),
         (given.losses and given.target is None, "--losses needs --target: typed losses name none"),
+        (given.times and len(given.times) != len(given.losses or []), "--times takes a time for each of the --losses"),
         (given.losses and given.at_step, "--at-step needs run logs: typed losses have no steps"),
         ((given.margin or given.against_step) and not given.against, "--margin and --against-step need --against"),
     ):  # fmt: skip

@@ -175,6 +175,15 @@ def test_a_run_that_ended_early_counts_only_at_a_step_that_is_named_and_with_a_w
     assert any(warning.startswith("4 runs end before the steps that they declare") for warning in arm["warnings"])
 
 
+def test_typed_times_stand_beside_their_losses_and_are_as_unverified(capsys):
+    code, (arm,) = judge(capsys, *typed(FP8_MLP_UP[:2]), "--times", "83.855,83.75")
+    assert (code, arm["times_ms"]) == (1, [83855.0, 83750.0])
+    assert any(warning.startswith("unverified: these numbers") for warning in arm["warnings"])
+    with pytest.raises(SystemExit):
+        main([*typed(FP8_MLP_UP[:2]), "--times", "83.855"])
+    assert "--times takes a time for each of the --losses" in capsys.readouterr().err
+
+
 def test_steps_that_were_tried_are_a_family_and_each_has_its_own_losses(tmp_path, capsys):
     for seed, (early, late) in enumerate(zip(FP8_MLP_UP, FIX_MUON_LR, strict=False)):
         write_run(tmp_path, f"run_{seed}", {80: early, 90: late, 100: 3.1 + seed}, seed=seed)
