@@ -1,5 +1,6 @@
 """The records that are committed here hold: every number follows from their logs, which nothing speaks against."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,29 @@ def test_the_judge_and_the_trainer_have_the_same_rules(track):
     rules = TRACKS[track]
     assert (rules.target, rules.val_tokens, rules.val_sha256) == (config.target, config.val_tokens, config.val_sha256)
     assert rules.fixed == {name: getattr(config, name) for name in rules.fixed}
+
+
+@pytest.fixture
+def evidence():
+    return read_evidence(RECORDS / "tiny" / "2026-11-21_Record42At350")
+
+
+def said(evidence):
+    return " ".join(failure.what for failure in find_failures(evidence))
+
+
+def test_a_track_that_counts_steps_fixes_the_tokens_of_one(evidence):
+    claim = replace(evidence.claim, config=evidence.claim.config | {"batch_tokens": 524_288})
+    assert "batch_tokens is 524288, fixed at 2048 on this track" in said(replace(evidence, claim=claim))
+
+
+def test_other_training_tokens_than_the_tracks_are_caught_though_all_runs_share_them(evidence):
+    for run in evidence.runs:
+        run.header["data"]["train_sha256"] = "0" * 64
+    assert "training tokens 0000000000000000, not 77e6e4d2acaa19c3" in said(evidence)
+
+
+def test_a_single_validation_that_costs_more_a_token_than_training_is_caught(evidence):
+    (at,) = (at for at, phase in enumerate(evidence.runs[0].phases) if phase.name == "validate")
+    evidence.runs[0].phases[at] = evidence.runs[0].phases[at]._replace(ms=600_000.0)
+    assert "a validation of 600000 ms, which takes more a token than a training step" in said(evidence)
