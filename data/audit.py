@@ -1,14 +1,33 @@
 """What the data of a run are: hashes, a check of every token, and what training and validation have in common."""
 
+import glob
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data.shards import ShardError, open_shard, verify_shard
+from data.loader import DATA_SETTINGS, Data, open_data
+from data.shards import ShardError, find_shards, open_shard, verify_shard
 
 PREFIX = 64  # tokens from its start by which a document is recognized
+
+
+def open_audited(
+    settings: Mapping[str, Any], rank: int, world_size: int, audited: bool
+) -> tuple[Data, dict[str, object] | None]:
+    """One rank's data of a run and, if `audited`, what `audit` finds; the settings are named as their parameters.
+
+    Raises what `open_data` and `audit` raise.
+    """
+    pattern, fix = glob.escape(settings["data_dir"]), "./run.sh builds or fetches it"
+    train_files, val_files = (find_shards(f"{pattern}/*{kind}_*.bin", fix=fix) for kind in ("train", "val"))
+    sizes: dict[str, Any] = {name: settings[name] for name in DATA_SETTINGS}
+    data = open_data(train_files, val_files, rank=rank, world_size=world_size, **sizes)
+    read = train_files[: data.plan.end.shard + 1]
+    rules = (settings[name] for name in ("vocab_size", "bos", "val_sha256"))
+    return data, audit(read, val_files, *rules) if audited else None
 
 
 def audit(
@@ -40,13 +59,14 @@ def audit(
 def _sha256(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        digest.update(open_shard(file).data)
+        for _, block in open_shard(file).blocks():
+            digest.update(block.data)
     return digest.hexdigest()
 
 
 def _prefixes(file: Path, bos: int) -> list:
     """The first PREFIX tokens of every document of a shard that has so many."""
-    tokens = open_shard(file)
+    tokens = open_shard(file)[:]
     starts = np.flatnonzero(tokens == bos)
     long_enough = np.diff(np.append(starts, len(tokens))) >= PREFIX
     prefixes = np.ascontiguousarray(tokens[starts[long_enough, None] + np.arange(PREFIX)])

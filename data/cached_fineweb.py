@@ -7,7 +7,7 @@
 A folder holds one revision of one dataset. The revision asked for (--revision, else the one in VARIANTS: a commit where
 one is known, else "main") is resolved to a commit before the first file is fetched and written to source.json beside
 the shards; every later file and every later call uses that commit, and asking for another one is an error.
-Shards that are already whole are not fetched again. HF_ENDPOINT names another hub.
+Shards that are already whole are not fetched again. HF_ENDPOINT names another hub. No hub is ever sent a token.
 Exit codes: 0 all shards are there, 1 a download failed, 2 bad input, 130 interrupted.
 """
 
@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -51,6 +52,7 @@ VARIANTS = {
     "100B": Variant("kjj0/fineweb100B-gpt2", "fineweb100B", "fineweb", 1030, "main"),
     "edu10B": Variant("kjj0/finewebedu10B-gpt2", "finewebedu10B", "finewebedu", 99, "main"),
 }
+COMMIT = re.compile("[0-9a-f]{40}")
 VOCAB_SIZE = 50257  # GPT-2
 SHARD_BYTES = 1024 + 2 * 100_000_000  # of every shard but the last, which is shorter
 ATTEMPTS = 5
@@ -78,6 +80,7 @@ def with_retries(what: str, action: Callable[[], Result]) -> Result:
             return action()
         except RETRIED as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = "".join(filter(str.isprintable, reason))  # part of it is the hub's: it must not steer the terminal
             if is_final(error):
                 raise DownloadError(f"could not fetch {what} from {constants.ENDPOINT}: {reason}") from error
         if attempt < ATTEMPTS:
@@ -98,7 +101,8 @@ def is_final(error: Exception) -> bool:
 
 def read_metadata(variant: Variant, name: str, revision: str) -> HfFileMetadata:
     try:
-        return get_hf_file_metadata(hf_hub_url(variant.dataset, name, repo_type="dataset", revision=revision))
+        url = hf_hub_url(variant.dataset, name, repo_type="dataset", revision=revision)
+        return get_hf_file_metadata(url, token=False)  # the data are public: nobody's token is needed
     except RemoteEntryNotFoundError as error:
         rule = f"its training shards are 1 to {variant.shards}"
         raise DownloadError(f"{name} is not in {variant.dataset} at revision {revision}; {rule}") from error
@@ -106,18 +110,31 @@ def read_metadata(variant: Variant, name: str, revision: str) -> HfFileMetadata:
         raise BadInput(f"{variant.dataset} has no revision {revision!r}; name a commit or branch") from error
 
 
+def read_source(record: Path) -> dict[str, str] | None:
+    """Dataset and commit in a source.json, None where there is none; BadInput for a file that names neither."""
+    try:
+        held = json.loads(record.read_bytes())
+        if COMMIT.fullmatch(held["revision"]) and held["dataset"].isprintable():
+            return held
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    raise BadInput(f"{record} names no dataset and commit; delete it and the shards beside it, or give another --out")
+
+
 def pin_revision(variant: Variant, out: Path, asked: str | None) -> str:
     """Commit that all shards in `out` come from: the one in source.json, else one resolved and recorded now."""
     record = out / "source.json"
-    held = json.loads(record.read_text()) if record.exists() else None
+    held = read_source(record)
     if held and held["dataset"] != variant.dataset:
         raise BadInput(f"{out} holds {held['dataset']}, not {variant.dataset}; name another folder with --out")
     if held and asked in (None, held["revision"]):
         return held["revision"]
     revision = asked or variant.revision
     first = variant.names(0)[0]
-    commit = with_retries(f"revision {revision}", partial(read_metadata, variant, first, revision)).commit_hash
-    if commit is None:
+    commit = with_retries(f"revision {revision}", partial(read_metadata, variant, first, revision)).commit_hash or ""
+    if not COMMIT.fullmatch(commit):
         raise DownloadError(f"{constants.ENDPOINT} does not say which commit {revision} is; check HF_ENDPOINT")
     if held and commit != held["revision"]:
         raise BadInput(f"{out} holds revision {held['revision']}, not {commit}; name another folder with --out")
@@ -132,14 +149,20 @@ def fetch_shard(variant: Variant, name: str, revision: str, out: Path, staging: 
 
     Raises ShardError when the file is no whole shard or differs from the hub's SHA-256; it is then deleted.
     """
-    expected = read_metadata(variant, name, revision).etag or ""
-    path = Path(hf_hub_download(variant.dataset, name, repo_type="dataset", revision=revision, local_dir=staging))
+    metadata = read_metadata(variant, name, revision)
+    if (metadata.size or 0) > SHARD_BYTES:
+        limit = f"a shard has at most {SHARD_BYTES:,}; check HF_ENDPOINT"
+        raise DownloadError(f"{constants.ENDPOINT} says that {name} has {metadata.size:,} bytes; {limit}")
+    source = partial(hf_hub_download, repo_type="dataset", revision=revision, token=False)
+    path = Path(source(variant.dataset, name, local_dir=staging))
     try:
         verify_shard(path, VOCAB_SIZE)
         with open(path, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        if len(expected) == len(found) and expected != found:  # the etag of a large file is its SHA-256
-            raise ShardError(f"{path}: SHA-256 is {found}; the hub says {expected}. Its content was changed.")
+        if metadata.etag != found:  # the etag of a large file is its SHA-256
+            if len(metadata.etag or "") == len(found):
+                raise ShardError(f"{path}: SHA-256 is {found}; the hub says {metadata.etag}. Its content was changed.")
+            print(f"{name}: the hub tells no SHA-256, so nobody vouches for its {found}", file=sys.stderr)
     except ShardError:
         path.unlink()
         raise

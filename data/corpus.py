@@ -86,7 +86,7 @@ def read_sources(packages: Mapping[str, str] = PACKAGES) -> list[SourceFile]:
             if "/tests/" in name:
                 continue
             content = path.read_bytes()
-            text = content.decode("utf-8")
+            text = content.decode("utf-8", errors="replace")  # what is not UTF-8 is not what is pinned
             digits = len(re.findall(r"[0-9]", text))
             if len(text) >= MIN_CHARACTERS and digits <= MAX_DIGIT_SHARE * len(text):
                 files.append(SourceFile(name, text, sha256(content).digest()))
@@ -282,9 +282,9 @@ def build(directory: str | Path, vocab_size: int = VOCAB_SIZE, packages: Mapping
 def _read_built(directory: Path, asked: Manifest, pins: Hashes) -> Manifest | None:
     """The manifest of what `directory` holds, if it is what was asked for and no file has changed."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((directory / MANIFEST).read_bytes())
         hashes = manifest["sha256"] | _hash_files(directory) | pins
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):  # absent or damaged
         return None
     return manifest if manifest == manifest | asked | {"sha256": hashes} else None
 

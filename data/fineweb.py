@@ -33,6 +33,8 @@ from data.shards import write_shard
 
 BATCH_CHARACTERS = 1 << 22  # tokenized at once, so that memory does not grow with the input
 MAX_VOCAB_SIZE = 1 << 16  # shards hold uint16
+MAX_DOCUMENT = 1 << 28  # bytes: a gzip file of a few MB can hold a line that no memory can
+SAFE_PYARROW = 15  # up to 14.0.0 a parquet file can name code that is then run: CVE-2023-47248
 BYTES = {bytes([value]) for value in range(256)}
 REPORT_EVERY_S = 5.0
 KINDS = (".jsonl", ".jsonl.gz", ".txt", ".parquet")
@@ -83,6 +85,8 @@ def read_documents(path: Path, field: str) -> Iterator[str]:
     Raises InputError naming file and line for anything that is not text.
     """
     if path.suffix == ".txt":
+        if path.stat().st_size > MAX_DOCUMENT:
+            raise InputError(f"{path}: a .txt file is one document, of {MAX_DOCUMENT:,} bytes at most; split the file")
         try:
             yield path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -99,10 +103,12 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, object]]:
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_DOCUMENT), b""), start=1):
+                if len(line) == MAX_DOCUMENT:
+                    raise ValueError(f"it is longer than {MAX_DOCUMENT:,} bytes")
                 if line.strip():
                     yield f"line {number}", json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: line {number} is not JSON in UTF-8: {error}") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path}: not a whole gzip file, broken after line {number}: {error}") from error
@@ -113,6 +119,9 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, object]]:
         import pyarrow.parquet
     except ImportError as error:
         raise InputError(f"{path}: reading parquet needs pyarrow; run: pip install pyarrow") from error
+    if int(pyarrow.__version__.partition(".")[0]) < SAFE_PYARROW:
+        raise InputError(f"{path}: pyarrow {pyarrow.__version__} may run code that a parquet file names; "
+                         f"run: pip install 'pyarrow>={SAFE_PYARROW}'")
     try:
         rows = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1_000, columns=[field])
         for number, row in enumerate((row for batch in rows for row in batch.to_pylist()), start=1):
@@ -201,6 +210,8 @@ def main(argv: list[str] | None = None) -> int:
         for path in args.inputs:
             if not path.is_file() or not path.name.endswith(KINDS):
                 raise InputError(f"{path} is not a file whose name ends in {', '.join(KINDS)}")
+        if Path(args.name).name != args.name:
+            raise InputError(f"--name {args.name} is no part of a file name; the folder is given by --out")
         if args.shard_tokens < 1:
             raise InputError(f"--shard-tokens is {args.shard_tokens}; a shard holds at least one token")
         documents = (text for path in args.inputs for text in read_documents(path, args.field))

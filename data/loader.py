@@ -18,17 +18,17 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from data.shards import ShardError, open_shard
+from data.shards import Shard, ShardError, Tokens, open_shard
 
-SCAN_BLOCK = 1 << 22  # tokens searched for document starts at once: few milliseconds, several batches
+SCAN_BLOCK = 1 << 20  # tokens searched for document starts at once: 2 MiB, which a processor's cache holds
 CAPACITY_MULTIPLE = 128  # lengths of cu_seqlens come in few sizes, so that few graphs are compiled
+STEPS_KEPT = 8  # latest steps whose place and batches are remembered: a fault is noticed some steps late
 DATA_SETTINGS = (  # keywords of `open_data` that a run's configuration gives; the last five are the fields of Order
     "steps", "micro_batch", "val_tokens", "val_sequence", "val_batch",
     "batch_tokens", "sequence", "max_document", "bos", "align",
 )  # fmt: skip
 
 Files = Sequence[str | Path]
-Tokens = NDArray[np.uint16]
 Piece = tuple[int, int]
 Row = list[Piece]
 
@@ -133,10 +133,10 @@ class Position(NamedTuple):
 
 
 START = Position(0, 0, 0)
-Step = tuple[Tokens, list[Row], Position]  # the shard that the rows point into, the rows of all ranks, and the end
+Step = tuple[list[Row], Position]  # the rows of all ranks, and the end, in the shard that the rows point into
 
 
-def _walk(shards: Sequence[Tokens], order: Order, position: Position, wanted: int | None = None) -> Iterator[Step]:
+def _walk(shards: Sequence[Shard], order: Order, position: Position, wanted: int | None = None) -> Iterator[Step]:
     """Every step from `position` on, then NotEnoughTokens. No step spans shards: what is left of one is dropped."""
     find_rows = _aligned_rows if order.align else _dense_rows
     step, offset = position.step, position.offset
@@ -144,7 +144,7 @@ def _walk(shards: Sequence[Tokens], order: Order, position: Position, wanted: in
         found = find_rows(shards[shard], order, offset)
         while len(batch := list(islice(found, order.rows))) == order.rows:
             step += 1
-            yield shards[shard], [row for row, _ in batch], Position(step, shard, batch[-1][1])
+            yield [row for row, _ in batch], Position(step, shard, batch[-1][1])
         offset = 0
 
     available, of, need = sum(map(len, shards)), "", ""
@@ -159,7 +159,7 @@ def _walk(shards: Sequence[Tokens], order: Order, position: Position, wanted: in
     )
 
 
-def _aligned_rows(tokens: Tokens, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
+def _aligned_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
     """Rows that start with a document, and where the next one reads on; a document that is cut loses its tail."""
     row: Row = []
     missing = order.sequence + 1
@@ -172,7 +172,7 @@ def _aligned_rows(tokens: Tokens, order: Order, offset: int) -> Iterator[tuple[R
             row, missing = [], order.sequence + 1
 
 
-def _documents(tokens: Tokens, bos: int, offset: int) -> Iterator[Piece]:
+def _documents(tokens: Shard, bos: int, offset: int) -> Iterator[Piece]:
     """Documents from `offset` on, each from its BOS to the next one; a block is scanned only when it is reached."""
     start = None
     for begin in range(offset, len(tokens), SCAN_BLOCK):
@@ -185,7 +185,7 @@ def _documents(tokens: Tokens, bos: int, offset: int) -> Iterator[Piece]:
         yield start, len(tokens)
 
 
-def _dense_rows(tokens: Tokens, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
+def _dense_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
     """Contiguous rows of one piece each; neighbours share the token that is target of one and input of the other."""
     for start in range(offset, len(tokens) - order.sequence, order.sequence):
         yield [(start, start + order.sequence + 1)], start + order.sequence
@@ -213,7 +213,7 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
     """
     shards = [open_shard(file) for file in files]
     end, max_documents = START, 0
-    for _, rows, position in islice(_walk(shards, order, START, steps), steps):
+    for rows, position in islice(_walk(shards, order, START, steps), steps):
         max_documents = max(max_documents, *(len(_document_starts(row, order.sequence)) for row in rows))
         end = position
     needed = sum(map(len, shards[: end.shard])) + end.offset
@@ -221,6 +221,22 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
 
 
 # ---- Training and validation
+
+
+class Place(NamedTuple):
+    """Where a step was read: the name of the shard, and the range of its tokens that the rows of all ranks lie in."""
+
+    shard: str
+    start: int
+    end: int
+
+
+class Built(NamedTuple):
+    """A step that is ready: this rank's micro-batches, where it was read, and where the next one begins."""
+
+    batches: list[Batch]
+    place: Place
+    end: Position
 
 
 class TrainLoader(Iterator[list[Batch]], AbstractContextManager["TrainLoader"]):
@@ -234,20 +250,26 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager["TrainLoader"]):
     def __init__(
         self, files: Files, order: Order, *, micro_rows: int, capacity: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        per_rank = order.rows_of_rank(world_size)
-        if micro_rows < 1 or per_rank % micro_rows:
-            raise ValueError(f"micro_rows {micro_rows} does not divide the {per_rank} rows of a rank. Take a divisor.")
-        self._order, self._capacity = order, capacity
-        self._own = _deal(order.rows, micro_rows, rank, world_size)
-        self._names = [Path(file).name for file in files]
+        self.rows = order.rows_of_rank(world_size)
+        self._order, self._place = order, (rank, world_size)
         self._shards = [open_shard(file) for file in files]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        self._seek(START)
+        self._position = START  # of the next step to be handed out, whatever has been built ahead of it
+        self.split(micro_rows, capacity)
+
+    def split(self, micro_rows: int, capacity: int) -> None:
+        """From the next step on, hand out micro-batches of `micro_rows` rows."""
+        if micro_rows < 1 or self.rows % micro_rows:
+            raise ValueError(f"micro_rows {micro_rows} does not divide the {self.rows} rows of a rank. Take a divisor.")
+        self.micro_rows, self._capacity = micro_rows, capacity
+        self._own = _deal(self._order.rows, micro_rows, *self._place)
+        self._seek(self._position)
 
     def _seek(self, position: Position) -> None:
-        self._position = position  # of the next step to be handed out, whatever has been built ahead of it
+        self._position = position
         self._steps = _walk(self._shards, self._order, position)
-        self._pending: Future[tuple[list[Batch], Position]] | None = None
+        self._pending: Future[Built] | None = None
+        self._handed_out: dict[int, Built] = {}
 
     def reset(self) -> None:
         """Back to the first step."""
@@ -256,24 +278,42 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager["TrainLoader"]):
     def __next__(self) -> list[Batch]:
         # The walk is an argument: a build that a seek left behind advances its own, abandoned one.
         self._pending = self._pending or self._worker.submit(self._build, self._steps)
-        batches, self._position = self._pending.result()
+        built = self._pending.result()
+        self._position = built.end
+        self._handed_out[built.end.step] = built
+        self._handed_out.pop(built.end.step - STEPS_KEPT, None)
         self._pending = self._worker.submit(self._build, self._steps)
-        return batches
+        return built.batches
 
-    def _build(self, steps: Iterator[Step]) -> tuple[list[Batch], Position]:
-        tokens, rows, end = next(steps)
-        return [self._micro_batch(tokens, rows[own]) for own in self._own], end
+    def where(self, step: int) -> Place:
+        """Where step `step` of the run, the first being 1, was read; ValueError unless it is one of the last 8."""
+        return self._remembered(step).place
 
-    def _micro_batch(self, tokens: Tokens, rows: list[Row]) -> Batch:
-        sequence = self._order.sequence
-        copied = np.stack([np.concatenate([tokens[start:end] for start, end in row]) for row in rows])
+    def batches(self, step: int) -> list[Batch]:
+        """This rank's micro-batches of that step, as they were handed out; raises as `where` does."""
+        return self._remembered(step).batches
+
+    def _remembered(self, step: int) -> Built:
+        if step not in self._handed_out:
+            raise ValueError(f"step {step} is not remembered. Ask for one of the latest: {[*self._handed_out]}.")
+        return self._handed_out[step]
+
+    def _build(self, steps: Iterator[Step]) -> Built:
+        rows, end = next(steps)
+        shard = self._shards[end.shard]
+        place = Place(shard.path.name, rows[0][0][0], rows[-1][-1][1])
+        return Built([self._micro_batch(shard, rows[own]) for own in self._own], place, end)
+
+    def _micro_batch(self, shard: Shard, rows: list[Row]) -> Batch:
+        sequence, first = self._order.sequence, rows[0][0][0]
+        tokens = shard[first : rows[-1][-1][1]]  # at once: a read for each piece would cost a system call each
+        copied = np.stack([np.concatenate([tokens[start - first : end - first] for start, end in row]) for row in rows])
         starts = [k * sequence + start for k, row in enumerate(rows) for start in _document_starts(row, sequence)]
         return _make_batch(copied, starts, self._capacity)
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the next step to be handed out, and what defines the order; JSON-able, the same on all ranks."""
-        shards = zip(self._names, self._shards, strict=True)
-        sizes = {f"shard {k}": f"{name} of {len(tokens):,} tokens" for k, (name, tokens) in enumerate(shards)}
+        sizes = {f"shard {k}": f"{s.path.name} of {len(s):,} tokens" for k, s in enumerate(self._shards)}
         return {"position": self._position._asdict(), "order": asdict(self._order) | sizes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -334,30 +374,42 @@ class Data(NamedTuple):
     train: TrainLoader
     validation: list[Batch]
     plan: Plan
-    micro_rows: int
+    sequence: int
     longest: int  # tokens of a document in a training row at the most
+
+    @property
+    def micro_rows(self) -> int:
+        return self.train.micro_rows
+
+    def split(self, micro_batch: int) -> None:
+        """From the next step on, train in equal micro-batches of at most `micro_batch` tokens; data stay open."""
+        micro_rows = largest_divisor(self.train.rows, micro_batch // self.sequence)
+        self.train.split(micro_rows, capacity_for(micro_rows, self.plan.max_documents))
 
 
 def open_data(
-    train_files: Files, val_files: Files, *, rank: int, world_size: int, steps: int, micro_batch: int,
+    train_files: Files, val_files: Files, *, rank: int, world_size: int, steps: int, micro_batch: int | None,
     val_tokens: int, val_sequence: int, val_batch: int, **fields: Any,
 ) -> Data:  # fmt: skip
     """Training and validation for one rank, in equal micro-batches of at most `micro_batch` and `val_batch` tokens.
 
-    `fields` are those of Order. Raises what `plan_run`, TrainLoader and `validation_batches` raise.
+    micro_batch None: all rows of a rank at once. `fields` are those of Order. Raises what `plan_run`, TrainLoader and
+    `validation_batches` raise.
     """
     order, place = Order(**fields), {"rank": rank, "world_size": world_size}
-    micro_rows = largest_divisor(order.rows_of_rank(world_size), micro_batch // order.sequence)
+    rows = order.rows_of_rank(world_size)
     plan = plan_run(train_files, order, steps)
-    capacity = capacity_for(micro_rows, plan.max_documents)
-    train = TrainLoader(train_files, order, micro_rows=micro_rows, capacity=capacity, **place)
+    train = TrainLoader(train_files, order, micro_rows=rows, capacity=capacity_for(rows, plan.max_documents), **place)
     val_rows = largest_divisor(max(val_tokens // val_sequence // world_size, 1), val_batch // val_sequence)
     validation = validation_batches(
         val_files, val_tokens=val_tokens, sequence=val_sequence, rows=val_rows, bos=order.bos, documents=order.align,
         **place,
     )  # fmt: skip
     longest = min(order.max_document, order.sequence) if order.align else order.sequence
-    return Data(train, validation, plan, micro_rows, longest)
+    data = Data(train, validation, plan, order.sequence, longest)
+    if micro_batch is not None:
+        data.split(micro_batch)
+    return data
 
 
 def largest_divisor(number: int, limit: int) -> int:

@@ -6,6 +6,9 @@ pre-tokenized FineWeb shards (llm.c, modded-nanogpt), so files made by others lo
 
 import glob
 import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +19,11 @@ VERSION = 1
 HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
 TOKEN_BYTES = 2
-VERIFY_BLOCK = 1 << 24  # tokens read at once: 32 MiB
+READ_BLOCK = 1 << 24  # tokens held at once where a whole shard is read: 32 MiB
 
 FETCH_AGAIN = "delete the file and fetch or build the data again"
+
+Tokens = NDArray[np.uint16]
 
 
 class ShardError(ValueError):
@@ -65,26 +70,81 @@ def _as_uint16(path: Path, tokens: NDArray) -> NDArray[np.uint16]:
     return np.ascontiguousarray(tokens, dtype="<u2")
 
 
-def open_shard(path: str | Path) -> np.memmap:
-    """Map the tokens of a shard read-only, as (n,) uint16; header and file size are checked, tokens are not read.
+class Shard:
+    """The n tokens of an open file: len, and slices [start:stop], each read from the file as (m,) uint16.
+
+    A slice raises ShardError when the file cannot be read or has changed in size; one that is only deleted still reads.
+    (Of a memory map, touching a page that the file has lost or that the disk cannot read kills the process by SIGBUS.)
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self._descriptor = path, descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self._count = _read_token_count(path, descriptor)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, where: slice) -> Tokens:
+        start, stop, _ = where.indices(self._count)
+        with _faults_named(self.path, f"tokens {start:,} to {stop:,}"):
+            content = self._read(HEADER_BYTES + TOKEN_BYTES * start, HEADER_BYTES + TOKEN_BYTES * stop)
+            size, expected = os.fstat(self._descriptor).st_size, HEADER_BYTES + TOKEN_BYTES * self._count
+        if size != expected or len(content) != TOKEN_BYTES * max(stop - start, 0):
+            raise ShardError(
+                f"{self.path}: tokens {start:,} to {stop:,} cannot be read: the file has {size:,} bytes and had "
+                f"{expected:,} when it was opened; a shard must not change while it is used. Fix: {FETCH_AGAIN}."
+            )
+        return np.frombuffer(content, dtype="<u2")
+
+    def _read(self, start: int, end: int) -> bytes:
+        """The bytes [start, end), fewer only where the file ends: one call of pread may return less than all."""
+        parts = []
+        while start < end and (part := os.pread(self._descriptor, end - start, start)):
+            parts.append(part)
+            start += len(part)
+        return b"".join(parts)
+
+    def blocks(self) -> Iterator[tuple[int, Tokens]]:
+        """All tokens in order, READ_BLOCK at a time, each block after the offset of its first token."""
+        for start in range(0, len(self), READ_BLOCK):
+            yield start, self[start : start + READ_BLOCK]
+
+
+@contextmanager
+def _faults_named(path: Path, what: str) -> Iterator[None]:
+    """Turns an OSError into a ShardError."""
+    try:
+        yield
+    except OSError as error:
+        raise ShardError(
+            f"{path}: {what} cannot be read ({error.strerror}); every shard must stay readable while it is used. Check "
+            f"permissions, the disk or network it lies on, and the limit of open files (ulimit -n)."
+        ) from error
+
+
+def open_shard(path: str | Path) -> Shard:
+    """Open a shard to read from it; header and file size are checked, tokens are not read.
 
     Raises ShardError for a file that is missing, empty, cut short, too long, or of another format or version.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ShardError(f"{path}: no such file; every shard of a run must exist. Fetch or build the data first.")
-    count = _read_token_count(path)
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+    with _faults_named(path, "the header"):
+        if not path.is_file():
+            raise ShardError(f"{path}: no such file; every shard of a run must exist. Fetch or build the data first.")
+        return Shard(path, os.open(path, os.O_RDONLY))
 
 
-def _read_token_count(path: Path) -> int:
+def _read_token_count(path: Path, descriptor: int) -> int:
     """Token count from the header of a file whose size agrees with it."""
-    size = path.stat().st_size
+    size, header = os.fstat(descriptor).st_size, os.pread(descriptor, HEADER_BYTES, 0)
     if size == 0:
         raise ShardError(f"{path}: the file is empty (0 bytes); a shard is a header and tokens. Fix: {FETCH_AGAIN}.")
-    if size < HEADER_BYTES:
-        raise ShardError(f"{path}: the file has {size} bytes; the header alone has {HEADER_BYTES}. Fix: {FETCH_AGAIN}.")
-    magic, version, claimed = (int(word) for word in np.fromfile(path, dtype="<i4", count=3))
+    if len(header) < HEADER_BYTES:
+        raise ShardError(
+            f"{path}: the file has {len(header)} bytes; the header alone has {HEADER_BYTES}. Fix: {FETCH_AGAIN}."
+        )
+    magic, version, claimed = np.frombuffer(header, dtype="<i4", count=3).tolist()
     if magic != MAGIC:
         raise ShardError(
             f"{path}: the first header word is {magic}; a token shard starts with {MAGIC}. "
@@ -118,9 +178,8 @@ def verify_shard(path: str | Path, vocab_size: int) -> int:
 
     Raises ShardError as `open_shard` does, and for the first token that is not below `vocab_size`.
     """
-    tokens = open_shard(path)
-    for start in range(0, tokens.size, VERIFY_BLOCK):
-        block = tokens[start : start + VERIFY_BLOCK]
+    shard = open_shard(path)
+    for start, block in shard.blocks():
         if block.max() >= vocab_size:
             offset = int((block >= vocab_size).argmax())
             raise ShardError(
@@ -128,7 +187,7 @@ def verify_shard(path: str | Path, vocab_size: int) -> int:
                 f"0 to {vocab_size - 1:,}. The shard was made with another tokenizer: use the one it was made with, "
                 f"or build the data again."
             )
-    return int(tokens.size)
+    return len(shard)
 
 
 def find_shards(where: str | Path, fix: str = "fetch or build the data first") -> list[Path]:

@@ -1,6 +1,7 @@
 """The audit of a run's data: what validation shares with training, and tokens that the vocabulary does not have."""
 
 import hashlib
+import os
 
 import numpy as np
 import pytest
@@ -81,6 +82,24 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_file_and_place(tmp_path
     train, val = ([bad], [good]) if where == "train" else ([good], [bad])
     with pytest.raises(ShardError, match=r"bad\.bin: token 71 is 15; the vocabulary has 10 tokens"):
         audit(train, val, VOCAB, BOS)
+
+
+@pytest.mark.parametrize("reads", [1, 2, 3])
+def test_a_shard_cut_in_the_audit_is_named(tmp_path, monkeypatch, reads):
+    """Each shard is read three times: for its tokens, its hash and its documents."""
+    train, val = (shard(tmp_path / f"{name}.bin", [text(0, 90)]) for name in ("train", "val"))
+    pread, seen = os.pread, []
+
+    def cut_then_read(descriptor, count, offset):
+        if offset >= 1024 and os.path.samestat(os.fstat(descriptor), val.stat()):
+            seen.append(offset)
+            if len(seen) == reads:
+                os.truncate(val, 1030)
+        return pread(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", cut_then_read)
+    with pytest.raises(ShardError, match=r"val\.bin: tokens 0 to 91 .*has 1,030 bytes and had 1,206"):
+        audit([train], [val], VOCAB, BOS)
 
 
 def test_a_missing_shard_is_named(tmp_path):

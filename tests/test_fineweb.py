@@ -42,7 +42,7 @@ def read_shards(out: Path, name: str = "fineweb") -> list[np.ndarray]:
     paths = [out / f"{name}_val_000000.bin", *sorted(out.glob(f"{name}_train_*.bin"))]
     assert sorted(out.iterdir()) == sorted(paths)
     assert [int(path.stem[-6:]) for path in paths] == list(range(len(paths)))
-    return [np.array(open_shard(path)) for path in paths]
+    return [open_shard(path)[:] for path in paths]
 
 
 def documents_in(tokens: np.ndarray) -> list[str]:

@@ -1,6 +1,8 @@
 """The loader against a slow twin on plain lists: rows, boundaries, positions, plans and every refusal."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader as loader_module
-from data.loader import NotEnoughTokens, Order, TrainLoader, capacity_for, plan_run, validation_batches
+from data.loader import NotEnoughTokens, Order, TrainLoader, capacity_for, open_data, plan_run, validation_batches
 from data.shards import ShardError, write_shard
 
 BOS = 0
@@ -345,6 +347,106 @@ def test_a_position_in_other_shards_is_refused_but_added_shards_are_welcome(file
         rebuilt.load_state_dict(state)
 
 
+# ----- where a step was read, and its batches
+
+
+@pytest.mark.parametrize("align", [True, False])
+def test_the_place_of_a_step_is_where_its_rows_stand_in_the_file_whichever_rank_asks(files, align):
+    order = replace(ORDER, align=align)
+    with make(files, order) as loader, make(files, order, rank=1, world_size=2) as other:
+        steps = len(remaining_steps(loader))
+        loader.reset()
+        for step in range(1, steps + 1):
+            rows = rows_of(next(loader))
+            name, start, end = loader.where(step)
+            tokens = np.fromfile(files[0].with_name(name), dtype="<u2", offset=1024).tolist()
+            first, length = rows[0][0], rows[0][1][0]
+            assert first[:length] == tokens[start : start + length]
+            assert rows[-1][0][-1] == tokens[end - 1]
+            next(other)
+            assert other.where(step) == (name, start, end)
+    assert name == files[1].name
+
+
+def test_the_place_of_a_row_by_hand(tmp_path):
+    write_shard(tmp_path / "a.bin", [77, 0, 1, 2, 3, 4, 0, 5, 6, 0, 7])
+    with TrainLoader([tmp_path / "a.bin"], Order(4, 4, 3, BOS), micro_rows=1, capacity=8) as loader:
+        assert rows_of(next(loader)) == [([0, 1, 2, 0, 5], [3, 1])]
+        assert loader.where(1) == ("a.bin", 1, 8)
+
+
+def test_the_last_eight_steps_are_remembered_as_they_were_handed_out(files):
+    with make(files, micro_rows=2) as loader:
+        handed_out = {step: next(loader) for step in range(1, 11)}
+        for step in range(3, 11):
+            assert loader.batches(step) is handed_out[step]
+        for step in (2, 11):
+            with pytest.raises(ValueError, match=rf"step {step} is not remembered.*\[3, 4, 5, 6, 7, 8, 9, 10\]"):
+                loader.where(step)
+
+
+def test_after_a_reset_or_a_resume_steps_have_the_number_they_have_in_the_run(files):
+    with make(files) as loader:
+        handed_out = [next(loader) for _ in range(4)]
+        third, state = loader.where(3), loader.state_dict()
+        fifth = rows_of(next(loader))
+        loader.reset()
+        with pytest.raises(ValueError, match="step 1 is not remembered"):
+            loader.batches(1)
+        assert rows_of(next(loader)) == rows_of(handed_out[0])
+        next(loader), next(loader)
+        assert loader.where(3) == third
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match="step 3 is not remembered"):
+            loader.where(3)
+        assert rows_of(next(loader)) == rows_of(loader.batches(5)) == fifth
+
+
+# ----- smaller micro-batches of the same data
+
+
+def open_both(files, micro_batch, **changes):
+    sizes = {"rank": 1, "world_size": 2, "steps": 5, "val_tokens": 64, "val_sequence": 16, "val_batch": 32}
+    fields = {"batch_tokens": 64, "sequence": 8, "max_document": 6, "bos": BOS, "align": True}
+    return open_data(files, files[:1], micro_batch=micro_batch, **(sizes | fields | changes))
+
+
+def same_batches(ones, others):
+    same = [torch.equal(a, b) for one, other in zip(ones, others, strict=True) for a, b in zip(one, other, strict=True)]
+    return all(same)
+
+
+def test_without_a_micro_batch_a_rank_takes_all_its_rows_at_once(files):
+    data = open_both(files, None)
+    with data.train:
+        assert data.micro_rows == 4
+        assert [batch.inputs.shape for batch in next(data.train)] == [(4, 8)]
+
+
+@pytest.mark.parametrize(("micro_batch", "rows"), [(32, 4), (31, 2), (16, 2), (8, 1)])
+def test_split_data_equal_data_opened_with_that_micro_batch(files, micro_batch, rows):
+    split, fresh = open_both(files, None), open_both(files, micro_batch)
+    with split.train, fresh.train:
+        first = rows_of(next(split.train))
+        split.split(micro_batch)
+        assert split.micro_rows == fresh.micro_rows == rows
+        assert rows_of(next(fresh.train)) == first
+        for _ in range(4):
+            assert same_batches(next(split.train), next(fresh.train))
+        split.train.reset()
+        assert rows_of(next(split.train)) == first
+
+
+def test_a_split_opens_and_plans_nothing_again(files, monkeypatch):
+    data = open_both(files, None)
+    monkeypatch.setattr(loader_module, "plan_run", None)
+    for file in files:
+        file.unlink()
+    with data.train:
+        data.split(8)
+        assert [batch.inputs.shape for batch in next(data.train)] == [(1, 8)] * 4
+
+
 # ----- the end of the data
 
 
@@ -432,6 +534,72 @@ def test_a_truncated_shard_is_refused_before_the_first_step(files):
         make(files)
     with pytest.raises(ShardError, match=r"train_000002\.bin: .*cut short"):
         plan_run(files, ORDER, 1)
+
+
+CUT_IN_TRAINING = f"""
+import os, sys
+from data.loader import Order, TrainLoader
+from data.shards import ShardError
+loader = TrainLoader(sys.argv[1:], {ORDER}, micro_rows=1, capacity=128)
+next(loader)
+os.truncate(sys.argv[1], 1030)
+try:
+    while True:
+        next(loader)
+except ShardError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+def test_a_shard_cut_in_training_ends_the_run_with_an_error_that_names_it(tmp_path):
+    """In a process of its own: a loader that maps files into memory would kill it."""
+    write_shard(tmp_path / "train_000001.bin", shard_of([9] * 600))
+    command = [sys.executable, "-c", CUT_IN_TRAINING, str(tmp_path / "train_000001.bin")]
+    child = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    assert child.returncode == 2, child.stderr
+    assert "train_000001.bin: tokens " in child.stdout
+    assert "the file has 1,030 bytes and had 11,824 when it was opened" in child.stdout
+
+
+def test_shards_deleted_in_training_change_nothing(files):
+    with make(files) as loader:
+        expected = remaining_steps(loader)
+        loader.reset()
+        found = [rows_of(next(loader))]
+        for file in files:
+            file.unlink()
+        assert found + remaining_steps(loader) == expected
+
+
+def test_a_disk_that_fails_in_training_is_named_at_the_step_that_needs_it(files, monkeypatch):
+    with make(files) as loader:
+        next(loader)
+        loader._pending.result()  # the second step is built before the disk fails
+
+        def fail(*_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "pread", fail)
+        assert loader.where(1).shard == "train_000001.bin"
+        next(loader)
+        for _ in range(2):  # again and again, not once
+            with pytest.raises(ShardError, match=r"train_000001\.bin: tokens .* \(Input/output error\)"):
+                next(loader)
+
+
+def test_validation_data_cut_while_they_are_read_are_named(tmp_path, monkeypatch):
+    write_shard(tmp_path / "val.bin", range(100))
+    pread = os.pread
+
+    def cut_then_read(descriptor, count, offset):
+        if offset >= 1024:  # the header was read when the file was whole
+            os.truncate(tmp_path / "val.bin", 1100)
+        return pread(descriptor, count, offset)
+
+    monkeypatch.setattr(os, "pread", cut_then_read)
+    with pytest.raises(ShardError, match=r"val\.bin: tokens 0 to 65 .* has 1,100 bytes and had 1,224"):
+        validate([tmp_path / "val.bin"], val_tokens=64, sequence=8, rows=1)
 
 
 def test_capacity_is_a_multiple_of_128_and_holds_the_planned_documents(files):

@@ -1,7 +1,12 @@
 """The shard format against bytes written by hand, and every way in which a file can be wrong."""
 
+import errno
 import os
+import resource
+import signal
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -24,9 +29,24 @@ def shard_bytes(tokens, magic=MAGIC, version=VERSION, claimed=None):
 def test_a_shard_written_byte_by_byte_loads(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(shard_bytes([50256, 0, 1, 258, 65535]))
-    tokens = open_shard(path)
-    assert tokens.dtype == np.uint16
-    assert tokens.tolist() == [50256, 0, 1, 258, 65535]
+    shard = open_shard(path)
+    assert len(shard) == 5
+    assert shard[:].dtype == np.uint16
+    assert shard[:].tolist() == [50256, 0, 1, 258, 65535]
+
+
+@given(st.lists(st.integers(0, 65535), min_size=1, max_size=30), st.data())
+@settings(max_examples=60, deadline=None)
+def test_slices_and_blocks_are_those_of_a_list(tokens, data):
+    bound = st.none() | st.integers(-40, 40)
+    where = slice(data.draw(bound), data.draw(bound))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        write_shard(Path(folder, "a.bin"), tokens)
+        shard = open_shard(Path(folder, "a.bin"))
+        assert shard[where].tolist() == tokens[where]
+        patch.setattr(shards, "READ_BLOCK", 7)
+        blocks = [(start, block.tolist()) for start, block in shard.blocks()]
+    assert blocks == [(start, tokens[start : start + 7]) for start in range(0, len(tokens), 7)]
 
 
 @given(st.lists(st.integers(0, 65535), min_size=1, max_size=50))
@@ -36,7 +56,7 @@ def test_any_tokens_are_written_in_the_public_format_and_read_back(tokens):
         path = Path(folder) / "a.bin"
         write_shard(path, tokens)
         assert path.read_bytes() == shard_bytes(tokens)
-        assert open_shard(path).tolist() == tokens
+        assert open_shard(path)[:].tolist() == tokens
         assert verify_shard(path, 65536) == len(tokens)
 
 
@@ -46,10 +66,102 @@ def test_the_bytes_do_not_depend_on_the_dtype_given(tmp_path, dtype):
     assert (tmp_path / "a.bin").read_bytes() == shard_bytes([1, 300, 30000])
 
 
-def test_the_mapped_tokens_cannot_be_written_to(tmp_path):
-    write_shard(tmp_path / "a.bin", [1, 2])
-    with pytest.raises(ValueError, match="read-only"):
-        open_shard(tmp_path / "a.bin")[0] = 7
+# ----- faults after a shard was opened
+
+
+def opened(path, tokens=range(1000)):
+    write_shard(path, tokens)
+    return open_shard(path)
+
+
+CUT_WHILE_READ = """
+import os, sys
+import numpy as np
+from data.shards import ShardError, open_shard
+tokens = open_shard(sys.argv[1]) if sys.argv[2] == "shard" else np.memmap(sys.argv[1], dtype="<u2", offset=1024)
+os.truncate(sys.argv[1], 2000)
+try:
+    print(tokens[9_000:9_500].sum())
+except ShardError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize(("reader", "status"), [("shard", 2), ("memory map", -signal.SIGBUS)])
+def test_a_shard_cut_while_it_is_read_is_an_error_where_a_memory_map_kills_the_process(tmp_path, reader, status):
+    path = tmp_path / "a.bin"
+    write_shard(path, range(10_000))
+    command = [sys.executable, "-c", CUT_WHILE_READ, str(path), reader]
+    child = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120)
+    assert child.returncode == status
+    if reader == "shard":
+        assert child.stdout == (
+            f"{path}: tokens 9,000 to 9,500 cannot be read: the file has 2,000 bytes and had 21,024 when it was "
+            f"opened; a shard must not change while it is used. Fix: delete the file and fetch or build the data "
+            f"again.\n"
+        )
+
+
+@pytest.mark.parametrize("change", [-2, 2])
+def test_a_change_of_size_is_noticed_whichever_tokens_are_read(tmp_path, change):
+    shard = opened(tmp_path / "a.bin")
+    os.truncate(tmp_path / "a.bin", 3024 + change)
+    for where in (slice(0, 10), slice(990, 1000), slice(0, 0)):
+        with pytest.raises(ShardError, match=rf"a\.bin: .* has {3024 + change:,} bytes and had 3,024 when"):
+            shard[where]
+
+
+@pytest.mark.parametrize("leave", [os.unlink, lambda path: write_shard(path, [7])], ids=["deleted", "replaced"])
+def test_an_open_shard_outlives_its_name(tmp_path, leave):
+    shard = opened(tmp_path / "a.bin")
+    leave(tmp_path / "a.bin")
+    assert shard[:].tolist() == list(range(1000))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_is_named_with_the_shard_and_the_tokens(tmp_path, monkeypatch, code):
+    shard = opened(tmp_path / "a.bin")
+
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(ShardError, match=rf"a\.bin: tokens 5 to 9 cannot be read \({os.strerror(code)}\).*Check perm"):
+        shard[5:9]
+    with pytest.raises(ShardError, match=rf"a\.bin: the header cannot be read \({os.strerror(code)}\)"):
+        open_shard(tmp_path / "a.bin")
+
+
+def test_reads_that_come_in_parts_are_put_together(tmp_path, monkeypatch):
+    pread, shard = os.pread, opened(tmp_path / "a.bin")
+    monkeypatch.setattr(os, "pread", lambda descriptor, count, offset: pread(descriptor, min(count, 3), offset))
+    assert shard[100:200].tolist() == list(range(100, 200))
+
+
+def test_tokens_that_the_disk_does_not_deliver_are_missed_even_when_the_size_is_right(tmp_path, monkeypatch):
+    pread, shard = os.pread, opened(tmp_path / "a.bin")
+    monkeypatch.setattr(os, "pread", lambda descriptor, count, offset: pread(descriptor, count, offset + 2000))
+    with pytest.raises(ShardError, match=r"a\.bin: tokens 0 to 1,000 cannot be read"):
+        shard[:]
+
+
+def test_too_many_open_shards_is_told_and_closed_ones_do_not_count(tmp_path):
+    write_shard(tmp_path / "a.bin", [1])
+    free = os.dup(0)
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 20, before[1]))
+    try:
+        with pytest.raises(ShardError, match=r"a\.bin: the header cannot be read \(Too many open files\).*ulimit -n"):
+            [open_shard(tmp_path / "a.bin") for _ in range(30)]
+        for _ in range(30):
+            assert open_shard(tmp_path / "a.bin")[:].tolist() == [1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+# ----- files that are no shards
 
 
 @pytest.mark.parametrize(
@@ -79,7 +191,7 @@ def test_a_write_that_is_cut_short_leaves_the_old_shard_and_no_partial_file(tmp_
     with pytest.raises(OSError, match="No space left"):
         write_shard(path, [4, 5, 6, 7])
     assert [file.name for file in tmp_path.iterdir()] == ["a.bin"]
-    assert open_shard(path).tolist() == [1, 2, 3]
+    assert open_shard(path)[:].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +237,7 @@ def test_a_missing_file_or_a_folder_is_named(tmp_path):
 
 
 def test_a_token_beyond_the_vocabulary_is_named_with_its_offset(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "VERIFY_BLOCK", 4)
+    monkeypatch.setattr(shards, "READ_BLOCK", 4)
     path = tmp_path / "a.bin"
     write_shard(path, [0, 99, 5, 5, 5, 5, 5, 5, 5, 100, 101])
     with pytest.raises(ShardError, match=r"a\.bin: token 9 is 100; the vocabulary has 100 tokens, so 0 to 99\..*build"):
