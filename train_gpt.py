@@ -10,12 +10,12 @@ The base recipe is modded-nanogpt's record 42. A run takes the same trajectory o
 """
 
 import dataclasses
-import glob
 import hashlib
 import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,19 +26,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.audit import audit
-from data.loader import DATA_SETTINGS, Batch, Data, open_data
-from data.shards import find_shards
+from data.audit import open_audited
+from data.loader import Batch, Data
+from data.shards import ShardError
 from kernels.attention import Attention, choose_attention
+from kernels.rotary import Rotary
 from optim import Adam, Guard, Muon, NorMuon, Row, SpikeRule, build_optimizers
 from runtime import environment
 from runtime.claim import admit
 from runtime.clock import Ledger
-from runtime.flags import check_fields, parse, require, setting
-from runtime.log import RunLog, RunLogError, config_hash, new_run_id, require_writable
-from runtime.progress import NonFinite, Progress, signs_of_life
+from runtime.flags import parse, require, setting
+from runtime.log import config_hash, require_writable, source_hash
+from runtime.preflight import saved_bytes
+from runtime.progress import Progress, signs_of_life
+from runtime.rehearsal import Stage, rehearse
+from runtime.requests import Requests
+from runtime.settings import RunSettings
 from runtime.signals import Interrupted, listen
-from runtime.state import copy_to_host, same_bits
+from runtime.state import Whole, same_bits
+from runtime.trial import Fault, Run, Trial, explained, plan_trials
+from runtime.watch import Watch
 
 # ---- Configuration: every number of an experiment; the flags come from here. The defaults are the `short` track.
 
@@ -47,28 +54,22 @@ GATE_CHANNELS = 12  # of a layer's input, read by the smear gate and the attenti
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(RunSettings):
     track: str = setting("short", "preset of all that follows: tiny, short, medium or steps")
     recipe: str = setting("record42", "changes to the track: record42 (none); on tiny also muon or adamw, a plain GPT")
-    # the run
-    seed: int = setting(0, "seed of the first trial's initialization; trial i takes seed + i", at_least=0)
-    trials: int = setting(1, "runs in this process, after one compilation", at_least=1)
     target: float = setting(3.28, "validation loss to reach, nats per token")
     device: str = setting("auto", "where to compute", one_of=("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "of the forward pass; auto: bf16 where native", one_of=("auto", "bfloat16", "float32"))
     attention: str = setting("auto", "attention backend", one_of=("auto", "varlen", "portable"))
     compile: str = setting("auto", "auto: eager where it cannot work", one_of=("auto", "on", "off"))
     deterministic: bool = setting(True, "deterministic algorithms on the CPU")
-    log_dir: str = setting("logs", "folder of the run logs")
-    claim: str = setting("", "claim.json that the runs are to show: source, configuration and seeds must be its own")
     # data
-    data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
     vocab_size: int = setting(50257, "tokens in the vocabulary; embeddings are padded to a multiple of 128", at_least=1)
     bos: int = setting(50256, "token that precedes each document", at_least=0)
     align: bool = setting(True, "rows begin with a document and attention stays inside documents; off: dense rows")
     batch_tokens: int = setting(262_144, "tokens per optimizer step, on all ranks together", at_least=1)
     sequence: int = setting(32_768, "tokens per row, the unit that is dealt to ranks", at_least=1)
-    micro_batch: int = setting(32_768, "most tokens a rank takes through forward and backward at once", at_least=1)
+    micro_batch: int | None = setting(32_768, "most tokens a rank takes at once; auto: what fits", at_least=1)
     max_document: int = setting(2048, "training documents are cut to this many tokens", at_least=1)
     val_tokens: int = setting(10_485_760, "first tokens of the validation data that are used", at_least=1)
     val_sequence: int = setting(262_144, "tokens per validation row", at_least=1)
@@ -130,7 +131,7 @@ class Config:
     spike_sigma: float = setting(6.0, "spreads of a window by which a loss or gradient norm is an outlier", at_least=1)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         rules = {
             "track": (self.track in TRACKS, f"one of {', '.join(TRACKS)}"),
             "recipe": (self.recipe in RECIPES.get(self.track, ()), f"one of {', '.join(RECIPES.get(self.track, ()))}"),
@@ -143,7 +144,7 @@ class Config:
             "cooldown": (self.cooldown <= 1, "a share between 0 and 1"),
             "bos": (self.bos < self.vocab_size, f"a token of the vocabulary, below {self.vocab_size}"),
             "batch_tokens": (self.batch_tokens % self.sequence == 0, f"a multiple of sequence ({self.sequence})"),
-            "micro_batch": (self.micro_batch >= self.sequence, f"at least one row, sequence = {self.sequence}"),
+            "micro_batch": ((self.micro_batch or self.sequence) >= self.sequence, f"at least one row, {self.sequence}"),
             "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of val_sequence {self.val_sequence}"),
             "val_batch": (self.val_batch >= self.val_sequence, f"at least one row, val_sequence {self.val_sequence}"),
         }
@@ -245,52 +246,6 @@ def norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), None if gain is None else gain.to(x.dtype))
 
 
-class Rotary(nn.Module):
-    """Half-truncated rotary embedding (half of the frequencies are 0) with YaRN when the window grows."""
-
-    cos: Tensor  # (positions, 1, D / 2)
-    sin: Tensor
-    scale: Tensor  # factor on queries
-
-    def __init__(self, config: Config, length: int, dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        self.block, self.pairs = config.window_block, config.head_dim // 2
-        self.base_scale = config.attention_scale if config.qk_norm else config.head_dim**-0.5
-        for name in ("cos", "sin"):
-            table = torch.empty(length, 1, self.pairs, dtype=dtype, device=device)
-            self.register_buffer(name, table, persistent=False)
-        self.register_buffer("scale", torch.empty((), device=device), persistent=False)
-        self.reset()
-
-    def reset(self) -> None:
-        """Back to the constructed state."""
-        turning = (1 / 1024) ** torch.linspace(0, 1, self.pairs // 2, device=self.cos.device)
-        self.frequency = torch.cat([turning, turning.new_zeros(self.pairs - self.pairs // 2)])
-        self.scale.fill_(self.base_scale)
-        self._fill()
-
-    def extend(self, old: int, new: int) -> None:
-        """Adapt to a long window that grows from `old` to `new` blocks (YaRN, Peng et al. 2023)."""
-        if old == new or not self.block:
-            return
-        rotations = self.block * old * self.frequency / (2 * math.pi)
-        kept = ((rotations - 1) / (32 - 1)).clamp(0, 1)  # share of its frequency that a dimension keeps
-        ratio = old / new
-        self.frequency = self.frequency * (ratio + kept * (1 - ratio))
-        self.scale.mul_(1 + 0.2 * math.log(new / old))
-        self._fill()
-
-    def _fill(self) -> None:
-        angle = torch.outer(torch.arange(self.cos.size(0), device=self.cos.device), self.frequency).unsqueeze(1)
-        self.cos.copy_(angle.cos())
-        self.sin.copy_(angle.sin())
-
-    def forward(self, x_BTHD: Tensor) -> Tensor:
-        cos, sin = self.cos[: x_BTHD.size(1)], self.sin[: x_BTHD.size(1)]
-        a, b = x_BTHD.chunk(2, dim=-1)
-        return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
-
-
 class SelfAttention(nn.Module):
     """Q, K, V and O are packed in one (C, 4C) parameter, read as four (C, C) matrices."""
 
@@ -376,7 +331,9 @@ class GPT(nn.Module):
             self.head_gain = optional_parameter(config.dim, when=config.biases)
             self.scalar_init = initial_scalars(config)
             self.scalars = optional_parameter(len(self.scalar_init), when=self.scalar_init)
-        self.rotary = Rotary(config, max(config.sequence, config.val_sequence), dtype, device)
+        scale = config.attention_scale if config.qk_norm else config.head_dim**-0.5
+        positions = max(config.sequence, config.val_sequence)
+        self.rotary = Rotary(positions, config.head_dim, scale, config.window_block, dtype, device)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -605,6 +562,7 @@ class Session:
     facts: dict[str, Any]  # fields of the log's header
     loss: Callable[..., Tensor]  # the model, compiled or not
     peak: tuple[float, str]  # FLOP/s of all ranks, and what they are
+    requests: Requests  # of single ranks to all
     steps_done: int = 0  # of the trial that runs
 
     def windows(self, long: int, short: int | None = None) -> Windows:
@@ -631,12 +589,17 @@ class Session:
         set_schedule(self.config, self.optimizers, 0)
         self.data.train.reset()
 
-    def state(self) -> list[Any]:
-        """All that `reset` must restore, for a comparison bit for bit."""
-        optimizers = [part.state_dict() for part in (self.guard, *self.optimizers.values())]
-        model = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        rest = [self.model.rotary.frequency, self.data.train.state_dict(), torch.get_rng_state()]
-        return copy_to_host([model, [p.grad for p in self.model.parameters()], optimizers, rest])
+    def whole(self) -> Whole:
+        """All that a run changes. With the parameters go the rotary embedding's numbers, which move with the window."""
+        rotary = {f"rotary.{name}": getattr(self.model.rotary, name) for name in ("frequency", "scale")}
+        weights = dict(self.model.named_parameters()) | rotary
+        return Whole(weights, self.optimizers, self.guard, self.data.train, self.machine)
+
+    def header(self, trial: Trial | None = None) -> dict[str, Any]:
+        """What the log says of a run before its first step."""
+        micro_rows = self.data.micro_rows
+        batch = {"micro_batch": micro_rows * self.config.sequence, "grad_accum": self.data.train.rows // micro_rows}
+        return self.facts | batch | ({"seed": trial.seed, "trial": trial.number} if trial else {})
 
 
 def prepare(config: Config, machine: environment.Machine) -> Session:
@@ -648,37 +611,39 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # slow, never read
     machine.on_main(lambda: require_writable(config.log_dir))
-    claim = machine.on_main(lambda: admit(config.claim, SOURCE, dataclasses.asdict(config), seeds))
+    settings = dataclasses.asdict(config)
+    claim = machine.on_main(lambda: admit(config.claim, SOURCE, settings, seeds))
     environment.check_compile(config.compile, machine.device)
     dtype = environment.compute_dtype(config.dtype, machine.device)
     attention, reason = choose_attention(config.attention, machine.device, dtype)
 
-    folder, fix = glob.escape(config.data_dir), "./run.sh builds or fetches it"
-    train_files, val_files = (find_shards(f"{folder}/*{kind}_*.bin", fix=fix) for kind in ("train", "val"))
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in DATA_SETTINGS}
-    data = open_data(train_files, val_files, rank=machine.rank, world_size=machine.world_size, **sizes)
-    audited = (train_files[: data.plan.end.shard + 1], val_files, config.vocab_size, config.bos, config.val_sha256)
-    found = machine.on_main(lambda: audit(*audited))
+    def look() -> tuple[Data, dict[str, Any] | None]:  # the first process of a machine reads for all of it
+        data, found = open_audited(settings, machine.rank, machine.world_size, audited=machine.first_of_its_host)
+        return data, found and found | {"source_sha256": source_hash(SOURCE)}
 
+    data, found = machine.agree(look)
     model = GPT(config, dtype, machine.device, attention)
     optimizers = make_optimizers(config, model, machine)
     peak = environment.peak_flops(machine, dtype)
     facts = {
-        "claim": claim, "seeds": seeds, "checks": {"overlap": found.pop("overlap")},
-        "data": found | {"val_tokens": config.val_tokens},
-        "world_size": machine.world_size, "micro_batch": data.micro_rows * config.sequence,
-        "grad_accum": config.batch_tokens // config.sequence // machine.world_size // data.micro_rows,
-        "env": environment.describe(machine, dtype) | {"attention": attention.name},
+        "track": config.track, "target": config.target, "claim": claim, "seeds": seeds, "config": settings,
+        "config_sha256": config_hash(settings), "source_sha256": found.pop("source_sha256"),
+        "checks": {"overlap": found.pop("overlap")}, "data": found | {"val_tokens": config.val_tokens},
+        "world_size": machine.world_size, "env": environment.describe(machine, dtype) | {"attention": attention.name},
     }  # fmt: skip
     spike = SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     guard = Guard(optimizers.values(), spike=spike, nonfinite=config.guard != "off")
-    session = Session(config, machine, attention, model, optimizers, guard, data, ledger, facts, loss=model, peak=peak)
+    session = Session(
+        config, machine, attention, model, optimizers, guard, data, ledger, facts, loss=model, peak=peak,
+        requests=Requests(machine.device),
+    )  # fmt: skip
     session.reset(config.seed)
     ledger.stop()
+    batch = session.header()
     machine.say(
         f"track {config.track}, recipe {config.recipe}: {sum(p.numel() for p in model.parameters()):,} parameters, "
         f"{config.steps:,} steps of {config.batch_tokens:,} tokens = {machine.world_size} rank(s) x "
-        f"{facts['grad_accum']} micro-step(s) x {facts['micro_batch']:,}\n{config.data_dir}: training on "
+        f"{batch['grad_accum']} micro-step(s) x {batch['micro_batch']:,}\n{config.data_dir}: training on "
         f"{data.plan.tokens_needed:,} of {data.plan.tokens_available:,} tokens, validating on {config.val_tokens:,}\n"
         f"{machine.device.type}, {facts['env']['dtype']}, attention {attention.name} ({reason}), peak "
         f"{peak[0] / 1e9:,.0f} GFLOP/s ({peak[1]})\n{optimizers['matrix'].describe()}"
@@ -691,24 +656,27 @@ def batch_loss(session: Session, batch: Batch, windows: Windows, longest: int) -
 
 
 def forward_backward(session: Session, windows: Windows) -> Tensor:
-    """Gradients of one step's batch, summed over micro-batches into .grad; returns their mean loss, over all ranks."""
+    """Gradients of one step's batch, summed over micro-batches into .grad; returns the step's message from all ranks:
+    their mean loss, and the flags of requests."""
     total = torch.zeros((), device=session.machine.device)
     for batch in next(session.data.train):
         loss = batch_loss(session, batch, windows, session.data.longest)
         loss.backward()
         total += loss.detach()
-    return session.machine.all_reduce(total) / session.config.batch_tokens
+    message = session.machine.all_reduce(session.requests.send(total))
+    message[0] /= session.config.batch_tokens
+    return message
 
 
-def optimizer_steps(session: Session, step: int, loss: Tensor) -> Tensor:
+def optimizer_steps(session: Session, step: int, message: Tensor) -> Tensor:
     """Hidden matrices move on every step, other parameters on every `adam_every`-th with the gradients summed.
 
-    The loss is that of all ranks, as the guard needs it. Returns the guard's verdict, unread.
+    The guard needs the loss of all ranks, which begins the message. Returns its verdict, unread.
     """
     set_schedule(session.config, session.optimizers, step)
     matrix, adam = session.optimizers["matrix"], session.optimizers["adam"]
     stepping = [matrix, adam] if (step + 1) % session.config.adam_every == 0 else [matrix]
-    verdict = session.guard.step(loss, only=stepping)
+    verdict = session.guard.step(message[0], only=stepping)
     for optimizer in stepping:
         optimizer.zero_grad(set_to_none=True)
     return verdict
@@ -726,42 +694,83 @@ def validate(session: Session, windows: Windows, batches: list[Batch] | None = N
 # ---- Warm-up, outside the clock: every graph is compiled and run once, then all state is as if nothing had been
 
 def compile_model(session: Session) -> None:
-    """Compile, or say in one line why not and run eagerly."""
+    """Compile, or say in one line why not and run eagerly; with --micro-batch auto find what fits the memory."""
 
     def first_step(loss: Callable[..., Tensor]) -> None:
         session.loss = loss
+        while session.config.micro_batch is None and not environment.fits(partial(probe, session), session.machine):
+            micro_rows = session.data.micro_rows
+            if micro_rows == 1:
+                raise ValueError("the memory does not suffice for a single row. Choose a smaller track or model.")
+            session.data.split(micro_rows // 2 * session.config.sequence)
+            session.machine.say(f"out of memory: micro-batch {session.header()['micro_batch']:,}; the batch stays")
         forward_backward(session, session.windows(session.config.windows[0]))
         validate(session, session.windows(session.config.windows[0]), session.data.validation[:1])
 
     obstacle = environment.try_compile(session.model, session.config.compile, session.machine, first_step)
     if obstacle is not None:
-        session.loss = session.model
         session.machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
+        first_step(session.model)
     session.facts["env"] |= {"compiled": obstacle is None, "compile_flags": environment.compile_flags()}
+
+
+def probe(session: Session) -> None:
+    """What takes most memory, on this rank alone: one micro-batch and one batch of validation."""
+    windows = session.windows(session.config.windows[0])
+    batch_loss(session, next(session.data.train)[0], windows, session.data.longest).backward()
+    with torch.no_grad():
+        for batch in session.data.validation[:1]:
+            batch_loss(session, batch, windows, session.config.val_sequence)
 
 
 def warm_up(session: Session) -> None:
     """Take every kind of step and validation once, check causality, restore everything and check that."""
     config = session.config
     with session.ledger.phase("compile", timed=False):
-        before = session.state()
+        before = session.whole().bits()
         compile_model(session)
     with session.ledger.phase("warmup", timed=False):
         previous = config.windows[0]
         for long in dict.fromkeys(window(config, step) for step in range(config.steps)):
             session.model.rotary.extend(previous, long)
             if long == previous or not session.attention.window_is_input:  # else the graph is there already
-                for step in range(2 * config.adam_every):  # hidden matrices get gradients only once the head has moved
-                    optimizer_steps(session, step, forward_backward(session, session.windows(long)))
+                take_steps(session, long, 2 * config.adam_every)  # some get gradients only once the head has moved
                 validate(session, session.windows(long), session.data.validation[:1])
             previous = long
         validate(session, session.final_windows(), session.data.validation[:1])
         causal = is_causal(session)
         session.reset(config.seed)
-        restored = same_bits(before, session.state())
+        restored = same_bits(before, session.whole().bits())
     session.facts["checks"] |= {"causality": causal, "warmup_restored": restored}
     if not (causal and restored):
         raise RuntimeError(f"checks failed, the run would not be what its log says: {session.facts['checks']}")
+
+
+def take_steps(session: Session, long: int, count: int) -> None:
+    """Steps that are no part of a run."""
+    for step in range(count):
+        optimizer_steps(session, step, forward_backward(session, session.windows(long)))
+
+
+def dry_run(session: Session) -> int:
+    """What a run would need and take, from real steps at each window; 0 to go, 2 not to."""
+    config, model = session.config, session.model
+    stages = {
+        f"window {long * config.window_block}": Stage(
+            count, config.adam_every, partial(take_steps, session, long, config.adam_every))
+        for long, count in Counter(window(config, step) for step in range(config.steps)).items()
+    }  # fmt: skip
+    batch, windows = next(session.data.train)[0], session.windows(config.windows[0])
+    forward = partial(batch_loss, session, batch, windows, session.data.longest)
+    weights = sum(p.nbytes for p in model.parameters())
+    owned = (part for each in session.optimizers.values() for state in each.state.values() for part in state.values())
+    memory = {
+        "weights": weights, "gradients": weights, "optimizer state": sum(part.nbytes for part in owned),
+        "activations and logits": saved_bytes(forward, model.parameters()),
+    }  # fmt: skip
+    validations = 1 + sum(validates(config, step) for step in range(config.steps))
+    check = partial(validate, session, session.final_windows())
+    return rehearse(session.machine, config, memory, stages, check, validations, session.ledger)
 
 
 @torch.no_grad()
@@ -782,39 +791,37 @@ def is_causal(session: Session) -> bool:
 
 # ---- A trial: one run from initialization to the last validation
 
-def evaluate(session: Session, log: RunLog, ledger: Ledger, step: int, windows: Windows) -> float:
+def evaluate(session: Session, run: Run, step: int, windows: Windows) -> float:
     """The validation loss before this step, outside the clock and on all ranks; raises NonFinite."""
-    with ledger.phase("validate", timed=False):
+    with run.ledger.phase("validate", timed=False):
         val_loss = validate(session, windows)
-    steps, train_time = session.config.steps, ledger.train_time_ms
-    log.write("val", step=step, total_steps=steps, val_loss=val_loss, train_time_ms=train_time)
-    session.machine.say(f"step {step}/{steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s")
-    if not math.isfinite(val_loss):
-        raise NonFinite(f"validation loss is {val_loss} at step {step}")
+    run.validated(step, val_loss)
     return val_loss
 
 
-def train(session: Session, log: RunLog, ledger: Ledger) -> float:
-    """One run; returns the last validation loss."""
-    config, machine = session.config, session.machine
+def train(session: Session, run: Run) -> float:
+    """One run, from where it is to its end; returns the last validation loss."""
+    config, machine, ledger = session.config, session.machine, run.ledger
     mfu_per_rate = session.model.flops_per_token() / session.peak[0]
-    progress = Progress(log, machine.say, session.guard.explain, config.steps, mfu_per_rate)
-    previous, stepped_at = window(config, 0), 0.0
-    ledger.start("train", timed=True)
-    for step in range(config.steps):
+    locate = partial(run.locate, session.data.train)
+    progress = Progress(
+        run.log, machine.say, session.guard.explain, locate, session.requests, config.steps, mfu_per_rate
+    )
+    previous, stepped_at = window(config, max(session.steps_done - 1, 0)), run.resume_clock()
+    for step in range(session.steps_done, config.steps):
         long = window(config, step)
         session.model.rotary.extend(previous, long)
         # once in a while: evaluate, with the clock stopped
         if validates(config, step):
             ledger.stop()
             progress.write(wait=True)
-            evaluate(session, log, ledger, step, session.windows(long))
-            stepped_at = ledger.train_time_ms
-            ledger.start("train", timed=True)
+            evaluate(session, run, step, session.windows(long))
+            stepped_at = run.resume_clock()
         # step: gradients of the whole batch, then one update
-        loss = forward_backward(session, session.windows(long))
-        verdict = optimizer_steps(session, step, loss)
-        previous, session.steps_done = long, step + 1
+        message = forward_backward(session, session.windows(long))
+        verdict = optimizer_steps(session, step, message)
+        previous, run.steps = long, step + 1
+        session.steps_done = run.steps
         # log: no wait for the device, the loss is read when it is there
         now = ledger.train_time_ms
         progress.step_done(
@@ -823,75 +830,68 @@ def train(session: Session, log: RunLog, ledger: Ledger) -> float:
                 "step_ms": now - stepped_at, "lr_mul": learning_rate(config, step),
                 "window": long * config.window_block, "stage": stage(config, step),
             },
-            loss, verdict,
+            message, verdict,
         )  # fmt: skip
         stepped_at = now
+        # save, or end: only where no gradients are left for a later step
+        if (step + 1) % config.adam_every == 0 and (run.due() or progress.failure):
+            ledger.stop()
+            progress.write(wait=True)
+            run.save(session.whole(), progress.failure)
+            stepped_at = run.resume_clock()
     ledger.stop()
     progress.write(wait=True)
-    return evaluate(session, log, ledger, config.steps, session.final_windows())
+    return evaluate(session, run, config.steps, session.final_windows())
 
 
-def run_trial(session: Session, trial: int) -> int:
-    """Log, registry and outcome around `train`; returns the exit code."""
-    config, machine = session.config, session.machine
-    seed = config.seed + trial
-    run_id = machine.on_main(lambda: new_run_id(config.track, seed, trial))
-    log = RunLog(config.log_dir, run_id, enabled=machine.is_main)
-    ledger = Ledger(machine.synchronize, lambda name, timed, ms: log.write("phase", name=name, timed=timed, ms=ms))
-    header = {
-        "track": config.track, "target": config.target, "seed": seed, "trial": trial,
-        "source_sha256": log.store_sources(SOURCE), "config_sha256": config_hash(dataclasses.asdict(config)),
-        "config": dataclasses.asdict(config),
-    }  # fmt: skip
-    log.begin(header | session.facts)
-    for name, timed, ms in session.ledger.phases:
-        log.write("phase", name=name, timed=timed, ms=ms)
-    session.reset(seed)
+def run_trial(session: Session, trial: Trial) -> int:
+    """One run with its log and checkpoints, new or from where it was broken off; returns the exit code."""
+    session.reset(trial.seed)
+    if trial.resume and trial.resume.checkpoint:
+        session.steps_done = session.whole().load(trial.snapshot(session.machine.is_main))["step"]
+        session.model.rotary.fill()
+    header = session.header(trial)
+    with Run(trial, session.config, session.machine, session.requests, header, SOURCE) as run:
+        run.begin(session.ledger.phases)
+        run.finish(train(session, run), session.whole())
+    return run.code
 
-    end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
-    code = 1
+
+def make_runs(config: Config, machine: environment.Machine, started: float) -> int:
+    """All runs that are left to make, one after the other; the exit code of the first that fails."""
     try:
-        val_loss = train(session, log, ledger)
-        reached = val_loss <= config.target
-        end |= {"status": "done", "val_loss": val_loss, "reached": reached}
-        session.machine.say(
-            f"target {config.target} {'reached' if reached else 'missed'}: val_loss {val_loss:.4f} at step "
-            f"{config.steps} in {ledger.train_time_ms / 1000:.1f} s (log {log.path})"
-        )
-        code = 0
-    except NonFinite as error:
-        end["status"], code = "nonfinite", 3
-        machine.say(f"error: {error}; stopped (log {log.path}). Lower the learning rates, or use --dtype float32.")
-    except Interrupted as signalled:
-        end["status"], code = "interrupted", signalled.code
-        session.machine.say(f"interrupted (log {log.path})")
-    finally:
-        ledger.abandon()
-        end |= {"steps": session.steps_done, "train_time_ms": ledger.train_time_ms}
-        log.finish({**end, "peak_mib": environment.peak_mib(machine)})
-    return code
+        with signs_of_life("getting ready", machine.say):
+            session = prepare(config, machine)
+            trials = machine.on_main(lambda: plan_trials(config, session.header(), machine.say))
+    except ValueError as error:
+        return environment.refuse(error, 2)
+    if not trials:
+        return 0
+    with session.data.train:
+        with signs_of_life("warming up", machine.say):
+            warm_up(session)
+        if config.dry_run:
+            return dry_run(session)
+        machine.say(f"ready for the first step after {time.time() - started:.0f} s")
+        with session.requests:
+            return next(filter(None, (run_trial(session, trial) for trial in trials)), 0)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 error, 2 bad input, 3 non-finite, 130 or 143 interrupted."""
-    started = float(os.environ.get("RUN_STARTED") or time.time())  # run.sh counts from its own start
+    """Exit code: 0 done, 1 error, 2 bad input or no go, 3 non-finite, 130 or 143 interrupted and saved."""
     listen()
     try:
         try:
+            started = float(os.environ.get("RUN_STARTED") or time.time())  # run.sh counts from its own start
             config = parse(Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
-            machine = environment.start(config.device)
-            with signs_of_life("getting ready", machine.say):
-                session = prepare(config, machine)
+            machine = environment.start(config.device, config.rank_timeout)
         except ValueError as error:
             return environment.leave(environment.refuse(error, 2))
-        with session.data.train:
-            with signs_of_life("warming up", machine.say):
-                warm_up(session)
-            machine.say(f"ready for the first step after {time.time() - started:.0f} s")
-            code = next(filter(None, (run_trial(session, trial) for trial in range(config.trials))), 0)
+        with Watch(machine, config.rank_timeout) as watch, explained(watch, ShardError):
+            code = make_runs(config, machine, started)
     except Interrupted as signalled:
         code = signalled.code
-    except RunLogError as error:
+    except Fault as error:
         code = environment.refuse(error, 1)
     return environment.leave(code)
 

@@ -209,8 +209,8 @@ class Mirror(Layout):
 
     def sent(self) -> tuple[int, int]:
         others, width = self.team.size - 1, 8 if any(unit.param.dtype == torch.float64 for unit in self.owned) else 4
-        share = 2 * others * width // self.team.size
-        return share * (sum(unit.numel for unit in self.owned) + len(self.owned)), share * len(self.owned)
+        elements, extra = sum(unit.numel for unit in self.owned) + len(self.owned), len(self.owned)
+        return 2 * others * width * elements // self.team.size, 2 * others * width * extra // self.team.size
 
 
 def aligned(elements: int) -> int:

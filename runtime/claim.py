@@ -12,6 +12,7 @@ from runtime.log import config_hash, source_hash
 
 SCHEMA = 1
 LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may lie close together by chance
+MOST_BYTES = 2**20
 NAME = r"[A-Z][A-Za-z0-9]{1,60}"
 ITEMS: dict[str, type] = {"seeds": int, "looks": int, "flags": str}  # what the lists hold
 
@@ -49,6 +50,8 @@ def read_claim(path: str | Path) -> Claim:
     """Raises ClaimError, naming the file and the rule, for anything that is no claim."""
     if Path(path).exists() and not Path(path).is_file():  # a pipe would wait for ever
         raise ClaimError(f"cannot read the claim {path}: it is no regular file")
+    if Path(path).exists() and (size := Path(path).stat().st_size) > MOST_BYTES:
+        raise ClaimError(f"{path} is no claim: it has {size:,} bytes, and {MOST_BYTES:,} at most")
     try:
         fields = json.loads(Path(path).read_bytes())
         json_hash(fields)
@@ -72,6 +75,12 @@ def read_claim(path: str | Path) -> Claim:
     looks = claim.looks[:MOST_LOOKS]
     if claim.looks != sorted({*looks, claim.n}) or looks[0] < LEAST_RUNS or looks[-1] != claim.n:
         raise ClaimError(f"{path}: looks must rise from {LEAST_RUNS} or more to n = {claim.n}, at most {MOST_LOOKS}")
+    if not (0 < claim.target < 100 and 0 < claim.alpha < 1):
+        raise ClaimError(f"{path}: target {claim.target!s:.20} must lie between 0 and 100, alpha {claim.alpha!s:.20} "
+                         f"between 0 and 1")
+    for name in ("source_sha256", "config_sha256"):  # one of them becomes the name of a folder
+        if not re.fullmatch("[0-9a-f]{64}", getattr(claim, name)):
+            raise ClaimError(f"{path}: {name} must be 64 hexadecimal digits, not {getattr(claim, name)!r:.80}")
     if not re.fullmatch(NAME, claim.name) or not claim.about.isprintable():
         raise ClaimError(f"{path}: name {claim.name!r} must be letters and digits, about one line of text")
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00", claim.created):

@@ -50,6 +50,12 @@ class Ledger:
         self._on_phase(*self.phases[-1])
         return self.phases[-1].ms
 
+    def resume(self, train_time_ms: float, lost_ms: float) -> None:
+        """Go on where a clock stood. What was spent on work that is lost stays charged, as a phase of its own."""
+        self._timed_ns = round(1e6 * (train_time_ms + lost_ms))
+        self.phases.append(Phase("lost", True, lost_ms))
+        self._on_phase(*self.phases[-1])
+
     @contextmanager
     def phase(self, name: str, *, timed: bool) -> Iterator[None]:
         self.start(name, timed=timed)

@@ -12,13 +12,15 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from runtime.watch import RankLost, first_line, join
 
 # Dense bf16 datasheet rates in TFLOP/s, without sparsity, by words of the device name; the first that matches counts.
 DATASHEET_TFLOPS = {
@@ -36,10 +38,16 @@ class Machine:
     device: torch.device
     rank: int
     world_size: int
+    names: tuple[str, ...] = field(default=(), compare=False)  # host and process of each rank
+    store: Any = field(default=None, repr=False, compare=False)  # TCPStore that all ranks reach
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def first_of_its_host(self) -> bool:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def say(self, text: str) -> None:
         """One line to people, from the first rank alone."""
@@ -72,15 +80,76 @@ class Machine:
             raise ValueError(message)
         return value
 
+    def on_every(self, function: Callable[[], Any]) -> list[Any]:
+        """What the function returns on every rank, by rank, on all ranks; one's ValueError on all, naming the rank."""
+        outcome: tuple[Any, str | None] = (None, None)
+        try:
+            outcome = (function(), None)
+        except ValueError as error:
+            outcome = (None, str(error))
+        outcomes = [outcome] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(outcomes, outcome)
+        for rank, (_, message) in enumerate(outcomes):
+            if message is not None:
+                raise ValueError(f"{self.name(rank)}: {message}" if self.world_size > 1 else message)
+        return [value for value, _ in outcomes]
+
+    def agree(self, function: Callable[[], tuple[Any, dict[str, Any] | None]]) -> tuple[Any, dict[str, Any]]:
+        """Of the pair that the function returns on each rank, this rank's first and the second of all ranks.
+
+        Raises ValueError where two of the seconds, those left out that are None, differ.
+        """
+        mine = []
+
+        def second() -> dict[str, Any] | None:
+            first, facts = function()
+            mine.append(first)
+            return facts
+
+        found = {rank: facts for rank, facts in enumerate(self.on_every(second)) if facts is not None}
+        (first, facts), *others = found.items()
+        for rank, other in others:
+            for name in (name for name in facts if facts[name] != other[name]):
+                raise ValueError(
+                    f"{name} is {other[name]!s:.16} at {self.name(rank)} and {facts[name]!s:.16} at {self.name(first)}"
+                    f": all machines need the same. Copy it from one to the others."
+                )
+        return mine[0], facts
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all ranks, by rank, on rank 0; None elsewhere."""
+        values = [value] * self.world_size if self.is_main else None
+        if self.world_size > 1:
+            dist.gather_object(value, values)
+        return values
+
+    def broadcast(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Rank 0's CPU tensors on all ranks, bit for bit; what other ranks give is not read."""
+        mine = (tensors or {}) if self.is_main else {}
+        plan = self.on_main(lambda: [(name, part.shape, part.dtype) for name, part in mine.items()])
+        return {name: self._broadcast(mine.get(name, torch.empty(shape, dtype=dtype))) for name, shape, dtype in plan}
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        if self.world_size == 1 or not tensor.numel():
+            return tensor
+        wire = tensor.reshape(-1).view(torch.uint8).to(self.device)  # as bytes: not every backend knows every dtype
+        dist.broadcast(wire, 0)
+        return wire.cpu().view(tensor.dtype).reshape(tensor.shape)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on some rank."""
         return bool(self.all_reduce(torch.tensor(float(flag), device=self.device)).item())
 
+    def name(self, rank: int) -> str:
+        return f"rank {rank} ({self.names[rank]})" if self.names else f"rank {rank}"
 
-def start(device: str = "auto") -> Machine:
+
+def start(device: str = "auto", rank_timeout: float = 60.0) -> Machine:
     """The device of this process; joins the others when a launcher such as torchrun started several.
 
-    Raises ValueError when `device` is not there.
+    Raises ValueError when `device` is not there, or naming the ranks that do not appear within rank_timeout seconds or
+    do not come through an all-reduce in that time.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device {device}: unknown device. Choose auto, cpu or cuda.")
@@ -95,33 +164,35 @@ def start(device: str = "auto") -> Machine:
         place = torch.device("cuda", index)
         torch.cuda.set_device(place)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1:
-        on_gpu = place.type == "cuda"
-        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=place if on_gpu else None)
-    return Machine(place, int(os.environ.get("RANK", 0)), world_size)
+    if world_size == 1:
+        return Machine(place, 0, 1)
+    rank, names, store = join(place, world_size, rank_timeout)
+    return Machine(place, rank, world_size, names, store)
 
 
 def refuse(error: Exception, code: int) -> int:
-    """Say the error, once however many processes meet it, and return the exit code."""
-    if os.environ.get("RANK", "0") == "0":
+    """Say the error, once however many processes meet it unless a rank is lost, and return the exit code."""
+    if os.environ.get("RANK", "0") == "0" or isinstance(error, RankLost):
         print(f"error: {error}", file=sys.stderr)
     return code
 
 
 def leave(code: int) -> int:
-    """Part from the other ranks, if there are any, and return the exit code.
+    """Return the exit code, or, where there are other ranks, end the process with it: after a success all together.
 
-    With gloo a successful run ends right here, since its threads can abort the interpreter's exit.
+    Such a process ends right here: threads of its backend, or left in it, can abort or hang the interpreter's exit.
     """
-    if not dist.is_initialized():
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return code
-    if code or dist.get_backend() != "gloo":
-        dist.destroy_process_group()
-        return code
-    dist.barrier()
+    if code == 0 and dist.is_initialized():
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            print(f"error: another rank did not come to the end: {first_line(error)}", file=sys.stderr)
+            code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def native_bf16(device: torch.device) -> bool:
@@ -178,11 +249,29 @@ def try_compile(
         try:
             first_step(torch.compile(function, dynamic=False, fullgraph=True))
         except Exception as error:  # whatever a compiler raises, the eager model can still run
-            if mode == "on":
+            if mode == "on" or out_of_memory(error):
                 raise
             obstacle = f"compilation failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     elsewhere = machine.any(obstacle is not None)
     return obstacle or ("it failed on another rank" if elsewhere else None)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def fits(function: Callable[[], object], machine: Machine) -> bool:
+    """Whether the memory suffices for the function on all ranks; it must not wait for others."""
+    short = False
+    try:
+        function()
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        short = True
+    if machine.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return not machine.any(short)
 
 
 def compile_flags() -> list[str]:

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import UnionType
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
@@ -21,14 +22,18 @@ def flag(name: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as it is written on the command line: on and off, and commas between the members of a tuple."""
+    """A value as on the command line: on and off, auto for None, and commas between the members of a tuple."""
+    if value is None:
+        return "auto"
     if isinstance(value, bool):
         return "on" if value else "off"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def from_text(kind: Any, text: str) -> Any:
-    """The inverse of `as_text` for bool, int, float, str or a tuple of them; ValueError for a text that is none."""
+    """The inverse of `as_text` for bool, int, float, str, a tuple of them or one | None; ValueError for other text."""
+    if isinstance(kind, UnionType):
+        return None if text == "auto" else from_text(kind.__args__[0], text)
     if kind is bool:
         if text not in ("on", "off"):
             raise ValueError(text)
@@ -57,7 +62,7 @@ def check_fields(settings: Any) -> None:
     for f in dataclasses.fields(settings):
         value, known, least = getattr(settings, f.name), f.metadata["one_of"], f.metadata["at_least"]
         require(settings, {f.name: (not known or value in known, f"one of {', '.join(known)}")})
-        require(settings, {f.name: (least is None or value >= least, f"at least {least}")})
+        require(settings, {f.name: (least is None or value is None or value >= least, f"at least {least}")})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,7 +71,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _values(field: dataclasses.Field) -> str:
-    return "|".join(("on", "off") if field.type is bool else field.metadata["one_of"]) or "X"
+    choices = ("on", "off") if field.type is bool else field.metadata["one_of"]
+    return "|".join(choices) or ("auto|X" if isinstance(field.type, UnionType) else "X")
 
 
 def _parser(kind: type, defaults: dict[str, Any], description: str) -> argparse.ArgumentParser:
@@ -79,7 +85,8 @@ def _parser(kind: type, defaults: dict[str, Any], description: str) -> argparse.
     for f in dataclasses.fields(kind):
         value = as_text(defaults.get(f.name, f.default))
         text = f"{f.metadata['about']} [{value}]".replace("%", "%%")
-        parser.add_argument(flag(f.name), metavar=_values(f), help=text)
+        switch: dict[str, Any] = {"nargs": "?", "const": "on"} if f.type is bool else {}  # alone it means on
+        parser.add_argument(flag(f.name), metavar=_values(f), help=text, **switch)
     return parser
 
 

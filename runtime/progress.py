@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from runtime.log import RunLog
+from runtime.requests import Requests
 
 SECONDS_BETWEEN_LINES = 1.0
 SECONDS_BETWEEN_SIGNS = 5.0
@@ -19,7 +20,7 @@ MOST_SKIPS = 20  # in a row; then nothing is learned any more
 
 
 class NonFinite(RuntimeError):
-    """A loss became NaN or infinite."""
+    """A loss became NaN or infinite, or nothing but bad steps came."""
 
 
 @contextlib.contextmanager
@@ -41,24 +42,26 @@ def signs_of_life(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 
 class Progress:
-    """Writes a step's lines when its loss and the guard's verdict have come from the device.
+    """Writes a step's lines when its loss and the guard's verdict have come from the device, and passes requests on.
 
-    `explain` says why a step was skipped, if it was, by an object with guard, value and tensor. mfu_per_rate is the MFU
-    of one token a second. Raises NonFinite for a loss that is not finite, unless its step was skipped, and after
-    MOST_SKIPS skips in a row.
+    `explain` says why a step was skipped, if it was, by an object with guard, value and tensor; `locate(step, skip)`
+    which tokens it had, as fields for the log. mfu_per_rate is the MFU of one token a second. Raises NonFinite for a
+    loss that is not finite, unless its step was skipped; after MOST_SKIPS skips in a row `failure` is set.
     """
 
     def __init__(
-        self, log: RunLog, say: Callable[[str], None], explain: Callable[[Tensor], Any], steps: int, mfu_per_rate: float
-    ) -> None:
-        self._log, self._say, self._explain, self._steps = log, say, explain, steps
-        self._mfu_per_rate = mfu_per_rate
+        self, log: RunLog, say: Callable[[str], None], explain: Callable[[Tensor], Any],
+        locate: Callable[[int, Any], dict[str, Any]], requests: Requests, steps: int, mfu_per_rate: float,
+    ) -> None:  # fmt: skip
+        self._log, self._say, self._explain, self._locate = log, say, explain, locate
+        self._requests, self._steps, self._mfu_per_rate = requests, steps, mfu_per_rate
         self._waiting: list[tuple[dict[str, Any], Tensor, Any]] = []
         self._said_at, self._skips = -math.inf, 0
+        self.failure: NonFinite | None = None
 
-    def step_done(self, line: dict[str, Any], loss: Tensor, verdict: Tensor) -> None:
-        """The fields of a step event, its mean loss, a scalar on the device, and the guard's verdict on it."""
-        found = torch.cat([loss.double().view(1), verdict])
+    def step_done(self, line: dict[str, Any], message: Tensor, verdict: Tensor) -> None:
+        """The fields of a step event; its mean loss and the flags of requests on the device; the guard's verdict."""
+        found = torch.cat([message.double(), verdict])
         arrived = None
         if found.is_cuda:
             found = torch.empty_like(found, device="cpu", pin_memory=True).copy_(found, non_blocking=True)
@@ -73,22 +76,28 @@ class Progress:
             line, found, arrived = self._waiting.pop(0)
             if arrived is not None:
                 arrived.synchronize()
-            self._write(line, found[0].item(), self._explain(found[1:]))
+            flags = found[1 : 1 + len(self._requests.flags)].tolist()
+            self._requests.hear(line["step"], flags)
+            self._write(line, found[0].item(), self._explain(found[1 + len(flags) :]))
 
     def _write(self, line: dict[str, Any], loss: float, skip: Any) -> None:
         step = line["step"]
+        bad = skip is not None or not math.isfinite(loss)
+        place = self._locate(step, skip) if bad else {}
+        where = f" (shard {place.get('shard')}, tokens from {place.get('token_offset')})"
         self._log.write("step", **line, skipped=skip is not None, train_loss=loss)
         if skip is not None:
-            self._log.write("skip", step=step, guard=skip.guard, value=skip.value, tensor=skip.tensor)
-            self._say(f"warning: step {step} skipped, {skip.guard}: {skip.tensor or 'loss or norm'} {skip.value:.4g}")
+            self._log.write("skip", step=step, guard=skip.guard, value=skip.value, tensor=skip.tensor, **place)
+            what = f"{skip.guard}: {skip.tensor or 'loss or norm'} {skip.value:.4g}{where}"
+            self._say(f"warning: step {step} skipped, {what}")
         if time.monotonic() - self._said_at > SECONDS_BETWEEN_LINES or step == self._steps:
             self._said_at = time.monotonic()
             self._say(self._text(line, loss))
         self._skips = 0 if skip is None else self._skips + 1
         if self._skips >= MOST_SKIPS:
-            raise NonFinite(f"{self._skips} steps were skipped in a row, the last of them {step}")
-        if skip is None and not math.isfinite(loss):
-            raise NonFinite(f"training loss is {loss} at step {step}")
+            self.failure = NonFinite(f"{self._skips} steps were skipped in a row, the last of them {step}, {what}")
+        if skip is None and bad:
+            raise NonFinite(f"training loss is {loss} at step {step}{where}")
 
     def _text(self, line: dict[str, Any], loss: float) -> str:
         step, seconds = line["step"], line["train_time_ms"] / 1000

@@ -1,13 +1,13 @@
-"""The registry of a log folder: which runs were started and how they ended, in an order that cannot be changed.
+"""The registry of a log folder: which runs were started, resumed and ended, in an order that cannot be changed.
 
 Each line holds the SHA-256 of the line before it, and the header of a run that of its own start line. A line that was
 taken out, put in or edited later breaks this chain; only the last lines can go unseen.
 """
 
-import contextlib
 import hashlib
 import json
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from runtime.jsonl import append, json_line
 REGISTRY = "registry.jsonl"
 FIELDS = ("event", "time", "run_id", "previous")  # of every line, all text
 TAIL_BYTES = 2**16  # more than a line holds
+MOST_BYTES = 2**28  # half a million lines; keeps a wrong file from filling the memory
 
 
 class RegistryError(ValueError):
@@ -27,7 +28,7 @@ def register(path: Path, event: str, **fields: Any) -> str:
     """Append a line; returns its SHA-256. Runs that share a folder wait for each other. May raise OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
-        _lock(descriptor)
+        lock(descriptor)
         last = _last_line(descriptor)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         line = json_line({"event": event, "time": now, **fields, "previous": _sha256(last)})
@@ -43,6 +44,8 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
     """The lines in order, each with its own "sha256". Raises RegistryError for a broken chain, OSError."""
     entries: list[dict[str, Any]] = []
     before = b""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise RegistryError(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}, so it is no registry")
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         try:
             entry = json.loads(line)
@@ -51,6 +54,9 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
             continue
         if not isinstance(entry, dict) or not all(_is_text(entry.get(name)) for name in FIELDS):
             raise RegistryError(f"{path}, line {number}: no line of a registry; restore the file as the runs wrote it")
+        if not re.fullmatch(r"\w[\w.-]*", entry["run_id"]):  # it becomes part of paths
+            raise RegistryError(f"{path}, line {number}: run id {entry['run_id']!r} is no file name; restore the file "
+                                f"as the runs wrote it")
         if entry["previous"] != _sha256(before):
             raise RegistryError(
                 f"{path}, line {number}: it names {entry['previous']!s:.12} as the line before it, which is "
@@ -69,12 +75,20 @@ def _sha256(line: bytes) -> str:
     return hashlib.sha256(line.removesuffix(b"\n")).hexdigest()  # a torn line has no end until the next one is written
 
 
-def _lock(descriptor: int) -> None:
-    """Until the file is closed. Without locks (Windows) lines stay whole, but two at once break the chain."""
-    with contextlib.suppress(ImportError, OSError):
+def lock(descriptor: int, wait: bool = True) -> bool:
+    """Keep other processes out until the file is closed; False if one is in there and `wait` is off.
+
+    Without locks (Windows, some network disks) lines stay whole, but two at once break the chain.
+    """
+    try:
         import fcntl
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
 
 
 def _last_line(descriptor: int) -> bytes:

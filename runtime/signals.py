@@ -3,6 +3,8 @@
 import signal
 from typing import Any
 
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
 
 class Interrupted(BaseException):
     """A signal asks the run to end; `code` is the exit code that says so, 128 + the signal's number."""
@@ -12,9 +14,6 @@ class Interrupted(BaseException):
         self.code = 128 + number
 
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
-
-
 def listen() -> None:
     """Raise Interrupted in the main thread on the first SIGINT or SIGTERM."""
     for number in NUMBERS:
@@ -22,6 +21,6 @@ def listen() -> None:
 
 
 def _raise(number: int, frame: Any) -> None:
-    for each in NUMBERS:  # a launcher may send both: the second must not break into the orderly end
+    for each in NUMBERS:  # the second must not break into the orderly end
         signal.signal(each, signal.SIG_IGN)
     raise Interrupted(number)

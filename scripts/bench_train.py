@@ -125,7 +125,7 @@ def time_steps(mode: str, session: train_gpt.Session, loss: Callable, watch: Sto
 
 def measure(session: train_gpt.Session, rounds: int, eager: bool) -> dict[str, Any]:
     """All figures; every round times everything once, so that what else the machine does touches all alike."""
-    watch, maps = Stopwatch(session.machine), products(session.model, session.facts["micro_batch"])
+    watch, maps = Stopwatch(session.machine), products(session.model, session.header()["micro_batch"])
     modes = {"compiled": session.loss} if session.loss is not session.model else {}
     if eager or not modes:
         modes["eager"] = session.model
@@ -144,7 +144,7 @@ def measure(session: train_gpt.Session, rounds: int, eager: bool) -> dict[str, A
 
 def figures(session: train_gpt.Session, watch: Stopwatch, modes: list[str], maps: list[Product]) -> dict[str, Any]:
     """From times to rates (GFLOP/s) and shares."""
-    config, facts, flops = session.config, session.facts, session.model.flops_per_token()
+    config, facts, flops = session.config, session.header(), session.model.flops_per_token()
     shapes = []
     for p in maps:
         ms = {kind: watch.median(p.name, kind) for kind in KINDS}

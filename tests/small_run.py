@@ -56,7 +56,8 @@ def write_data(folder: Path, train_documents: int = 600) -> Path:
 
 def arguments(data: Path, logs: Path, **changed: object) -> list[str]:
     """The command line of a small run; `changed` holds flags, with _ for -."""
-    flags = SIZES | {"data-dir": data, "log-dir": logs} | {k.replace("_", "-"): v for k, v in changed.items()}
+    folders = {"data-dir": data, "log-dir": logs, "checkpoint-dir": Path(logs) / "checkpoints"}
+    flags = SIZES | folders | {k.replace("_", "-"): v for k, v in changed.items()}
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 

@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +13,80 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_ranks import Scenario, play, record
 
 from runtime import environment
 from runtime.environment import Machine, compute_dtype, describe, peak_flops, start, why_not_compile
+from runtime.watch import RankLost
 
 ROOT = Path(__file__).resolve().parents[1]
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALONE = Machine(CPU, 0, 1)
+TENSORS = {
+    "weights": torch.tensor([[1.5, float("nan")], [-0.0, 3e38]], dtype=torch.bfloat16),
+    "transposed": torch.arange(6).reshape(2, 3).t(),
+    "flags": torch.tensor([True, False]),
+    "scalar": torch.tensor(2**62 + 1),
+    "empty": torch.empty(0, 3, dtype=torch.float64),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What ranks do when this file is run as a script
+
+
+def told(function):
+    try:
+        return function()
+    except ValueError as error:
+        return str(error)
+
+
+def missing_on_the_last(machine):
+    if machine.rank == 2:
+        raise ValueError("shard 7 is not there")
+    return machine.rank
+
+
+def meet():
+    """Everything that ranks do together, as JSON of what each gets."""
+    machine = start("cpu", 60.0)
+    rank = machine.rank
+    received = machine.broadcast(TENSORS if rank == 0 else None)
+    facts = {"hash": "abc" if rank else "abd", "size": 7}
+    result = {
+        "name": machine.name(2),
+        "every": machine.on_every(lambda: rank * 10),
+        "missing": told(lambda: machine.on_every(lambda: missing_on_the_last(machine))),
+        "gathered": machine.gather({"rank": rank}),
+        "received": list(received),
+        "same": all(same_bits(received[name], tensor) for name, tensor in TENSORS.items()),
+        "agreed": machine.agree(lambda: (rank, {"size": 7} if rank < 2 else None)),
+        "differ": told(lambda: machine.agree(lambda: (rank, facts))),
+        "any": [machine.any(rank == 1), machine.any(False)],
+    }
+    print(json.dumps(result))
+    return environment.leave(0)
+
+
+def leave_without_the_other():
+    if start("cpu", 60.0).rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return environment.leave(0)
+
+
+def same_bits(one, other):
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and one.tolist().__repr__() == other.tolist().__repr__()
+
+
+SCENARIOS = {
+    "meet": Scenario(meet, (0, 1, 2), 3),
+    "one has died": Scenario(leave_without_the_other, (0, 1), 2),
+}
+
+if __name__ == "__main__":
+    play(SCENARIOS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -94,11 +162,72 @@ def test_other_ranks_do_not_call_the_function_but_get_its_result_or_its_error(mo
                 other.on_main(lambda: pytest.fail("called on rank 1"))
 
 
+@pytest.fixture(scope="module")
+def left():
+    return record(__file__)
+
+
+@pytest.fixture(scope="module")
+def results(left):
+    assert [rank.code for rank in left["meet"]] == [0, 0, 0], left
+    return [json.loads(rank.out) for rank in left["meet"]]
+
+
+def test_what_every_rank_finds_all_ranks_get_in_the_order_of_ranks(results):
+    assert [result["every"] for result in results] == [[0, 10, 20]] * 3
+    assert ALONE.on_every(lambda: 7) == [7]
+
+
+def test_what_is_missing_on_one_rank_ends_all_and_names_it_and_its_host(results):
+    (text,) = {result["missing"] for result in results}
+    assert re.fullmatch(rf"rank 2 \({re.escape(platform.node())} pid \d+\): shard 7 is not there", text)
+    assert text.startswith(results[0]["name"])
+    with pytest.raises(ValueError, match=r"^shard 7 is not there$"):
+        ALONE.on_every(lambda: missing_on_the_last(Machine(CPU, 2, 3)))
+
+
+def test_only_the_first_rank_gathers(results):
+    assert [result["gathered"] for result in results] == [[{"rank": rank} for rank in range(3)], None, None]
+    assert ALONE.gather(5) == [5]
+
+
+def test_tensors_of_the_first_rank_arrive_bit_for_bit_whatever_their_dtype_and_shape(results):
+    assert [result["received"] for result in results] == [list(TENSORS)] * 3
+    assert all(result["same"] for result in results)
+    assert ALONE.broadcast(TENSORS)["scalar"] is TENSORS["scalar"]
+
+
+def test_what_ranks_find_must_agree(results):
+    assert [result["agreed"] for result in results] == [[rank, {"size": 7}] for rank in range(3)]
+    (text,) = {result["differ"] for result in results}
+    assert re.match(r"hash is abc at rank 1 \(.*\) and abd at rank 0 \(.*\): ", text)
+
+
+def test_a_flag_of_one_rank_is_seen_by_all(results):
+    assert [result["any"] for result in results] == [[True, False]] * 3
+
+
+def test_a_success_is_none_where_another_rank_does_not_come_to_the_end(left):
+    alone, _ = left["one has died"]
+    assert alone.code == 1
+    assert "error: another rank did not come to the end: " in alone.err
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "speaks"),
+    [(ValueError("bad"), "0", True), (ValueError("bad"), "1", False), (RankLost("rank 0 is lost"), "1", True)],
+)  # fmt: skip
+def test_an_error_is_said_once_unless_the_rank_that_says_it_may_be_lost(monkeypatch, capsys, error, rank, speaks):
+    monkeypatch.setenv("RANK", rank)
+    assert environment.refuse(error, 2) == 2
+    assert capsys.readouterr().err == (f"error: {error}\n" if speaks else "")
+
+
 def test_one_process_reduces_to_itself():
     assert ALONE.all_reduce(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
     assert (ALONE.any(True), ALONE.any(False)) == (True, False)
     ALONE.synchronize()
-    environment.leave(ALONE)
+    assert environment.leave(3) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------

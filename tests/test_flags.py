@@ -177,7 +177,7 @@ def test_a_percent_sign_in_the_text_of_a_setting_is_shown_as_it_is(capsys):
         ("cooldown", "nan", "at least 0"),
         ("adam_every", "0", "at least 1"),
         ("batch_tokens", "1000", "a multiple of sequence"),
-        ("micro_batch", "511", "at least one row, sequence = 512"),
+        ("micro_batch", "511", "at least one row, 512"),
         ("val_tokens", "5000", "a multiple of val_sequence 4096"),
         ("val_batch", "10", "at least one row, val_sequence 4096"),
         ("bos", "1024", "a token of the vocabulary, below 1024"),

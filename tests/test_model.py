@@ -15,6 +15,7 @@ import train_gpt
 from data.loader import Batch
 from kernels.attention import PortableAttention
 from runtime.environment import Machine
+from runtime.requests import Requests
 from train_gpt import (
     GPT,
     RECIPES,
@@ -534,12 +535,12 @@ def step_gradients(model, micro_batches, divide_loss_by=1):
     """Of `forward_backward`, the trainer's own, in float64."""
     model.zero_grad()
     session = SimpleNamespace(
-        config=model.config, machine=MACHINE,
+        config=model.config, machine=MACHINE, requests=Requests(MACHINE.device),
         data=SimpleNamespace(train=iter([micro_batches]), longest=model.config.max_document),
         loss=lambda *arguments: model(*arguments) / divide_loss_by,
     )  # fmt: skip
-    total = forward_backward(session, WINDOWS)
-    return total, {name: p.grad.double() for name, p in model.named_parameters()}
+    loss = forward_backward(session, WINDOWS)[0]
+    return loss, {name: p.grad.double() for name, p in model.named_parameters()}
 
 
 def relative_error(found, truth):

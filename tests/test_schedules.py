@@ -135,7 +135,9 @@ def test_the_learning_rate_never_rises_after_warmup_and_stays_above_its_end(
 
 
 def rotary(length=64, **changes):
-    return Rotary(Config(**preset({"track": "short"}) | changes), length, torch.float32, CPU)
+    config = Config(**preset({"track": "short"}) | changes)
+    scale = config.attention_scale if config.qk_norm else config.head_dim**-0.5
+    return Rotary(length, config.head_dim, scale, config.window_block, torch.float32, CPU)
 
 
 def test_half_of_the_frequencies_fall_from_1_to_a_1024th_and_the_other_half_is_0():
@@ -273,7 +275,7 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
         for parameter in run.model.parameters():
             grad = torch.full_like(parameter, step + 1.0)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        optimizer_steps(run, step, torch.tensor(1.0))
+        optimizer_steps(run, step, torch.ones(1))
         assert torch.equal(run.model.embed, before[0]) == (step % 2 == 0)
         assert not torch.equal(matrix, before[1])
         assert matrix.grad is None, "a hidden matrix sees the gradients of one step"
@@ -292,7 +294,7 @@ def test_the_last_step_of_record_42_moves_only_the_hidden_matrices():
     }
     guard = SimpleNamespace(step=lambda loss, only: stepped.extend(optimizer.name for optimizer in only))
     for step in (2283, 2284):
-        optimizer_steps(SimpleNamespace(config=SHORT, optimizers=optimizers, guard=guard), step, torch.tensor(1.0))
+        optimizer_steps(SimpleNamespace(config=SHORT, optimizers=optimizers, guard=guard), step, torch.ones(1))
     assert stepped == ["matrix", "adam", "matrix"]
 
 

@@ -440,8 +440,8 @@ def test_trials_stop_at_the_first_that_fails(data, tmp_path, monkeypatch):
 
 
 def test_a_crash_is_an_end_of_status_error(data, tmp_path, monkeypatch):
-    def crash(session, log, ledger):
-        log.write("step", step=1)
+    def crash(session, run):
+        run.log.write("step", step=1)
         raise RuntimeError("the roof fell in")
 
     monkeypatch.setattr(train_gpt, "train", crash)

@@ -1,0 +1,71 @@
+"""A dry run: is everything there that a run needs, and what will it take? From the machine and a few real steps."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from runtime.clock import Ledger
+from runtime.environment import Machine, peak_mib
+from runtime.preflight import (
+    available_memory,
+    disk_findings,
+    environment_findings,
+    estimate,
+    memory_finding,
+    memory_plan,
+    report,
+    timed_plan,
+    verdict,
+)
+
+REPEATS = 3
+SAVED_COPIES = 3  # checkpoints that lie on the disk at once: two are kept while the next is written
+
+
+class Stage(NamedTuple):
+    """Steps that take equally long: how many a run has, and a function that takes `together` of them."""
+
+    steps: int
+    together: int
+    take: Callable[[], object]
+
+
+def rehearse(
+    machine: Machine, settings: Any, memory: Mapping[str, float], stages: Mapping[str, Stage],
+    validate: Callable[[], object], validations: int, ledger: Ledger,
+) -> int:  # fmt: skip
+    """Say all of it on rank 0; returns 0 to go, 2 not to. A collective; the state of the run is used up.
+
+    `memory` is in bytes, by part of one process; `ledger` has the phases of getting ready.
+    """
+    times = {name: (stage.steps, _step_ms(stage, ledger)) for name, stage in stages.items()}
+    with ledger.phase("validate", timed=False):
+        validate()
+    getting_ready = sum(phase.ms for phase in ledger.phases if phase.name in ("setup", "compile", "warmup"))
+    phases = {phase.name: phase.timed for phase in ledger.phases} | {"checkpoint": True}
+
+    available = available_memory(machine.device)
+    saved = sum(amount for name, amount in memory.items() if name in ("weights", "optimizer state"))
+    findings = [
+        *(environment_findings() if machine.is_main else ()), memory_finding(memory, available),
+        *disk_findings(settings.log_dir, 2**26), *disk_findings(settings.checkpoint_dir, SAVED_COPIES * saved),
+    ]  # fmt: skip
+    gpus = machine.world_size if machine.device.type == "cuda" else 0
+    validating = ledger.phases[-1].ms
+    lines = [
+        "memory of one process:", *memory_plan(memory, available), f"most that was held: {peak_mib(machine):,.1f} MiB",
+        *timed_plan(phases), *estimate(times, validating, validations, getting_ready, gpus, settings.price),
+        *report(findings),
+    ]  # fmt: skip
+    machine.say("\n".join(lines))
+    return machine.on_main(lambda: verdict(findings))
+
+
+def _step_ms(stage: Stage, ledger: Ledger) -> float:
+    """Median milliseconds of a step."""
+    found = []
+    for _ in range(REPEATS):
+        with ledger.phase("train", timed=True):
+            stage.take()
+        found.append(ledger.phases[-1].ms / stage.together)
+    return statistics.median(found)
