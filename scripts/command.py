@@ -1,4 +1,4 @@
-"""What the command lines of the tools on logs share: lists of numbers, JSON without NaN, a quiet end."""
+"""What the command lines of the tools on logs share: lists of numbers, JSON without NaN, safe output, a quiet end."""
 
 import argparse
 import io
@@ -39,10 +39,20 @@ def null_for_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class SafeOutput(io.TextIOWrapper):
+    """Text in which all but printable characters is escaped: a log or a file name cannot steer a terminal."""
+
+    def write(self, text: str) -> int:
+        return super().write("".join(
+            char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text))
+
+
 def set_up_output() -> None:
-    """Text that has no encoding is escaped, and a reader that has seen enough, such as head, ends the program."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    """Output is safe and needs no certain encoding; a reader that has seen enough, such as head, ends the program."""
+    for name in ("stdout", "stderr"):
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            encoding, by_line = stream.encoding, stream.line_buffering
+            safe = SafeOutput(stream.detach(), encoding, errors="backslashreplace", line_buffering=by_line)
+            setattr(sys, name, safe)
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

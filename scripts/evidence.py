@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.claim import Claim, ClaimError, read_claim
 from runtime.log import REGISTERED, config_hash, source_files, source_hash
 from runtime.registry import RegistryError, read_registry
-from scripts.runlog import LogError, Run, read_run
+from scripts.runlog import LogError, Run, Step, Validation, read_run
 from scripts.stats import Result, look_level, one_sample
 
 
@@ -45,7 +45,8 @@ TRACKS = {
 }
 ALPHA = 0.01
 FILES = {"claim.json", "record.json", "README.md", "NOTES.md", "runs", "source"}  # of a record; NOTES.md is free text
-PHASES = {"setup": False, "compile": False, "warmup": False, "train": True, "validate": False}
+PHASES = {"setup": False, "compile": False, "warmup": False, "train": True, "validate": False, "checkpoint": True,
+          "lost": True}  # fmt: skip
 MOST_UNACCOUNTED = 0.01  # of the training time may lie between the phases of a run, in no entry of its ledger,
 SLACK_MS = 50  # and as much at each validation: a line of the log that is forced to the disk
 LONG_VALIDATION = 4.0  # times the median of its run; longer, something else was done in it
@@ -56,6 +57,7 @@ FORBIDDEN = re.compile(
     r"|torch\.compile\((?:[^()]|\([^()]*\))*?\b(options|mode)\s*=", re.IGNORECASE
 )
 ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count")  # of all runs of a record
+LIFE = re.compile("start( (end )?resume)*( end)?")  # of a run, as its lines in the registry tell it
 HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing that is timed faster
 
 
@@ -106,8 +108,10 @@ def file_sha256(path: Path) -> str:
 def read_evidence(folder: Path) -> Evidence:
     """Read a record folder. Raises ClaimError without a claim; whatever else cannot be read is a failure later."""
     claim, runs, registry, unread = read_claim(folder / "claim.json"), [], [], []
-    if type(claim.config.get("steps")) is not int:
-        raise ClaimError(f"{folder / 'claim.json'}: config must say how many steps; write it with record.py claim")
+    steps, batch_tokens = claim.config.get("steps"), claim.config.get("batch_tokens", 1)
+    if not (is_count(steps) and is_count(batch_tokens)):
+        raise ClaimError(f"{folder / 'claim.json'}: config must say how many steps of how many tokens, not "
+                         f"{steps!r:.40} of {batch_tokens!r:.40}; write it with record.py claim")
     logs = sorted((folder / "runs").glob("*.jsonl")) if (folder / "runs").is_dir() else []
     for path in logs:
         try:
@@ -128,10 +132,15 @@ def read_log(path: Path) -> Run:
     for name, kind in HEADER.items():
         if not isinstance(run.header.get(name), kind):
             raise LogError(f"{path}: {name} in the header must be a {kind.__name__}, not {run.header.get(name)!r:.80}")
-    if type(vocabulary := run.header["config"].get("vocab_size")) is not int or vocabulary < 1:
-        raise LogError(f"{path}: vocab_size in the header must be a number of tokens, not {vocabulary!r:.80}")
+    for part, name in (("config", "vocab_size"), ("data", "val_tokens")):
+        if not is_count(count := run.header[part].get(name)):
+            raise LogError(f"{path}: {name} in the header must be a number of tokens, not {count!r:.80}")
     _ = run.steps  # read now, as long as an error is one of this file
     return run
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**53
 
 
 def find_failures(evidence: Evidence) -> list[Failure]:
@@ -215,22 +224,56 @@ def check_copies(evidence: Evidence) -> Iterator[Failure]:
 
 def check_registry(evidence: Evidence) -> Iterator[Failure]:
     """Each log is the one that its run's lines in the registry vouch for."""
-    mend = "restore the log as the run wrote it"
-    lines = {(entry["event"], entry["run_id"]): entry for entry in evidence.registry}
-    for (event, run_id), count in Counter((entry["event"], entry["run_id"]) for entry in evidence.registry).items():
-        if count > 1:
-            yield Failure(f"{count} lines {event!r} of run {run_id}", f"{evidence.folder}/runs",
-                          "restore the registry as the runs wrote it")
+    mend = "restore log and registry as the run wrote them"
     for run in evidence.runs:
-        where, start, end = str(run.path), lines.get(("start", run.run_id)), lines.get(("end", run.run_id))
-        if start is None or start["sha256"] != run.header.get("registry_sha256"):
+        where, log = str(run.path), run.path.read_bytes()
+        lines = [entry for entry in evidence.registry if entry["run_id"] == run.run_id]
+        order = " ".join(entry["event"] for entry in lines)
+        if lines and not LIFE.fullmatch(order):
+            yield Failure(f"its lines in the registry are {order}, which no run writes", where, mend)
+        start = next((entry for entry in lines if entry["event"] == "start"), {})
+        resumes = [entry for entry in lines if entry["event"] == "resume"]
+        end = lines[-1:] if order.endswith("end") else []
+        if not start or start["sha256"] != run.header.get("registry_sha256"):
             yield Failure("its start is not in the registry", where, "add the registry.jsonl of the run's log folder")
         elif any(start.get(name) != run.header.get(name) for name in REGISTERED):
             yield Failure("its header differs from its line in the registry", where, mend)
-        if run.complete and end is None:
+        if run.complete and not end:
             yield Failure("its end is not in the registry", where, "add the registry.jsonl as it was after the run")
-        elif end is not None and end.get("log_sha256") != file_sha256(run.path):
-            yield Failure("edited: the log is not the one whose hash the run registered at its end", where, mend)
+        # a process that was killed before it wrote more than its line found the log as the next one did
+        last = {entry.get("log_bytes"): entry["sha256"] for entry in resumes if vouches(entry, log)}
+        if not all(vouches(entry, log) for entry in resumes + end):
+            yield Failure("edited: the log is not the one whose hash the run registered", where, mend)
+        elif list(last.values()) != [resume.registry_sha256 for resume in run.resumes]:
+            yield Failure(f"{len(resumes)} resumes in the registry, {len(run.resumes)} others in the log", where, mend)
+
+
+def vouches(entry: dict[str, Any], log: bytes) -> bool:
+    """Whether a line of the registry has the hash of a log, or of as many of its first bytes as the line says."""
+    size = entry.get("log_bytes", len(log))
+    known = type(size) is int and 0 <= size <= len(log)
+    return known and hashlib.sha256(log[:size]).hexdigest() == entry.get("log_sha256")
+
+
+def check_resumes(evidence: Evidence) -> Iterator[Failure]:
+    """A run that was resumed is the run that it was: what it did twice came out the same, so nothing was chosen."""
+    mend = "make all runs of the claim again, under a new claim with other seeds"
+    for run in evidence.runs:
+        final = losses_by_step(run.steps, run.validations)
+        for resume in run.resumes:
+            if resume.differences:
+                yield Failure(f"resumed at step {resume.from_step} with differences: {resume.differences!r:.300}",
+                              str(run.path), mend)
+            before = losses_by_step(resume.redone, resume.revalidated)
+            if other := [which for which, loss in before.items() if final.get(which, loss) != loss]:
+                yield Failure(f"{other[0]} had loss {before[other[0]]} before the resume at {resume.from_step} and "
+                              f"{final[other[0]]} after it", str(run.path), mend)
+
+
+def losses_by_step(steps: list[Step], validations: list[Validation]) -> dict[str, str]:
+    """Losses as text: one that is nan equals itself."""
+    losses = {f"step {step.step}": str(step.train_loss) for step in steps}
+    return losses | {f"validation {validation.step}": validation.printed for validation in validations}
 
 
 def check_seeds(evidence: Evidence) -> Iterator[Failure]:
@@ -337,6 +380,7 @@ def check_ledger(evidence: Evidence) -> Iterator[Failure]:
         if not abs(sum(phase.ms for phase in timed) - total) <= 0.001 * total + 1:
             yield Failure(f"{sum(phase.ms for phase in timed):.0f} ms in timed phases, {total:.0f} ms in the last "
                           f"validation", where, mend)
+        yield from (Failure(what, where, mend) for what in clock_failures(run))
         in_order = all(step.step == place for place, step in enumerate(run.steps, 1))
         if len(run.steps) != run.total_steps or not in_order:
             yield Failure(f"{len(run.steps)} of {run.total_steps} steps are in the log, in order", where, mend)
@@ -356,15 +400,35 @@ def check_ledger(evidence: Evidence) -> Iterator[Failure]:
                           f"{statistics.median(validations):.0f}", where, mend)
 
 
+def clock_failures(run: Run) -> Iterator[str]:
+    """Where the clock of a run that was resumed does not hold the work that was lost."""
+    worked, charged = 0.0, accumulate(phase.ms if phase.timed else 0.0 for phase in run.phases)
+    clocks = [clock for clock, phase in zip(charged, run.phases, strict=True) if phase.name == "lost"]
+    if len(clocks) != sum(resume.stands for resume in run.resumes):
+        yield f"untimed work: {len(clocks)} phases of lost work for {len(run.resumes)} resumes"
+        return
+    for resume in run.resumes:
+        lost: list[Step | Validation] = [*resume.redone, *resume.revalidated]
+        worked = max(worked, *(line.train_time_ms or 0.0 for line in lost), 0.0)
+        if resume.stands and not (clock := clocks.pop(0)) + 1 >= worked:
+            yield f"untimed work: the clock went from {worked:.0f} to {clock:.0f} ms at the resume"
+
+
 def unaccounted_ms(run: Run) -> float:
-    """Milliseconds after the first training phase began that no phase holds."""
-    later = [phase for phase in run.phases if phase.name not in ("setup", "compile", "warmup")]
+    """Milliseconds that no phase holds, from the first training phase on, and from the next one after a resume."""
     if any(after.t_ms < before.t_ms for before, after in pairwise(run.phases)):
         return math.inf  # a clock that runs backwards accounts for nothing
-    return sum(max(after.t_ms - after.ms - before.t_ms, 0.0) for before, after in pairwise(later))
+    total, before = 0.0, None
+    for phase in run.phases:
+        if phase.name == "lost":
+            before = None
+        elif phase.name not in ("setup", "compile", "warmup"):
+            total += 0.0 if before is None else max(phase.t_ms - phase.ms - before, 0.0)
+            before = phase.t_ms
+    return total
 
 
 CHECKS = (
-    check_files, check_claim, check_runs, check_copies, check_registry, check_seeds, check_source, check_data,
-    check_checks, check_ledger,
+    check_files, check_claim, check_runs, check_copies, check_registry, check_resumes, check_seeds, check_source,
+    check_data, check_checks, check_ledger,
 )  # fmt: skip

@@ -4,6 +4,7 @@ Losses are printed to four decimals and times in whole milliseconds, as in the c
 come from these printed numbers, so that whoever reads the logs gets the same.
 """
 
+import shlex
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -144,5 +145,5 @@ def readme(evidence: Evidence, prior: list[Run]) -> str:
         table(["phase", "on the clock", "mean ms"],
               *((name, "yes" if timed else "no", f"{ms:,.0f}") for name, timed, ms in ledger(runs))),
         table(["machine, data and checks", ""], *common(runs).items()),
-        f"    torchrun --nproc_per_node={runs[0].header['world_size']} train_gpt.py {' '.join(claim.flags)}",
+        f"    torchrun --nproc_per_node={runs[0].header['world_size']} train_gpt.py {shlex.join(claim.flags)}",
     ]) + "\n"

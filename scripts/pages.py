@@ -1,6 +1,7 @@
 """The pages that are derived from records: record.json and README.md of one, the leaderboards of all."""
 
 import json
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ def readme(evidence: Evidence) -> str:
         return f"# {claim.name}\n\nNo finished run.\n"
     verdict = "is shown" if found["shown"] else "is **not shown**"
     clock = found["train_time_ms"]
-    flags = " ".join(claim.flags)
+    flags = shlex.join(claim.flags)
     return "\n".join([
         f"# {claim.name}, track {claim.track}: {found['steps']:,} steps",
         "",
@@ -76,6 +77,7 @@ def readme(evidence: Evidence) -> str:
         *(f"| {run.seed} | {run.losses[-1][1]:.6f} | {(run.train_time_ms or 0) / 1000:.3f} | "
           f"[{run.run_id}](runs/{run.path.name}) |" for run in runs),
         "",
+        *(f"Seed {run.seed} was {run.resumed}.\n" for run in runs if run.resumed),
         f"Claimed {claim.created}, before the runs: {claim.n} runs, seeds {claim.seeds[0]} to {claim.seeds[-1]}, test "
         f"after {' and '.join(map(str, claim.looks))}.",
         "",
@@ -89,7 +91,7 @@ def readme(evidence: Evidence) -> str:
         "",
         "```",
         f"python train_gpt.py{' ' + flags if flags else ''} --seed {claim.seeds[0]} --trials {claim.n}",
-        f"python scripts/record.py verify records/{claim.track}/{evidence.folder.name}",
+        f"python scripts/record.py verify {shlex.quote(f'records/{claim.track}/{evidence.folder.name}')}",
         "```",
         "",
         *(["More of it: [NOTES.md](NOTES.md).", ""] if (evidence.folder / "NOTES.md").is_file() else []),

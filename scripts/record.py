@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from runtime.claim import LEAST_RUNS, MOST_RUNS, NAME, Claim, ClaimError, read_claim
 from runtime.flags import flag
 from runtime.jsonl import plain
-from runtime.log import SETTINGS_OF_A_RUN, config_hash, source_files, source_hash
+from runtime.log import config_hash, source_files, source_hash
 from runtime.registry import REGISTRY, RegistryError, read_registry
+from runtime.settings import SETTINGS_OF_A_RUN
 from scripts.command import numbers, set_up_output
 from scripts.evidence import ALPHA, TRACKS, Evidence, find_failures, read_evidence
 from scripts.export import ExportError, export
@@ -92,6 +93,7 @@ def make_claim(arguments: argparse.Namespace, flags: list[str]) -> int:
 def make(arguments: argparse.Namespace, _: list[str]) -> int:
     """Bring together what belongs to a claim, derive the pages, and say whether it holds."""
     folder = arguments.folder
+    require_plain(folder)
     claim = read_claim(folder / "claim.json")
     for logs in arguments.logs:
         if not (logs / REGISTRY).is_file():
@@ -101,6 +103,13 @@ def make(arguments: argparse.Namespace, _: list[str]) -> int:
     for name, content in derived(evidence).items():
         (folder / name).write_bytes(content.encode(errors="backslashreplace"))
     return judge(evidence)
+
+
+def require_plain(folder: Path) -> None:
+    """RecordError for what a file would be written or read through: links, pipes, devices."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise RecordError(f"{path} is a link or no regular file: a record has none. Take it out.")
 
 
 def copy_runs(claim: Claim, logs: Path, folder: Path) -> None:
@@ -118,6 +127,8 @@ def copy_runs(claim: Claim, logs: Path, folder: Path) -> None:
     copies |= {path: folder / "source" / path.relative_to(sources) for path in source_files(sources)}
     for original, copy in copies.items():
         if original.is_file():
+            if original.resolve() != logs.resolve() / os.path.relpath(original, logs):
+                raise RecordError(f"{original} is a link or leads out of {logs}: put the file itself there.")
             place(original, copy)
 
 

@@ -1,6 +1,6 @@
 """Read run logs, ours and those of the public NanoGPT speedruns. Nothing that is read is ever executed.
 
-    jsonl    one JSON object a line, as `runtime/log.py` writes them
+    jsonl    one JSON object a line, as `runtime/log.py` writes them; what a resume supersedes is left out
     step     step:N/TOTAL val_loss:X train_time:Yms, after the source and the environment between lines of 100 "="
     llm.c    s:N tel:X (validation) and s:N trl:X (training): no times, no declared total, no source
 """
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -62,6 +63,19 @@ class Phase(NamedTuple):
     t_ms: float  # when it closed
 
 
+class Resume(NamedTuple):
+    """Where a run went on. What it had done after that step was lost, and is none of the run's steps."""
+
+    from_step: int
+    checkpoint: str | None  # name of its folder; None for the start of the run
+    differences: list[str]  # of source and settings
+    t_ms: float
+    registry_sha256: str
+    stands: bool  # not superseded by a later one that went back further
+    redone: list[Step]  # the lost ones, in their order
+    revalidated: list[Validation]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One run as its log tells it. None is what the log does not tell."""
@@ -81,6 +95,7 @@ class Run:
     total_steps: int | None  # as the lines of the log declare it
     validations: list[Validation]
     phases: list[Phase] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)  # of a text log: gpu, gpu_count, bus_ids, driver, cuda, torch...
     peak_mib: float | None = None
     status: str | None = None
@@ -108,12 +123,18 @@ class Run:
     def train_time_ms(self) -> float | None:
         return self.validations[-1].train_time_ms if self.validations else None
 
+    @property
+    def resumed(self) -> str | None:
+        steps = ", ".join(str(resume.from_step) for resume in self.resumes)
+        lost = sum(phase.ms for phase in self.phases if phase.name == "lost")
+        return f"resumed at step {steps} ({lost:.0f} ms of lost work on the clock)" if steps else None
+
     @cached_property
     def steps(self) -> list[Step]:
         """The training steps in order, read from the file when first asked for. Raises LogError."""
         data = _read(self.path)
         if self.dialect == "jsonl":
-            return [Step(**event.all(STEP_FIELDS)) for event in _read_events(self.path, data, "step")[0]["step"]]
+            return [_step(event) for event in _standing(_read_events(self.path, data, "step")) if event.name == "step"]
         text = _decode(self.path, data)
         traces = _traces(self.path, text, _source(text)[1], training=True)
         return [step for trace in traces[self.index : self.index + 1] for step in trace.steps]
@@ -152,32 +173,42 @@ class _Trace:
 
 # ---- JSON lines
 
+EVENTS = ("header", "val", "phase", "end")
 DECODER = json.JSONDecoder(parse_constant=int)  # int refuses NaN and Infinity, which are not JSON
 NOT_FINITE = ("nan", "inf", "-inf")  # which JSON lacks: a log has them as strings
 TEXT, INTEGER, NUMBER, FLAG, OBJECT = "a string", "an integer of at least 0", "a number", "true or false", "an object"
-OPTIONAL = {"target", "peak_mib", "window", "stage", "train_loss"}
+TEXTS = "a list of strings"
+OPTIONAL = {"target", "peak_mib", "window", "stage", "train_loss", "checkpoint"}
 HEADER_FIELDS = {"run_id": TEXT, "track": TEXT, "target": NUMBER, "seed": INTEGER, "trial": INTEGER,
                  "config_sha256": TEXT}  # fmt: skip
 VALIDATION_FIELDS = {"step": INTEGER, "total_steps": INTEGER, "val_loss": NUMBER, "train_time_ms": NUMBER}
 PHASE_FIELDS = {"name": TEXT, "timed": FLAG, "ms": NUMBER, "t_ms": NUMBER}
 STEP_FIELDS = {"step": INTEGER, "train_time_ms": NUMBER, "window": INTEGER, "stage": INTEGER, "skipped": FLAG,
                "train_loss": NUMBER}  # fmt: skip
+RESUME_FIELDS = {"from_step": INTEGER, "checkpoint": TEXT, "differences": TEXTS, "t_ms": NUMBER,
+                 "registry_sha256": TEXT}  # fmt: skip
 RULES: dict[str, Callable[[Any], bool]] = {
     TEXT: lambda value: isinstance(value, str) and value.isprintable(),
-    INTEGER: lambda value: type(value) is int and value >= 0,
+    INTEGER: lambda value: type(value) is int and 0 <= value < 2**53,
     NUMBER: lambda value: value in NOT_FINITE or (type(value) in (int, float) and abs(value) <= sys.float_info.max),
     FLAG: lambda value: isinstance(value, bool),
     OBJECT: lambda value: isinstance(value, dict),
+    TEXTS: lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
 }
 
 
 class _Event(NamedTuple):
-    """One line of a log."""
+    """One line of a log; one that is no event, maybe torn by a crash, has no name."""
 
     path: Path
     line: int
+    start: int  # its first byte
     raw: bytes
     fields: dict[str, Any]
+
+    @property
+    def name(self) -> str | None:
+        return self.fields.get("event")
 
     def get(self, name: str, rule: str) -> Any:
         """The field, numbers as float; None where it may be missing or null. Raises LogError."""
@@ -204,21 +235,67 @@ def _parse(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _read_events(path: Path, data: bytes, *names: str) -> tuple[dict[str, list[_Event]], bool]:
-    """The events of these names, and whether the last line was torn off by a crash. Raises LogError."""
-    events: dict[str, list[_Event]] = {name: [] for name in names}
-    *lines, last = data.split(b"\n")
-    for number, line in enumerate([*lines, last] if last else lines, 1):
+def _read_events(path: Path, data: bytes, *names: str) -> list[_Event]:
+    """The lines with these events, and all that resume or are none. Raises LogError."""
+    events, start = [], 0
+    for number, raw in enumerate(data.split(b"\n"), 1):
+        if start == len(data):
+            break
         try:
-            fields = _parse(line)
+            fields = _parse(raw)
         except (ValueError, RecursionError) as error:
-            if number > len(lines):
-                return events, True
+            fields = {"error": error}
+        event = _Event(path, number, start, raw, fields)
+        if event.name in (*names, "resume", None):
+            events.append(event)
+        offset = event.get("log_offset", INTEGER) if event.name == "resume" else 0
+        if offset > start or (offset and data[offset - 1 : offset] != b"\n"):
+            raise LogError(f"{path}, line {number}: log_offset {offset} is not where a line before it begins")
+        start += len(raw) + 1
+    return events
+
+
+def _standing(events: list[_Event]) -> list[_Event]:
+    """The lines that no resume supersedes. A resume that is superseded supersedes nothing."""
+    kept, end = [], events[-1].start + 1 if events else 0
+    for event in reversed(events):
+        if event.start < end:
+            kept.append(event)
+            end = event.fields["log_offset"] if event.name == "resume" else end
+    return kept[::-1]
+
+
+def _is_torn(standing: list[_Event], size: int) -> bool:
+    """Whether a crash tore the last line of a log of this many bytes. LogError for any other that is no event."""
+    for event in standing:
+        if event.name is None and event.start + len(event.raw) < size:
             rule = "every line must be one JSON object with an event"
-            raise LogError(f"{path}, line {number}: {rule}: {error}") from None
-        if fields["event"] in events:
-            events[fields["event"]].append(_Event(path, number, line, fields))
-    return events, False
+            raise LogError(f"{event.path}, line {event.line}: {rule}: {event.fields['error']}")
+    return bool(standing) and standing[-1].name is None
+
+
+def _step(event: _Event) -> Step:
+    return Step(**event.all(STEP_FIELDS))
+
+
+def _validation(event: _Event) -> Validation:
+    step, _, loss, time_ms = event.all(VALIDATION_FIELDS).values()
+    return Validation(step, loss, time_ms, event.digits("val_loss"))
+
+
+def _read_resumes(path: Path, data: bytes, standing: list[_Event]) -> Iterator[Resume]:
+    """All that the log has, if those that stand are any."""
+    stand, done = {event.start for event in standing}, list[_Event]()
+    for event in _read_events(path, data, "step", "val") if standing else ():
+        if event.name == "resume":
+            kept = bisect_left(done, event.fields["log_offset"], key=lambda line: line.start)
+            yield Resume(
+                **event.all(RESUME_FIELDS), stands=event.start in stand,
+                redone=[_step(line) for line in done[kept:] if line.name == "step"],
+                revalidated=[_validation(line) for line in done[kept:] if line.name == "val"],
+            )  # fmt: skip
+            del done[kept:]
+        done.append(event)
 
 
 def _read_header(event: _Event) -> dict[str, Any]:
@@ -236,16 +313,18 @@ def _read_header(event: _Event) -> dict[str, Any]:
 
 
 def _read_jsonl(path: Path, data: bytes) -> Run:
-    events, torn = _read_events(path, data, "header", "val", "phase", "end")
+    standing = _standing(_read_events(path, data, *EVENTS))
+    torn = _is_torn(standing, len(data))
+    events = {name: [event for event in standing if event.name == name] for name in (*EVENTS, "resume")}
     headers, trace = [_read_header(event) for event in events["header"]], _Trace()
     for event in events["val"]:
-        step, total, loss, time_ms = event.all(VALIDATION_FIELDS).values()
-        trace.numbers.append((step, total))
-        trace.validations.append(Validation(step, loss, time_ms, event.digits("val_loss")))
+        trace.validations.append(_validation(event))
+        trace.numbers.append((trace.validations[-1].step, event.get("total_steps", INTEGER)))
     end = events["end"][-1] if events["end"] else None
     return Run(
         path=path, dialect="jsonl", total_steps=trace.total, validations=trace.validations,
         phases=[Phase(**event.all(PHASE_FIELDS)) for event in events["phase"]],
+        resumes=list(_read_resumes(path, data, events["resume"])),
         peak_mib=end.get("peak_mib", NUMBER) if end else None,
         status=end.get("status", TEXT) if end else None,
         unfinished="torn last line" if torn else _unfinished(len(headers), events["end"], trace),

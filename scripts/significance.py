@@ -81,6 +81,7 @@ def judge_runs(
     return judge(
         list(chosen.values()), target, looked, [*origin_warnings(runs, sources, claims), *warnings],
         path=grouping.common_folder(runs), **key._asdict(), track=grouping.track_of(runs[0]),
+        resumed=[f"{grouping.name_of(run)}: {run.resumed}" for run in counted if run.resumed],
         at_step=at_step, claim=min(claims - {"None"}, default=None), runs=list(chosen), incomplete=[
             {"path": grouping.name_of(run), "reason": why, "last_loss": run.final_loss} for run, why in left_out],
     )  # fmt: skip
@@ -134,7 +135,7 @@ def judge(points: Sequence[Validation], target: float, looked: Sequence[int], wa
         "target": target, "track": None, "at_step": None, "claim": None, "runs": [],
         "e_value": stats.e_value(losses, target), "runs_to_pass": stats.runs_to_pass(result, target),
         "outlier": stats.outlier(losses), "skewness": stats.skewness(losses)[0],
-        "steps_rule": None, "looks": None, "against": None,
+        "steps_rule": None, "looks": None, "against": None, "resumed": [],
     } | facts  # fmt: skip
     if arm["track"] in grouping.STEPS_TRACKS and losses:
         arm["steps_rule"] = dict(zip(RULE, stats.steps_rule(exact(arm), Decimal(repr(target))), strict=True))
@@ -239,7 +240,7 @@ def caveats(arm: Arm) -> Iterator[str]:
 
 
 def notes(arm: Arm) -> Iterator[str]:
-    """What else the losses say."""
+    """What else the losses and the logs say."""
     evidence, steps, looks, against = (arm[name] for name in ("e_value", "steps_rule", "looks", "against"))
     if arm["tried"] > 1:
         yield f"Holm over the {arm['tried']} arms and steps tried: p {arm['holm_p']:.3g}, {SAID[arm['holm_p'] < ALPHA]}"
@@ -249,6 +250,7 @@ def notes(arm: Arm) -> Iterator[str]:
         yield f"n = {arm['runs_to_pass']} would pass at this mean and sd; but adding runs until it passes is peeking"
     if steps:
         yield f"steps rule: (target - mean) * sqrt(n) = {steps['statistic']:.5f} of 0.004, {SAID[steps['passes']]}"
+    yield from arm["resumed"]
     if looks:
         yield LOOKS.format_map(looks | {"alpha": ALPHA, "verdict": SAID[looks["passes"]]})
     if against:

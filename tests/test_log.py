@@ -1,6 +1,7 @@
 """The run log, its registry and the clock: what is written survives, and what cannot be written is said."""
 
 import errno
+import hashlib
 import itertools
 import json
 import math
@@ -9,14 +10,17 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
 from runtime import clock
 from runtime.clock import Ledger
-from runtime.log import RunLog, RunLogError, config_hash, new_run_id, source_files, source_hash
+from runtime.log import RunLog, RunLogError, Tail, config_hash, new_run_id, source_files, source_hash, tail_of
+from runtime.registry import read_registry
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,6 +32,10 @@ def lines_of(path: Path) -> list[dict]:
     content = path.read_bytes()
     assert content.endswith(b"\n")
     return [json.loads(line) for line in content.splitlines()]
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def python(code: str, *arguments: object, **options) -> subprocess.Popen:
@@ -128,29 +136,28 @@ while True:
     assert written == list(range(len(written)))
 
 
-def test_a_file_that_cannot_grow_keeps_its_whole_lines_and_says_so(tmp_path):
+def test_lines_that_the_system_refuses_wait_and_follow_in_order_once_it_takes_them(tmp_path):
     """The kernel itself refuses here: it takes the part of a line that fits and then fails."""
     code = """
 import resource, sys
-from runtime.log import RunLog, RunLogError
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+from runtime.log import RunLog
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 log = RunLog(sys.argv[1], "run")
-try:
-    for step in range(100):
-        log.write("step", step=step, payload="x" * 50)
-except RunLogError as error:
-    print(log.lines, error)
-    log.write("step", step=-1)
-    log.close()
+for step in range(100):
+    log.write("step", step=step, payload="x" * 50)
+print(len(log.path.read_bytes()), log.offset)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.write("step", step=100)
+log.close()
+print(len(log.path.read_bytes()), log.offset)
 """
-    with python(code, tmp_path, stdout=subprocess.PIPE) as child:
-        count, message = child.stdout.read().split(" ", 1)
-    written = [line["step"] for line in lines_of(tmp_path / "run.jsonl")]
-    assert written == list(range(int(count)))
-    assert 3 < len(written) < 20
-    assert str(tmp_path / "run.jsonl") in message
-    assert os.strerror(errno.EFBIG) in message
-    assert f"the {count} lines" in message
+    with python(code, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        full, all_of_them, size, offset = map(int, child.stdout.read().split())
+        warning = child.stderr.read()
+    assert full <= 1000 < all_of_them < size == offset
+    assert [line["step"] for line in lines_of(tmp_path / "run.jsonl")] == list(range(101))
+    assert warning.count("\n") == 1
+    assert f"warning: cannot write {tmp_path / 'run.jsonl'}: {os.strerror(errno.EFBIG)}" in warning
 
 
 class FullDisk:
@@ -169,39 +176,99 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 40, 79])
-def test_a_full_disk_leaves_log_and_registry_at_their_last_whole_line(tmp_path, monkeypatch, capacity):
-    first, second = RunLog(tmp_path, "first"), RunLog(tmp_path, "second")
-    first.write("kept")
+def test_a_full_disk_leaves_log_and_registry_at_their_last_whole_line_and_ends_no_run(tmp_path, monkeypatch, capacity):
+    warnings = []
+    first, second = RunLog(tmp_path, "first", warn=warnings.append), RunLog(tmp_path, "second")
     first.begin(HEADER)
     before = {path: path.read_bytes() for path in (first.path, tmp_path / "registry.jsonl")}
 
-    monkeypatch.setattr(os, "write", FullDisk(capacity))
-    with pytest.raises(RunLogError, match=r"first\.jsonl: No space left on device; the 2 lines"):
-        first.write("lost", payload="x" * 80)
-    monkeypatch.setattr(os, "write", FullDisk(capacity))
-    with pytest.raises(RunLogError, match=r"registry\.jsonl: No space left on device; the 0 lines .*second\.jsonl"):
-        second.begin(HEADER)
-    assert {path: path.read_bytes() for path in before} == before
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", FullDisk(capacity))
+        for step in range(3):
+            first.write("step", step=step, payload="x" * 80)
+        full.setattr(os, "write", FullDisk(capacity))
+        with pytest.raises(RunLogError, match=r"registry\.jsonl: No space left on device; .* start the run again"):
+            second.begin(HEADER)
+        assert {path: path.read_bytes() for path in before} == before
+    assert [re.search(r"first\.jsonl: (.*?)\. The run goes on", warning)[1] for warning in warnings] == [
+        os.strerror(errno.ENOSPC)]
+    first.finish(END)
+    assert [line.get("step", line["event"]) for line in lines_of(first.path)] == ["header", 0, 1, 2, "end"]
+    assert read_registry(tmp_path / "registry.jsonl")[-1]["log_sha256"] == sha256(first.path.read_bytes())
 
 
-def test_a_disk_that_fails_to_sync_is_an_error_not_a_silence(tmp_path, monkeypatch):
-    log = RunLog(tmp_path, "run")
+def refuse(*_: object, **__: object) -> NoReturn:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def fail(descriptor):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "fsync", fail)
+def test_lines_that_were_never_taken_are_kept_elsewhere_and_complete_the_log_that_the_registry_names(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    log = RunLog(tmp_path / "logs", "run", warn=lambda text: None)
+    log.begin(HEADER)
+    monkeypatch.setattr("runtime.log.append", refuse)
+    log.write("step", step=1)
+    with pytest.raises(RunLogError, match=r"run\.jsonl: Input/output error; its last 2 lines are in ") as caught:
+        log.finish(END)
+    elsewhere = Path(re.search(r"are in (\S+): ", str(caught.value))[1])
+    assert [line["event"] for line in lines_of(elsewhere)] == ["step", "end"]
+    whole = log.path.read_bytes() + elsewhere.read_bytes()
+    assert read_registry(tmp_path / "logs" / "registry.jsonl")[-1]["log_sha256"] == sha256(whole)
+    log.close()
+
+
+def test_lines_that_cannot_be_kept_anywhere_are_counted(tmp_path, monkeypatch):
+    log = RunLog(tmp_path, "run", warn=lambda text: None)
+    monkeypatch.setattr("runtime.log.append", refuse)
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
     log.write("step")
-    with pytest.raises(RunLogError, match="Input/output error"):
-        log.write("val")
+    with pytest.raises(RunLogError, match=r"its last 1 lines are lost, as .*: Input/output error"):
+        log.close()
+
+
+def test_a_header_that_cannot_be_written_starts_no_run(tmp_path, monkeypatch):
+    log = RunLog(tmp_path, "run", warn=lambda text: None)
+    monkeypatch.setattr("runtime.log.append", refuse)
+    with pytest.raises(RunLogError, match=r"cannot write .*run\.jsonl: Input/output error"):
+        log.begin(HEADER)
+
+
+def test_a_registry_that_takes_no_end_is_named_once_the_log_is_whole(tmp_path, monkeypatch):
+    log = RunLog(tmp_path, "run")
+    log.begin(HEADER)
+    monkeypatch.setattr("runtime.registry.append", refuse)
+    with pytest.raises(RunLogError, match=r"cannot write .*registry\.jsonl: Input/output error"):
+        log.finish(END)
+    assert lines_of(log.path)[-1]["event"] == "end"
+    log.write("step")
+    assert lines_of(log.path)[-1]["event"] == "end"
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_disk_that_fails_to_sync_is_told_once_and_a_run_whose_output_fails_too_goes_on(tmp_path, monkeypatch, hears):
+    told = []
+
+    def warn(text: str) -> None:
+        told.append(text)
+        if not hears:
+            refuse()
+
+    log = RunLog(tmp_path, "run", warn=warn)
+    monkeypatch.setattr(os, "fsync", refuse)
+    log.write("val")
+    log.write("val")
+    log.close()
+    assert (len(told), len(lines_of(log.path))) == (1, 2)
+    assert "Input/output error" in told[0]
 
 
 @pytest.mark.parametrize("reason", [errno.EROFS, errno.EACCES])
 def test_a_folder_that_refuses_files_is_named_with_the_reason(tmp_path, monkeypatch, reason):
-    def refuse(*_):
+    def forbid(*_):
         raise OSError(reason, os.strerror(reason))
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", forbid)
     with pytest.raises(RunLogError, match=rf"run\.jsonl: {os.strerror(reason)}; choose a log folder"):
         RunLog(tmp_path, "run")
 
@@ -228,6 +295,160 @@ log.finish({"status": "done", "val_loss": 1.5})
         mine = [line for line in lines if line["run_id"] == name]
         assert [line["seed"] for line in mine[:-1]] == list(range(200))
         assert (mine[-1]["event"], mine[-1]["status"], mine[-1]["val_loss"]) == ("end", "done", 1.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs that go on
+
+
+def broken_off(folder: Path, run_id: str = "run", torn: bytes = b'{"event": "ste') -> tuple[Path, int]:
+    """A log of two steps that ends in the middle of a line, as when its process died, and its size after step 1."""
+    log = RunLog(folder, run_id)
+    log.begin(HEADER)
+    log.write("step", step=1, train_time_ms=5.5)
+    offset = log.offset
+    log.write("step", step=2, train_time_ms=9.25)
+    log.close()
+    with log.path.open("ab") as file:
+        file.write(torn)
+    return log.path, offset
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"event": "ste'])
+def test_a_log_that_is_resumed_keeps_each_byte_and_goes_on_with_a_whole_line(tmp_path, torn):
+    path, offset = broken_off(tmp_path, torn=torn)
+    before = path.read_bytes()
+    log = RunLog.reopen(tmp_path, "run")
+    log.resume(from_step=1, checkpoint="step_000001", differences=["dim 1 -> 2"], log_offset=offset)
+    assert (log.offset, path.read_bytes()[: len(before)]) == (path.stat().st_size, before)
+    line = json.loads(path.read_bytes()[len(before) :].splitlines()[-1])
+    assert line["t_ms"] >= json.loads(before.splitlines()[2])["t_ms"]
+    assert datetime.fromisoformat(line["time"]).tzinfo == UTC
+    expected = {"event": "resume", "from_step": 1, "checkpoint": "step_000001", "differences": ["dim 1 -> 2"],
+                "log_offset": offset}  # fmt: skip
+    assert line | expected == line
+
+
+def test_the_registry_names_the_log_as_a_resume_found_it_and_as_the_end_left_it(tmp_path):
+    path, offset = broken_off(tmp_path)
+    log = RunLog.reopen(tmp_path, "run")
+    log.resume(from_step=1, checkpoint=None, differences=[], log_offset=offset)
+    log.finish(END)
+    start, resume, end = read_registry(tmp_path / "registry.jsonl")
+    found = path.read_bytes()[: resume["log_bytes"]]
+    assert found.endswith(b'{"event": "ste\n')
+    assert (resume["event"], resume["run_id"], resume["from_step"]) == ("resume", "run", 1)
+    assert (resume["log_sha256"], end["log_sha256"]) == (sha256(found), sha256(path.read_bytes()))
+    assert [json.loads(line).get("registry_sha256") for line in path.read_bytes().splitlines() if b"registry" in line] \
+        == [start["sha256"], resume["sha256"]]  # fmt: skip
+
+
+def test_the_time_of_a_log_runs_on_from_its_largest_through_any_number_of_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.log.time.monotonic_ns", itertools.count(10**9, 10**8 + 1).__next__)
+    path, offset = broken_off(tmp_path)
+    for _ in range(3):
+        log = RunLog.reopen(tmp_path, "run")
+        log.resume(from_step=1, checkpoint=None, differences=[], log_offset=offset)
+        log.close()
+    times = [json.loads(line)["t_ms"] for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+    assert times == sorted(times)
+    assert times[-1] < 2000
+
+
+def test_an_offset_among_lines_that_were_lost_falls_back_to_the_last_whole_line(tmp_path):
+    """As when a checkpoint was written while lines waited for a full disk, and the process died before it had room."""
+    path, offset = broken_off(tmp_path)
+    for beyond, expected in ((offset + 3, offset), (10**6, path.stat().st_size + 1)):
+        log = RunLog.reopen(tmp_path, "run")
+        log.resume(from_step=1, checkpoint=None, differences=[], log_offset=beyond)
+        log.close()
+        assert lines_of_whole(path)[-1]["log_offset"] == expected
+        path.write_bytes(path.read_bytes()[: path.read_bytes().index(b'{"event": "resume"')])
+
+
+def lines_of_whole(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_bytes().splitlines() if line.endswith(b"}")]
+
+
+def test_a_log_is_written_by_one_process_at_a_time_and_is_free_when_it_is_killed(tmp_path):
+    code = """
+import sys
+from runtime.log import RunLog
+log = RunLog(sys.argv[1], "run")
+log.begin({"track": "tiny"})
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    with python(code, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        with pytest.raises(RunLogError, match=r"run\.jsonl: another process is writing it"):
+            RunLog.reopen(tmp_path, "run")
+        child.kill()
+    log = RunLog.reopen(tmp_path, "run")
+    log.resume(from_step=0, checkpoint=None, differences=[], log_offset=tail_of(log.path).header_bytes)
+    assert lines_of(log.path)[-1]["event"] == "resume"
+
+
+@pytest.mark.parametrize(("name", "problem"), [
+    ("missing", "No such file or directory"),
+    ("link", "Too many levels of symbolic links"),
+    ("pipe", "no regular file"),
+    ("folder", "Is a directory"),
+    ("empty", "its first line is no header"),
+    ("headless", "its first line is no header"),
+    ("renamed", "is the log of run 'run'"),
+    ("../run", "is the log of run 'run'"),
+])
+def test_what_is_no_log_of_the_run_is_not_reopened(tmp_path, name, problem):
+    folder = tmp_path / "logs"
+    path, _ = broken_off(tmp_path)
+    folder.mkdir()
+    (folder / "link.jsonl").symlink_to(path)
+    os.mkfifo(folder / "pipe.jsonl")
+    (folder / "folder.jsonl").mkdir()
+    (folder / "empty.jsonl").write_bytes(b"")
+    (folder / "headless.jsonl").write_bytes(path.read_bytes().partition(b"\n")[2])
+    (folder / "renamed.jsonl").write_bytes(path.read_bytes())
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.jsonl") if file.is_file()}
+    for _ in range(2):
+        with pytest.raises(RunLogError, match=problem):
+            RunLog.reopen(folder, name)
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def test_the_tail_of_a_log_tells_how_it_ended_and_the_largest_times_of_any_line(tmp_path):
+    path, offset = broken_off(tmp_path)
+    header, *_ = path.read_bytes().splitlines(keepends=True)
+    tail = tail_of(path)
+    assert (tail.header, tail.header_bytes, tail.status) == (json.loads(header), len(header), None)
+    assert (tail.train_time_ms, tail.t_ms) == (9.25, json.loads(path.read_bytes().splitlines()[2])["t_ms"])
+
+    def go_on(status: str, train_time_ms: float) -> Tail:
+        log = RunLog.reopen(tmp_path, "run")
+        log.resume(from_step=1, checkpoint=None, differences=[], log_offset=offset)
+        assert tail_of(path).status is None
+        log.finish({"status": status, "val_loss": None, "train_time_ms": train_time_ms})
+        return tail_of(path)
+
+    assert go_on("interrupted", 12.0)[2:4] == ("interrupted", 12.0)
+    assert go_on("done", 11.0)[2:4] == ("done", 12.0)
+
+
+@pytest.mark.parametrize("name", ["missing", "link", "pipe"])
+def test_a_tail_is_read_from_regular_files_alone(tmp_path, name):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(broken_off(tmp_path)[0])
+    with pytest.raises(RunLogError, match=rf"cannot read the run log .*{name}"):
+        tail_of(tmp_path / name)
+
+
+def test_a_disabled_log_is_neither_reopened_nor_resumed(tmp_path):
+    broken_off(tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    log = RunLog.reopen(tmp_path, "run", enabled=False)
+    log.resume(from_step=1, checkpoint=None, differences=[], log_offset=3)
+    log.finish(END)
+    assert (log.offset, {file: file.read_bytes() for file in tmp_path.iterdir()}) == (0, before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

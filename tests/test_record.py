@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import reduce
+from itertools import accumulate
 from operator import getitem
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,19 +266,31 @@ def forge(folder: Path, change: Change = len) -> None:
     claim, logs = read_claim(folder / "claim.json"), {log.stem: read_events(log) for log in find_logs(folder / "runs")}
     for events in logs.values():
         events[0] |= {"claim": claim.id, "source_sha256": claim.source_sha256}
-    change(logs[min(logs)])
+    first = logs[min(logs)]
+    resume = next((event for event in first if event["event"] == "resume"), {})
+    kept = lines_before(first, resume["log_offset"]) if resume else 0
+    change(first)
     registry = folder / "runs" / "registry.jsonl"
     entries = [entry for entry in read_events(registry) if entry["run_id"] in logs]
     registry.unlink()
-    for entry in entries:
+    for nth, entry in enumerate(entries):
         events, line = logs[entry["run_id"]], {name: entry[name] for name in ("event", "run_id", "time")}
-        if entry["event"] == "start":
+        rest = [other["event"] for other in entries[nth:] if other["run_id"] == entry["run_id"]]
+        until = [at for at, event in enumerate(events) if event is resume and "resume" in rest]
+        content = b"".join(map(json_line, events[: min(until, default=None)]))
+        if rest[0] == "start":
             fields = {name: events[0].get(name) for name in REGISTERED}
             events[0]["registry_sha256"] = register(registry, **line, **fields)
-        else:
-            content = b"".join(map(json_line, events))
+        elif rest[0] == "end":
             (folder / "runs" / f"{entry['run_id']}.jsonl").write_bytes(content)
             register(registry, **line, log_sha256=sha256(content))
+        else:
+            found = register(registry, **line, log_bytes=len(content), log_sha256=sha256(content))
+            resume |= {"log_offset": len(b"".join(map(json_line, events[:kept]))), "registry_sha256": found}
+
+
+def lines_before(events: list[dict], offset: int) -> int:
+    return list(accumulate((len(json_line(event)) for event in events), initial=0)).index(offset)
 
 
 def claim_only(folder: Path, runs: list[Run]) -> None:
@@ -404,7 +417,7 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
                                             "its start is not in the registry", "its end is not in the registry"),
     "a digit of a loss": (lambda f: edit_loss(runs_of(f)[0].path), "edited: the log is not the one whose hash"),
     "a digit of one loss": (lambda f: edit_loss(runs_of(f)[0].path, 1), "edited: ", "unfinished: ", "missing: "),
-    "an edited log with an end line of its own": (end_again, "2 lines 'end' of run"),
+    "an edited log with an end line of its own": (end_again, "its lines in the registry are start end end, which no "),
     "a seed that was tried with other settings": (try_before, "seed 1000 was run by early outside the claim"),
     "a later claim": (lambda f: forge_claim(f, created="2999-01-01T00:00:00+00:00"),
                       "started .*, before the claim of 2999-01-01"),
@@ -517,6 +530,154 @@ def test_a_header_of_any_shape_is_a_failure_and_no_traceback(name, four):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Runs that were broken off and resumed
+
+
+@pytest.fixture(scope="module")
+def resumed_once(data, tmp_path_factory):
+    """A record of four runs; the first broke off in step 12, behind a checkpoint at step 8, and was resumed."""
+    records = tmp_path_factory.mktemp("resumed")
+    folder, logs = write_claim(records, "Resumed", 4, 3000), records / "logs"
+    flags = {"claim": folder / "claim.json", "seed": 3000, "trials": 4, "target": TARGET, "resume": "auto",
+             "checkpoint_dir": records / "checkpoints"}  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        step, count = train_gpt.optimizer_steps, iter(range(1000))
+
+        def break_off(session, number, *rest):
+            if number == STEPS - 1 and session.steps_done == number and next(count) == 0:
+                raise OSError("the disk of the data is gone")
+            return step(session, number, *rest)
+
+        patch.setattr(train_gpt, "optimizer_steps", break_off)
+        assert run(data, logs, checkpoint_every=8, **flags).code == 1
+    (log,) = find_logs(logs)
+    content = log.read_bytes()  # a first attempt to resume is killed before it writes to the log
+    register(logs / "registry.jsonl", "resume", run_id=log.stem, from_step=8, log_bytes=len(content),
+             log_sha256=sha256(content))  # fmt: skip
+    outcome = run(data, logs, **flags)
+    assert outcome.code == 0, outcome.err
+    assert held_in(folder, logs)
+    return folder
+
+
+def held_in(folder: Path, logs: Path) -> bool:
+    code, said = call("make", folder, logs)
+    return code == 0 and "verified; below 3.25 is shown" in said
+
+
+@pytest.fixture
+def resumed(resumed_once, tmp_path):
+    return shutil.copytree(resumed_once, tmp_path / resumed_once.name)
+
+
+def part(events: list[dict], kind: str, resumed: bool) -> list[dict]:
+    """The events of a kind, before the resume or after it."""
+    at = next(at for at, event in enumerate(events) if event["event"] == "resume")
+    return [event for event in (events[at:] if resumed else events[:at]) if event["event"] == kind]
+
+
+def set_back(events: list[dict], drop: bool = False) -> None:
+    """The clock to where it was at the checkpoint, as if no work had been lost."""
+    (lost,) = (event for event in events if event.get("name") == "lost")
+    for event in [event for kind in ("step", "val", "end") for event in part(events, kind, resumed=True)]:
+        event["train_time_ms"] -= lost["ms"]
+    lost["ms"] = 0.0
+    if drop:
+        events.remove(lost)
+
+
+def forget(events: list[dict]) -> None:
+    """That there was a resume, and what it superseded."""
+    set_back(events)
+    at = next(at for at, event in enumerate(events) if event["event"] == "resume")
+    del events[lines_before(events, events[at]["log_offset"]) : at + 2]
+
+
+def delay(name: str, ms: float) -> Change:
+    """Time that passes before the first phase of that name ends after the resume, in no phase."""
+    def change(events: list[dict]) -> None:
+        (first, *_) = (phase for phase in part(events, "phase", resumed=True) if phase["name"] == name)
+        for event in events[next(at for at, event in enumerate(events) if event is first) :]:
+            event["t_ms"] += ms
+    return change
+
+
+def drop_lines(folder: Path, *at: int) -> None:
+    """Lines of the first run out of the registry, by their place among its own."""
+    registry, first = folder / "runs" / "registry.jsonl", runs_of(folder)[0].run_id
+    own = [line for line in registry.read_text().splitlines(keepends=True) if first in line]
+    registry.write_text("".join(line for line in registry.read_text().splitlines(keepends=True)
+                                if line not in [own[place] for place in at]))
+
+
+def test_a_record_holds_with_a_run_that_was_resumed_and_says_so(resumed):
+    assert held(resumed)
+    found, (first, *others) = read_evidence(resumed), runs_of(resumed)
+    assert [entry["event"] for entry in found.registry if entry["run_id"] == first.run_id] == [
+        "start", "end", "resume", "resume", "end"]
+    assert [step.step for step in first.steps] == list(range(1, STEPS + 1))
+    assert [step.step for step in first.resumes[0].redone] == [9, 10, 11]
+    assert [validation.step for validation in first.resumes[0].revalidated] == [10]
+    assert all(len(run.resumes) == 0 for run in others)
+    page = (resumed / "README.md").read_text()
+    assert re.search(r"\nSeed 3000 was resumed at step 8 \(\d\d+ ms of lost work on the clock\)\.\n\n", page)
+    assert page.count("resumed at step") == 1
+
+
+def test_a_record_holds_with_a_run_that_was_killed_and_took_its_time_to_start_again(resumed):
+    def change(events: list[dict]) -> None:
+        events.remove(part(events, "end", resumed=False)[0])
+        delay("setup", 60_000.0)(events)
+
+    drop_lines(resumed, 1)
+    forge(resumed, change)
+    assert [entry["event"] for entry in read_evidence(resumed).registry][:4] == ["start", "resume", "resume", "end"]
+    assert held(resumed)
+
+
+RESUMED_CHEATS: dict[str, tuple] = {
+    "another setting after the resume": (
+        lambda events: part(events, "resume", True)[0].update(differences=["--dim 32 -> 64"]),
+        r"resumed at step 8 with differences: \['--dim 32 -> 64'\]"),
+    "a step that came out better the second time": (
+        lambda events: part(events, "step", False)[-1].update(train_loss=9.0),
+        r"step 11 had loss 9\.0 before the resume at 8 and 3\.\d+ after it"),
+    "a validation that came out better the second time": (
+        lambda events: part(events, "val", False)[-1].update(val_loss=9.0),
+        r"validation 10 had loss 9\.0 before the resume at 8 and 3\.\d+ after it"),
+    "lost work off the clock": (set_back, r"untimed work: the clock went from \d+ to \d+ ms at the resume"),
+    "no lost work": (lambda events: set_back(events, drop=True), "0 phases of lost work for 1 resumes",
+                     "untimed work: 717 ms between"),
+    "lost work that is untimed": (
+        lambda events: [set_back(events), each("phase", name="lost", timed=False)(
+            [event for event in events if event.get("name") == "lost"])],
+        "phase 'lost' of 0 ms, timed: False", "the clock went from"),
+    "time in no phase after the resume": (delay("validate", 1000.0), "untimed work: 1000 ms between the phases"),
+    "a resume that is not told": (forget, "2 resumes in the registry, 0 others in the log", "untimed work: 717 ms"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cheat", RESUMED_CHEATS)
+def test_a_record_with_a_resumed_run_is_caught_with(cheat, resumed):
+    change, *patterns = RESUMED_CHEATS[cheat]
+    forge(resumed, change)
+    caught(resumed, *patterns)
+
+
+def test_a_resume_that_is_in_the_log_alone_is_caught(resumed):
+    drop_lines(resumed, 2, 3)
+    forge(resumed)
+    caught(resumed, "its lines in the registry are start end end", "0 resumes in the registry, 1 others in the log")
+
+
+def test_a_digit_of_a_loss_that_was_superseded_is_caught(resumed):
+    first = runs_of(resumed)[0]
+    loss = str(first.resumes[0].redone[-1].train_loss)
+    edit(first.path, loss, loss[:-1] + str((int(loss[-1]) + 1) % 10))
+    caught(resumed, "edited: the log is not the one whose hash", "step 11 had loss")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Cheats that really run
 
 
@@ -542,32 +703,35 @@ def test_each_untimed_step_is_caught_but_for_one_in_each_validation_and_so_is_an
     tmp_path, data, monkeypatch
 ):
     """Eight runs, each with a cheat of its own."""
-    real, store = vars(train_gpt).copy(), RunLog.store_sources
+    real, real_header = vars(train_gpt).copy(), train_gpt.Session.header
     other = shutil.copytree(ROOT / "optim", tmp_path / "other" / "optim").parent
     now = SimpleNamespace(seed=None, step=None)
 
-    def train(session, log, *rest):
-        now.seed = int(re.search(r"_s(\d+)_", log.run_id)[1])
+    def train(session, run):
+        now.seed = int(re.search(r"_s(\d+)_", run.log.run_id)[1])
         step_untimed(session, 4 * (now.seed == 2000))
         session.data.train.reset()
-        return real["train"](session, log, *rest)
+        return real["train"](session, run)
 
-    def evaluate(session, log, ledger, step, windows):
+    def evaluate(session, run, step, windows):
         now.step = step
         step_untimed(session, now.seed == 2001)
         if phase := {2002: "tune", 2003: "checkpoint", 2004: "validate"}.get(now.seed):
-            with ledger.phase(phase, timed=False):
+            with run.ledger.phase(phase, timed=False):
                 step_untimed(session)
-        return real["evaluate"](session, log, ledger, step, windows)
+        return real["evaluate"](session, run, step, windows)
 
     def validate(session, *rest):
         step_untimed(session, {(2005, 5): 7}.get((now.seed, now.step), now.seed == 2006))
         return real["validate"](session, *rest)
 
+    def header(session, trial=None):
+        of_another = {"source_sha256": source_hash(other)} if trial and trial.seed == 2007 else {}
+        return real_header(session, trial) | of_another
+
     for name, cheat in (("train", train), ("evaluate", evaluate), ("validate", validate)):
         monkeypatch.setattr(train_gpt, name, cheat)
-    monkeypatch.setattr(
-        RunLog, "store_sources", lambda log, root: store(log, other if "_s2007_" in log.run_id else root))
+    monkeypatch.setattr(train_gpt.Session, "header", header)
     folder = make_record(tmp_path, data, "Cheats", n=8)
     patterns = {
         2000: "first loss 3.*, of a model that knows nothing 4.16",

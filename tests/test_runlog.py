@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.jsonl import json_line
 from runtime.log import SCHEMA, RunLog
 from scripts import runlog
-from scripts.runlog import LogError, Phase, Run, Step, Validation, find_runs, read_all, read_run, read_runs
+from scripts.runlog import LogError, Phase, Resume, Run, Step, Validation, find_runs, read_all, read_run, read_runs
 
 RULE = "=" * 100
 SOURCE = f"""import torch
@@ -172,6 +173,124 @@ def test_a_run_that_did_not_finish_or_was_edited_says_why(tmp_path, change, reas
     lines = write_json(tmp_path).read_text().splitlines(keepends=True)
     (run,) = read("".join(change(lines)), "run.jsonl")
     assert reason in run.unfinished
+
+
+# ---- Runs that were resumed
+
+
+def line(event: str, **fields: object) -> bytes:
+    return json_line({"event": event, "t_ms": 1.5, **fields})
+
+
+def step_line(step: int, ms: float) -> bytes:
+    return line("step", step=step, train_time_ms=ms, window=384, stage=0, skipped=False, train_loss=9.0 - step)
+
+
+def val_line(step: int, ms: float) -> bytes:
+    return line("val", step=step, total_steps=3, val_loss=9.25 - step, train_time_ms=ms)
+
+
+def resume_line(from_step: int, log_offset: object) -> bytes:
+    return line("resume", from_step=from_step, checkpoint=f"step_{from_step:06d}", differences=[],
+                log_offset=log_offset, registry_sha256="ab")
+
+
+HEAD = line("header", schema=SCHEMA, run_id="run", track="short", target=3.28, seed=0, trial=0, claim=None,
+            source_sha256="source", config_sha256="config", config={}, env={"gpu_count": 8})
+HEAD += val_line(0, 0.0)
+ONE = HEAD + step_line(1, 10.0)
+TORN = ONE + step_line(2, 20.0) + val_line(2, 20.0) + b'{"event": "step", "st\n'
+REST = step_line(2, 30.0) + step_line(3, 40.0) + val_line(3, 40.0)
+DONE = line("end", status="done", val_loss=6.25, peak_mib=None)
+
+
+def test_what_a_resume_supersedes_is_no_part_of_the_run_and_is_told_apart():
+    before = TORN + line("end", status="interrupted", val_loss=None, peak_mib=None)
+    lost = line("phase", name="lost", timed=True, ms=10.5)
+    (run,) = read(before + resume_line(1, len(ONE)) + lost + REST + DONE, "run.jsonl")
+    assert (run.unfinished, run.status, run.train_time_ms) == (None, "done", 40.0)
+    assert [(step.step, step.train_time_ms) for step in run.steps] == [(1, 10.0), (2, 30.0), (3, 40.0)]
+    assert [validation.step for validation in run.validations] == [0, 3]
+    again = Step(2, 20.0, 384, 0, False, 7.0), Validation(2, 7.25, 20.0, "7.25")
+    assert run.resumes == [Resume(1, "step_000001", [], 1.5, "ab", True, [again[0]], [again[1]])]
+    assert run.resumed == "resumed at step 1 (10 ms of lost work on the clock)"
+
+
+def test_a_log_is_unfinished_until_the_resumed_run_ends():
+    (run,) = read(TORN + resume_line(1, len(ONE)) + REST, "run.jsonl")
+    assert run.unfinished == "no end line"
+    (run,) = read(TORN + DONE + resume_line(1, len(ONE)) + REST, "run.jsonl")
+    assert (run.unfinished, run.status) == ("no end line", None)
+
+
+def test_a_torn_line_is_an_error_unless_it_is_superseded():
+    with pytest.raises(LogError, match="line 6: every line must be one JSON object"):
+        read(TORN + REST + DONE, "run.jsonl")
+    with pytest.raises(LogError, match="line 6: every line must be one JSON object"):
+        read(TORN + resume_line(2, len(TORN)) + REST[len(step_line(2, 30.0)) :] + DONE, "run.jsonl")
+
+
+def test_a_resume_from_further_back_supersedes_one_before_it():
+    twice = TORN + resume_line(1, len(ONE)) + step_line(2, 25.0)
+    (run,) = read(twice + resume_line(0, len(HEAD)) + step_line(1, 27.0) + REST + DONE, "run.jsonl")
+    assert [(step.step, step.train_time_ms) for step in run.steps] == [(1, 27.0), (2, 30.0), (3, 40.0)]
+    assert [(resume.from_step, resume.stands) for resume in run.resumes] == [(1, False), (0, True)]
+    assert [[step.train_time_ms for step in resume.redone] for resume in run.resumes] == [[20.0], [10.0, 25.0]]
+
+
+def test_a_resume_from_what_one_before_it_gave_up_takes_that_back():
+    saved = TORN[: TORN.index(b'{"event": "step", "st\n')]
+    content = TORN + resume_line(1, len(ONE)) + step_line(2, 25.0) + resume_line(2, len(saved)) + step_line(3, 40.0)
+    (run,) = read(content + val_line(3, 40.0) + DONE, "run.jsonl")
+    assert [(step.step, step.train_time_ms) for step in run.steps] == [(1, 10.0), (2, 20.0), (3, 40.0)]
+    assert [validation.step for validation in run.validations] == [0, 2, 3]
+    assert [resume.stands for resume in run.resumes] == [False, True]
+
+
+@pytest.mark.parametrize("offset", [1, len(ONE) - 1, len(ONE) + 1, len(TORN) + 1, 10**9, -1, 1.0, None, "0", True])
+def test_an_offset_that_is_no_beginning_of_an_earlier_line_is_refused(offset):
+    with pytest.raises(LogError, match="line 7: log_offset "):
+        read(TORN + resume_line(1, offset) + REST + DONE, "run.jsonl")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("from_step", -1), ("checkpoint", 3), ("differences", "none"), ("differences", [1]), ("registry_sha256", None),
+    ("t_ms", "x")])  # fmt: skip
+def test_a_resume_with_a_field_of_the_wrong_type_is_refused(name, value):
+    with pytest.raises(LogError, match=f"line 7: {name} must be "):
+        read(TORN + resume_line(1, len(ONE)).replace(b"}", b', "%s": %s}' % (name.encode(), json_line(value)[:-1]))
+             + REST, "run.jsonl")  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(["step", "save", "kill", "tear", "resume an older one"]), max_size=25))
+def test_steps_are_those_of_a_model_that_keeps_a_copy_at_each_checkpoint(acts):
+    """The real log, killed and resumed at random; the model never looks at bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = RunLog(folder, "run")
+        log.begin({"track": "short", "target": 3.28, "seed": 0, "trial": 0, "source_sha256": "", "config_sha256": "",
+                   "config": {}, "env": {"gpu_count": 1}})  # fmt: skip
+        done: list[tuple[int, float]] = []
+        saved, clock = [(log.offset, list(done))], 0.0
+        for act in acts:
+            if act == "step":
+                clock += 1.0
+                done.append((len(done) + 1, clock))
+                log.write("step", step=len(done), train_time_ms=clock, window=1, stage=0, skipped=False, train_loss=0.5)
+            elif act == "save":
+                saved.append((log.offset, list(done)))
+            else:
+                log.close()
+                if act == "tear":
+                    log.path.write_bytes(log.path.read_bytes() + b'{"event": "')
+                offset, kept = saved[-1 if act != "resume an older one" else len(saved) // 2]
+                done = list(kept)
+                log = RunLog.reopen(folder, "run")
+                log.resume(from_step=len(done), checkpoint=None, differences=[], log_offset=offset)
+        log.close()
+        run = read_run(log.path)
+        assert [(step.step, step.train_time_ms) for step in run.steps] == done
+        assert len(run.resumes) == len([act for act in acts if act not in ("step", "save")])
 
 
 # ---- Text: the grammars of the public logs

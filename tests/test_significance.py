@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from decimal import Decimal
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from scipy.stats import shapiro, ttest_1samp, ttest_ind
 
+from runtime.jsonl import json_line
 from runtime.log import SCHEMA, RunLog
 from scripts.significance import main
 
@@ -402,6 +404,22 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     assert f"left out: {cut}: no end line" in capsys.readouterr().out
     code, (arm,) = judge(capsys, cut)
     assert (code, arm["n"], arm["p"], arm["passes"], len(arm["incomplete"])) == (1, 0, None, False, 1)
+
+
+def test_a_run_that_was_resumed_counts_and_what_it_lost_is_said(tmp_path, capsys):
+    write_arm(tmp_path, NORMUON_3250[:6])
+    path = tmp_path / "run_003.jsonl"
+    head, lost, rest = re.split(rb'(?<=\n)({"event": "val".*\n)', path.read_bytes(), maxsplit=1)
+    events = [{"event": "resume", "from_step": 0, "checkpoint": None, "differences": [], "log_offset": len(head),
+               "registry_sha256": "", "t_ms": 5.0},
+              {"event": "phase", "name": "lost", "timed": True, "ms": 512.25, "t_ms": 5.0}]
+    path.write_bytes(b"".join([head, lost, *map(json_line, events), lost, rest]))
+    main([str(tmp_path)])
+    text = capsys.readouterr().out
+    assert text.count("resumed at") == 1
+    assert f"\n  {path}: resumed at step 0 (512 ms of lost work on the clock)\n" in text
+    _, (arm,) = judge(capsys, tmp_path)
+    assert (arm["n"], arm["incomplete"]) == (6, [])
 
 
 def test_copies_and_repeated_seeds_add_nothing(tmp_path, capsys):
