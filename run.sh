@@ -7,7 +7,11 @@
 # Environment, all optional:
 #   PYTHON                  the interpreter that .venv is made with, 3.11 or newer (default python3)
 #   NPROC                   processes on this machine (default: one per visible GPU, one where there is none)
-#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several machines: the same command on each, port 29500 by default
+#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several machines: the same command on each, port 29500 by default.
+#                           They share no files: each has its environment and data, NODE_RANK=0 writes logs and
+#                           checkpoints. Once ready they wait ten minutes for each other.
+#   NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME       the network interface (of ip -br addr) through which ranks on GPUs and
+#                           on CPUs talk, where a machine has several: that with the address on MASTER_ADDR's network
 #   SHARDS                  FineWeb training shards to have on disk (default: what the track needs)
 #
 # .venv and the data are made once and made again only when something they depend on has changed. Exit codes: those of
@@ -43,6 +47,7 @@ check_settings() {
         stop "NODE_RANK='${NODE_RANK:-}' is not a rank; with NNODES=$nodes give each machine one of 0 to $((nodes - 1))"
     [[ -n ${MASTER_ADDR:-} ]] || stop "NNODES=$nodes needs MASTER_ADDR, the address of the machine of NODE_RANK=0"
     require_count MASTER_PORT "${MASTER_PORT:-29500}"
+    ((${MASTER_PORT:-29500} < 65536)) || stop "MASTER_PORT='$MASTER_PORT' is not a port; give one of 1024 to 65535"
 }
 
 # Environment ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+MACHINES = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
 SHORT = ("--track", "short", "--data-dir", "elsewhere")  # a track for all GPUs, with data that are there
 TOOLS = ("awk", "bash", "cat", "dirname", "grep", "mkdir", "rm", "sha256sum", "sleep", "tail", "touch", "wc")
 STUB_TOOLS = ("cp", "od", "tr")
@@ -216,6 +217,13 @@ def test_several_machines_meet_at_the_master(clone: Clone) -> None:
     assert one[2:12] == [*meeting[:3], "0", *meeting[4:7], "1234", "--nproc_per_node", "1"]
 
 
+def test_the_network_to_use_reaches_the_trainer(clone: Clone) -> None:
+    names = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "ib0"}
+    shown = 'echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"\n'
+    (clone.root / ".venv/bin/python").write_text(PYTHON_STUB + shown)
+    assert clone.run(NPROC="2", **MACHINES, **names).stdout == "eth1 ib0\n"
+
+
 def test_processes_share_the_cores_unless_told_otherwise(clone: Clone) -> None:
     clone.run()
     clone.run(NPROC="3")
@@ -384,6 +392,12 @@ def test_several_machines_need_the_address_of_the_first(fresh: Clone) -> None:
     assert "NNODES=2 needs MASTER_ADDR" in refusal(fresh.run(NNODES="2", NODE_RANK="0"))
 
 
+@pytest.mark.parametrize("port", ["0", "65536", "ssh"])
+def test_a_port_that_does_not_exist_is_refused(fresh: Clone, port: str) -> None:
+    assert f"MASTER_PORT='{port}' is not a" in refusal(fresh.run(**MACHINES, MASTER_PORT=port))
+    assert fresh.calls() == []
+
+
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
@@ -456,20 +470,95 @@ def test_the_exit_code_of_pytest_is_passed_on(fresh: Clone) -> None:
     assert fresh.run("test", FAKE_PYTEST_STATUS="5").returncode == 5
 
 
+# Under Slurm ----------------------------------------------------------------------------------------------------------
+
+JOB = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
+SCONTROL_STUB = r"""#!/bin/bash
+echo "$*" >>scontrol_calls
+[[ $1 != show ]] || printf '127.0.0.1\nnode8\n'
+"""
+# The words after its options, on each node; the exit code is that of the last that failed.
+SRUN_STUB = r"""#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do SLURM_NODEID=$node "$@" & tasks[node]=$!; done
+for task in "${tasks[@]}"; do wait "$task" || status=$?; done
+exit ${status-0}
+"""
+
+
+@pytest.fixture
+def job(clone: Clone) -> Clone:
+    """A clone in which slurm.sh stands for run.sh and finds the commands of Slurm."""
+    shutil.copy(ROOT / "scripts" / "slurm.sh", clone.root)
+    clone.env |= JOB | {"SLURM_SUBMIT_DIR": str(clone.root)}
+    clone.stub("mktemp", f'#!/bin/bash\nexec {shutil.which("mktemp")} "$@"\n')
+    clone.stub("scontrol", SCONTROL_STUB)
+    clone.stub("srun", SRUN_STUB)
+    return clone
+
+
+def submit(job: Clone, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [str(job.root / "slurm.sh"), *flags]
+    return subprocess.run(command, env=job.env, cwd=job.bin, capture_output=True, text=True, timeout=120)
+
+
+def use_real_python(clone: Clone, trainer: str) -> None:
+    (clone.root / ".venv/bin/python").write_text(
+        f'#!/bin/bash\n[[ $1 == -V ]] && echo Python 3.12.1 || exec {sys.executable} "$@"\n'
+    )
+    (clone.root / "train_gpt.py").write_text(trainer)
+
+
+@pytest.mark.parametrize("script", ["run.sh", "scripts/slurm.sh", ".ci/run"])
+def test_the_shell_scripts_are_sound_and_can_be_started(script: str) -> None:
+    assert subprocess.run(["bash", "-n", str(ROOT / script)]).returncode == 0
+    assert os.access(ROOT / script, os.X_OK)
+
+
+def test_a_slurm_job_starts_one_run_on_all_its_nodes(job: Clone) -> None:
+    """With the real torchrun: two nodes of two processes meet as four ranks, all with the flags of the job."""
+    use_real_python(job, (
+        "import json, os, pathlib, sys\n"
+        "rank, size = os.environ['RANK'], os.environ['WORLD_SIZE']\n"
+        "pathlib.Path('rank' + rank).write_text(json.dumps([size, os.environ['MASTER_PORT'], sys.argv[1:]]))\n"
+    ))  # fmt: skip
+    job.env["NPROC"] = "2"
+    result = submit(job, "--steps", "two words")
+    assert result.returncode == 0, result.stderr
+    said = {path.name: json.loads(path.read_text()) for path in job.root.glob("rank*")}
+    assert said == {f"rank{rank}": ["4", "23456", ["--resume", "auto", "--steps", "two words"]] for rank in range(4)}
+    assert (job.root / "scontrol_calls").read_text() == "show hostnames node[7-8]\n"
+
+
+@pytest.mark.parametrize(("status", "queued"), [("interrupted", True), ("error", False), ("nonfinite", False)])
+def test_a_slurm_job_whose_run_was_interrupted_is_queued_again(job: Clone, status: str, queued: bool) -> None:
+    line = json.dumps({"event": "end", "status": status, "previous": "0"})
+    job.stub("srun", f"#!/bin/bash\nmkdir logs\necho '{line}' >logs/registry.jsonl\nexit 1\n")
+    assert submit(job).returncode == 1
+    assert ("requeue 123456" in (job.root / "scontrol_calls").read_text()) == queued
+
+
+def test_a_slurm_job_that_fails_before_its_run_begins_is_not_queued_for_the_interruption_of_another(job: Clone) -> None:
+    registry = job.root / "logs" / "registry.jsonl"
+    registry.parent.mkdir()
+    registry.write_text('{"event": "end", "status": "interrupted"}\n')
+    os.utime(registry, (1e9, 1e9))
+    job.stub("srun", "#!/bin/bash\nexit 2\n")
+    assert submit(job).returncode == 2
+    assert "requeue" not in (job.root / "scontrol_calls").read_text()
+
+
 # The real torchrun ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_torchrun_and_all_its_workers(clone: Clone, number: signal.Signals) -> None:
     """SIGINT reaches the whole group, as Ctrl-C does; SIGTERM reaches the started process only."""
-    (clone.root / ".venv/bin/python").write_text(
-        f'#!/bin/bash\n[[ $1 == -V ]] && echo Python 3.12.1 || exec {sys.executable} "$@"\n'
-    )
-    (clone.root / "train_gpt.py").write_text(
+    use_real_python(clone, (
         "import os, pathlib, time\n"
         "pathlib.Path('rank' + os.environ['RANK']).write_text(str(os.getpid()))\n"
         "time.sleep(120)\n"
-    )
+    ))  # fmt: skip
     pids = [clone.root / f"rank{rank}" for rank in (0, 1)]
     process = clone.start(NPROC="2")
     wait_until(lambda: all(path.exists() and path.read_text() for path in pids), "both workers to start")
