@@ -820,8 +820,8 @@ def train(session: Session, run: Run) -> float:
         # step: gradients of the whole batch, then one update
         message = forward_backward(session, session.windows(long))
         verdict = optimizer_steps(session, step, message)
-        previous, run.steps = long, step + 1
-        session.steps_done = run.steps
+        previous, session.steps_done = long, step + 1
+        run.stepped(step + 1)
         # log: no wait for the device, the loss is read when it is there
         now = ledger.train_time_ms
         progress.step_done(
@@ -844,20 +844,20 @@ def train(session: Session, run: Run) -> float:
     return evaluate(session, run, config.steps, session.final_windows())
 
 
-def run_trial(session: Session, trial: Trial) -> int:
+def run_trial(session: Session, trial: Trial, watch: Watch) -> int:
     """One run with its log and checkpoints, new or from where it was broken off; returns the exit code."""
     session.reset(trial.seed)
     if trial.resume and trial.resume.checkpoint:
         session.steps_done = session.whole().load(trial.snapshot(session.machine.is_main))["step"]
         session.model.rotary.fill()
     header = session.header(trial)
-    with Run(trial, session.config, session.machine, session.requests, header, SOURCE) as run:
+    with Run(trial, session.config, session.machine, session.requests, watch, header, SOURCE) as run:
         run.begin(session.ledger.phases)
         run.finish(train(session, run), session.whole())
     return run.code
 
 
-def make_runs(config: Config, machine: environment.Machine, started: float) -> int:
+def make_runs(config: Config, machine: environment.Machine, watch: Watch, started: float) -> int:
     """All runs that are left to make, one after the other; the exit code of the first that fails."""
     try:
         with signs_of_life("getting ready", machine.say):
@@ -874,7 +874,7 @@ def make_runs(config: Config, machine: environment.Machine, started: float) -> i
             return dry_run(session)
         machine.say(f"ready for the first step after {time.time() - started:.0f} s")
         with session.requests:
-            return next(filter(None, (run_trial(session, trial) for trial in trials)), 0)
+            return next(filter(None, (run_trial(session, trial, watch) for trial in trials)), 0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -888,7 +888,7 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             return environment.leave(environment.refuse(error, 2))
         with Watch(machine, config.rank_timeout) as watch, explained(watch, ShardError):
-            code = make_runs(config, machine, started)
+            code = make_runs(config, machine, watch, started)
     except Interrupted as signalled:
         code = signalled.code
     except Fault as error:

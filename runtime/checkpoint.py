@@ -110,6 +110,7 @@ class Writer:
         self._lock = threading.Lock()
         self._waiting: Snapshot | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread.submit(int)  # starts it while there is memory for it
 
     def submit(self, snapshot: Snapshot) -> None:
         with self._lock:

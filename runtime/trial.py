@@ -68,7 +68,7 @@ def explained(watch: Watch, data_error: type[Exception]) -> Iterator[None]:
         if out_of_memory(error):
             raise Fault(f"out of memory: {first_line(error)}. Give a smaller --micro-batch, or --micro-batch auto: "
                         f"batch and trajectory stay as they are.") from error
-        if lost := watch.blame(error):
+        if lost := watch.blame():
             raise RankFault(lost) from error
         raise
 
@@ -93,36 +93,35 @@ def plan_trials(settings: Any, header: dict[str, Any], say: Callable[[str], None
         return [first, *new[first.number + 1 :]]
     runs, plan = _registered(settings, header), []
     for trial in new:
-        run_id, status, source = runs.get(trial.seed, ("", "none", None))
+        run_id, source = runs.get(trial.seed, ("", None))
+        log = Path(settings.log_dir) / f"{run_id}.jsonl"
+        status = _status(log)
         if status == "done" and source == header["source_sha256"]:
-            say(f"seed {trial.seed} is done: {settings.log_dir}/{run_id}.jsonl")
-        elif status in ("none", "done") or not _begun(Path(settings.log_dir) / f"{run_id}.jsonl"):
+            say(f"seed {trial.seed} is done: {log}")
+        elif status in ("none", "done"):
             plan.append(trial)
         else:
             plan.append(_continued(settings, run_id, Path(settings.checkpoint_dir) / run_id, header, say))
     return plan
 
 
-def _registered(settings: Any, header: dict[str, Any]) -> dict[int, tuple[str, str, str]]:
-    """(run id, status, source hash) of the last run of each seed with this configuration and claim."""
+def _registered(settings: Any, header: dict[str, Any]) -> dict[int, tuple[str, str]]:
+    """(run id, source hash) of the last run of each seed with this configuration and claim."""
     path = Path(settings.log_dir) / REGISTRY
-    runs: dict[str, tuple[int, str]] = {}
-    status: dict[str, str] = {}
+    runs: dict[int, tuple[str, str]] = {}
     for entry in read_registry(path) if path.exists() else ():
         alike = all(entry.get(name) == header[name] for name in ("track", "config_sha256", "claim"))
         if entry["event"] == "start" and alike:
-            runs[entry["run_id"]] = (entry["seed"], entry["source_sha256"])
-        status[entry["run_id"]] = entry.get("status", "running")
-    return {seed: (run_id, status[run_id], source) for run_id, (seed, source) in runs.items()}
+            runs[entry["seed"]] = (entry["run_id"], entry["source_sha256"])
+    return runs
 
 
-def _begun(log: Path) -> bool:
-    """Whether the run's first line is there: one that was killed before has nothing to go on with."""
+def _status(log: Path) -> str | None:
+    """How the run ended, by its log: one that was killed could not register it. "none" if it has no first line."""
     try:
-        tail_of(log)
+        return tail_of(log).status
     except RunLogError:
-        return False
-    return True
+        return "none"
 
 
 def _find(settings: Any, path: Path, header: dict[str, Any], say: Callable[[str], None]) -> Trial:
@@ -190,9 +189,10 @@ class Run(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, trial: Trial, settings: Any, machine: Machine, requests: Requests, header: dict[str, Any], source: Path
-    ):
-        self.trial, self.settings, self.machine, self.requests = trial, settings, machine, requests
+        self, trial: Trial, settings: Any, machine: Machine, requests: Requests, watch: Watch, header: dict[str, Any],
+        source: Path,
+    ):  # fmt: skip
+        self.trial, self.settings, self.machine, self.requests, self.watch = trial, settings, machine, requests, watch
         self.steps, self.code = trial.resume.step if trial.resume else 0, 1
         self._header, self._source = header, source
         self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
@@ -209,6 +209,7 @@ class Run(contextlib.AbstractContextManager):
     def begin(self, phases: Iterable[tuple[str, bool, float]]) -> None:
         """The first lines, of a new run or of one that goes on; `phases` are those of getting ready."""
         self.log.store_sources(self._source)
+        self.watch.on_loss = self._write_end
         if self.trial.resume is None:
             self.log.begin(self._header)
         else:
@@ -224,6 +225,9 @@ class Run(contextlib.AbstractContextManager):
             found = f"; differences: {'; '.join(told)}" if told else ""
             self.machine.say(f"run {self.trial.run_id} goes on after step {resume.step}{found}")
         self.ledger.resume(resume.clock_ms, resume.lost_ms)
+
+    def stepped(self, step: int) -> None:
+        self.steps = self.watch.step = step
 
     def resume_clock(self) -> float:
         """Train from here on, on the clock; returns where it stands, in milliseconds."""
@@ -260,7 +264,7 @@ class Run(contextlib.AbstractContextManager):
     def locate(self, loader: Any, step: int, skip: Any) -> dict[str, Any]:
         """Fields for the log that say which tokens a bad step had; keeps them where --capture-nonfinite wants it."""
         place = loader.where(step)
-        if self.settings.capture_nonfinite and skip is not None and skip.guard == "nonfinite":
+        if self.settings.capture_nonfinite and skip is not None and not math.isfinite(skip.value):
             self._capture(loader.batches(step), {**place._asdict(), "step": step, **skip._asdict()})
         return {"shard": place.shard, "token_offset": place.start}
 
@@ -301,11 +305,15 @@ class Run(contextlib.AbstractContextManager):
         if self._writer is not None:
             self._writer.close()
         expected = self._explain(error)
-        end = self._end | {"steps": self.steps, "train_time_ms": self.ledger.train_time_ms}
-        self.log.finish({**end, "peak_mib": peak_mib(self.machine)})
+        self._write_end()
         if self._end["status"] == "done" and self._writer is not None:
             self._writer.clear(keep_last=self.settings.keep_model)
         return expected
+
+    def _write_end(self) -> None:
+        """Also called by the watch, when another rank is lost and the main thread may wait for it for ever."""
+        end = self._end | {"steps": self.steps, "train_time_ms": self.ledger.train_time_ms}
+        self.log.finish({**end, "peak_mib": peak_mib(self.machine)})
 
     def _explain(self, error: BaseException | None) -> bool:
         """Whether this end was to be expected; says it."""

@@ -276,8 +276,11 @@ class Watch:
         if self._reachable:
             self._last_words(lambda: self._tell(end))
 
-    def blame(self, error: Exception) -> str:
-        """The rank that is lost, if that is why a collective raised this error, else "". Takes a few beats."""
+    def blame(self) -> str:
+        """Who is lost, if that is why a collective has just raised an error, else "". Takes a few beats.
+
+        Ranks other than the first, whose errors nobody prints, say it here.
+        """
         if self._machine.world_size == 1:
             return ""
         self._blames = True
@@ -288,6 +291,8 @@ class Watch:
             self._verdict = found
             with contextlib.suppress(dist.DistError, TimeoutError):
                 in_time(lambda: self._agree(found), GRACE)
+        if self._verdict and not self._machine.is_main:
+            self._say()
         return self._verdict
 
     # ---- In the watch's own thread
@@ -334,9 +339,12 @@ class Watch:
 
     def _end(self) -> None:
         """The main thread may be in a call that never returns, so that nothing but this ends the process."""
-        print(f"error: {self._verdict}", file=sys.stderr, flush=True)
+        self._say()
         self._last_words(self.on_loss, sys.stdout.flush)
         os._exit(1)
+
+    def _say(self) -> None:
+        print(f"error: {self._verdict}", file=sys.stderr, flush=True)
 
     def _last_words(self, *functions: Callable[[], object]) -> None:
         """Call them, and take leave of the store."""

@@ -28,6 +28,7 @@ from runtime import environment
 from runtime.flags import parse
 from runtime.progress import Progress
 from runtime.trial import Run, Trial
+from runtime.watch import Watch
 
 SAVED_EVERY = 100  # steps between checkpoints, for the sum
 
@@ -121,7 +122,8 @@ def opened(flags: list[str], folder: str) -> Iterator[tuple[train_gpt.Session, R
     with session.data.train:
         train_gpt.compile_model(session)
         trial = Trial(config.seed, 0, "overhead")
-        with Run(trial, config, machine, session.requests, session.header(trial), train_gpt.SOURCE) as run:
+        watch = Watch(machine, config.rank_timeout)
+        with Run(trial, config, machine, session.requests, watch, session.header(trial), train_gpt.SOURCE) as run:
             run.begin(session.ledger.phases)
             yield session, run
 

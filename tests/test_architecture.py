@@ -19,7 +19,9 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 SHELL = [ROOT / "run.sh", ROOT / "scripts" / "slurm.sh", ROOT / ".ci" / "run"]
 PRODUCT = [*LIBRARY, *SCRIPTS, *SHELL]
 COMMANDS = {path.stem for path in SCRIPTS if "__main__" in path.read_text(encoding="utf-8")}
-NEEDING_TORCH = {"ablate", "bench_train", "bench_optim", "optim_quality", "plot_schedules", "check_env", "scaling", "bench_overhead"}  # the others read logs
+NEEDING_TORCH = {  # the others read logs
+    "ablate", "bench_train", "bench_optim", "bench_overhead", "check_env", "optim_quality", "plot_schedules", "scaling",
+}  # fmt: skip
 LOG_TOOLS = [path for path in SCRIPTS if path.stem not in NEEDING_TORCH]
 TRAINER_LINES, PRODUCT_LINES = 900, 13_000
 

@@ -99,8 +99,7 @@ def work(limit, action=lambda: None, victims=(1,), finish=environment.leave):
             try:
                 dist.all_reduce(torch.ones(1))  # as an optimizer does: not through the machine
             except RuntimeError as error:
-                code = 1
-                print(f"error: {guard.blame(error)}", file=sys.stderr)
+                code = environment.refuse(RuntimeError(guard.blame() or error), 1)
                 break
             time.sleep(0.02)
             if step == LAST and machine.rank in victims:
