@@ -50,9 +50,10 @@ class Machine:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def say(self, text: str) -> None:
-        """One line to people, from the first rank alone."""
+        """One line to people, from the first rank alone; what they cannot be told does not end a run."""
         if self.is_main:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):
+                print(text, flush=True)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -182,6 +183,7 @@ def leave(code: int) -> int:
 
     Such a process ends right here: threads of its backend, or left in it, can abort or hang the interpreter's exit.
     """
+    flush()
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return code
     if code == 0 and dist.is_initialized():
@@ -190,9 +192,17 @@ def leave(code: int) -> int:
         except RuntimeError as error:
             print(f"error: another rank did not come to the end: {first_line(error)}", file=sys.stderr)
             code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(code)
+
+
+def flush() -> None:
+    """Write out what was said; what cannot be written is dropped, as it would spoil the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def native_bf16(device: torch.device) -> bool:

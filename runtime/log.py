@@ -156,6 +156,15 @@ def _time(event: dict[str, Any], name: str) -> float:
     return value if isinstance(value, float) and math.isfinite(value) else 0.0
 
 
+def register_end(path: Path) -> None:
+    """Register how the run of a log ended, as it could not itself. May raise OSError."""
+    content = path.read_bytes()
+    end = _event(content.splitlines()[-1])
+    outcome = {"status": end.get("status"), "val_loss": end.get("val_loss")}
+    sha256 = hashlib.sha256(content).hexdigest()
+    register(path.with_name(REGISTRY), "end", run_id=path.stem, **outcome, log_sha256=sha256)
+
+
 def _tell(warning: str) -> None:
     print(warning, file=sys.stderr, flush=True)
 

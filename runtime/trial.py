@@ -15,7 +15,7 @@ from runtime.checkpoint import CheckpointError, Snapshot, Writer, checkpoints, n
 from runtime.clock import Ledger
 from runtime.environment import Machine, out_of_memory, peak_mib
 from runtime.flags import as_text, flag
-from runtime.log import RunLog, RunLogError, new_run_id, tail_of
+from runtime.log import RunLog, RunLogError, new_run_id, register_end, tail_of
 from runtime.progress import NonFinite
 from runtime.registry import REGISTRY, read_registry
 from runtime.requests import SAVE, Requests
@@ -93,11 +93,13 @@ def plan_trials(settings: Any, header: dict[str, Any], say: Callable[[str], None
         return [first, *new[first.number + 1 :]]
     runs, plan = _registered(settings, header), []
     for trial in new:
-        run_id, source = runs.get(trial.seed, ("", None))
+        run_id, source, ended = runs.get(trial.seed, ("", None, True))
         log = Path(settings.log_dir) / f"{run_id}.jsonl"
         status = _status(log)
         if status == "done" and source == header["source_sha256"]:
             say(f"seed {trial.seed} is done: {log}")
+            if not ended:  # it was killed between its last two lines
+                register_end(log)
         elif status in ("none", "done"):
             plan.append(trial)
         else:
@@ -105,14 +107,17 @@ def plan_trials(settings: Any, header: dict[str, Any], say: Callable[[str], None
     return plan
 
 
-def _registered(settings: Any, header: dict[str, Any]) -> dict[int, tuple[str, str]]:
-    """(run id, source hash) of the last run of each seed with this configuration and claim."""
+def _registered(settings: Any, header: dict[str, Any]) -> dict[int, tuple[str, str, bool]]:
+    """(run id, source hash, whether its end is registered) of each seed's last run with these settings and claim."""
     path = Path(settings.log_dir) / REGISTRY
-    runs: dict[int, tuple[str, str]] = {}
+    runs: dict[int, tuple[str, str, bool]] = {}
     for entry in read_registry(path) if path.exists() else ():
         alike = all(entry.get(name) == header[name] for name in ("track", "config_sha256", "claim"))
         if entry["event"] == "start" and alike:
-            runs[entry["seed"]] = (entry["run_id"], entry["source_sha256"])
+            runs[entry["seed"]] = (entry["run_id"], entry["source_sha256"], False)
+        for seed, (run_id, source, _) in runs.items():
+            if entry["run_id"] == run_id and entry["event"] != "start":
+                runs[seed] = (run_id, source, entry["event"] == "end")
     return runs
 
 
@@ -153,9 +158,9 @@ def _continued(
         return Trial(seed, number, run_id, Resume(0, tail.header_bytes, 0.0, tail.train_time_ms))
     state = found[1].state
     if state["run_id"] != run_id:
-        raise CheckpointError(f"{found[0]} is of run {state['run_id']!r:.80}, not of {run_id}; a folder was renamed or mixed "
-                              f"up. Put it back.")
-    lost = tail.train_time_ms - state["clock_ms"]
+        raise CheckpointError(f"{found[0]} is of run {state['run_id']!r:.80}, not of {run_id}; a folder was renamed or "
+                              f"mixed up. Put it back.")
+    lost = max(tail.train_time_ms - state["clock_ms"], 0.0)  # copying it is on the clock, and maybe in no line yet
     return Trial(seed, number, run_id, Resume(state["step"], state["log_offset"], state["clock_ms"], lost, found[0]))
 
 
@@ -208,7 +213,8 @@ class Run(contextlib.AbstractContextManager):
 
     def begin(self, phases: Iterable[tuple[str, bool, float]]) -> None:
         """The first lines, of a new run or of one that goes on; `phases` are those of getting ready."""
-        self.log.store_sources(self._source)
+        if self.log.store_sources(self._source) != self._header["source_sha256"]:
+            raise RunLogError("the source was edited while the run got ready: start it again")
         self.watch.on_loss = self._write_end
         if self.trial.resume is None:
             self.log.begin(self._header)

@@ -240,11 +240,9 @@ def check_registry(evidence: Evidence) -> Iterator[Failure]:
             yield Failure("its header differs from its line in the registry", where, mend)
         if run.complete and not end:
             yield Failure("its end is not in the registry", where, "add the registry.jsonl as it was after the run")
-        # a process that was killed before it wrote more than its line found the log as the next one did
-        last = {entry.get("log_bytes"): entry["sha256"] for entry in resumes if vouches(entry, log)}
         if not all(vouches(entry, log) for entry in resumes + end):
             yield Failure("edited: the log is not the one whose hash the run registered", where, mend)
-        elif list(last.values()) != [resume.registry_sha256 for resume in run.resumes]:
+        elif last_by_length(resumes) != [resume.registry_sha256 for resume in run.resumes]:
             yield Failure(f"{len(resumes)} resumes in the registry, {len(run.resumes)} others in the log", where, mend)
 
 
@@ -253,6 +251,11 @@ def vouches(entry: dict[str, Any], log: bytes) -> bool:
     size = entry.get("log_bytes", len(log))
     known = type(size) is int and 0 <= size <= len(log)
     return known and hashlib.sha256(log[:size]).hexdigest() == entry.get("log_sha256")
+
+
+def last_by_length(resumes: list[dict[str, Any]]) -> list[str]:
+    """A process that was killed before it wrote more than its line to the registry left the log as it found it."""
+    return list({entry.get("log_bytes"): entry["sha256"] for entry in resumes}.values())
 
 
 def check_resumes(evidence: Evidence) -> Iterator[Failure]:

@@ -258,10 +258,10 @@ def rewrite_claim(folder: Path, **changed: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
-def forge(folder: Path, change: Change = len) -> None:
+def forge(folder: Path, change: Change = len, *, stale: bool = False) -> None:
     """Change the events of the first run and write logs and registry anew, as if the runs had written them.
 
-    What is caught then is caught by the rule for the thing itself.
+    What is caught then is caught by the rule for the thing itself. `stale`: but for hashes of logs at a resume.
     """
     claim, logs = read_claim(folder / "claim.json"), {log.stem: read_events(log) for log in find_logs(folder / "runs")}
     for events in logs.values():
@@ -285,7 +285,8 @@ def forge(folder: Path, change: Change = len) -> None:
             (folder / "runs" / f"{entry['run_id']}.jsonl").write_bytes(content)
             register(registry, **line, log_sha256=sha256(content))
         else:
-            found = register(registry, **line, log_bytes=len(content), log_sha256=sha256(content))
+            digest = entry["log_sha256"] if stale else sha256(content)
+            found = register(registry, **line, log_bytes=len(content), log_sha256=digest)
             resume |= {"log_offset": len(b"".join(map(json_line, events[:kept]))), "registry_sha256": found}
 
 
@@ -645,6 +646,9 @@ RESUMED_CHEATS: dict[str, tuple] = {
     "a validation that came out better the second time": (
         lambda events: part(events, "val", False)[-1].update(val_loss=9.0),
         r"validation 10 had loss 9\.0 before the resume at 8 and 3\.\d+ after it"),
+    "a lost validation behind more training than is charged": (
+        lambda events: part(events, "val", False)[-1].update(train_time_ms=5000.0),
+        r"untimed work: the clock went from 5000 to \d+ ms at the resume"),
     "lost work off the clock": (set_back, r"untimed work: the clock went from \d+ to \d+ ms at the resume"),
     "no lost work": (lambda events: set_back(events, drop=True), "0 phases of lost work for 1 resumes",
                      "untimed work: 717 ms between"),
@@ -668,6 +672,18 @@ def test_a_resume_that_is_in_the_log_alone_is_caught(resumed):
     drop_lines(resumed, 2, 3)
     forge(resumed)
     caught(resumed, "its lines in the registry are start end end", "0 resumes in the registry, 1 others in the log")
+
+
+@pytest.mark.parametrize("value", [None, "9", [], -1, 1.5, 10**30])
+def test_a_resume_of_any_shape_in_the_registry_is_a_failure_and_no_traceback(value, resumed):
+    fields = {"run_id": runs_of(resumed)[0].run_id, "log_bytes": value, "log_sha256": sha256(b"")}
+    register(resumed / "runs" / "registry.jsonl", "resume", **fields)
+    caught(resumed, "edited: the log is not the one whose hash", "its end is not in the registry")
+
+
+def test_a_log_that_was_edited_before_its_resume_is_caught_though_its_end_vouches_for_it(resumed):
+    forge(resumed, lambda events: part(events, "step", False)[-1].update(tokens=1), stale=True)
+    caught(resumed, "edited: the log is not the one whose hash")
 
 
 def test_a_digit_of_a_loss_that_was_superseded_is_caught(resumed):

@@ -253,6 +253,14 @@ def test_an_offset_that_is_no_beginning_of_an_earlier_line_is_refused(offset):
         read(TORN + resume_line(1, offset) + REST + DONE, "run.jsonl")
 
 
+def test_an_offset_where_a_later_line_begins_is_refused():
+    later = len(TORN + resume_line(1, 999))
+    content = TORN + resume_line(1, later) + REST + DONE
+    assert content[later - 1 :].startswith(b'\n{"event": "step"')
+    with pytest.raises(LogError, match=f"line 7: log_offset {later} "):
+        read(content, "run.jsonl")
+
+
 @pytest.mark.parametrize(("name", "value"), [
     ("from_step", -1), ("checkpoint", 3), ("differences", "none"), ("differences", [1]), ("registry_sha256", None),
     ("t_ms", "x")])  # fmt: skip
