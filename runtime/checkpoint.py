@@ -103,9 +103,8 @@ class Writer:
     A checkpoint that cannot be written is told by `warn`, and the run goes on; `last` is the newest that was.
     """
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]):
-        self.folder = folder
-        self.last: Path | None = None
+    def __init__(self, folder: Path, warn: Callable[[str], None], last: Path | None = None):
+        self.folder, self.last = folder, last
         self._warn = warn
         self._lock = threading.Lock()
         self._waiting: Snapshot | None = None
@@ -140,7 +139,7 @@ class Writer:
         if not keep_last:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif self.last is not None:
-            for path in (path for path in checkpoints(self.folder) if path != self.last):
+            for path in (path for path in checkpoints(self.folder) if path.name != self.last.name):
                 _remove(path)
 
 

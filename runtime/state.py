@@ -67,7 +67,7 @@ class Whole:
     def load(self, snapshot: Snapshot | None) -> dict[str, Any]:
         """Give what rank 0 took, at any number of ranks, to all of them; returns the rest of its state.
 
-        Raises CheckpointError where it does not fit, ValueError for another order of the data.
+        Raises CheckpointError where it does not fit, the order of the data included.
         """
         machine = self.machine
         model, optim = machine.broadcast(snapshot and snapshot.model), machine.broadcast(snapshot and snapshot.optim)
@@ -79,10 +79,10 @@ class Whole:
                 own = {key: part for key, part in optim.items() if key.rpartition(".")[0] in names}
                 optimizer.load_named_state(own)
             self.guard.load_state_dict(_below(GUARD, optim))
-        except ValueError as error:
+            self.loader.load_state_dict(state["data"])
+            set_random_state(_below(f"{RANDOM}{machine.rank}.", optim), machine.device)
+        except Exception as error:  # of any kind, where somebody else than a run has written it
             raise CheckpointError(f"the checkpoint does not fit this run: {error}") from None
-        set_random_state(_below(f"{RANDOM}{machine.rank}.", optim), machine.device)
-        self.loader.load_state_dict(state["data"])
         return state
 
     @torch.no_grad()

@@ -204,7 +204,8 @@ class Run(contextlib.AbstractContextManager):
         opened = RunLog.reopen if trial.resume else RunLog
         self.log = opened(settings.log_dir, trial.run_id, enabled=machine.is_main)
         self.ledger = Ledger(machine.synchronize, self._log_phase)
-        self._writer = Writer(Path(settings.checkpoint_dir) / trial.run_id, machine.say) if machine.is_main else None
+        folder, last = Path(settings.checkpoint_dir) / trial.run_id, trial.resume.checkpoint if trial.resume else None
+        self._writer = Writer(folder, machine.say, last) if machine.is_main else None
         self._every = Interval.parse(settings.checkpoint_every)
         self._saved_at, self._saved_time = self.steps, time.monotonic()
 
