@@ -41,10 +41,11 @@ from runtime.preflight import saved_bytes
 from runtime.progress import Progress, signs_of_life
 from runtime.rehearsal import Stage, rehearse
 from runtime.requests import Requests
+from runtime.resume import Trial, plan_trials
 from runtime.settings import RunSettings
 from runtime.signals import Interrupted, listen
 from runtime.state import Whole, same_bits
-from runtime.trial import Fault, Run, Trial, explained, plan_trials
+from runtime.trial import Fault, Run, explained
 from runtime.watch import Watch
 
 # ---- Configuration: every number of an experiment; the flags come from here. The defaults are the `short` track.
@@ -715,9 +716,11 @@ def compile_model(session: Session) -> None:
 
 
 def probe(session: Session) -> None:
-    """What takes most memory, on this rank alone: one micro-batch and one batch of validation."""
+    """What takes most memory, on this rank alone: a micro-batch beside the gradients of another, then validation."""
     windows = session.windows(session.config.windows[0])
-    batch_loss(session, next(session.data.train)[0], windows, session.data.longest).backward()
+    session.data.train.reset()
+    for batch in 2 * next(session.data.train)[:1]:
+        batch_loss(session, batch, windows, session.data.longest).backward()
     with torch.no_grad():
         for batch in session.data.validation[:1]:
             batch_loss(session, batch, windows, session.config.val_sequence)
@@ -747,18 +750,19 @@ def warm_up(session: Session) -> None:
 
 
 def take_steps(session: Session, long: int, count: int) -> None:
-    """Steps that are no part of a run."""
+    """Steps that are no part of a run, on its first tokens."""
+    session.data.train.reset()
     for step in range(count):
         optimizer_steps(session, step, forward_backward(session, session.windows(long)))
 
 
 def dry_run(session: Session) -> int:
     """What a run would need and take, from real steps at each window; 0 to go, 2 not to."""
-    config, model = session.config, session.model
+    config, model, steps = session.config, session.model, range(session.config.steps)
     stages = {
         f"window {long * config.window_block}": Stage(
             count, config.adam_every, partial(take_steps, session, long, config.adam_every))
-        for long, count in Counter(window(config, step) for step in range(config.steps)).items()
+        for long, count in Counter(window(config, step) for step in steps).items()
     }  # fmt: skip
     batch, windows = next(session.data.train)[0], session.windows(config.windows[0])
     forward = partial(batch_loss, session, batch, windows, session.data.longest)
@@ -768,9 +772,8 @@ def dry_run(session: Session) -> int:
         "weights": weights, "gradients": weights, "optimizer state": sum(part.nbytes for part in owned),
         "activations and logits": saved_bytes(forward, model.parameters()),
     }  # fmt: skip
-    validations = 1 + sum(validates(config, step) for step in range(config.steps))
-    check = partial(validate, session, session.final_windows())
-    return rehearse(session.machine, config, memory, stages, check, validations, session.ledger)
+    check, validations = partial(validate, session, session.final_windows()), map(partial(validates, config), steps)
+    return rehearse(session.machine, config, memory, stages, check, 1 + sum(validations), session.ledger)
 
 
 @torch.no_grad()
@@ -795,18 +798,15 @@ def evaluate(session: Session, run: Run, step: int, windows: Windows) -> float:
     """The validation loss before this step, outside the clock and on all ranks; raises NonFinite."""
     with run.ledger.phase("validate", timed=False):
         val_loss = validate(session, windows)
-    run.validated(step, val_loss)
-    return val_loss
+    return run.validated(step, val_loss)
 
 
 def train(session: Session, run: Run) -> float:
     """One run, from where it is to its end; returns the last validation loss."""
     config, machine, ledger = session.config, session.machine, run.ledger
-    mfu_per_rate = session.model.flops_per_token() / session.peak[0]
+    mfu_rate = session.model.flops_per_token() / session.peak[0]
     locate = partial(run.locate, session.data.train)
-    progress = Progress(
-        run.log, machine.say, session.guard.explain, locate, session.requests, config.steps, mfu_per_rate
-    )
+    progress = Progress(run.log, machine.say, session.guard.explain, locate, session.requests, config.steps, mfu_rate)
     previous, stepped_at = window(config, max(session.steps_done - 1, 0)), run.resume_clock()
     for step in range(session.steps_done, config.steps):
         long = window(config, step)

@@ -80,7 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         keep_freed_memory()
         self._allocate()
         self._proposed: list[Update] = []
-        self._held: dict[Unit, Tensor] = {}
+        self._memory: dict[Unit, Tensor] = {}
         self._arrived: list[tuple[Tensor, Tensor]] = []
         self.guard = Guard([self], nonfinite=nonfinite_guard)
 
@@ -190,14 +190,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for layout, wait in zip(self.layouts, waits, strict=True):
             found: dict[Unit, Tensor] = {}
             places = layout.open() if isinstance(layout, Parcel) else None
+            self._holding = guarded and places is None
             for update in self._updates(wait()):
                 found |= zip(update.units, update.measures, strict=True) if guarded else {}
                 if places is not None:
                     self._sweep(update, None, [places[unit] for unit in update.units], state=False)
                     update.directions = []
-                elif guarded:
-                    self._hold(update)
-                else:
+                elif not guarded:
                     self._write(update, None)
                     continue
                 self._proposed.append(update)
@@ -207,11 +206,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._arrived = [pair for finish in finishes for pair in finish()]
         return torch.cat([layout.measures for layout in self.layouts]) if guarded else None
 
-    def _hold(self, update: Update) -> None:
-        """Move directions to memory that is kept from step to step: fresh pages would cost more than the copy."""
-        for index, (unit, direction) in enumerate(zip(update.units, update.directions, strict=False)):
-            kept = self._held.setdefault(unit, direction)
-            update.directions[index] = kept if kept is direction else kept.copy_(direction)
+    def _kept(self, unit: Unit, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Memory for directions that wait for the commit; the same in every step, as fresh pages cost more than it."""
+        if not self._holding:
+            return None
+        if unit not in self._memory or self._memory[unit].shape != shape:
+            self._memory[unit] = torch.empty(shape, dtype=dtype, device=unit.param.device)
+        return self._memory[unit]
 
     @torch.no_grad()
     def commit(self, ok: Tensor | None) -> None:

@@ -191,7 +191,8 @@ class Muon(ShardedOptimizer):
             torch._foreach_lerp_(mine, [self._slots[unit]["momentum"] for unit in update.units], kept)
 
     def _normalized(self, directions: Tensor, updates: list[Update]) -> Tensor:
-        return directions
+        kept = self._kept(updates[0].units[0], directions.shape, directions.dtype)
+        return directions if kept is None else kept.copy_(directions)
 
     def _advance(self, grads: list[Tensor], state: Lists, group: dict[str, Any]) -> None:
         torch._foreach_lerp_(state[0], grads, 1 - group["momentum"])
@@ -271,7 +272,8 @@ class NorMuon(Muon):
         before = squares.sum(dim=(-2, -1), keepdim=True).sqrt()
         after = (squares * factor.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
         factor *= before / after.clamp_min(1e-10)
-        return (matrices * factor).view(directions.shape)  # in float32: rounding it to bf16 once more cost loss
+        kept = self._kept(updates[0].units[0], matrices.shape, wide)  # float32: rounding it to bf16 once more cost loss
+        return torch.mul(matrices, factor, out=kept).view(directions.shape)
 
     def _new_variances(self, means: Tensor, updates: list[Update]) -> Tensor:
         """The running means, shaped as `means`; they become state when the update is written."""

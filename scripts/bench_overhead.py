@@ -1,10 +1,11 @@
-"""What do guards, logging and checkpoints cost? Blocks of training steps with and without them, in turn.
+"""What do guards, logging and checkpoints cost, beside a training step without them? Interleaved, as medians.
 
-    python scripts/bench_overhead.py                         the tiny track: 30 rounds of 10 steps for each arm
+    python scripts/bench_overhead.py                         the tiny track
     python scripts/bench_overhead.py --rounds 60 --json
 
-An arm is paired with the bare steps of its round, and its cost is the median of the differences. A block with a
-checkpoint begins with it, so that the steps after it bear what its writing costs in the background.
+Guards: optimizer steps with and without them, on the same gradients, in turn. Logging: what writing a step's line
+takes. Checkpoints: blocks of steps that begin with one, so that they bear what its writing costs in the background,
+against blocks that do not.
 """
 
 import argparse
@@ -13,10 +14,11 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,89 +29,97 @@ from optim import Guard
 from runtime import environment
 from runtime.flags import parse
 from runtime.progress import Progress
-from runtime.trial import Run, Trial
+from runtime.resume import Trial
+from runtime.trial import Run
 from runtime.watch import Watch
 
-SAVED_EVERY = 100  # steps between checkpoints, for the sum
-
-
-class Arm(NamedTuple):
-    guards: bool = False
-    logging: bool = False
-    checkpoint: bool = False
-
-
-ARMS = {
-    "bare": Arm(), "guards": Arm(guards=True), "logging": Arm(logging=True), "checkpoint": Arm(checkpoint=True),
-    "all": Arm(True, True, True),
-}  # fmt: skip
+SAVED_EVERY_S = 60.0  # seconds between checkpoints, for the sum
+PAIRS = 10  # pairs of optimizer steps in a round, for each block of steps
 
 
 class Bench:
-    """Blocks of steps of one session, each as its arm says."""
+    """One session, timed with a part and without it."""
 
     def __init__(self, session: train_gpt.Session, run: Run, steps: int):
         self.session, self.run, self.steps = session, run, steps
-        bare = Guard(session.optimizers.values(), nonfinite=False)
-        self.guards = {True: session.guard, False: bare}
-
-    def ms(self, arm: Arm) -> float:
-        """Milliseconds of a block."""
-        session, run, config = self.session, self.run, self.session.config
+        self.guarded, self.bare = session.guard, Guard(session.optimizers.values(), nonfinite=False)
         locate = partial(run.locate, session.data.train)
-        progress = Progress(
-            run.log, session.machine.say, session.guard.explain, locate, session.requests, config.steps, 1.0)
-        session.guard = self.guards[arm.guards]
+        config = session.config
+        self.progress = Progress(
+            run.log, session.machine.say, self.guarded.explain, locate, session.requests, config.steps, 1.0)
         session.reset(config.seed)
-        next(session.data.train)  # so that the next one is prefetched, as in a run
-        session.machine.synchronize()
+        self.message = train_gpt.forward_backward(session, session.windows(config.windows[0]))
+        self.gradients = [(p, p.grad) for p in session.model.parameters() if p.grad is not None]
+        self.ms: dict[str, list[float]] = defaultdict(list)
+
+    def time(self, name: str, function: Callable[[], object]) -> None:
+        self.session.machine.synchronize()
         begun = time.perf_counter()
-        if arm.checkpoint:
-            run.save(session.whole())
+        function()
+        self.session.machine.synchronize()
+        self.ms[name].append(1000 * (time.perf_counter() - begun))
+
+    def optimize(self, guard: Guard, step: int) -> Any:
+        self.session.guard = guard
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        return train_gpt.optimizer_steps(self.session, step, self.message)
+
+    def log(self, verdict: Any) -> None:
+        line = {"step": 1, "tokens": 1, "train_time_ms": 1.0, "step_ms": 1.0, "lr_mul": 1.0, "window": 1, "stage": 0}
+        self.progress.step_done(line, self.message, verdict)
+
+    def block(self, saves: bool) -> None:
+        session = self.session
+        if saves:
+            self.run.save(session.whole())
         for step in range(self.steps):
-            message = train_gpt.forward_backward(session, session.windows(config.windows[0]))
-            verdict = train_gpt.optimizer_steps(session, step, message)
-            if arm.logging:
-                now = 1000 * (time.perf_counter() - begun)
-                line = {"step": step + 1, "tokens": (step + 1) * config.batch_tokens, "train_time_ms": now}
-                progress.step_done(line | {"step_ms": now, "lr_mul": 1.0, "window": 0, "stage": 0}, message, verdict)
-        session.machine.synchronize()
-        return 1000 * (time.perf_counter() - begun)
+            train_gpt.optimizer_steps(
+                session, step, train_gpt.forward_backward(session, session.windows(session.config.windows[0])))
 
-
-def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each arm's blocks, by round; each round begins with another arm."""
-    ms: dict[str, list[float]] = {name: [] for name in ARMS}
-    for number in range(rounds + 1):
-        names = list(ARMS)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            found = bench.ms(ARMS[name])
-            if number:  # the first round warmed everything
-                ms[name].append(found)
-    return ms
+    def round(self, number: int) -> None:
+        """Everything once; who is first changes from round to round."""
+        guards = {"guarded": self.guarded, "bare": self.bare}
+        for step in range(PAIRS):
+            for name in sorted(guards, reverse=(number + step) % 2 == 0):
+                self.time(name, partial(self.optimize, guards[name], step))
+        self.time("log", partial(self.log, self.optimize(self.guarded, 0)))
+        self.session.guard = self.bare
+        for saves in (False, True) if number % 2 else (True, False):
+            self.session.reset(self.session.config.seed)
+            next(self.session.data.train)  # so that the next one is prefetched, as in a run
+            self.time("saving" if saves else "steps", partial(self.block, saves))
 
 
 def figures(ms: dict[str, list[float]], steps: int) -> dict[str, Any]:
-    bare = np.array(ms["bare"])
-    cost = {name: np.array(blocks) - bare for name, blocks in ms.items() if name != "bare"}
-    median = {name: float(np.median(difference)) for name, difference in cost.items()}
-    error = {name: float(1.2533 * difference.std(ddof=1) / len(difference) ** 0.5) for name, difference in cost.items()}
-    step_ms = float(np.median(bare)) / steps
-    a_step = {"guards": median["guards"] / steps, "logging": median["logging"] / steps}
-    a_step["checkpoint"] = median["checkpoint"] / SAVED_EVERY
+    """Costs in milliseconds, with the standard error of a median, and as shares of a bare step's time."""
+
+    def difference(more: str, less: str) -> tuple[float, float]:
+        found = np.array(ms[more]) - np.array(ms[less])
+        spread = 1.4826 * np.median(np.abs(found - np.median(found)))  # of all but the outliers
+        return float(np.median(found)), float(1.2533 * spread / len(found) ** 0.5)
+
+    step_ms = float(np.median(ms["steps"])) / steps
+    guards, checkpoint, log = difference("guarded", "bare"), difference("saving", "steps"), float(np.median(ms["log"]))
+    shares = {"guards": guards[0] / step_ms, "logging": log / step_ms}
+    shares["checkpoints"] = checkpoint[0] / SAVED_EVERY_S / 1000
     return {
-        "step_ms": step_ms, "steps": steps, "rounds": len(bare), "block_cost_ms": median, "standard_error_ms": error,
-        "share": {name: found / step_ms for name, found in a_step.items()} | {"sum": sum(a_step.values()) / step_ms},
+        "step_ms": step_ms, "rounds": len(ms["log"]), "guards_ms": guards, "logging_ms": log,
+        "checkpoint_ms": checkpoint, "shares": shares, "together": sum(shares.values()),
     }  # fmt: skip
 
 
 def as_text(found: dict[str, Any]) -> str:
-    lines = [f"a bare step takes {found['step_ms']:.1f} ms; {found['rounds']} rounds of {found['steps']} steps, paired"]
-    for name, cost in found["block_cost_ms"].items():
-        share = f"{found['share'][name]:8.2%} of the time" if name in found["share"] else ""
-        error = found["standard_error_ms"][name]
-        lines.append(f"  {name:12} {cost:+8.1f} ms a block (standard error {error:.1f}){share}")
-    return "\n".join([*lines, f"together, with a checkpoint every {SAVED_EVERY} steps: {found['share']['sum']:.2%}"])
+    (guards, guards_error), (checkpoint, checkpoint_error) = found["guards_ms"], found["checkpoint_ms"]
+    shares = found["shares"]
+    return "\n".join([
+        f"a bare step takes {found['step_ms']:.1f} ms (median of {found['rounds']} rounds)",
+        f"  guards        {guards:8.2f} ms a step (standard error {guards_error:.2f})   {shares['guards']:6.2%}",
+        f"  logging       {found['logging_ms']:8.2f} ms a step                         {shares['logging']:6.2%}",
+        f"  a checkpoint  {checkpoint:8.1f} ms (standard error {checkpoint_error:.1f}), one a minute   "
+        f"{shares['checkpoints']:6.2%}",
+        f"together {found['together']:.2%} of the time",
+    ])  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -131,8 +141,8 @@ def opened(flags: list[str], folder: str) -> Iterator[tuple[train_gpt.Session, R
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=30, help="blocks of each arm (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of a block (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, help="times that everything is measured (%(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a block with a checkpoint (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py")
     arguments = parser.parse_args(argv)
@@ -143,7 +153,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder,
             opened(arguments.flags, folder) as (session, run),
         ):  # fmt: skip
-            found = figures(measure(Bench(session, run, arguments.steps), arguments.rounds), arguments.steps)
+            bench = Bench(session, run, arguments.steps)
+            for number in range(arguments.rounds + 1):
+                if number == 1:
+                    bench.ms.clear()  # the first round warmed everything
+                bench.round(number)
+            found = figures(bench.ms, arguments.steps)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

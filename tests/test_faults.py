@@ -9,10 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import faults
 import pytest
-
-from scripts import faults
-from scripts.faults import FAULTS, FIRST, SMALL, Case, Fault, Losses, Process, examine
+from faults import FAULTS, FIRST, SMALL, Case, Fault, Losses, Process, examine
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("model.safetensors", "optim.safetensors", "state.json")
@@ -20,7 +19,7 @@ NEED_DISKS = {"log-disk-full", "log-disk-full-a-while", "log-read-only", "checkp
 
 
 def test_of_all_kinds_of_fault_in_the_reduced_form_nothing_is_lost() -> None:
-    command = [sys.executable, str(ROOT / "scripts/faults.py"), "--quick", "--json"]
+    command = [sys.executable, str(ROOT / "tests/faults.py"), "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     found = {outcome["name"]: outcome for outcome in json.loads(done.stdout or "[]")}
     assert found.keys() == {name for name, fault in FAULTS.items() if not fault.long}, done.stderr

@@ -79,7 +79,6 @@ METHODS = {"exec_module", "import_module", "unpack_archive", "extractall"}  # of
 KNOWN = {
     ("bench_optim.py", "exec_module"), ("compare.py", "shell"),  # --peer FILE.py and --run COMMAND
     ("preflight.py", "import_module"),  # whether the packages of requirements.txt can be imported
-    ("faults.py", "import_module"),  # modules of this repository
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """What befalls a run, and what is left of it: kills, fills, truncates and poisons real runs, and counts.
 
-    python scripts/faults.py                  all, with 50 kills of one run of the tiny track (./run.sh data tiny)
-    python scripts/faults.py --quick          small runs alone, in less than a minute
-    python scripts/faults.py --only rank      the faults with that in their name
+    python tests/faults.py                    all, with 50 kills of one run of the tiny track (./run.sh data tiny)
+    python tests/faults.py --quick          small runs alone, in less than a minute
+    python tests/faults.py --only rank      the faults with that in their name
 
 Survived is a fault where log and checkpoints stay readable and the run, resumed, goes on from its newest whole
 checkpoint to the losses of one that nothing befell, bit for bit; a process that ends by itself does so in time, without

@@ -1,0 +1,145 @@
+"""Which runs a process makes: new ones, and those that were broken off, from where they go on."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.checkpoint import CheckpointError, Snapshot, checkpoints, newest, read
+from runtime.flags import as_text, flag
+from runtime.log import RunLogError, new_run_id, register_end, tail_of
+from runtime.registry import REGISTRY, read_registry
+from runtime.settings import SETTINGS_OF_A_RUN
+
+BLOCKING = ("source_sha256", "train_sha256", "val_sha256")  # what must not differ, beside the configuration
+RECORDED = ("torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "compiled", "compile_flags")
+
+
+class Resume(NamedTuple):
+    """Where a broken-off run goes on."""
+
+    step: int
+    log_offset: int  # bytes of the log that stand
+    clock_ms: float  # training time at that step
+    lost_ms: float  # training time of steps that are done again
+    checkpoint: Path | None = None  # None: the run begins again, as it has no checkpoint
+
+
+class Trial(NamedTuple):
+    seed: int
+    number: int  # of the trial, from 0 on
+    run_id: str
+    resume: Resume | None = None
+
+    def snapshot(self, main: bool) -> Snapshot | None:
+        """What the run goes on from; None where it begins, and on all ranks but the first."""
+        return read(self.resume.checkpoint) if main and self.resume and self.resume.checkpoint else None
+
+
+def plan_trials(settings: Any, header: dict[str, Any], say: Callable[[str], None]) -> list[Trial]:
+    """The runs that are left to make, as --resume wants it; `header` is that of a new run.
+
+    ValueError (CheckpointError, RegistryError) where one cannot go on, or would go on with another experiment.
+    """
+    wanted = [(settings.seed + index, index) for index in range(settings.trials)]
+    new = [Trial(seed, index, new_run_id(settings.track, seed, index)) for seed, index in wanted]
+    if not settings.resume:
+        return new
+    if settings.resume != "auto":
+        first = _find(settings, Path(settings.resume), header, say)
+        if (first.seed, first.number) not in wanted:
+            raise CheckpointError(f"--resume {settings.resume}: it is of seed {first.seed}, trial {first.number}; give "
+                                  f"--seed {first.seed - first.number} and --trials above {first.number}.")
+        return [first, *new[first.number + 1 :]]
+    runs, plan = _registered(settings, header), []
+    for trial in new:
+        run_id, source, ended = runs.get(trial.seed, ("", None, True))
+        log = Path(settings.log_dir) / f"{run_id}.jsonl"
+        status = _status(log)
+        if status == "none" and trial.seed not in runs:
+            say(f"seed {trial.seed}: no run of these settings was begun in {settings.log_dir}, so it begins")
+        if status == "done" and source == header["source_sha256"]:
+            say(f"seed {trial.seed} is done: {log}")
+            if not ended:  # it was killed between its last two lines
+                register_end(log)
+        elif status in ("none", "done"):
+            plan.append(trial)
+        else:
+            plan.append(_continued(settings, run_id, Path(settings.checkpoint_dir) / run_id, header, say))
+    return plan
+
+
+def _registered(settings: Any, header: dict[str, Any]) -> dict[int, tuple[str, str, bool]]:
+    """(run id, source hash, whether its end is registered) of each seed's last run with these settings and claim."""
+    path = Path(settings.log_dir) / REGISTRY
+    runs: dict[int, tuple[str, str, bool]] = {}
+    for entry in read_registry(path) if path.exists() else ():
+        alike = all(entry.get(name) == header[name] for name in ("track", "config_sha256", "claim"))
+        if entry["event"] == "start" and alike:
+            runs[entry["seed"]] = (entry["run_id"], entry["source_sha256"], False)
+        for seed, (run_id, source, _) in runs.items():
+            if entry["run_id"] == run_id and entry["event"] != "start":
+                runs[seed] = (run_id, source, entry["event"] == "end")
+    return runs
+
+
+def _status(log: Path) -> str | None:
+    """How the run ended, by its log: one that was killed could not register it. "none" if it has no first line."""
+    try:
+        return tail_of(log).status
+    except RunLogError:
+        return "none"
+
+
+def _find(settings: Any, path: Path, header: dict[str, Any], say: Callable[[str], None]) -> Trial:
+    """The trial of a run's folder of checkpoints, or of one checkpoint."""
+    if not path.is_dir():
+        raise CheckpointError(f"--resume {path}: no such folder; give that of a run or of one of its checkpoints.")
+    one = not checkpoints(path)
+    run_id = path.resolve().parent.name if one else path.resolve().name
+    return _continued(settings, run_id, path, header, say, one)
+
+
+def _continued(
+    settings: Any, run_id: str, path: Path, header: dict[str, Any], say: Callable[[str], None], one: bool = False
+) -> Trial:
+    """The trial of a broken-off run, from a checkpoint, from the newest of a folder, or from the start."""
+    try:
+        tail = tail_of(Path(settings.log_dir) / f"{run_id}.jsonl")
+    except RunLogError as error:
+        raise CheckpointError(f"{path} has no log to go on with: {error}.") from None
+    if tail.status == "done":
+        raise CheckpointError(f"run {run_id} is done, there is nothing to resume. Start a new run without --resume.")
+    blocking = differences(tail.header, header)[0]
+    if blocking and not settings.resume_anyway:
+        raise CheckpointError(f"run {run_id} was made with other settings or another source: {'; '.join(blocking)}. "
+                              f"Go back to those, start a new run, or go on all the same with --resume-anyway on.")
+    found = (path, read(path)) if one else newest(path, say)
+    seed, number = tail.header["seed"], tail.header["trial"]
+    if found is None:
+        return Trial(seed, number, run_id, Resume(0, tail.header_bytes, 0.0, tail.train_time_ms))
+    state = found[1].state
+    if state["run_id"] != run_id:
+        raise CheckpointError(f"{found[0]} is of run {state['run_id']!r:.80}, not of {run_id}; a folder was renamed or "
+                              f"mixed up. Put it back.")
+    lost = max(tail.train_time_ms - state["clock_ms"], 0.0)  # copying it is on the clock, and maybe in no line yet
+    return Trial(seed, number, run_id, Resume(state["step"], state["log_offset"], state["clock_ms"], lost, found[0]))
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What two headers differ in: what changes the experiment, and the rest."""
+    settings = [name for name in {**then["config"], **now["config"]} if name not in SETTINGS_OF_A_RUN]
+    changed = {name: (_text(then["config"].get(name)), _text(now["config"].get(name))) for name in settings}
+    blocking = [f"{flag(name)} {was} -> {here}" for name, (was, here) in changed.items() if was != here]
+    pairs = {name: (side(then, name), side(now, name)) for name in BLOCKING}
+    blocking += [f"{name} {was!s:.12} -> {here!s:.12}" for name, (was, here) in pairs.items() if was != here]
+    others = {name: (then["env"].get(name), now["env"].get(name)) for name in RECORDED}
+    others |= {name: (then.get(name), now.get(name)) for name in ("world_size", "micro_batch")}
+    return blocking, [f"{name} {was} -> {here}" for name, (was, here) in others.items() if was != here]
+
+
+def side(header: dict[str, Any], name: str) -> Any:
+    return header.get(name, header["data"].get(name))
+
+
+def _text(value: Any) -> str:
+    return as_text(tuple(value) if isinstance(value, list) else value)
