@@ -702,7 +702,7 @@ def compile_model(session: Session) -> None:
         while session.config.micro_batch is None and not environment.fits(partial(probe, session), session.machine):
             micro_rows = session.data.micro_rows
             if micro_rows == 1:
-                raise ValueError("the memory does not suffice for a single row. Choose a smaller track or model.")
+                raise Fault("the memory does not suffice for a single row. Choose a smaller track or model.")
             session.data.split(micro_rows // 2 * session.config.sequence)
             session.machine.say(f"out of memory: micro-batch {session.header()['micro_batch']:,}; the batch stays")
         forward_backward(session, session.windows(session.config.windows[0]))
@@ -758,20 +758,19 @@ def take_steps(session: Session, long: int, count: int) -> None:
 
 def dry_run(session: Session) -> int:
     """What a run would need and take, from real steps at each window; 0 to go, 2 not to."""
-    config, model, steps = session.config, session.model, range(session.config.steps)
+    config, model, steps, every = session.config, session.model, range(session.config.steps), session.config.adam_every
     stages = {
-        f"window {long * config.window_block}": Stage(
-            count, config.adam_every, partial(take_steps, session, long, config.adam_every))
+        f"window {long * config.window_block}": Stage(count, every, partial(take_steps, session, long, every))
         for long, count in Counter(window(config, step) for step in steps).items()
-    }  # fmt: skip
-    batch, windows = next(session.data.train)[0], session.windows(config.windows[0])
-    forward = partial(batch_loss, session, batch, windows, session.data.longest)
-    weights = sum(p.nbytes for p in model.parameters())
+    }
+    inputs, targets, documents = next(session.data.train)[0].to(session.machine.device)
+    rest = (documents, session.windows(config.windows[0]), session.data.longest)
+    passes = (partial(model.hidden, inputs, *rest), partial(model, inputs, targets, *rest))  # eager, which keeps more
+    hidden, whole = (saved_bytes(forward, model.parameters()) for forward in passes)
     owned = (part for each in session.optimizers.values() for state in each.state.values() for part in state.values())
-    memory = {
-        "weights": weights, "gradients": weights, "optimizer state": sum(part.nbytes for part in owned),
-        "activations and logits": saved_bytes(forward, model.parameters()),
-    }  # fmt: skip
+    weights = sum(p.nbytes for p in model.parameters())
+    memory = {"weights": weights, "gradients": weights, "optimizer state": sum(part.nbytes for part in owned)}
+    memory |= {"activations": hidden, "logits": whole - hidden}
     check, validations = partial(validate, session, session.final_windows()), map(partial(validates, config), steps)
     return rehearse(session.machine, config, memory, stages, check, 1 + sum(validations), session.ledger)
 

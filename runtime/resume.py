@@ -11,6 +11,7 @@ from runtime.registry import REGISTRY, read_registry
 from runtime.settings import SETTINGS_OF_A_RUN
 
 BLOCKING = ("source_sha256", "train_sha256", "val_sha256")  # what must not differ, beside the configuration
+ROUNDING = ("micro_batch", "val_batch")  # settings that make no other difference: after out of memory they must change
 RECORDED = ("torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "compiled", "compile_flags")
 
 
@@ -127,7 +128,8 @@ def _continued(
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What two headers differ in: what changes the experiment, and the rest."""
-    settings = [name for name in {**then["config"], **now["config"]} if name not in SETTINGS_OF_A_RUN]
+    free = {*SETTINGS_OF_A_RUN, *ROUNDING}
+    settings = [name for name in {**then["config"], **now["config"]} if name not in free]
     changed = {name: (_text(then["config"].get(name)), _text(now["config"].get(name))) for name in settings}
     blocking = [f"{flag(name)} {was} -> {here}" for name, (was, here) in changed.items() if was != here]
     pairs = {name: (side(then, name), side(now, name)) for name in BLOCKING}
