@@ -806,6 +806,7 @@ def train(session: Session, run: Run) -> float:
     mfu_rate = session.model.flops_per_token() / session.peak[0]
     locate = partial(run.locate, session.data.train)
     progress = Progress(run.log, machine.say, session.guard.explain, locate, session.requests, config.steps, mfu_rate)
+    progress.go_on(session.guard.report()["in_a_row"])
     previous, stepped_at = window(config, max(session.steps_done - 1, 0)), run.resume_clock()
     for step in range(session.steps_done, config.steps):
         long = window(config, step)
@@ -839,7 +840,7 @@ def train(session: Session, run: Run) -> float:
             run.save(session.whole(), progress.failure)
             stepped_at = run.resume_clock()
     ledger.stop()
-    progress.write(wait=True)
+    progress.close()
     return evaluate(session, run, config.steps, session.final_windows())
 
 
@@ -891,7 +892,7 @@ def main(argv: list[str] | None = None) -> int:
     except Interrupted as signalled:
         code = signalled.code
     except Fault as error:
-        code = environment.refuse(error, 1)
+        code = environment.refuse(error, 2 if config.dry_run else 1)
     return environment.leave(code)
 
 

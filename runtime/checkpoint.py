@@ -26,7 +26,9 @@ from runtime.jsonl import json_line
 
 SCHEMA = 1
 MODEL, OPTIM, STATE, SUMS = "model.safetensors", "optim.safetensors", "state.json", "checksums.json"
-FIELDS = {"run_id": str, "step": int, "log_offset": int, "clock_ms": float, "data": dict}  # of a state, to go on with
+FIELDS = {  # of a state, to go on with
+    "run_id": str, "step": int, "log_offset": int, "log_waiting": str, "clock_ms": float, "data": dict,
+}  # fmt: skip
 KEPT = 2  # newest checkpoints of a run: if a power cut spoils one, there is the other
 MOST_JSON_BYTES = 2**26
 
@@ -122,6 +124,8 @@ class Writer:
         if snapshot is None:
             return
         try:
+            if spoiled := [name for name, weight in snapshot.model.items() if not weight.isfinite().all()]:
+                raise ValueError(f"{spoiled[0]} is not finite, and no older checkpoint is given up for that")
             self.last = write(self.folder, snapshot)
         except Exception as error:  # of any kind: here nobody else would hear of it
             kept = f"the last one is {self.last}" if self.last else "there is none yet"

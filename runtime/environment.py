@@ -184,7 +184,7 @@ def leave(code: int) -> int:
     Such a process ends right here: threads of its backend, or left in it, can abort or hang the interpreter's exit.
     """
     flush()
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return code
     if code == 0 and dist.is_initialized():
         try:

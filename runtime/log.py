@@ -41,11 +41,16 @@ class RunLogError(RuntimeError):
     """The log could not be read or written. The message names the file, the system's reason and the fix."""
 
 
+class NotBegun(RunLogError):
+    """There is no log, or not even its first line is whole: the run was killed before its first step."""
+
+
 class Tail(NamedTuple):
     """How far a log goes, superseded lines included: its times are those that nothing may fall behind again."""
 
     header: dict[str, Any]
     header_bytes: int  # of the first line
+    log_bytes: int
     status: str | None  # of the last end, if no resume follows it
     train_time_ms: float
     t_ms: float
@@ -140,15 +145,19 @@ def tail_of(path: str | Path) -> Tail:
         if path.is_symlink() or not stat.S_ISREG(path.stat().st_mode):
             raise OSError(errno.EINVAL, "it is a link or no regular file")
         content = path.read_bytes()
+    except FileNotFoundError:
+        raise NotBegun(f"cannot read the run log {path}: there is none; give the --log-dir of its run") from None
     except OSError as error:
         raise RunLogError(f"cannot read the run log {path}: {error.strerror}; give the --log-dir of its run") from error
     lines = content.split(b"\n")
     events = list(map(_event, lines))
-    if events[0].get("event") != "header" or len(lines) == 1:
+    if len(lines) == 1:
+        raise NotBegun(f"{path} is no run log: its first line is no header, as it was torn; start the run anew")
+    if events[0].get("event") != "header":
         raise RunLogError(f"{path} is no run log: its first line is no header; start the run anew")
     last: dict[str, Any] = next((event for event in reversed(events) if event.get("event") in ("end", "resume")), {})
     times = [max(_time(event, name) for event in events) for name in ("train_time_ms", "t_ms")]
-    return Tail(events[0], len(lines[0]) + 1, last.get("status"), *times)
+    return Tail(events[0], len(lines[0]) + 1, len(content), last.get("status"), *times)
 
 
 def _time(event: dict[str, Any], name: str) -> float:
@@ -310,6 +319,18 @@ class RunLog:
         registered = {name: header.get(name) for name in REGISTERED}
         self._enter("start", registered, "header", schema=SCHEMA, run_id=self.run_id, **header)
 
+    @property
+    def waiting(self) -> str:
+        """The lines that the file does not have yet."""
+        return b"".join(self._waiting).decode()
+
+    def restore(self, log_offset: int, waiting: str) -> None:
+        """Append, of lines that waited at this offset when their process died, what the reopened file lacks."""
+        short = log_offset - len(self._found)
+        if 0 < short <= len(waiting.encode()) and self._found.endswith(b"\n"):
+            self._append(waiting.encode()[-short:])
+            self._found += waiting.encode()[-short:]
+
     def resume(self, *, from_step: int, checkpoint: str | None, differences: list[str], log_offset: int) -> None:
         """Enter in the registry what the log was, and write that its lines from byte `log_offset` on are superseded.
 
@@ -318,7 +339,7 @@ class RunLog:
         registered = {"from_step": from_step, "log_bytes": self.offset, "log_sha256": self._sha256.hexdigest()}
         self._enter(
             "resume", registered, "resume", from_step=from_step, checkpoint=checkpoint, differences=differences,
-            log_offset=self._found.rfind(b"\n", 0, log_offset) + 1,  # what still waited when the process died is lost
+            log_offset=self._found.rfind(b"\n", 0, log_offset) + 1,  # of lines that were never written nothing stands
             time=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
 

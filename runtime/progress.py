@@ -56,7 +56,8 @@ class Progress:
         self._log, self._say, self._explain, self._locate = log, say, explain, locate
         self._requests, self._steps, self._mfu_per_rate = requests, steps, mfu_per_rate
         self._waiting: list[tuple[dict[str, Any], Tensor, Any]] = []
-        self._said_at, self._skips = -math.inf, 0
+        self._said_at = -math.inf
+        self._skips = 0  # in a row
         self.failure: NonFinite | None = None
 
     def step_done(self, line: dict[str, Any], message: Tensor, verdict: Tensor) -> None:
@@ -69,6 +70,16 @@ class Progress:
             arrived.record()
         self._waiting.append((line, found, arrived))
         self.write()
+
+    def go_on(self, skips: int) -> None:
+        """So many were skipped in a row before; a run that they ended is given as many again."""
+        self._skips = skips % MOST_SKIPS
+
+    def close(self) -> None:
+        """Write what is left; raises the failure, if there was one."""
+        self.write(wait=True)
+        if self.failure is not None:
+            raise self.failure
 
     def write(self, wait: bool = False) -> None:
         """Write the steps whose loss is here; with `wait`, all of them."""

@@ -41,12 +41,16 @@ def register(path: Path, event: str, **fields: Any) -> str:
 
 
 def read_registry(path: Path) -> list[dict[str, Any]]:
-    """The lines in order, each with its own "sha256". Raises RegistryError for a broken chain, OSError."""
+    """The lines in order, each with its own "sha256". Raises RegistryError for a broken chain or what is no file."""
     entries: list[dict[str, Any]] = []
     before = b""
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise RegistryError(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}, so it is no registry")
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    try:
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise RegistryError(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}, so it is no registry")
+        content = path.read_bytes()
+    except OSError as error:
+        raise RegistryError(f"cannot read the registry {path}: {error.strerror}. Make it readable.") from None
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):

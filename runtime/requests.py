@@ -49,7 +49,7 @@ class Requests(contextlib.AbstractContextManager):
         self.save = bool(flags[SAVE]) and step > self._saved_at
 
     def saved(self, step: int) -> None:
-        """The request to save is fulfilled; messages that still carry it are older than this step."""
+        """A run begins, goes on or was saved after this step; older messages may still carry a request to save."""
         self._asked[SAVE] = self.save = False
         self._saved_at = step
 

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 from runtime.checkpoint import CheckpointError, Snapshot, checkpoints, newest, read
 from runtime.flags import as_text, flag
-from runtime.log import RunLogError, new_run_id, register_end, tail_of
+from runtime.log import NotBegun, RunLogError, Tail, new_run_id, register_end, tail_of
 from runtime.registry import REGISTRY, read_registry
 from runtime.settings import SETTINGS_OF_A_RUN
 
 BLOCKING = ("source_sha256", "train_sha256", "val_sha256")  # what must not differ, beside the configuration
+HEADER = {"seed": int, "trial": int, "config": dict, "env": dict, "data": dict}  # of a log, needed to go on
 ROUNDING = ("micro_batch", "val_batch")  # settings that make no other difference: after out of memory they must change
 RECORDED = ("torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "compiled", "compile_flags")
 
@@ -22,6 +23,8 @@ class Resume(NamedTuple):
     log_offset: int  # bytes of the log that stand
     clock_ms: float  # training time at that step
     lost_ms: float  # training time of steps that are done again
+    log_bytes: int  # in the log when this was found out
+    waiting: str = ""  # the last lines that stand, if the log could not be written when the checkpoint was
     checkpoint: Path | None = None  # None: the run begins again, as it has no checkpoint
 
 
@@ -51,44 +54,53 @@ def plan_trials(settings: Any, header: dict[str, Any], say: Callable[[str], None
             raise CheckpointError(f"--resume {settings.resume}: it is of seed {first.seed}, trial {first.number}; give "
                                   f"--seed {first.seed - first.number} and --trials above {first.number}.")
         return [first, *new[first.number + 1 :]]
-    runs, plan = _registered(settings, header), []
-    for trial in new:
-        run_id, source, ended = runs.get(trial.seed, ("", None, True))
-        log = Path(settings.log_dir) / f"{run_id}.jsonl"
-        status = _status(log)
-        if status == "none" and trial.seed not in runs:
-            say(f"seed {trial.seed}: no run of these settings was begun in {settings.log_dir}, so it begins")
-        if status == "done" and source == header["source_sha256"]:
+    return list(filter(None, (_auto(trial, settings, header, say) for trial in new)))
+
+
+def _auto(trial: Trial, settings: Any, header: dict[str, Any], say: Callable[[str], None]) -> Trial | None:
+    """This trial, the one of its seed that was broken off, or None where it is done."""
+    for entry in _registered(trial.seed, settings, header):
+        run_id, log = entry["run_id"], Path(settings.log_dir) / f"{entry['run_id']}.jsonl"
+        try:
+            tail = read_tail(log)
+        except NotBegun:
+            continue
+        except RunLogError as error:
+            raise CheckpointError(f"cannot tell whether seed {trial.seed} is done: {error}") from None
+        other = differences(tail.header, header)[0] if entry["config_sha256"] != header["config_sha256"] else []
+        if tail.status != "done" and not other:
+            return _continued(settings, run_id, Path(settings.checkpoint_dir) / run_id, header, say)
+        if tail.status != "done":
+            say(f"run {run_id} was broken off, but has other settings: {'; '.join(other)}; it stays as it is")
+        elif not other and entry["source_sha256"] == header["source_sha256"]:
             say(f"seed {trial.seed} is done: {log}")
-            if not ended:  # it was killed between its last two lines
+            if not (entry["ended"] or settings.dry_run):  # it was killed between its last two lines
                 register_end(log)
-        elif status in ("none", "done"):
-            plan.append(trial)
-        else:
-            plan.append(_continued(settings, run_id, Path(settings.checkpoint_dir) / run_id, header, say))
-    return plan
+            return None
+    say(f"seed {trial.seed}: nothing to go on with in {settings.log_dir}, so it begins")
+    return trial
 
 
-def _registered(settings: Any, header: dict[str, Any]) -> dict[int, tuple[str, str, bool]]:
-    """(run id, source hash, whether its end is registered) of each seed's last run with these settings and claim."""
+def _registered(seed: int, settings: Any, header: dict[str, Any]) -> list[dict[str, Any]]:
+    """Registry lines of the starts of this seed on this track and claim, the latest first, each with `ended`."""
     path = Path(settings.log_dir) / REGISTRY
-    runs: dict[int, tuple[str, str, bool]] = {}
-    for entry in read_registry(path) if path.exists() else ():
-        alike = all(entry.get(name) == header[name] for name in ("track", "config_sha256", "claim"))
-        if entry["event"] == "start" and alike:
-            runs[entry["seed"]] = (entry["run_id"], entry["source_sha256"], False)
-        for seed, (run_id, source, _) in runs.items():
-            if entry["run_id"] == run_id and entry["event"] != "start":
-                runs[seed] = (run_id, source, entry["event"] == "end")
-    return runs
+    if not path.exists() and any(Path(settings.log_dir).glob("*.jsonl")):
+        raise CheckpointError(f"{path} is missing, so that nobody knows what is done. Restore it, or name the run: "
+                              f"--resume {settings.checkpoint_dir}/RUN.")
+    entries = read_registry(path) if path.exists() else []
+    last = {entry["run_id"]: entry["event"] for entry in entries}
+    alike = {"event": "start", "seed": seed, "track": header["track"], "claim": header["claim"]}
+    found = [entry for entry in entries if all(entry.get(name) == value for name, value in alike.items())]
+    return [entry | {"ended": last[entry["run_id"]] == "end"} for entry in reversed(found)]
 
 
-def _status(log: Path) -> str | None:
-    """How the run ended, by its log: one that was killed could not register it. "none" if it has no first line."""
-    try:
-        return tail_of(log).status
-    except RunLogError:
-        return "none"
+def read_tail(log: Path) -> Tail:
+    """How far a run's log goes. RunLogError for one whose header lacks what is needed to go on."""
+    tail = tail_of(log)
+    for name, kind in HEADER.items():
+        if type(tail.header.get(name)) is not kind:
+            raise RunLogError(f"{log}: {name} in its header must be a {kind.__name__}; restore it as the run wrote it")
+    return tail
 
 
 def _find(settings: Any, path: Path, header: dict[str, Any], say: Callable[[str], None]) -> Trial:
@@ -105,7 +117,7 @@ def _continued(
 ) -> Trial:
     """The trial of a broken-off run, from a checkpoint, from the newest of a folder, or from the start."""
     try:
-        tail = tail_of(Path(settings.log_dir) / f"{run_id}.jsonl")
+        tail = read_tail(Path(settings.log_dir) / f"{run_id}.jsonl")
     except RunLogError as error:
         raise CheckpointError(f"{path} has no log to go on with: {error}.") from None
     if tail.status == "done":
@@ -115,15 +127,22 @@ def _continued(
         raise CheckpointError(f"run {run_id} was made with other settings or another source: {'; '.join(blocking)}. "
                               f"Go back to those, start a new run, or go on all the same with --resume-anyway on.")
     found = (path, read(path)) if one else newest(path, say)
-    seed, number = tail.header["seed"], tail.header["trial"]
+    seed, number, size = tail.header["seed"], tail.header["trial"], tail.log_bytes
     if found is None:
-        return Trial(seed, number, run_id, Resume(0, tail.header_bytes, 0.0, tail.train_time_ms))
+        before = tail.header["config"].get("checkpoint_dir", settings.checkpoint_dir)
+        if (checkpoints(path) or before != settings.checkpoint_dir) and not settings.resume_anyway:
+            raise CheckpointError(f"run {run_id} was saved in {before}, but {path} has no whole checkpoint. Give its "
+                                  f"--checkpoint-dir, or begin it again with --resume-anyway on.")
+        return Trial(seed, number, run_id, Resume(0, tail.header_bytes, 0.0, tail.train_time_ms, size))
     state = found[1].state
+    if not 0 <= state["step"] <= settings.steps:
+        raise CheckpointError(f"{found[0]} is of step {state['step']}, but --steps is {settings.steps}: give more.")
     if state["run_id"] != run_id:
         raise CheckpointError(f"{found[0]} is of run {state['run_id']!r:.80}, not of {run_id}; a folder was renamed or "
                               f"mixed up. Put it back.")
     lost = max(tail.train_time_ms - state["clock_ms"], 0.0)  # copying it is on the clock, and maybe in no line yet
-    return Trial(seed, number, run_id, Resume(state["step"], state["log_offset"], state["clock_ms"], lost, found[0]))
+    place = (state["step"], state["log_offset"], state["clock_ms"], lost, size, state["log_waiting"], found[0])
+    return Trial(seed, number, run_id, Resume(*place))
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, fields
 
-from runtime.flags import check_fields, setting
+from runtime.flags import check_fields, require, setting
+
+MOST_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         Interval.parse(self.checkpoint_every)
+        require(self, {"rank_timeout": (self.rank_timeout <= MOST_SECONDS, f"at most {MOST_SECONDS:,}")})
 
 
 SETTINGS_OF_A_RUN = tuple(field.name for field in fields(RunSettings))

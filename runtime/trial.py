@@ -41,8 +41,8 @@ def explained(watch: Watch, data_error: type[Exception]) -> Iterator[None]:
         raise Fault(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
-            raise Fault(f"out of memory: {first_line(error)}. Give --micro-batch auto, or half of what the first "
-                        f"lines name: batch and trajectory stay as they are.") from error
+            raise Fault(f"out of memory: {first_line(error)}. Give --micro-batch auto, or half of what the first lines "
+                        f"name: batch and trajectory stay. If a single row is too much, so is the model.") from error
         if lost := watch.blame():
             raise RankFault(lost) from error
         raise
@@ -60,7 +60,8 @@ class Run(contextlib.AbstractContextManager):
     ):  # fmt: skip
         self.trial, self.settings, self.machine, self.requests, self.watch = trial, settings, machine, requests, watch
         self.steps, self.code = trial.resume.step if trial.resume else 0, 1
-        self._header, self._source = header, source
+        self._header, self._source, self._begun = header, source, False
+        requests.saved(self.steps)
         self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
         opened = RunLog.reopen if trial.resume else RunLog
         self.log = opened(settings.log_dir, trial.run_id, enabled=machine.is_main)
@@ -77,17 +78,23 @@ class Run(contextlib.AbstractContextManager):
         """The first lines, of a new run or of one that goes on; `phases` are those of getting ready."""
         if self.log.store_sources(self._source) != self._header["source_sha256"]:
             raise RunLogError("the source was edited while the run got ready: start it again")
-        self.watch.on_loss = self._write_end
         if self.trial.resume is None:
             self.log.begin(self._header)
         else:
             self._continue(self.trial.resume)
+        self._begun = True
+        self.watch.on_loss = self._write_end
         for phase in phases:
             self._log_phase(*phase)
 
     def _continue(self, resume: Resume) -> None:
         if self.machine.is_main:
-            told = list(chain(*differences(tail_of(self.log.path).header, self._header)))
+            tail = tail_of(self.log.path)
+            if tail.log_bytes != resume.log_bytes:
+                raise RunLogError(f"{self.log.path} has changed since it was read: another process went on with it; "
+                                  f"start again")
+            told = list(chain(*differences(tail.header, self._header)))
+            self.log.restore(resume.log_offset, resume.waiting)
             name = resume.checkpoint.name if resume.checkpoint else None
             self.log.resume(from_step=resume.step, checkpoint=name, differences=told, log_offset=resume.log_offset)
             found = f"; differences: {'; '.join(told)}" if told else ""
@@ -154,7 +161,8 @@ class Run(contextlib.AbstractContextManager):
             return
         place = {"run_id": self.trial.run_id, "seed": self.trial.seed, "trial": self.trial.number, "step": self.steps}
         clock = {"clock_ms": self.ledger.train_time_ms, "phases": [list(phase) for phase in self.ledger.phases]}
-        rest = {"header": self._header, "log_offset": self.log.offset} | snapshot.state
+        log = {"log_offset": self.log.offset, "log_waiting": self.log.waiting}
+        rest = {"header": self._header} | log | snapshot.state
         self._writer.submit(snapshot._replace(state=place | clock | rest))
 
     def finish(self, val_loss: float, whole: Whole) -> None:
@@ -181,6 +189,9 @@ class Run(contextlib.AbstractContextManager):
 
     def _write_end(self) -> None:
         """Also called by the watch, when another rank is lost and the main thread may wait for it for ever."""
+        if not self._begun:  # and so there is nothing to end
+            self.log.close()
+            return
         end = self._end | {"steps": self.steps, "train_time_ms": self.ledger.train_time_ms}
         self.log.finish({**end, "peak_mib": peak_mib(self.machine)})
 
@@ -196,5 +207,6 @@ class Run(contextlib.AbstractContextManager):
             self._end["status"], self.code = "interrupted", error.code
             self.machine.say(f"interrupted after step {self.steps}, {saved} (log {self.log.path})")
         elif error is not None:
-            self.machine.say(f"broken off in step {self.steps + 1}, {saved} (log {self.log.path})")
+            where = f"broken off in step {self.steps + 1}" if self._begun else "not begun"
+            self.machine.say(f"{where}, {saved} (log {self.log.path})")
         return isinstance(error, NonFinite | Interrupted)

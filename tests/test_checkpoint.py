@@ -44,7 +44,7 @@ DTYPES = (
 NOT_FINITE = torch.tensor([0x7FC00001, 0x7F800001, -0x400000, 0x7F800000, -0x80000000], dtype=torch.int32)
 
 
-STANDS = {"run_id": "a", "step": 1, "log_offset": 10, "clock_ms": 0.1 + 0.2, "data": {}}
+STANDS = {"run_id": "a", "step": 1, "log_offset": 10, "log_waiting": "", "clock_ms": 0.1 + 0.2, "data": {}}
 
 
 def snapshot(step=1, size=16, **state):

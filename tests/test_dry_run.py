@@ -112,6 +112,13 @@ def test_where_no_row_fits_the_error_says_so(data, tmp_path, monkeypatch):
     assert "the memory does not suffice for a single row" in outcome.err
 
 
+def test_a_dry_run_without_the_memory_is_a_no_go(data, tmp_path, monkeypatch):
+    room_for(2, monkeypatch)
+    outcome = run(data, tmp_path, dry_run="on")
+    assert (outcome.code, outcome.logs) == (2, [])
+    assert "out of memory" in outcome.err
+
+
 def test_out_of_memory_in_a_run_names_the_flag(data, tmp_path, monkeypatch):
     room_for(2, monkeypatch)
     outcome = run(data, tmp_path)
@@ -121,7 +128,8 @@ def test_out_of_memory_in_a_run_names_the_flag(data, tmp_path, monkeypatch):
     assert "Traceback" not in outcome.err
 
 
-def test_a_run_with_a_smaller_micro_batch_can_go_on_where_a_larger_one_stopped(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", [str, lambda folder: "auto"], ids=["path", "auto"])
+def test_a_run_with_a_smaller_micro_batch_can_go_on_where_a_larger_one_stopped(way, data, tmp_path, monkeypatch):
     """Out of memory in mid-run: what was saved goes on, and the log says what differs."""
     step, broken = train_gpt.optimizer_steps, []
 
@@ -134,7 +142,7 @@ def test_a_run_with_a_smaller_micro_batch_can_go_on_where_a_larger_one_stopped(d
     monkeypatch.setattr(train_gpt, "optimizer_steps", fill_the_memory)
     assert run(data, tmp_path, checkpoint_every=2).code == 1
     (folder,) = (tmp_path / "checkpoints").iterdir()
-    outcome = run(data, tmp_path, resume=folder, micro_batch=SEQUENCE)
+    outcome = run(data, tmp_path, resume=way(folder), micro_batch=SEQUENCE)
     assert outcome.code == 0, outcome.err
     resumed = read_run(tmp_path / f"{folder.name}.jsonl")
     assert resumed.unfinished is None

@@ -421,6 +421,7 @@ def test_the_tail_of_a_log_tells_how_it_ended_and_the_largest_times_of_any_line(
     header, *_ = path.read_bytes().splitlines(keepends=True)
     tail = tail_of(path)
     assert (tail.header, tail.header_bytes, tail.status) == (json.loads(header), len(header), None)
+    assert tail.log_bytes == path.stat().st_size
     assert (tail.train_time_ms, tail.t_ms) == (9.25, json.loads(path.read_bytes().splitlines()[2])["t_ms"])
 
     def go_on(status: str, train_time_ms: float) -> Tail:
@@ -430,8 +431,8 @@ def test_the_tail_of_a_log_tells_how_it_ended_and_the_largest_times_of_any_line(
         log.finish({"status": status, "val_loss": None, "train_time_ms": train_time_ms})
         return tail_of(path)
 
-    assert go_on("interrupted", 12.0)[2:4] == ("interrupted", 12.0)
-    assert go_on("done", 11.0)[2:4] == ("done", 12.0)
+    assert go_on("interrupted", 12.0)[3:5] == ("interrupted", 12.0)
+    assert go_on("done", 11.0)[3:5] == ("done", 12.0)
 
 
 @pytest.mark.parametrize("name", ["missing", "link", "pipe"])

@@ -748,8 +748,9 @@ def test_each_untimed_step_is_caught_but_for_one_in_each_validation_and_so_is_an
     for name, cheat in (("train", train), ("evaluate", evaluate), ("validate", validate)):
         monkeypatch.setattr(train_gpt, name, cheat)
     monkeypatch.setattr(train_gpt.Session, "header", header)
-    store = RunLog.store_sources
-    monkeypatch.setattr(RunLog, "store_sources", lambda log, root: store(log, other if "_s2007_" in log.run_id else root))
+    kept = RunLog.store_sources
+    fooled = lambda log, root: kept(log, other if "_s2007_" in log.run_id else root)  # noqa: E731
+    monkeypatch.setattr(RunLog, "store_sources", fooled)
     folder = make_record(tmp_path, data, "Cheats", n=8)
     patterns = {
         2000: "first loss 3.*, of a model that knows nothing 4.16",

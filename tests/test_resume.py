@@ -1,5 +1,7 @@
 """Runs that are broken off and go on: bit for bit what they would have been, one log, and no time for nothing."""
 
+import errno
+import json
 import math
 import os
 import shutil
@@ -15,11 +17,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from small_run import BOS, ROWS, SEQUENCE, STEPS, Outcome, find_logs, read_events, run, write_data
+from test_train import diverge_at, spoil_gradients
 
 import runtime.environment
 import train_gpt
 from data.loader import open_data
 from optim import SpikeRule
+from runtime import log as runtime_log
 from runtime import requests, trial
 from runtime.checkpoint import checkpoints, newest, read, write
 from runtime.registry import lock
@@ -491,7 +495,10 @@ def test_without_a_whole_checkpoint_the_run_begins_again_in_its_log(data, whole,
     stopped = stop(signal.SIGTERM, 3, data, tmp_path)
     for path in saved(tmp_path):
         (path / "state.json").unlink()
-    outcome = resume(data, tmp_path)
+    refused = resume(data, tmp_path)
+    assert refused.code == 2
+    assert "no whole checkpoint" in refused.err
+    outcome = resume(data, tmp_path, resume_anyway="on")
     assert outcome.logs == stopped.logs
     assert (outcome.events("resume")[0]["from_step"], outcome.events("resume")[0]["checkpoint"]) == (0, None)
     assert_same(outcome.logs[0], whole().logs[0])
@@ -824,3 +831,121 @@ def test_bad_steps_in_a_row_save_the_run_and_end_it_and_it_can_go_on(data, tmp_p
     assert outcome.code == 0, outcome.err
     assert outcome.events("resume")[0]["from_step"] == 8
     assert_same(outcome.logs[0], reference.logs[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What stands between two processes, and between two trials
+
+
+def test_every_trial_is_saved_as_often_by_minutes(data, tmp_path):
+    outcome = run(data, tmp_path, trials=2, checkpoint_every="0.0000001m", keep_model="on")
+    saves = [sum(phase["name"] == "checkpoint" for phase in outcome.events("phase", log)) for log in (0, 1)]
+    assert saves[0] == saves[1] >= STEPS // 4
+
+
+def test_a_run_with_which_another_process_went_on_meanwhile_is_left_alone(data, whole, tmp_path, monkeypatch):
+    stop(signal.SIGTERM, 3, data, tmp_path)
+    warm_up, beaten = train_gpt.warm_up, []
+
+    def beaten_in_the_warm_up(session):
+        if not beaten:
+            beaten.append(True)
+            assert resume(data, tmp_path).code == 0
+        return warm_up(session)
+
+    monkeypatch.setattr(train_gpt, "warm_up", beaten_in_the_warm_up)
+    outcome = resume(data, tmp_path)
+    assert outcome.code == 1
+    assert "Traceback" not in outcome.err
+    assert_same(outcome.logs[0], whole().logs[0])
+    assert [line["event"] for line in read_events(tmp_path / "registry.jsonl")] == ["start", "end", "resume", "end"]
+
+
+def test_a_resume_that_cannot_begin_leaves_log_and_registry_as_they_were(data, whole, tmp_path):
+    stopped = stop(signal.SIGTERM, 3, data, tmp_path)
+    before = [path.read_bytes() for path in (stopped.logs[0], tmp_path / "registry.jsonl")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial.RunLog, "store_sources", lambda *_: "of another source")
+        refused = resume(data, tmp_path)
+    assert refused.code == 1
+    assert "the source was edited" in refused.err
+    assert before == [path.read_bytes() for path in (stopped.logs[0], tmp_path / "registry.jsonl")]
+    assert_same(resume(data, tmp_path).logs[0], whole().logs[0])
+
+
+def test_lines_that_waited_for_a_full_disk_when_the_process_died_are_restored(data, whole, tmp_path):
+    """From step 2 on the system refuses every line; what was saved after step 6 has those before it."""
+
+    def without_space(session):
+        def refuse(descriptor, line):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        runtime_log.append = refuse
+
+    def doomed():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runtime_log, "append", runtime_log.append)
+            submit = trial.Writer.submit
+
+            def submit_and_wait(self, snapshot):
+                submit(self, snapshot)
+                self._thread.submit(lambda: None).result()
+
+            patch.setattr(trial.Writer, "submit", submit_and_wait)
+            when(2, without_space, patch)
+            step_done = train_gpt.Progress.step_done
+
+            def killed_after_seven(self, line, *rest):
+                if line["step"] == 8:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return step_done(self, line, *rest)
+
+            patch.setattr(train_gpt.Progress, "step_done", killed_after_seven)
+            return run(data, tmp_path, **EVERY).code
+
+    assert child(doomed) == -signal.SIGKILL
+    assert_same(resume(data, tmp_path).logs[0], whole().logs[0])
+
+
+def test_without_a_registry_nobody_guesses_what_is_done(data, tmp_path):
+    stop(signal.SIGTERM, 3, data, tmp_path)
+    (tmp_path / "registry.jsonl").unlink()
+    outcome = resume(data, tmp_path)
+    assert (outcome.code, len(outcome.logs)) == (2, 1)
+    assert "registry.jsonl is missing" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["seed", "trial", "config", "env", "data"])
+def test_a_header_that_lacks_something_is_refused_in_a_sentence(name, data, tmp_path):
+    (log,) = stop(signal.SIGTERM, 3, data, tmp_path).logs
+    first, *rest = log.read_text().splitlines()
+    header = {key: value for key, value in json.loads(first).items() if key != name}
+    log.write_text("\n".join([json.dumps(header), *rest, ""]))
+    outcome = resume(data, tmp_path)
+    assert outcome.code == 2
+    assert f"{name} in its header must be" in outcome.err
+
+
+def test_fewer_steps_than_are_done_are_refused(data, tmp_path):
+    stop(signal.SIGTERM, 7, data, tmp_path)
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    outcome = resume(data, tmp_path, resume=folder, steps=4, resume_anyway="on")
+    assert outcome.code == 2
+    assert "--steps is 4" in outcome.err
+
+
+def test_skips_in_a_row_are_counted_over_an_interruption(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.progress.MOST_SKIPS", 6)
+    spoil_gradients(range(2, 99), monkeypatch)
+    assert stop(signal.SIGTERM, 5, data, tmp_path).code == 143
+    outcome = resume(data, tmp_path)
+    assert outcome.code == 3
+    assert "6 steps were skipped in a row, the last of them 8" in outcome.out
+
+
+def test_weights_that_are_no_numbers_are_not_saved(data, tmp_path, monkeypatch):
+    diverge_at(3, monkeypatch)  # the fourth step ruins the weights, which only the loss of the fifth tells
+    outcome = run(data, tmp_path, guard="off", checkpoint_every=2)
+    assert outcome.code == 3
+    assert "is not finite" in outcome.out
+    assert [path.name for path in saved(tmp_path)] == ["step_000002"]
