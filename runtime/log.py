@@ -320,6 +320,11 @@ class RunLog:
         self._enter("start", registered, "header", schema=SCHEMA, run_id=self.run_id, **header)
 
     @property
+    def found_bytes(self) -> int:
+        """In the file when it was reopened."""
+        return len(self._found)
+
+    @property
     def waiting(self) -> str:
         """The lines that the file does not have yet."""
         return b"".join(self._waiting).decode()

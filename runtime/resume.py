@@ -84,7 +84,7 @@ def _auto(trial: Trial, settings: Any, header: dict[str, Any], say: Callable[[st
 def _registered(seed: int, settings: Any, header: dict[str, Any]) -> list[dict[str, Any]]:
     """Registry lines of the starts of this seed on this track and claim, the latest first, each with `ended`."""
     path = Path(settings.log_dir) / REGISTRY
-    if not path.exists() and any(Path(settings.log_dir).glob("*.jsonl")):
+    if not path.exists() and any(map(_has_begun, Path(settings.log_dir).glob("*.jsonl"))):
         raise CheckpointError(f"{path} is missing, so that nobody knows what is done. Restore it, or name the run: "
                               f"--resume {settings.checkpoint_dir}/RUN.")
     entries = read_registry(path) if path.exists() else []
@@ -92,6 +92,15 @@ def _registered(seed: int, settings: Any, header: dict[str, Any]) -> list[dict[s
     alike = {"event": "start", "seed": seed, "track": header["track"], "claim": header["claim"]}
     found = [entry for entry in entries if all(entry.get(name) == value for name, value in alike.items())]
     return [entry | {"ended": last[entry["run_id"]] == "end"} for entry in reversed(found)]
+
+
+def _has_begun(log: Path) -> bool:
+    """Whether it is a log that has at least its first line."""
+    try:
+        tail_of(log)
+    except RunLogError:
+        return False
+    return True
 
 
 def read_tail(log: Path) -> Tail:

@@ -89,11 +89,10 @@ class Run(contextlib.AbstractContextManager):
 
     def _continue(self, resume: Resume) -> None:
         if self.machine.is_main:
-            tail = tail_of(self.log.path)
-            if tail.log_bytes != resume.log_bytes:
+            if self.log.found_bytes != resume.log_bytes:
                 raise RunLogError(f"{self.log.path} has changed since it was read: another process went on with it; "
                                   f"start again")
-            told = list(chain(*differences(tail.header, self._header)))
+            told = list(chain(*differences(tail_of(self.log.path).header, self._header)))
             self.log.restore(resume.log_offset, resume.waiting)
             name = resume.checkpoint.name if resume.checkpoint else None
             self.log.resume(from_step=resume.step, checkpoint=name, differences=told, log_offset=resume.log_offset)
