@@ -72,7 +72,9 @@ def _auto(trial: Trial, settings: Any, header: dict[str, Any], say: Callable[[st
             return _continued(settings, run_id, Path(settings.checkpoint_dir) / run_id, header, say)
         if tail.status != "done":
             say(f"run {run_id} was broken off, but has other settings: {'; '.join(other)}; it stays as it is")
-        elif not other and entry["source_sha256"] == header["source_sha256"]:
+        elif not other and entry["source_sha256"] != header["source_sha256"]:
+            break  # what another source has finished is neither done nor to go on with, nor is what was before it
+        elif not other:
             say(f"seed {trial.seed} is done: {log}")
             if not (entry["ended"] or settings.dry_run):  # it was killed between its last two lines
                 register_end(log)

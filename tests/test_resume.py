@@ -949,3 +949,14 @@ def test_weights_that_are_no_numbers_are_not_saved(data, tmp_path, monkeypatch):
     assert outcome.code == 3
     assert "is not finite" in outcome.out
     assert [path.name for path in saved(tmp_path)] == ["step_000002"]
+
+
+def test_a_run_that_another_source_finished_hides_those_that_were_broken_off_before_it(data, tmp_path):
+    stop(signal.SIGTERM, 3, data, tmp_path)
+    assert run(data, tmp_path, **EVERY).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "source_hash", lambda root: "of another source")
+        patch.setattr(trial.RunLog, "store_sources", lambda *_: "of another source")
+        outcome = resume(data, tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert [read_run(log).complete for log in outcome.logs] == [False, True, True]
