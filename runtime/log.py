@@ -194,7 +194,7 @@ class RunLog:
         self.path = self.directory / f"{run_id}.jsonl"
         self.offset = 0  # bytes in the file, with those that wait
         self._sha256 = hashlib.sha256()  # of the same
-        self._found = b""  # by reopen
+        self.found = b""  # what the file held when it was reopened
         self._warn = warn
         self._refusal: OSError | None = None  # the first
         self._waiting: deque[bytes] = deque()
@@ -239,10 +239,10 @@ class RunLog:
         if tail.header.get("run_id") != self.run_id:
             raise RunLogError(f"{self.path} is the log of run {tail.header.get('run_id')!r}; give back its own name")
         self._start_ns -= math.ceil(tail.t_ms * 1e6)
-        self._found = self.path.read_bytes()
-        self.offset = len(self._found)
-        self._sha256.update(self._found)
-        if not self._found.endswith(b"\n"):
+        self.found = self.path.read_bytes()
+        self.offset = len(self.found)
+        self._sha256.update(self.found)
+        if not self.found.endswith(b"\n"):
             self._append(b"\n")
 
     def write(self, event: str, **fields: Any) -> None:
@@ -320,21 +320,16 @@ class RunLog:
         self._enter("start", registered, "header", schema=SCHEMA, run_id=self.run_id, **header)
 
     @property
-    def found_bytes(self) -> int:
-        """In the file when it was reopened."""
-        return len(self._found)
-
-    @property
     def waiting(self) -> str:
         """The lines that the file does not have yet."""
         return b"".join(self._waiting).decode()
 
     def restore(self, log_offset: int, waiting: str) -> None:
         """Append, of lines that waited at this offset when their process died, what the reopened file lacks."""
-        short = log_offset - len(self._found)
-        if 0 < short <= len(waiting.encode()) and self._found.endswith(b"\n"):
+        short = log_offset - len(self.found)
+        if 0 < short <= len(waiting.encode()) and self.found.endswith(b"\n"):
             self._append(waiting.encode()[-short:])
-            self._found += waiting.encode()[-short:]
+            self.found += waiting.encode()[-short:]
 
     def resume(self, *, from_step: int, checkpoint: str | None, differences: list[str], log_offset: int) -> None:
         """Enter in the registry what the log was, and write that its lines from byte `log_offset` on are superseded.
@@ -344,7 +339,7 @@ class RunLog:
         registered = {"from_step": from_step, "log_bytes": self.offset, "log_sha256": self._sha256.hexdigest()}
         self._enter(
             "resume", registered, "resume", from_step=from_step, checkpoint=checkpoint, differences=differences,
-            log_offset=self._found.rfind(b"\n", 0, log_offset) + 1,  # of lines that were never written nothing stands
+            log_offset=self.found.rfind(b"\n", 0, log_offset) + 1,  # of lines that were never written nothing stands
             time=datetime.now(UTC).isoformat(timespec="seconds"),
         )  # fmt: skip
 

@@ -89,7 +89,7 @@ class Run(contextlib.AbstractContextManager):
 
     def _continue(self, resume: Resume) -> None:
         if self.machine.is_main:
-            if self.log.found_bytes != resume.log_bytes:
+            if len(self.log.found) != resume.log_bytes:
                 raise RunLogError(f"{self.log.path} has changed since it was read: another process went on with it; "
                                   f"start again")
             told = list(chain(*differences(tail_of(self.log.path).header, self._header)))
