@@ -78,7 +78,7 @@ class Adam(ShardedOptimizer):
             rates = (corrections * (group["lr"] * group["lr_mul"])).unbind()
             update = Update(list(units), list(grads), group, list(rates))
             update.changes = list(zip(counts, t.unbind(), strict=True))
-            if self._measuring:
+            if self._step.measuring:
                 wide = torch.promote_types(grads[0].dtype, torch.float32)
                 norms = torch.stack(torch._foreach_norm(update.grads, dtype=wide)).float() / self.grad_divisor
                 update.measures = list(torch.stack([norms, torch.zeros_like(norms)], dim=1).unbind())

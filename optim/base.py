@@ -1,7 +1,8 @@
-"""What the optimizers here share: checked groups, a step in two phases, and state that belongs to no number of ranks.
+"""What the optimizers here share: checked groups, a step in phases, and state that belongs to no number of ranks.
 
-`propose` computes new weights from gradients and state and changes neither; `commit` writes weights and state, where a
-flag on the device says so. Between the two, whoever guards the step looks at what was measured: see guards.py.
+`launch` sends gradients to their owners; `propose` computes new weights from gradients and state, changes neither, and
+sends the weights; `finish` waits for those of others; `commit` writes weights and state, where a flag on the device
+says so. Before the last, whoever guards the step looks at what was measured: see guards.py.
 """
 
 import math
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .guards import Guard
-from .sharding import Gradients, Layout, Parcel, Team, Unit, copy_all
+from .sharding import Gradients, Layout, Pairs, Parcel, Team, Unit, copy_all
 
 # Elements that go through all passes of an update together on a CPU: a handful of float32 each stay in its cache.
 CPU_PIECE = 2**18
@@ -37,6 +38,18 @@ class Update:
     directions: list[Tensor] = field(default_factory=list)
     changes: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # further state and its new values
     measures: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Step:
+    """What an optimizer holds between the phases of a step: apart, as a compiled step may not assign its attributes."""
+
+    reductions: list[Callable[[], Gradients]] = field(default_factory=list)
+    proposed: list[Update] = field(default_factory=list)
+    gathers: list[Callable[[], Pairs]] = field(default_factory=list)
+    arrived: Pairs = field(default_factory=list)
+    measuring: bool = False
+    holding: bool = False  # directions, until the commit
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -79,9 +92,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.layouts = self._layouts(self.team)
         keep_freed_memory()
         self._allocate()
-        self._proposed: list[Update] = []
         self._memory: dict[Unit, Tensor] = {}
-        self._arrived: list[tuple[Tensor, Tensor]] = []
+        self._step = Step()
         self.guard = Guard([self], nonfinite=nonfinite_guard)
 
     def _layouts(self, team: Team) -> list[Layout]:
@@ -178,20 +190,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def propose(self, guarded: bool = True) -> Tensor | None:
-        """Compute the step; returns measures (units, 2) float32 of all ranks: gradient norms and spectral norms.
+    def launch(self) -> None:
+        """Send all gradients to their owners; collectives, in an order that no missing gradient changes."""
+        # Nothing is gained by hooks that send each as it becomes ready: a compiled backward is one node of autograd,
+        # after which all gradients come at once.
+        self._step.reductions = [layout.reduce() for layout in self.layouts]
+        self._step.proposed, self._step.gathers, self._step.arrived = [], [], []
+
+    @torch.no_grad()
+    def propose(self, guarded: bool = True) -> None:
+        """Compute the step from what `launch` has sent, and send the new weights.
 
         Unguarded, nothing is measured, and what this rank alone decides is written at once.
         """
-        self._measuring = guarded
-        self._proposed.clear()
-        waits = [layout.reduce() for layout in self.layouts]  # all in flight before the first update
-        finishes = []
-        for layout, wait in zip(self.layouts, waits, strict=True):
+        step = self._step
+        step.measuring = guarded
+        for layout, reduction in zip(self.layouts, step.reductions, strict=True):
             found: dict[Unit, Tensor] = {}
             places = layout.open() if isinstance(layout, Parcel) else None
-            self._holding = guarded and places is None
-            for update in self._updates(wait()):
+            step.holding = guarded and places is None
+            for update in self._updates(reduction()):
                 found |= zip(update.units, update.measures, strict=True) if guarded else {}
                 if places is not None:
                     self._sweep(update, None, [places[unit] for unit in update.units], state=False)
@@ -199,16 +217,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 elif not guarded:
                     self._write(update, None)
                     continue
-                self._proposed.append(update)
+                step.proposed.append(update)
             layout.measure(found)
             if isinstance(layout, Parcel):
-                finishes.append(layout.share())
-        self._arrived = [pair for finish in finishes for pair in finish()]
-        return torch.cat([layout.measures for layout in self.layouts]) if guarded else None
+                step.gathers.append(layout.share())
+
+    @torch.no_grad()
+    def finish(self) -> Tensor | None:
+        """Wait for others' weights; guarded, returns gradient and spectral norms (units, 2) float32 of all ranks."""
+        self._step.arrived = [pair for wait in self._step.gathers for pair in wait()]
+        return torch.cat([layout.measures for layout in self.layouts]) if self._step.measuring else None
 
     def _kept(self, unit: Unit, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Memory for directions that wait for the commit; the same in every step, as fresh pages cost more than it."""
-        if not self._holding:
+        if not self._step.holding:
             return None
         if unit not in self._memory or self._memory[unit].shape != shape:
             self._memory[unit] = torch.empty(shape, dtype=dtype, device=unit.param.device)
@@ -222,11 +244,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             taken = True
         if taken:
-            for update in self._proposed:
+            for update in self._step.proposed:
                 self._write(update, ok)
-            select(ok, self._arrived)
-        self._proposed.clear()
-        self._arrived = []
+            select(ok, self._step.arrived)
+        self._step.proposed, self._step.gathers, self._step.arrived = [], [], []
 
     def _write(self, update: Update, ok: Tensor | None) -> None:
         travelled = isinstance(self._layout_of[update.units[0]], Parcel)
@@ -278,6 +299,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for slots in self._slots.values():
             for tensor in slots.values():
                 tensor.zero_()
+        self._step = Step()
         self.guard.reset()
 
     # ---- checkpoints
@@ -374,7 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---- what the optimizer says of itself
 
     def tensor_names(self) -> list[str]:
-        """The parameter that each row of `propose`'s measures belongs to."""
+        """The parameter that each row of `finish`'s measures belongs to."""
         return [self._names[unit.param] for layout in self.layouts for unit in layout.units]
 
     def fall_back(self) -> None:

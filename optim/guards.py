@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .orthogonalize import LARGEST_SINGULAR_VALUE
+from .sharding import launched
 
 TAKEN, BAD_GRADIENT, BAD_UPDATE, SPIKE = range(4)  # what a verdict begins with
 COUNTERS = ("steps", "nonfinite", "spike", "in_a_row", "spikes_in_a_row", "last_skip", "last_tensor")
@@ -148,9 +149,18 @@ class Guard:
                 f"{len(only)} optimizers to step, {sum(stepping)} of them in this guard; build it with all"
             )
         both = list(zip(self._parts, stepping, strict=True))
-        if not self.nonfinite and self.spike is None:
-            return self._unguarded([part for part, steps in both if steps])
-        measures = [part.propose() if steps else self._nothing(part) for part, steps in both]
+        parts = [part for part, steps in both if steps]
+        guarded = self.nonfinite or self.spike is not None
+        # Each phase is over for all before the next: the updates of one overlap the messages of the others.
+        for part in parts:
+            part.launch()
+        for part in parts:
+            part.propose(guarded)
+        measures = [part.finish() if steps else self._nothing(part) for part, steps in both]
+        if not guarded:
+            for part in parts:
+                part.commit(None)
+            return self._taken
 
         measures = self._agreed(measures)
         # What is in a spoiled sum says nothing about this step.
@@ -174,12 +184,6 @@ class Guard:
         value = torch.where(nonfinite, torch.where(of_gradient, pick(gradients, first), pick(updates, first)), outlier)
         self._count(ok, nonfinite, first)
         return torch.stack([code.double(), value.double(), first.double()])
-
-    def _unguarded(self, parts: list[Any]) -> Tensor:
-        for part in parts:
-            part.propose(guarded=False)
-            part.commit(None)
-        return self._taken
 
     def _nothing(self, part: Any) -> Tensor:
         return torch.zeros(len(part.tensor_names()), 2, device=self._device)
@@ -215,7 +219,7 @@ class Guard:
             return measures
         found = torch.cat(measures)
         found = torch.where(found.isfinite(), found, torch.inf)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)
+        launched(dist.all_reduce, found, group=self.process_group, op=dist.ReduceOp.MAX)()
         return list(found.split([len(m) for m in measures]))
 
     def _count(self, ok: Tensor, nonfinite: Tensor, first: Tensor) -> None:
@@ -278,13 +282,14 @@ class Guard:
 
 
 class Undoable:
-    """An optimizer of `torch.optim` with a step in two phases: it is taken, and put back where that is wanted."""
+    """An optimizer of `torch.optim` with a step in phases: it is taken, and put back where that is wanted."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
+        self._measures: Tensor | None = None
 
     def tensor_names(self) -> list[str]:
-        """The parameter of each row of `propose`'s measures."""
+        """The parameter of each row of `finish`'s measures."""
         names = [name for group in self.optimizer.param_groups for name in group.get("param_names", ())]
         return names or [str(index) for index in range(len(self._params()))]
 
@@ -307,19 +312,26 @@ class Undoable:
                 found[param, name] = value
         return found
 
-    def propose(self, guarded: bool = True) -> Tensor | None:
-        """Take the step; gradient norms, and 0 or infinity for new weights that are finite or not."""
+    def launch(self) -> None:
+        """Nothing to send: its gradients are the caller's to reduce."""
+
+    def propose(self, guarded: bool = True) -> None:
+        """Take the step."""
         params = self._params()
         if not guarded:
             self.optimizer.step()
-            return None
+            return
         self._before = {key: value.clone() for key, value in self._state().items()}
         self._weights = [(p.detach(), p.detach().clone()) for p in params if p.grad is not None]
         zero = torch.zeros((), device=params[0].device)
         norms = [zero if p.grad is None else norm(p.grad) for p in params]
         self.optimizer.step()
         weights = torch.stack([zero if p.grad is None else norm(p.detach()) for p in params])
-        return torch.stack([torch.stack(norms), torch.where(weights.isfinite(), 0, torch.inf)], dim=1)
+        self._measures = torch.stack([torch.stack(norms), torch.where(weights.isfinite(), 0, torch.inf)], dim=1)
+
+    def finish(self) -> Tensor | None:
+        """If guarded, gradient norms, and 0 or infinity for new weights that are finite or not."""
+        return self._measures
 
     def commit(self, ok: Tensor | None) -> None:
         """Keep the step, or put weights and state back as they were."""

@@ -24,7 +24,7 @@ if HAS_TRITON:
     # Builtins of the language only: its library (cdiv, zeros) is compiled or interpreted as of Triton's own import.
     @triton.jit
     def _mirrored_tile(
-        X, Y, D, out, n, m, alpha, beta, diagonal,
+        X, Y, D, out, n, m, alpha, beta,
         x_batch, x_row, x_col, y_batch, y_row, y_col, d_batch, d_row, d_col, out_batch, out_row, out_col,
         TILE: tl.constexpr, DEPTH: tl.constexpr,
     ):  # fmt: skip
@@ -54,7 +54,6 @@ if HAS_TRITON:
         if D is not None:
             d = tl.load(D + batch * d_batch + rows * d_row + cols * d_col, mask=inside, other=0.0)
             total += beta * d.to(tl.float32)
-        total += tl.where(rows == cols, diagonal, 0.0)
         result = total.to(out.dtype.element_ty)
         if row_tile == col_tile:  # this tile holds both halves, which may have been rounded differently
             result = tl.where(rows <= cols, result, tl.trans(result))
@@ -87,9 +86,8 @@ def symmetric_product(
     alpha: float = 1.0,
     D: Tensor | None = None,
     beta: float = 0.0,
-    diagonal: float = 0.0,
 ) -> Tensor:
-    """out = alpha X Y^T + beta D + diagonal I, known to be symmetric: Y is X, say, or both are symmetric and commute.
+    """out = alpha X Y^T + beta D, known to be symmetric: Y is X, say, or both are symmetric and commute.
 
     X, Y (B, n, m); D, out (B, n, n); one dtype of DTYPES, any strides. out shares no memory with the rest, D included.
     The upper triangle is computed, in float32 with one rounding, and mirrored bit for bit; gradients do not flow.
@@ -102,12 +100,12 @@ def symmetric_product(
         return out
     if INTERPRETED and X.dtype == torch.bfloat16:  # which the interpreter multiplies as integers; float32 holds it all
         X, Y, D, wide = X.float(), Y.float(), None if D is None else D.float(), torch.empty_like(out, dtype=torch.float)
-        return out.copy_(symmetric_product(X, Y, wide, alpha=alpha, D=D, beta=beta, diagonal=diagonal))
+        return out.copy_(symmetric_product(X, Y, wide, alpha=alpha, D=D, beta=beta))
     B, n, m = X.shape
     tiling = _tiling(B, n, X.dtype)
     with torch.cuda.device_of(X):
         _mirrored_tile[(B * _triangle(n, tiling["TILE"]),)](
-            X, Y, D, out, n, m, float(alpha), float(beta), float(diagonal),
+            X, Y, D, out, n, m, float(alpha), float(beta),
             *X.stride(), *Y.stride(), *(out if D is None else D).stride(), *out.stride(), **tiling,
         )  # fmt: skip
     return out

@@ -162,7 +162,7 @@ class Muon(ShardedOptimizer):
         if self.grad_divisor != 1:
             batch.div_(self.grad_divisor)
         wide = torch.promote_types(batch.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(batch, dim=(1, 2, 3), dtype=wide).float() if self._measuring else None
+        norms = torch.linalg.vector_norm(batch, dim=(1, 2, 3), dtype=wide).float() if self._step.measuring else None
         updates, scale = [], SCALES[self.scale]
         for _, run in groupby(range(len(gradients)), key=lambda index: id(self._group_of[gradients[index][0].param])):
             units, grads = zip(*(gradients[index] for index in run), strict=True)

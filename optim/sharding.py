@@ -62,6 +62,7 @@ class Team(NamedTuple):
 
 
 Gradients = list[tuple[Unit, Tensor]]  # owned units and the sums of their gradients over the ranks
+Pairs = list[tuple[Tensor, Tensor]]  # places and what is to be written there
 
 
 class Layout:
@@ -131,10 +132,10 @@ class Parcel(Layout):
                 filled.append((place, unit.cut(unit.param.grad)))
         copy_all(filled)
         received = message.new_empty(message.shape[1])
-        work = reduce_scatter(received, message.view(-1), group=self.team.group, async_op=True)
+        arrive = launched(reduce_scatter, received, message.view(-1), group=self.team.group)
 
         def wait() -> Gradients:
-            work.wait()
+            arrive()
             # Reading a count waits for the device, so it is read only where this rank has no gradient itself.
             return [
                 (unit, place)
@@ -155,22 +156,22 @@ class Parcel(Layout):
         copy_all((place, unit.cut(unit.param.detach())) for unit, place in places.items())
         return places
 
-    def share(self) -> Callable[[], list[tuple[Tensor, Tensor]]]:
+    def share(self) -> Callable[[], Pairs]:
         """Send new weights and measures; the wait returns pairs (part of a parameter, its new value)."""
         width = self.most * MEASURES
         tail = self.segment[self.length :].view(torch.float32)
         tail[: self.measures.numel()] = self.measures.view(-1)
         everything = self.segment.new_empty(self.team.size, self.segment.numel())
-        work = all_gather(everything.view(-1), self.segment, group=self.team.group, async_op=True)
+        arrive = launched(all_gather, everything.view(-1), self.segment, group=self.team.group)
 
-        def finish() -> list[tuple[Tensor, Tensor]]:
-            work.wait()
+        def wait() -> Pairs:
+            arrive()
             tails = everything[:, self.length :].contiguous().view(torch.float32)[:, :width]
             found = zip(tails.view(self.team.size, self.most, MEASURES), self.shares, strict=True)
             self.measures = torch.cat([measures[: len(share)] for measures, share in found])
             return [(unit.cut(unit.param.detach()), place) for _, _, unit, place in self.places(everything)]
 
-        return finish
+        return wait
 
     def complete(self, unit: Unit, part: Tensor) -> None:
         owner = next(rank for rank, share in enumerate(self.shares) if unit in share)
@@ -198,10 +199,10 @@ class Mirror(Layout):
             if unit.param.grad is None:
                 count.zero_()
         copy_all((total, unit.cut(unit.param.grad)) for unit, total in sums if unit.param.grad is not None)
-        work = dist.all_reduce(message, group=self.team.group, async_op=True)
+        arrive = launched(dist.all_reduce, message, group=self.team.group)
 
         def wait() -> Gradients:
-            work.wait()
+            arrive()
             found = zip(sums, counts, strict=True)
             return [pair for pair, count in found if pair[0].param.grad is not None or bool(count > 0)]
 
@@ -211,6 +212,24 @@ class Mirror(Layout):
         others, width = self.team.size - 1, 8 if any(unit.param.dtype == torch.float64 for unit in self.owned) else 4
         elements, extra = sum(unit.numel for unit in self.owned) + len(self.owned), len(self.owned)
         return 2 * others * width * elements // self.team.size, 2 * others * width * extra // self.team.size
+
+
+def launched(
+    collective: Callable[..., Any], received: Tensor, *sent: Tensor, group: Any, **options: Any
+) -> Callable[[], None]:
+    """Begin collective(received, *sent); what is returned waits until `received` is filled."""
+    tensors = [received, *sent]
+    if dist.get_backend(group) == "gloo":
+        # It sends CUDA tensors by way of the host in any case, and on Windows their sum ends the process (torch 2.12).
+        tensors = [tensor.cpu() for tensor in tensors]
+    work, arrived = collective(*tensors, group=group, async_op=True, **options), tensors[0]
+
+    def wait() -> None:
+        work.wait()
+        if arrived is not received:
+            received.copy_(arrived)
+
+    return wait
 
 
 def aligned(elements: int) -> int:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import warnings
+from multiprocessing import set_forkserver_preload
 
 import pytest
 import torch
@@ -193,7 +194,8 @@ def process(rank, folder):
 def ranks(tmp_path_factory):
     """The results of each of the four processes."""
     folder = tmp_path_factory.mktemp("gloo")
-    mp.spawn(process, args=(str(folder),), nprocs=4)
+    set_forkserver_preload(["torch.distributed", "hypothesis"])  # imported once, not by each of the four
+    mp.start_processes(process, args=(str(folder),), nprocs=4, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 

@@ -241,6 +241,19 @@ def test_slices_that_fit_the_cache_take_the_same_step(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+def test_off_a_cpu_all_matrices_of_one_shape_are_orthogonalized_in_one_call(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "optim.muon.orthogonalize", lambda G, *rest: calls.append(tuple(G.shape)) or orthogonalize(G, *rest)
+    )
+    packed, mlp = ([torch.nn.Parameter(torch.empty(24, 96, device="meta")) for _ in range(n)] for n in (10, 22))
+    optimizer = NorMuon([{"params": packed, "split": 4}, {"params": mlp, "lr_mul": 2.0}], 0.02)
+    for param in packed + mlp:
+        param.grad = torch.empty_like(param)
+    optimizer.step()
+    assert sorted(calls) == [(22, 24, 96), (40, 24, 24)]
+
+
 def test_muon_with_newton_schulz_is_close_to_the_one_in_torch():
     ours, theirs = (
         parameters((16, 48), (48, 16), dtype=torch.float32),

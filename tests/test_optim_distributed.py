@@ -8,6 +8,8 @@ import os
 import re
 import sys
 from itertools import chain, pairwise
+from multiprocessing import set_forkserver_preload
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim import Adam, Muon, NorMuon, sharding
+from optim import Adam, Guard, Muon, NorMuon, sharding
 from optim.sharding import Unit, deal
 
 SIZES = [1, 2, 3, 4]
@@ -137,6 +139,62 @@ def traffic(process_group, rank, size):
     return found
 
 
+class Noted:
+    """A collective under way that notes when it is waited for."""
+
+    def __init__(self, work, note):
+        self.work, self.note = work, note
+
+    def wait(self):
+        self.note()
+        return self.work.wait()
+
+
+def order(process_group, rank, size, nonfinite):
+    """What one guarded step of all optimizers does, in this order: ("sum" or "gather", bytes), waits and updates.
+
+    And weights after it, and where each optimizer steps alone. Each rank lacks gradients that others have.
+    """
+    events = []
+
+    def noted(kind, function):
+        def call(*tensors, **options):
+            events.append((kind, tensors[0].nbytes))
+            return Noted(function(*tensors, **options), lambda: events.append(("wait for " + kind, tensors[0].nbytes)))
+
+        return call
+
+    def watched(updates):
+        def iterate(gradients):
+            events.append(("update", 0))
+            return updates(gradients)
+
+        return iterate
+
+    params, optimizers = build(process_group)
+    give_gradients(params, 1, rank, size)
+    for optimizer in optimizers:
+        optimizer._updates = watched(optimizer._updates)
+    sums, gathers = noted("sum", sharding.reduce_scatter), noted("gather", sharding.all_gather)
+    with (
+        mock.patch.object(sharding, "reduce_scatter", sums),
+        mock.patch.object(sharding, "all_gather", gathers),
+        mock.patch.object(dist, "all_reduce", noted("sum", dist.all_reduce)),
+    ):
+        Guard(optimizers, nonfinite=nonfinite).step()
+    apart, alone = build(process_group, nonfinite_guard=nonfinite)
+    give_gradients(apart, 1, rank, size)
+    for optimizer in alone:
+        optimizer.step()
+    return events, [[param.detach() for param in both] for both in (params, apart)]
+
+
+def by_way_of_the_host(rank, size, process_group):
+    """As the walk in whole numbers, with all messages copied to and from a host that is not the device."""
+    with mock.patch.object(torch.Tensor, "cpu", lambda tensor: tensor.clone()):
+        return walk(rank, size, process_group, **WHOLE)
+
+
 def streamed(process_group, rank):
     """Names of the state that arrives here when rank 1 alone wants it."""
     _, optimizers = build(process_group)
@@ -147,6 +205,8 @@ def record(rank, size, process_group, states):
     results = {name: walk(rank, size, process_group, **options) for name, options in WALKS.items()}
     results["reloaded"] = [reloaded(state, process_group) for state in states]
     results["traffic"] = traffic(process_group, rank, size)
+    results["order"] = [order(process_group, rank, size, nonfinite) for nonfinite in (True, False)]
+    results["host"] = by_way_of_the_host(rank, size, process_group)
     results["streamed"] = streamed(process_group, rank)
     _, optimizers = build(process_group)
     results["owned"] = [sum(len(layout.owned) for layout in optimizer.layouts) for optimizer in optimizers]
@@ -185,7 +245,8 @@ def ranks(one, tmp_path_factory):
     """The results of each of the four processes."""
     folder = tmp_path_factory.mktemp("gloo")
     torch.save(one["real"][-1][1], folder / "one.pt")
-    mp.spawn(process, args=(str(folder),), nprocs=4)
+    set_forkserver_preload(["torch.distributed", "hypothesis"])  # imported once, not by each of the four
+    mp.start_processes(process, args=(str(folder),), nprocs=4, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(4)]
 
 
@@ -274,6 +335,61 @@ def test_state_streams_to_the_one_rank_that_asks(ranks, size):
 def test_the_bytes_that_a_layout_says_it_sends_are_those_it_hands_over(ranks, size):
     for results in ranks[:size]:
         assert all(said == handed > 0 for said, handed in results[size]["traffic"])
+
+
+@SEVERAL
+@pytest.mark.parametrize("guarded", [True, False])
+def test_all_sums_are_launched_before_the_first_update_and_no_weights_are_waited_for_before_the_last_are_sent(
+    ranks, size, guarded
+):
+    for results in ranks[:size]:
+        events, _ = results[size]["order"][not guarded]
+        at = {kind: [index for index, (name, _) in enumerate(events) if name == kind] for kind, _ in events}
+        assert max(at["sum"]) < min(at["wait for sum"]) < min(at["update"])
+        assert min(at["gather"]) < max(at["update"])
+        assert max(at["gather"]) < min(at["wait for gather"])
+        assert len(at["sum"]) == len(at["wait for sum"]) == len(at["update"]) > len(COUNTS)
+        assert len(at["gather"]) == len(at["wait for gather"]) >= len(COUNTS)
+
+
+@SEVERAL
+def test_messages_follow_one_order_on_all_ranks_whichever_gradients_they_lack(ranks, size):
+    for first, other in pairwise(results[size]["order"] for results in ranks[:size]):
+        for (events, _), (other_events, _) in zip(first, other, strict=True):
+            assert events == other_events
+
+
+@SEVERAL
+def test_optimizers_that_step_together_take_the_very_steps_that_they_take_alone(ranks, size):
+    for results in ranks[:size]:
+        for _, (together, alone) in results[size]["order"]:
+            assert_equal(together, alone)
+
+
+@SEVERAL
+def test_messages_by_way_of_the_host_give_the_same_bits(ranks, size):
+    for results in ranks[:size]:
+        for (params, states), (direct, direct_states) in zip(
+            results[size]["host"], results[size]["whole"], strict=True
+        ):
+            assert_equal(params + flat(states), direct + flat(direct_states))
+
+
+@pytest.mark.parametrize(("backend", "direct"), [("gloo", False), ("nccl", True)])
+def test_gloo_alone_gets_copies_on_the_host_of_what_lies_on_a_device(monkeypatch, backend, direct):
+    monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor.clone())  # as on a device
+    received, sent, seen = torch.zeros(3), torch.arange(3.0), []
+
+    def collective(target, source, group, async_op):
+        seen.extend((target, source))
+        target.copy_(source)
+        return mock.Mock()
+
+    wait = sharding.launched(collective, received, sent, group="ranks")
+    assert [seen[0] is received, seen[1] is sent] == [direct, direct]
+    wait()
+    assert received.tolist() == [0.0, 1.0, 2.0]
 
 
 @pytest.fixture
