@@ -6,6 +6,7 @@ pre-tokenized FineWeb shards (llm.c, modded-nanogpt), so files made by others lo
 
 import glob
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ HEADER_WORDS = 256
 HEADER_BYTES = 4 * HEADER_WORDS
 TOKEN_BYTES = 2
 READ_BLOCK = 1 << 24  # tokens held at once where a whole shard is read: 32 MiB
+BINARY = getattr(os, "O_BINARY", 0)  # Windows would change the ends of lines
+SEEKING = threading.Lock()
 
 FETCH_AGAIN = "delete the file and fetch or build the data again"
 
@@ -98,9 +101,9 @@ class Shard:
         return np.frombuffer(content, dtype="<u2")
 
     def _read(self, start: int, end: int) -> bytes:
-        """The bytes [start, end), fewer only where the file ends: one call of pread may return less than all."""
+        """The bytes [start, end), fewer only where the file ends: one call may return less than all."""
         parts = []
-        while start < end and (part := os.pread(self._descriptor, end - start, start)):
+        while start < end and (part := _pread(self._descriptor, end - start, start)):
             parts.append(part)
             start += len(part)
         return b"".join(parts)
@@ -132,12 +135,21 @@ def open_shard(path: str | Path) -> Shard:
     with _faults_named(path, "the header"):
         if not path.is_file():
             raise ShardError(f"{path}: no such file; every shard of a run must exist. Fetch or build the data first.")
-        return Shard(path, os.open(path, os.O_RDONLY))
+        return Shard(path, os.open(path, os.O_RDONLY | BINARY))
+
+
+def _pread(descriptor: int, count: int, offset: int) -> bytes:
+    """os.pread; on Windows, which has none, threads take turns at moving and reading."""
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, count, offset)
+    with SEEKING:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.read(descriptor, count)
 
 
 def _read_token_count(path: Path, descriptor: int) -> int:
     """Token count from the header of a file whose size agrees with it."""
-    size, header = os.fstat(descriptor).st_size, os.pread(descriptor, HEADER_BYTES, 0)
+    size, header = os.fstat(descriptor).st_size, _pread(descriptor, HEADER_BYTES, 0)
     if size == 0:
         raise ShardError(f"{path}: the file is empty (0 bytes); a shard is a header and tokens. Fix: {FETCH_AGAIN}.")
     if len(header) < HEADER_BYTES:

@@ -1,219 +1,50 @@
 """Causal attention inside documents and a sliding window of recent tokens: one interface, a backend per machine.
 
 Query t of a row sees keys s with  max(start of t's document, t - window) <= s <= t. The caller scales the queries.
-B rows, T tokens a row, H heads, D head dim; a block is `block` consecutive queries, its span the keys they can see.
+A backend has a `name` and
+
+    window(tokens)                           a 0-d CPU tensor: an input of a compiled graph, which then serves them all
+    documents(cu_seqlens, rows, sequence)    once a forward pass, what the call wants of the boundaries of documents in
+                                             the flat stream of rows: int32, ends of rows included, repetitions allowed
+    (q, k, v, documents, window, longest)    (B, T, H, D) each and the result; longest: tokens of a document, an int
 """
 
-import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-# Scores that one slice of blocks may hold: its few temporaries then stay in a core's cache instead of streaming through
-# memory, and the memory needed does not grow with the sequence.
-SLICE_SCORES = 1 << 21
+from kernels.flash_attention import KERNELS, FlashAttention, why_not_flash
+from kernels.flex_attention import FlexAttention, why_not_flex
+from kernels.portable_attention import PortableAttention
 
+Attention = FlashAttention | FlexAttention | PortableAttention
+BACKENDS: dict[str, Callable[[], Attention]] = {name: partial(FlashAttention, name) for name in KERNELS}
+BACKENDS |= {"flex": FlexAttention, "portable": PortableAttention}
+ATTENTIONS = ("auto", *BACKENDS)
 
-def document_starts(cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
-    """Where in its row each token's document starts, int64 (rows, sequence), from the boundaries in the flat stream."""
-    position = torch.arange(rows * sequence, device=cu_seqlens.device)
-    document = torch.bucketize(position, cu_seqlens[1:].to(torch.int64), right=True)
-    return (cu_seqlens.to(torch.int64)[document] % sequence).view(rows, sequence)
-
-
-# --- The portable form: blocks of queries against their span of keys, so that cost grows with the window ---
+# What `auto` prefers to "varlen", best first, by the GPU's major compute capability. No GPU has confirmed the order.
+FASTER = {9: ("flash3", "flash4"), 10: ("flash4",)}
 
 
-def _block_size(window: int) -> int:
-    # Small blocks waste fewer masked scores, large ones make better matrix products; measured at windows of 48 to 352.
-    return 64 if window <= 128 else 128
-
-
-def _blocks(x_BTHD: Tensor, block: int, back: int = 0) -> Tensor:
-    """(B, T, H, D) -> (B, H, back + N, block, D): zeros fill the last block and `back` blocks before the first."""
-    B, T, H, D = x_BTHD.shape
-    before, after = back * block, -T % block
-    padded = F.pad(x_BTHD, (0, 0, 0, 0, before, after)) if before or after else x_BTHD
-    return padded.view(B, -1, block, H, D).permute(0, 3, 1, 2, 4)
-
-
-def _rows(x_BHNbD: Tensor, length: int) -> Tensor:
-    """The inverse of `_blocks`: (B, H, N, block, D) -> (B, T, H, D)."""
-    B, H, N, block, D = x_BHNbD.shape
-    return x_BHNbD.permute(0, 2, 3, 1, 4).reshape(B, N * block, H, D)[:, :length].contiguous()
-
-
-def _spans(padded_BHNbD: Tensor, first: int, count: int, back: int) -> Tensor:
-    """Blocks [first, first + count), each with the `back` before it: (B, H, count, (back + 1) * block, D)."""
-    return torch.cat([padded_BHNbD[:, :, first + i : first + i + count] for i in range(back + 1)], dim=3)
-
-
-def _add_spans(total_BHNbD: Tensor, grad_BHnsD: Tensor, first: int, back: int) -> None:
-    """The adjoint of `_spans`: add what each span says of its blocks to the padded `total`, in place."""
-    count, block = grad_BHnsD.size(2), total_BHNbD.size(3)
-    for i in range(back + 1):
-        total_BHNbD[:, :, first + i : first + i + count] += grad_BHnsD[..., i * block : (i + 1) * block, :]
-
-
-def _hidden(starts_BT: Tensor, first: int, count: int, block: int, back: int, window: int) -> Tensor:
-    """True where a key may not be seen, for blocks [first, first + count): bool (B, 1, count, block, span)."""
-    B, T = starts_BT.shape
-    starts = F.pad(starts_BT, (0, -T % block))[:, first * block : (first + count) * block].view(B, count, block, 1)
-    origin = torch.arange(first, first + count, device=starts.device).mul_(block).view(count, 1, 1)
-    query = origin + torch.arange(block, device=starts.device).view(1, block, 1)
-    key = origin + torch.arange(-back * block, block, device=starts.device).view(1, 1, -1)
-    return ((key > query) | (key < torch.maximum(starts, query - window))).unsqueeze(1)
-
-
-def _probabilities(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
-    scores = torch.matmul(q, k.mT)
-    return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)
-
-
-def _slices(q_BHNbD: Tensor, back: int) -> list[tuple[int, int]]:
-    """(first, count) of runs of blocks whose scores are few enough to be held at once."""
-    B, H, N, block, _ = q_BHNbD.shape
-    step = max(1, SLICE_SCORES // (B * H * block * (back + 1) * block))
-    return [(first, min(step, N - first)) for first in range(0, N, step)]
-
-
-def _geometry(window: Tensor, sequence: int) -> tuple[int, int, int]:
-    tokens = min(int(window), sequence)
-    block = _block_size(tokens)
-    return tokens, block, -(-tokens // block)
-
-
-@torch.library.custom_op("speedrun::windowed_attention", mutates_args=())
-def _windowed_attention(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor) -> Tensor:
-    T = q_BTHD.size(1)
-    tokens, block, back = _geometry(window, T)
-    q, k, v = _blocks(q_BTHD, block), _blocks(k_BTHD, block, back), _blocks(v_BTHD, block, back)
-    parts = []
-    for first, count in _slices(q, back):
-        hidden = _hidden(starts_BT, first, count, block, back, tokens)
-        p = _probabilities(q[:, :, first : first + count], _spans(k, first, count, back), hidden)
-        parts.append(torch.matmul(p, _spans(v, first, count, back)))
-    return _rows(torch.cat(parts, dim=2), T)
-
-
-@torch.library.custom_op("speedrun::windowed_attention_backward", mutates_args=())
-def _windowed_attention_backward(
-    grad_BTHD: Tensor, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    T = q_BTHD.size(1)
-    tokens, block, back = _geometry(window, T)
-    grads, q = _blocks(grad_BTHD, block), _blocks(q_BTHD, block)
-    k, v = _blocks(k_BTHD, block, back), _blocks(v_BTHD, block, back)
-    dq, dk, dv = [], k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for first, count in _slices(q, back):
-        here = slice(first, first + count)
-        k_spans, v_spans = _spans(k, first, count, back), _spans(v, first, count, back)
-        # The probabilities are made again: keeping them would cost T * span numbers a head and layer.
-        p = _probabilities(q[:, :, here], k_spans, _hidden(starts_BT, first, count, block, back, tokens))
-        dp = torch.matmul(grads[:, :, here], v_spans.mT)
-        ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-        dq.append(torch.matmul(ds, k_spans))
-        _add_spans(dk, torch.matmul(ds.mT, q[:, :, here]), first, back)
-        _add_spans(dv, torch.matmul(p.mT, grads[:, :, here]), first, back)
-    return _rows(torch.cat(dq, dim=2), T), _rows(dk[:, :, back:], T), _rows(dv[:, :, back:], T)
-
-
-@_windowed_attention.register_fake
-def _(q, k, v, starts, window):
-    return q.new_empty(q.shape)
-
-
-@_windowed_attention_backward.register_fake
-def _(grad, q, k, v, starts, window):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, grad):
-    return *_windowed_attention_backward(grad, *ctx.saved_tensors), None, None
-
-
-_windowed_attention.register_autograd(_differentiate, setup_context=_save)
-
-
-class PortableAttention:
-    """Plain tensor operations on any device and dtype."""
-
-    name = "portable"
-    window_is_input = True  # of a compiled graph, which then serves every window
-
-    def documents(self, cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
-        return document_starts(cu_seqlens, rows, sequence)
-
-    def window(self, tokens: int) -> Tensor:
-        return torch.tensor(tokens)  # a tensor, so that a new value is an input to the graph and not a new graph
-
-    def __call__(
-        self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, documents: Tensor, window: Tensor, longest: int
-    ) -> Tensor:
-        return _windowed_attention(q_BTHD, k_BTHD, v_BTHD, documents, window)
-
-
-class VarlenAttention:
-    """The framework's fused variable-length kernel: CUDA, bf16 or fp16."""
-
-    name = "varlen"
-    window_is_input = False
-
-    def __init__(self) -> None:
-        from torch.nn.attention.varlen import varlen_attn
-
-        self.kernel: Callable[..., Any] = varlen_attn
-
-    def documents(self, cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
-        return cu_seqlens
-
-    def window(self, tokens: int) -> int:
-        return tokens
-
-    def __call__(
-        self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, documents: Tensor, window: int, longest: int
-    ) -> Tensor:
-        q, k, v = (x.flatten(0, 1) for x in (q_BTHD, k_BTHD, v_BTHD))
-        y = self.kernel(q, k, v, documents, documents, longest, longest, scale=1.0, window_size=(window, 0))
-        return y.view(q_BTHD.shape)
-
-
-Attention = PortableAttention | VarlenAttention
-
-
-def why_not_varlen(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What keeps the fused kernel from running here, or None."""
-    if device.type != "cuda":
-        return "it needs a CUDA device"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs bf16 or fp16, not {dtype}"
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen; install torch 2.11 or newer"
-    if not {"window_size", "scale"} <= set(inspect.signature(varlen_attn).parameters):
-        return f"varlen_attn of torch {torch.__version__} has no sliding window; install torch 2.11 or newer"
-    if torch.cuda.get_device_capability(device)[0] < 8:
-        return "it needs a GPU of compute capability 8.0 or newer"
-    return None
+def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps a backend from running here and what to install, or None."""
+    if name in KERNELS:
+        return why_not_flash(name, device, dtype)
+    return why_not_flex(device) if name == "flex" else None
 
 
 def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Attention, str]:
     """The backend called `name` ("auto": the fastest that runs) and why it; ValueError if it cannot run here."""
-    obstacle = why_not_varlen(device, dtype)
-    if name == "varlen" and obstacle:
-        raise ValueError(f"--attention varlen cannot run here: {obstacle}. Use --attention portable or auto.")
-    if name == "portable":
-        return PortableAttention(), "as asked"
-    if name == "auto" and obstacle:
-        return PortableAttention(), f"varlen would be faster but {obstacle}"
-    if name not in ("auto", "varlen"):
-        raise ValueError(f"--attention {name}: unknown backend. Choose one of auto, varlen, portable.")
-    return VarlenAttention(), "the framework's fused kernel"
+    if name != "auto":
+        if obstacle := why_not(name, device, dtype):
+            raise ValueError(f"--attention {name} cannot run here: {obstacle}. Use --attention portable or auto.")
+        return BACKENDS[name](), "as asked"
+    capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    passed: list[str] = []
+    for candidate in (*FASTER.get(capability, ()), "varlen", "portable"):
+        obstacle = why_not(candidate, device, dtype)
+        if obstacle is None:
+            break
+        passed.append(f"{candidate} may be faster but {obstacle}")
+    return BACKENDS[candidate](), "; ".join(passed) or "the fastest here"

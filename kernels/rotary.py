@@ -33,7 +33,7 @@ class Rotary(nn.Module):
 
     def reset(self) -> None:
         """Back to the constructed state."""
-        turning = SLOWEST ** torch.linspace(0, 1, self.pairs // 2, device=self.cos.device)
+        turning = (SLOWEST ** torch.linspace(0, 1, self.pairs // 2)).to(self.cos.device)  # the same bits on any device
         self.frequency = torch.cat([turning, turning.new_zeros(self.pairs - self.pairs // 2)])
         self.scale.fill_(self.base_scale)
         self.fill()

@@ -1,17 +1,17 @@
 """The machine under a run: device, compute dtype, process group, compiler, peak rate, and what the log says of them."""
 
 import contextlib
+import gc
 import hashlib
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.watch import RankLost, first_line, join
+from runtime.watch import RankLost, backend, first_line, join
 
 # Dense bf16 datasheet rates in TFLOP/s, without sparsity, by words of the device name; the first that matches counts.
 DATASHEET_TFLOPS = {
     "H100 PCIe": 756.0, "H100": 989.4, "GH200": 989.4, "H200": 989.4, "H800": 989.4, "H20": 148.0, "B200": 2250.0,
-    "GB200": 2500.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "RTX 5090": 209.5,
-    "RTX 4090": 165.2, "RTX 3090": 71.0, "RTX A6000": 154.8,
+    "GB200": 2500.0, "A100": 312.0, "A800": 312.0, "A40": 149.7, "L40S": 362.0, "L40": 181.0, "L4": 121.0,
+    "RTX A6000": 154.8, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 5070 Ti": 87.9, "RTX 5070": 61.7, "RTX 4090": 165.2,
+    "RTX 4080": 97.5, "RTX 4070 Ti": 80.2, "RTX 4070": 58.3, "RTX 4060 Ti": 44.1, "RTX 4060": 30.2, "RTX 3090": 71.0,
+    "RTX 3080": 59.5, "RTX 3070": 40.6, "RTX 3060 Ti": 32.4, "RTX 3060": 25.5,
 }  # fmt: skip
+VARIANTS = r"(?! (?:Ti|SUPER|D|Laptop)\b)"  # cards of a rate of their own
 GEMM_SIZE = 1024  # side of the square product that stands for the peak of a device with no datasheet rate
 
 
@@ -55,6 +58,10 @@ class Machine:
             with contextlib.suppress(OSError):
                 print(text, flush=True)
 
+    def alone(self) -> "Machine":
+        """The same device with one rank."""
+        return Machine(self.device, 0, 1)
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -62,7 +69,9 @@ class Machine:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            wire = tensor.cpu() if dist.get_backend() == "gloo" else tensor  # its sum on GPUs ends a process on Windows
+            dist.all_reduce(wire)
+            tensor.copy_(wire)
         return tensor
 
     def on_main(self, function: Callable[[], Any]) -> Any:
@@ -163,12 +172,19 @@ def start(device: str = "auto", rank_timeout: float = 60.0) -> Machine:
         if index >= gpus:
             raise ValueError(f"process {index} of this machine has no GPU: there are {gpus}. Set NPROC={gpus}.")
         place = torch.device("cuda", index)
+        grow_segments()
         torch.cuda.set_device(place)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size == 1:
         return Machine(place, 0, 1)
     rank, names, store = join(place, world_size, rank_timeout)
     return Machine(place, rank, world_size, names, store)
+
+
+def grow_segments() -> None:
+    """Have CUDA's allocator, not used yet, enlarge what it holds: fewer gaps are left. Another setting of it stands."""
+    if sys.platform == "linux" and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def refuse(error: Exception, code: int) -> int:
@@ -213,6 +229,20 @@ def native_bf16(device: torch.device) -> bool:
     return any(probe() for probe in supported if probe)
 
 
+def handicaps(machine: Machine, dtype: torch.dtype) -> list[str]:
+    """What GPUs lack here and what that costs, a line each."""
+    if machine.device.type != "cuda":
+        return []
+    said = []
+    if not native_bf16(machine.device):
+        gpu, name = torch.cuda.get_device_name(machine.device), str(dtype).removeprefix("torch.")
+        said.append(f"{gpu} has no bf16 instructions: {name} is several times slower than bf16 on GPUs of compute "
+                    f"capability 8.0 and newer")  # fmt: skip
+    if machine.world_size > 1 and backend(machine.device) == "gloo":
+        said.append("this torch has no NCCL: gloo takes gradients from GPU to GPU through the CPU, slower")
+    return said
+
+
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype called `name`; "auto" is bf16 where the device has it natively, else fp32. ValueError otherwise."""
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -223,6 +253,10 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtypes[name]
 
 
+class CompileError(RuntimeError):
+    """What was to be compiled cannot be."""
+
+
 def why_not_compile(device: torch.device) -> str | None:
     """What torch.compile lacks here, or None."""
     if device.type == "cuda":
@@ -231,7 +265,8 @@ def why_not_compile(device: torch.device) -> str | None:
 
             return None
         return "Triton is not installed"
-    if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("clang++"):
+    compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")
+    if not shutil.which(compiler) and not shutil.which("clang++"):
         return "no C++ compiler was found"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         return "the Python headers (Python.h) are not installed"
@@ -250,18 +285,20 @@ def try_compile(
 ) -> str | None:
     """Compile `function` and run `first_step` on it; returns what keeps it from working on some rank, or None.
 
-    mode "off" does not try, "auto" reports an obstacle, "on" raises what the compiler raised.
+    mode "off" does not try, "auto" reports an obstacle, "on" raises CompileError.
     """
     obstacle = "as asked" if mode == "off" else why_not_compile(machine.device)
     if obstacle is None:
         machine.say("compiling: tens of seconds the first time, then cached")
-        torch._dynamo.config.recompile_limit = 64  # one graph a window and shape where windows are constants of a graph
+        torch._dynamo.config.recompile_limit = 64  # a graph a shape, and --micro-batch auto tries several
         try:
             first_step(torch.compile(function, dynamic=False, fullgraph=True))
         except Exception as error:  # whatever a compiler raises, the eager model can still run
-            if mode == "on" or out_of_memory(error):
+            if out_of_memory(error):
                 raise
             obstacle = f"compilation failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            if mode == "on":
+                raise CompileError(f"--compile on: {obstacle}. --compile auto goes on without.") from error
     elsewhere = machine.any(obstacle is not None)
     return obstacle or ("it failed on another rank" if elsewhere else None)
 
@@ -286,10 +323,43 @@ def fits(function: Callable[[], object], machine: Machine) -> bool:
 
 def compile_flags() -> list[str]:
     """Settings of the compiler that are not its defaults, by code or by environment; contest tracks allow none."""
-    config = sys.modules.get("torch._inductor.config")  # without it nothing was compiled
-    by_code = config.codegen_config().splitlines() if config else []
+    config: Any = sys.modules.get("torch._inductor.config")  # without it nothing was compiled
+    by_code = [line for line in config.codegen_config().splitlines() if not is_default(config, line)] if config else []
     names = sorted(name for name in os.environ if name.startswith("TORCHINDUCTOR_") and "CACHE" not in name)
     return by_code + [f"{name}={os.environ[name]}" for name in names]
+
+
+def is_default(config: Any, line: str) -> bool:
+    """Whether a line of its code gives a setting its default: compiling itself sets some to that."""
+    name, _, value = line.removeprefix("torch._inductor.config.").partition(" = ")
+    entry = config._config.get(name)
+    return entry is not None and repr(entry.default) == value
+
+
+def compile_facts() -> dict[str, object]:
+    """The flags, the graphs compiled so far in this process, and of those the ones that the cache held, lacked or
+    cannot keep."""
+    utils = sys.modules.get("torch._dynamo.utils")  # without it nothing was compiled
+    counters: dict[str, Any] = utils.counters if utils else {}
+    cache = {kind: counters.get("inductor", {}).get(f"fxgraph_cache_{kind}", 0) for kind in ("hit", "miss", "bypass")}
+    graphs = counters.get("stats", {}).get("unique_graphs", 0)
+    return {"compile_flags": compile_flags(), "graphs": graphs} | {f"cache_{kind}": n for kind, n in cache.items()}
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """No step of the block waits for a search for reference cycles. Steps leave none but eager recomputation's, which
+    hold no tensors; they are collected at validations."""
+    before = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if before:
+            gc.enable()
 
 
 def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = GEMM_SIZE) -> float:
@@ -310,7 +380,7 @@ def peak_flops(machine: Machine, dtype: torch.dtype) -> tuple[float, str]:
     if machine.device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(machine.device)
         for part, tflops in DATASHEET_TFLOPS.items():
-            if re.search(rf"\b{part}\b", name):
+            if re.search(rf"\b{part}\b{VARIANTS}", name):
                 return tflops * 1e12 * machine.world_size, f"{part} datasheet bf16"
     rate = measured_gemm_flops(machine.device, dtype)
     # CPU ranks share one machine: what each measures, all at once, is its share.
@@ -319,9 +389,13 @@ def peak_flops(machine: Machine, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def peak_mib(machine: Machine) -> float:
-    """Most memory the run has held, MiB: allocated on a GPU, resident on a CPU."""
+    """Most memory the run has held, MiB: allocated on a GPU, resident on a CPU; nan if it is not counted (Windows)."""
     if machine.device.type == "cuda":
         return torch.cuda.max_memory_allocated(machine.device) / 2**20
+    try:
+        import resource
+    except ImportError:
+        return float("nan")
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 

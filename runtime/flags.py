@@ -30,6 +30,10 @@ def as_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def as_flags(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"{flag(name)} {as_text(value)}" for name, value in settings.items())
+
+
 def from_text(kind: Any, text: str) -> Any:
     """The inverse of `as_text` for bool, int, float, str, a tuple of them or one | None; ValueError for other text."""
     if isinstance(kind, UnionType):

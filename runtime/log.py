@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.jsonl import append, json_hash, json_line
-from runtime.registry import REGISTRY, lock, register
+from runtime.registry import BINARY, REGISTRY, lock, register
 from runtime.settings import SETTINGS_OF_A_RUN
 
 SCHEMA = 1  # raised whenever the meaning of an event or a field changes
@@ -35,6 +35,8 @@ SOURCE_FILES = ("train_gpt.py", "requirements.txt")
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
 SYNCED_EVENTS = {"header", "resume", "val", "end"}  # the lines a claim is made from also survive a power cut
+# Links are not followed, nor is a pipe waited for; Windows, which makes neither of them by accident, has no such flags.
+NO_TRAPS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class RunLogError(RuntimeError):
@@ -220,7 +222,7 @@ class RunLog:
         return log
 
     def _open(self, flags: int) -> int:
-        flags |= os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags |= os.O_RDWR | os.O_APPEND | BINARY | NO_TRAPS
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, flags, 0o644)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import math
 import os
 import platform
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,7 +21,7 @@ import timeit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ KNOWN_TORCH = ("2.11", "2.12", "2.13")
 KNOWN_BAD = [("2.10", "A100|A800", "compiled training has given NaN", "install torch 2.13, or use --compile off")]
 LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}  # major of CUDA to that of the driver: NVIDIA's table for Linux
 PACKAGES = ("torch", "numpy", "scipy", "safetensors", "tiktoken", "huggingface_hub")
+SAFE_SHARE = 0.9  # of the memory; what a plan does not count must fit too
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements.txt"
 INSTALL = "pip install -r requirements.txt"
 CONTAINER, SHARED_MEMORY = Path("/sys/fs/cgroup"), Path("/dev/shm")
@@ -187,11 +188,13 @@ def _computing() -> Iterator[Finding]:
     yield judge(bool(obstacle), "warn", f"compilation: {obstacle or 'what it needs is here'}", fix)
 
     there = [name for name in ("gloo", "nccl") if dist.is_available() and getattr(dist, f"is_{name}_available")()]
-    needed = "nccl" if gpus else "gloo"
-    fix = f"several processes need {needed}: install a torch that has it"
+    fix = "several processes need gloo: install a torch that has it"
+    if gpus and "gloo" in there:
+        fix = "gloo takes the part of nccl between GPUs, slower; a torch for Linux has nccl"
     version = torch.cuda.nccl.version() if "nccl" in there else ()
     what = f"process groups: {', '.join(there) or 'none'} {'.'.join(map(str, version))}".rstrip()
-    yield judge(needed not in there, "stop" if gpus > 1 else "warn", what, fix)
+    needed = "nccl" if gpus else "gloo"
+    yield judge(needed not in there, "stop" if gpus > 1 and not there else "warn", what, fix)
 
 
 def usable_cores() -> float:
@@ -216,8 +219,11 @@ def _system() -> Iterator[Finding]:
         free = shutil.disk_usage(SHARED_MEMORY).free
         fix = "several GPUs may need more: docker run --ipc=host, or --shm-size=2g"
         yield judge(free < GIB, "warn", f"{SHARED_MEMORY}: {free / MIB:,.0f} MiB free", fix)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield judge(0 <= limit < 1024, "warn", f"open files: at most {limit:,}", "ulimit -n 4096")
+    with contextlib.suppress(ImportError):  # Windows, which has no such limit
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        yield judge(0 <= limit < 1024, "warn", f"open files: at most {limit:,}", "ulimit -n 4096")
     ns = min(timeit.repeat(time.perf_counter_ns, number=1000, repeat=5)) * 1e6
     fix = "short steps will be timed badly: boot with a clock source in hardware, such as tsc"
     yield judge(ns > 1000, "warn", f"clock {_text(CLOCK_SOURCE) or 'of the system'}: {ns:,.0f} ns a reading", fix)
@@ -236,39 +242,22 @@ def disk_findings(folder: str | Path, needed_bytes: float) -> list[Finding]:
 
 # ---- One run: memory, time and money
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that this process may hold in all: what is free and what it holds. Ranks on CPUs share a machine's."""
+def available_memory(device: torch.device) -> float:
+    """Bytes that are free or held by this process, of a CPU's this rank's share; infinite if the system is silent."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if not hasattr(os, "sysconf"):  # Windows
+        return math.inf
     page, system = os.sysconf("SC_PAGE_SIZE"), _text(Path("/proc/meminfo"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not system:  # macOS
-        return page * os.sysconf("SC_PHYS_PAGES")
+        return page * os.sysconf("SC_PHYS_PAGES") / ranks
     free = 1024 * int(system.partition("MemAvailable:")[2].split()[0])
     resident, files = map(int, _text(Path("/proc/self/statm")).split()[1:3])
     most, limit = free + page * (resident - files), _text(CONTAINER / "memory.max")
-    return min(most, int(limit)) if limit.isdigit() else most
-
-
-def saved_bytes(function: Callable[[], object], except_for: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes that autograd keeps for the backward pass of what `function` computes; each storage counts once.
-
-    Those of `except_for`, the parameters, do not count. Compiled functions and the meta device will do.
-    """
-    from torch.autograd.graph import saved_tensors_hooks
-
-    left_out = {tensor.untyped_storage()._cdata for tensor in except_for}
-    kept: dict[int, Any] = {}  # holds the storages, so that no address is given to a second one
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage
-        return tensor.detach()  # an operation that kept its own output as it is would keep itself alive
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        function()
-    return sum(storage.nbytes() for address, storage in kept.items() if address not in left_out)
+    return (min(most, int(limit)) if limit.isdigit() else most) / ranks
 
 
 def memory_plan(parts: Mapping[str, float], available: float) -> list[str]:
@@ -277,12 +266,27 @@ def memory_plan(parts: Mapping[str, float], available: float) -> list[str]:
     return [f"{name:{max(map(len, rows))}} {amount / MIB:12,.1f} MiB" for name, amount in rows.items()]
 
 
-def memory_finding(parts: Mapping[str, float], available: float) -> Finding:
-    """Whether parts of so many bytes fit; above nine tenths it is doubtful."""
-    total = sum(parts.values())
+def memory_finding(
+    parts: Mapping[str, float], available: float, ways: Iterable[tuple[str, Mapping[str, float]]]
+) -> Finding:
+    """Whether parts of so many bytes fit, SAFE_SHARE of the memory at most; if not, the fix is the first way that does.
+
+    `ways`, gone through only as far as needed: flags that choose another plan, and its parts; the best first.
+    """
+    total, most = sum(parts.values()), SAFE_SHARE * available
     what = f"memory: {total / MIB:,.0f} MiB planned, {available / MIB:,.0f} available"
-    fix = "halve --micro-batch, or let --micro-batch auto do it: the trajectory stays the same"
-    return judge(total > 0.9 * available, "stop" if total > available else "warn", what, fix)
+    if total <= most:
+        return Finding("ok", what)
+    tried = [(total, "as asked for")]
+    for flags, plan in ways:
+        tried.append((sum(plan.values()), flags))
+        if tried[-1][0] <= most:
+            break
+    needed, flags = min(tried)
+    fix = f"{flags}: {needed / MIB:,.0f} MiB"
+    if needed > most:
+        fix = f"a smaller track: the least that this one takes is {needed / MIB:,.0f} MiB, {flags}"
+    return Finding("stop" if total > available else "warn", what, fix)
 
 
 def estimate(

@@ -2,9 +2,10 @@
 
 import contextlib
 import math
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from runtime.requests import Requests
 SECONDS_BETWEEN_LINES = 1.0
 SECONDS_BETWEEN_SIGNS = 5.0
 LAG = 2  # steps by which a loss on a GPU is read late: no wait, and all ranks see a bad one at the same step
+STUTTER_RATIO = 1.5  # a stutter takes so many times the median of its kind of step,
+STUTTER_SPREADS = 6  # and lies so many scaled median absolute deviations above it
 MOST_SKIPS = 20  # in a row; then nothing is learned any more
 
 
@@ -41,6 +44,20 @@ def signs_of_life(what: str, say: Callable[[str], None]) -> Iterator[None]:
         teller.join()
 
 
+def find_stutters(steps: Iterable[tuple[int, int, float]]) -> list[dict[str, Any]]:
+    """Of steps, each its number, stage and milliseconds, those slow for their kind (stage, odd or even), as events."""
+    kinds: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for step, stage, ms in steps:
+        kinds.setdefault((stage, step % 2), []).append((step, ms))
+    found = []
+    for members in kinds.values():
+        median = statistics.median(ms for _, ms in members)
+        spread = 1.4826 * statistics.median(abs(ms - median) for _, ms in members)
+        least = max(STUTTER_RATIO * median, median + STUTTER_SPREADS * spread)
+        found += [{"step": step, "step_ms": ms, "median_ms": median} for step, ms in members if ms > least]
+    return sorted(found, key=lambda stutter: stutter["step"])
+
+
 class Progress:
     """Writes a step's lines when its loss and the guard's verdict have come from the device, and passes requests on.
 
@@ -56,6 +73,7 @@ class Progress:
         self._log, self._say, self._explain, self._locate = log, say, explain, locate
         self._requests, self._steps, self._mfu_per_rate = requests, steps, mfu_per_rate
         self._waiting: list[tuple[dict[str, Any], Tensor, Any]] = []
+        self._times: list[tuple[int, int, float]] = []  # of each step, for `find_stutters`
         self._said_at = -math.inf
         self._skips = 0  # in a row
         self.failure: NonFinite | None = None
@@ -69,6 +87,7 @@ class Progress:
             arrived = torch.cuda.Event()
             arrived.record()
         self._waiting.append((line, found, arrived))
+        self._times.append((line["step"], line["stage"], line["step_ms"]))
         self.write()
 
     def go_on(self, skips: int) -> None:
@@ -76,10 +95,18 @@ class Progress:
         self._skips = skips % MOST_SKIPS
 
     def close(self) -> None:
-        """Write what is left; raises the failure, if there was one."""
+        """Write what is left, and which steps were slow; raises the failure, if there was one."""
         self.write(wait=True)
         if self.failure is not None:
             raise self.failure
+        stutters = find_stutters(self._times)
+        for stutter in stutters:
+            self._log.write("stutter", **stutter)
+        if stutters:
+            lost = [stutter["step_ms"] - stutter["median_ms"] for stutter in stutters]
+            worst = "step {step}, {step_ms:.0f} ms instead of {median_ms:.0f}".format(**stutters[lost.index(max(lost))])
+            count = f"{len(lost)} step{'s' * (len(lost) > 1)}"
+            self._say(f"stutters: {count}, {sum(lost) / 1000:.1f} s lost (worst: {worst})")
 
     def write(self, wait: bool = False) -> None:
         """Write the steps whose loss is here; with `wait`, all of them."""

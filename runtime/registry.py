@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ REGISTRY = "registry.jsonl"
 FIELDS = ("event", "time", "run_id", "previous")  # of every line, all text
 TAIL_BYTES = 2**16  # more than a line holds
 MOST_BYTES = 2**28  # half a million lines; keeps a wrong file from filling the memory
+BINARY = getattr(os, "O_BINARY", 0)  # Windows would change the ends of lines
 
 
 class RegistryError(ValueError):
@@ -26,7 +28,7 @@ class RegistryError(ValueError):
 
 def register(path: Path, event: str, **fields: Any) -> str:
     """Append a line; returns its SHA-256. Runs that share a folder wait for each other. May raise OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o644)
     try:
         lock(descriptor)
         last = _last_line(descriptor)
@@ -82,20 +84,36 @@ def _sha256(line: bytes) -> str:
 def lock(descriptor: int, wait: bool = True) -> bool:
     """Keep other processes out until the file is closed; False if one is in there and `wait` is off.
 
-    Without locks (Windows, some network disks) lines stay whole, but two at once break the chain.
+    Without locks (some network disks) lines stay whole, but two at once break the chain.
     """
     try:
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except ImportError:
+        return _lock_on_windows(descriptor, wait)
     except BlockingIOError:
         return False
-    except (ImportError, OSError):
+    except OSError:
         pass
+    return True
+
+
+def _lock_on_windows(descriptor: int, wait: bool) -> bool:
+    """The same there, where nobody can read what is locked, so that it is a byte behind the end; waits ten seconds."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, MOST_BYTES, os.SEEK_SET)
+        try:
+            msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
     return True
 
 
 def _last_line(descriptor: int) -> bytes:
     size = os.fstat(descriptor).st_size
-    tail = os.pread(descriptor, TAIL_BYTES, max(size - TAIL_BYTES, 0))
+    os.lseek(descriptor, max(size - TAIL_BYTES, 0), os.SEEK_SET)
+    tail = os.read(descriptor, TAIL_BYTES)
     return b"".join(tail.splitlines(keepends=True)[-1:])

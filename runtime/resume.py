@@ -12,8 +12,9 @@ from runtime.settings import SETTINGS_OF_A_RUN
 
 BLOCKING = ("source_sha256", "train_sha256", "val_sha256")  # what must not differ, beside the configuration
 HEADER = {"seed": int, "trial": int, "config": dict, "env": dict, "data": dict}  # of a log, needed to go on
-ROUNDING = ("micro_batch", "val_batch")  # settings that make no other difference: after out of memory they must change
-RECORDED = ("torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "compiled", "compile_flags")
+ROUNDING = ("micro_batch", "val_batch", "recompute")  # make no other difference; after out of memory they must change
+RECORDED = ("torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "head", "compiled",
+            "compile_flags")
 
 
 class Resume(NamedTuple):
@@ -166,6 +167,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], l
     blocking += [f"{name} {was!s:.12} -> {here!s:.12}" for name, (was, here) in pairs.items() if was != here]
     others = {name: (then["env"].get(name), now["env"].get(name)) for name in RECORDED}
     others |= {name: (then.get(name), now.get(name)) for name in ("world_size", "micro_batch")}
+    others |= {name: (then["config"].get(name), now["config"].get(name)) for name in ("val_batch", "recompute")}
     return blocking, [f"{name} {was} -> {here}" for name, (was, here) in others.items() if was != here]
 
 

@@ -1,6 +1,6 @@
 """Everything a run may change: copied, compared bit for bit, taken apart for a checkpoint and put together again."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,22 @@ def same_bits(a: Any, b: Any) -> bool:
     if isinstance(a, list):
         return isinstance(b, list) and len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
+
+
+@torch.no_grad()
+def is_causal(
+    stream: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], inputs: Tensor, vocab_size: int
+) -> bool:
+    """Whether what `stream` makes (B, T, ...) of the first half of token rows (B, T) is the same, whatever follows.
+
+    Noise is added to the parameters first: those that are zero would hide a leak.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for parameter in parameters:
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
+    half, changed = inputs.size(1) // 2, inputs.clone()
+    changed[:, half:] = (changed[:, half:] + 1) % vocab_size
+    return torch.equal(*(stream(tokens)[:, :half] for tokens in (inputs, changed)))
 
 
 GUARD, RANDOM = "guard.", "random."

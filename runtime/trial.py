@@ -1,6 +1,7 @@
 """One run from its first line to its last, whatever ends it."""
 
 import contextlib
+import gc
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from runtime.checkpoint import CheckpointError, Snapshot, Writer
 from runtime.clock import Ledger
-from runtime.environment import Machine, out_of_memory, peak_mib
+from runtime.environment import CompileError, Machine, out_of_memory, peak_mib
 from runtime.log import RunLog, RunLogError, tail_of
 from runtime.progress import NonFinite
 from runtime.requests import SAVE, Requests
@@ -37,12 +38,12 @@ def explained(watch: Watch, data_error: type[Exception]) -> Iterator[None]:
     """Errors that are no fault of the code become a Fault: of log, checkpoint, data, memory, and of other ranks."""
     try:
         yield
-    except (RunLogError, CheckpointError, data_error) as error:
+    except (RunLogError, CheckpointError, CompileError, data_error) as error:
         raise Fault(str(error)) from error
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
             raise Fault(f"out of memory: {first_line(error)}. Give --micro-batch auto, or half of what the first lines "
-                        f"name: batch and trajectory stay. If a single row is too much, so is the model.") from error
+                        f"name, or --recompute on: batch and trajectory stay.") from error
         if lost := watch.blame():
             raise RankFault(lost) from error
         raise
@@ -110,6 +111,7 @@ class Run(contextlib.AbstractContextManager):
 
     def validated(self, step: int, val_loss: float) -> float:
         """Log a validation loss, say it and return it; raises NonFinite for one that is not finite."""
+        gc.collect()  # off the clock
         steps, train_time = self.settings.steps, self.ledger.train_time_ms
         self.log.write("val", step=step, total_steps=steps, val_loss=val_loss, train_time_ms=train_time)
         self.machine.say(f"step {step}/{steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s")

@@ -4,6 +4,8 @@ Nothing here waits without a limit, and whoever keeps the others waiting is name
 a TCPStore, which also answers when a collective does not; it lives with torchrun or in rank 0.
 """
 
+from __future__ import annotations  # some builds of torch have none of the names of torch.distributed
+
 import contextlib
 import json
 import os
@@ -103,7 +105,13 @@ def connect(rank_timeout: float, serve: bool = False) -> dist.TCPStore:
     # It says in a page what its callers, who wait less long, say in a line.
     patience = timedelta(seconds=2 * rank_timeout)
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(*address, is_master=serve, timeout=patience, wait_for_workers=False)
+    libuv = os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"  # Windows' torch is without it
+    return dist.TCPStore(*address, is_master=serve, timeout=patience, wait_for_workers=False, use_libuv=libuv)
+
+
+def backend(place: torch.device) -> str:
+    """What moves tensors between the ranks: between GPUs gloo takes NCCL's part where torch has none, as on Windows."""
+    return "nccl" if place.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
 def roll_call(store: dist.TCPStore, rank: int, world_size: int, rank_timeout: float) -> list[str]:
@@ -141,17 +149,17 @@ def self_test(store: dist.TCPStore, place: torch.device, rank: int, names: list[
 
 
 def first_sum(place: torch.device, rank: int, world_size: int, rank_timeout: float) -> None:
-    on_gpu = place.type == "cuda"
-    if on_gpu:
+    if place.type == "cuda":
         torch.cuda.set_device(place)  # a setting of the thread, and this is not the main one
+    name = backend(place)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", rank=rank, world_size=world_size, device_id=place if on_gpu else None,
+        name, rank=rank, world_size=world_size, device_id=place if name == "nccl" else None,
         # A connection of its own: one that waits lets nobody else through.
         store=dist.PrefixStore("group", connect(rank_timeout)),
         # Longer than the watch waits, which knows whom to name.
         timeout=timedelta(seconds=(HANG + 2) * rank_timeout),
     )  # fmt: skip
-    total = torch.tensor(float(rank), device=place)
+    total = torch.tensor(float(rank), device=place if name == "nccl" else "cpu")
     dist.all_reduce(total)
     if total.item() != world_size * (world_size - 1) / 2:
         raise RuntimeError(f"the sum of all ranks is {total.item():g}, not {world_size * (world_size - 1) / 2:g}")
@@ -248,7 +256,7 @@ class Watch:
     step; `on_loss` is called before the end, from another thread and for GRACE seconds at most.
     """
 
-    def __init__(self, machine: "Machine", rank_timeout: float) -> None:
+    def __init__(self, machine: Machine, rank_timeout: float) -> None:
         self.step = 0
         self.on_loss: Callable[[], object] = lambda: None
         self._machine, self._limit = machine, rank_timeout
@@ -262,7 +270,7 @@ class Watch:
         self._verdict = ""
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> Watch:
         if self._machine.world_size > 1:
             self._thread.start()
         return self

@@ -1,12 +1,13 @@
 """What does a whole optimizer step cost, beside those of torch, those of others and the matrix products in it?
 
     python scripts/bench_optim.py                                      sets gpt2s and tiny
-    python scripts/bench_optim.py --sets tiny --rounds 30 --json steps.json
+    python scripts/bench_optim.py --sets short --rounds 30 --json steps.json
     python scripts/bench_optim.py --peer 'theirs=folder/muon.py:Muon:{"momentum": 0.9}'
 
 Convention: every round takes one step with each optimizer, all on the same float32 weights and gradients, products in
 bf16. Ratios are taken round by round. The limit is the time of the products of five plain iterations and nothing
-else, X X^T, A A and P X, at the rates measured in the same rounds. Figures are medians, followed by their range.
+else, X X^T, A A and P X, at the rates measured in the same rounds. Orthogonalization alone is timed with each backend
+that runs here; its gain is the plain backend's time by its own. Figures are medians, followed by their range.
 """
 
 import argparse
@@ -28,11 +29,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from optim import Adam, Guard, Muon, NorMuon, SpikeRule
-from optim.orthogonalize import BACKENDS, METHODS, batch_limit, native_dtype
+from optim import Adam, Guard, Muon, NorMuon, SpikeRule, kernels
+from optim.orthogonalize import BACKENDS, METHODS, batch_limit, native_dtype, orthogonalize
 from runtime import environment
 
-SETS = {"gpt2s": (12, 768), "tiny": (6, 256), "toy": (2, 32)}  # layers, dim; toy is for trying the script
+
+def gpt(layers: int, dim: int) -> list[tuple[int, int]]:
+    return ([(dim, dim)] * 4 + [(4 * dim, dim), (dim, 4 * dim)]) * layers
+
+
+SETS = {  # of short, the quarters that the packed attention matrices are split into: others know no split
+    "gpt2s": gpt(12, 768), "tiny": gpt(6, 256), "short": [(768, 768)] * 40 + [(768, 3072)] * 22,
+    "toy": gpt(2, 32),  # for trying the script
+}  # fmt: skip
 REFERENCE = "torch.optim.Muon"
 ITERATIONS, WARM_UP = 5, 2  # of the limit; rounds
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # so small that the weights, which all share, stay sane
@@ -48,9 +57,9 @@ Tasks = Mapping[Any, Callable[[], Any]]
 class Problem:
     """The weights, gradients and loss that all optimizers share."""
 
-    def __init__(self, layers: int, dim: int, device: torch.device):
-        self.shapes = ([(dim, dim)] * 4 + [(4 * dim, dim), (dim, 4 * dim)]) * layers
-        weights = [0.02 * torch.randn(shape, device=device) for shape in self.shapes]
+    def __init__(self, shapes: list[tuple[int, int]], device: torch.device):
+        self.shapes, self.device = shapes, device
+        weights = [0.02 * torch.randn(shape, device=device) for shape in shapes]
         self.params: list[Tensor] = [weight.requires_grad_() for weight in weights]
         self.clean = [1e-3 * torch.randn_like(weight) for weight in weights]
         self.grads = [torch.empty_like(grad) for grad in self.clean]
@@ -77,7 +86,8 @@ def steps_of(problem: Problem, method: str | None, backend: str, peers: list[tup
         add(kind.__name__, build)
         guard = Guard([build(params, nonfinite_guard=False)], spike=SpikeRule())
         steps[f"{kind.__name__}, both guards"] = partial(guard.step, problem.loss)
-    steps["NorMuon, plain backend"] = build(params, nonfinite_guard=False, backend="plain").step
+    for each in backends_on(problem.device):
+        steps[f"NorMuon, {each} backend"] = build(params, nonfinite_guard=False, backend=each).step
     steps["torch.optim.AdamW, fused"] = torch.optim.AdamW(params, betas=(0.9, 0.95), fused=True, **OPTIONS).step
     add("Adam", partial(Adam, betas=(0.9, 0.95), **OPTIONS))
     problem.restore()
@@ -115,9 +125,26 @@ class Product(NamedTuple):
         return run
 
 
+def wide(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(n, m, matrices) of all shapes, none of them tall."""
+    return [(*shape, count) for shape, count in Counter((min(shape), max(shape)) for shape in shapes).items()]
+
+
 def products(shapes: Sequence[tuple[int, int]]) -> list[Product]:
-    counts = Counter((min(shape), max(shape)) for shape in shapes)
-    return [Product(name, n, m, count) for (n, m), count in counts.items() for name in ("X X^T", "A A", "P X")]
+    return [Product(name, *sizes) for sizes in wide(shapes) for name in ("X X^T", "A A", "P X")]
+
+
+def orthogonalizations(shapes: Sequence[tuple[int, int]], device: torch.device) -> dict[Any, Callable]:
+    """By (n, m, matrices, backend): all matrices of a shape at once, with nothing around them."""
+    return {
+        (n, m, count, backend): partial(
+            orthogonalize, torch.randn(count, n, m, device=device), "polar_express", torch.bfloat16, backend)
+        for n, m, count in wide(shapes) for backend in backends_on(device)
+    }  # fmt: skip
+
+
+def backends_on(device: torch.device) -> list[str]:
+    return [name for name in BACKENDS if name != "triton" or kernels.obstacle(device) is None]
 
 
 def timed(tasks: Tasks, prepare: Callable, rounds: int, machine: environment.Machine) -> dict[Any, list[float]]:
@@ -175,13 +202,19 @@ def spread(values: Any) -> dict[str, float]:
 
 def bench(problem: Problem, steps: dict[str, Callable], rounds: int, machine: environment.Machine) -> dict[str, Any]:
     """All figures of one set."""
-    maps = products(problem.shapes)
-    ms = timed(steps | {p: p.runner(machine.device) for p in maps}, problem.restore, rounds, machine)
+    maps, alone = products(problem.shapes), orthogonalizations(problem.shapes, machine.device)
+    tasks = steps | {p: p.runner(machine.device) for p in maps} | alone
+    ms = timed(tasks, problem.restore, rounds, machine)
     limit = np.sum([ms[p] for p in maps], axis=0)
     return {
         "parameters": sum(param.numel() for param in problem.params), "matrices": len(problem.params),
         "limit": {"gflop": sum(p.gflop() for p in maps), "ms": spread(limit), "rounds_ms": limit.tolist()},
         "products": [p._asdict() | {"gflops": 1000 * p.gflop() / float(np.median(ms[p]))} for p in maps],
+        "orthogonalization": [
+            {"n": n, "m": m, "matrices": count, "backend": backend, "ms": spread(ms[n, m, count, backend]),
+             "gain": spread(np.divide(ms[n, m, count, "plain"], ms[n, m, count, backend]))}
+            for n, m, count, backend in alone
+        ],
         "rows": {
             name: {"ms": spread(ms[name]), "ratio": spread(np.divide(ms[name], ms[REFERENCE])),
                    "over_limit": spread(np.divide(ms[name], limit)), "rounds_ms": ms[name]} for name in steps
@@ -209,6 +242,10 @@ def as_text(result: dict[str, Any]) -> str:
         for p in found["products"]:
             name = f"{p['matrices']:3} x {p['name']:6}{p['n']} x {p['m']}"
             lines.append(f"{name:26}{p['gflops']:12,.1f} GFLOP/s")
+        lines.append(f"{'orthogonalization alone':26}{'ms':>12}{'gain':>36}")
+        for o in found["orthogonalization"]:
+            name = f"{o['matrices']:3} x {o['n']} x {o['m']}, {o['backend']}"
+            lines.append(f"{name:26}{cell(o['ms'], 2)}{cell(o['gain'], 3).rstrip()}")
     return "\n".join(lines)
 
 
@@ -235,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         env, native = environment.describe(machine, torch.bfloat16), native_dtype(machine.device) == torch.bfloat16
         result: dict[str, Any] = {"env": env, "native_bf16": native, "rounds": arguments.rounds, "sets": {}}
         for name in arguments.sets:
-            problem = Problem(*SETS[name], machine.device)
+            problem = Problem(SETS[name], machine.device)
             steps = steps_of(problem, arguments.method, arguments.backend, peers)
             result["sets"][name] = bench(problem, steps, arguments.rounds, machine)
     except (ValueError, RuntimeError) as error:

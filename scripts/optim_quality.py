@@ -76,11 +76,12 @@ def quality(result: Tensor, case: Case) -> dict[str, float]:
 
 
 def quality_table(sizes: list[tuple[int, int]], methods: list[str], backends: list[str]) -> Iterator[dict[str, Any]]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for size, spectrum in product(sizes, SPECTRA):
         matrix = case(spectrum, *size)
         for method, dtype, backend in product(methods, (torch.float32, torch.bfloat16), backends):
             name = {"size": "{}x{}".format(*size), "spectrum": spectrum, "method": method}
-            result = orthogonalize(matrix.G, method, dtype, backend)
+            result = orthogonalize(matrix.G.to(device), method, dtype, backend).cpu()
             yield name | {"dtype": str(dtype)[6:], "backend": backend} | quality(result, matrix)
 
 

@@ -16,14 +16,15 @@ PACKAGES = ("optim", "data", "kernels", "runtime")
 LIBRARY = [ROOT / "train_gpt.py", *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))]
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-SHELL = [ROOT / "run.sh", ROOT / "scripts" / "slurm.sh", ROOT / ".ci" / "run"]
+SHELL = [ROOT / "run.sh", ROOT / "scripts" / "slurm.sh", ROOT / "scripts" / "gpu_check.sh", ROOT / ".ci" / "run"]
 PRODUCT = [*LIBRARY, *SCRIPTS, *SHELL]
 COMMANDS = {path.stem for path in SCRIPTS if "__main__" in path.read_text(encoding="utf-8")}
 NEEDING_TORCH = {  # the others read logs
-    "ablate", "bench_train", "bench_optim", "bench_overhead", "check_env", "optim_quality", "plot_schedules", "scaling",
+    "ablate", "against", "bench_optim", "bench_step", "check_env", "gpu_report", "optim_quality", "plot_schedules",
+    "scaling",
 }  # fmt: skip
 LOG_TOOLS = [path for path in SCRIPTS if path.stem not in NEEDING_TORCH]
-TRAINER_LINES, PRODUCT_LINES = 900, 13_000
+TRAINER_LINES, PRODUCT_LINES = 900, 14_100
 
 by_path = pytest.mark.parametrize("path", [*LIBRARY, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
 

@@ -81,7 +81,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest(words, parts, data, tmp_pat
         ("matrix_method", "svd", ["polar_express"]),
         ("compile", "maybe", ["one of auto, on, off"]),
         ("dtype", "float16", ["bfloat16", "float32"]),
-        ("attention", "flash", ["auto, varlen, portable"]),
+        ("attention", "flash", ["auto, flash4, flash3, varlen, flex, portable"]),
         ("device", "tpu", ["one of auto, cpu, cuda"]),
     ],
 )

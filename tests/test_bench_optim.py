@@ -58,7 +58,7 @@ def run(tmp_path_factory, peers) -> tuple[dict, str]:
 
 @pytest.fixture
 def toy() -> bench_optim.Problem:
-    return bench_optim.Problem(*bench_optim.SETS["toy"], torch.device("cpu"))
+    return bench_optim.Problem(bench_optim.SETS["toy"], torch.device("cpu"))
 
 
 def same_spread(figure: dict, values) -> bool:
@@ -91,7 +91,8 @@ def test_the_rows_are_ours_with_and_without_guards_torchs_and_peers(run):
         for guards in ("", ", non-finite guard", ", both guards")
         if name != "Adam" or guards != ", both guards"
     ]
-    others = ["torch.optim.Muon", "torch.optim.AdamW, fused", "NorMuon, plain backend", "wrecker"]
+    others = ["torch.optim.Muon", "torch.optim.AdamW, fused", "wrecker"]
+    others += [f"NorMuon, {backend} backend" for backend in bench_optim.backends_on(torch.device("cpu"))]
     assert set(run[0]["sets"]["toy"]["rows"]) == {*ours, *others}
 
 
@@ -107,16 +108,39 @@ def test_a_person_gets_every_row_and_every_rate(run):
     assert ("emulated" in text) == (not result["native_bf16"])
 
 
-@pytest.mark.parametrize(("name", "parameters", "gflop"), [("gpt2s", 84_934_656, 1631), ("tiny", 4_718_592, 30.2)])
-def test_the_limit_of_the_real_sets_has_the_flops_of_a_count_by_hand(name, parameters, gflop):
-    layers, dim = bench_optim.SETS[name]
-    shapes = bench_optim.Problem(layers, 8, torch.device("cpu")).shapes
-    shapes = [(rows * dim // 8, cols * dim // 8) for rows, cols in shapes]
-    assert sum(rows * cols for rows, cols in shapes) == parameters
-    # Four square matrices and two of 1:4 a layer, each 2 (2 n^2 m + n^3) an iteration.
-    by_hand = 5 * layers * (4 * 2 * 3 + 2 * 2 * 9) * dim**3 / 1e9
+@pytest.mark.parametrize(("name", "squares", "wide", "dim"), [("gpt2s", 48, 24, 768), ("tiny", 24, 12, 256),
+                                                             ("short", 10 * 4, 22, 768)])  # fmt: skip
+def test_the_limit_of_the_real_sets_has_the_flops_of_a_count_by_hand(name, squares, wide, dim):
+    shapes = bench_optim.SETS[name]
+    assert sum(rows * cols for rows, cols in shapes) == (squares + 4 * wide) * dim**2
+    # Square matrices and such of 1:4, each 2 (2 n^2 m + n^3) an iteration.
+    by_hand = 5 * (squares * 2 * 3 + wide * 2 * 9) * dim**3 / 1e9
     assert sum(p.gflop() for p in bench_optim.products(shapes)) == pytest.approx(by_hand)
-    assert by_hand == pytest.approx(gflop, rel=1e-3)
+
+
+def test_each_backend_that_runs_here_makes_all_matrices_orthogonal_and_its_gain_is_over_plain(run, toy):
+    found = {(o["n"], o["m"], o["backend"]): o for o in run[0]["sets"]["toy"]["orthogonalization"]}
+    assert set(found) == {(32, m, backend) for m in (32, 128) for backend in ("plain", "gram")}
+    tasks = bench_optim.orthogonalizations(toy.shapes, torch.device("cpu"))
+    for (n, m, backend), row in found.items():
+        plain = found[n, m, "plain"]["ms"]
+        assert plain["low"] / row["ms"]["high"] <= row["gain"]["median"] <= plain["high"] / row["ms"]["low"]
+        assert row["gain"]["median"] == 1 or backend != "plain"
+        result = tasks[n, m, row["matrices"], backend]()
+        assert result.shape == (row["matrices"], n, m)
+        values = torch.linalg.svdvals(result.float())
+        assert 0.7 < values.median() < values.max() < 1.25
+    elements = sum(n * m * row["matrices"] for (n, m, backend), row in found.items() if backend == "gram")
+    assert elements == sum(param.numel() for param in toy.params)
+
+
+@pytest.mark.gpu
+def test_symmetric_kernels_are_among_the_backends_of_a_gpu():
+    device = torch.device("cuda")
+    assert set(bench_optim.backends_on(device)) == set(bench_optim.BACKENDS)
+    result = bench_optim.orthogonalizations([(768, 3072)] * 2, device)[768, 3072, 2, "triton"]()
+    values = torch.linalg.svdvals(result.float())
+    assert 0.5 < values.min() < values.max() < 1.25
 
 
 def test_the_limit_counts_and_times_the_products_that_plain_orthogonalization_makes(toy):

@@ -34,13 +34,14 @@ def test_a_dry_run_says_go_and_leaves_nothing_behind(rehearsed):
 
 
 def test_its_plan_counts_the_bytes_of_weights_gradients_and_state(rehearsed):
-    planned = dict(re.findall(r"^(weights|gradients|optimizer state|logits) +([\d.]+) MiB$", rehearsed[0].out, re.M))
+    parts = "weights|gradients|optimizer state|training pass|validation pass"
+    planned = dict(re.findall(rf"^({parts}) +([\d.]+) MiB$", rehearsed[0].out, re.M))
     parameters = int(re.search(r"record42: ([\d,]+) parameters", rehearsed[0].out)[1].replace(",", ""))
     weights = pytest.approx(4 * parameters / 2**20, abs=0.05)  # float32
     assert (float(planned["weights"]), float(planned["gradients"])) == (weights, weights)
     assert weights.expected <= float(planned["optimizer state"]) + 0.1 <= 2 * weights.expected + 0.2
     # Of the loss backward needs what the softcap and the logarithm give, of each token and each of 128 logits.
-    assert float(planned["logits"]) >= 4 * ROWS * SEQUENCE * 128 / 2**20
+    assert float(planned["training pass"]) >= 2 * 4 * ROWS * SEQUENCE * 128 / 2**20
 
 
 def test_its_estimate_has_all_steps_of_all_windows_and_all_validations(rehearsed):
@@ -51,11 +52,14 @@ def test_its_estimate_has_all_steps_of_all_windows_and_all_validations(rehearsed
     assert "on the clock: train, checkpoint\noff the clock: setup, compile, warmup, validate" in rehearsed[0].out
 
 
-def test_a_plan_that_does_not_fit_the_memory_is_a_no_go(data, tmp_path, monkeypatch):
+def test_a_plan_that_does_not_fit_the_memory_is_a_no_go_before_the_model_is_made(data, tmp_path, monkeypatch):
     monkeypatch.setattr(rehearsal, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(train_gpt.GPT, "initialize", lambda model, seed: pytest.fail("the model was made"))
     outcome = run(data, tmp_path, dry_run="on")
     assert outcome.code == 2
-    assert "fix: halve --micro-batch" in outcome.out
+    assert "memory of one process, if not compiled:\nweights " in outcome.out
+    least = r"fix: a smaller track: the least that this one takes is \d MiB, --recompute on --micro-batch 128"
+    assert re.search(least, outcome.out)
     assert outcome.out.splitlines()[-1].startswith("no-go: 1 to mend")
 
 

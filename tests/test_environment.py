@@ -1,5 +1,6 @@
 """The machine under a run: what is chosen, what is refused with a reason, and what the log may say."""
 
+import gc
 import json
 import os
 import platform
@@ -14,7 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_ranks import Scenario, play, record
+from small_run import run, write_data
 
+import train_gpt
 from runtime import environment
 from runtime.environment import Machine, compute_dtype, describe, peak_flops, start, why_not_compile
 from runtime.watch import RankLost
@@ -262,6 +265,73 @@ def test_a_gpu_without_triton_is_a_reason(monkeypatch):
     assert why_not_compile(CUDA) == "Triton is not installed"
 
 
+def test_a_compilation_that_fails_is_a_reason_to_go_on_without_or_if_demanded_a_one_line_error():
+    def first_step(compiled):
+        raise AssertionError("the generated code does not build\nand a page of it")
+
+    what = "compilation failed: AssertionError: the generated code does not build"
+    assert environment.try_compile(abs, "auto", ALONE, first_step) == what
+    with pytest.raises(environment.CompileError, match=f"^--compile on: {what}. --compile auto goes on without.$"):
+        environment.try_compile(abs, "on", ALONE, first_step)
+
+
+def test_what_was_compiled_is_counted_and_where_nothing_was_nothing_is_imported_for_it(monkeypatch):
+    nothing = {"graphs": 0, "cache_hit": 0, "cache_miss": 0, "cache_bypass": 0}
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    assert {name: fact for name, fact in environment.compile_facts().items() if name in nothing} == nothing
+    assert "torch._dynamo.utils" not in sys.modules
+
+
+def test_graphs_and_what_the_cache_had_of_them_are_counted_under_the_compilers_own_names(monkeypatch):
+    before = environment.compile_facts()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    utils = sys.modules["torch._dynamo.utils"]
+    assert environment.compile_facts()["graphs"] == before["graphs"] + 1
+    for number, kind in enumerate(("hit", "miss", "bypass"), 3):
+        monkeypatch.setitem(utils.counters["inductor"], f"fxgraph_cache_{kind}", number)
+        source = Path(torch.__file__).parent / "_inductor" / "codecache.py"
+        assert f'counters["inductor"]["fxgraph_cache_{kind}"] += 1' in source.read_text(encoding="utf-8")
+    assert environment.compile_facts() | {"graphs": 0, "compile_flags": []} == {
+        "compile_flags": [], "graphs": 0, "cache_hit": 3, "cache_miss": 4, "cache_bypass": 5}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Garbage
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_no_garbage_is_collected_in_a_block_and_afterwards_all_is_as_before(on):
+    def block():
+        with environment.without_garbage_collection():
+            assert not gc.isenabled()
+            raise KeyError
+
+    before, frozen = gc.isenabled(), gc.get_freeze_count()
+    try:
+        gc.enable() if on else gc.disable()
+        with pytest.raises(KeyError):
+            block()
+        assert gc.isenabled() is on
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+def test_steps_leave_no_reference_cycles_so_that_memory_does_not_grow_without_a_collector(tmp_path, monkeypatch):
+    train, found = train_gpt.train, []
+
+    def watched(session, run):
+        with environment.without_garbage_collection():
+            loss = train(session, run)
+            found.append(gc.collect())  # objects that nothing but a cycle held
+        return loss
+
+    monkeypatch.setattr(train_gpt, "train", watched)
+    outcome = run(write_data(tmp_path / "data", 2000), tmp_path / "logs", steps=50)
+    assert outcome.code == 0, outcome.err
+    assert found == [0]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What runs are compared to, and what is told of them
 
@@ -281,7 +351,8 @@ def test_the_peak_of_a_cpu_is_measured_and_positive(monkeypatch):
     [
         ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H200", 989.4), ("NVIDIA H20", 148), ("NVIDIA B200", 2250),
         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("NVIDIA L40", 181),
-        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA A40", 149.7), ("NVIDIA GeForce RTX 3060 Ti", 32.4),
+        ("NVIDIA GeForce RTX 3060", 25.5), ("NVIDIA GeForce RTX 4070 Ti", 80.2), ("NVIDIA GeForce RTX 4070", 58.3),
     ],
 )  # fmt: skip
 def test_a_known_gpu_has_the_rate_of_its_datasheet_times_the_ranks(monkeypatch, gpu, tflops):
@@ -291,7 +362,10 @@ def test_a_known_gpu_has_the_rate_of_its_datasheet_times_the_ranks(monkeypatch, 
     assert "datasheet" in name
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA L400", "NVIDIA Graphics Card 1"])
+@pytest.mark.parametrize("gpu", [
+    "NVIDIA L400", "NVIDIA Graphics Card 1", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 4070 Ti SUPER", "NVIDIA GeForce RTX 3080 Ti",
+])  # fmt: skip
 def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch, gpu):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     monkeypatch.setattr(environment, "measured_gemm_flops", lambda device, dtype: 7e12)
@@ -313,16 +387,17 @@ def test_the_environment_in_the_log_is_json_and_names_neither_the_host_nor_a_pat
     assert "/home" not in text
 
 
-def test_compiler_settings_by_code_and_by_environment_are_told_and_cache_folders_are_not():
-    """In an interpreter of its own: what was set once counts as set for ever."""
+def test_compiler_settings_by_code_and_by_environment_are_told_and_cache_folders_are_not(tmp_path):
+    """In an interpreter of its own: what was set once counts as set for ever, but for defaults."""
     code = """
 import torch._inductor.config as config
 from runtime.environment import compile_flags
 before = compile_flags()
+config.inplace_buffers, config.triton.store_cubin = True, False  # their defaults, as a compilation may set them
 config.coordinate_descent_tuning = True
 print([line for line in compile_flags() if line not in before], "TORCHINDUCTOR_MAX_AUTOTUNE=1" in before)
 """
-    variables = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TORCHINDUCTOR_CACHE_DIR": "somewhere"}
+    variables = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "somewhere")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=True)
     assert done.stdout == "['torch._inductor.config.coordinate_descent_tuning = True'] True\n"

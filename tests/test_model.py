@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
+import kernels.head
 import train_gpt
 from data.loader import Batch
 from kernels.attention import PortableAttention
@@ -432,11 +433,11 @@ def test_the_causality_check_passes_this_model_and_catches_one_that_looks_ahead(
     session = SimpleNamespace(
         config=model.config, machine=MACHINE, model=model, data=data, final_windows=lambda: WINDOWS
     )
-    assert train_gpt.is_causal(session)
+    assert train_gpt.sees_no_future(session)
     session.model = SimpleNamespace(
         hidden=lambda tokens, *_: tokens.float().flip(1), initialize=lambda seed: None, parameters=list
     )
-    assert not train_gpt.is_causal(session)
+    assert not train_gpt.sees_no_future(session)
 
 
 def test_rows_taken_together_give_the_sum_of_rows_taken_alone():
@@ -453,10 +454,52 @@ def test_the_loss_in_pieces_is_the_loss_at_once(monkeypatch):
     model, given = build(small(), torch.float64), batch()
     loss, whole = gradients(model, given)
     whole = {name: gradient.clone() for name, gradient in whole.items()}
-    monkeypatch.setattr(train_gpt, "LOSS_TOKENS", 33)  # does not divide the tokens
+    monkeypatch.setattr(kernels.head, "PLAIN_CHUNK", 33)  # does not divide the tokens
     in_pieces, pieces = gradients(model, given)
     torch.testing.assert_close(in_pieces, loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
+
+
+def with_head(head, dtype=torch.float32, **changes):
+    model = build(small(**changes), dtype)
+    model.head = head
+    return model
+
+
+@pytest.mark.parametrize(
+    ("head", "recompute", "tolerance"), [("chunked", False, 1e-5), ("plain", True, 0.0), ("chunked", True, 1e-5)]
+)
+def test_chunks_and_recomputation_change_neither_loss_nor_gradients(head, recompute, tolerance):
+    found, expected = gradients(with_head(head, recompute=recompute), batch()), gradients(with_head("plain"), batch())
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_recomputation_makes_the_layers_again_in_the_backward_pass(monkeypatch):
+    calls, counts, attention = [], {}, PortableAttention.__call__
+
+    def counted(self, *qkv, **rest):
+        calls.append(1)
+        return attention(self, *qkv, **rest)
+
+    monkeypatch.setattr(PortableAttention, "__call__", counted)
+    for recompute in (False, True):
+        loss = loss_of(with_head("plain", recompute=recompute), batch())
+        forward = len(calls)
+        loss.backward()
+        counts[recompute] = (forward, len(calls) - forward)
+        calls.clear()
+    layers = sum(layer.attention for layer in train_gpt.LAYERS["record42"])
+    assert counts == {False: (layers, 0), True: (layers, layers)}
+
+
+def test_fp8_is_used_in_training_and_not_in_validation():
+    models = [with_head(head, torch.bfloat16) for head in ("fp8", "chunked")]
+    (trained, grads), (loss, expected) = (gradients(model, batch()) for model in models)
+    assert trained == pytest.approx(loss.item(), rel=1e-2)
+    difference = (grads["lm_head"] - expected["lm_head"]).norm() / expected["lm_head"].norm()
+    assert 1e-3 < difference < 0.2
+    with torch.no_grad():
+        assert torch.equal(*(loss_of(model, batch()) for model in models))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ FIELDS = {
 }  # fmt: skip
 ENVIRONMENT = {
     "python", "torch", "cuda", "gpu", "gpu_count", "driver", "cpu", "threads", "dtype", "host_hash", "attention",
-    "compiled", "compile_flags",
+    "head", "compiled", "compile_flags", "graphs", "cache_hit", "cache_miss", "cache_bypass", "ready_s",
 }  # fmt: skip
 
 

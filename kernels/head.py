@@ -1,0 +1,205 @@
+"""The output head: projection, soft cap and cross entropy in one pass over chunks of tokens, plain or in FP8.
+
+A chunk's logits are made once and give their gradient at once, in the forward pass: the backward pass only scales.
+N tokens, n of them in a chunk, C model dim, V vocabulary; w_CV is the transpose of w_VC.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HEADS = ("auto", "fp8", "chunked", "plain")
+# Tokens whose logits exist at once: 0.8 GB of bf16 at a vocabulary of 50,304, for which an eager chunk makes five times
+# as much in float32. With few tokens the sum of the chunks' weight gradients costs more than their products.
+CHUNK, EAGER_CHUNK = 8192, 2048
+PLAIN_CHUNK = 32_768
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3_LIMIT = torch.finfo(E4M3).max
+WEIGHT_SCALE = 2**-9
+GRADIENT_SCALE = 1 / 448  # of a loss summed over tokens, whose gradients by logits lie in [-1, 1]
+FP8_MULTIPLE = 16  # elements: FP8 matrix units read rows of whole 16 bytes
+FP8_CAPABILITY = (8, 9)
+
+
+def softcap(z: Tensor, kind: str) -> Tensor:
+    """Bounded logits: "sigmoid" is 30 sigmoid(z / 7.5), "rsqrt" 15 z / sqrt(z^2 + 15^2)."""
+    if kind == "sigmoid":
+        return 30 * torch.sigmoid(z / 7.5)
+    return 15 * z * (z.square() + 15**2).rsqrt()
+
+
+def _slope(capped: Tensor, kind: str) -> Tensor:
+    """The derivative of `softcap` where it took the value `capped`."""
+    if kind == "sigmoid":
+        return capped * (30 - capped) / (30 * 7.5)
+    return (1 - (capped / 15).square()).clamp(min=0) ** 1.5
+
+
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _cross_entropy(z_nV: Tensor, targets_n: Tensor, kind: str, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Loss of the capped logits, summed over tokens, and its gradient by z if asked for."""
+    capped = softcap(z_nV.to(_summed(z_nV.dtype)), kind)
+    e = capped.exp()  # no cap exceeds 30, so nothing overflows and no pass has to find the largest logit
+    total, target = e.sum(-1, keepdim=True), targets_n.unsqueeze(1)
+    loss = (total.log() - capped.gather(1, target)).sum()
+    if not gradient:
+        return loss, None
+    p = e.div_(total)
+    hit = torch.arange(p.size(1), device=p.device) == target
+    return loss, torch.where(hit, p - 1, p).mul_(_slope(capped, kind))
+
+
+def _quantize(x: Tensor, scale: float) -> Tensor:
+    # The conversion alone does not saturate in every version of torch.
+    return (x.float() / scale).clamp(-E4M3_LIMIT, E4M3_LIMIT).to(E4M3)
+
+
+def _transpose(x: Tensor) -> Tensor:
+    """x^T; in FP8 with whole rows in memory, filled up with zeros to what a matrix unit reads."""
+    if x.dtype not in (E4M3, E5M2):
+        return x.T
+    return F.pad(x.T, (0, -x.size(0) % FP8_MULTIPLE)).contiguous()
+
+
+def _product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """a b^T; of FP8 operands times `scale`, as `dtype`. Both have the summed dimension last, as FP8 needs them."""
+    if a.dtype not in (E4M3, E5M2):
+        return a @ b.T
+    scale_a, scale_b = (torch.full((), s, dtype=torch.float32, device=a.device) for s in (scale, 1.0))
+    return torch._scaled_mm(a, b.T, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _operands(weight_VC: Tensor, dtype: torch.dtype, precision: str, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """The weight as products with `dtype` take it and, for gradients, its transpose."""
+    w_VC = _quantize(weight_VC, WEIGHT_SCALE) if precision == "fp8" else weight_VC.to(dtype)
+    return w_VC, _transpose(w_VC) if gradient else None
+
+
+def _chunk(
+    x_nC: Tensor, targets_n: Tensor, w_VC: Tensor, w_CV: Tensor | None, dweight_CV: Tensor, kind: str
+) -> tuple[Tensor, Tensor]:
+    """Loss and dx of a chunk; dweight is added to. Without `w_CV` no gradients are made."""
+    fp8, dtype = w_VC.dtype == E4M3, x_nC.dtype
+    x_scale = x_nC.size(1) ** 0.5 / E4M3_LIMIT  # rows come from an RMS norm: no element exceeds sqrt(C)
+    a_nC = _quantize(x_nC, x_scale) if fp8 else x_nC
+    z_nV = _product(a_nC, w_VC, x_scale * WEIGHT_SCALE, dtype, fast=True)
+    loss, dz_nV = _cross_entropy(z_nV, targets_n, kind, gradient=w_CV is not None)
+    if w_CV is None or dz_nV is None:
+        return loss, x_nC.new_empty(0)
+    dz_nV = (dz_nV / GRADIENT_SCALE).to(E5M2) if fp8 else dz_nV.to(dtype)
+    # x^T dz and not its transpose: in FP8 the faster of the two where V is many times C (modded-nanogpt).
+    dweight_CV += _product(_transpose(a_nC), _transpose(dz_nV), x_scale * GRADIENT_SCALE, dweight_CV.dtype)
+    return loss, _product(dz_nV, w_CV, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
+
+
+@functools.cache
+def _compiled(function: Callable) -> Callable:
+    compiled = torch.compile(function, dynamic=False, fullgraph=True)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+    def run(*args: object) -> tuple[Tensor, Tensor]:
+        # A surrounding graph's first run excludes this key, later ones do not: two compilations for one.
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return compiled(*args)
+
+    return run
+
+
+@torch.no_grad()
+def loss_and_gradients(
+    x: Tensor, weight: Tensor, targets: Tensor,
+    softcap: str, chunk: int, precision: str, compiled: bool, gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What the operator does; on the meta device, what memory it takes."""
+    operands: Callable = _compiled(_operands) if compiled else _operands
+    run_chunk: Callable = _compiled(_chunk) if compiled else _chunk
+    w_VC, w_CV = operands(weight, x.dtype, precision, gradients)
+    loss = x.new_zeros((), dtype=_summed(x.dtype))
+    dweight_CV = loss.new_zeros(weight.shape[::-1] if gradients else 0)
+    dx = []
+    for x_nC, targets_n in zip(x.split(chunk), targets.split(chunk), strict=True):
+        loss_n, dx_nC = run_chunk(x_nC, targets_n, w_VC, w_CV, dweight_CV, softcap)
+        loss += loss_n
+        dx.append(dx_nC)
+    dweight = weight.new_empty(weight.shape).copy_(dweight_CV.T) if gradients else weight.new_empty(0)
+    return loss, torch.cat(dx), dweight
+
+
+_linear_cross_entropy = torch.library.custom_op(
+    "speedrun::linear_cross_entropy", loss_and_gradients, mutates_args=())
+
+
+@_linear_cross_entropy.register_fake
+def _(x, weight, targets, softcap, chunk, precision, compiled, gradients):
+    dx, dweight = (y.new_empty(y.shape if gradients else 0) for y in (x, weight))
+    return x.new_empty((), dtype=_summed(x.dtype)), dx, dweight
+
+
+def _save(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # of dx and dweight, which nobody differentiates
+    ctx.save_for_backward(*output[1:])
+
+
+def _differentiate(ctx, grad, *_):
+    dx, dweight = ctx.saved_tensors
+    return grad * dx, grad * dweight, *[None] * 6
+
+
+_linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, softcap: str, chunk: int = 0, precision: str = "plain"
+) -> Tensor:
+    """Cross entropy of the capped x weight^T, summed over tokens: () float32, or float64 where x is.
+
+    x: (N, C); for FP8 bf16 and from an RMS norm. weight: (V, C), read as x's dtype. targets: (N,) int64 below V.
+    precision: "plain", or "fp8" (modded-nanogpt's head) where `fp8_obstacle` finds none. softcap: as its function.
+    """
+    gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    compiled = torch.compiler.is_compiling()
+    chunk = chunk or (CHUNK if compiled else EAGER_CHUNK)
+    if x.is_meta:  # where only memory matters, and nobody sees what the operator makes inside
+        loss_and_gradients(x, weight, targets, softcap, chunk, precision, compiled, gradients)
+    return _linear_cross_entropy(x, weight, targets, softcap, chunk, precision, compiled, gradients)[0]
+
+
+def plain_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, kind: str) -> Tensor:
+    """The same by autograd, which keeps all logits; with a bias (V,), if there is one."""
+    parts = zip(x.split(PLAIN_CHUNK), targets.split(PLAIN_CHUNK), strict=True)
+    losses = [F.cross_entropy(softcap(F.linear(h, weight, bias).float(), kind), t, reduction="sum") for h, t in parts]
+    return torch.stack(losses).sum()
+
+
+def fp8_obstacle(device: torch.device, dtype: torch.dtype, channels: int, vocabulary: int) -> str | None:
+    """What keeps the FP8 head from running here, or None."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        return "it needs an NVIDIA GPU of compute capability 8.9 or newer"
+    if dtype != torch.bfloat16:
+        return f"it needs bf16, not {dtype}"
+    if channels % FP8_MULTIPLE or vocabulary % FP8_MULTIPLE:
+        return f"dim {channels} and padded vocabulary {vocabulary} must be multiples of {FP8_MULTIPLE}"
+    return None
+
+
+def choose_head(
+    name: str, device: torch.device, dtype: torch.dtype, channels: int, vocabulary: int, bias: bool = False
+) -> tuple[str, str]:
+    """The head called `name` ("auto": FP8 where it runs, else chunked) and why it; ValueError if it cannot run here."""
+    if name not in HEADS:
+        raise ValueError(f"--head {name}: unknown head. Choose one of {', '.join(HEADS)}.")
+    obstacle = "it has no bias" if bias else fp8_obstacle(device, dtype, channels, vocabulary)
+    if obstacle and (name == "fp8" or (bias and name == "chunked")):
+        raise ValueError(f"--head {name} cannot run here: {obstacle}. Use --head auto.")
+    if name != "auto":
+        return name, "as asked"
+    if bias:
+        return "plain", "the others have no bias"
+    return ("chunked", f"fp8 would be faster but {obstacle}") if obstacle else ("fp8", "the fastest here")
