@@ -360,7 +360,7 @@ def test_memory_that_the_process_takes_stays_counted_as_available_to_it(monkeypa
     before = available_memory(torch.device("cpu"))
     held = torch.ones(taken // 4)
     free["MemAvailable"] -= taken
-    assert available_memory(torch.device("cpu")) == pytest.approx(before, abs=16 * MIB)
+    assert available_memory(torch.device("cpu")) == pytest.approx(before, abs=64 * MIB)
     assert before > 8 * GIB
     del held
 
