@@ -37,8 +37,11 @@ class MemoryPlan(NamedTuple):
 def plan_memory(settings: Any, machine: Machine, build: Callable[[Any], Built]) -> MemoryPlan:
     """Before memory is taken: what a run needs, said if it may not fit. A collective; rank 0 decides.
 
-    Raises Fault if it does not fit and this is a dry run.
+    Raises Fault if it does not fit and this is a dry run; on a CPU nothing else is planned.
     """
+    if machine.device.type == "cpu" and not settings.dry_run:
+        return MemoryPlan({}, Finding("ok", "memory: not planned"))
+
     def needed(changes: dict[str, Any]) -> dict[str, float]:
         return memory_parts(dataclasses.replace(settings, **changes), machine.world_size, build)
 
