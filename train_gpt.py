@@ -620,7 +620,7 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     claim = machine.on_main(lambda: admit(config.claim, SOURCE, settings, seeds))
     environment.check_compile(config.compile, machine.device)
     dtype = environment.compute_dtype(config.dtype, machine.device)
-    attention, reason = choose_attention(config.attention, machine.device, dtype)
+    attention, reason = choose_attention(config.attention, machine.device, dtype, config.head_dim)
     head, why = choose_head(config.head, machine.device, dtype, config.dim, config.padded_vocab, config.biases)
 
     def build(config: Config) -> Built:

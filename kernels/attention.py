@@ -27,23 +27,25 @@ ATTENTIONS = ("auto", *BACKENDS)
 FASTER = {9: ("flash3", "flash4"), 10: ("flash4",)}
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> str | None:
     """What keeps a backend from running here and what to install, or None."""
     if name in KERNELS:
-        return why_not_flash(name, device, dtype)
+        return why_not_flash(name, device, dtype, head_dim)
     return why_not_flex(device) if name == "flex" else None
 
 
-def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Attention, str]:
+def choose_attention(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128
+) -> tuple[Attention, str]:
     """The backend called `name` ("auto": the fastest that runs) and why it; ValueError if it cannot run here."""
     if name != "auto":
-        if obstacle := why_not(name, device, dtype):
+        if obstacle := why_not(name, device, dtype, head_dim):
             raise ValueError(f"--attention {name} cannot run here: {obstacle}. Use --attention portable or auto.")
         return BACKENDS[name](), "as asked"
     capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     passed: list[str] = []
     for candidate in (*FASTER.get(capability, ()), "varlen", "portable"):
-        obstacle = why_not(candidate, device, dtype)
+        obstacle = why_not(candidate, device, dtype, head_dim)
         if obstacle is None:
             break
         passed.append(f"{candidate} may be faster but {obstacle}")

@@ -80,13 +80,15 @@ KERNELS = {
 }  # fmt: skip
 
 
-def why_not_flash(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_flash(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """What keeps this kernel from running here and how to get it, or None; imports it to see."""
     kernel = KERNELS[name]
     if device.type != "cuda" or torch.version.hip:
         return "it needs an NVIDIA GPU with CUDA"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, not {dtype}"
+    if head_dim % 8 or head_dim > 256:
+        return f"it takes head dims that are multiples of 8 up to 256, not {head_dim}"
     capability = torch.cuda.get_device_capability(device)[0]
     if capability not in kernel.capabilities:
         return f"it has no kernel for compute capability {capability}.x (the oldest: {kernel.capabilities[0]}.0)"

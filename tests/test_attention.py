@@ -538,6 +538,16 @@ def test_a_backend_that_cannot_run_is_an_error_that_says_why(monkeypatch, name, 
         choose_attention(name, device, dtype)
 
 
+@pytest.mark.parametrize("head_dim", [20, 264])
+def test_a_head_dim_that_fused_kernels_lack_is_an_error_by_name_and_portable_by_auto(monkeypatch, head_dim):
+    pretend_gpu(monkeypatch, 8)
+    with pytest.raises(ValueError, match=f"--attention varlen .*multiples of 8 up to 256, not {head_dim}"):
+        choose_attention("varlen", CUDA, torch.bfloat16, head_dim)
+    backend, reason = choose_attention("auto", CUDA, torch.bfloat16, head_dim)
+    assert (backend.name, f"not {head_dim}" in reason) == ("portable", True)
+    assert choose_attention("auto", CUDA, torch.bfloat16, 64)[0].name == "varlen"
+
+
 def test_a_package_that_is_there_but_broken_is_a_reason_and_no_crash(monkeypatch, tmp_path):
     pretend_gpu(monkeypatch, 9)
     (tmp_path / "flash_attn_interface.py").write_text("raise OSError('undefined symbol: at_print')")

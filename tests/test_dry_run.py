@@ -133,7 +133,7 @@ def test_out_of_memory_in_a_run_names_the_flag(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("way", [str, lambda folder: "auto"], ids=["path", "auto"])
-def test_a_run_with_a_smaller_micro_batch_can_go_on_where_a_larger_one_stopped(way, data, tmp_path, monkeypatch):
+def test_a_run_that_needs_less_memory_can_go_on_where_one_that_needed_more_stopped(way, data, tmp_path, monkeypatch):
     """Out of memory in mid-run: what was saved goes on, and the log says what differs."""
     step, broken = train_gpt.optimizer_steps, []
 
@@ -146,8 +146,9 @@ def test_a_run_with_a_smaller_micro_batch_can_go_on_where_a_larger_one_stopped(w
     monkeypatch.setattr(train_gpt, "optimizer_steps", fill_the_memory)
     assert run(data, tmp_path, checkpoint_every=2).code == 1
     (folder,) = (tmp_path / "checkpoints").iterdir()
-    outcome = run(data, tmp_path, resume=way(folder), micro_batch=SEQUENCE)
+    outcome = run(data, tmp_path, resume=way(folder), micro_batch=SEQUENCE, val_batch=256, recompute="on")
     assert outcome.code == 0, outcome.err
     resumed = read_run(tmp_path / f"{folder.name}.jsonl")
     assert resumed.unfinished is None
-    assert f"micro_batch {ROWS * SEQUENCE} -> {SEQUENCE}" in resumed.resumes[0].differences
+    told = [f"micro_batch {ROWS * SEQUENCE} -> {SEQUENCE}", "val_batch 512 -> 256", "recompute False -> True"]
+    assert resumed.resumes[0].differences == told
