@@ -347,22 +347,19 @@ def test_the_memory_of_a_cpu_is_between_what_is_held_and_what_there_is():
 
 
 def test_memory_that_the_process_takes_stays_counted_as_available_to_it(monkeypatch):
-    """Other processes come and go, so what is free is taken from a stub, less what this one takes."""
-    taken, real = 256 * MIB, preflight._text
-    free = {"MemAvailable": 8 * GIB}
+    """The kernel's files are stubs: other processes come and go, and a kernel may count a process's pages roughly."""
+    page = os.sysconf("SC_PAGE_SIZE")
 
-    def text(path: Path) -> str:
-        if path.name == "meminfo":
-            return f"MemTotal: 1 kB\nMemAvailable:   {free['MemAvailable'] // 1024} kB\nSwap: 0 kB"
-        return real(path) if path.name == "statm" else ""
+    def available(free: int, anonymous: int, files: int) -> float:
+        pages = f"9999999 {(anonymous + files) // page} {files // page} 1 0 7777777 0"  # proc(5): size, resident, shared
+        stubs = {"meminfo": f"MemTotal: 1 kB\nMemAvailable:   {free // 1024} kB\nSwap: 0 kB", "statm": pages}
+        monkeypatch.setattr(preflight, "_text", lambda path: stubs.get(path.name, ""))
+        return available_memory(torch.device("cpu"))
 
-    monkeypatch.setattr(preflight, "_text", text)
-    before = available_memory(torch.device("cpu"))
-    held = torch.ones(taken // 4)
-    free["MemAvailable"] -= taken
-    assert available_memory(torch.device("cpu")) == pytest.approx(before, abs=64 * MIB)
-    assert before > 8 * GIB
-    del held
+    before = available(8 * GIB, GIB, 300 * MIB)
+    assert before == 9 * GIB
+    assert available(8 * GIB - 256 * MIB, GIB + 256 * MIB, 300 * MIB) == before
+    assert available(8 * GIB, GIB, 500 * MIB) == before  # pages of files are free for others already
 
 
 def test_a_container_limits_the_memory(monkeypatch, tmp_path):
