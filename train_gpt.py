@@ -78,7 +78,7 @@ class Config(RunSettings):
     max_document: int = setting(2048, "training documents are cut to this many tokens", at_least=1)
     val_tokens: int = setting(10_485_760, "first tokens of the validation data that are used", at_least=1)
     val_sequence: int = setting(262_144, "tokens per validation row", at_least=1)
-    val_batch: int = setting(262_144, "most validation tokens a rank takes at once", at_least=1)
+    val_batch: int = setting(262_144, "most validation tokens a rank takes at once; a part of a row may be", at_least=1)
     val_sha256: str = setting("", "how the SHA-256 of the validation tokens must begin; empty: any")
     val_every: int = setting(250, "steps between validations, from step 0 on; 0: only at the end", at_least=0)
     val_every_late: int = setting(0, "the same in the last tenth of the steps; 0: no change", at_least=0)
@@ -151,7 +151,7 @@ class Config(RunSettings):
             "batch_tokens": (self.batch_tokens % self.sequence == 0, f"a multiple of sequence ({self.sequence})"),
             "micro_batch": ((self.micro_batch or self.sequence) >= self.sequence, f"at least one row, {self.sequence}"),
             "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of val_sequence {self.val_sequence}"),
-            "val_batch": (self.val_batch >= self.val_sequence, f"at least one row, val_sequence {self.val_sequence}"),
+            "val_batch": (self.val_batch >= min(self.sequence, self.val_sequence), f"at least a row, {self.sequence}"),
         }
         require(self, rules)
 
@@ -265,9 +265,7 @@ class SelfAttention(nn.Module):
         self.gate = optional_parameter(heads, GATE_CHANNELS, dtype=gate_dtype, when=config.attention_gates)
         self.bias = optional_parameter(4 * config.dim, when=config.biases)
 
-    def forward(
-        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Mix, rotary: Rotary, attend: Attend
-    ) -> Tensor:
+    def forward(self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Mix, rotary: Rotary, attend: Attend) -> Tensor:
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C).to(x_BTC.dtype)
         bias = (None, None) if self.bias is None else self.bias.to(x_BTC.dtype).split([3 * C, C])
@@ -318,7 +316,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The loss of next-token prediction, summed over tokens, on documents packed into rows."""
+    """Next-token loss on rows of packed documents, summed over targets, which may be only those of a row's end."""
 
     def __init__(
         self, config: Config, dtype: torch.dtype, device: torch.device, attention: Attention, head: str = "plain"
@@ -340,8 +338,8 @@ class GPT(nn.Module):
             self.head_gain = optional_parameter(config.dim, when=config.biases)
             self.scalar_init = initial_scalars(config)
             self.scalars = optional_parameter(len(self.scalar_init), when=self.scalar_init)
-        scale = config.attention_scale if config.qk_norm else config.head_dim**-0.5
         positions = max(config.sequence, config.val_sequence)
+        scale = config.attention_scale if config.qk_norm else config.head_dim**-0.5
         self.rotary = Rotary(positions, config.head_dim, scale, config.window_block, dtype, device)
 
     @torch.no_grad()
@@ -417,7 +415,8 @@ class GPT(nn.Module):
     def forward(
         self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor, windows: Windows, longest: int
     ) -> Tensor:
-        x, targets = self.hidden(inputs_BT, cu_seqlens, windows, longest).flatten(0, 1), targets_BT.flatten()
+        x_BTC = self.hidden(inputs_BT, cu_seqlens, windows, longest)[:, -targets_BT.size(1) :]
+        x, targets = x_BTC.flatten(0, 1), targets_BT.flatten()
         if self.head == "plain":
             bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
             return plain_cross_entropy(x, self.lm_head.to(x.dtype), bias, targets, self.config.softcap)
@@ -468,10 +467,8 @@ def learning_rate(config: Config, step: int) -> float:
 
 def stage(config: Config, step: int) -> int:
     """Index of the step's part of the window schedule; the extension, if there is one, is the last."""
-    scheduled = config.steps - config.extension
-    if config.extension and step >= scheduled:
-        return len(config.windows)
-    return min(len(config.windows) * step // scheduled, len(config.windows) - 1)
+    last = len(config.windows) if config.extension else len(config.windows) - 1
+    return min(len(config.windows) * step // (config.steps - config.extension), last)
 
 
 def window(config: Config, step: int) -> int:
@@ -483,6 +480,14 @@ def validates(config: Config, step: int) -> bool:
     """Whether the loss is validated before this step; after the last one it always is."""
     every = (step >= 0.9 * config.steps and config.val_every_late) or config.val_every
     return every > 0 and step % every == 0
+
+
+def reach(config: Config) -> int:
+    """Most tokens before its own that an output depends on: what each layer sees, one behind the other."""
+    long = max(*config.windows, config.extension_window)
+    seen = {"short": max(long // 2, 1), "long": max(long, config.final_window)}
+    blocks = sum(seen[layer.window] for layer in LAYERS[config.layers] if layer.attention)
+    return config.smear + (blocks * config.window_block or max(config.sequence, config.val_sequence))
 
 
 def momentum(config: Config, step: int) -> float:
@@ -557,7 +562,6 @@ def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
 class Session:
     config: Config
     machine: environment.Machine
-    attention: Attention
     model: GPT
     optimizers: dict[str, Any]
     guard: Guard  # takes the optimizers' steps
@@ -575,7 +579,7 @@ class Session:
         block = self.config.window_block
         tokens = {"short": (short or max(long // 2, 1)) * block, "long": long * block}
         unlimited = max(self.config.sequence, self.config.val_sequence)
-        return {kind: self.attention.window(count or unlimited) for kind, count in tokens.items()}
+        return {kind: self.model.attention.window(count or unlimited) for kind, count in tokens.items()}
 
     def final_windows(self) -> Windows:
         """Those of the last validation: a longer long window, the short one as in the last step."""
@@ -626,14 +630,14 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     def build(config: Config) -> Built:
         model = GPT(config, dtype, torch.device("meta"), attention, head)
         owned, every = (make_optimizers(config, model, m).values() for m in (machine, machine.alone()))
-        rest = (dict.fromkeys(("short", "long"), attention.window(1)), 1)
-        return Built(lambda *batch: model(*batch, *rest), Guard(every).step, [*model.parameters()], [*owned])
+        loss = partial(model, windows=dict.fromkeys(("short", "long"), attention.window(1)), longest=1)
+        return Built(loss, Guard(every).step, [*model.parameters()], [*owned], reach(config))
 
     memory = plan_memory(config, machine, build)
 
     def look() -> tuple[Data, dict[str, Any] | None]:  # the first process of a machine reads for all of it
         data, found = open_audited(settings, machine.rank, machine.world_size, audited=machine.first_of_its_host)
-        return data, found and found | {"source_sha256": source_hash(SOURCE)}
+        return data.in_parts(config.val_batch, reach(config)), found and found | {"source_sha256": source_hash(SOURCE)}
 
     data, found = machine.agree(look)
     model = GPT(config, dtype, machine.device, attention, head)
@@ -649,7 +653,7 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     spike = SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     guard = Guard(optimizers.values(), spike=spike, nonfinite=config.guard != "off")
     session = Session(
-        config, machine, attention, model, optimizers, guard, data, ledger, facts, loss=model, peak=peak,
+        config, machine, model, optimizers, guard, data, ledger, facts, loss=model, peak=peak,
         requests=Requests(machine.device), memory=memory,
     )  # fmt: skip
     session.reset(config.seed)
@@ -712,14 +716,11 @@ def compile_model(session: Session) -> None:
 
     def first_step(loss: Callable[..., Tensor]) -> None:
         session.loss = loss
-        while session.config.micro_batch is None and not environment.fits(partial(probe, session), session.machine):
-            micro_rows = session.data.micro_rows
-            if micro_rows == 1:
+        while not environment.fits(partial(probe, session), session.machine, must=bool(session.config.micro_batch)):
+            if session.data.micro_rows == 1:
                 raise Fault("the memory does not suffice for a single row. Choose a smaller track or model.")
-            session.data.split(micro_rows // 2 * session.config.sequence)
+            session.data.split(session.data.micro_rows // 2 * session.config.sequence)
             session.machine.say(f"out of memory: micro-batch {session.header()['micro_batch']:,}; the batch stays")
-        forward_backward(session, session.windows(session.config.windows[0]))
-        validate(session, session.windows(session.config.windows[0]), session.data.validation[:1])
 
     obstacle = environment.try_compile(session.model, session.config.compile, session.machine, first_step)
     if obstacle is not None:
@@ -735,7 +736,7 @@ def probe(session: Session) -> None:
     for batch in 2 * next(session.data.train)[:1]:
         batch_loss(session, batch, windows, session.data.longest).backward()
     with torch.no_grad():
-        for batch in session.data.validation[:1]:
+        for batch in sorted(session.data.validation, key=lambda batch: batch.inputs.numel())[-1:]:
             batch_loss(session, batch, windows, session.config.val_sequence)
 
 
@@ -823,14 +824,12 @@ def train(session: Session, run: Run) -> float:
         run.stepped(step + 1)
         # log: no wait for the device, the loss is read when it is there
         now = ledger.train_time_ms
-        progress.step_done(
-            {
-                "step": step + 1, "tokens": (step + 1) * config.batch_tokens, "train_time_ms": now,
-                "step_ms": now - stepped_at, "lr_mul": learning_rate(config, step),
-                "window": long * config.window_block, "stage": stage(config, step),
-            },
-            message, verdict,
-        )  # fmt: skip
+        event = {
+            "step": step + 1, "tokens": (step + 1) * config.batch_tokens, "train_time_ms": now,
+            "step_ms": now - stepped_at, "lr_mul": learning_rate(config, step),
+            "window": long * config.window_block, "stage": stage(config, step),
+        }  # fmt: skip
+        progress.step_done(event, message, verdict)
         stepped_at = now
         # save, or end: only where no gradients are left for a later step
         if (step + 1) % config.adam_every == 0 and (run.due() or progress.failure):

@@ -386,6 +386,22 @@ class Data(NamedTuple):
         micro_rows = largest_divisor(self.train.rows, micro_batch // self.sequence)
         self.train.split(micro_rows, capacity_for(micro_rows, self.plan.max_documents))
 
+    def in_parts(self, val_batch: int, reach: int) -> "Data":
+        """The same where a validation row that exceeds `val_batch` tokens is taken in parts of so many."""
+        return self._replace(validation=[part for batch in self.validation for part in _parts(batch, val_batch, reach)])
+
+
+def _parts(batch: Batch, tokens: int, reach: int) -> Iterator[Batch]:
+    """Parts of the targets' row, each with its inputs and the `reach` before them, which it may depend on."""
+    sequence = batch.targets.size(1)
+    if tokens >= sequence:
+        yield batch
+        return
+    for start in range(0, sequence, tokens):
+        first, end = max(start - reach, 0), min(start + tokens, sequence)
+        boundaries = (batch.cu_seqlens - first).clamp(0, end - first)
+        yield Batch(batch.inputs[:, first:end], batch.targets[:, start:end], boundaries)
+
 
 def open_data(
     train_files: Files, val_files: Files, *, rank: int, world_size: int, steps: int, micro_batch: int | None,
@@ -400,7 +416,7 @@ def open_data(
     rows = order.rows_of_rank(world_size)
     plan = plan_run(train_files, order, steps)
     train = TrainLoader(train_files, order, micro_rows=rows, capacity=capacity_for(rows, plan.max_documents), **place)
-    val_rows = largest_divisor(max(val_tokens // val_sequence // world_size, 1), val_batch // val_sequence)
+    val_rows = largest_divisor(max(val_tokens // val_sequence // world_size, 1), max(val_batch // val_sequence, 1))
     validation = validation_batches(
         val_files, val_tokens=val_tokens, sequence=val_sequence, rows=val_rows, bos=order.bos, documents=order.align,
         **place,

@@ -257,6 +257,10 @@ class CompileError(RuntimeError):
     """What was to be compiled cannot be."""
 
 
+class FailedElsewhere(RuntimeError):
+    """Another rank met an error; this one must not go on alone."""
+
+
 def why_not_compile(device: torch.device) -> str | None:
     """What torch.compile lacks here, or None."""
     if device.type == "cuda":
@@ -285,9 +289,11 @@ def try_compile(
 ) -> str | None:
     """Compile `function` and run `first_step` on it; returns what keeps it from working on some rank, or None.
 
-    mode "off" does not try, "auto" reports an obstacle, "on" raises CompileError.
+    mode "off" does not try, "auto" reports an obstacle, "on" raises CompileError. `first_step` must raise on all ranks
+    or on none, as `fits` does.
     """
-    obstacle = "as asked" if mode == "off" else why_not_compile(machine.device)
+    obstacles = machine.on_every(lambda: "as asked" if mode == "off" else why_not_compile(machine.device))
+    obstacle = next(filter(None, obstacles), None)
     if obstacle is None:
         machine.say("compiling: tens of seconds the first time, then cached")
         torch._dynamo.config.recompile_limit = 64  # a graph a shape, and --micro-batch auto tries several
@@ -296,29 +302,37 @@ def try_compile(
         except Exception as error:  # whatever a compiler raises, the eager model can still run
             if out_of_memory(error):
                 raise
-            obstacle = f"compilation failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            obstacle = f"compilation failed: {type(error).__name__}: {first_line(error)}"
             if mode == "on":
                 raise CompileError(f"--compile on: {obstacle}. --compile auto goes on without.") from error
-    elsewhere = machine.any(obstacle is not None)
-    return obstacle or ("it failed on another rank" if elsewhere else None)
+    return obstacle
 
 
 def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def fits(function: Callable[[], object], machine: Machine) -> bool:
-    """Whether the memory suffices for the function on all ranks; it must not wait for others."""
-    short = False
+def fits(function: Callable[[], object], machine: Machine, must: bool = False) -> bool:
+    """Whether the memory suffices for the function on all ranks; it must not wait for others.
+
+    Any other error, with `must` that of memory too, is raised on every rank, where it was not met as FailedElsewhere or
+    MemoryError.
+    """
+    error: Exception | None = None
     try:
         function()
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        short = True
+    except Exception as caught:
+        error = caught
+    mine = error and (out_of_memory(error), machine.rank, f"{type(error).__name__}: {first_line(error)}")
+    short, rank, what = min(filter(None, machine.on_every(lambda: mine)), default=(False, 0, ""))  # memory is the last
+    if what and (must or not short):
+        if error is None or out_of_memory(error) != short:
+            error = (MemoryError if short else FailedElsewhere)(f"{machine.name(rank)}: {what}")
+        raise error
+    error = None  # its frames hold tensors
     if machine.device.type == "cuda":
         torch.cuda.empty_cache()
-    return not machine.any(short)
+    return not what
 
 
 def compile_flags() -> list[str]:

@@ -58,6 +58,7 @@ class Built(NamedTuple):
     step: Callable[[], object]  # of all optimizers as if there were one rank, which bounds what one of several keeps
     weights: Sequence[Tensor]
     optimizers: Sequence[torch.optim.Optimizer]  # with the state of this rank
+    reach: int  # tokens before a part of a row that go with it
 
 
 def memory_parts(settings: Any, world_size: int, build: Callable[[Any], Built]) -> dict[str, float]:
@@ -84,7 +85,8 @@ def memory_parts(settings: Any, world_size: int, build: Callable[[Any], Built]) 
 
     @torch.no_grad()
     def validate() -> None:
-        run.loss(*batch(settings.val_tokens, settings.val_sequence, settings.val_batch))
+        inputs, targets, boundaries = batch(settings.val_tokens, settings.val_sequence, settings.val_batch)
+        run.loss(inputs[:, : settings.val_batch + run.reach], targets[:, : settings.val_batch], boundaries)
 
     held = sum(weight.nbytes for weight in run.weights)
     state = [part for each in run.optimizers for kept in each.state.values() for part in kept.values()]
@@ -95,13 +97,13 @@ def memory_parts(settings: Any, world_size: int, build: Callable[[Any], Built]) 
 
 def smaller(settings: Any) -> Iterator[dict[str, Any]]:
     """Changes of settings that need less and less memory and leave the trajectory, the fastest first."""
+    row = min(settings.sequence, settings.val_sequence)
     for recompute in sorted({settings.recompute, True}):
-        micro, val = settings.micro_batch or settings.sequence, settings.val_batch
-        changes = {"recompute": True} if recompute > settings.recompute else {}
+        micro, val = settings.micro_batch, settings.val_batch
         while True:
-            if changes:
+            proposed = {"recompute": recompute, "micro_batch": micro, "val_batch": val}
+            if changes := {name: value for name, value in proposed.items() if value != getattr(settings, name)}:
                 yield changes
-            if micro <= settings.sequence and val <= settings.val_sequence:
+            if (micro or settings.sequence) <= settings.sequence and val <= row:
                 break
-            micro, val = max(micro // 2, settings.sequence), max(val // 2, settings.val_sequence)
-            changes = changes | {"micro_batch": micro, "val_batch": val}
+            micro, val = max((micro or 0) // 2, settings.sequence), max(val // 2, row)

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -15,6 +16,8 @@ import torch
 from hypothesis import settings
 
 from runtime import environment
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what it starts with &
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")

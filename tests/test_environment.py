@@ -52,6 +52,21 @@ def missing_on_the_last(machine):
     return machine.rank
 
 
+def seen(function):
+    try:
+        return function()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+
+def fails(machine, **errors):
+    """What raises that error on that rank and works on the others."""
+    def function():
+        if error := errors.get(f"on_{machine.rank}"):
+            raise error
+    return function
+
+
 def meet():
     """Everything that ranks do together, as JSON of what each gets."""
     machine = start("cpu", 60.0)
@@ -60,6 +75,7 @@ def meet():
     facts = {"hash": "abc" if rank else "abd", "size": 7}
     result = {
         "name": machine.name(2),
+        "names": [machine.name(each) for each in range(3)],
         "every": machine.on_every(lambda: rank * 10),
         "missing": told(lambda: machine.on_every(lambda: missing_on_the_last(machine))),
         "gathered": machine.gather({"rank": rank}),
@@ -68,9 +84,21 @@ def meet():
         "agreed": machine.agree(lambda: (rank, {"size": 7} if rank < 2 else None)),
         "differ": told(lambda: machine.agree(lambda: (rank, facts))),
         "any": [machine.any(rank == 1), machine.any(False)],
+        "fits": environment.fits(fails(machine), machine),
+        "too large for 1": environment.fits(fails(machine, on_1=MemoryError("no room")), machine),
+        "must fit": seen(lambda: environment.fits(fails(machine, on_1=MemoryError("no room")), machine, must=True)),
+        "broken on 2": seen(lambda: environment.fits(fails(machine, on_1=MemoryError(), on_2=KeyError("x")), machine)),
+        "not compiled on 1": environment.try_compile(
+            None, "auto", machine, lambda _: environment.fits(fails(machine, on_1=KeyError("x")), machine)),
+        "no compiler on 1": environment.try_compile(None, "auto" if rank != 1 else "off", machine, fail_the_test),
+        "together again": machine.any(rank == 0),
     }
     print(json.dumps(result))
     return environment.leave(0)
+
+
+def fail_the_test(compiled):
+    raise AssertionError("nothing is to be compiled")
 
 
 def leave_without_the_other():
@@ -173,7 +201,7 @@ def left():
 @pytest.fixture(scope="module")
 def results(left):
     assert [rank.code for rank in left["meet"]] == [0, 0, 0], left
-    return [json.loads(rank.out) for rank in left["meet"]]
+    return [json.loads(rank.out.splitlines()[-1]) for rank in left["meet"]]
 
 
 def test_what_every_rank_finds_all_ranks_get_in_the_order_of_ranks(results):
@@ -224,6 +252,34 @@ def test_an_error_is_said_once_unless_the_rank_that_says_it_may_be_lost(monkeypa
     monkeypatch.setenv("RANK", rank)
     assert environment.refuse(error, 2) == 2
     assert capsys.readouterr().err == (f"error: {error}\n" if speaks else "")
+
+
+def test_memory_that_one_rank_lacks_is_too_little_for_all(results):
+    assert [(result["fits"], result["too large for 1"]) for result in results] == [(True, False)] * 3
+    here, there = ["MemoryError", "no room"], ["MemoryError", f"{results[0]['names'][1]}: MemoryError: no room"]
+    assert [result["must fit"] for result in results] == [there, here, there]
+
+
+def test_an_error_of_one_rank_comes_before_memory_and_ends_what_all_do_at_the_same_place(results):
+    elsewhere = ["FailedElsewhere", f"{results[0]['names'][2]}: KeyError: 'x'"]
+    assert [result["broken on 2"] for result in results] == [elsewhere, elsewhere, ["KeyError", "'x'"]]
+    assert all(result["together again"] for result in results)
+
+
+def test_what_cannot_be_compiled_on_one_rank_is_compiled_on_none_and_the_rank_is_named(results):
+    elsewhere = f"compilation failed: FailedElsewhere: {results[0]['names'][1]}: KeyError: 'x'"
+    assert [result["not compiled on 1"] for result in results] == [
+        elsewhere, "compilation failed: KeyError: 'x'", elsewhere]  # fmt: skip
+    assert [result["no compiler on 1"] for result in results] == ["as asked"] * 3
+
+
+def test_one_process_that_lacks_memory_does_not_fit_and_says_so_if_it_must():
+    def short():
+        raise torch.OutOfMemoryError("no room")
+
+    assert not environment.fits(short, ALONE)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no room$"):
+        environment.fits(short, ALONE, must=True)
 
 
 def test_one_process_reduces_to_itself():

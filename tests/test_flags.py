@@ -179,7 +179,7 @@ def test_a_percent_sign_in_the_text_of_a_setting_is_shown_as_it_is(capsys):
         ("batch_tokens", "1000", "a multiple of sequence"),
         ("micro_batch", "511", "at least one row, 512"),
         ("val_tokens", "5000", "a multiple of val_sequence 4096"),
-        ("val_batch", "10", "at least one row, val_sequence 4096"),
+        ("val_batch", "10", "at least a row, 512"),
         ("bos", "1024", "a token of the vocabulary, below 1024"),
     ],
 )

@@ -95,13 +95,14 @@ def test_recomputation_holds_one_layers_tensors_and_the_inputs_of_the_others():
 MACHINE = Machine(torch.device("cpu"), 0, 1)
 
 
-def built(config, device=META, head="chunked"):
-    """What the trainer tells of a run, here of bf16, on a device."""
+def built(config, device=META, head="chunked", dtype=torch.bfloat16):
+    """What the trainer tells of a run on a device."""
     attention = PortableAttention()
-    model = train_gpt.GPT(config, torch.bfloat16, device, attention, head)
+    model = train_gpt.GPT(config, dtype, device, attention, head)
     optimizers = train_gpt.make_optimizers(config, model, MACHINE).values()
     windows = dict.fromkeys(("short", "long"), attention.window(1))
-    return Built(lambda *batch: model(*batch, windows, 1), Guard(optimizers).step, [*model.parameters()], [*optimizers])
+    loss = partial(model, windows=windows, longest=1)
+    return Built(loss, Guard(optimizers).step, [*model.parameters()], [*optimizers], train_gpt.reach(config))
 
 
 def preset(track, **changes):
@@ -146,7 +147,7 @@ def test_each_smaller_way_needs_no_more_than_the_one_before_and_less_than_what_w
         return sum(memory_parts(dataclasses.replace(config, **changes), 1, build).values())
 
     ways = list(smaller(config))
-    assert ways[-1] == {"recompute": True, "micro_batch": config.sequence, "val_batch": config.val_sequence}
+    assert ways[-1] == {"recompute": True, "micro_batch": config.sequence, "val_batch": config.sequence}
     assert {"recompute": True} in ways
     asked, totals = needed({}), [needed(changes) for changes in ways]
     assert all(total < asked for total in totals)
@@ -156,14 +157,17 @@ def test_each_smaller_way_needs_no_more_than_the_one_before_and_less_than_what_w
 
 
 def test_the_plans_of_the_large_tracks_fit_the_cards_that_the_page_names():
-    most = {"24 GB": 0.9 * 23.5 * 1024, "16 GB": 0.9 * 15.6 * 1024}  # MiB of what such a card has free
+    most = {gb: 0.9 * (gb - 0.4) for gb in (8, 16, 24)}  # GiB of what such a card has free
 
-    def mib(config, head="chunked"):
-        return sum(memory_parts(config, 1, partial(built, head=head)).values()) / 2**20
+    def gib(config, head="chunked", dtype=torch.bfloat16):
+        return sum(memory_parts(config, 1, partial(built, head=head, dtype=dtype)).values()) / 2**30
 
-    assert mib(preset("short")) < most["24 GB"]
-    assert mib(preset("short", recompute=True)) < most["16 GB"]
-    assert mib(preset("steps", micro_batch=4096, val_batch=4096), "plain") < most["16 GB"]
+    small = {"recompute": True, "val_batch": 65_536}
+    assert gib(preset("short")) < most[24]
+    assert gib(preset("short", recompute=True)) < most[16]
+    assert gib(preset("short", **small)) < most[8]
+    assert gib(preset("short", **small), dtype=torch.float32) < most[16]  # a card without bf16
+    assert gib(preset("steps", micro_batch=4096, val_batch=4096), "plain") < most[16]
 
 
 @pytest.mark.gpu

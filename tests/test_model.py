@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels.head
 import train_gpt
-from data.loader import Batch
+from data.loader import Batch, Data
 from kernels.attention import PortableAttention
 from runtime.environment import Machine
 from runtime.requests import Requests
@@ -249,7 +249,7 @@ def test_without_qk_norm_products_are_divided_by_the_root_of_the_head_dim():
 
 def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
     model = build(small("steps", window_block=0), torch.float64)
-    unwindowed = Session.windows(SimpleNamespace(config=model.config, attention=model.attention), long=3)
+    unwindowed = Session.windows(SimpleNamespace(config=model.config, model=model), long=3)
 
     def row_loss(p, tokens, targets, starts):
         return steps_loss(p, tokens, targets, head_dim=8)
@@ -425,6 +425,33 @@ def test_a_token_behind_all_windows_is_out_of_reach():
     attentions = sum(layer.attention for layer in model.table)
     assert torch.equal(before[0, attentions + 1 :], after[0, attentions + 1 :])
     assert not torch.equal(before[0, attentions], after[0, attentions])
+
+
+PARTS = {"sequence": 1200, "val_sequence": 1200, "batch_tokens": 1200, "micro_batch": 1200, "val_tokens": 1200,
+         "val_batch": 1200}  # fmt: skip
+
+
+@pytest.mark.parametrize("cuts", [(), (3, 190, 199, 200, 201, 700, 1100)], ids=["one document", "documents"])
+@pytest.mark.parametrize("tokens", [70, 200, 430, 1199, 1200])
+def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_before_them(tokens, cuts):
+    model, row = build(small("tiny", **PARTS), torch.float64), batch(1, 1200, (cuts,))
+    reach = train_gpt.reach(model.config)
+    assert reach == 1 + 2 * (20 + 6) * 8
+    last = windows(6 * 8, 20 * 8)
+
+    def loss(reach):
+        parts = Data(SimpleNamespace(), [row], None, 70, 70).in_parts(tokens, reach).validation
+        assert all(part.inputs.size(1) <= tokens + reach for part in parts)
+        assert torch.equal(torch.cat([part.targets for part in parts], dim=1), row.targets)
+        return sum(loss_of(model, part, last) for part in parts).double()
+
+    torch.testing.assert_close(loss(reach), loss_of(model, row, last).double(), rtol=1e-7, atol=0)
+    if tokens < 1199 and not cuts:
+        assert abs(loss(reach // 8) - loss(reach)) > 1e-5 * loss(reach)
+
+
+def test_without_windows_a_part_of_a_row_has_all_before_it():
+    assert train_gpt.reach(small("tiny", window_block=0, sequence=140, val_sequence=70)) >= 140
 
 
 def test_the_causality_check_passes_this_model_and_catches_one_that_looks_ahead():

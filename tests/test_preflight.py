@@ -351,7 +351,7 @@ def test_memory_that_the_process_takes_stays_counted_as_available_to_it(monkeypa
     page = os.sysconf("SC_PAGE_SIZE")
 
     def available(free: int, anonymous: int, files: int) -> float:
-        pages = f"9999999 {(anonymous + files) // page} {files // page} 1 0 7777777 0"  # proc(5): size, resident, shared
+        pages = f"9999999 {(anonymous + files) // page} {files // page} 1 0 7777777 0"  # proc(5): size, resident, ...
         stubs = {"meminfo": f"MemTotal: 1 kB\nMemAvailable:   {free // 1024} kB\nSwap: 0 kB", "statm": pages}
         monkeypatch.setattr(preflight, "_text", lambda path: stubs.get(path.name, ""))
         return available_memory(torch.device("cpu"))

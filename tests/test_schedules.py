@@ -47,7 +47,7 @@ def test_the_long_window_changes_where_record_42_changes_it(step, long):
 
 
 def test_the_short_window_is_half_of_the_long_one_in_whole_blocks():
-    session = SimpleNamespace(config=SHORT, attention=PortableAttention())
+    session = SimpleNamespace(config=SHORT, model=SimpleNamespace(attention=PortableAttention()))
     for long, short in ((3, 1), (7, 3), (11, 5), (13, 6), (1, 1)):
         assert Session.windows(session, long) == {"short": 128 * short, "long": 128 * long}
     last = Session.windows(session, SHORT.final_window, window(SHORT, SHORT.steps) // 2)
@@ -98,7 +98,7 @@ def test_the_steps_track_decays_to_zero_over_its_last_70_percent_with_a_constant
     assert learning_rate(config, 3250 - 455) == pytest.approx(0.2)
     assert learning_rate(config, 3249) == pytest.approx(1 / 3250 / 0.7)
     assert {momentum(config, step) for step in range(config.steps)} == {0.95}
-    session = SimpleNamespace(config=config, attention=PortableAttention())
+    session = SimpleNamespace(config=config, model=SimpleNamespace(attention=PortableAttention()))
     assert Session.windows(session, 3) == {"short": 1024, "long": 1024}
 
 

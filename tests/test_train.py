@@ -229,6 +229,16 @@ def test_another_seed_gives_other_losses(two_trials):
     assert all(a != b for a, b in pairs)
 
 
+def test_validation_rows_in_parts_give_the_losses_of_whole_ones(data, tmp_path):
+    changed = {"windows": "1,2", "extension_window": 2, "final_window": 2}  # what is far from a part is left out of it
+    parts = run(data, tmp_path / "parts", seed=3, val_batch=SEQUENCE, **changed)
+    whole = run(data, tmp_path / "whole", seed=3, **changed)
+    assert (parts.code, whole.code) == (0, 0), parts.err
+    assert [e["train_loss"] for e in parts.events("step")] == [e["train_loss"] for e in whole.events("step")]
+    losses = ([event["val_loss"] for event in outcome.events("val")] for outcome in (parts, whole))
+    assert next(losses) == pytest.approx(next(losses), rel=1e-6)
+
+
 def test_compiled_runs_repeat_bit_for_bit_and_agree_with_eager_ones(data, tmp_path, monkeypatch):
     monkeypatch.setitem(train_gpt.LAYERS, "tiny", [train_gpt.Layer(window="long")])
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
