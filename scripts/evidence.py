@@ -92,9 +92,13 @@ class Evidence:
         """What p must lie below: alpha, or less where the claim planned several looks."""
         return look_level(self.claim.looks, ALPHA)
 
+    @property
+    def losses(self) -> list[float]:
+        return [run.validations[-1].loss for run in self.complete]
+
     @cached_property
     def result(self) -> Result:
-        return one_sample([run.losses[-1][1] for run in self.complete], self.claim.target)
+        return one_sample(self.losses, self.claim.target)
 
     @property
     def shown(self) -> bool:

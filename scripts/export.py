@@ -5,14 +5,13 @@ come from these printed numbers, so that whoever reads the logs gets the same.
 """
 
 import shlex
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from runtime.log import source_files
 from scripts.arms import group_runs
 from scripts.evidence import Evidence, find_failures
-from scripts.pages import common, ledger
+from scripts.pages import common, ledger, table
 from scripts.runlog import Run, read_all
 from scripts.stats import moments, one_sample, welch
 
@@ -116,10 +115,6 @@ def printed(runs: list[Run]) -> tuple[list[float], list[float]]:
     return [float(f"{run.final_loss:.4f}") for run in runs], [round(run.train_time_ms or 0) / 1000 for run in runs]
 
 
-def table(*rows: Sequence[object]) -> str:
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (rows[0], ["-"] * len(rows[0]), *rows[1:]))
-
-
 def time_test(seconds: list[float], before: list[float]) -> str:
     a, b = moments(seconds), moments(before)
     if not before:
@@ -140,10 +135,9 @@ def readme(evidence: Evidence, prior: list[Run]) -> str:
         f"{evidence.result.p:.3g}):",
         LOSSES.format(losses=losses, target=claim.target, **one_sample(losses, claim.target)._asdict()),
         time_test(seconds, printed(prior)[1]),
-        table(["log", "seed", "loss", "seconds"],
-              *((f"{run.path.stem}.txt", run.seed, *pair) for run, *pair in zip(runs, losses, seconds, strict=True))),
-        table(["phase", "on the clock", "mean ms"],
-              *((name, "yes" if timed else "no", f"{ms:,.0f}") for name, timed, ms in ledger(runs))),
-        table(["machine, data and checks", ""], *common(runs).items()),
+        table("| log | seed | loss | seconds |",
+              ((f"{run.path.stem}.txt", run.seed, *pair) for run, *pair in zip(runs, losses, seconds, strict=True))),
+        table("| phase | on the clock | mean ms |", ledger(runs)),
+        table("| machine, data and checks | |", common(runs).items()),
         f"    torchrun --nproc_per_node={runs[0].header['world_size']} train_gpt.py {shlex.join(claim.flags)}",
     ]) + "\n"

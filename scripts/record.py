@@ -101,7 +101,7 @@ def make(arguments: argparse.Namespace, _: list[str]) -> int:
         copy_runs(claim, logs, folder)
     evidence = read_evidence(folder)
     for name, content in derived(evidence).items():
-        (folder / name).write_bytes(content.encode(errors="backslashreplace"))
+        (folder / name).write_bytes(content)
     return judge(evidence)
 
 
