@@ -12,7 +12,6 @@ record does not hold, 2 bad input.
 """
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,9 @@ def configuration(flags: list[str]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def make_claim(arguments: argparse.Namespace, flags: list[str]) -> int:
+def make_claim(arguments: argparse.Namespace) -> int:
     """Write claim.json and say how to make its runs."""
+    flags = arguments.flags
     if own := sorted({flag(name) for name in SETTINGS_OF_A_RUN} & {word.partition("=")[0] for word in flags}):
         raise RecordError(f"{', '.join(own)}: not part of a claim; see --seed and --n of this command.")
     config, now = configuration(flags), datetime.now(UTC)
@@ -90,7 +91,7 @@ def make_claim(arguments: argparse.Namespace, flags: list[str]) -> int:
 # From logs to a record
 
 
-def make(arguments: argparse.Namespace, _: list[str]) -> int:
+def make(arguments: argparse.Namespace) -> int:
     """Bring together what belongs to a claim, derive the pages, and say whether it holds."""
     folder = arguments.folder
     require_plain(folder)
@@ -121,8 +122,7 @@ def copy_runs(claim: Claim, logs: Path, folder: Path) -> None:
     if strange := [run_id for run_id in started if Path(run_id).name != run_id]:
         raise RecordError(f"{logs / REGISTRY}: run id {strange[0]!r} is no file name; restore it as the runs wrote it.")
     copies = {logs / f"{run_id}.jsonl": folder / "runs" / f"{run_id}.jsonl" for run_id in started}
-    name = REGISTRY if logs == folder / "runs" else free_name(folder / "runs", logs / REGISTRY)
-    copies[logs / REGISTRY] = folder / "runs" / name
+    copies[logs / REGISTRY] = free_place(folder / "runs", logs / REGISTRY)
     sources = logs / "sources" / claim.source_sha256
     copies |= {path: folder / "source" / path.relative_to(sources) for path in source_files(sources)}
     for original, copy in copies.items():
@@ -132,22 +132,22 @@ def copy_runs(claim: Claim, logs: Path, folder: Path) -> None:
             place(original, copy)
 
 
-def free_name(folder: Path, registry: Path) -> str:
+def free_place(folder: Path, registry: Path) -> Path:
     """registry.jsonl, or registry_2.jsonl and so on for a second log folder; a registry that grew keeps its name."""
-    for number in itertools.count(1):
-        name = REGISTRY if number == 1 else f"registry_{number}.jsonl"
-        path = folder / name
-        if not path.exists() or registry.read_bytes().startswith(path.read_bytes()):
-            return name
-    raise AssertionError
+    names = chain([REGISTRY], (f"registry_{number}.jsonl" for number in count(2)))
+    return next(path for name in names if not (path := folder / name).exists() or begins(registry, path))
+
+
+def begins(original: Path, copy: Path) -> bool:
+    """Whether the original is the copy, or what it has become as lines were added."""
+    return original.read_bytes().startswith(copy.read_bytes())
 
 
 def place(original: Path, copy: Path) -> None:
-    content = original.read_bytes()
-    if copy.exists() and not content.startswith(copy.read_bytes()):
+    if copy.exists() and not begins(original, copy):
         raise RecordError(f"{copy} exists and is not the beginning of {original}: nothing is overwritten. Remove one.")
     copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_bytes(content)
+    copy.write_bytes(original.read_bytes())
 
 
 def judge(evidence: Evidence) -> int:
@@ -165,11 +165,11 @@ def judge(evidence: Evidence) -> int:
     return 1 if failures or not evidence.shown else 0
 
 
-def verify(arguments: argparse.Namespace, _: list[str]) -> int:
+def verify(arguments: argparse.Namespace) -> int:
     return max(judge(read_evidence(folder)) for folder in arguments.folders)
 
 
-def make_leaderboard(arguments: argparse.Namespace, _: list[str]) -> int:
+def make_leaderboard(arguments: argparse.Namespace) -> int:
     """Write the page and the pictures of all records; a record that cannot be verified stops it."""
     evidences = [read_evidence(path.parent) for path in sorted(arguments.records.glob("*/*/claim.json"))]
     evidences = sorted((evidence for evidence in evidences if evidence.runs), key=lambda found: found.claim.created)
@@ -186,7 +186,7 @@ def make_leaderboard(arguments: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def make_export(arguments: argparse.Namespace, _: list[str]) -> int:
+def make_export(arguments: argparse.Namespace) -> int:
     for path in export(read_evidence(arguments.folder), arguments.to, arguments.baseline):
         print(path)
     return 0
@@ -196,8 +196,8 @@ def make_export(arguments: argparse.Namespace, _: list[str]) -> int:
 # Command line
 
 
-def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments, and what stands behind -- for the trainer."""
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments; what stands behind -- for the trainer are the `flags`."""
     words = sys.argv[1:] if argv is None else list(argv)
     cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
@@ -227,7 +227,7 @@ def parse_arguments(argv: list[str] | None) -> tuple[argparse.Namespace, list[st
     exporting.add_argument("folder", type=Path)
     exporting.add_argument("--to", type=Path, required=True, help="folder to write, empty or not there")
     exporting.add_argument("--baseline", type=Path, help="logs of the record before, timed on the same machine")
-    return parser.parse_args(words[:cut]), words[cut + 1 :]
+    return parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))
 
 
 def one_line(text: str) -> str:
@@ -243,9 +243,9 @@ def camel_name(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments, flags = parse_arguments(argv)
+    arguments = parse_arguments(argv)
     try:
-        return arguments.run(arguments, flags)
+        return arguments.run(arguments)
     except (RecordError, ClaimError, RegistryError, ExportError, PictureError, LogError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
