@@ -8,7 +8,6 @@ import hashlib
 import math
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,11 +58,13 @@ FORBIDDEN = re.compile(
 ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count")  # of all runs of a record
 LIFE = re.compile("start( (end )?resume)*( end)?")  # of a run, as its lines in the registry tell it
 HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing that is timed faster
+ANEW = "make all runs of the claim again, under a new claim with other seeds"
+AS_CLAIMED = "make the run again with what was claimed, or claim what was run"
 
 
 class Failure(NamedTuple):
     what: str
-    where: str
+    where: Path
     mend: str
 
 
@@ -80,6 +81,11 @@ class Evidence:
     @cached_property
     def claim_id(self) -> str:
         return self.claim.id
+
+    @cached_property
+    def starts(self) -> list[dict[str, Any]]:
+        """The registry's lines of runs that were started under the claim."""
+        return [line for line in self.registry if line["event"] == "start" and line.get("claim") == self.claim_id]
 
     @cached_property
     def complete(self) -> list[Run]:
@@ -126,7 +132,7 @@ def read_evidence(folder: Path) -> Evidence:
             else:
                 runs.append(read_log(path))
         except (LogError, RegistryError, OSError) as error:
-            unread.append(Failure(f"unreadable: {error}", str(path), "restore the file as the run wrote it"))
+            unread.append(Failure(f"unreadable: {error}", path, "restore the file as the run wrote it"))
     return Evidence(folder, claim, runs, registry, unread)
 
 
@@ -155,20 +161,19 @@ def find_failures(evidence: Evidence) -> list[Failure]:
 def check_files(evidence: Evidence) -> Iterator[Failure]:
     """The folder holds what a record holds, as plain files."""
     expected = {evidence.folder / name for name in FILES}
-    expected |= {run.path for run in evidence.runs} | {Path(failure.where) for failure in evidence.unread}
+    expected |= {run.path for run in evidence.runs} | {failure.where for failure in evidence.unread}
     expected |= {path for source in source_files(evidence.folder / "source") for path in (source, *source.parents)}
     for path in sorted(evidence.folder.rglob("*")):
         if path.is_symlink() or (path not in expected and not (path.match("runs/registry*.jsonl") or path.is_dir())):
-            yield Failure("unexpected file", str(path), "take it out: a record holds what can be checked")
+            yield Failure("unexpected file", path, "take it out: a record holds what can be checked")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The claim and its runs
+# ---- The claim and its runs
 
 
 def check_claim(evidence: Evidence) -> Iterator[Failure]:
     """The claim follows the rules of its track and was there before its runs."""
-    claim, where = evidence.claim, str(evidence.folder / "claim.json")
+    claim, where = evidence.claim, evidence.folder / "claim.json"
     track = TRACKS.get(claim.track)
     if track is None:
         yield Failure(f"track {claim.track!r} has no rules", where, f"claim for one of {', '.join(TRACKS)}")
@@ -181,34 +186,32 @@ def check_claim(evidence: Evidence) -> Iterator[Failure]:
                           "claim with the track's own value")
     if config_hash(claim.config) != claim.config_sha256:
         yield Failure("config_sha256 is not the hash of config", where, "write the claim with record.py claim")
-    for entry in evidence.registry:
-        if entry["event"] == "start" and entry.get("claim") == evidence.claim_id and entry["time"] < claim.created:
+    for entry in evidence.starts:
+        if entry["time"] < claim.created:
             yield Failure(f"run {entry['run_id']} started {entry['time']}, before the claim of {claim.created}", where,
                           "make new runs, with other seeds, under a claim written before them")
 
 
 def check_runs(evidence: Evidence) -> Iterator[Failure]:
     """Each run that was started under the claim is there, once and finished; no others are."""
-    claim, mend = evidence.claim, "make all runs of the claim again, under a new claim with other seeds"
-    ours = [entry for entry in evidence.registry if entry.get("claim") == evidence.claim_id]
-    started = [entry for entry in ours if entry["event"] == "start"]
-    present = Counter(run.run_id for run in evidence.runs)
-    for run_id in (entry["run_id"] for entry in started if entry["run_id"] not in present):
-        yield Failure(f"missing: run {run_id} was started under the claim", f"{evidence.folder}/runs",
-                      "add its log, whatever its loss; if that is lost, " + mend)
+    claim, folder = evidence.claim, evidence.folder / "runs"
+    present = {run.run_id for run in evidence.runs}
+    for entry in evidence.starts:
+        if entry["run_id"] not in present:
+            yield Failure(f"missing: run {entry['run_id']} was started under the claim", folder,
+                          f"add its log, whatever its loss; if that is lost, {ANEW}")
     for run in evidence.runs:
-        where = str(run.path)
         if run.unfinished:
-            yield Failure(f"unfinished: {run.unfinished}", where, mend)
+            yield Failure(f"unfinished: {run.unfinished}", run.path, ANEW)
         if run.header.get("claim") != evidence.claim_id:
-            yield Failure("extra: the run was not started under this claim", where, "take it out; a run cannot be "
-                          "claimed afterwards: " + mend)
+            yield Failure("extra: the run was not started under this claim", run.path,
+                          f"take it out; a run cannot be claimed afterwards: {ANEW}")
         elif run.seed not in claim.seeds:
-            yield Failure(f"extra: seed {run.seed} was not claimed", where, mend)
+            yield Failure(f"extra: seed {run.seed} was not claimed", run.path, ANEW)
     missing = sorted(set(claim.seeds) - {run.seed for run in evidence.runs})
     if len(evidence.complete) not in claim.looks:
         yield Failure(f"missing: seeds {missing} have no run, and {len(evidence.complete)} runs are no planned look",
-                      f"{evidence.folder}/runs", f"make them, up to {' or '.join(map(str, claim.looks))} runs")
+                      folder, f"make them, up to {' or '.join(map(str, claim.looks))} runs")
 
 
 def check_copies(evidence: Evidence) -> Iterator[Failure]:
@@ -222,7 +225,7 @@ def check_copies(evidence: Evidence) -> Iterator[Failure]:
         first: dict[Any, Run] = {}
         for run in evidence.runs:
             if (other := first.setdefault(key(run), run)) is not run:
-                yield Failure(f"duplicate: the same {kind} as {other.path.name}", str(run.path),
+                yield Failure(f"duplicate: the same {kind} as {other.path.name}", run.path,
                               "take the copy out; if runs are missing then, make them all again under a new claim")
 
 
@@ -230,7 +233,7 @@ def check_registry(evidence: Evidence) -> Iterator[Failure]:
     """Each log is the one that its run's lines in the registry vouch for."""
     mend = "restore log and registry as the run wrote them"
     for run in evidence.runs:
-        where, log = str(run.path), run.path.read_bytes()
+        where, log = run.path, run.path.read_bytes()
         lines = [entry for entry in evidence.registry if entry["run_id"] == run.run_id]
         order = " ".join(entry["event"] for entry in lines)
         if lines and not LIFE.fullmatch(order):
@@ -264,17 +267,16 @@ def last_by_length(resumes: list[dict[str, Any]]) -> list[str]:
 
 def check_resumes(evidence: Evidence) -> Iterator[Failure]:
     """A run that was resumed is the run that it was: what it did twice came out the same, so nothing was chosen."""
-    mend = "make all runs of the claim again, under a new claim with other seeds"
     for run in evidence.runs:
         final = losses_by_step(run.steps, run.validations)
         for resume in run.resumes:
             if resume.differences:
                 yield Failure(f"resumed at step {resume.from_step} with differences: {resume.differences!r:.300}",
-                              str(run.path), mend)
+                              run.path, ANEW)
             before = losses_by_step(resume.redone, resume.revalidated)
             if other := [which for which, loss in before.items() if final.get(which, loss) != loss]:
                 yield Failure(f"{other[0]} had loss {before[other[0]]} before the resume at {resume.from_step} and "
-                              f"{final[other[0]]} after it", str(run.path), mend)
+                              f"{final[other[0]]} after it", run.path, ANEW)
 
 
 def losses_by_step(steps: list[Step], validations: list[Validation]) -> dict[str, str]:
@@ -292,65 +294,61 @@ def check_seeds(evidence: Evidence) -> Iterator[Failure]:
         other = entry.get("claim") != evidence.claim_id and entry.get("track") == claim.track
         if other and entry["time"] <= claimed.get(entry["seed"], entry["time"]):
             yield Failure(f"seed {entry['seed']} was run by {entry['run_id']} outside the claim",
-                          f"{evidence.folder}/runs/{entry['file']}", "claim seeds that nobody has tried")
+                          evidence.folder / "runs" / entry["file"], "claim seeds that nobody has tried")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What was run
+# ---- What was run
 
 
 def check_source(evidence: Evidence) -> Iterator[Failure]:
     """One source and one configuration, the claimed ones, without forbidden settings of the compiler."""
     claim, folder = evidence.claim, evidence.folder / "source"
     if source_hash(folder) != claim.source_sha256:
-        yield Failure(f"source/ is not the claimed {claim.source_sha256[:12]}", str(folder),
-                      "copy logs/sources/<sha256> there as it is")
+        what = f"source/ is not the claimed {claim.source_sha256[:12]}"
+        yield Failure(what, folder, "copy logs/sources/<sha256> there as it is")
     for run in evidence.runs:
         for name in ("source_sha256", "config_sha256", "track", "target"):
             if run.header.get(name) != getattr(claim, name):
                 yield Failure(f"{name} {run.header.get(name)!s:.12}, not the claimed {getattr(claim, name)!s:.12}",
-                              str(run.path), "make the run again with what was claimed, or claim what was run")
+                              run.path, AS_CLAIMED)
         if config_hash(run.header["config"]) != run.header.get("config_sha256"):
-            yield Failure("config_sha256 is not the hash of config", str(run.path), "restore the log as it was")
-        if run.complete and run.total_steps != claim.config.get("steps"):
-            yield Failure(f"{run.total_steps} steps, not the claimed {claim.config.get('steps')}", str(run.path),
-                          "make the run again with what was claimed, or claim what was run")
+            yield Failure("config_sha256 is not the hash of config", run.path, "restore the log as it was")
+        if run.complete and run.total_steps != claim.config["steps"]:
+            yield Failure(f"{run.total_steps} steps, not the claimed {claim.config['steps']}", run.path, AS_CLAIMED)
         found = run.env.get("compile_flags")
         found = found if isinstance(found, list) else ["unknown"]
         flags = [line for line in map(str, found) if not any(word in line.partition("=")[0] for word in HARMLESS)]
         if claim.track != "medium" and flags:
-            yield Failure(f"compiler settings {', '.join(flags)}", str(run.path), "the track allows the defaults alone")
+            yield Failure(f"compiler settings {', '.join(flags)}", run.path, "the track allows the defaults alone")
     kinds = {name: {str(run.env.get(name)) for run in evidence.runs} for name in ALIKE}
     kinds["world_size"] = {str(run.header["world_size"]) for run in evidence.runs}
     for name, values in kinds.items():
         if len(values) > 1:
-            yield Failure(f"{name} differs between runs: {', '.join(sorted(values))}", f"{evidence.folder}/runs",
+            yield Failure(f"{name} differs between runs: {', '.join(sorted(values))}", evidence.folder / "runs",
                           "make all runs alike, under a new claim")
     for path in sorted(path for path in folder.rglob("*.py") if path.is_file()):
         if claim.track != "medium" and (setting := FORBIDDEN.search(path.read_text(errors="replace"))):
-            yield Failure(f"forbidden compiler setting {setting[0]!r}", str(path), "leave it out and run again")
+            yield Failure(f"forbidden compiler setting {setting[0]!r}", path, "leave it out and run again")
 
 
 def check_data(evidence: Evidence) -> Iterator[Failure]:
     """The validation tokens are the track's and none of them were trained on."""
-    track = TRACKS.get(evidence.claim.track)
+    if (track := TRACKS.get(evidence.claim.track)) is None:
+        return  # as check_claim says
     for run in evidence.runs:
-        if track is None:
-            return  # as check_claim says
-        data, overlap = run.header.get("data", {}), run.header.get("checks", {}).get("overlap")
-        if data.get("val_tokens") != track.val_tokens:
-            yield Failure(f"validated on {data.get('val_tokens')} tokens, not {track.val_tokens}", str(run.path),
+        data, overlap = run.header["data"], run.header["checks"].get("overlap")
+        if data["val_tokens"] != track.val_tokens:
+            yield Failure(f"validated on {data['val_tokens']} tokens, not {track.val_tokens}", run.path,
                           "run with the track's --val-tokens")
         for name, kind in (("val_sha256", "validation"), ("train_sha256", "training")):
             if not str(data.get(name)).startswith(known := getattr(track, name)):
-                yield Failure(f"{kind} tokens {data.get(name)!s:.16}, not {known}", str(run.path),
-                              "run on the track's data")
+                yield Failure(f"{kind} tokens {data.get(name)!s:.16}, not {known}", run.path, "run on the track's data")
         if type(overlap) not in (int, float) or not 0 <= overlap <= track.overlap:
-            yield Failure(f"validation documents in training: {overlap}, at most {track.overlap}", str(run.path),
+            yield Failure(f"validation documents in training: {overlap}, at most {track.overlap}", run.path,
                           "run with training shards that hold no validation documents")
     for name in ("train_sha256", "val_sha256"):
-        if len(hashes := {str(run.header.get("data", {}).get(name)) for run in evidence.runs}) > 1:
-            yield Failure(f"{len(hashes)} different {name} in one record", f"{evidence.folder}/runs",
+        if len(hashes := {str(run.header["data"].get(name)) for run in evidence.runs}) > 1:
+            yield Failure(f"{len(hashes)} different {name} in one record", evidence.folder / "runs",
                           "make all runs on the same data")
 
 
@@ -358,53 +356,52 @@ def check_checks(evidence: Evidence) -> Iterator[Failure]:
     """The trainer's own checks are there and were passed, and the model knew nothing at the first step."""
     for run in evidence.runs:
         for name in ("causality", "warmup_restored"):
-            if (found := run.header.get("checks", {}).get(name)) is not True:
-                yield Failure(f"check {name} is {found}, not true", str(run.path), "run with the check in place")
-        vocabulary = run.header.get("config", {}).get("vocab_size", 1)
+            if (found := run.header["checks"].get(name)) is not True:
+                yield Failure(f"check {name} is {found}, not true", run.path, "run with the check in place")
+        ignorant = math.log(run.header["config"].get("vocab_size", 1))
         first = [loss for step, loss in run.losses if step == 0] + [step.train_loss for step in run.steps[:1]]
         known = [loss for loss in first if loss is not None]
-        if run.complete and (not known or known[0] < LEAST_FIRST_LOSS * math.log(vocabulary)):
-            yield Failure(f"first loss {known[0] if known else 'unknown'}, of a model that knows nothing "
-                          f"{math.log(vocabulary):.2f}", str(run.path), "find what leaked out of the warm-up")
+        if run.complete and (not known or known[0] < LEAST_FIRST_LOSS * ignorant):
+            what = f"first loss {known[0] if known else 'unknown'}, of a model that knows nothing {ignorant:.2f}"
+            yield Failure(what, run.path, "find what leaked out of the warm-up")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The clock
+# ---- The clock
 
 
 def check_ledger(evidence: Evidence) -> Iterator[Failure]:
     """Every step is on the clock, and nothing that the clock leaves out took longer than it should."""
-    mend = "do this work in a timed phase, or not at all, and run again"
     for run in evidence.runs:
-        where, timed = str(run.path), [phase for phase in run.phases if phase.timed]
-        for phase in run.phases:
-            if PHASES.get(phase.name) is not phase.timed:
-                yield Failure(f"untimed work: phase {phase.name!r} of {phase.ms:.0f} ms, timed: {phase.timed}", where,
-                              mend)
-        if run.unfinished:
-            continue
-        total = run.train_time_ms or 0.0
-        if not abs(sum(phase.ms for phase in timed) - total) <= 0.001 * total + 1:
-            yield Failure(f"{sum(phase.ms for phase in timed):.0f} ms in timed phases, {total:.0f} ms in the last "
-                          f"validation", where, mend)
-        yield from (Failure(what, where, mend) for what in clock_failures(run))
-        in_order = all(step.step == place for place, step in enumerate(run.steps, 1))
-        if len(run.steps) != run.total_steps or not in_order:
-            yield Failure(f"{len(run.steps)} of {run.total_steps} steps are in the log, in order", where, mend)
-        slack = MOST_UNACCOUNTED * total + SLACK_MS * len(run.validations)
-        if not (lost := unaccounted_ms(run)) <= slack:
-            yield Failure(f"untimed work: {lost:.0f} ms between the phases of training and validation", where, mend)
-        validations = [phase.ms for phase in run.phases if phase.name == "validate"]
-        if len(validations) != len(run.validations):
-            yield Failure(f"untimed work: {len(validations)} phases of validation for {len(run.validations)} losses",
-                          where, mend)
-        a_token = total / ((run.total_steps or 1) * max(evidence.claim.config.get("batch_tokens", 1), 1))
-        if validations and not max(validations) <= a_token * run.header["data"].get("val_tokens", 0):
-            yield Failure(f"untimed work: a validation of {max(validations):.0f} ms, which takes more a token than a "
-                          f"training step", where, mend)
-        if validations and not max(validations) <= LONG_VALIDATION * statistics.median(validations):
-            yield Failure(f"untimed work: a validation of {max(validations):.0f} ms, their median is "
-                          f"{statistics.median(validations):.0f}", where, mend)
+        for what in ledger_failures(run, evidence.claim.config.get("batch_tokens", 1)):
+            yield Failure(what, run.path, "do this work in a timed phase, or not at all, and run again")
+
+
+def ledger_failures(run: Run, batch_tokens: int) -> Iterator[str]:
+    for phase in run.phases:
+        if PHASES.get(phase.name) is not phase.timed:
+            yield f"untimed work: phase {phase.name!r} of {phase.ms:.0f} ms, timed: {phase.timed}"
+    if run.unfinished:
+        return
+    total, timed = run.train_time_ms or 0.0, sum(phase.ms for phase in run.phases if phase.timed)
+    if not abs(timed - total) <= 0.001 * total + 1:
+        yield f"{timed:.0f} ms in timed phases, {total:.0f} ms in the last validation"
+    yield from clock_failures(run)
+    in_order = all(step.step == place for place, step in enumerate(run.steps, 1))
+    if len(run.steps) != run.total_steps or not in_order:
+        yield f"{len(run.steps)} of {run.total_steps} steps are in the log, in order"
+    slack = MOST_UNACCOUNTED * total + SLACK_MS * len(run.validations)
+    if not (lost := unaccounted_ms(run)) <= slack:
+        yield f"untimed work: {lost:.0f} ms between the phases of training and validation"
+    validations = [phase.ms for phase in run.phases if phase.name == "validate"]
+    if len(validations) != len(run.validations):
+        yield f"untimed work: {len(validations)} phases of validation for {len(run.validations)} losses"
+    if not validations:
+        return
+    longest, median = max(validations), statistics.median(validations)
+    if not longest <= total / ((run.total_steps or 1) * batch_tokens) * run.header["data"]["val_tokens"]:
+        yield f"untimed work: a validation of {longest:.0f} ms, which takes more a token than a training step"
+    if not longest <= LONG_VALIDATION * median:
+        yield f"untimed work: a validation of {longest:.0f} ms, their median is {median:.0f}"
 
 
 def clock_failures(run: Run) -> Iterator[str]:

@@ -117,11 +117,10 @@ def differences(evidence: Evidence) -> Iterator[Failure]:
         if found != expected:
             line = next(i for i, (a, b) in enumerate(zip_longest(found, expected), 1) if a != b)
             what = f"line {line} is not what the logs say" if found else "missing"
-            yield Failure(what, str(path), f"scripts/record.py make {evidence.folder}")
+            yield Failure(what, path, f"scripts/record.py make {evidence.folder}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The leaderboards
+# ---- The leaderboards
 
 HEAD = """# Records
 
@@ -136,12 +135,9 @@ def leaderboard(records: Path, evidences: Sequence[Evidence]) -> str:
     boards = [board(records, track, claims) for track, claims in by_track.items() if claims]
     ours = {records, *(evidence.folder for evidence in evidences)}
     pages = [path for path in sorted(records.rglob("README.md")) if path.parent not in ours]
-    lines = [f"- [{title(path)}]({path.relative_to(records)})" for path in pages]
+    titles = [path.read_text().partition("\n")[0].lstrip("# ") for path in pages]
+    lines = [f"- [{title}]({path.relative_to(records)})" for path, title in zip(pages, titles, strict=True)]
     return "\n\n".join([HEAD, *boards, "\n".join(["## Measurements", "", *lines])]) + "\n"
-
-
-def title(path: Path) -> str:
-    return path.read_text().partition("\n")[0].lstrip("# ")
 
 
 def records_of(evidences: Sequence[Evidence]) -> list[Evidence]:

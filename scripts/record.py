@@ -87,8 +87,7 @@ def make_claim(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From logs to a record
+# ---- From logs to a record
 
 
 def make(arguments: argparse.Namespace) -> int:
@@ -192,8 +191,7 @@ def make_export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line
+# ---- Command line
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -223,7 +223,8 @@ def test_a_record_that_does_not_hold_is_refused_by_the_name_of_what_is_wrong(tmp
 
 
 def test_a_failure_of_any_kind_refuses(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "find_failures", lambda evidence: [Failure("edited", "runs/x.jsonl", "restore it")])
+    failure = Failure("edited", Path("runs/x.jsonl"), "restore it")
+    monkeypatch.setattr(module, "find_failures", lambda evidence: [failure])
     with pytest.raises(ExportError, match=r"runs/x\.jsonl: edited \(restore it\)"):
         export(write_record(tmp_path / "record"), tmp_path / "out")
 
