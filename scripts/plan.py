@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts import stats
 from scripts.arms import common_folder, common_target, group_runs, leave_out_repeats
-from scripts.command import numbers, set_up_output
+from scripts.command import null_for_nan, numbers, set_up_output
 from scripts.runlog import LogError, read_all
 
 USUAL = {  # what is planned where nothing else is said, for spreads as public records have them
@@ -55,14 +55,13 @@ def make_plan(given: argparse.Namespace) -> Facts:
 
 
 def review(name: str, losses: Sequence[float], target: float, given: argparse.Namespace) -> Facts:
-    """What an arm would have needed, and what it costs to add runs to it; None for what it does not determine."""
+    """What an arm would have needed, and what it costs to add runs to it; NaN for what it does not determine."""
     alpha, power, result = given.alpha, given.power[0], stats.one_sample(losses, target)
     enough = stats.runs_to_pass(result, target, alpha)
-    figures = {key: value if math.isfinite(value) else None for key, value in result._asdict().items()}
     looks = [result.n, enough] if enough and not result.p < alpha else None
     return {
-        "name": name, **figures, "target": target, "alpha": alpha, "passes": result.p < alpha, "runs_to_pass": enough,
-        "level_of_adding": stats.true_level(looks, alpha) if looks else None, "power": power,
+        "name": name, **result._asdict(), "target": target, "alpha": alpha, "passes": result.p < alpha,
+        "runs_to_pass": enough, "level_of_adding": stats.true_level(looks, alpha) if looks else None, "power": power,
         "fresh_runs": stats.runs_needed(result.sd, target - result.mean, power, alpha) if looks else None,
     }  # fmt: skip
 
@@ -121,7 +120,7 @@ Testing at p < {alpha:g} each time, a change without an effect passes with a cha
 
 def review_text(arm: Facts) -> str:
     n, enough = arm["n"], arm["runs_to_pass"]
-    if arm["p"] is None:
+    if math.isnan(arm["p"]):
         return f"{arm['name']}\n  n {n}   FAIL: there is no test without a spread of finite losses"
     verdict = "PASS: no more runs are needed" if arm["passes"] else "FAIL: no number of runs would pass at this mean"
     if arm["fresh_runs"]:
@@ -175,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if given.json:
-        print(json.dumps(facts, indent=2, allow_nan=False))
+        print(json.dumps(null_for_nan(facts), indent=2, allow_nan=False))
     else:
         print("\n\n".join([*map(review_text, facts["arms"]), *facts["notes"]]) if reviewing else plan_text(facts))
     return 0
