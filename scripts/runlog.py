@@ -227,14 +227,6 @@ class _Event(NamedTuple):
         return str(json.loads(self.raw, parse_float=str, parse_int=str).get(name))
 
 
-def _parse(line: bytes) -> dict[str, Any]:
-    """The object in a line; raises ValueError or RecursionError for anything else."""
-    record = DECODER.decode(line.decode())
-    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
-        raise ValueError('no object with an "event"')
-    return record
-
-
 def _read_events(path: Path, data: bytes, *names: str) -> list[_Event]:
     """The lines with these events, and all that resume or are none. Raises LogError."""
     events, start = [], 0
@@ -242,7 +234,9 @@ def _read_events(path: Path, data: bytes, *names: str) -> list[_Event]:
         if start == len(data):
             break
         try:
-            fields = _parse(raw)
+            fields = DECODER.decode(raw.decode())
+            if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
+                raise ValueError('no object with an "event"')
         except (ValueError, RecursionError) as error:
             fields = {"error": error}
         event = _Event(path, number, start, raw, fields)
