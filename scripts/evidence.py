@@ -359,9 +359,9 @@ def check_checks(evidence: Evidence) -> Iterator[Failure]:
             if (found := run.header["checks"].get(name)) is not True:
                 yield Failure(f"check {name} is {found}, not true", run.path, "run with the check in place")
         ignorant = math.log(run.header["config"].get("vocab_size", 1))
-        first = [loss for step, loss in run.losses if step == 0] + [step.train_loss for step in run.steps[:1]]
-        known = [loss for loss in first if loss is not None]
-        if run.complete and (not known or known[0] < LEAST_FIRST_LOSS * ignorant):
+        told = [loss for step, loss in run.losses if step == 0] + [step.train_loss for step in run.steps[:1]]
+        known = [loss for loss in told if loss is not None]
+        if run.complete and not (known and known[0] >= LEAST_FIRST_LOSS * ignorant):
             what = f"first loss {known[0] if known else 'unknown'}, of a model that knows nothing {ignorant:.2f}"
             yield Failure(what, run.path, "find what leaked out of the warm-up")
 

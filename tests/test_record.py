@@ -465,6 +465,7 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
         "no check of the warm-up": (put(None, "checks", "warmup_restored"), "check warmup_restored is None"),
         "state left of the warm-up": (put(False, "checks", "warmup_restored"), "check warmup_restored is False"),
         "a model that knows something": (learn_before, "first loss 3.85"),
+        "a model of which nobody knows": (each("val", slice(1), val_loss="nan"), "first loss nan"),
         "compiler settings": (put(["inductor.x = 1"], "env", "compile_flags"), "compiler settings inductor.x"),
         "no compiler settings": (put(None, "env", "compile_flags"), "compiler settings unknown"),
         "an unknown phase": (each("phase", FIRST_TRAIN, name="tune"), "phase 'tune'"),
