@@ -305,7 +305,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         (given.losses and given.target is None, "--losses needs --target: typed losses name none"),
         (given.times and len(given.times) != len(given.losses or []), "--times takes a time for each of the --losses"),
         (given.losses and given.at_step, "--at-step needs run logs: typed losses have no steps"),
-        ((given.margin or given.against_step) and not given.against, "--margin and --against-step need --against"),
+        ({given.margin, given.against_step} != {None} and not given.against, "--margin and --against-step need --against"),
     ):  # fmt: skip
         if broken:
             parser.error(error)

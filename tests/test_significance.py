@@ -492,6 +492,8 @@ def test_what_is_no_log_in_a_folder_is_named_and_the_rest_goes_on(tmp_path, caps
     (["logs", "--at-step", "5,x"], "--at-step: '5,x' must be whole numbers from 1"),
     (["--losses", "3.1,3.2", "--target", "3.28", "--looked", "1"], "the first at least 2"),
     (["logs", "--margin", "0.001"], "--margin and --against-step need --against"),
+    (["logs", "--margin", "0"], "--margin and --against-step need --against"),
+    (["logs", "--against-step", "0"], "--margin and --against-step need --against"),
     (["{folder}/good", "--against", "{folder}/mixed/a.jsonl", "--margin", "-1"], "margin is -1.0: it must"),
     (["{folder}/good", "--against", "{folder}/good"], "good/a.jsonl is in the baseline too: compare with other runs"),
     (["{folder}/absent"], "{folder}/absent does not exist"),
