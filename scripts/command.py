@@ -1,4 +1,4 @@
-"""What the command lines of the tools on logs share: lists of numbers, JSON without NaN, safe output, a quiet end."""
+"""What the command lines of the tools on logs share: lists of numbers, rules, JSON without NaN, safe output."""
 
 import argparse
 import io
@@ -24,6 +24,13 @@ def numbers(kind: Callable[[str], Any], low: float, high: float) -> Callable[[st
         return values
 
     return read
+
+
+def insist(parser: argparse.ArgumentParser, rules: dict[str, Any]) -> None:
+    """End the program with the first of the rules that is not kept, as argparse does for a wrong argument."""
+    for rule, kept in rules.items():
+        if not kept:
+            parser.error(rule)
 
 
 def null_for_nan(value: Any) -> Any:

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from runtime.signals import Interrupted, listen
 from scripts.arms import common_target, group_runs, name_of
-from scripts.command import null_for_nan, numbers, set_up_output
+from scripts.command import insist, null_for_nan, numbers, set_up_output
 from scripts.runlog import SUFFIXES, LogError, Run, read_all, read_run
 from scripts.stats import Difference, difference, outlier, paired, welch
 from scripts.steptimes import Explanation, account_arms, explain
@@ -457,7 +457,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     ways = [bool(arguments.paths or arguments.pair), bool(arguments.times), bool(arguments.run)]
     typed = [[len(values) for values in lists] for lists in (arguments.times, arguments.losses)]
-    rules = {
+    insist(parser, {
         "name arms A B or --pair, or type --times, or --run commands": sum(ways) == 1,
         "name two arms, A and B": len(arguments.paths) in (0, 2),
         "--times comes twice: for A, then for B": len(arguments.times) in (0, 2),
@@ -467,10 +467,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         f"--target is {arguments.target}: it must be finite": math.isfinite(arguments.target or 0),
         f"--rounds is {arguments.rounds}: it must be at least 1": arguments.rounds >= 1,
         f"--level is {arguments.level}: it must lie between 0 and 1": 0 < arguments.level < 1,
-    }
-    for rule, kept in rules.items():
-        if not kept:
-            parser.error(rule)
+    })  # fmt: skip
     return arguments
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts import stats
 from scripts.arms import common_folder, common_target, group_runs, leave_out_repeats
-from scripts.command import null_for_nan, numbers, set_up_output
+from scripts.command import insist, null_for_nan, numbers, set_up_output
 from scripts.runlog import LogError, read_all
 
 USUAL = {  # what is planned where nothing else is said, for spreads as public records have them
@@ -151,15 +151,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     reviews = bool(given.paths) + (given.losses is not None)
-    for broken, error in (
-        (reviews == 2, "name run logs, or type losses with --losses: one of the two"),
-        (given.losses and given.target is None, "--losses needs --target: typed losses name none"),
-        (given.target is not None and not math.isfinite(given.target), "--target must be a finite number, like 3.28"),
-        (reviews and (given.sd or given.margin or given.runs or given.looks),
-         "--sd, --margin, --runs and --looks plan runs to come; runs that are there bring their own"),
-    ):  # fmt: skip
-        if broken:
-            parser.error(error)
+    plans = given.sd or given.margin or given.runs or given.looks
+    insist(parser, {
+        "name run logs, or type losses with --losses: one of the two": reviews < 2,
+        "--losses needs --target: typed losses name none": not given.losses or given.target is not None,
+        "--target must be a finite number, like 3.28": math.isfinite(given.target or 0),
+        "--sd, --margin, --runs and --looks plan runs to come; runs that are there bring their own":
+            not (reviews and plans),
+    })  # fmt: skip
     for name, usual in ({} if reviews else USUAL).items():
         setattr(given, name, usual if getattr(given, name) is None else getattr(given, name))
     return given

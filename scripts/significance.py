@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts import arms as grouping
 from scripts import stats
-from scripts.command import null_for_nan, numbers, set_up_output
+from scripts.command import insist, null_for_nan, numbers, set_up_output
 from scripts.runlog import LogError, Run, Validation, find_runs, read_all
 
 ALPHA = 0.01
@@ -300,15 +300,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--margin", type=finite_number, help="how much worse than the baseline does not matter")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
-    for broken, error in (
-        (bool(given.paths) == bool(given.losses), "name run logs, or type losses with --losses: one of the two"),
-        (given.losses and given.target is None, "--losses needs --target: typed losses name none"),
-        (given.times and len(given.times) != len(given.losses or []), "--times takes a time for each of the --losses"),
-        (given.losses and given.at_step, "--at-step needs run logs: typed losses have no steps"),
-        ({given.margin, given.against_step} != {None} and not given.against, "--margin and --against-step need --against"),
-    ):  # fmt: skip
-        if broken:
-            parser.error(error)
+    insist(parser, {
+        "name run logs, or type losses with --losses: one of the two": bool(given.paths) != bool(given.losses),
+        "--losses needs --target: typed losses name none": not given.losses or given.target is not None,
+        "--times takes a time for each of the --losses": len(given.times) in (0, len(given.losses or [])),
+        "--at-step needs run logs: typed losses have no steps": not (given.losses and given.at_step),
+        "--margin and --against-step need --against": given.against or {given.margin, given.against_step} == {None},
+    })  # fmt: skip
     return given
 
 
