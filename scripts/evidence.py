@@ -377,6 +377,7 @@ def check_ledger(evidence: Evidence) -> Iterator[Failure]:
 
 
 def ledger_failures(run: Run, batch_tokens: int) -> Iterator[str]:
+    """What is wrong with the phases of a run; of one that was finished, with all that its clock says."""
     for phase in run.phases:
         if PHASES.get(phase.name) is not phase.timed:
             yield f"untimed work: phase {phase.name!r} of {phase.ms:.0f} ms, timed: {phase.timed}"
