@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from runtime.flags import parse
 from runtime.log import config_hash, source_hash
 from runtime.signals import Interrupted, listen
+from scripts.command import numbers
 from scripts.runlog import Run, read_run
 from scripts.stats import Result, holm, one_sample
 
@@ -309,16 +310,12 @@ def outcome(job: Job, child: subprocess.Popen, results: Results) -> str:
 # ---- Command line
 
 
-def numbers(text: str) -> list[int]:
-    """Integers with commas between them."""
-    return [int(part) for part in text.split(",")]
-
-
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("records/ablations/tiny"), help="folder of the experiment")
-    parser.add_argument("--seeds", type=numbers, default=[0, 1, 2, 3], help="one run of each arm for each of them")
+    parser.add_argument(
+        "--seeds", type=numbers(int, 0, 10**9), default=[0, 1, 2, 3], help="one run of each arm for each of them")
     parser.add_argument("--arms", default="all", help="names with commas between them; the baseline always runs")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")

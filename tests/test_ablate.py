@@ -312,8 +312,8 @@ def test_a_report_reads_what_exists_and_loads_no_torch(project, tmp_path, monkey
     assert (out / "README.md").read_text() == table
 
 
-@pytest.mark.parametrize("words", [["--arms", "no_smeer"], ["--jobs", "0"], ["--seeds", "a"], ["--", "--seed", "3"],
-                                   ["--", "--trials=2"]])
+@pytest.mark.parametrize("words", [["--arms", "no_smeer"], ["--jobs", "0"], ["--seeds", "a"], ["--seeds=-1"],
+                                   ["--", "--seed", "3"], ["--", "--trials=2"]])
 def test_bad_input_is_refused(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         ablate.main(words)
