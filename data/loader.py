@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,15 +174,9 @@ def _aligned_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Ro
 
 def _documents(tokens: Shard, bos: int, offset: int) -> Iterator[Piece]:
     """Documents from `offset` on, each from its BOS to the next one; a block is scanned only when it is reached."""
-    start = None
-    for begin in range(offset, len(tokens), SCAN_BLOCK):
-        found = np.flatnonzero(tokens[begin : begin + SCAN_BLOCK] == bos) + begin
-        for stop in found.tolist():
-            if start is not None:
-                yield start, stop
-            start = stop
-    if start is not None:
-        yield start, len(tokens)
+    blocks = ((begin, tokens[begin : begin + SCAN_BLOCK]) for begin in range(offset, len(tokens), SCAN_BLOCK))
+    starts = chain.from_iterable((begin + np.flatnonzero(block == bos)).tolist() for begin, block in blocks)
+    return pairwise(chain(starts, [len(tokens)]))
 
 
 def _dense_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
