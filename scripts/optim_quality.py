@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from optim import Guard, NorMuon, SpikeRule
 from optim.orthogonalize import BACKENDS, METHODS, orthogonalize
+from optim.sharding import Team
 from scripts.runlog import LogError, find_runs
 
 RANK = 48  # of the inputs that are rank-deficient; a smaller matrix has a quarter of its rows
@@ -103,14 +104,11 @@ def owner_tables() -> Iterator[dict[str, Any]]:
         groups = [{"params": params[:attention], "split": 4}, {"params": params[attention:]}]
         optimizer, matrix_bytes = NorMuon(groups, lr=0.02, dtype=torch.bfloat16), 4 * params[0].numel()
         for ranks in (1, 2, 4, 8):
-            table = optimizer.describe(ranks)
-            sent, padding = (
-                sum(int(number.replace(",", "")) for number in re.findall(rf"([\d,]+) {words}", table))
-                for words in ("bytes sent by each", "of them padding")
-            )
+            sizes = [layout.sent() for layout in optimizer._layouts(Team(None, 0, ranks))]
+            sent, padding = map(sum, zip(*sizes, strict=True))
             apart = sum(2 * (ranks - 1) * -(-count // ranks) * matrix_bytes for count in (attention, mlp))
             yield {"model": model, "ranks": ranks, "sent": sent, "padding": padding, "sent_by_groups": apart,
-                   "table": table.splitlines()}  # fmt: skip
+                   "table": optimizer.describe(ranks).splitlines()}  # fmt: skip
 
 
 def owner_lines(row: dict[str, Any]) -> str:
