@@ -19,13 +19,12 @@ from runtime.flags import parse
 def curves(config: train_gpt.Config) -> dict[str, list[float]]:
     """The value of each schedule at every step."""
     steps = range(config.steps)
-    drawn = {
+    drawn: dict[str, list[float]] = {
         "learning rate, share of its peak": [train_gpt.learning_rate(config, step) for step in steps],
         "momentum of hidden matrices": [train_gpt.momentum(config, step) for step in steps],
     }
     if config.window_block:
-        tokens = [train_gpt.window(config, step) * config.window_block for step in steps]
-        drawn["long window, tokens"] = [float(count) for count in tokens]
+        drawn["long window, tokens"] = [train_gpt.window(config, step) * config.window_block for step in steps]
     return drawn
 
 
@@ -45,13 +44,12 @@ def draw(config: train_gpt.Config, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
-    cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("schedules.svg"), help="picture to write: .svg, .png or .pdf")
-    arguments = parser.parse_args(words[:cut])
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py")
+    arguments = parser.parse_args(argv)
     try:
-        draw(parse(train_gpt.Config, words[cut + 1 :], train_gpt.preset, ""), arguments.out)
+        draw(parse(train_gpt.Config, arguments.flags, train_gpt.preset, ""), arguments.out)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
