@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.ndimage import median_filter
 
-from scripts.runlog import Run, Step
+from scripts.runlog import Run, Step, Validation
 from scripts.stats import Difference
 
 STRETCH_STEPS = 20  # on each side of a change of speed
@@ -68,28 +68,24 @@ def read_timeline(run: Run) -> Timeline | None:
 
     A clock that starts again, as after untimed first steps, starts the timeline again.
     """
-    events: list[tuple[int, Step | None, float | None]]
-    events = [(step.step, step, step.train_time_ms) for step in run.steps]
-    events += [(validation.step, None, validation.train_time_ms) for validation in run.validations]
+    events: list[Step | Validation] = sorted([*run.steps, *run.validations], key=lambda event: event.step)
     steps: list[Step] = []
-    own: list[float] = []
-    ms: list[float] = []
-    clock = 0.0
-    for _, step, now in sorted(events, key=lambda event: (event[0], event[1] is None)):
+    reached: list[float] = []  # by the clock at each step
+    begun = [0.0]  # the clock where each step begins, and at last where the last one has ended
+    for event in events:
+        now = event.train_time_ms
         if now is None:
             return None
-        if now < clock / 2:
-            steps, own, ms, clock = [], [], [], 0.0
-        if step is not None:
-            steps.append(step)
-            own.append(now - clock)
-            ms.append(now - clock)
-        elif ms:
-            ms[-1] += now - clock
-        if ms:
-            clock = now
+        if now < begun[-1] / 2:
+            steps, reached, begun = [], [], [0.0]
+        if isinstance(event, Step):
+            steps.append(event)
+            reached.append(now)
+            begun.append(now)
+        elif steps:
+            begun[-1] = now
     whole = steps and steps[-1].step == run.total_steps and all(b.step == a.step + 1 for a, b in pairwise(steps))
-    return Timeline(steps, np.array(own), np.array(ms)) if whole else None
+    return Timeline(steps, np.subtract(reached, begun[:-1]), np.diff(begun)) if whole else None
 
 
 def find_stages(timelines: Sequence[Timeline]) -> np.ndarray:
