@@ -91,7 +91,7 @@ class Shard:
     def __getitem__(self, where: slice) -> Tokens:
         start, stop, _ = where.indices(self._count)
         with _faults_named(self.path, f"tokens {start:,} to {stop:,}"):
-            content = self._read(HEADER_BYTES + TOKEN_BYTES * start, HEADER_BYTES + TOKEN_BYTES * stop)
+            content = _read(self._descriptor, HEADER_BYTES + TOKEN_BYTES * start, HEADER_BYTES + TOKEN_BYTES * stop)
             size, expected = os.fstat(self._descriptor).st_size, HEADER_BYTES + TOKEN_BYTES * self._count
         if size != expected or len(content) != TOKEN_BYTES * max(stop - start, 0):
             raise ShardError(
@@ -99,14 +99,6 @@ class Shard:
                 f"{expected:,} when it was opened; a shard must not change while it is used. Fix: {FETCH_AGAIN}."
             )
         return np.frombuffer(content, dtype="<u2")
-
-    def _read(self, start: int, end: int) -> bytes:
-        """The bytes [start, end), fewer only where the file ends: one call may return less than all."""
-        parts = []
-        while start < end and (part := _pread(self._descriptor, end - start, start)):
-            parts.append(part)
-            start += len(part)
-        return b"".join(parts)
 
     def blocks(self) -> Iterator[tuple[int, Tokens]]:
         """All tokens in order, READ_BLOCK at a time, each block after the offset of its first token."""
@@ -138,6 +130,15 @@ def open_shard(path: str | Path) -> Shard:
         return Shard(path, os.open(path, os.O_RDONLY | BINARY))
 
 
+def _read(descriptor: int, start: int, end: int) -> bytes:
+    """The bytes [start, end), fewer only where the file ends: one call may return less than all."""
+    parts = []
+    while start < end and (part := _pread(descriptor, end - start, start)):
+        parts.append(part)
+        start += len(part)
+    return b"".join(parts)
+
+
 def _pread(descriptor: int, count: int, offset: int) -> bytes:
     """os.pread; on Windows, which has none, threads take turns at moving and reading."""
     if hasattr(os, "pread"):
@@ -149,7 +150,7 @@ def _pread(descriptor: int, count: int, offset: int) -> bytes:
 
 def _read_token_count(path: Path, descriptor: int) -> int:
     """Token count from the header of a file whose size agrees with it."""
-    size, header = os.fstat(descriptor).st_size, _pread(descriptor, HEADER_BYTES, 0)
+    size, header = os.fstat(descriptor).st_size, _read(descriptor, 0, HEADER_BYTES)
     if size == 0:
         raise ShardError(f"{path}: the file is empty (0 bytes); a shard is a header and tokens. Fix: {FETCH_AGAIN}.")
     if len(header) < HEADER_BYTES:
