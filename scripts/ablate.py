@@ -154,8 +154,7 @@ def report(results: Results) -> str:
         return "No finished run of the baseline yet.\n"
     effects = [paired_effect(arm, losses[arm], losses[BASELINE]) for arm in losses if arm != BASELINE]
     effects.sort(key=lambda effect: (not effect.diverged, -effect.difference.mean if effect.difference.n else math.inf))
-    p_values = {effect.arm: effect.difference.two_sided_p for effect in effects}
-    adjusted = holm({arm: p for arm, p in p_values.items() if not math.isnan(p)})
+    adjusted = holm({effect.arm: p for effect in effects if not math.isnan(p := effect.difference.two_sided_p)})
     table = [COLUMNS, ("-", "-", "-:", "-:", "-", "-:", "-", "-"), *(cells(effect, adjusted) for effect in effects)]
     lines = [f"| {' | '.join(row)} |" for row in table]
     return "\n".join([*heading(results, losses[BASELINE]), "", *lines, "", READING.format(family=len(adjusted))])
@@ -233,7 +232,7 @@ def plan(arms: Sequence[str], seeds: Sequence[int], extra: list[str]) -> list[Jo
     flags = {arm: extra + arm_flags(arm, config) for arm in arms}
     hashes = {arm: resolve(words)[1] for arm, words in flags.items()}
     useful = [arm for arm in arms if arm == BASELINE or hashes[arm] != baseline]
-    return [Job(arm, seed, flags[arm], hashes[arm]) for seed in seeds for arm in useful]
+    return [Job(arm, seed, flags[arm], hashes[arm]) for seed in dict.fromkeys(seeds) for arm in useful]
 
 
 def check_source(results: Results) -> None:

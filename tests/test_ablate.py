@@ -167,8 +167,8 @@ def test_six_windows_without_extension_take_as_many_steps():
     assert (six["steps"], six["extension"], len(six["windows"])) == (config["steps"], 0, 6)
 
 
-def test_jobs_go_seed_by_seed_and_arms_without_effect_are_left_out():
-    jobs = ablate.plan(["baseline", "no_smear", "muon"], [3, 5], ["--smear", "off"])
+def test_jobs_go_seed_by_seed_each_once_and_arms_without_effect_are_left_out():
+    jobs = ablate.plan(["baseline", "no_smear", "muon"], [3, 5, 3], ["--smear", "off"])
     assert [(job.arm, job.seed) for job in jobs] == [("baseline", 3), ("muon", 3), ("baseline", 5), ("muon", 5)]
 
 
