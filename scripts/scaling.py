@@ -42,7 +42,6 @@ LAPS = {"reduce-scatter": 1, "all-gather": 1, "all-reduce": 2}  # (n-1)/n of a m
 GLOO_LAPS = LAPS | {"reduce-scatter": 2}  # gloo makes it an all-reduce of which all but one part is dropped
 STEP_MESSAGE = 16  # bytes: the loss and three flags, summed over ranks before the optimizers step
 MOST_GPUS = 4096  # up to which the point is looked for where communication takes longer than computation
-MEASURED_STEPS = 1  # of all optimizers, each with the steps before it
 ALONE = "SCALING_HAS_A_NETWORK_OF_ITS_OWN"
 DEVICES = Path("/proc/self/net/dev")
 
@@ -159,8 +158,8 @@ def take_steps(rank: int, ranks: int, meeting: str, answer: str) -> None:
     config, model, optimizers = build("tiny", machine, torch.float32)
     model.initialize(0)
     guard, before = Guard(optimizers.values(), spike=SpikeRule()), 0
-    for step in range((MEASURED_STEPS + 1) * config.adam_every):
-        if step == config.adam_every:  # connections are made in the first steps
+    for step in range(2 * config.adam_every):
+        if step == config.adam_every:  # connections are made in the steps before
             dist.barrier()
             before = loopback_bytes()
         for parameter in model.parameters():
@@ -170,7 +169,7 @@ def take_steps(rank: int, ranks: int, meeting: str, answer: str) -> None:
         guard.step(torch.tensor(3.0), only=[optimizers[name] for name in stepping])
     dist.barrier()
     if rank == 0:
-        Path(answer).write_text(str((loopback_bytes() - before) / MEASURED_STEPS / config.adam_every))
+        Path(answer).write_text(str((loopback_bytes() - before) / config.adam_every))
     dist.barrier()
 
 
