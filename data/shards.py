@@ -151,38 +151,27 @@ def _pread(descriptor: int, count: int, offset: int) -> bytes:
 def _read_token_count(path: Path, descriptor: int) -> int:
     """Token count from the header of a file whose size agrees with it."""
     size, header = os.fstat(descriptor).st_size, _read(descriptor, 0, HEADER_BYTES)
-    if size == 0:
-        raise ShardError(f"{path}: the file is empty (0 bytes); a shard is a header and tokens. Fix: {FETCH_AGAIN}.")
-    if len(header) < HEADER_BYTES:
-        raise ShardError(
-            f"{path}: the file has {len(header)} bytes; the header alone has {HEADER_BYTES}. Fix: {FETCH_AGAIN}."
-        )
-    magic, version, claimed = np.frombuffer(header, dtype="<i4", count=3).tolist()
-    if magic != MAGIC:
-        raise ShardError(
-            f"{path}: the first header word is {magic}; a token shard starts with {MAGIC}. "
-            f"This is another kind of file: point the data setting at token shards, or {FETCH_AGAIN}."
-        )
-    if version != VERSION:
-        raise ShardError(
-            f"{path}: the header says version {version}; only version {VERSION} (uint16 tokens) can be read. "
-            f"Tokenize the data again with a vocabulary of at most 65,536 tokens."
-        )
-    if claimed <= 0:
-        raise ShardError(f"{path}: the header says {claimed:,} tokens; a shard holds at least one. Fix: {FETCH_AGAIN}.")
+    magic, version, claimed = np.frombuffer(header.ljust(HEADER_BYTES, b"\0"), dtype="<i4", count=3).tolist()
     body = size - HEADER_BYTES
-    if body % TOKEN_BYTES:
-        raise ShardError(
-            f"{path}: {body:,} bytes follow the header; tokens take {TOKEN_BYTES} bytes each, so the number must be "
-            f"even. The file was cut or changed: {FETCH_AGAIN}."
-        )
-    held = body // TOKEN_BYTES
-    if held != claimed:
-        cause = "The download was probably cut short" if held < claimed else "Something was appended to it"
-        raise ShardError(
-            f"{path}: the header says {claimed:,} tokens but the file holds {held:,}; the two must agree. "
-            f"{cause}: {FETCH_AGAIN}."
-        )
+    held, odd = divmod(body, TOKEN_BYTES)
+    cause = "The download was probably cut short" if held < claimed else "Something was appended to it"
+    problems = (
+        (size == 0, f"the file is empty (0 bytes); a shard is a header and tokens. Fix: {FETCH_AGAIN}."),
+        (len(header) < HEADER_BYTES, f"the file has {len(header)} bytes; the header alone has {HEADER_BYTES}. "
+                                     f"Fix: {FETCH_AGAIN}."),
+        (magic != MAGIC, f"the first header word is {magic}; a token shard starts with {MAGIC}. "
+                         f"This is another kind of file: point the data setting at token shards, or {FETCH_AGAIN}."),
+        (version != VERSION, f"the header says version {version}; only version {VERSION} (uint16 tokens) can be read. "
+                             f"Tokenize the data again with a vocabulary of at most 65,536 tokens."),
+        (claimed <= 0, f"the header says {claimed:,} tokens; a shard holds at least one. Fix: {FETCH_AGAIN}."),
+        (odd, f"{body:,} bytes follow the header; tokens take {TOKEN_BYTES} bytes each, so the number must be even. "
+              f"The file was cut or changed: {FETCH_AGAIN}."),
+        (held != claimed, f"the header says {claimed:,} tokens but the file holds {held:,}; the two must agree. "
+                          f"{cause}: {FETCH_AGAIN}."),
+    )  # fmt: skip
+    for found, problem in problems:  # the first one tells most
+        if found:
+            raise ShardError(f"{path}: {problem}")
     return claimed
 
 
