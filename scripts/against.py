@@ -48,12 +48,13 @@ def against(theirs: str, their_tokens: int, flags: list[str], our_tokens: int, r
         raise ValueError(f"--against {theirs}: {error}. Quote it as for a shell.") from None
     ranks = os.environ.get("NPROC") or max(torch.cuda.device_count(), 1)
     own = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", TRAINER, *flags]
-    tokens, ms = {"own": our_tokens, "other": their_tokens}, {"own": [0.0] * rounds, "other": [0.0] * rounds}
+    tokens = {"own": our_tokens, "other": their_tokens}
+    ms: dict[str, list[float]] = {"own": [], "other": []}
     for number in range(rounds):
         for name in sorted(ms, reverse=number % 2 == 1):  # theirs first: it may be mistyped
             with tempfile.TemporaryDirectory() as logs:
                 ours = [*own, "--log-dir", logs, "--checkpoint-dir", logs]
-                ms[name][number] = run_trainer(ours, Path(logs)) if name == "own" else run_trainer(other, None)
+                ms[name].append(run_trainer(ours, Path(logs)) if name == "own" else run_trainer(other, None))
     rates = {name: 1000 * tokens[name] / np.array(ms[name]) for name in ms}
     ratio = rates["own"] / rates["other"]
     return {

@@ -17,7 +17,7 @@ import json
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -149,7 +149,7 @@ def backends_on(device: torch.device) -> list[str]:
 
 def timed(tasks: Tasks, prepare: Callable, rounds: int, machine: environment.Machine) -> dict[Any, list[float]]:
     """Milliseconds of each task in each round. The next round begins with the next task: no place is a privilege."""
-    names, ms = list(tasks), {name: [0.0] * (WARM_UP + rounds) for name in tasks}
+    names, ms = list(tasks), defaultdict(list)
     for done in range(WARM_UP + rounds):
         first = done % len(names)
         for name in names[first:] + names[:first]:
@@ -158,7 +158,7 @@ def timed(tasks: Tasks, prepare: Callable, rounds: int, machine: environment.Mac
             begun = time.perf_counter()
             tasks[name]()
             machine.synchronize()
-            ms[name][done] = (time.perf_counter() - begun) * 1000
+            ms[name].append((time.perf_counter() - begun) * 1000)
     return {name: times[WARM_UP:] for name, times in ms.items()}
 
 
