@@ -213,8 +213,8 @@ def resolve(flags: list[str]) -> tuple[dict[str, Any], str]:
     """The trainer's configuration for these flags and its hash, as the run log has it; ValueError for a bad flag."""
     from train_gpt import Config, preset
 
-    config = parse(Config, flags, preset, "")
-    return dataclasses.asdict(config), config_hash(dataclasses.asdict(config))
+    config = dataclasses.asdict(parse(Config, flags, preset, ""))
+    return config, config_hash(config)
 
 
 def arm_flags(arm: str, config: dict[str, Any]) -> list[str]:
