@@ -275,12 +275,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             problem = Problem(SETS[name], machine.device)
             steps = steps_of(problem, arguments.method, arguments.backend, peers)
             result["sets"][name] = bench(problem, steps, arguments.rounds, machine)
-    except (ValueError, RuntimeError) as error:
+        print(as_text(result))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(as_text(result))
     return 0
 
 

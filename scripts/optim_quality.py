@@ -185,11 +185,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in table:
             rows.append(row)
             print(line(row), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -156,6 +156,19 @@ def test_the_limit_counts_and_times_the_products_that_plain_orthogonalization_ma
         assert product.gflop() == pytest.approx(counter.get_total_flops() / 1e9)
 
 
+@pytest.mark.parametrize(("script", "words"), [
+    (bench_optim, ["--sets", "toy", "--rounds", "1", "--device", "cpu"]),
+    (optim_quality, ["--sizes", "8x8", "--backends", "plain"]),
+])
+def test_figures_that_cannot_be_written_are_printed_nevertheless_and_the_path_is_named(script, words, tmp_path, capsys):
+    path = tmp_path / "absent" / "figures.json"
+    assert script.main([*words, "--json", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert "newton_schulz" in out or "torch.optim.Muon" in out
+    assert err.startswith("error: ")
+    assert str(path) in err
+
+
 def test_every_row_steps_all_weights_and_no_guard_skips_what_is_timed(toy):
     steps = bench_optim.steps_of(toy, None, "auto", [])
     for name, step in steps.items():
