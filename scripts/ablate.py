@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         save(arguments.out, results)
         print(report(results))
         return 1 if failed else 0
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Interrupted as signalled:

@@ -328,6 +328,12 @@ def test_a_flag_that_the_trainer_does_not_know_is_refused_before_anything_runs(t
     assert not out.exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_by_name(project, tmp_path, capsys):
+    out = tmp_path / "project" / "train_gpt.py" / "below a file"
+    assert run(out) == 2
+    assert str(out) in capsys.readouterr().err
+
+
 def test_a_report_of_nothing_is_refused(tmp_path, capsys):
     assert ablate.main(["--report", "--out", str(tmp_path)]) == 2
     assert "no experiment" in capsys.readouterr().err
