@@ -33,6 +33,7 @@ from data.shards import write_shard
 
 BATCH_CHARACTERS = 1 << 22  # tokenized at once, so that memory does not grow with the input
 MAX_VOCAB_SIZE = 1 << 16  # shards hold uint16
+MAX_SHARD_TOKENS = (1 << 31) - 1  # the header counts them in an int32
 MAX_DOCUMENT = 1 << 28  # bytes: a gzip file of a few MB can hold a line that no memory can
 SAFE_PYARROW = 15  # up to 14.0.0 a parquet file can name code that is then run: CVE-2023-47248
 BYTES = {bytes([value]) for value in range(256)}
@@ -212,8 +213,9 @@ def main(argv: list[str] | None = None) -> int:
                 raise InputError(f"{path} is not a file whose name ends in {', '.join(KINDS)}")
         if Path(args.name).name != args.name:
             raise InputError(f"--name {args.name} is no part of a file name; the folder is given by --out")
-        if args.shard_tokens < 1:
-            raise InputError(f"--shard-tokens is {args.shard_tokens}; a shard holds at least one token")
+        if not 1 <= args.shard_tokens <= MAX_SHARD_TOKENS:
+            rule = f"a shard holds at least one token and at most {MAX_SHARD_TOKENS:,}"
+            raise InputError(f"--shard-tokens is {args.shard_tokens}; {rule}")
         documents = (text for path in args.inputs for text in read_documents(path, args.field))
         pieces = tokenize(documents, load_encoding(args.encoding))
         count = write_shards(pieces, args.out, args.name, args.shard_tokens)

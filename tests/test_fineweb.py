@@ -173,6 +173,15 @@ def test_shards_of_an_earlier_run_are_not_mixed_with_new_ones(tmp_path, vocabula
     assert [shard.tolist() for shard in read_shards(tmp_path / "out")] == before
 
 
+@pytest.mark.parametrize("count", [0, 2**31])
+def test_shards_that_no_header_could_count_are_refused_before_any_work(tmp_path, capsys, count):
+    source = write_jsonl(tmp_path / "in.jsonl", DOCUMENTS)
+    assert fineweb.main([str(source), "--out", str(tmp_path / "out"), "--shard-tokens", str(count)]) == 2
+    assert f"--shard-tokens is {count}; a shard holds at least one token and at most 2,147,483,647" in (
+        capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["absent.jsonl", "notes.pdf"])
 def test_an_input_that_cannot_be_read_is_refused_before_any_work(tmp_path, capsys, name):
     (tmp_path / "notes.pdf").write_text("x")
