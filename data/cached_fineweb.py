@@ -153,8 +153,9 @@ def fetch_shard(variant: Variant, name: str, revision: str, out: Path, staging: 
     if (metadata.size or 0) > SHARD_BYTES:
         limit = f"a shard has at most {SHARD_BYTES:,}; check HF_ENDPOINT"
         raise DownloadError(f"{constants.ENDPOINT} says that {name} has {metadata.size:,} bytes; {limit}")
-    source = partial(hf_hub_download, repo_type="dataset", revision=revision, token=False)
-    path = Path(source(variant.dataset, name, local_dir=staging))
+    path = Path(
+        hf_hub_download(variant.dataset, name, repo_type="dataset", revision=revision, local_dir=staging, token=False)
+    )
     try:
         verify_shard(path, VOCAB_SIZE)
         with open(path, "rb") as file:
