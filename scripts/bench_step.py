@@ -91,9 +91,8 @@ def linear_maps(model: train_gpt.GPT) -> list[tuple[str, int, int, int]]:
     """Name, inputs, outputs and number of those that `flops_per_token` counts."""
     dim, layers = model.config.dim, len(model.blocks)
     attentions = sum(block.attention is not None for block in model.blocks)
-    hidden = [("MLP up", dim, 4 * dim, layers), ("MLP down", 4 * dim, dim, layers)]
-    return [("Q, K, V", dim, 3 * dim, attentions), ("O", dim, dim, attentions), *hidden,
-            ("head", dim, model.lm_head.size(0), 1)]  # fmt: skip
+    return [("Q, K, V", dim, 3 * dim, attentions), ("O", dim, dim, attentions), ("MLP up", dim, 4 * dim, layers),
+            ("MLP down", 4 * dim, dim, layers), ("head", dim, model.lm_head.size(0), 1)]  # fmt: skip
 
 
 class Bench:
@@ -309,8 +308,8 @@ def opened(flags: list[str]) -> Iterator[tuple[train_gpt.Session, Run]]:
             session, trial = train_gpt.prepare(config, machine), Trial(config.seed, 0, "bench")
             with session.data.train:
                 train_gpt.compile_model(session)
-                rest = (session.requests, watch, session.header(trial), train_gpt.SOURCE)
-                with Run(trial, config, machine, *rest) as run:
+                header = session.header(trial)
+                with Run(trial, config, machine, session.requests, watch, header, train_gpt.SOURCE) as run:
                     run.begin(session.ledger.phases)
                     yield session, run
 
