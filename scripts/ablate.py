@@ -267,7 +267,6 @@ def run_missing(results: Results, arguments: argparse.Namespace) -> int:
     results["setting"] |= {"flags": extra, "command": shlex.join(["python", "scripts/ablate.py", *arguments.words])}
     waiting = [job for job in jobs if not job.result(results)]
     print(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them done before", flush=True)
-    out.mkdir(parents=True, exist_ok=True)
     return run_all(waiting, results, arguments)
 
 
