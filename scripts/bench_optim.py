@@ -228,8 +228,8 @@ def cell(figure: dict[str, float], digits: int) -> str:
 
 def as_text(result: dict[str, Any]) -> str:
     env = result["env"]
-    products = "bf16" if result["native_bf16"] else "bf16 emulated (this machine has none: figures hold for it alone)"
-    lines = [f"{env['gpu'] or env['cpu']}, threads {env['threads']}, {products}, torch {env['torch']}"]
+    dtype = "bf16" if result["native_bf16"] else "bf16 emulated (this machine has none: figures hold for it alone)"
+    lines = [f"{env['gpu'] or env['cpu']}, threads {env['threads']}, {dtype}, torch {env['torch']}"]
     for name, found in result["sets"].items():
         lines += [
             f"\n{name}: {found['parameters']:,} parameters in {found['matrices']} matrices, {result['rounds']} rounds",
