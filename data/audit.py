@@ -64,10 +64,9 @@ def _sha256(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _prefixes(file: Path, bos: int) -> list:
+def _prefixes(file: Path, bos: int) -> list[bytes]:
     """The first PREFIX tokens of every document of a shard that has so many."""
     tokens = open_shard(file)[:]
     starts = np.flatnonzero(tokens == bos)
     long_enough = np.diff(np.append(starts, len(tokens))) >= PREFIX
-    prefixes = np.ascontiguousarray(tokens[starts[long_enough, None] + np.arange(PREFIX)])
-    return prefixes.view(np.dtype((np.void, 2 * PREFIX))).ravel().tolist()
+    return [tokens[start : start + PREFIX].tobytes() for start in starts[long_enough].tolist()]
