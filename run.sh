@@ -132,12 +132,19 @@ install() { # bring .venv to the pins of requirements file $1, unless they are w
 
 # Data -----------------------------------------------------------------------------------------------------------------
 
-asks_only() { # true for flags that print something and train nothing
-    local argument
+track=tiny trains=yes makes_data=yes # what the flags say; set by read_flags
+
+read_flags() {
+    local previous="" argument
     for argument in "$@"; do
-        case $argument in -h | --help | --print-config) return 0 ;; esac
+        [[ $previous != --track ]] || track=$argument
+        case $argument in
+            --track=*) track=${argument#*=} ;;
+            --data-dir | --data-dir=*) makes_data="" ;;
+            -h | --help | --print-config) trains="" makes_data="" ;; # print something and train nothing
+        esac
+        previous=$argument
     done
-    return 1
 }
 
 fetch_fineweb() { # fetch_fineweb SHARDS: about three quarters of a shard's tokens are trained on, cut documents lose the rest
@@ -148,23 +155,9 @@ fetch_fineweb() { # fetch_fineweb SHARDS: about three quarters of a shard's toke
     "$VENV_PYTHON" -m data.cached_fineweb "$shards"
 }
 
-track_of() { # the track that the flags name
-    local track=tiny previous="" argument
-    for argument in "$@"; do
-        [[ $previous != --track ]] || track=$argument
-        [[ $argument != --track=* ]] || track=${argument#*=}
-        previous=$argument
-    done
-    echo "$track"
-}
-
-prepare_data() { # of the track in the flags; a track that does not exist is left to train_gpt.py to explain
-    local argument
-    ! asks_only "$@" || return 0
-    for argument in "$@"; do
-        case $argument in --data-dir | --data-dir=*) return ;; esac
-    done
-    case $(track_of "$@") in
+prepare_data() { # a track that does not exist is left to train_gpt.py to explain
+    [[ $makes_data ]] || return 0
+    case $track in
         tiny) [[ -e data/corpus/corpus.json ]] || "$VENV_PYTHON" -m data.corpus ;;
         short) fetch_fineweb 9 ;;
         medium) fetch_fineweb 36 ;;
@@ -184,9 +177,7 @@ gpu_count() {
 
 process_count() {
     local processes
-    if asks_only "$@"; then
-        processes=1
-    elif [[ $(track_of "$@") == tiny ]]; then # its batch is four rows: small enough for one process, whatever the GPUs
+    if [[ $track == tiny ]]; then # its batch is four rows: small enough for one process, whatever the GPUs
         processes=${NPROC:-1}
     else
         processes=${NPROC:-$(gpu_count)}
@@ -196,8 +187,9 @@ process_count() {
 
 train() {
     local processes nodes=${NNODES:-1} cores machines=(--standalone)
-    processes=$(process_count "$@")
-    if asks_only "$@" || ((processes * nodes == 1)); then exec "$VENV_PYTHON" train_gpt.py "$@"; fi
+    [[ $trains ]] || exec "$VENV_PYTHON" train_gpt.py "$@"
+    processes=$(process_count)
+    if ((processes * nodes == 1)); then exec "$VENV_PYTHON" train_gpt.py "$@"; fi
     if ((nodes > 1)); then
         machines=(--nnodes "$nodes" --node_rank "$NODE_RANK"
             --master_addr "$MASTER_ADDR" --master_port "${MASTER_PORT:-29500}")
@@ -227,8 +219,9 @@ main() {
         check_code "${@:2}"
     fi
     check_settings
+    read_flags "$@"
     install requirements.txt
-    prepare_data "$@"
+    prepare_data
     train "$@"
 }
 
