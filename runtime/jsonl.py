@@ -13,14 +13,12 @@ import numpy as np
 
 def plain(value: Any) -> Any:
     """The same value in the types of JSON, floats unrounded; those that are not finite as "nan", "inf" or "-inf"."""
-    if value is None or isinstance(value, (bool, str)):
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (str, int)):
         return value
-    if isinstance(value, np.bool_):
-        return bool(value)
-    if isinstance(value, (int, np.integer)):
-        return int(value)
-    if isinstance(value, (float, np.floating)):
-        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
