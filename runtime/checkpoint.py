@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,8 +69,11 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _sync(folder)
-    for stale in _stale(folder, path):
-        _remove(stale)
+    found = checkpoints(folder)
+    kept = found[: found.index(path) + 1][-KEPT:]  # those of later steps belong to what was given up by resuming
+    for other in found:
+        if other not in kept:
+            _remove(other)
     return path
 
 
@@ -78,13 +81,6 @@ def _remove(path: Path) -> None:
     """Take its name away first: if the process is killed here, no half of a checkpoint is found under it."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
-
-
-def _stale(folder: Path, newest: Path) -> list[Path]:
-    """Checkpoints that are no longer needed; those of later steps belong to what was given up by resuming."""
-    found = checkpoints(folder)
-    kept = found[: found.index(newest) + 1][-KEPT:]
-    return [path for path in found if path not in kept]
 
 
 def _sha256(path: Path) -> str:
@@ -112,21 +108,18 @@ class Writer:
     def __init__(self, folder: Path, warn: Callable[[str], None], last: Path | None = None):
         self.folder, self.last = folder, last
         self._warn = warn
-        self._lock = threading.Lock()
-        self._waiting: Snapshot | None = None
+        self._waiting: deque[Snapshot] = deque(maxlen=1)  # a newer one pushes it out
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._thread.submit(int)  # starts it while there is memory for it
 
     def submit(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            self._waiting = snapshot
+        self._waiting.append(snapshot)
         self._thread.submit(self._write)
 
     def _write(self) -> None:
-        with self._lock:
-            snapshot, self._waiting = self._waiting, None
-        if snapshot is None:
+        if not self._waiting:  # the newer one has been written in its place
             return
+        snapshot = self._waiting.pop()
         try:
             if spoiled := [name for name, weight in snapshot.model.items() if not weight.isfinite().all()]:
                 raise ValueError(f"{spoiled[0]} is not finite, and no older checkpoint is given up for that")
@@ -147,8 +140,9 @@ class Writer:
         if not keep_last:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif self.last is not None:
-            for path in (path for path in checkpoints(self.folder) if path.name != self.last.name):
-                _remove(path)
+            for path in checkpoints(self.folder):
+                if path.name != self.last.name:
+                    _remove(path)
 
 
 # ---- Reading
@@ -163,12 +157,16 @@ def checkpoints(folder: Path) -> list[Path]:
 def read(path: Path) -> Snapshot:
     """The snapshot in a checkpoint. Raises CheckpointError for whatever is not as it was written."""
     try:
-        return _read(path)
+        _check_sums(path)
+        state = _read_state(path / STATE)
+        return Snapshot(load_file(path / MODEL), load_file(path / OPTIM), state)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} holds no tensors: {error}. Resume from another checkpoint.") from None
 
 
-def _read(path: Path) -> Snapshot:
+def _check_sums(path: Path) -> None:
     sums = _read_json(path / SUMS)
     if sums.keys() != {MODEL, OPTIM, STATE}:
         raise CheckpointError(f"{path / SUMS} names {sorted(sums)}, not {MODEL}, {OPTIM} and {STATE}; use another one")
@@ -178,16 +176,16 @@ def _read(path: Path) -> Snapshot:
                 f"{path / name} has SHA-256 {found[:12]}, not {expected!r:.14} as it was written: it is damaged. "
                 f"Resume from another checkpoint."
             )
-    state = _read_json(path / STATE)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    state = _read_json(path)
     if state.get("schema") != SCHEMA:
-        raise CheckpointError(f"{path / STATE}: schema {state.get('schema')!r:.40}, this version reads {SCHEMA}")
+        raise CheckpointError(f"{path}: schema {state.get('schema')!r:.40}, this version reads {SCHEMA}")
     for name, kind in FIELDS.items():
         if type(state.get(name)) is not kind:
-            raise CheckpointError(f"{path / STATE}: {name} must be a {kind.__name__}, not {state.get(name)!r:.40}")
-    try:
-        return Snapshot(load_file(path / MODEL), load_file(path / OPTIM), state)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} holds no tensors: {error}. Resume from another checkpoint.") from None
+            raise CheckpointError(f"{path}: {name} must be a {kind.__name__}, not {state.get(name)!r:.40}")
+    return state
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, Snapshot] | None:

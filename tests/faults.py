@@ -460,7 +460,7 @@ MOMENTS: dict[str, tuple[str, int, bool, bool]] = {  # before or after which cal
     "before its first line": ("runtime.log.register", 1, True, False),
     "in half a checkpoint": ("runtime.checkpoint.save_file", 4, True, False),
     "before a checkpoint has its name": ("runtime.checkpoint._sync", 10, True, False),
-    "before the oldest checkpoint goes": ("runtime.checkpoint._stale", 3, False, False),
+    "before the oldest checkpoint goes": ("runtime.checkpoint._remove", 4, False, False),
     "before the resumption is registered": ("runtime.log.register", 1, False, True),
     "before the line of the resumption": ("runtime.log.register", 1, True, True),
     "before the end is registered": ("runtime.log.register", 2, False, False),
