@@ -298,12 +298,11 @@ def estimate(
     `stages` has the number of steps and the milliseconds of one; ready_ms passes before the first.
     """
     times = {f"{name}: {steps:,} steps of {ms:,.1f} ms": steps * ms for name, (steps, ms) in stages.items()}
-    times |= {"on the clock, in all": sum(times.values()), "getting ready": ready_ms}
+    training = sum(times.values())
+    times |= {"on the clock, in all": training, "getting ready": ready_ms}
     times[f"validation: {validations:,} of {validation_ms:,.1f} ms"] = validations * validation_ms
-    training = sum(steps * ms for steps, ms in stages.values())
-    together = training + ready_ms + validations * validation_ms
-    times["together"] = together
-    hours = gpus * together / 3.6e6
+    times["together"] = training + ready_ms + validations * validation_ms
+    hours = gpus * times["together"] / 3.6e6
     cost = f", {hours * price:,.2f} dollars at {price:g} an hour" if price else ""
     lines = [f"{timedelta(seconds=round(ms / 1000))!s:>8} {what}" for what, ms in times.items()]
     return lines + [f"{hours:8,.2f} GPU-hours on {gpus}{cost}"] * (gpus > 0)
