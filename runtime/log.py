@@ -58,8 +58,7 @@ class Tail(NamedTuple):
     t_ms: float
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What identifies a run
+# ---- What identifies a run
 
 
 def source_files(root: str | Path) -> list[Path]:
@@ -99,8 +98,7 @@ def new_run_id(track: str, seed: int, trial: int) -> str:
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}_{track}_s{seed}_t{trial}_{secrets.token_hex(3)}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
+# ---- Files
 
 
 def require_writable(directory: str | Path) -> None:
@@ -176,42 +174,33 @@ def register_end(path: Path) -> None:
     register(path.with_name(REGISTRY), "end", run_id=path.stem, **outcome, log_sha256=sha256)
 
 
-def _tell(warning: str) -> None:
-    print(warning, file=sys.stderr, flush=True)
-
-
 class RunLog:
     """The log of one run: a new file `<directory>/<run_id>.jsonl`, an existing one only by `reopen`.
 
     A line is with the operating system when `write` returns, so it survives the death of the process. What the system
-    refuses does not end the run: `warn` is told once, lines wait in memory and are tried again, in order, before each
+    refuses does not end the run: stderr is told once, lines wait in memory and are tried again, in order, before each
     later one. With `enabled=False` (ranks other than the first) nothing is written anywhere.
     """
 
-    def __init__(
-        self, directory: str | Path, run_id: str, *, enabled: bool = True, warn: Callable[[str], object] = _tell
-    ):
+    def __init__(self, directory: str | Path, run_id: str, *, enabled: bool = True):
         self.directory = Path(directory)
         self.run_id = run_id
         self.path = self.directory / f"{run_id}.jsonl"
         self.offset = 0  # bytes in the file, with those that wait
         self._sha256 = hashlib.sha256()  # of the same
         self.found = b""  # what the file held when it was reopened
-        self._warn = warn
         self._refusal: OSError | None = None  # the first
         self._waiting: deque[bytes] = deque()
         self._start_ns = time.monotonic_ns()
         self._descriptor = self._open(os.O_CREAT | os.O_EXCL) if enabled else None
 
     @classmethod
-    def reopen(
-        cls, directory: str | Path, run_id: str, *, enabled: bool = True, warn: Callable[[str], object] = _tell
-    ) -> "RunLog":
+    def reopen(cls, directory: str | Path, run_id: str, *, enabled: bool = True) -> "RunLog":
         """Go on with an existing log: after its last line, which may be torn, and after its last `t_ms`.
 
         Raises RunLogError for one that is missing, a link, of another run or being written by another process.
         """
-        log = cls(directory, run_id, enabled=False, warn=warn)
+        log = cls(directory, run_id, enabled=False)
         if enabled:
             log._descriptor = log._open(0)
             try:
@@ -276,8 +265,8 @@ class RunLog:
             if self._refusal is None:
                 self._refusal = error
                 with contextlib.suppress(OSError):  # what is told may go to the same disk
-                    self._warn(f"warning: cannot write {self.path}: {error.strerror}. The run goes on and keeps its "
-                               f"lines; make the file writable again before it ends")  # fmt: skip
+                    print(f"warning: cannot write {self.path}: {error.strerror}. The run goes on and keeps its lines; "
+                          f"make the file writable again before it ends", file=sys.stderr, flush=True)  # fmt: skip
 
     def sync(self) -> None:
         """Force what was written to the disk itself."""

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -176,9 +177,10 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 40, 79])
-def test_a_full_disk_leaves_log_and_registry_at_their_last_whole_line_and_ends_no_run(tmp_path, monkeypatch, capacity):
-    warnings = []
-    first, second = RunLog(tmp_path, "first", warn=warnings.append), RunLog(tmp_path, "second")
+def test_a_full_disk_leaves_log_and_registry_at_their_last_whole_line_and_ends_no_run(
+    tmp_path, monkeypatch, capsys, capacity
+):
+    first, second = RunLog(tmp_path, "first"), RunLog(tmp_path, "second")
     first.begin(HEADER)
     before = {path: path.read_bytes() for path in (first.path, tmp_path / "registry.jsonl")}
 
@@ -190,6 +192,7 @@ def test_a_full_disk_leaves_log_and_registry_at_their_last_whole_line_and_ends_n
         with pytest.raises(RunLogError, match=r"registry\.jsonl: No space left on device; .* start the run again"):
             second.begin(HEADER)
         assert {path: path.read_bytes() for path in before} == before
+    warnings = capsys.readouterr().err.splitlines()
     assert [re.search(r"first\.jsonl: (.*?)\. The run goes on", warning)[1] for warning in warnings] == [
         os.strerror(errno.ENOSPC)]
     first.finish(END)
@@ -205,7 +208,7 @@ def test_lines_that_were_never_taken_are_kept_elsewhere_and_complete_the_log_tha
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    log = RunLog(tmp_path / "logs", "run", warn=lambda text: None)
+    log = RunLog(tmp_path / "logs", "run")
     log.begin(HEADER)
     monkeypatch.setattr("runtime.log.append", refuse)
     log.write("step", step=1)
@@ -219,7 +222,7 @@ def test_lines_that_were_never_taken_are_kept_elsewhere_and_complete_the_log_tha
 
 
 def test_lines_that_cannot_be_kept_anywhere_are_counted(tmp_path, monkeypatch):
-    log = RunLog(tmp_path, "run", warn=lambda text: None)
+    log = RunLog(tmp_path, "run")
     monkeypatch.setattr("runtime.log.append", refuse)
     monkeypatch.setattr("tempfile.mkstemp", refuse)
     log.write("step")
@@ -228,7 +231,7 @@ def test_lines_that_cannot_be_kept_anywhere_are_counted(tmp_path, monkeypatch):
 
 
 def test_a_header_that_cannot_be_written_starts_no_run(tmp_path, monkeypatch):
-    log = RunLog(tmp_path, "run", warn=lambda text: None)
+    log = RunLog(tmp_path, "run")
     monkeypatch.setattr("runtime.log.append", refuse)
     with pytest.raises(RunLogError, match=r"cannot write .*run\.jsonl: Input/output error"):
         log.begin(HEADER)
@@ -247,20 +250,19 @@ def test_a_registry_that_takes_no_end_is_named_once_the_log_is_whole(tmp_path, m
 
 @pytest.mark.parametrize("hears", [True, False])
 def test_a_disk_that_fails_to_sync_is_told_once_and_a_run_whose_output_fails_too_goes_on(tmp_path, monkeypatch, hears):
-    told = []
+    class Terminal(io.StringIO):
+        def flush(self) -> None:
+            if not hears:
+                refuse()
 
-    def warn(text: str) -> None:
-        told.append(text)
-        if not hears:
-            refuse()
-
-    log = RunLog(tmp_path, "run", warn=warn)
+    log, terminal = RunLog(tmp_path, "run"), Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(os, "fsync", refuse)
     log.write("val")
     log.write("val")
     log.close()
-    assert (len(told), len(lines_of(log.path))) == (1, 2)
-    assert "Input/output error" in told[0]
+    assert (terminal.getvalue().count("\n"), len(lines_of(log.path))) == (1, 2)
+    assert "Input/output error" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("reason", [errno.EROFS, errno.EACCES])
