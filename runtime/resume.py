@@ -69,17 +69,18 @@ def _auto(trial: Trial, settings: Any, header: dict[str, Any], say: Callable[[st
         except RunLogError as error:
             raise CheckpointError(f"cannot tell whether seed {trial.seed} is done: {error}") from None
         other = differences(tail.header, header)[0] if entry["config_sha256"] != header["config_sha256"] else []
-        if tail.status != "done" and not other:
-            return _continued(settings, run_id, Path(settings.checkpoint_dir) / run_id, header, say)
+        if other:
+            if tail.status != "done":
+                say(f"run {run_id} was broken off, but has other settings: {'; '.join(other)}; it stays as it is")
+            continue
         if tail.status != "done":
-            say(f"run {run_id} was broken off, but has other settings: {'; '.join(other)}; it stays as it is")
-        elif not other and entry["source_sha256"] != header["source_sha256"]:
+            return _continued(settings, run_id, Path(settings.checkpoint_dir) / run_id, header, say)
+        if entry["source_sha256"] != header["source_sha256"]:
             break  # what another source has finished is neither done nor to go on with, nor is what was before it
-        elif not other:
-            say(f"seed {trial.seed} is done: {log}")
-            if not (entry["ended"] or settings.dry_run):  # it was killed between its last two lines
-                register_end(log)
-            return None
+        say(f"seed {trial.seed} is done: {log}")
+        if not (entry["ended"] or settings.dry_run):  # it was killed between its last two lines
+            register_end(log)
+        return None
     say(f"seed {trial.seed}: nothing to go on with in {settings.log_dir}, so it begins")
     return trial
 
