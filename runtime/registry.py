@@ -4,6 +4,7 @@ Each line holds the SHA-256 of the line before it, and the header of a run that 
 taken out, put in or edited later breaks this chain; only the last lines can go unseen.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -47,6 +48,8 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     before = b""
     try:
+        if path.exists() and not path.is_file():  # a pipe would wait for ever
+            raise OSError(errno.EINVAL, "it is no regular file")
         if (size := path.stat().st_size) > MOST_BYTES:
             raise RegistryError(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}, so it is no registry")
         content = path.read_bytes()

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -117,6 +118,12 @@ def test_a_line_without_the_fields_of_all_lines_is_named(changed, tmp_path):
     path.write_text(json.dumps(line) + "\n")
     with pytest.raises(RegistryError, match="line 1: no line of a registry"):
         read_registry(path)
+
+
+def test_a_pipe_for_a_registry_is_refused_and_nobody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "registry.jsonl")
+    with pytest.raises(RegistryError, match="cannot read the registry .*: it is no regular file"):
+        read_registry(tmp_path / "registry.jsonl")
 
 
 def test_header_and_registry_hold_the_hashes_of_each_other(tmp_path):
