@@ -10,6 +10,7 @@ A checkpoint appears under its name when it is on the disk, or not at all; it be
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -185,6 +186,8 @@ def _read_state(path: Path) -> dict[str, Any]:
     for name, kind in FIELDS.items():
         if type(state.get(name)) is not kind:
             raise CheckpointError(f"{path}: {name} must be a {kind.__name__}, not {state.get(name)!r:.40}")
+    if not 0 <= state["clock_ms"] < math.inf:
+        raise CheckpointError(f"{path}: clock_ms must be 0 or more, not {state['clock_ms']}. Use another checkpoint.")
     return state
 
 

@@ -68,14 +68,14 @@ def _auto(trial: Trial, settings: Any, header: dict[str, Any], say: Callable[[st
             continue
         except RunLogError as error:
             raise CheckpointError(f"cannot tell whether seed {trial.seed} is done: {error}") from None
-        other = differences(tail.header, header)[0] if entry["config_sha256"] != header["config_sha256"] else []
+        other = differences(tail.header, header)[0] if entry.get("config_sha256") != header["config_sha256"] else []
         if other:
             if tail.status != "done":
                 say(f"run {run_id} was broken off, but has other settings: {'; '.join(other)}; it stays as it is")
             continue
         if tail.status != "done":
             return _continued(settings, run_id, Path(settings.checkpoint_dir) / run_id, header, say)
-        if entry["source_sha256"] != header["source_sha256"]:
+        if entry.get("source_sha256") != header["source_sha256"]:
             break  # what another source has finished is neither done nor to go on with, nor is what was before it
         say(f"seed {trial.seed} is done: {log}")
         if not (entry["ended"] or settings.dry_run):  # it was killed between its last two lines

@@ -4,12 +4,14 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 from copy import deepcopy
 from functools import cache
+from hashlib import sha256
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -26,7 +28,7 @@ from optim import SpikeRule
 from runtime import log as runtime_log
 from runtime import requests, trial
 from runtime.checkpoint import checkpoints, newest, read, write
-from runtime.registry import lock
+from runtime.registry import REGISTRY, lock, register
 from runtime.state import same_bits
 from scripts.runlog import read_run
 
@@ -636,6 +638,21 @@ def test_a_forged_position_is_refused(forged, broken, data):
     assert outcome.code in (1, 2)
     assert "the checkpoint does not fit this run" in outcome.err
     assert "Traceback" not in outcome.err
+
+
+@pytest.mark.parametrize("clock", ["NaN", "1e999", "-1.0"])
+def test_a_clock_that_stands_nowhere_is_refused(clock, broken, data):
+    last = checkpoints(broken)[-1]
+    state, sums = last / "state.json", last / "checksums.json"
+    state.write_text(re.sub(r'"clock_ms": [\d.]+', f'"clock_ms": {clock}', state.read_text()))
+    sums.write_text(json.dumps(json.loads(sums.read_text()) | {"state.json": sha256(state.read_bytes()).hexdigest()}))
+    assert "clock_ms must be 0 or more" in refused(broken, data, resume=last)
+
+
+def test_a_start_that_names_no_settings_is_no_other_run(broken, data):
+    register(broken.parents[1] / REGISTRY, "start", run_id=broken.name, seed=0, track="tiny", claim=None)
+    outcome = resume(data, broken.parents[1])
+    assert (outcome.code, len(outcome.events("resume"))) == (0, 1), outcome.err
 
 
 def test_settings_of_a_run_are_no_difference(broken, data, whole, tmp_path):
