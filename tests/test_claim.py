@@ -122,7 +122,7 @@ def test_a_line_without_the_fields_of_all_lines_is_named(changed, tmp_path):
 
 def test_a_pipe_for_a_registry_is_refused_and_nobody_waits_for_it(tmp_path):
     os.mkfifo(tmp_path / "registry.jsonl")
-    with pytest.raises(RegistryError, match="cannot read the registry .*: it is no regular file"):
+    with pytest.raises(RegistryError, match=r"cannot read the registry .*: it is no regular file"):
         read_registry(tmp_path / "registry.jsonl")
 
 
