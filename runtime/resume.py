@@ -164,16 +164,12 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], l
     settings = [name for name in {**then["config"], **now["config"]} if name not in free]
     changed = {name: (_text(then["config"].get(name)), _text(now["config"].get(name))) for name in settings}
     blocking = [f"{flag(name)} {was} -> {here}" for name, (was, here) in changed.items() if was != here]
-    pairs = {name: (side(then, name), side(now, name)) for name in BLOCKING}
+    pairs = {name: ((then["data"] | then).get(name), (now["data"] | now).get(name)) for name in BLOCKING}
     blocking += [f"{name} {was!s:.12} -> {here!s:.12}" for name, (was, here) in pairs.items() if was != here]
     others = {name: (then["env"].get(name), now["env"].get(name)) for name in RECORDED}
     others |= {name: (then.get(name), now.get(name)) for name in ("world_size", "micro_batch")}
     others |= {name: (then["config"].get(name), now["config"].get(name)) for name in ("val_batch", "recompute")}
     return blocking, [f"{name} {was} -> {here}" for name, (was, here) in others.items() if was != here]
-
-
-def side(header: dict[str, Any], name: str) -> Any:
-    return header.get(name, header["data"].get(name))
 
 
 def _text(value: Any) -> str:
