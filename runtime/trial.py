@@ -5,7 +5,6 @@ import gc
 import math
 import time
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,8 @@ class Run(contextlib.AbstractContextManager):
             if len(self.log.found) != resume.log_bytes:
                 raise RunLogError(f"{self.log.path} has changed since it was read: another process went on with it; "
                                   f"start again")
-            told = list(chain(*differences(tail_of(self.log.path).header, self._header)))
+            blocking, others = differences(tail_of(self.log.path).header, self._header)
+            told = blocking + others
             self.log.restore(resume.log_offset, resume.waiting)
             name = resume.checkpoint.name if resume.checkpoint else None
             self.log.resume(from_step=resume.step, checkpoint=name, differences=told, log_offset=resume.log_offset)
@@ -160,11 +160,12 @@ class Run(contextlib.AbstractContextManager):
         self._saved_at, self._saved_time = self.steps, time.monotonic()
         if self._writer is None:
             return
-        place = {"run_id": self.trial.run_id, "seed": self.trial.seed, "trial": self.trial.number, "step": self.steps}
-        clock = {"clock_ms": self.ledger.train_time_ms, "phases": [list(phase) for phase in self.ledger.phases]}
-        log = {"log_offset": self.log.offset, "log_waiting": self.log.waiting}
-        rest = {"header": self._header} | log | snapshot.state
-        self._writer.submit(snapshot._replace(state=place | clock | rest))
+        state = {
+            "run_id": self.trial.run_id, "seed": self.trial.seed, "trial": self.trial.number, "step": self.steps,
+            "clock_ms": self.ledger.train_time_ms, "phases": [list(phase) for phase in self.ledger.phases],
+            "header": self._header, "log_offset": self.log.offset, "log_waiting": self.log.waiting,
+        }  # fmt: skip
+        self._writer.submit(snapshot._replace(state=state | snapshot.state))
 
     def finish(self, val_loss: float, whole: Whole) -> None:
         """The run is done: say whether it reached its target, and keep its last state if that is wanted."""
