@@ -18,7 +18,6 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -275,7 +274,7 @@ class Watch:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._machine.world_size == 1:
             return
         self._over.set()
