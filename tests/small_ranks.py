@@ -1,4 +1,4 @@
-"""Ranks that a test may lose: all scenarios of a test file at once, in processes forked from one that has torch.
+"""Ranks that a test may lose: the scenarios of a test file, in processes forked from one that has torch.
 
 A test file has a table of scenarios, plays it when it is run as a script, and calls `record(__file__)` in a fixture.
 """
@@ -50,16 +50,20 @@ def record(test_file: str) -> dict[str, list[Left]]:
     return {name: [Left(*each) for each in left] for name, left in json.loads(done.stdout).items()}
 
 
-def play(scenarios: dict[str, Scenario]) -> None:
-    """Run all scenarios at once, and print what they left as JSON."""
+def play(scenarios: dict[str, Scenario], in_turn: bool = False) -> None:
+    """Run all scenarios, at once unless `in_turn`, and print what they left as JSON."""
+    groups = [{key: scenario} for key, scenario in scenarios.items()] if in_turn else [scenarios]
+    print(json.dumps({key: left for group in groups for key, left in play_at_once(group).items()}))
+
+
+def play_at_once(scenarios: dict[str, Scenario]) -> dict[str, list[Left]]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as ports:
         folder, deadline = Path(name), time.monotonic() + PATIENCE
         started = {key: start(scenario, folder, ports) for key, scenario in scenarios.items()}
         for key, scenario in scenarios.items():
             for rank, process in started[key]:
                 process.join(0 if rank in scenario.stopped else max(deadline - time.monotonic(), 0))
-        left = {key: [collect(rank, process, folder) for rank, process in ranks] for key, ranks in started.items()}
-    print(json.dumps(left))
+        return {key: [collect(rank, process, folder) for rank, process in ranks] for key, ranks in started.items()}
 
 
 def start(scenario: Scenario, folder: Path, ports: ExitStack) -> list[tuple[int, BaseProcess]]:

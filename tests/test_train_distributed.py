@@ -1,11 +1,15 @@
-"""The same run on 1, 2 and 4 processes: the same tokens, and losses equal to rounding at every step."""
+"""The same run on 1, 2, 4 and 8 processes: the same tokens, and losses equal to rounding at every step."""
 
+import os
 import signal
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
-from small_run import ROWS, SEQUENCE, STEPS, arguments, find_logs, read_events, run, start, start_ranks, write_data
+from small_ranks import Scenario, play, record
+from small_run import ROWS, SEQUENCE, STEPS, arguments, find_logs, read_events, run, start, write_data
 
+import train_gpt
 from scripts.runlog import read_run
 
 PATIENCE = 300  # seconds that processes on a busy machine may take
@@ -15,25 +19,63 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 # with record42 2e-5, since its orthogonalization is bf16 where that is native; bf16 3e-4.
 TOLERANCES = {("float32", "adamw"): 2e-6, ("float32", "record42"): 2e-4, ("bfloat16", "record42"): 2e-3}
 
+RANKS = (2, 4)
+EIGHT = {"batch_tokens": 8 * SEQUENCE, "micro_batch": 4 * SEQUENCE}
+UNEVEN = {"batch_tokens": 3 * SEQUENCE, "micro_batch": SEQUENCE}
+
+
+def train(name, changed):
+    """What each rank does when this file is run as a script, in the folder that the tests name."""
+    folder = Path(os.environ["FOLDER_OF_THE_TESTS"])
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    return train_gpt.main(arguments(folder / "data", folder / name, **changed))
+
+
+def scenario(name, ranks, **changed):
+    return Scenario(partial(train, name, changed), tuple(range(ranks)), ranks)
+
+
+SCENARIOS = {
+    f"{dtype} {recipe} {ranks}": scenario(f"{dtype} {recipe} {ranks}", ranks, dtype=dtype, recipe=recipe)
+    for dtype, recipe in TOLERANCES for ranks in RANKS
+} | {"eight": scenario("eight", 8, **EIGHT), "uneven": scenario("uneven", 2, **UNEVEN)}  # fmt: skip
+
+if __name__ == "__main__":
+    import torch._dynamo  # noqa: F401  # which every rank would import for itself
+
+    play(SCENARIOS, in_turn=True)
+
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
-def events(data, tmp_path_factory):
-    """Events of the run with a dtype and a recipe on so many processes, each run made once."""
+def data(folder):
+    return write_data(folder / "data")
+
+
+@pytest.fixture(scope="module")
+def left(folder, data):
+    """What the ranks of each scenario left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOLDER_OF_THE_TESTS", str(folder))
+        return record(__file__)
+
+
+@pytest.fixture(scope="module")
+def events(folder, data, left):
+    """Events of the run with a dtype and a recipe on so many processes."""
 
     @cache
     def events(dtype, recipe, ranks):
-        logs = tmp_path_factory.mktemp("logs")
-        changed = {"dtype": dtype, "recipe": recipe}
+        name = f"{dtype} {recipe} {ranks}"
         if ranks == 1:
-            assert run(data, logs, **changed).code == 0
+            assert run(data, folder / name, dtype=dtype, recipe=recipe).code == 0
         else:
-            finish(start_ranks(ranks, arguments(data, logs, **changed)))
-        (log,) = find_logs(logs)  # one log, whatever the number of processes
+            assert [rank.code for rank in left[name]] == [0] * ranks, left[name]
+        (log,) = find_logs(folder / name)  # one log, whatever the number of processes
         return read_events(log)
 
     return events
@@ -51,7 +93,7 @@ def losses(events):
     return trained, [event["val_loss"] for event in events if event["event"] == "val"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("dtype", "recipe"), TOLERANCES)
 def test_more_processes_give_the_losses_of_one(dtype, recipe, ranks, events):
     one, several = (losses(events(dtype, recipe, count)) for count in (1, ranks))
@@ -62,7 +104,17 @@ def test_more_processes_give_the_losses_of_one(dtype, recipe, ranks, events):
     assert several[0][0] == pytest.approx(one[0][0], rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+def test_eight_processes_give_the_losses_of_one_though_half_of_them_have_nothing_to_validate(folder, data, left):
+    alone = run(data, folder / "alone", **EIGHT)
+    assert [rank.code for rank in left["eight"]] == [0] * 8, left["eight"]
+    header, *rest = read_events(find_logs(folder / "eight")[0])
+    assert (header["world_size"], header["micro_batch"], header["grad_accum"]) == (8, SEQUENCE, 1)
+    trained, validated = losses(rest)
+    assert len(trained) == STEPS
+    assert trained + validated == pytest.approx(alone.losses(), rel=TOLERANCES["float32", "record42"])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_the_log_counts_processes_and_the_tokens_of_all(ranks, events):
     header, *rest = events("float32", "record42", ranks)
     assert (header["world_size"], header["micro_batch"], header["grad_accum"]) == (ranks, ROWS * SEQUENCE // ranks, 1)
@@ -78,13 +130,12 @@ def test_torchrun_starts_the_same_run(data, tmp_path, events):
     assert out.count("target 1.0 missed") == 1
 
 
-def test_processes_that_cannot_share_a_batch_are_refused(data, tmp_path):
-    words = arguments(data, tmp_path, batch_tokens=3 * SEQUENCE, micro_batch=SEQUENCE)
-    spoken = finish(start_ranks(2, words), code=2)
-    said = "".join(err for _, err in spoken)
+def test_processes_that_cannot_share_a_batch_are_refused(folder, left):
+    assert [rank.code for rank in left["uneven"]] == [2, 2]
+    said = "".join(rank.err for rank in left["uneven"])
     assert "world size 2 does not divide the 3 rows of a batch" in said
     assert "[1, 3]" in said
-    assert find_logs(tmp_path) == []
+    assert find_logs(folder / "uneven") == []
 
 
 def test_ending_the_launcher_ends_the_run_in_order(tmp_path):
