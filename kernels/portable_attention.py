@@ -8,9 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Small blocks waste fewer masked scores, large ones make better matrix products; measured at windows of 48 to 352.
+SMALL_BLOCK, LARGE_BLOCK = 64, 128
 # Scores that one slice of blocks may hold: its few temporaries then stay in a core's cache instead of streaming through
 # memory, and the memory needed does not grow with the sequence.
 SLICE_SCORES = 1 << 21
+# Probabilities that a call may keep for its backward pass, which makes the others again: those of a long window would
+# cost T * span numbers a head and layer.
+KEPT_SCORES = 1 << 24
 
 
 def document_starts(cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
@@ -56,9 +61,24 @@ def _hidden(starts_BT: Tensor, first: int, count: int, block: int, back: int, wi
     return ((key > query) | (key < torch.maximum(starts, query - window))).unsqueeze(1)
 
 
-def _probabilities(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, hidden: Tensor, out: Tensor | None = None) -> Tensor:
     scores = torch.matmul(q, k.mT)
-    return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)
+    return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1, out=out)
+
+
+def _room(q_BTHD: Tensor, longest: int, keep: bool) -> int:
+    """How many probabilities are kept: enough for any window, as one graph serves all, or none if that is too many."""
+    B, T, H, _ = q_BTHD.shape
+    queries, keys = (-(-tokens // LARGE_BLOCK) * LARGE_BLOCK for tokens in (T, min(longest, T)))
+    room = B * H * queries * (keys + LARGE_BLOCK)
+    return room if keep and room <= KEPT_SCORES else 0
+
+
+def _kept(kept: Tensor, q_BHNbD: Tensor, first: int, count: int, back: int) -> Tensor | None:
+    """Where the probabilities of blocks [first, first + count) lie, (B, H, count, block, span), if any are kept."""
+    B, H, _, block, _ = q_BHNbD.shape
+    size = B * H * block * (back + 1) * block
+    return kept[first * size : (first + count) * size].view(B, H, count, block, -1) if kept.numel() else None
 
 
 def _slices(q_BHNbD: Tensor, back: int) -> list[tuple[int, int]]:
@@ -68,41 +88,44 @@ def _slices(q_BHNbD: Tensor, back: int) -> list[tuple[int, int]]:
     return [(first, min(step, N - first)) for first in range(0, N, step)]
 
 
-def _geometry(window: Tensor, sequence: int) -> tuple[int, int, int]:
+def _geometry(window: Tensor, longest: int) -> tuple[int, int, int]:
     """Tokens of the window, tokens in a block, and blocks before its own that a block sees."""
-    tokens = min(int(window), sequence)
-    # Small blocks waste fewer masked scores, large ones make better matrix products; measured at windows of 48 to 352.
-    block = 64 if tokens <= 128 else 128
+    tokens = min(int(window), longest)
+    block = SMALL_BLOCK if tokens <= LARGE_BLOCK else LARGE_BLOCK
     return tokens, block, -(-tokens // block)
 
 
 @torch.library.custom_op("speedrun::windowed_attention", mutates_args=())
-def _windowed_attention(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor) -> Tensor:
+def _windowed_attention(
+    q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor, longest: int, keep: bool
+) -> tuple[Tensor, Tensor]:
     T = q_BTHD.size(1)
-    tokens, block, back = _geometry(window, T)
+    tokens, block, back = _geometry(window, min(longest, T))
     q, k, v = _blocks(q_BTHD, block), _blocks(k_BTHD, block, back), _blocks(v_BTHD, block, back)
-    parts = []
+    parts, kept = [], q.new_empty(_room(q_BTHD, longest, keep))
     for first, count in _slices(q, back):
-        hidden = _hidden(starts_BT, first, count, block, back, tokens)
-        p = _probabilities(q[:, :, first : first + count], _spans(k, first, count, back), hidden)
+        hidden, out = _hidden(starts_BT, first, count, block, back, tokens), _kept(kept, q, first, count, back)
+        p = _probabilities(q[:, :, first : first + count], _spans(k, first, count, back), hidden, out)
         parts.append(torch.matmul(p, _spans(v, first, count, back)))
-    return _rows(torch.cat(parts, dim=2), T)
+    return _rows(torch.cat(parts, dim=2), T), kept
 
 
 @torch.library.custom_op("speedrun::windowed_attention_backward", mutates_args=())
 def _windowed_attention_backward(
-    grad_BTHD: Tensor, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_BTHD: Tensor, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor,
+    kept: Tensor, longest: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     T = q_BTHD.size(1)
-    tokens, block, back = _geometry(window, T)
+    tokens, block, back = _geometry(window, min(longest, T))
     grads, q = _blocks(grad_BTHD, block), _blocks(q_BTHD, block)
     k, v = _blocks(k_BTHD, block, back), _blocks(v_BTHD, block, back)
     dq, dk, dv = [], k.new_zeros(k.shape), v.new_zeros(v.shape)
     for first, count in _slices(q, back):
         here = slice(first, first + count)
         k_spans, v_spans = _spans(k, first, count, back), _spans(v, first, count, back)
-        # The probabilities are made again: keeping them would cost T * span numbers a head and layer.
-        p = _probabilities(q[:, :, here], k_spans, _hidden(starts_BT, first, count, block, back, tokens))
+        p = _kept(kept, q, first, count, back)
+        if p is None:
+            p = _probabilities(q[:, :, here], k_spans, _hidden(starts_BT, first, count, block, back, tokens))
         dp = torch.matmul(grads[:, :, here], v_spans.mT)
         ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
         dq.append(torch.matmul(ds, k_spans))
@@ -112,21 +135,23 @@ def _windowed_attention_backward(
 
 
 @_windowed_attention.register_fake
-def _(q, k, v, starts, window):
-    return q.new_empty(q.shape)
+def _(q, k, v, starts, window, longest, keep):
+    return q.new_empty(q.shape), q.new_empty(_room(q, longest, keep))
 
 
 @_windowed_attention_backward.register_fake
-def _(grad, q, k, v, starts, window):
+def _(grad, q, k, v, starts, window, kept, longest):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.longest, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, output[1])
 
 
-def _differentiate(ctx, grad):
-    return *_windowed_attention_backward(grad, *ctx.saved_tensors), None, None
+def _differentiate(ctx, grad, _):
+    return *_windowed_attention_backward(grad, *ctx.saved_tensors, ctx.longest), None, None, None, None
 
 
 _windowed_attention.register_autograd(_differentiate, setup_context=_save)
@@ -142,4 +167,5 @@ class PortableAttention:
     def __call__(
         self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, documents: Tensor, window: Tensor, longest: int
     ) -> Tensor:
-        return _windowed_attention(q_BTHD, k_BTHD, v_BTHD, documents, window)
+        keep = torch.is_grad_enabled()
+        return _windowed_attention(q_BTHD, k_BTHD, v_BTHD, documents, window, longest, keep)[0]

@@ -157,6 +157,19 @@ def test_every_backend_equals_dense_masked_softmax_forward_and_backward(name, ro
     assert_near(found, with_gradients(reference(cu_seqlens, rows, sequence, window), q, k, v, grad.double()), dtype)
 
 
+@pytest.mark.parametrize(("window", "longest"), [(0, 1), (63, 100), (64, 129), (128, 700), (129, 500), (600, 700)])
+def test_probabilities_that_are_kept_give_the_bits_of_those_that_are_made_again(monkeypatch, window, longest):
+    cu_seqlens = boundaries(2, 700, range(longest, 700, longest))
+    tensors = inputs(2, 700, heads=3, head_dim=16, dtype=torch.bfloat16)
+    monkeypatch.setattr(portable_attention, "SLICE_SCORES", 1 << 17)  # several slices
+    backend, results = PortableAttention(), []
+    for most in (1 << 30, 0):
+        monkeypatch.setattr(portable_attention, "KEPT_SCORES", most)
+        documents, size = backend.documents(cu_seqlens, 2, 700), backend.window(window)
+        results.append(with_gradients(lambda *qkv: backend(*qkv, documents, size, longest), *tensors))  # noqa: B023
+    assert all(torch.equal(kept, again) for kept, again in zip(*results, strict=True))
+
+
 @given(rows=st.integers(1, 4), sequence=st.integers(1, 30), starts=st.sets(st.integers(1, 29), max_size=8))
 def test_document_starts_are_those_that_a_loop_over_tokens_finds(rows, sequence, starts):
     cu_seqlens = boundaries(rows, sequence, starts)
@@ -187,11 +200,13 @@ def multiply_adds(monkeypatch, sequence, window):
     return sum(counted)
 
 
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("window", [30, 64, 300])
-def test_cost_grows_with_the_window_and_only_linearly_with_the_sequence(monkeypatch, window):
+def test_cost_grows_with_the_window_and_only_linearly_with_the_sequence(monkeypatch, window, kept):
+    monkeypatch.setattr(portable_attention, "KEPT_SCORES", 1 << 30 if kept else 0)
     short, long = (multiply_adds(monkeypatch, sequence, window) for sequence in (1024, 4096))
     assert long == 4 * short
-    products, head_dim = 2 + 5, 4  # forward, and backward, where the scores are made again
+    products, head_dim = 2 + 4 + (not kept), 4  # forward, and backward, where the scores may be made again
     largest_block = 128
     assert long <= products * head_dim * 4096 * (window + 2 * largest_block)
     assert long >= products * head_dim * 4096 * window
@@ -202,12 +217,15 @@ def test_cost_grows_with_the_window_and_only_linearly_with_the_sequence(monkeypa
 
 
 def test_the_operators_keep_every_promise_that_the_compiler_relies_on():
-    q, k, v, grad = inputs(2, 70)
-    starts, window = document_starts(boundaries(2, 70, (9, 50)), 2, 70), torch.tensor(12)
+    q, k, v, grad = inputs(2, 256)  # at this length and window the kept numbers fill all of their place
+    starts, window = document_starts(boundaries(2, 256, (9, 50)), 2, 256), torch.tensor(200)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.speedrun.windowed_attention.default, (*leaves, starts, window))
     tensors = [x.detach() for x in (grad, *leaves)]
-    torch.library.opcheck(torch.ops.speedrun.windowed_attention_backward.default, (*tensors, starts, window))
+    for keep in (True, False):
+        torch.library.opcheck(torch.ops.speedrun.windowed_attention.default, (*leaves, starts, window, 256, keep))
+        kept = torch.ops.speedrun.windowed_attention(*tensors[1:], starts, window, 256, keep)[1]
+        torch.library.opcheck(
+            torch.ops.speedrun.windowed_attention_backward.default, (*tensors, starts, window, kept, 256))
 
 
 @pytest.mark.parametrize("name", ["portable", *GPU_ONLY])
