@@ -78,7 +78,7 @@ class Config(RunSettings):
     max_document: int = setting(2048, "training documents are cut to this many tokens", at_least=1)
     val_tokens: int = setting(10_485_760, "first tokens of the validation data that are used", at_least=1)
     val_sequence: int = setting(262_144, "tokens per validation row", at_least=1)
-    val_batch: int = setting(262_144, "most validation tokens a rank takes at once; a part of a row may be", at_least=1)
+    val_batch: int = setting(262_144, "most validation targets a rank takes at once; long rows go in parts", at_least=1)
     val_sha256: str = setting("", "how the SHA-256 of the validation tokens must begin; empty: any")
     val_every: int = setting(250, "steps between validations, from step 0 on; 0: only at the end", at_least=0)
     val_every_late: int = setting(0, "the same in the last tenth of the steps; 0: no change", at_least=0)
@@ -151,7 +151,7 @@ class Config(RunSettings):
             "batch_tokens": (self.batch_tokens % self.sequence == 0, f"a multiple of sequence ({self.sequence})"),
             "micro_batch": ((self.micro_batch or self.sequence) >= self.sequence, f"at least one row, {self.sequence}"),
             "val_tokens": (self.val_tokens % self.val_sequence == 0, f"a multiple of val_sequence {self.val_sequence}"),
-            "val_batch": (self.val_batch >= min(self.sequence, self.val_sequence), f"at least a row, {self.sequence}"),
+            "val_batch": (self.val_batch >= (row := min(self.sequence, self.val_sequence)), f"at least a row, {row}"),
         }
         require(self, rules)
 
@@ -483,11 +483,12 @@ def validates(config: Config, step: int) -> bool:
 
 
 def reach(config: Config) -> int:
-    """Most tokens before its own that an output depends on: what each layer sees, one behind the other."""
+    """Bound on the tokens before its own that an output depends on: what layers see, one behind the other."""
     long = max(*config.windows, config.extension_window)
     seen = {"short": max(long // 2, 1), "long": max(long, config.final_window)}
     blocks = sum(seen[layer.window] for layer in LAYERS[config.layers] if layer.attention)
-    return config.smear + (blocks * config.window_block or max(config.sequence, config.val_sequence))
+    tokens = config.smear + (blocks * config.window_block or max(config.sequence, config.val_sequence))
+    return -(-tokens // 128) * 128  # parts of rows keep lengths that kernels like
 
 
 def momentum(config: Config, step: int) -> float:
@@ -630,7 +631,7 @@ def prepare(config: Config, machine: environment.Machine) -> Session:
     def build(config: Config) -> Built:
         model = GPT(config, dtype, torch.device("meta"), attention, head)
         owned, every = (make_optimizers(config, model, m).values() for m in (machine, machine.alone()))
-        loss = partial(model, windows=dict.fromkeys(("short", "long"), attention.window(1)), longest=1)
+        loss = partial(model, windows=dict.fromkeys(("short", "long"), attention.window(1)), longest=config.sequence)
         return Built(loss, Guard(every).step, [*model.parameters()], [*owned], reach(config))
 
     memory = plan_memory(config, machine, build)
@@ -718,7 +719,7 @@ def compile_model(session: Session) -> None:
         session.loss = loss
         while not environment.fits(partial(probe, session), session.machine, must=bool(session.config.micro_batch)):
             if session.data.micro_rows == 1:
-                raise Fault("the memory does not suffice for a single row. Choose a smaller track or model.")
+                raise MemoryError("the memory does not suffice for a single row")
             session.data.split(session.data.micro_rows // 2 * session.config.sequence)
             session.machine.say(f"out of memory: micro-batch {session.header()['micro_batch']:,}; the batch stays")
 
@@ -753,7 +754,7 @@ def warm_up(session: Session) -> None:
             session.model.rotary.extend(previous, long)
             take_steps(session, long, 1)
             previous = long
-        shapes = {batch.inputs.shape: batch for batch in session.data.validation}
+        shapes = {tuple(part.shape for part in batch): batch for batch in session.data.validation}
         validate(session, session.final_windows(), [*shapes.values()])
         causal = sees_no_future(session)
         session.reset(config.seed)

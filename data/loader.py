@@ -85,7 +85,8 @@ class Batch(NamedTuple):
     """One micro-batch: inputs int32 (rows, sequence), targets int64 (rows, sequence), cu_seqlens int32 (capacity,).
 
     cu_seqlens bounds the documents of the flattened rows * sequence tokens: first 0, then each row start and document
-    start, the rest filled with rows * sequence. Host tensors are pinned where CUDA is available.
+    start, the rest filled with rows * sequence. Host tensors are pinned where CUDA is available. In a part of a row
+    targets are those of its last inputs, and 0 may stand several times.
     """
 
     inputs: torch.Tensor
@@ -393,7 +394,8 @@ def _parts(batch: Batch, tokens: int, reach: int) -> Iterator[Batch]:
         return
     for start in range(0, sequence, tokens):
         first, end = max(start - reach, 0), min(start + tokens, sequence)
-        boundaries = (batch.cu_seqlens - first).clamp(0, end - first)
+        boundaries = torch.empty_like(batch.cu_seqlens, pin_memory=batch.cu_seqlens.is_pinned())
+        torch.clamp(batch.cu_seqlens - first, 0, end - first, out=boundaries)
         yield Batch(batch.inputs[:, first:end], batch.targets[:, start:end], boundaries)
 
 
@@ -403,8 +405,8 @@ def open_data(
 ) -> Data:  # fmt: skip
     """Training and validation for one rank, in equal micro-batches of at most `micro_batch` and `val_batch` tokens.
 
-    micro_batch None: all rows of a rank at once. `fields` are those of Order. Raises what `plan_run`, TrainLoader and
-    `validation_batches` raise.
+    micro_batch None: all rows of a rank at once; validation takes one row at the least. `fields` are those of Order.
+    Raises what `plan_run`, TrainLoader and `validation_batches` raise.
     """
     order, place = Order(**fields), {"rank": rank, "world_size": world_size}
     rows = order.rows_of_rank(world_size)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -293,10 +294,13 @@ def try_compile(
     or on none, as `fits` does.
     """
     obstacles = machine.on_every(lambda: "as asked" if mode == "off" else why_not_compile(machine.device))
-    obstacle = next(filter(None, obstacles), None)
+    rank, obstacle = next(((rank, what) for rank, what in enumerate(obstacles) if what), (0, None))
+    if rank:
+        obstacle = f"{machine.name(rank)}: {obstacle}"
     if obstacle is None:
         machine.say("compiling: tens of seconds the first time, then cached")
-        torch._dynamo.config.recompile_limit = 64  # a graph a shape, and --micro-batch auto tries several
+        # A graph a shape: --micro-batch auto tries several, and a validation row may be taken in many parts.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1024
         try:
             first_step(torch.compile(function, dynamic=False, fullgraph=True))
         except Exception as error:  # whatever a compiler raises, the eager model can still run
@@ -323,15 +327,18 @@ def fits(function: Callable[[], object], machine: Machine, must: bool = False) -
         function()
     except Exception as caught:
         error = caught
+        traceback.clear_frames(caught.__traceback__)  # which hold tensors, and to meet the others takes memory too
+    if machine.device.type == "cuda":
+        torch.cuda.empty_cache()
     mine = error and (out_of_memory(error), machine.rank, f"{type(error).__name__}: {first_line(error)}")
     short, rank, what = min(filter(None, machine.on_every(lambda: mine)), default=(False, 0, ""))  # memory is the last
     if what and (must or not short):
         if error is None or out_of_memory(error) != short:
             error = (MemoryError if short else FailedElsewhere)(f"{machine.name(rank)}: {what}")
-        raise error
-    error = None  # its frames hold tensors
-    if machine.device.type == "cuda":
-        torch.cuda.empty_cache()
+        try:
+            raise error
+        finally:
+            error = None  # it and this frame would hold each other, and what its causes hold
     return not what
 
 

@@ -106,4 +106,4 @@ def smaller(settings: Any) -> Iterator[dict[str, Any]]:
                 yield changes
             if (micro or settings.sequence) <= settings.sequence and val <= row:
                 break
-            micro, val = max((micro or 0) // 2, settings.sequence), max(val // 2, row)
+            micro, val = micro and max(micro // 2, settings.sequence), max(val // 2, row)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from runtime.checkpoint import CheckpointError, Snapshot, Writer
 from runtime.clock import Ledger
-from runtime.environment import CompileError, Machine, out_of_memory, peak_mib
+from runtime.environment import CompileError, FailedElsewhere, Machine, out_of_memory, peak_mib, refuse
 from runtime.log import RunLog, RunLogError, tail_of
 from runtime.progress import NonFinite
 from runtime.requests import SAVE, Requests
@@ -40,9 +40,12 @@ def explained(watch: Watch, data_error: type[Exception]) -> Iterator[None]:
     except (RunLogError, CheckpointError, CompileError, data_error) as error:
         raise Fault(str(error)) from error
     except (RuntimeError, MemoryError) as error:
+        if isinstance(error, FailedElsewhere):
+            refuse(error, 1)  # the other rank may have no voice; why this one ends is said below
         if out_of_memory(error):
-            raise Fault(f"out of memory: {first_line(error)}. Give --micro-batch auto, or half of what the first lines "
-                        f"name, or --recompute on: batch and trajectory stay.") from error
+            raise Fault(f"out of memory: {first_line(error)}. Give --recompute on, a smaller --val-batch, or "
+                        f"--micro-batch auto or half of what the first lines name: batch and trajectory stay."
+                        ) from error
         if lost := watch.blame():
             raise RankFault(lost) from error
         raise

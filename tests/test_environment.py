@@ -9,8 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -270,7 +273,39 @@ def test_what_cannot_be_compiled_on_one_rank_is_compiled_on_none_and_the_rank_is
     elsewhere = f"compilation failed: FailedElsewhere: {results[0]['names'][1]}: KeyError: 'x'"
     assert [result["not compiled on 1"] for result in results] == [
         elsewhere, "compilation failed: KeyError: 'x'", elsewhere]  # fmt: skip
-    assert [result["no compiler on 1"] for result in results] == ["as asked"] * 3
+    assert [result["no compiler on 1"] for result in results] == [f"{results[0]['names'][1]}: as asked"] * 3
+
+
+@dataclass(frozen=True)
+class Listening(Machine):
+    """One that notes, when the ranks meet, whether a tensor of theirs is still held."""
+
+    tensor: Any = None
+    held: list = field(default_factory=list)
+
+    def on_every(self, function):
+        self.held.append(self.tensor and self.tensor() is not None)
+        return super().on_every(function)
+
+
+def test_what_failed_holds_no_memory_when_the_ranks_meet_nor_afterwards():
+    machine = Listening(CPU, 0, 1)
+
+    def function():
+        tensor = torch.ones(1000)
+        object.__setattr__(machine, "tensor", weakref.ref(tensor))
+        try:
+            raise KeyError("within")
+        except KeyError as error:
+            raise RuntimeError("can't allocate memory" if machine.rank else "broken") from error
+
+    gc.disable()
+    try:
+        assert environment.try_compile(abs, "auto", machine, lambda _: environment.fits(function, machine))
+        assert machine.held == [None, False]
+        assert machine.tensor() is None
+    finally:
+        gc.enable()
 
 
 def test_one_process_that_lacks_memory_does_not_fit_and_says_so_if_it_must():

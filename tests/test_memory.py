@@ -101,7 +101,7 @@ def built(config, device=META, head="chunked", dtype=torch.bfloat16):
     model = train_gpt.GPT(config, dtype, device, attention, head)
     optimizers = train_gpt.make_optimizers(config, model, MACHINE).values()
     windows = dict.fromkeys(("short", "long"), attention.window(1))
-    loss = partial(model, windows=windows, longest=1)
+    loss = partial(model, windows=windows, longest=config.sequence)
     return Built(loss, Guard(optimizers).step, [*model.parameters()], [*optimizers], train_gpt.reach(config))
 
 

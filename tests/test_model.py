@@ -436,7 +436,7 @@ PARTS = {"sequence": 1200, "val_sequence": 1200, "batch_tokens": 1200, "micro_ba
 def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_before_them(tokens, cuts):
     model, row = build(small("tiny", **PARTS), torch.float64), batch(1, 1200, (cuts,))
     reach = train_gpt.reach(model.config)
-    assert reach == 1 + 2 * (20 + 6) * 8
+    assert 1 + 2 * (20 + 6) * 8 <= reach < 1 + 2 * (20 + 6) * 8 + 128
     last = windows(6 * 8, 20 * 8)
 
     def loss(reach):
@@ -447,7 +447,7 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
 
     torch.testing.assert_close(loss(reach), loss_of(model, row, last).double(), rtol=1e-7, atol=0)
     if tokens < 1199 and not cuts:
-        assert abs(loss(reach // 8) - loss(reach)) > 1e-5 * loss(reach)
+        assert abs(loss(32) - loss(reach)) > 1e-5 * loss(reach)
 
 
 def test_without_windows_a_part_of_a_row_has_all_before_it():
