@@ -706,7 +706,7 @@ def validate(session: Session, windows: Windows, batches: list[Batch] | None = N
     """Mean loss over the validation tokens, nats."""
     total = torch.zeros((), dtype=torch.float64, device=session.machine.device)
     for batch in session.data.validation if batches is None else batches:
-        total += batch_loss(session, batch, windows, session.config.val_sequence)
+        total += batch_loss(session, batch, windows, session.data.val_longest)
     return session.machine.all_reduce(total).item() / session.config.val_tokens
 
 
@@ -738,7 +738,7 @@ def probe(session: Session) -> None:
         batch_loss(session, batch, windows, session.data.longest).backward()
     with torch.no_grad():
         for batch in sorted(session.data.validation, key=lambda batch: batch.inputs.numel())[-1:]:
-            batch_loss(session, batch, windows, session.config.val_sequence)
+            batch_loss(session, batch, windows, session.data.val_longest)
 
 
 def warm_up(session: Session) -> None:

@@ -371,6 +371,7 @@ class Data(NamedTuple):
     plan: Plan
     sequence: int
     longest: int  # tokens of a document in a training row at the most
+    val_longest: int  # the same of this rank's validation rows
 
     @property
     def micro_rows(self) -> int:
@@ -418,7 +419,8 @@ def open_data(
         **place,
     )  # fmt: skip
     longest = min(order.max_document, order.sequence) if order.align else order.sequence
-    data = Data(train, validation, plan, order.sequence, longest)
+    val_longest = max((int(batch.cu_seqlens.diff().max()) for batch in validation), default=val_sequence)
+    data = Data(train, validation, plan, order.sequence, longest, val_longest)
     if micro_batch is not None:
         data.split(micro_batch)
     return data

@@ -27,8 +27,10 @@ def block_mask(starts_BT: Tensor, window: Tensor) -> BlockMask:
     in_part = torch.where(block < (full - low).unsqueeze(-1), low.unsqueeze(-1) + block, block.unsqueeze(-1))
     in_full = (full.unsqueeze(-1) + block).clamp(max=len(block) - 1)
 
+    first_BT = first_B1T.squeeze(1)
+
     def visible(row, head, query, key):
-        return (key <= query) & (key >= first_B1T[row, 0, query])
+        return (key <= query) & (key >= first_BT[row, query])
 
     return BlockMask.from_kv_blocks(full - low + 1, in_part, block - full, in_full, BLOCK, visible, (T, T))
 

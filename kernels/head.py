@@ -6,15 +6,17 @@ N tokens, n of them in a chunk, C model dim, V vocabulary; w_CV is the transpose
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 HEADS = ("auto", "fp8", "chunked", "plain")
-# Tokens whose logits exist at once: 0.8 GB of bf16 at a vocabulary of 50,304, for which an eager chunk makes five times
-# as much in float32. With few tokens the sum of the chunks' weight gradients costs more than their products.
-CHUNK, EAGER_CHUNK = 8192, 2048
+# Tokens whose logits exist at once: 8192 are 0.8 GB of bf16 at a vocabulary of 50,304, for which an eager chunk makes
+# five times as much in float32. Each further chunk costs a pass over the weight's gradient.
+CHUNK, EAGER_CHUNK, ROOMY_CHUNK = 8192, 2048, 32_768
+ROOMY = 60 * 2**30  # bytes of a GPU's memory from which on a large chunk is no matter
 PLAIN_CHUNK = 32_768
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_LIMIT = torch.finfo(E4M3).max
@@ -50,7 +52,7 @@ def _cross_entropy(z_nV: Tensor, targets_n: Tensor, kind: str, gradient: bool) -
     loss = (total.log() - capped.gather(1, target)).sum()
     if not gradient:
         return loss, None
-    p = e.div_(total)
+    p = e.mul_(total.reciprocal())  # divisions would hold up a kernel that is made of exponentials already
     hit = torch.arange(p.size(1), device=p.device) == target
     return loss, torch.where(hit, p - 1, p).mul_(_slope(capped, kind))
 
@@ -81,21 +83,38 @@ def _operands(weight_VC: Tensor, dtype: torch.dtype, precision: str, gradient: b
     return w_VC, _transpose(w_VC) if gradient else None
 
 
-def _chunk(
-    x_nC: Tensor, targets_n: Tensor, w_VC: Tensor, w_CV: Tensor | None, dweight_CV: Tensor, kind: str
-) -> tuple[Tensor, Tensor]:
-    """Loss and dx of a chunk; dweight is added to. Without `w_CV` no gradients are made."""
-    fp8, dtype = w_VC.dtype == E4M3, x_nC.dtype
-    x_scale = x_nC.size(1) ** 0.5 / E4M3_LIMIT  # rows come from an RMS norm: no element exceeds sqrt(C)
+def _x_scale(x_nC: Tensor) -> float:
+    return x_nC.size(1) ** 0.5 / E4M3_LIMIT  # rows come from an RMS norm: no element exceeds sqrt(C)
+
+
+def _losses(
+    x_nC: Tensor, targets_n: Tensor, w_VC: Tensor, kind: str, gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Loss of a chunk and, as products take them, its tokens and the gradient by its logits."""
+    fp8, x_scale = w_VC.dtype == E4M3, _x_scale(x_nC)
     a_nC = _quantize(x_nC, x_scale) if fp8 else x_nC
-    z_nV = _product(a_nC, w_VC, x_scale * WEIGHT_SCALE, dtype, fast=True)
-    loss, dz_nV = _cross_entropy(z_nV, targets_n, kind, gradient=w_CV is not None)
-    if w_CV is None or dz_nV is None:
-        return loss, x_nC.new_empty(0)
-    dz_nV = (dz_nV / GRADIENT_SCALE).to(E5M2) if fp8 else dz_nV.to(dtype)
+    z_nV = _product(a_nC, w_VC, x_scale * WEIGHT_SCALE, x_nC.dtype, fast=True)
+    loss, dz_nV = _cross_entropy(z_nV, targets_n, kind, gradient)
+    if dz_nV is not None:
+        dz_nV = (dz_nV / GRADIENT_SCALE).to(E5M2) if fp8 else dz_nV.to(x_nC.dtype)
+    return loss, a_nC, dz_nV
+
+
+def _gradients(
+    a_nC: Tensor, dz_nV: Tensor, w_CV: Tensor, dweight_CV: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """dx of a chunk, and dweight of it and of the chunks before.
+
+    A graph of its own: in one with the loss a pass over rows would write the transpose of dz too, by single elements.
+    """
     # x^T dz and not its transpose: in FP8 the faster of the two where V is many times C (modded-nanogpt).
-    dweight_CV += _product(_transpose(a_nC), _transpose(dz_nV), x_scale * GRADIENT_SCALE, dweight_CV.dtype)
-    return loss, _product(dz_nV, w_CV, GRADIENT_SCALE * WEIGHT_SCALE, dtype)
+    dweight = _product(_transpose(a_nC), _transpose(dz_nV), _x_scale(a_nC) * GRADIENT_SCALE, _summed(dtype))
+    dweight = dweight.to(_summed(dtype)) if dweight_CV is None else dweight_CV.add_(dweight)
+    return _product(dz_nV, w_CV, GRADIENT_SCALE * WEIGHT_SCALE, dtype), dweight
+
+
+def _as_weight(dweight_CV: Tensor, dtype: torch.dtype) -> Tensor:
+    return dweight_CV.new_empty(dweight_CV.shape[::-1], dtype=dtype).copy_(dweight_CV.T)
 
 
 @functools.cache
@@ -103,12 +122,19 @@ def _compiled(function: Callable) -> Callable:
     compiled = torch.compile(function, dynamic=False, fullgraph=True)
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
-    def run(*args: object) -> tuple[Tensor, Tensor]:
+    def run(*args: object) -> Any:
         # A surrounding graph's first run excludes this key, later ones do not: two compilations for one.
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return compiled(*args)
 
     return run
+
+
+def _chunk_size(device: torch.device, compiled: bool) -> int:
+    if not compiled:
+        return EAGER_CHUNK
+    roomy = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > ROOMY
+    return ROOMY_CHUNK if roomy else CHUNK
 
 
 @torch.no_grad()
@@ -117,18 +143,21 @@ def loss_and_gradients(
     softcap: str, chunk: int, precision: str, compiled: bool, gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What the operator does; on the meta device, what memory it takes."""
-    operands: Callable = _compiled(_operands) if compiled else _operands
-    run_chunk: Callable = _compiled(_chunk) if compiled else _chunk
+    stages: tuple[Callable, ...] = (_operands, _losses, _gradients, _as_weight)
+    operands, losses, gradients_of, as_weight = map(_compiled, stages) if compiled else stages
+    chunk = chunk or _chunk_size(x.device, compiled)
     w_VC, w_CV = operands(weight, x.dtype, precision, gradients)
-    loss = x.new_zeros((), dtype=_summed(x.dtype))
-    dweight_CV = loss.new_zeros(weight.shape[::-1] if gradients else 0)
-    dx = []
+    loss, dx, dweight_CV = x.new_zeros((), dtype=_summed(x.dtype)), [], None
     for x_nC, targets_n in zip(x.split(chunk), targets.split(chunk), strict=True):
-        loss_n, dx_nC = run_chunk(x_nC, targets_n, w_VC, w_CV, dweight_CV, softcap)
+        loss_n, a_nC, dz_nV = losses(x_nC, targets_n, w_VC, softcap, gradients)
         loss += loss_n
-        dx.append(dx_nC)
-    dweight = weight.new_empty(weight.shape).copy_(dweight_CV.T) if gradients else weight.new_empty(0)
-    return loss, torch.cat(dx), dweight
+        if gradients:
+            dx_nC, dweight_CV = gradients_of(a_nC, dz_nV, w_CV, dweight_CV, x.dtype)
+            dx.append(dx_nC)
+        del dz_nV  # before the next chunk makes its own
+    if not gradients:
+        return loss, x.new_empty(0), weight.new_empty(0)
+    return loss, torch.cat(dx), as_weight(dweight_CV, weight.dtype)
 
 
 _linear_cross_entropy = torch.library.custom_op(
@@ -165,7 +194,6 @@ def linear_cross_entropy(
     """
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     compiled = torch.compiler.is_compiling()
-    chunk = chunk or (CHUNK if compiled else EAGER_CHUNK)
     if x.is_meta:  # where only memory matters, and nobody sees what the operator makes inside
         loss_and_gradients(x, weight, targets, softcap, chunk, precision, compiled, gradients)
     return _linear_cross_entropy(x, weight, targets, softcap, chunk, precision, compiled, gradients)[0]

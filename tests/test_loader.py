@@ -681,6 +681,18 @@ def test_validation_capacity_is_the_exact_need_of_the_fullest_batch_on_every_ran
     assert [len(batch.inputs) for batch in parts[0]] == [3, 1]
 
 
+@pytest.mark.parametrize(("align", "val_sequence"), [(True, 16), (True, 32), (False, 16)])
+def test_the_longest_validation_document_is_that_of_a_loop_over_tokens(files, align, val_sequence):
+    data = open_both(files, None, align=align, val_sequence=val_sequence)
+    longest = length = 0
+    for row in (row for batch in data.validation for row in batch.inputs.tolist()):
+        for place, token in enumerate(row):
+            length = 1 if place == 0 or (align and token == BOS) else length + 1
+            longest = max(longest, length)
+    with data.train:
+        assert data.val_longest == longest
+
+
 def test_validation_needs_one_token_more_than_it_counts(tmp_path):
     write_shard(tmp_path / "val.bin", [1] * 16)
     assert len(validate([tmp_path / "val.bin"], val_tokens=8, sequence=8, rows=1)) == 1
