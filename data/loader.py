@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from data.shards import Shard, ShardError, Tokens, open_shard
 
 SCAN_BLOCK = 1 << 20  # tokens searched for document starts at once: 2 MiB, which a processor's cache holds
-CAPACITY_MULTIPLE = 128  # lengths of cu_seqlens come in few sizes, so that few graphs are compiled
+CAPACITY_MULTIPLE = 32  # few lengths, few graphs; fused attention starts work for each document that might be there
 STEPS_KEPT = 8  # latest steps whose place and batches are remembered: a fault is noticed some steps late
 DATA_SETTINGS = (  # keywords of `open_data` that a run's configuration gives; the last five are the fields of Order
     "steps", "micro_batch", "val_tokens", "val_sequence", "val_batch",
@@ -99,7 +99,7 @@ class Batch(NamedTuple):
 
 
 def capacity_for(rows: int, documents_per_row: int) -> int:
-    """Length of cu_seqlens that holds `rows` rows of up to `documents_per_row` documents, a multiple of 128."""
+    """Length of cu_seqlens that holds `rows` rows of up to `documents_per_row` documents, a multiple of 32."""
     entries = rows * documents_per_row + 1  # the end of the last document
     return -(-entries // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 

@@ -602,8 +602,8 @@ def test_validation_data_cut_while_they_are_read_are_named(tmp_path, monkeypatch
         validate([tmp_path / "val.bin"], val_tokens=64, sequence=8, rows=1)
 
 
-def test_capacity_is_a_multiple_of_128_and_holds_the_planned_documents(files):
-    sizes_and_capacities = {(1, 0): 128, (1, 127): 128, (1, 128): 256, (4, 109): 512}
+def test_capacity_is_a_multiple_of_32_and_holds_the_planned_documents(files):
+    sizes_and_capacities = {(1, 0): 32, (1, 31): 32, (1, 32): 64, (4, 109): 448}
     assert {key: capacity_for(*key) for key in sizes_and_capacities} == sizes_and_capacities
     plan = plan_run(files, ORDER, 5)
     exact = 4 * plan.max_documents + 1
@@ -668,7 +668,7 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
     per_rank = [sum(len(batch.inputs) for batch in batches) for batches in ranks]
     assert max(per_rank) - min(per_rank) <= 1
     assert all(len(batch.inputs) == rows for batches in ranks for batch in batches[:-1])
-    assert {len(batch.cu_seqlens) for batches in ranks for batch in batches} == {CAPACITY}
+    assert {len(batch.cu_seqlens) for batches in ranks for batch in batches} == {32}
 
 
 def test_validation_capacity_is_the_exact_need_of_the_fullest_batch_on_every_rank(tmp_path):
@@ -677,7 +677,7 @@ def test_validation_capacity_is_the_exact_need_of_the_fullest_batch_on_every_ran
         validate([tmp_path / "val.bin"], rank=rank, world_size=2, val_tokens=800, sequence=100, rows=3)
         for rank in range(2)
     ]
-    assert [len(batch.cu_seqlens) for part in parts for batch in part] == [384] * 4  # 300 + 1, rounded up
+    assert [len(batch.cu_seqlens) for part in parts for batch in part] == [320] * 4  # 300 + 1, rounded up
     assert [len(batch.inputs) for batch in parts[0]] == [3, 1]
 
 
