@@ -23,6 +23,7 @@ from small_run import run, write_data
 import train_gpt
 from runtime import environment
 from runtime.environment import Machine, compute_dtype, describe, peak_flops, start, why_not_compile
+from runtime.trial import Fault, explained
 from runtime.watch import RankLost
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -315,6 +316,27 @@ def test_one_process_that_lacks_memory_does_not_fit_and_says_so_if_it_must():
     assert not environment.fits(short, ALONE)
     with pytest.raises(torch.OutOfMemoryError, match=r"^no room$"):
         environment.fits(short, ALONE, must=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (environment.FailedElsewhere("rank 1 (b pid 7): KeyError: 0"), "error: rank 1 (b pid 7): KeyError: 0\n"),
+        (RuntimeError("of its own"), ""),
+    ],
+)
+def test_what_another_rank_met_is_told_where_it_is_heard_of_and_still_ends_this_one(capsys, error, told):
+    watch = SimpleNamespace(blame=lambda: None)
+    with pytest.raises(type(error)) as raised, explained(watch, OSError):
+        raise error
+    assert raised.value is error
+    assert capsys.readouterr().err == told
+
+
+def test_memory_that_does_not_suffice_is_an_error_that_names_every_flag_that_saves_some():
+    flags = r"^out of memory: no room\. Give --recompute on, a smaller --val-batch, or --micro-batch auto"
+    with pytest.raises(Fault, match=flags), explained(SimpleNamespace(blame=lambda: None), OSError):
+        raise MemoryError("no room")
 
 
 def test_one_process_reduces_to_itself():
