@@ -109,8 +109,9 @@ def preset(track, **changes):
     return train_gpt.Config(**train_gpt.preset({"track": track}) | changes)
 
 
-SMALL = {"dim": 128, "head_dim": 64, "vocab_size": 1000, "bos": 999, "sequence": 256, "batch_tokens": 2048,
-         "micro_batch": 1024, "val_sequence": 512, "val_batch": 1024, "val_tokens": 4096}  # fmt: skip
+SMALL = {"layers": "tiny", "dim": 128, "head_dim": 64, "vocab_size": 1000, "bos": 999, "sequence": 256,
+         "batch_tokens": 2048, "micro_batch": 1024, "val_sequence": 512, "val_batch": 1024,
+         "val_tokens": 4096}  # fmt: skip
 
 
 def test_the_parts_are_weights_as_many_gradients_the_state_and_the_largest_pass():
@@ -137,7 +138,7 @@ def test_a_training_pass_counts_what_the_optimizers_keep_and_the_gradients_besid
 
 @pytest.mark.parametrize("track", ["short", "steps"])
 def test_each_smaller_way_needs_no_more_than_the_one_before_and_less_than_what_was_asked_for(track):
-    changes = {"layers": "tiny", **SMALL} if track == "short" else {
+    changes = SMALL if track == "short" else {
         "dim": 128, "head_dim": 64, "vocab_size": 1000, "bos": 999, "layers": "tiny", "batch_tokens": 8192,
         "micro_batch": 4096, "val_batch": 4096, "val_tokens": 8192}  # fmt: skip
     config = preset(track, **changes)
