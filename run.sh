@@ -207,7 +207,7 @@ check_code() { # pytest comes last, so that its closing line ends the output; an
     patiently "checking types (half a minute the first time)" "$VENV/mypy.log" "$VENV_PYTHON" -m mypy || status=1
     cat "$VENV/mypy.log"
     ((status == 0)) || echo "run.sh: the faults above fail this check, whatever the tests say" >&2
-    "$VENV_PYTHON" -m pytest "$@" || status=$?
+    "$VENV_PYTHON" -m pytest --numprocesses 2 --dist loadfile "$@" || status=$? # a file's tests share what they set up
     exit "$status"
 }
 

@@ -118,7 +118,7 @@ def requirement_lines(path: Path) -> list[str]:
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
 def test_every_requirement_is_an_exact_stable_pin_with_a_reason(name: str) -> None:
     for line in requirement_lines(ROOT / name):
-        assert re.fullmatch(r"[a-z_]+==\d+(\.\d+)+( ; [a-z_]+ == \"\w+\")? +# \S.*", line), line
+        assert re.fullmatch(r"[a-z_-]+==\d+(\.\d+)+( ; [a-z_]+ == \"\w+\")? +# \S.*", line), line
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
