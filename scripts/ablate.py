@@ -29,8 +29,8 @@ from runtime.flags import parse
 from runtime.log import config_hash, source_hash
 from runtime.signals import Interrupted, listen
 from scripts.command import numbers
-from scripts.runlog import Run, read_run
-from scripts.stats import Result, holm, one_sample
+from claims.runlog import Run, read_run
+from claims.stats import Result, holm, one_sample
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"

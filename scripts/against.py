@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.runlog import LogError, find_runs, read_runs
+from claims.runlog import LogError, find_runs, read_runs
 
 TRAINER = str(Path(__file__).resolve().parents[1] / "train_gpt.py")
 LEFT_OUT = 10  # first steps of a run

@@ -35,11 +35,11 @@ from scipy.stats import t as student
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from runtime.signals import Interrupted, listen
-from scripts.arms import common_target, group_runs, name_of
+from claims.arms import common_target, group_runs, name_of
 from scripts.command import insist, null_for_nan, numbers, set_up_output
-from scripts.runlog import SUFFIXES, LogError, Run, read_all, read_run
-from scripts.stats import Difference, difference, outlier, paired, welch
-from scripts.steptimes import Explanation, account_arms, explain
+from claims.runlog import SUFFIXES, LogError, Run, read_all, read_run
+from claims.stats import Difference, difference, outlier, paired, welch
+from claims.steptimes import Explanation, account_arms, explain
 
 FINGERPRINT = ("gpu", "gpu_count", "driver", "bus_ids", "cuda", "torch", "triton", "python", "cpu", "host_hash",
                "threads", "dtype", "compiled")  # fmt: skip

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from optim import Guard, NorMuon, SpikeRule
 from optim.orthogonalize import BACKENDS, METHODS, orthogonalize
 from optim.sharding import Team
-from scripts.runlog import LogError, find_runs
+from claims.runlog import LogError, find_runs
 
 RANK = 48  # of the inputs that are rank-deficient; a smaller matrix has a quarter of its rows
 SPECTRA = ("gauss", "cond1e4", "one_big", "lowrank", "lowrank, rounded to bf16")

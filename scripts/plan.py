@@ -19,10 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from scripts import stats
-from scripts.arms import common_folder, common_target, group_runs, leave_out_repeats
+from claims import stats
+from claims.arms import common_folder, common_target, group_runs, leave_out_repeats
 from scripts.command import insist, null_for_nan, numbers, set_up_output
-from scripts.runlog import LogError, read_all
+from claims.runlog import LogError, read_all
 
 USUAL = {  # what is planned where nothing else is said, for spreads as public records have them
     "sd": [0.001, 0.0013, 0.0016, 0.002], "margin": [0.0005, 0.001, 0.0015, 0.002, 0.0025],

@@ -32,11 +32,11 @@ from runtime.log import config_hash, source_files, source_hash
 from runtime.registry import REGISTRY, RegistryError, read_registry
 from runtime.settings import SETTINGS_OF_A_RUN
 from scripts.command import numbers, set_up_output
-from scripts.evidence import ALPHA, TRACKS, Evidence, find_failures, read_evidence
-from scripts.export import ExportError, export
-from scripts.pages import derived, differences, history, leaderboard
-from scripts.pictures import PictureError, loss_curves, timeline
-from scripts.runlog import LogError
+from claims.evidence import ALPHA, TRACKS, Evidence, find_failures, read_evidence
+from claims.export import ExportError, export
+from claims.pages import derived, differences, history, leaderboard
+from claims.pictures import PictureError, loss_curves, timeline
+from claims.runlog import LogError
 
 ROOT = Path(__file__).resolve().parent.parent
 

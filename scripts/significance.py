@@ -24,10 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from scripts import arms as grouping
-from scripts import stats
+from claims import arms as grouping
+from claims import stats
 from scripts.command import insist, null_for_nan, numbers, set_up_output
-from scripts.runlog import LogError, Run, Validation, find_runs, read_all
+from claims.runlog import LogError, Run, Validation, find_runs, read_all
 
 ALPHA = 0.01
 MARGINAL = 0.007  # from here to ALPHA, the skew that real losses have can undo a pass

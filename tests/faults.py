@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from data.shards import write_shard
 from runtime.registry import REGISTRY, read_registry
 from scripts.command import set_up_output
-from scripts.runlog import Resume, Run, read_run
+from claims.runlog import Resume, Run, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")  # a trainer is forked from a process that has it imported

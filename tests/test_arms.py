@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.arms import common_target, group_runs, leave_out_repeats, missing_seeds, track_of
-from scripts.runlog import LogError, Run, Validation
+from claims.arms import common_target, group_runs, leave_out_repeats, missing_seeds, track_of
+from claims.runlog import LogError, Run, Validation
 
 UNKNOWN = dict.fromkeys(("track", "target", "seed", "trial", "config_sha256", "peak_mib", "status", "started"))
 

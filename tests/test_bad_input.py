@@ -13,7 +13,7 @@ from small_run import BOS, STEPS, arguments, documents, find_logs, read_events, 
 
 import train_gpt
 from data.shards import write_shard
-from scripts.runlog import read_run
+from claims.runlog import read_run
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as reference
 
-from scripts import compare, steptimes
-from scripts.runlog import LogError, read_run
-from scripts.steptimes import Account, Stutter, Typical
+from claims import steptimes
+from scripts import compare
+from claims.runlog import LogError, read_run
+from claims.steptimes import Account, Stutter, Typical
 
 Captured = pytest.CaptureFixture[str]
 Reader = Callable[..., dict]  # the JSON that a command line prints

@@ -8,7 +8,7 @@ from small_run import ROWS, SEQUENCE, STEPS, arguments, run, run_words, start_ra
 
 import train_gpt
 from runtime import rehearsal
-from scripts.runlog import read_run
+from claims.runlog import read_run
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from runtime.claim import Claim
 from runtime.jsonl import json_line
 from runtime.log import SCHEMA, source_hash
-from scripts import export as module
-from scripts.evidence import Evidence, Failure, read_evidence
-from scripts.export import SEPARATOR, ExportError, export, log_text
-from scripts.runlog import Run, read_all, read_run
-from scripts.stats import welch
+from claims import export as module
+from claims.evidence import Evidence, Failure, read_evidence
+from claims.export import SEPARATOR, ExportError, export, log_text
+from claims.runlog import Run, read_all, read_run
+from claims.stats import welch
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 H100 = {"python": "3.12.7", "torch": "2.10.0+cu128", "cuda": "12.8", "gpu": "NVIDIA H100 80GB HBM3", "gpu_count": 8,

@@ -17,7 +17,7 @@ import pytest
 from small_run import BOS, ROOT, STEPS, arguments, find_logs, read_events, run, start, write_data
 
 from data.shards import write_shard
-from scripts.runlog import read_run
+from claims.runlog import read_run
 
 PATIENCE = 300  # seconds that processes on a busy machine may take
 RANK_TIMEOUT = 20  # seconds, far more than a closed connection takes to be noticed

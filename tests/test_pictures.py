@@ -11,9 +11,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from test_export import write_run
 
-from scripts import pictures
-from scripts.pictures import POINTS, PictureError, loss_curve, loss_curves, timeline
-from scripts.runlog import Run, Step, read_run
+from claims import pictures
+from claims.pictures import POINTS, PictureError, loss_curve, loss_curves, timeline
+from claims.runlog import Run, Step, read_run
 
 HISTORY = [("2026-11-21", "AdamW", 740, 278.24), ("2026-11-21", "Muon", 660, 298.75), ("2026-12-02", "Next", 310, 160)]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from runtime.log import RunLog, new_run_id
 from runtime.progress import STUTTER_RATIO, Progress, find_stutters
 from runtime.requests import Requests
-from scripts.runlog import read_run
-from scripts.steptimes import STUTTER_RATIO as RATIO_OF_REPORTS
-from scripts.steptimes import STUTTER_SPREADS, account, find_stages, read_timeline
+from claims.runlog import read_run
+from claims.steptimes import STUTTER_RATIO as RATIO_OF_REPORTS
+from claims.steptimes import STUTTER_SPREADS, account, find_stages, read_timeline
 
 HEADER = {"track": "tiny", "target": 1.0, "seed": 0, "trial": 0, "config_sha256": "a", "source_sha256": "b",
           "env": {"gpu_count": 0}}  # fmt: skip

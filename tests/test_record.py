@@ -28,9 +28,9 @@ from runtime.jsonl import json_line
 from runtime.log import REGISTERED, RunLog, source_hash
 from runtime.registry import register
 from scripts import record
-from scripts.evidence import TRACKS, Track, find_failures, read_evidence
-from scripts.pages import differences
-from scripts.runlog import Run
+from claims.evidence import TRACKS, Track, find_failures, read_evidence
+from claims.pages import differences
+from claims.runlog import Run
 
 TARGET = 3.25  # twelve steps end near 3.205, with a spread of 0.012
 FLAGS = [word for name, value in (SIZES | {"target": TARGET}).items() for word in (f"--{name}", str(value))]

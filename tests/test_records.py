@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.evidence import TRACKS, Evidence, find_failures, read_evidence
-from scripts.pages import differences, leaderboard, records_of
+from claims.evidence import TRACKS, Evidence, find_failures, read_evidence
+from claims.pages import differences, leaderboard, records_of
 from train_gpt import RECIPES, Config, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"

@@ -30,7 +30,7 @@ from runtime import requests, trial
 from runtime.checkpoint import checkpoints, newest, read, write
 from runtime.registry import REGISTRY, lock, register
 from runtime.state import same_bits
-from scripts.runlog import read_run
+from claims.runlog import read_run
 
 LAST = "the last validation"
 PATIENCE = 60  # seconds that a process on a busy machine may take

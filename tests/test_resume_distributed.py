@@ -25,7 +25,7 @@ from runtime import requests
 from runtime.checkpoint import checkpoints, newest
 from runtime.progress import Progress
 from runtime.state import same_bits
-from scripts.runlog import read_run
+from claims.runlog import read_run
 
 PATIENCE = 120  # seconds that processes on a busy machine may take
 TOLERANCES = {"record42": 2e-4, "adamw": 2e-6}  # of every loss in fp32, as in test_train_distributed.py

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from runtime.jsonl import json_line
 from runtime.log import SCHEMA, RunLog
-from scripts import runlog
-from scripts.runlog import LogError, Phase, Resume, Run, Step, Validation, find_runs, read_all, read_run, read_runs
+from claims import runlog
+from claims.runlog import LogError, Phase, Resume, Run, Step, Validation, find_runs, read_all, read_run, read_runs
 
 RULE = "=" * 100
 SOURCE = f"""import torch

@@ -31,9 +31,9 @@ from runtime import checkpoint
 from runtime.claim import ClaimError, read_claim
 from runtime.registry import RegistryError, read_registry, register
 from scripts import record
-from scripts.evidence import read_evidence
-from scripts.pages import readme
-from scripts.runlog import MAX_BYTES, LogError, read_run
+from claims.evidence import read_evidence
+from claims.pages import readme
+from claims.runlog import MAX_BYTES, LogError, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "records" / "tiny" / "2026-11-21_Record42"

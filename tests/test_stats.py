@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import nct, ttest_1samp, ttest_ind, ttest_rel
 from scipy.stats import t as student
 
-from scripts import stats
+from claims import stats
 
 TARGET = 3.28
 

@@ -32,7 +32,7 @@ from optim import Adam, NorMuon
 from runtime.flags import flag
 from runtime.log import source_hash
 from scripts import significance
-from scripts.runlog import read_run
+from claims.runlog import read_run
 
 HEADER = {
     "event", "t_ms", "schema", "run_id", "track", "target", "seed", "trial", "seeds", "claim", "source_sha256",

@@ -10,7 +10,7 @@ from small_ranks import Scenario, play, record
 from small_run import ROWS, SEQUENCE, STEPS, arguments, find_logs, read_events, run, start, write_data
 
 import train_gpt
-from scripts.runlog import read_run
+from claims.runlog import read_run
 
 PATIENCE = 300  # seconds that processes on a busy machine may take
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")

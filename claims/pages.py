@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.jsonl import plain
-from scripts.evidence import TRACKS, Evidence, Failure, file_sha256
-from scripts.runlog import Run
-from scripts.stats import e_value
+from claims.evidence import TRACKS, Evidence, Failure, file_sha256
+from claims.runlog import Run
+from claims.stats import e_value
 
 SCHEMA = 1
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from runtime.claim import Claim, ClaimError, read_claim
 from runtime.log import REGISTERED, config_hash, source_files, source_hash
 from runtime.registry import RegistryError, read_registry
-from scripts.runlog import LogError, Run, Step, Validation, read_run
-from scripts.stats import Result, look_level, one_sample
+from claims.runlog import LogError, Run, Step, Validation, read_run
+from claims.stats import Result, look_level, one_sample
 
 
 class Track(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.runlog import Run
+from claims.runlog import Run
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of Okabe and Ito: for all kinds of eyes
 STYLES = ("-", "--", ":", "-.")  # tell curves of one colour apart

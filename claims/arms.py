@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.runlog import LogError, Run
+from claims.runlog import LogError, Run
 
 PUBLIC_TARGETS = {"track_1_short": 3.28, "track_2_medium": 2.92, "track_3_optimization": 3.28}  # by folder
 STEPS_TRACKS = {"steps", "track_3_optimization"}  # judged by the number of steps, under a rule of their own

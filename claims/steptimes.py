@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.ndimage import median_filter
 
-from scripts.runlog import Run, Step, Validation
-from scripts.stats import Difference
+from claims.runlog import Run, Step, Validation
+from claims.stats import Difference
 
 STRETCH_STEPS = 20  # on each side of a change of speed
 STRETCH_RATIO = 1.1  # that the mean step time must change by

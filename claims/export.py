@@ -9,11 +9,11 @@ from datetime import datetime
 from pathlib import Path
 
 from runtime.log import source_files
-from scripts.arms import group_runs
-from scripts.evidence import Evidence, find_failures
-from scripts.pages import common, ledger, table
-from scripts.runlog import Run, read_all
-from scripts.stats import moments, one_sample, welch
+from claims.arms import group_runs
+from claims.evidence import Evidence, find_failures
+from claims.pages import common, ledger, table
+from claims.runlog import Run, read_all
+from claims.stats import moments, one_sample, welch
 
 SEPARATOR = "=" * 100
 MACHINE = ("gpu", "gpu_count", "driver", "cuda", "torch", "cpu")  # times compare only where these are the same

@@ -1,0 +1,1 @@
+"""Reading run logs, judging claims, and writing records. Imports no torch."""
