@@ -1,6 +1,5 @@
 """Open the data of a run and check them: every token, their hashes, and what the splits share."""
 
-import glob
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +11,12 @@ from data.loader import Data, open_data
 from data.shards import Shard, ShardError, verify_shard
 
 PREFIX = 64  # first tokens of a document that identify it
-SHARDS = {"short": 9, "medium": 36, "steps": 18}  # of FineWeb, as run.sh fetches them
-SHARD_GB = 0.2
+FIXES = {  # by track; the numbers of shards are those that run.sh fetches
+    "tiny": "To build the data in seconds: python -m data.corpus",
+    "short": "To fetch 2.0 GB: ./run.sh --track short, or python -m data.cached_fineweb 9",
+    "medium": "To fetch 7.4 GB: ./run.sh --track medium, or python -m data.cached_fineweb 36",
+    "steps": "To fetch 3.8 GB: ./run.sh --track steps, or python -m data.cached_fineweb 18",
+}
 
 
 def open_audited(
@@ -34,25 +37,14 @@ def open_audited(
         rules = settings["vocab_size"], settings["bos"], settings["val_sha256"]
         return data, audit(read, val_files, *rules)
     except ShardError as error:
-        raise ShardError(f"{error} {_command_for(settings['track'], folder)}") from error
+        raise ShardError(f"{error} {FIXES[settings['track']]}") from error
 
 
 def _find(folder: str, split: str) -> list[Path]:
-    names = sorted(glob.glob(f"{glob.escape(folder)}/*{split}_*.bin"))
-    if not names:
-        raise ShardError(f"{folder}: no *{split}_*.bin file; a run needs one or more.")
-    return [Path(name) for name in names]
-
-
-def _command_for(track: str, folder: str) -> str:
-    """Say which command makes the shards of a track, and how much it downloads."""
-    if track not in SHARDS:
-        return f"To build the data of tiny in seconds: python -m data.corpus --out {folder}"
-    size = (SHARDS[track] + 1) * SHARD_GB  # one shard is for validation
-    return (
-        f"To fetch the data ({size:.1f} GB): ./run.sh --track {track}, or "
-        f"python -m data.cached_fineweb {SHARDS[track]} --out {folder}"
-    )
+    files = sorted(Path(folder).glob(f"*{split}_*.bin"))
+    if not files:
+        raise ShardError(f"{folder} has no *{split}_*.bin file; a run needs at least one.")
+    return files
 
 
 def audit(
@@ -70,8 +62,7 @@ def audit(
     if not val_sha256.startswith(expected_val):
         raise ShardError(
             f"{val_files[0].parent}: the validation tokens have SHA-256 {val_sha256}; the target "
-            f"holds only for {expected_val}... Delete the folder and make the data again, or set "
-            f"--val-sha256."
+            f"holds for {expected_val}... Make the data again, or set --val-sha256."
         )
     wanted = [prefix for file in val_files for prefix in _prefixes(file, bos)]
     unseen = set(wanted)
@@ -86,13 +77,11 @@ def audit(
 def _sha256(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        for _, block in Shard(file).blocks():
-            digest.update(block.data)
+        digest.update(Shard(file)[:].data)
     return digest.hexdigest()
 
 
 def _prefixes(file: Path, bos: int) -> list[bytes]:
-    """Return the first PREFIX tokens of every document of a shard that has so many."""
     tokens = Shard(file)[:]
     starts = np.flatnonzero(tokens == bos)
     long_enough = np.diff(np.append(starts, len(tokens))) >= PREFIX

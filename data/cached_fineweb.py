@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from data.shards import Shard, verify_shard
+from data.shards import verify_shard
 
 DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
 REVISION = "889765ea1f903759787add96995d81171b632d0c"  # a commit: the hub cannot change the data
@@ -22,28 +22,25 @@ VOCAB_SIZE, SHARD_GB = 50257, 0.2
 def fetch(count: int, folder: Path) -> None:
     """Bring the validation shard and the first `count` training shards into `folder`.
 
-    Raises ValueError for a count that does not exist, ShardError for a damaged shard, and what
-    snapshot_download raises.
+    Raises ValueError for a bad count, ShardError for a damaged shard, what the library raises.
     """
     if not 1 <= count <= TRAINING_SHARDS:
         raise ValueError(f"N is {count}; {DATASET} has 1 to {TRAINING_SHARDS} training shards.")
-    training = [f"fineweb_train_{index:06d}.bin" for index in range(1, count + 1)]
-    missing = []
-    for name in ["fineweb_val_000000.bin", *training]:
-        if (folder / name).exists():
-            Shard(folder / name)  # refuses a shard that was cut
-        else:
-            missing.append(name)
+    names = [f"fineweb_train_{index:06d}.bin" for index in range(1, count + 1)]
+    names.append("fineweb_val_000000.bin")
+    missing = [name for name in names if not (folder / name).exists()]
     if missing:
         from huggingface_hub import snapshot_download
 
         size = f"{len(missing) * SHARD_GB:.1f} GB"
         print(f"fetching {len(missing)} shards of {DATASET}, {size}, into {folder}", flush=True)
-        snapshot_download(DATASET, repo_type="dataset", revision=REVISION, allow_patterns=missing,
-                          local_dir=folder, token=False)  # fmt: skip
-    for name in missing:
+        snapshot_download(
+            DATASET, repo_type="dataset", revision=REVISION, allow_patterns=missing,
+            local_dir=folder, token=False,
+        )  # fmt: skip
+    for name in names:
         verify_shard(folder / name, VOCAB_SIZE)
-    print(f"{folder}: the validation shard and {count} training shards are there")
+    print(f"{folder}: {len(names)} shards are whole")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,13 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         fetch(arguments.shards, arguments.out)
-    except ValueError as error:  # ShardError too
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except Exception as error:  # the library raises many kinds
         reason = "".join(filter(str.isprintable, str(error)))  # a hub must not steer the terminal
-        print(f"error: the download failed: {reason}", file=sys.stderr)
-        return 1
+        print(f"error: {reason}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1  # ShardError is a ValueError
     return 0
 
 

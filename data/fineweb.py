@@ -4,7 +4,7 @@
 
 <|endoftext|> stands before each document. The first tokens are validation, the rest training; a
 document may straddle two shards, as in the public sets. Parquet files need pyarrow.
-Exit codes: 0 done, 1 a read or write failed, 2 bad input.
+Exit codes: 0 done, 2 not.
 """
 
 import argparse
@@ -18,23 +18,26 @@ from typing import Any
 import numpy as np
 import tiktoken
 
+from data.corpus import encode
 from data.shards import Tokens, write_shard
 
 
 def read_documents(paths: Iterable[Path], field: str) -> Iterator[str]:
-    """Yield the text of every row that has any; ValueError names a file and a row without text."""
+    """Yield the text of every row that has any; ValueError names a row that cannot be read."""
     for path in paths:
-        done = 0
+        number = 0
         try:
             for row in _rows(path, field):
+                number += 1
                 if not isinstance(row[field], str):
-                    raise TypeError(f"it is {row[field]!r:.40}")
+                    raise TypeError(f"{type(row[field]).__name__} is no text")
                 if row[field]:
                     yield row[field]
-                done += 1
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path}: after {done} rows one has no text in {field!r} ({error!r}). "
-                             f"Set --field, or repair the file.") from error  # fmt: skip
+            raise ValueError(
+                f"{path}: no text in field {field!r}, at row {number} or after it ({error!r}). "
+                f"Set --field, or repair the file."
+            ) from error
 
 
 def _rows(path: Path, field: str) -> Iterator[Any]:
@@ -49,47 +52,28 @@ def _rows(path: Path, field: str) -> Iterator[Any]:
                 yield json.loads(line)
 
 
-def tokenize(documents: Iterator[str], encoding: tiktoken.Encoding) -> Iterator[Tokens]:
-    """Yield the tokens of 1,000 documents at a time, <|endoftext|> before each document."""
+def tokenize(documents: Iterator[str], encoding: tiktoken.Encoding, size: int) -> Iterator[Tokens]:
+    """Yield vectors of `size` tokens, the last one maybe shorter; reads as much as it needs."""
+    waiting = np.empty(0, np.uint16)
     while batch := list(islice(documents, 1_000)):
-        pieces = []
-        for ids in encoding.encode_ordinary_batch(batch):
-            pieces.append(np.array([encoding.eot_token, *ids], dtype=np.uint16))
-        yield np.concatenate(pieces)
+        waiting = np.concatenate([waiting, encode(batch, encoding)])
+        while len(waiting) >= size:
+            yield waiting[:size]
+            waiting = waiting[size:]
+    if len(waiting):
+        yield waiting
 
 
-def pack(parts: Iterable[Tokens], size: int) -> Iterator[Tokens]:
-    """Yield the same tokens in vectors of `size`, the last one maybe shorter."""
-    if size < 1:
-        raise ValueError(f"--shard-tokens is {size}; the least is 1.")
-    waiting: list[Tokens] = []
-    held = 0
-    for part in parts:
-        waiting.append(part)
-        held += len(part)
-        while held >= size:
-            stream = np.concatenate(waiting)
-            yield stream[:size]
-            waiting, held = [stream[size:]], held - size
-    if held:
-        yield np.concatenate(waiting)
-
-
-def write_shards(parts: Iterable[Tokens], folder: Path, size: int) -> int:
-    """Write shards of `size` tokens and return how many are for training.
-
-    Raises ValueError when `folder` has shards already, or when nothing is left to train on.
-    """
+def write_shards(shards: Iterator[Tokens], folder: Path) -> int:
+    """Write one validation shard, then training shards; return how many those are."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.bin")):
         raise ValueError(f"{folder} has shards already. Delete them, or set another --out.")
-    shards = pack(parts, size)
     validation, count = next(shards, None), 0
     for count, tokens in enumerate(shards, start=1):
         write_shard(folder / f"train_{count:06d}.bin", tokens)
     if validation is None or count == 0:
-        raise ValueError(f"the documents fill at most the validation shard of {size:,} tokens. "
-                         f"Lower --shard-tokens.")  # fmt: skip
+        raise ValueError("The documents fill one shard at most. Lower --shard-tokens.")
     # Last, so that an interrupted set lacks it and is refused.
     write_shard(folder / "val_000000.bin", validation)
     return count
@@ -102,18 +86,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of the shards")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens of a shard")
     parser.add_argument("--field", default="text", help="field of a row that has the text")
-    arguments = parser.parse_args(argv)
+    given = parser.parse_args(argv)
     try:
-        documents = read_documents(arguments.files, arguments.field)
-        parts = tokenize(documents, tiktoken.get_encoding("gpt2"))
-        count = write_shards(parts, arguments.out, arguments.shard_tokens)
-    except (ValueError, ImportError) as error:
+        documents = read_documents(given.files, given.field)
+        shards = tokenize(documents, tiktoken.get_encoding("gpt2"), max(given.shard_tokens, 1))
+        count = write_shards(shards, given.out)
+    except (ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{arguments.out}: 1 validation shard, {count} for training")
+    print(f"{given.out}: 1 validation shard, {count} for training")
     return 0
 
 

@@ -3,8 +3,7 @@
 A row is `sequence` tokens and their targets. A step is `batch_tokens / sequence` rows, the same at
 every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
 of pieces: ranges [start, end) of one shard with `sequence + 1` tokens in all, since the last token
-is only a target. One generator, `_walk`, finds the rows for the loader and for the plan, so the two
-cannot disagree. Source of the row rule: modded-nanogpt, record 42.
+is only a target. Source of the row rule: modded-nanogpt, record 42.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,18 +41,16 @@ class Order:
     align: bool = True  # rows begin with a document; False: contiguous rows
 
     @property
-    def rows(self) -> int:
-        """Rows of a step, all ranks together."""
+    def rows(self) -> int:  # of a step, all ranks together
         return self.batch_tokens // self.sequence
 
     def rows_of_rank(self, world_size: int) -> int:
-        """Return the rows of a step that each rank owns; ValueError if ranks cannot be equal."""
+        """Return the rows that each rank owns; ValueError if the ranks cannot own equally many."""
         if self.rows % world_size:
             sizes = [str(size) for size in range(1, self.rows + 1) if self.rows % size == 0]
             raise ValueError(
-                f"world size {world_size} does not divide the {self.rows} rows of a step "
-                f"({self.batch_tokens:,} tokens in rows of {self.sequence:,}). Start one of "
-                f"{', '.join(sizes)} ranks, or change --batch-tokens or --sequence."
+                f"world size {world_size} does not divide the {self.rows} rows of a step. "
+                f"Start {', '.join(sizes)} ranks, or change --batch-tokens or --sequence."
             )
         return self.rows // world_size
 
@@ -77,8 +74,7 @@ class Batch(NamedTuple):
 
     inputs: torch.Tensor  # int32 (rows, sequence)
     targets: torch.Tensor  # int64 (rows, sequence)
-    # int32 (capacity,): 0, the start of each row and document in the flattened inputs, and then
-    # rows * sequence up to the capacity.
+    # int32 (capacity,): 0, each start of a row or document in the flattened inputs, rows * sequence
     cu_seqlens: torch.Tensor
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -108,19 +104,13 @@ def _make_batch(rows: Tokens, starts: Sequence[int] | NDArray, capacity: int) ->
 class Position(NamedTuple):
     """Between two steps: the steps before it, a shard, and the token where the next step reads."""
 
-    step: int
-    shard: int
-    offset: int
-
-
-START = Position(0, 0, 0)
+    step: int = 0
+    shard: int = 0
+    offset: int = 0
 
 
 def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator[Step]:
-    """Yield (rows of all ranks, position after them) for each step, then raise ShardError.
-
-    No step spans two shards: what a shard holds after its last whole step is dropped.
-    """
+    """Yield (rows of all ranks, position after them) for each step, then raise ShardError."""
     find_rows = _aligned_rows if order.align else _dense_rows
     step, offset = position.step, position.offset
     for index in range(position.shard, len(shards)):
@@ -131,24 +121,20 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator
                 step += 1
                 yield rows, Position(step, index, end)
                 rows = []
-        offset = 0
-    rule = f"of documents that start with token {order.bos}" if order.align else "in a row"
+        offset = 0  # no step spans two shards: what remains of one is dropped
+    rule = f"documents that start with token {order.bos}" if order.align else "contiguous rows"
     raise ShardError(
-        f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens in {len(shards)} "
-        f"shard(s). A step reads {order.batch_tokens:,} tokens {rule}, all from one shard. "
-        f"Set --steps to at most {step:,}, or add shards."
+        f"the data end after {step:,} steps: {len(shards)} shard(s) with {sum(map(len, shards)):,} "
+        f"tokens, read as {rule}. Set --steps to at most {step:,}, or add shards."
     )
 
 
 def _aligned_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
-    """Yield rows that start with a document, and where the next row begins to read.
-
-    A document that max_document or the end of its row cuts loses its tail.
-    """
+    """Yield rows of whole or cut documents, and where the next row begins to read."""
     row: Row = []
     missing = order.sequence + 1
     for start, stop in _documents(tokens, order.bos, offset):
-        end = min(stop, start + order.max_document, start + missing)
+        end = min(stop, start + order.max_document, start + missing)  # the tail is dropped
         row.append((start, end))
         missing -= end - start
         if missing == 0:
@@ -193,13 +179,10 @@ class Plan(NamedTuple):
 
 
 def plan_run(files: Files, order: Order, steps: int) -> Plan:
-    """Walk over the documents of a run as TrainLoader will, without building batches.
-
-    Raises ShardError for a bad shard, and when the data end before `steps`.
-    """
+    """Walk as TrainLoader will, without building batches; ShardError if the data do not suffice."""
     shards = [Shard(file) for file in files]
-    walk = _walk(shards, order, START)
-    end, most = START, 0
+    walk = _walk(shards, order, Position())
+    end, most = Position(), 0
     for _ in range(steps):
         rows, end = next(walk)
         for row in rows:
@@ -212,8 +195,8 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
     """Iterator over steps; `next(loader)` is the list of this rank's micro-batches.
 
     A background thread builds the step after the one handed out. Data that end raise ShardError,
-    never StopIteration, so that a for loop cannot end a run in silence.
-    `max_documents` is the plan's; it fixes the length of cu_seqlens.
+    never StopIteration, so that a for loop cannot end a run in silence. `max_documents` is the
+    plan's; it fixes the length of cu_seqlens.
     """
 
     def __init__(
@@ -225,7 +208,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         self._rank, self._world_size = rank, world_size
         self._shards = [Shard(file) for file in files]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        self._position = START  # of the next step to hand out, whatever is built ahead of it
+        self._position = Position()  # of the next step to hand out, whatever is built ahead of it
         self.split(order.batch_tokens)
 
     def split(self, micro_batch: int) -> None:
@@ -237,7 +220,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
 
     def reset(self) -> None:
         """Go back to the first step."""
-        self._seek(START)
+        self._seek(Position())
 
     def _seek(self, position: Position) -> None:
         self._position = position
@@ -256,8 +239,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         return batches
 
     def _build(self, steps: Iterator[Step]) -> tuple[list[Batch], dict[str, Any], Position]:
-        # `steps` is an argument because a build that a seek left behind must advance the walk that
-        # the seek abandoned, not the new one.
+        # `steps` is an argument: a build that a seek overtakes must advance the old walk.
         rows, end = next(steps)
         shard = self._shards[end.shard]
         batches = [self._micro_batch(shard, rows[own]) for own in self._own]
@@ -273,7 +255,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         return _make_batch(np.stack(filled), starts, self._capacity)
 
     def where(self, step: int) -> dict[str, Any]:
-        """Return {"shard": name, "token_offset": first token}; KeyError but for the last 8 steps."""
+        """Return {"shard": name, "token_offset": start} of one of the last 8 steps, from 1."""
         return self._places[step]
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,16 +266,15 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         return {"position": self._position._asdict(), "order": order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, at any world size; shards may have been added since.
+        """Continue at a saved position, at any world size; ValueError names what differs.
 
-        Raises ValueError that names each difference in the order or in the shards.
+        Shards may have been added since.
         """
         here = self.state_dict()["order"]
         differences = []
         for name, was in state["order"].items():
-            now = here.get(name, "absent")
-            if was != now:
-                differences.append(f"{name} was {was} and is {now}")
+            if was != here.get(name):
+                differences.append(f"{name} was {was} and is {here.get(name, 'absent')}")
         if differences:
             raise ValueError(
                 f"the saved data position does not fit this run: {'; '.join(differences)}. Resume "
@@ -303,7 +284,6 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
 
     def __exit__(self, *exception: object) -> None:
         """Stop the background thread; the loader cannot be used afterwards."""
-        self._pending = None
         self._worker.shutdown(cancel_futures=True)
 
 
@@ -312,9 +292,9 @@ def validation_batches(
 ) -> list[Batch]:
     """Return this rank's share of the first `tokens` tokens, contiguous across shards.
 
-    A batch is one row of `sequence` tokens, or as many as `most` tokens hold. Ranks may differ by
+    A batch has one row of `sequence` tokens, or as many as `most` tokens hold; ranks may differ by
     one row. Documents begin at row starts and, in aligned orders, at each BOS. cu_seqlens has one
-    length on all ranks. Raises ShardError when the shards hold too few tokens.
+    length on all ranks. Raises ShardError when the tokens do not suffice.
     """
     stream = np.concatenate([Shard(file)[: tokens + 1] for file in files])[: tokens + 1]
     if len(stream) <= tokens:
@@ -355,9 +335,9 @@ class Data:
         self.train.split(micro_batch)
 
     def in_parts(self, val_batch: int, reach: int) -> "Data":
-        """Return the data with validation rows cut into parts of at most `val_batch` targets.
+        """Return the data with validation rows in parts of `val_batch` targets.
 
-        A part's inputs include the `reach` tokens before it, on which its losses may depend.
+        A part's inputs begin `reach` tokens before its targets, as its losses may depend on them.
         """
         parts = []
         for batch in self.validation:
@@ -379,8 +359,8 @@ def open_data(
 ) -> Data:
     """Open the training and validation data of one rank.
 
-    `settings` has the fields of Order, steps, micro_batch (tokens; None: all rows of a rank at
-    once), val_tokens, val_sequence and val_batch (tokens). Raises what the parts raise.
+    `settings` has the fields of Order, steps, micro_batch (None: all rows of a rank at once),
+    val_tokens, val_sequence and val_batch. Raises ShardError and ValueError as the parts do.
     """
     order = Order(**{field.name: settings[field.name] for field in fields(Order)})
     order.rows_of_rank(world_size)  # checked before the walk, which takes longer
@@ -388,8 +368,10 @@ def open_data(
     train = TrainLoader(train_files, order, plan.max_documents, rank, world_size)
     if settings["micro_batch"] is not None:
         train.split(settings["micro_batch"])
-    sizes = [settings[name] for name in ("val_tokens", "val_sequence", "val_batch")]
-    validation = validation_batches(val_files, order, *sizes, rank, world_size)
+    validation = validation_batches(
+        val_files, order, settings["val_tokens"], settings["val_sequence"], settings["val_batch"],
+        rank, world_size,
+    )  # fmt: skip
     longest = min(order.max_document, order.sequence) if order.align else order.sequence
     lengths = [int(batch.cu_seqlens.diff().max()) for batch in validation]
     val_longest = max(lengths, default=settings["val_sequence"])  # a rank may have no rows

@@ -5,9 +5,7 @@ rest is zero. The public pre-tokenized FineWeb shards (llm.c, modded-nanogpt) ha
 """
 
 import os
-import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES, TOKEN_BYTES = 1024, 2
 MAX_TOKENS = (1 << 31) - 1  # the header counts tokens in an int32
-READ_BLOCK = 1 << 24  # tokens read at once from a whole shard: 32 MiB
 AGAIN = "Delete the file and fetch or build it again."
 
 Tokens = NDArray[np.uint16]
@@ -27,13 +24,17 @@ class ShardError(ValueError):
 
 
 def write_shard(path: str | Path, tokens: ArrayLike) -> None:
-    """Write a vector of integer tokens (n,) as one shard, atomically.
+    """Write a vector (n,) of integers from 0 to 65535 as one shard; ShardError for anything else.
 
-    A reader of `path` sees no file, the old shard or the new one. Raises ShardError unless the
-    tokens are a non-empty vector of integers from 0 to 65535.
+    The write is atomic: a reader of `path` sees no file, the old shard or the new one.
     """
-    path = Path(path)
-    values = _as_uint16(path, np.asarray(tokens))
+    path, values = Path(path), np.asarray(tokens)
+    fits = values.ndim == 1 and values.dtype.kind in "iu" and 1 <= values.size <= MAX_TOKENS
+    if not fits or values.min() < 0 or values.max() > 65535:
+        raise ShardError(
+            f"{path}: a shard holds a vector of 1 to {MAX_TOKENS:,} integers from 0 to 65535; got "
+            f"{values!r}. Use a vocabulary of at most 65,536 tokens, or write several shards."
+        )
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, values.size
     # In the same folder: a rename is atomic only within a file system.
@@ -41,7 +42,7 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
     try:
         with partial.open("wb") as file:
             file.write(header.tobytes())
-            file.write(values.data)
+            file.write(np.ascontiguousarray(values, dtype="<u2").data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -49,33 +50,17 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _as_uint16(path: Path, tokens: NDArray) -> Tokens:
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not 1 <= tokens.size <= MAX_TOKENS:
-        raise ShardError(
-            f"{path}: got shape {tokens.shape} and dtype {tokens.dtype}; a shard holds a vector of "
-            f"1 to {MAX_TOKENS:,} integers. Pass a flat integer array, or write several shards."
-        )
-    for token in (tokens.min(), tokens.max()):
-        if not 0 <= token <= 65535:
-            raise ShardError(
-                f"{path}: token {token} is outside 0 to 65535; a shard holds uint16. "
-                f"Use a vocabulary of at most 65,536 tokens."
-            )
-    return np.ascontiguousarray(tokens, dtype="<u2")
-
-
 class Shard:
     """The tokens of an open shard: `len(shard)` counts them, `shard[start:stop]` reads (m,) uint16.
 
-    Opening it checks the header against the size of the file and reads no tokens. A slice raises
-    ShardError when the file cannot be read or has changed in size; a file that is deleted after it
-    was opened still reads. The file is not mapped into memory: touching a mapped page that the
-    disk has lost kills the process by SIGBUS.
+    Opening checks the header against the size of the file. A slice raises ShardError when the file
+    cannot be read or has changed in size; a deleted file still reads. The file is not mapped into
+    memory: touching a mapped page that the disk has lost kills the process by SIGBUS. One thread at
+    a time may read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._lock = threading.Lock()  # a seek and the read after it belong together
         try:
             self._file = self.path.open("rb")
             weakref.finalize(self, self._file.close)
@@ -92,9 +77,8 @@ class Shard:
         start, stop, _ = where.indices(self._count)
         wanted = TOKEN_BYTES * max(stop - start, 0)
         try:
-            with self._lock:
-                self._file.seek(HEADER_BYTES + TOKEN_BYTES * start)
-                content = self._file.read(wanted)
+            self._file.seek(HEADER_BYTES + TOKEN_BYTES * start)
+            content = self._file.read(wanted)
             size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise self._unreadable(f"tokens {start:,} to {stop:,}", error) from error
@@ -105,11 +89,6 @@ class Shard:
                 f"change while it is used. {AGAIN}"
             )
         return np.frombuffer(content, dtype="<u2")
-
-    def blocks(self) -> Iterator[tuple[int, Tokens]]:
-        """Yield all tokens in order: (offset, tokens), at most READ_BLOCK at a time."""
-        for start in range(0, len(self), READ_BLOCK):
-            yield start, self[start : start + READ_BLOCK]
 
     def _unreadable(self, what: str, error: OSError) -> ShardError:
         return ShardError(
@@ -141,11 +120,10 @@ def _token_count(path: Path, header: bytes, size: int) -> int:
 
 def verify_shard(path: str | Path, vocab_size: int) -> None:
     """Read the whole shard; raise ShardError as Shard does, or for a token >= `vocab_size`."""
-    for start, block in Shard(path).blocks():
-        if block.max() >= vocab_size:
-            place = int((block >= vocab_size).argmax())
-            raise ShardError(
-                f"{path}: token {start + place:,} is {block[place]}; the vocabulary has "
-                f"{vocab_size:,} tokens. Set the --vocab-size of the tokenizer that made it, or "
-                f"build it again."
-            )
+    tokens = Shard(path)[:]
+    if tokens.max() >= vocab_size:
+        place = int((tokens >= vocab_size).argmax())
+        raise ShardError(
+            f"{path}: token {place:,} is {tokens[place]}; the vocabulary has {vocab_size:,} tokens."
+            f" Set the --vocab-size of the tokenizer that made the shard, or make it again."
+        )
