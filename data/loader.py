@@ -284,6 +284,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
 
     def __exit__(self, *exception: object) -> None:
         """Stop the background thread; the loader cannot be used afterwards."""
+        self._pending = None
         self._worker.shutdown(cancel_futures=True)
 
 
