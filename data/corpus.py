@@ -22,14 +22,13 @@ import tiktoken
 
 from data.shards import Tokens, write_shard
 
-PACKAGES = {"mpmath": "1.3.0", "networkx": "3.6.1", "sympy": "1.14.0"}
+PACKAGES = ("mpmath", "networkx", "sympy")  # at the versions in requirements.txt
 VOCABULARY = Path(__file__).with_name("vocabulary.tiktoken")
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
 MIN_CHARACTERS = 500  # shorter files are empty modules and re-exports
 MAX_DIGIT_SHARE = 0.12  # above it a file is a table of numbers, not text
 VAL_BELOW = 16  # first byte of a file's SHA-256: one file in 16 is validation
 DOCUMENT_CHARACTERS = 1_250  # whole files have 7,000 tokens, and rows drop the tail of a document
-REINSTALL = "python -m pip install --force-reinstall -r requirements.txt"
 TRAIN, VAL = "train_000000.bin", "val_000000.bin"
 PINS = {  # SHA-256 of the tokens
     TRAIN: "77e6e4d2acaa19c335e3d1748fa9e8cdeb7bb2f2000e212b7042c60380a15fbf",
@@ -45,31 +44,19 @@ BOUNDARIES = [re.compile(kind) for kind in (r"\n", r"\n\n(?=    [^ \t\n])", r"\n
 def read_sources() -> list[tuple[bytes, str, str]]:
     """Return (SHA-256 of its bytes, name, text) of each file of the corpus, sorted.
 
-    Raises ValueError for a package that is missing or of another version.
+    Raises ImportError for a package that is not installed. No package is imported.
     """
     files = []
-    for package, version in PACKAGES.items():
-        folder = _package_folder(package, version)
+    for package in PACKAGES:
+        folder = Path(str(metadata.distribution(package).locate_file(package)))
         for path in folder.rglob("*.py"):
             name = path.relative_to(folder.parent).as_posix()
             content = path.read_bytes()
-            text = content.decode("utf-8", errors="replace")  # never in the pinned files
+            text = content.decode("utf-8", errors="replace")  # the pins refuse what is not UTF-8
             is_table = len(re.findall(r"[0-9]", text)) > MAX_DIGIT_SHARE * len(text)
             if len(text) >= MIN_CHARACTERS and not is_table and "/tests/" not in name:
                 files.append((hashlib.sha256(content).digest(), name, text))
     return sorted(files)
-
-
-def _package_folder(package: str, version: str) -> Path:
-    problem = f"{package} is not installed"
-    try:
-        found = metadata.distribution(package)
-        if found.version == version:
-            return Path(str(found.locate_file(package)))
-        problem = f"{package} {found.version} is installed"
-    except metadata.PackageNotFoundError:
-        pass
-    raise ValueError(f"{problem}; the corpus needs {package} {version}. Run: {REINSTALL}")
 
 
 def split_documents(text: str) -> list[str]:
@@ -107,7 +94,7 @@ def encode(documents: list[str], tokenizer: tiktoken.Encoding) -> Tokens:
 
 
 def build(folder: Path) -> None:
-    """Write both shards into `folder`; raises ValueError or OSError."""
+    """Write both shards into `folder`; raises ValueError, ImportError or OSError."""
     started = time.monotonic()
     tokenizer = read_vocabulary()
     left_out = LEFT_OUT.read_text().split()
@@ -123,9 +110,10 @@ def build(folder: Path) -> None:
         tokens = encode(documents, tokenizer)
         found = hashlib.sha256(tokens.data).hexdigest()
         if found != PINS[shard]:
+            versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
             raise ValueError(
-                f"the tokens of {shard} have SHA-256 {found}; it must be {PINS[shard]}. A package "
-                f"was changed, or {VOCABULARY.parent}. Run: {REINSTALL}, then git status"
+                f"the tokens of {shard} have SHA-256 {found}, not {PINS[shard]}: data/ has changed "
+                f"or a package is not the pinned release ({versions} are installed)"
             )
         write_shard(folder / shard, tokens)
         seconds = time.monotonic() - started
@@ -138,8 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("data/corpus"), help="target folder")
     try:
         build(parser.parse_args(argv).out)
-    except (ValueError, OSError) as error:
-        print(f"corpus: {error}", file=sys.stderr)
+    except (ValueError, ImportError, OSError) as error:
+        fix = "python -m pip install --force-reinstall -r requirements.txt"
+        print(f"corpus: {error}. To restore the packages: {fix}", file=sys.stderr)
         return 2
     return 0
 

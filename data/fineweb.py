@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,11 @@ from data.shards import Tokens, write_shard
 def read_documents(paths: Iterable[Path], field: str) -> Iterator[str]:
     """Yield the text of every row that has any; ValueError names a row that cannot be read."""
     for path in paths:
-        number = 0
-        try:
-            for row in _rows(path, field):
-                number += 1
-                if not isinstance(row[field], str):
-                    raise TypeError(f"{type(row[field]).__name__} is no text")
-                if row[field]:
-                    yield row[field]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f"{path}: no text in field {field!r}, at row {number} or after it ({error!r}). "
-                f"Set --field, or repair the file."
-            ) from error
+        for number, row in enumerate(_rows(path, field), start=1):
+            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                raise ValueError(f"{path}: row {number} has no text in {field!r}. Set --field.")
+            if row[field]:
+                yield row[field]
 
 
 def _rows(path: Path, field: str) -> Iterator[Any]:
@@ -46,10 +39,13 @@ def _rows(path: Path, field: str) -> Iterator[Any]:
 
         for batch in parquet.ParquetFile(path).iter_batches(columns=[field]):
             yield from batch.to_pylist()
-    else:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                yield json.loads(line)
+        return
+    with path.open("rb") as file:
+        for line in file:
+            row = None  # a line that is no JSON in UTF-8 has no text
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+            yield row
 
 
 def tokenize(documents: Iterator[str], encoding: tiktoken.Encoding, size: int) -> Iterator[Tokens]:

@@ -23,7 +23,6 @@ from data.shards import Shard, ShardError, Tokens
 
 SCAN_BLOCK = 1 << 20  # tokens searched for document starts at once: 2 MiB fit a processor's cache
 CAPACITY_MULTIPLE = 32  # few lengths of cu_seqlens mean few compiled graphs
-PLACES_KEPT = 8  # the trainer notices a bad step some steps late
 
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
@@ -226,15 +225,13 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         self._position = position
         self._steps = _walk(self._shards, self._order, position)
         self._pending: Future | None = None
-        self._places: dict[int, dict[str, Any]] = {}  # of the last steps, see `where`
+        self._places: dict[int, dict[str, Any]] = {}  # by step, see `where`
 
     def __next__(self) -> list[Batch]:
         if self._pending is None:
             self._pending = self._worker.submit(self._build, self._steps)
         batches, place, self._position = self._pending.result()
-        step = self._position.step
-        self._places[step] = place
-        self._places.pop(step - PLACES_KEPT, None)
+        self._places[self._position.step] = place
         self._pending = self._worker.submit(self._build, self._steps)
         return batches
 
@@ -255,7 +252,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         return _make_batch(np.stack(filled), starts, self._capacity)
 
     def where(self, step: int) -> dict[str, Any]:
-        """Return {"shard": name, "token_offset": start} of one of the last 8 steps, from 1."""
+        """Return {"shard": name, "token_offset": start} of a step, from 1, since the last seek."""
         return self._places[step]
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,15 +268,13 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         Shards may have been added since.
         """
         here = self.state_dict()["order"]
-        differences = []
         for name, was in state["order"].items():
             if was != here.get(name):
-                differences.append(f"{name} was {was} and is {here.get(name, 'absent')}")
-        if differences:
-            raise ValueError(
-                f"the saved data position does not fit this run: {'; '.join(differences)}. Resume "
-                f"with the settings and shards of the saved run, or start a new run."
-            )
+                raise ValueError(
+                    f"the saved data position does not fit this run: {name} was {was} and is "
+                    f"{here.get(name, 'absent')}. Resume with the settings and shards of the saved "
+                    f"run, or start a new run."
+                )
         self._seek(Position(**state["position"]))
 
     def __exit__(self, *exception: object) -> None:

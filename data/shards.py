@@ -67,7 +67,10 @@ class Shard:
             header = self._file.read(HEADER_BYTES)
             self._size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
-            raise self._unreadable("the header", error) from error
+            raise ShardError(
+                f"{path} cannot be opened: {error.strerror}. Check that it is there and readable, "
+                f"and the limit of open files (ulimit -n)."
+            ) from error
         self._count = _token_count(self.path, header, self._size)
 
     def __len__(self) -> int:
@@ -80,21 +83,15 @@ class Shard:
             self._file.seek(HEADER_BYTES + TOKEN_BYTES * start)
             content = self._file.read(wanted)
             size = os.fstat(self._file.fileno()).st_size
+            problem = f"the file had {self._size:,} bytes when it was opened and has {size:,} now"
         except OSError as error:
-            raise self._unreadable(f"tokens {start:,} to {stop:,}", error) from error
+            content, size, problem = b"", -1, str(error)
         if size != self._size or len(content) != wanted:
             raise ShardError(
-                f"{self.path}: tokens {start:,} to {stop:,} cannot be read: the file had "
-                f"{self._size:,} bytes when it was opened and has {size:,} now; a shard must not "
-                f"change while it is used. {AGAIN}"
+                f"{self.path}: tokens {start:,} to {stop:,} cannot be read: {problem}. A shard must"
+                f" not change while it is used. Check the disk. {AGAIN}"
             )
         return np.frombuffer(content, dtype="<u2")
-
-    def _unreadable(self, what: str, error: OSError) -> ShardError:
-        return ShardError(
-            f"{self.path}: {what} cannot be read ({error.strerror}); a shard must stay readable "
-            f"while it is used. Check permissions, the disk, and the open-file limit (ulimit -n)."
-        )
 
 
 def _token_count(path: Path, header: bytes, size: int) -> int:
@@ -118,8 +115,8 @@ def _token_count(path: Path, header: bytes, size: int) -> int:
     raise ShardError(f"{path}: {problem}. {AGAIN}")
 
 
-def verify_shard(path: str | Path, vocab_size: int) -> None:
-    """Read the whole shard; raise ShardError as Shard does, or for a token >= `vocab_size`."""
+def verify_shard(path: str | Path, vocab_size: int) -> Tokens:
+    """Return all tokens; raises ShardError as Shard does, and for a token >= `vocab_size`."""
     tokens = Shard(path)[:]
     if tokens.max() >= vocab_size:
         place = int((tokens >= vocab_size).argmax())
@@ -127,3 +124,4 @@ def verify_shard(path: str | Path, vocab_size: int) -> None:
             f"{path}: token {place:,} is {tokens[place]}; the vocabulary has {vocab_size:,} tokens."
             f" Set the --vocab-size of the tokenizer that made the shard, or make it again."
         )
+    return tokens

@@ -65,7 +65,7 @@ def test_a_bad_line_is_named_and_leaves_no_validation_shard(tmp_path, convert, c
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"text": "' + b"a" * 99 + b'"}\n' + line + b"\n")
     assert convert(source) == 2
-    assert f"{source}: no text in field 'text', at row" in capsys.readouterr().err
+    assert f"{source}: row 2 has no text in 'text'" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("val*"))
 
 

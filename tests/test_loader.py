@@ -170,7 +170,8 @@ def test_a_row_by_hand(tmp_path):
 @settings(max_examples=30, deadline=None)
 def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards, order):
     expected = slow_steps(shards, order)
-    with written(shards) as files:
+    with written(shards) as files, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader_module, "SCAN_BLOCK", 9)  # shorter than most documents
         for world_size in (1, 2, 4, 8):
             for micro_rows in {1, 8 // world_size}:
                 ranks = []
@@ -193,17 +194,6 @@ def test_batches_have_the_stated_dtypes_and_static_shapes(files):
                 assert (inputs.dtype, inputs.shape) == (torch.int32, (2, 8))
                 assert (targets.dtype, targets.shape) == (torch.int64, (2, 8))
                 assert (cu_seqlens.dtype, cu_seqlens.shape) == (torch.int32, (64,))
-
-
-@given(shard_strategy, st.integers(1, 9), st.integers(0, 60))
-@examples
-def test_documents_scanned_in_small_blocks_equal_one_scan(tokens, block, offset):
-    tokens = np.array(tokens, dtype=np.uint16)
-    starts = [index for index, token in enumerate(tokens) if token == BOS and index >= offset]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader_module, "SCAN_BLOCK", block)
-        found = list(loader_module._documents(tokens, BOS, offset))
-    assert found == list(zip(starts, [*starts[1:], len(tokens)], strict=False))
 
 
 # ---- position
@@ -254,20 +244,12 @@ def test_resetting_loading_and_splitting_drop_what_was_built_ahead(files):
         assert rows_of(next(loader)) == first
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sequence": 16}, "sequence was 8 and is 16"),
-        ({"align": False}, "align was True and is False"),
-        ({"bos": 1, "max_document": 7}, "max_document was 6 and is 7; bos was 0 and is 1"),
-    ],
-)
-def test_a_position_of_another_order_is_refused_naming_the_difference(files, changes, message):
-    with make(files) as loader, make(files, replace(ORDER, **changes)) as other:
-        before = other.state_dict()
-        with pytest.raises(ValueError, match=f"does not fit this run: {message}"):
-            other.load_state_dict(loader.state_dict())
-        assert other.state_dict() == before
+def test_a_position_of_another_order_is_refused_naming_the_difference(files):
+    with make(files) as loader:
+        state = loader.state_dict()
+    other = make(files, replace(ORDER, max_document=7))
+    with other, pytest.raises(ValueError, match="this run: max_document was 6 and is 7"):
+        other.load_state_dict(state)
 
 
 def test_a_position_in_other_shards_is_refused_but_added_shards_are_welcome(files, tmp_path):
@@ -301,9 +283,6 @@ def test_a_step_can_be_found_in_its_file_on_every_rank(files, align):
             start = place["token_offset"]
             assert shard[start : start + lengths[0]].tolist() == tokens[: lengths[0]]
         assert place["shard"] == files[1].name
-        loader.where(steps - 7)
-        with pytest.raises(KeyError):
-            loader.where(steps - 8)
 
 
 # ---- the end of the data, and faults
@@ -328,22 +307,6 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
         for _ in range(2):  # again and again, not once
             with pytest.raises(ShardError, match=message):
                 next(loader)
-
-
-def test_shards_of_another_tokenizer_have_no_documents_and_the_error_says_so(files):
-    with pytest.raises(ShardError, match="after 0 steps: .* documents that start with token 50256"):
-        plan_run(files, replace(ORDER, bos=50256), 1)
-
-
-def test_a_for_loop_over_the_steps_cannot_end_in_silence(files):
-    with make(files) as loader, pytest.raises(ShardError):
-        for _ in loader:
-            pass
-
-
-def test_a_world_size_that_does_not_divide_the_rows_names_those_that_do(files):
-    with pytest.raises(ValueError, match=r"world size 3 .* 4 rows of a step\. Start 1, 2, 4 ranks"):
-        make(files, world_size=3)
 
 
 CUT_IN_TRAINING = f"""
@@ -424,14 +387,6 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
     assert max(per_rank) - min(per_rank) <= 1
     assert all(len(batch.inputs) <= max(most // sequence, 1) for batch in joined(ranks))
     assert len({len(batch.cu_seqlens) for batch in joined(ranks)}) == 1
-
-
-def test_validation_capacity_is_the_need_of_the_fullest_batch_on_every_rank(tmp_path):
-    # Rank 0 has no document start, rank 1 has 400.
-    write_shard(tmp_path / "val.bin", [1] * 400 + [BOS] * 400 + [1])
-    for rank in range(2):
-        batches = validate([tmp_path / "val.bin"], 800, 100, 200, rank=rank, world_size=2)
-        assert [len(batch.cu_seqlens) for batch in batches] == [224, 224]  # 200 + 1, rounded up
 
 
 def test_validation_needs_one_token_more_than_it_counts(tmp_path):
