@@ -24,8 +24,7 @@ def open_audited(
 ) -> tuple[Data, dict[str, Any] | None]:
     """Return the data of one rank and, if `audited`, what `audit` finds; `settings` are the run's.
 
-    Raises ShardError, which names the command that makes the data, when shards are missing, too
-    few or bad; ValueError for a world size that does not divide the rows.
+    Raises ShardError, which names the command that makes the data, and what open_data raises.
     """
     folder = settings["data_dir"]
     try:
@@ -52,9 +51,9 @@ def audit(
 ) -> dict[str, Any]:
     """Read all shards; return {train_sha256, val_sha256, overlap}.
 
-    `expected_val` is how the SHA-256 of the validation tokens must begin. overlap is the share of
-    validation documents whose first 64 tokens also begin a training document; None if no document
-    is that long. Raises ShardError for a token outside the vocabulary or other validation tokens.
+    overlap is the share of validation documents whose first 64 tokens also begin a training
+    document; None if no document is that long. Raises ShardError for a token outside the
+    vocabulary, and unless val_sha256 begins with `expected_val`.
     """
     train_sha256, val_sha256 = _sha256(train_files, vocab_size), _sha256(val_files, vocab_size)
     if not val_sha256.startswith(expected_val):

@@ -44,7 +44,6 @@ def fetch(count: int, folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Download from the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9, help="default: 9")
     parser.add_argument("--out", type=Path, default=Path("data/fineweb10B"), help="target folder")

@@ -13,7 +13,6 @@ import base64
 import hashlib
 import re
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -95,7 +94,6 @@ def encode(documents: list[str], tokenizer: tiktoken.Encoding) -> Tokens:
 
 def build(folder: Path) -> None:
     """Write both shards into `folder`; raises ValueError, ImportError or OSError."""
-    started = time.monotonic()
     tokenizer = read_vocabulary()
     left_out = LEFT_OUT.read_text().split()
     train, val = [], []
@@ -116,12 +114,10 @@ def build(folder: Path) -> None:
                 f"or a package is not the pinned release ({versions} are installed)"
             )
         write_shard(folder / shard, tokens)
-        seconds = time.monotonic() - started
-        print(f"corpus: {seconds:.1f} s  {len(tokens):,} tokens in {folder / shard}", flush=True)
+        print(f"corpus: {len(tokens):,} tokens in {folder / shard}", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Build from the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m data.corpus", description="Build the corpus.")
     parser.add_argument("--out", type=Path, default=Path("data/corpus"), help="target folder")
     try:

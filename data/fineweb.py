@@ -76,7 +76,6 @@ def write_shards(shards: Iterator[Tokens], folder: Path) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert from the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="taken in this order")
     parser.add_argument("--out", type=Path, required=True, help="folder of the shards")

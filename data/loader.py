@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from data.shards import Shard, ShardError, Tokens
@@ -263,13 +262,10 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         return {"position": self._position._asdict(), "order": order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, at any world size; ValueError names what differs.
-
-        Shards may have been added since.
-        """
+        """Continue at a saved position, at any world size; ValueError names what differs."""
         here = self.state_dict()["order"]
         for name, was in state["order"].items():
-            if was != here.get(name):
+            if was != here.get(name):  # shards may have been added
                 raise ValueError(
                     f"the saved data position does not fit this run: {name} was {was} and is "
                     f"{here.get(name, 'absent')}. Resume with the settings and shards of the saved "
@@ -307,7 +303,7 @@ def validation_batches(
     for each in range(world_size):
         edges += [batch.start * sequence for batch in _deal(count, rows, each, world_size)]
     fullest = np.diff(np.searchsorted(starts, np.sort(edges))).max()
-    all_rows = sliding_window_view(stream, sequence + 1)[::sequence]
+    all_rows = np.lib.stride_tricks.sliding_window_view(stream, sequence + 1)[::sequence]
     batches = []
     for own in _deal(count, rows, rank, world_size):
         first, end = own.start * sequence, own.stop * sequence
@@ -333,7 +329,7 @@ class Data:
     def in_parts(self, val_batch: int, reach: int) -> "Data":
         """Return the data with validation rows in parts of `val_batch` targets.
 
-        A part's inputs begin `reach` tokens before its targets, as its losses may depend on them.
+        The inputs of a part begin `reach` tokens earlier, since its losses depend on them.
         """
         parts = []
         for batch in self.validation:
@@ -353,10 +349,8 @@ class Data:
 def open_data(
     train_files: Files, val_files: Files, settings: Mapping[str, Any], rank: int, world_size: int
 ) -> Data:
-    """Open the training and validation data of one rank.
-
-    `settings` has the fields of Order, steps, micro_batch (None: all rows of a rank at once),
-    val_tokens, val_sequence and val_batch. Raises ShardError and ValueError as the parts do.
+    """Open one rank's data; ShardError for shards that do not suffice, ValueError for a world size
+    that does not divide the rows. `settings` are the run's; micro_batch None: all rows at once.
     """
     order = Order(**{field.name: settings[field.name] for field in fields(Order)})
     order.rows_of_rank(world_size)  # checked before the walk, which takes longer

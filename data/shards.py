@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES, TOKEN_BYTES = 1024, 2
-MAX_TOKENS = (1 << 31) - 1  # the header counts tokens in an int32
 AGAIN = "Delete the file and fetch or build it again."
 
 Tokens = NDArray[np.uint16]
@@ -29,14 +28,14 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
     The write is atomic: a reader of `path` sees no file, the old shard or the new one.
     """
     path, values = Path(path), np.asarray(tokens)
-    fits = values.ndim == 1 and values.dtype.kind in "iu" and 1 <= values.size <= MAX_TOKENS
+    fits = values.ndim == 1 and values.dtype.kind in "iu" and values.size > 0
     if not fits or values.min() < 0 or values.max() > 65535:
         raise ShardError(
-            f"{path}: a shard holds a vector of 1 to {MAX_TOKENS:,} integers from 0 to 65535; got "
-            f"{values!r}. Use a vocabulary of at most 65,536 tokens, or write several shards."
+            f"{path}: a shard holds a vector of one or more integers from 0 to 65535; got "
+            f"{values!r}. Use a vocabulary of at most 65,536 tokens."
         )
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    header[:3] = MAGIC, VERSION, values.size
+    header[:3] = MAGIC, VERSION, values.size  # numpy refuses a size beyond int32
     # In the same folder: a rename is atomic only within a file system.
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -53,24 +52,19 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
 class Shard:
     """The tokens of an open shard: `len(shard)` counts them, `shard[start:stop]` reads (m,) uint16.
 
-    Opening checks the header against the size of the file. A slice raises ShardError when the file
-    cannot be read or has changed in size; a deleted file still reads. The file is not mapped into
-    memory: touching a mapped page that the disk has lost kills the process by SIGBUS. One thread at
-    a time may read.
+    A slice raises ShardError when the file cannot be read or has changed in size; a deleted file
+    still reads. The file is not mapped into memory: touching a mapped page that the disk has lost
+    kills the process by SIGBUS. One thread at a time may read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            self._file = self.path.open("rb")
-            weakref.finalize(self, self._file.close)
-            header = self._file.read(HEADER_BYTES)
-            self._size = os.fstat(self._file.fileno()).st_size
-        except OSError as error:
-            raise ShardError(
-                f"{path} cannot be opened: {error.strerror}. Check that it is there and readable, "
-                f"and the limit of open files (ulimit -n)."
-            ) from error
+        if not self.path.is_file():
+            raise ShardError(f"{path}: no such file. Fetch or build it.")
+        self._file = self.path.open("rb")
+        weakref.finalize(self, self._file.close)
+        header = self._file.read(HEADER_BYTES)
+        self._size = os.fstat(self._file.fileno()).st_size
         self._count = _token_count(self.path, header, self._size)
 
     def __len__(self) -> int:
