@@ -45,17 +45,6 @@ def test_overlap_is_what_a_loop_over_documents_counts(tmp_path_factory, train, v
     assert found == pytest.approx(overlap_by_loop(train, val))
 
 
-def test_overlap_looks_at_the_first_64_tokens_alone(tmp_path):
-    same = text(0, 90)
-    changed_late = same[: PREFIX - 1] + [0] * 20
-    changed_early = [(same[0] + 1) % BOS, *same[1:]]
-    train = [shard(tmp_path / "train_0.bin", [same, text(2, 90)])]
-    cases = (([same], 1), ([changed_late], 1), ([changed_early], 0), ([same, text(1, 90)], 0.5))
-    for val, expected in cases:
-        found = audit(train, [shard(tmp_path / "val.bin", val)], VOCAB, BOS, "")
-        assert found["overlap"] == expected
-
-
 def test_the_hashes_are_those_of_all_tokens_in_the_order_of_the_files(tmp_path):
     documents = [text(0, 70), text(1, 80)]
     files = [shard(tmp_path / f"{i}.bin", [document]) for i, document in enumerate(documents)]

@@ -163,17 +163,6 @@ def test_an_interrupt_ends_at_once_and_the_next_call_goes_on(hub, start, tmp_pat
     assert shards_in(tmp_path / "out")[NAMES[0]] == hub.files[NAMES[0]]
 
 
-def test_a_shard_that_the_hub_lacks_is_named_and_a_hub_that_is_away_is_an_error(hub, start):
-    hub.files.pop(NAMES[1])
-    code, _, err = finish(start(2))
-    assert code == 2
-    assert NAMES[1] in err.splitlines()[-1]
-    hub.close()
-    code, _, err = finish(start(3))
-    assert code in (1, 2)
-    assert err.splitlines()[-1].startswith("error: ")
-
-
 @pytest.mark.parametrize("count", [0, 104])
 def test_a_number_of_shards_that_does_not_exist_is_refused(tmp_path, capsys, count):
     assert cached_fineweb.main([str(count), "--out", str(tmp_path / "out")]) == 2
