@@ -22,13 +22,12 @@ FIXES = {  # by track; the numbers of shards are those that run.sh fetches
 def open_audited(
     settings: Mapping[str, Any], rank: int, world_size: int, audited: bool
 ) -> tuple[Data, dict[str, Any] | None]:
-    """Return the data of one rank and, if `audited`, what `audit` finds; `settings` are the run's.
+    """Return the data of one rank and, if `audited`, what `audit` finds.
 
-    Raises ShardError, which names the command that makes the data, and what open_data raises.
+    Raises as open_data and audit do; a ShardError names the command that makes the data.
     """
-    folder = settings["data_dir"]
     try:
-        train_files, val_files = _find(folder, "train"), _find(folder, "val")
+        train_files, val_files = _find(settings, "train"), _find(settings, "val")
         data = open_data(train_files, val_files, settings, rank, world_size)
         if not audited:
             return data, None
@@ -36,13 +35,13 @@ def open_audited(
         rules = settings["vocab_size"], settings["bos"], settings["val_sha256"]
         return data, audit(read, val_files, *rules)
     except ShardError as error:
-        raise ShardError(f"{error} {FIXES[settings['track']]}") from error
+        raise ShardError(f"{error} {FIXES.get(settings['track'], '')}") from error
 
 
-def _find(folder: str, split: str) -> list[Path]:
-    files = sorted(Path(folder).glob(f"*{split}_*.bin"))
+def _find(settings: Mapping[str, Any], split: str) -> list[Path]:
+    files = sorted(Path(settings["data_dir"]).glob(f"*{split}_*.bin"))
     if not files:
-        raise ShardError(f"{folder} has no *{split}_*.bin file; a run needs at least one.")
+        raise ShardError(f"{settings['data_dir']} has no *{split}_*.bin file; a run needs one.")
     return files
 
 
@@ -51,9 +50,8 @@ def audit(
 ) -> dict[str, Any]:
     """Read all shards; return {train_sha256, val_sha256, overlap}.
 
-    overlap is the share of validation documents whose first 64 tokens also begin a training
-    document; None if no document is that long. Raises ShardError for a token outside the
-    vocabulary, and unless val_sha256 begins with `expected_val`.
+    overlap: share of validation documents whose first 64 tokens also begin a training document.
+    Raises ShardError for a token >= vocab_size, or a val_sha256 not as expected_val begins.
     """
     train_sha256, val_sha256 = _sha256(train_files, vocab_size), _sha256(val_files, vocab_size)
     if not val_sha256.startswith(expected_val):

@@ -12,6 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+
 from data.shards import verify_shard
 
 DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
@@ -30,14 +32,10 @@ def fetch(count: int, folder: Path) -> None:
     names.append("fineweb_val_000000.bin")
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        from huggingface_hub import snapshot_download
-
-        size = f"{len(missing) * SHARD_GB:.1f} GB"
-        print(f"fetching {len(missing)} shards of {DATASET}, {size}, into {folder}", flush=True)
-        snapshot_download(
-            DATASET, repo_type="dataset", revision=REVISION, allow_patterns=missing,
-            local_dir=folder, token=False,
-        )  # fmt: skip
+        size = len(missing) * SHARD_GB
+        print(f"fetching {len(missing)} shards, {size:.1f} GB, into {folder}", flush=True)
+        snapshot_download(DATASET, repo_type="dataset", revision=REVISION, token=False,
+                          allow_patterns=missing, local_dir=folder)  # fmt: skip
     for name in names:
         verify_shard(folder / name, VOCAB_SIZE)
     print(f"{folder}: {len(names)} shards are whole")
@@ -50,9 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         fetch(arguments.shards, arguments.out)
-    except Exception as error:  # the library raises many kinds
-        reason = "".join(filter(str.isprintable, str(error)))  # a hub must not steer the terminal
-        print(f"error: {reason}", file=sys.stderr)
+    except Exception as error:  # the library raises many kinds; a hub words some of them
+        print("error:", "".join(filter(str.isprintable, str(error))), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1  # ShardError is a ValueError
     return 0
 

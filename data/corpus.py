@@ -3,9 +3,8 @@
     python -m data.corpus    # writes data/corpus: train_000000.bin, then val_000000.bin
 
 The text is the Python source of mpmath, networkx and sympy (BSD licences). The vocabulary and the
-list of near duplicates that validation leaves out ship beside this file; docs/corpus.md says how
-they were derived. Nothing depends on file system order, locale, hash seed or Unicode tables, and
-SHA-256 pins hold the tokens. Exit codes: 0 built, 2 cannot be built.
+list of near duplicates that validation leaves out ship beside this file: see docs/corpus.md.
+Nothing depends on file order, locale, hash seed or Unicode tables. Exit codes: 0 built, 2 not.
 """
 
 import argparse

@@ -2,9 +2,8 @@
 
     python -m data.fineweb sample/10BT/*.parquet --out data/mine
 
-<|endoftext|> stands before each document. The first tokens are validation, the rest training; a
-document may straddle two shards, as in the public sets. Parquet files need pyarrow.
-Exit codes: 0 done, 2 not.
+<|endoftext|> stands before each document. The first shard is validation; a document may straddle
+two shards, as in the public sets. Parquet files need pyarrow. Exit codes: 0 done, 2 not.
 """
 
 import argparse
@@ -27,10 +26,11 @@ def read_documents(paths: Iterable[Path], field: str) -> Iterator[str]:
     """Yield the text of every row that has any; ValueError names a row that cannot be read."""
     for path in paths:
         for number, row in enumerate(_rows(path, field), start=1):
-            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+            text = row.get(field) if isinstance(row, dict) else None
+            if not isinstance(text, str):
                 raise ValueError(f"{path}: row {number} has no text in {field!r}. Set --field.")
-            if row[field]:
-                yield row[field]
+            if text:
+                yield text
 
 
 def _rows(path: Path, field: str) -> Iterator[Any]:

@@ -2,8 +2,8 @@
 
 A row is `sequence` tokens and their targets. A step is `batch_tokens / sequence` rows, the same at
 every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
-of pieces: ranges [start, end) of one shard with `sequence + 1` tokens in all, since the last token
-is only a target. Source of the row rule: modded-nanogpt, record 42.
+of pieces: ranges [start, end) of a shard with `sequence + 1` tokens in all, the last one a target.
+Source of the row rule: modded-nanogpt, record 42.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from data.shards import Shard, ShardError, Tokens
 
 SCAN_BLOCK = 1 << 20  # tokens searched for document starts at once: 2 MiB fit a processor's cache
-CAPACITY_MULTIPLE = 32  # few lengths of cu_seqlens mean few compiled graphs
 
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
@@ -72,8 +71,7 @@ class Batch(NamedTuple):
 
     inputs: torch.Tensor  # int32 (rows, sequence)
     targets: torch.Tensor  # int64 (rows, sequence)
-    # int32 (capacity,): 0, each start of a row or document in the flattened inputs, rows * sequence
-    cu_seqlens: torch.Tensor
+    cu_seqlens: torch.Tensor  # int32 (capacity,): starts of rows and documents, then the end
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on `device`; the copy does not block the host."""
@@ -83,7 +81,7 @@ class Batch(NamedTuple):
 def capacity_for(rows: int, documents_per_row: int) -> int:
     """Return the length of cu_seqlens for `rows` rows of at most so many documents each."""
     entries = rows * documents_per_row + 1  # the end of the last document
-    return -(-entries // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+    return -(-entries // 32) * 32  # few lengths mean few compiled graphs
 
 
 def _make_batch(rows: Tokens, starts: Sequence[int] | NDArray, capacity: int) -> Batch:
@@ -100,11 +98,9 @@ def _make_batch(rows: Tokens, starts: Sequence[int] | NDArray, capacity: int) ->
 
 
 class Position(NamedTuple):
-    """Between two steps: the steps before it, a shard, and the token where the next step reads."""
-
-    step: int = 0
+    step: int = 0  # steps before this position
     shard: int = 0
-    offset: int = 0
+    offset: int = 0  # token of the shard where the next step begins to read
 
 
 def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator[Step]:
@@ -122,8 +118,8 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator
         offset = 0  # no step spans two shards: what remains of one is dropped
     rule = f"documents that start with token {order.bos}" if order.align else "contiguous rows"
     raise ShardError(
-        f"the data end after {step:,} steps: {len(shards)} shard(s) with {sum(map(len, shards)):,} "
-        f"tokens, read as {rule}. Set --steps to at most {step:,}, or add shards."
+        f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read as {rule}. "
+        f"Set --steps to at most {step:,}, or add shards."
     )
 
 
@@ -192,9 +188,8 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
 class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
     """Iterator over steps; `next(loader)` is the list of this rank's micro-batches.
 
-    A background thread builds the step after the one handed out. Data that end raise ShardError,
-    never StopIteration, so that a for loop cannot end a run in silence. `max_documents` is the
-    plan's; it fixes the length of cu_seqlens.
+    A background thread builds the next step. Data that end raise ShardError, never StopIteration,
+    so that a for loop cannot end in silence. `max_documents` is the plan's, for cu_seqlens.
     """
 
     def __init__(
@@ -268,8 +263,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
             if was != here.get(name):  # shards may have been added
                 raise ValueError(
                     f"the saved data position does not fit this run: {name} was {was} and is "
-                    f"{here.get(name, 'absent')}. Resume with the settings and shards of the saved "
-                    f"run, or start a new run."
+                    f"{here.get(name, 'absent')}. Resume with the saved run's settings and shards."
                 )
         self._seek(Position(**state["position"]))
 
@@ -284,22 +278,21 @@ def validation_batches(
 ) -> list[Batch]:
     """Return this rank's share of the first `tokens` tokens, contiguous across shards.
 
-    A batch has one row of `sequence` tokens, or as many as `most` tokens hold; ranks may differ by
-    one row. Documents begin at row starts and, in aligned orders, at each BOS. cu_seqlens has one
-    length on all ranks. Raises ShardError when the tokens do not suffice.
+    A batch has at most `most` tokens, or one row of `sequence`; ranks may differ by one row. In
+    aligned orders documents begin at each BOS too. Raises ShardError if the tokens do not suffice.
     """
     stream = np.concatenate([Shard(file)[: tokens + 1] for file in files])[: tokens + 1]
     if len(stream) <= tokens:
         raise ShardError(
-            f"validation needs {tokens + 1:,} tokens (the last is only a target), but its "
-            f"{len(files)} shard(s) hold {len(stream):,}. Lower --val-tokens, or add shards."
+            f"validation needs {tokens + 1:,} tokens (the last is only a target); its shards hold "
+            f"{len(stream):,}. Lower --val-tokens, or add shards."
         )
     starts = np.arange(0, tokens, sequence)
     if order.align:
         starts = np.union1d(starts, np.flatnonzero(stream[:-1] == order.bos))
     count = tokens // sequence
     rows = largest_divisor(count // world_size, most // sequence)
-    edges = [tokens]  # of the batches of all ranks
+    edges = [tokens]  # of the batches of all ranks, whose cu_seqlens have one length
     for each in range(world_size):
         edges += [batch.start * sequence for batch in _deal(count, rows, each, world_size)]
     fullest = np.diff(np.searchsorted(starts, np.sort(edges))).max()
@@ -327,10 +320,7 @@ class Data:
         self.train.split(micro_batch)
 
     def in_parts(self, val_batch: int, reach: int) -> "Data":
-        """Return the data with validation rows in parts of `val_batch` targets.
-
-        The inputs of a part begin `reach` tokens earlier, since its losses depend on them.
-        """
+        """Return the data with validation rows in parts, whose inputs begin `reach` earlier."""
         parts = []
         for batch in self.validation:
             sequence = batch.targets.size(1)
@@ -340,9 +330,8 @@ class Data:
             for start in range(0, sequence, val_batch):
                 first, end = max(start - reach, 0), min(start + val_batch, sequence)
                 # Boundaries before the part become 0, those after it its end: empty documents.
-                boundaries = (batch.cu_seqlens - first).clamp(0, end - first)
-                inputs, targets = batch.inputs[:, first:end], batch.targets[:, start:end]
-                parts.append(Batch(inputs, targets, boundaries))
+                ends = (batch.cu_seqlens - first).clamp(0, end - first)
+                parts.append(Batch(batch.inputs[:, first:end], batch.targets[:, start:end], ends))
         return replace(self, validation=parts)
 
 
@@ -353,11 +342,10 @@ def open_data(
     that does not divide the rows. `settings` are the run's; micro_batch None: all rows at once.
     """
     order = Order(**{field.name: settings[field.name] for field in fields(Order)})
-    order.rows_of_rank(world_size)  # checked before the walk, which takes longer
+    order.rows_of_rank(world_size)  # checked before the walk, which may lack data
     plan = plan_run(train_files, order, settings["steps"])
     train = TrainLoader(train_files, order, plan.max_documents, rank, world_size)
-    if settings["micro_batch"] is not None:
-        train.split(settings["micro_batch"])
+    train.split(settings["micro_batch"] or order.batch_tokens)
     validation = validation_batches(
         val_files, order, settings["val_tokens"], settings["val_sequence"], settings["val_batch"],
         rank, world_size,
