@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         fetch(arguments.shards, arguments.out)
-    except Exception as error:  # the library raises many kinds; a hub words some of them
-        print("error:", "".join(filter(str.isprintable, str(error))), file=sys.stderr)
+    except Exception as error:  # of many kinds; a hub must not steer the terminal by one
+        print("error:", *filter(str.isprintable, str(error).splitlines()), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1  # ShardError is a ValueError
     return 0
 

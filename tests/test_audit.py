@@ -45,15 +45,6 @@ def test_overlap_is_what_a_loop_over_documents_counts(tmp_path_factory, train, v
     assert found == pytest.approx(overlap_by_loop(train, val))
 
 
-def test_the_hashes_are_those_of_all_tokens_in_the_order_of_the_files(tmp_path):
-    documents = [text(0, 70), text(1, 80)]
-    files = [shard(tmp_path / f"{i}.bin", [document]) for i, document in enumerate(documents)]
-    stream = np.array([BOS, *documents[0], BOS, *documents[1]], dtype="<u2").tobytes()
-    found = audit(files, files[:1], VOCAB, BOS, "")
-    assert found["train_sha256"] == hashlib.sha256(stream).hexdigest()
-    assert found["val_sha256"] == hashlib.sha256(stream[: 2 * 71]).hexdigest()
-
-
 @pytest.mark.parametrize("where", ["train", "val"])
 def test_a_token_beyond_the_vocabulary_is_named_with_its_file_and_place(tmp_path, where):
     good = shard(tmp_path / "good.bin", [text(0, 90)])
@@ -118,5 +109,5 @@ def test_missing_cut_and_too_few_shards_name_the_command_that_makes_them(run, tr
 
 
 def test_a_world_size_that_does_not_divide_the_rows_names_those_that_do(run):
-    with pytest.raises(ValueError, match=r"world size 3 .* 4 rows of a step\. Start 1, 2, 4 ranks"):
+    with pytest.raises(ValueError, match=r"world size 3 .* 4 rows of a step; these do: 1, 2, 4\."):
         open_audited(run, 0, 3, audited=True)

@@ -122,7 +122,7 @@ def shards_in(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-def test_shards_arrive_from_the_pinned_commit_once_and_no_token_is_sent(hub, start, tmp_path):
+def test_shards_arrive_whole_from_the_pinned_commit_and_are_fetched_once(hub, start, tmp_path):
     code, out, err = finish(start(1))
     assert code == 0, err
     assert f"fetching 2 shards, 0.4 GB, into {tmp_path / 'out'}" in out
@@ -132,9 +132,14 @@ def test_shards_arrive_from_the_pinned_commit_once_and_no_token_is_sent(hub, sta
     assert "fetching 1 shards" in out
     assert shards_in(tmp_path / "out") == hub.files
     assert hub.gets == dict.fromkeys(NAMES, 1)
-    assert not hub.authorized
     hub.close()
     assert finish(start(2))[0] == 0, "with all shards in place no hub is needed"
+
+
+def test_no_hub_is_sent_a_token(hub, start):
+    assert finish(start(1))[0] == 0
+    assert hub.gets.total() == 2
+    assert not hub.authorized
 
 
 def test_a_cut_shard_is_refused_and_fetched_again_once_it_is_deleted(hub, start, tmp_path):
@@ -170,7 +175,7 @@ def test_a_number_of_shards_that_does_not_exist_is_refused(tmp_path, capsys, cou
     assert not (tmp_path / "out").exists()
 
 
-def test_a_fault_that_a_hub_words_does_not_steer_the_terminal(monkeypatch, capsys):
+def test_a_fault_told_by_a_hub_does_not_steer_the_terminal(monkeypatch, capsys):
     def fail(count, folder):
         raise OSError("hub is down\x1b[2J")
 

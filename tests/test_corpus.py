@@ -34,8 +34,8 @@ def built(tmp_path_factory):
     return folder
 
 
-def test_the_files_have_the_hashes_of_the_corpus_that_learned_its_own_vocabulary(built):
-    """Hashes of the files that the derivation wrote, header included."""
+def test_built_files_have_the_pinned_hashes(built):
+    """Those of the files that the derivation of the vocabulary wrote, header included."""
     hashes = {path.name: sha256(path.read_bytes()).hexdigest() for path in built.iterdir()}
     assert hashes == {
         "train_000000.bin": "bf4c179eaf4df3ddccfe872aea9e5a67be700118df210ef24b90efce0cad135a",
@@ -96,7 +96,7 @@ def test_a_missing_package_is_named_with_the_fix_and_leaves_nothing(tmp_path, mo
 
 
 @pytest.mark.parametrize("content", [b"raise SystemExit  # " + b"x" * 600, b"\xff" * 600])
-def test_text_that_was_tampered_with_is_refused_and_never_run(
+def test_sources_that_were_tampered_with_are_refused_and_never_run(
     content, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "package.py").write_bytes(content)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader as loader_module
-from data.loader import Order, TrainLoader, capacity_for, open_data, plan_run, validation_batches
+from data.loader import Order, TrainLoader, open_data, plan_run, validation_batches
 from data.shards import ShardError, write_shard
 
 ROOT = Path(__file__).parents[1]
@@ -209,14 +209,6 @@ def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards
     assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected[step:]
 
 
-def test_the_state_is_of_the_step_handed_out_not_of_the_one_built_ahead(files):
-    with make(files) as loader:
-        for step in range(1, 4):
-            next(loader)
-            loader._pending.result()  # the next step is now built
-            assert loader.state_dict()["position"] == plan_run(files, ORDER, step).end._asdict()
-
-
 def test_resetting_loading_and_splitting_drop_what_was_built_ahead(files):
     with make(files) as loader:
         start = loader.state_dict()
@@ -330,11 +322,6 @@ def test_an_open_loader_lets_the_interpreter_end(files):
 loader = TrainLoader(sys.argv[1:], {ORDER}, {MOST}); next(loader); sys.exit(7)"""
     command = [sys.executable, "-c", code, *map(str, files)]
     assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 7
-
-
-def test_the_length_of_cu_seqlens_is_a_multiple_of_32_that_holds_the_documents_and_their_end():
-    lengths = {(1, 0): 32, (1, 31): 32, (1, 32): 64, (4, 109): 448}
-    assert {sizes: capacity_for(*sizes) for sizes in lengths} == lengths
 
 
 # ---- validation
