@@ -46,8 +46,8 @@ class Order:
         if self.rows % world_size:
             sizes = [str(size) for size in range(1, self.rows + 1) if self.rows % size == 0]
             raise ValueError(
-                f"world size {world_size} does not divide the {self.rows} rows of a step; these do: "
-                f"{', '.join(sizes)}. Start one of those, or change --batch-tokens or --sequence."
+                f"world size {world_size} does not divide {self.rows} rows a step; start one of "
+                f"{', '.join(sizes)} ranks, or change --batch-tokens or --sequence."
             )
         return self.rows // world_size
 
