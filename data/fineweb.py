@@ -41,7 +41,7 @@ def _rows(path: Path, field: str) -> Iterator[Any]:
             yield from batch.to_pylist()
         return
     with path.open("rb") as file:
-        for line in file:
+        for line in filter(bytes.strip, file):  # without blank lines
             row = None  # a line that is no JSON in UTF-8 has no text
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
@@ -49,7 +49,7 @@ def _rows(path: Path, field: str) -> Iterator[Any]:
 
 
 def tokenize(documents: Iterator[str], encoding: tiktoken.Encoding, size: int) -> Iterator[Tokens]:
-    """Yield vectors of `size` tokens, the last one maybe shorter; reads as much as it needs."""
+    """Yield all tokens in vectors of `size`, the last one maybe shorter."""
     waiting = np.empty(0, np.uint16)
     while batch := list(islice(documents, 1_000)):
         waiting = np.concatenate([waiting, encode(batch, encoding)])

@@ -34,6 +34,7 @@ def test_documents_come_back_from_shards_of_equal_size_that_they_straddle(
     tmp_path, convert, capsys
 ):
     first = write_jsonl(tmp_path / "b.jsonl", [*DOCUMENTS[:1], "", *DOCUMENTS[1:2]])
+    first.write_text("\n" + first.read_text() + "\n \n")  # blank lines
     second = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[2:])
     assert convert(first, second) == 0
     training = sorted((tmp_path / "out").glob("train_*.bin"))
