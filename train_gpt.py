@@ -113,7 +113,7 @@ STAGES = {
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
 # `section` opens a group of them in --help. The defaults are the `short` track.
 
-MATRIX_OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
+OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,7 @@ class Config(RunSettings):
     momentum_warmup: int = setting(300, "first steps, in which momentum rises", at_least=0)
     momentum_cooldown: int = setting(50, "last steps, in which momentum falls", at_least=0)
 
-    optimizer: str = setting(
-        "normuon", "of the hidden matrices", one_of=MATRIX_OPTIMIZERS, section="Optimizers"
-    )
+    optimizer: str = setting("normuon", "of matrices", one_of=OPTIMIZERS, section="Optimizers")
     matrix_lr: float = setting(0.03, "learning rate of hidden matrices")
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon, and of adam on matrices")
@@ -271,32 +269,11 @@ def norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), None if gain is None else gain.to(x.dtype))
 
 
-class Rotary(nn.Module):
-    """Tables that turn queries and keys by their position; `scale` is the factor on queries."""
-
-    cos: Tensor  # (positions, 1, D / 2)
-    sin: Tensor
-    scale: Tensor  # ()
-
-    def __init__(self, positions: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        super().__init__()
-        for name in ("cos", "sin"):
-            table = torch.empty(positions, 1, head_dim // 2, dtype=dtype, device=device)
-            self.register_buffer(name, table, persistent=False)
-        self.register_buffer("scale", torch.empty((), device=device), persistent=False)
-
-    def fill(self, frequency: Tensor, scale: Tensor) -> None:
-        """Take over what `rotary_at` gives. In place, so that compiled graphs see it."""
-        positions = torch.arange(self.cos.size(0), device=self.cos.device)
-        angle = torch.outer(positions, frequency.to(self.cos.device)).unsqueeze(1)
-        self.cos.copy_(angle.cos())
-        self.sin.copy_(angle.sin())
-        self.scale.copy_(scale)
-
-    def forward(self, x_BTHD: Tensor) -> Tensor:
-        cos, sin = self.cos[: x_BTHD.size(1)], self.sin[: x_BTHD.size(1)]
-        a, b = x_BTHD.chunk(2, dim=-1)
-        return torch.cat([a * cos + b * sin, b * cos - a * sin], dim=-1)
+def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys by their position; cos and sin: (positions, 1, D / 2)."""
+    T = x_BTHD.size(1)
+    a, b = x_BTHD.chunk(2, dim=-1)
+    return torch.cat([a * cos[:T] + b * sin[:T], b * cos[:T] - a * sin[:T]], dim=-1)
 
 
 class SelfAttention(nn.Module):
@@ -312,9 +289,10 @@ class SelfAttention(nn.Module):
         self.bias = optional(config.biases, 4 * config.dim)
 
     def forward(
-        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, rotary: Rotary, attend: Any
+        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, rotary: Any, attend: Any
     ) -> Tensor:
-        """mix: learned factors on this layer's values and on its value embeddings, or None."""
+        """mix: learned factors on values and on value embeddings; rotary: cos, sin and scale."""
+        cos, sin, scale = rotary
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C).to(x_BTC.dtype)
         qkv_bias, o_bias = None, None
@@ -325,7 +303,7 @@ class SelfAttention(nn.Module):
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
         if self.qk_norm:
             q_BTHD, k_BTHD = norm(q_BTHD), norm(k_BTHD)
-        q_BTHD, k_BTHD = rotary(q_BTHD) * rotary.scale, rotary(k_BTHD)
+        q_BTHD, k_BTHD = rotate(q_BTHD, cos, sin) * scale, rotate(k_BTHD, cos, sin)
         if mix[0] is not None:
             v_BTHD = mix[0] * v_BTHD
         if value_BTC is not None:
@@ -397,8 +375,18 @@ class GPT(nn.Module):
             self.head_gain = optional(config.biases, config.dim)
             self.scalar_init = initial_scalars(config)
             self.scalars = optional(self.scalar_init, len(self.scalar_init))
-        positions = max(config.sequence, config.val_sequence)
-        self.rotary = Rotary(positions, config.head_dim, dtype, device)
+            tables = torch.empty(max(config.sequence, config.val_sequence), 1, config.head_dim // 2)
+            self.register_buffer("cos", tables.to(dtype), persistent=False)
+            self.register_buffer("sin", tables.to(dtype), persistent=False)
+            self.register_buffer("scale", torch.empty(()), persistent=False)
+
+    def set_rotary(self, frequency: Tensor, scale: Tensor) -> None:
+        """Take over what `rotary_at` gives; in place, so that compiled graphs see it."""
+        positions = torch.arange(self.cos.size(0), device=self.cos.device)
+        angle = torch.outer(positions, frequency.to(self.cos.device)).unsqueeze(1)
+        self.cos.copy_(angle.cos())
+        self.sin.copy_(angle.sin())
+        self.scale.copy_(scale)
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -442,6 +430,7 @@ class GPT(nn.Module):
         learned = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
         scalar = dict(zip(self.scalar_init, learned, strict=True))
         documents = self.attention.documents(cu_seqlens, B, T)
+        rotary = (self.cos, self.sin, self.scale)
 
         x_BTC = F.embedding(inputs_BT, self.embed).to(self.dtype)
         if self.smear_gate is not None:
@@ -463,7 +452,7 @@ class GPT(nn.Module):
             attend = partial(self.attention, documents=documents, window=window, longest=longest)
             mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}"))
             value_BTC = None if layer.value_embed is None else values[layer.value_embed]
-            inputs = (x_BTC, value_BTC, mix, self.rotary, attend)
+            inputs = (x_BTC, value_BTC, mix, rotary, attend)
             if self.config.recompute:
                 x_BTC = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -748,7 +737,7 @@ class Trainer:
         """Set windows and rotary tables for this step."""
         stage = stage_at(self.config, step)
         if stage != self.stage:
-            self.model.rotary.fill(*rotary_at(self.config, step))
+            self.model.set_rotary(*rotary_at(self.config, step))
             self.stage = stage
         tokens = windows_at(self.config, step)
         self.windows = {kind: self.model.attention.window(count) for kind, count in tokens.items()}
