@@ -29,20 +29,22 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from data.audit import open_audited
 from data.loader import Batch
+from data.shards import ShardError
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import machine as machines
 from runtime import preflight
-from runtime.checkpoint import copy_tensors
-from runtime.checks import is_causal, same_bits
+from runtime.checks import copy_tensors, is_causal, same_bits
+from runtime.claim import admit
 from runtime.clock import Clock
 from runtime.compile import check_compile, compile_facts, fits, try_compile
+from runtime.errors import Refused
 from runtime.log import config_hash, require_writable, source_hash
 from runtime.machine import Machine
 from runtime.resume import plan_runs
 from runtime.run import Run
 from runtime.settings import RunSettings, parse, require, setting
-from runtime.stop import Stop
+from runtime.stop import Stop, listen
 
 SOURCE = Path(__file__).resolve().parent
 
@@ -674,7 +676,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     nonfinite = config.guard != "off"
-    return optimizers, optim.Guard(optimizers.values(), spike=spike, nonfinite=nonfinite, **shared)
+    return optimizers, optim.Guard(optimizers.values(), spike=spike, nonfinite=nonfinite)
 
 
 def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
@@ -695,6 +697,8 @@ class Trainer:
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
+        seeds = [config.seed + trial for trial in range(config.trials)]
+        self.claim = machine.on_main(lambda: admit(config.claim, SOURCE, asdict(config), seeds))
         device = machine.device
         dtype = machines.compute_dtype(config.dtype, device)
         attention, why = choose_attention(config.attention, device, dtype, config.head_dim)
@@ -714,7 +718,13 @@ class Trainer:
         self.checks = {"overlap": self.found.pop("overlap")}
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
+        header, plan = self.header(config.seed, 0), self.data.plan
         self.facts = [
+            f"track {config.track}, recipe {config.recipe}: {self.env['params']:,} parameters",
+            f"{config.steps:,} steps of {config.batch_tokens:,} tokens = {machine.world_size} "
+            f"rank(s) x {header['grad_accum']} micro-step(s) x {header['micro_batch']:,}",
+            f"{config.data_dir}: training on {plan.tokens_needed:,} of {plan.tokens_available:,} "
+            f"tokens, validating on {config.val_tokens:,}",
             f"{device.type}, {self.env['dtype']}, {self.peak / 1e9:,.0f} GFLOP/s ({peak_name})",
             f"attention {attention.name} ({why})",
             f"head {head} ({why_head})",
@@ -820,6 +830,7 @@ class Trainer:
         settings = asdict(config)
         return {
             "track": config.track, "target": config.target, "seed": seed, "trial": trial,
+            "claim": self.claim,
             "source_sha256": source_hash(SOURCE), "config_sha256": config_hash(settings),
             "config": settings, "data": self.found | {"val_tokens": config.val_tokens},
             "env": self.env, "checks": self.checks, "world_size": self.machine.world_size,
@@ -973,7 +984,7 @@ def evaluate(trainer: Trainer, run: Run, step: int) -> float:
 
 
 def make_runs(config: Config, started: float) -> int:
-    """All runs that are left to make, one after the other; returns the exit code."""
+    """Make all runs that are left to make, one after the other; returns the exit code."""
     machine = machines.start(config.device, config.rank_timeout)
     clock = Clock(machine.synchronize)
     with machines.signs_of_life("getting ready", machine.say), clock.phase("setup", timed=False):
@@ -999,35 +1010,32 @@ def make_runs(config: Config, started: float) -> int:
 
 
 def set_up(config: Config, machine: Machine) -> Trainer:
-    """A trainer before its first step. Refuses, before anything costs time, what cannot work."""
+    """A trainer before its first step. Refused, before anything costs time, if it cannot work."""
     if machine.device.type == "cpu" and config.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and nobody reads it
     machine.on_main(lambda: require_writable(config.log_dir))
     check_compile(config.compile, machine.device)
-    trainer = Trainer(config, machine)
+    try:
+        trainer = Trainer(config, machine)
+    except ValueError as error:  # of kernels, optimizers and data, which know no Refused
+        raise Refused(str(error)) from error
     trainer.reset(config.seed)
-    header, data = trainer.header(0, 0), trainer.data
-    machine.say(
-        f"track {config.track}, recipe {config.recipe}: {trainer.env['params']:,} parameters, "
-        f"{config.steps:,} steps of {config.batch_tokens:,} tokens = {header['world_size']} rank(s)"
-        f" x {header['grad_accum']} micro-step(s) x {header['micro_batch']:,}\n"
-        f"{config.data_dir}: training on {data.plan.tokens_needed:,} of "
-        f"{data.plan.tokens_available:,} tokens, validating on {config.val_tokens:,}"
-    )
-    machine.say("\n".join(trainer.facts))
+    for line in trainer.facts:
+        machine.say(line)
     return trainer
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 error, 2 bad input or no go, 3 non-finite, 130 or 143 on a signal."""
-    started = machines.started_at()  # run.sh counts from its own start
-    words = sys.argv[1:] if argv is None else argv
+    listen()
 
     def run() -> int:
-        return make_runs(parse(Config, words, preset, __doc__ or ""), started)
+        started = machines.launch_time()  # run.sh counts from its own start
+        config = parse(Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
+        return make_runs(config, started)
 
-    return machines.supervise(run)
+    return machines.leave(machines.supervise(run, refused=(ShardError,)))
 
 
 if __name__ == "__main__":

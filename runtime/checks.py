@@ -1,4 +1,4 @@
-"""Checks that stand in a log's header: the model sees no future, warm-up left nothing behind."""
+"""Checks on a model and its state: it sees no future, and what was restored is what was there."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -6,10 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.errors import Refused
+
 
 @torch.no_grad()
 def is_causal(
-    stream: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], tokens: Tensor, vocab_size: int
+    stream: Callable[[Tensor], Tensor],
+    parameters: Iterable[Tensor],
+    tokens: Tensor,
+    vocab_size: int,
 ) -> bool:
     """Whether `stream` gives the same for the first half of a row, whatever stands in the second.
 
@@ -36,3 +41,17 @@ def same_bits(a: Any, b: Any) -> bool:
         return False
     # As bytes: NaN equals itself, and -0 differs from 0.
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def copy_tensors(given: dict[str, Tensor], into: dict[str, Tensor]) -> None:
+    """Copy tensors by name. Refused, with nothing copied, where names, shapes or dtypes differ."""
+    theirs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in given.items()}
+    ours = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in into.items()}
+    wrong = []
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            wrong.append(f"{name} {theirs.get(name, 'absent')} -> {ours.get(name, 'absent')}")
+    if wrong:
+        raise Refused(f"another model: {'; '.join(wrong[:5])}. Take that model's settings.")
+    for name, tensor in into.items():
+        tensor.copy_(given[name])

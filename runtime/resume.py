@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.checkpoint import STATE, check, checkpoints
 from runtime.errors import LogError, Refused
-from runtime.flags import as_text, flag
+from runtime.settings import as_text, flag
 from runtime.log import History, new_run_id, read_history, require_writable
 from runtime.registry import REGISTRY, read_registry
 from runtime.settings import SETTINGS_OF_A_RUN

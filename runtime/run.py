@@ -15,7 +15,7 @@ from torch import Tensor
 from runtime import checkpoint
 from runtime.checkpoint import Snapshot
 from runtime.clock import Clock
-from runtime.environment import Machine, peak_mib
+from runtime.machine import Machine, peak_mib
 from runtime.errors import Interrupted, LogError, NonFinite, Refused
 from runtime.log import RunLog, source_hash
 from runtime.resume import Plan, differences
