@@ -48,4 +48,8 @@ def build_optimizers(
     for row in table:
         members = [(name, param) for name, param in named if matches[name] == [row]]
         groups.setdefault(row.optimizer, []).append({"params": members, **row.options})
-    return {name: factories[name](found) for name, found in groups.items()}
+    built = {name: factories[name](found) for name, found in groups.items()}
+    for optimizer in built.values():
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return built
