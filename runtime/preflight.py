@@ -16,10 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from runtime.machine import Machine
+from typing import Any, NamedTuple
 
 GIB = 2**30
 KNOWN_TORCH = ("2.11", "2.12", "2.13")
@@ -161,22 +158,19 @@ def disk_findings(folder: str | Path, needed_bytes: float) -> list[Finding]:
 
 
 def report(
-    machine: Machine,
-    config: Any,
-    stage_ms: Mapping[str, tuple[int, float]],
-    validations: int,
-    validation_ms: float,
-    ready_ms: float,
-    saved_bytes: float,
+    trainer: Any, clock: Any, stage_ms: Mapping[str, tuple[int, float]], validations: int
 ) -> int:
     """Print on rank 0 what a run takes and what stands in its way. Returns 0 to go, 2 not to.
 
-    `stage_ms` has the steps of each stage and the milliseconds of one; `ready_ms` passes before
-    the first step; a checkpoint takes `saved_bytes`.
+    `clock` has the phases up to a validation; `stage_ms` has the steps of each stage and the
+    milliseconds of one.
     """
     from runtime.machine import peak_mib
 
-    times = [("set-up, compilation and warm-up", ready_ms)]
+    machine, config = trainer.machine, trainer.config
+    before = [phase.ms for phase in clock.phases if phase.name in ("setup", "compile", "warmup")]
+    validation_ms = clock.phases[-1].ms
+    times = [("set-up, compilation and warm-up", sum(before))]
     for name, (steps, ms) in stage_ms.items():
         times.append((f"{name}: {steps:,} steps of {ms:,.1f} ms", steps * ms))
     what = f"{validations:,} validations of {validation_ms:,.1f} ms"
@@ -185,6 +179,9 @@ def report(
     for what, ms in times:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {what}")
     machine.say(f"peak memory of rank 0: {peak_mib(machine):,.0f} MiB")
+    state = trainer.state_dict()
+    tensors = [*state["model"].values(), *state["optim"].values()]
+    saved_bytes = sum(tensor.nbytes for tensor in tensors)
 
     def look() -> int:
         findings = environment_findings()
