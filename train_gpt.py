@@ -129,7 +129,6 @@ class Config(RunSettings):
     head: str = setting("auto", "output head; auto: fp8 where it runs, else chunked", one_of=HEADS)
     recompute: bool = setting(False, "activation checkpointing: less memory, slower")
     compile: str = setting("auto", "auto: eager where it cannot work", one_of=("auto", "on", "off"))
-    deterministic: bool = setting(True, "deterministic algorithms on a CPU")
 
     vocab_size: int = setting(50257, "tokens of the vocabulary", at_least=1, section="Data")
     bos: int = setting(50256, "token that precedes each document", at_least=0, below="vocab_size")
@@ -150,7 +149,6 @@ class Config(RunSettings):
     head_dim: int = setting(128, "dimension of an attention head", at_least=2, multiple_of=2)
     keep_float32: str = setting("none", "stored so under bf16", one_of=("none", "head", "all"))
     attention_scale: float = setting(0.1, "factor on query-key products, before YaRN")
-    qk_norm: bool = setting(True, "RMS norm on queries and keys; off: scale 1/sqrt(head_dim)")
     value_embeds: bool = setting(True, "token embeddings added to the values of some layers")
     smear: bool = setting(True, "each embedding takes a gated share of the one before it")
     skips: bool = setting(True, "gated skip connections from early to late layers")
@@ -283,7 +281,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: Config, gate_dtype: torch.dtype):
         super().__init__()
-        self.head_dim, self.qk_norm = config.head_dim, config.qk_norm
+        self.head_dim = config.head_dim
         # Q, K, V and O in one parameter, read as four (C, C) matrices: few tensors to communicate.
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
@@ -303,9 +301,8 @@ class SelfAttention(nn.Module):
 
         qkv = F.linear(x_BTC, w_4CC[:3].flatten(0, 1), qkv_bias)
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
-        if self.qk_norm:
-            q_BTHD, k_BTHD = norm(q_BTHD), norm(k_BTHD)
-        q_BTHD, k_BTHD = rotate(q_BTHD, cos, sin) * scale, rotate(k_BTHD, cos, sin)
+        q_BTHD = rotate(norm(q_BTHD), cos, sin) * scale
+        k_BTHD = rotate(norm(k_BTHD), cos, sin)
         if mix[0] is not None:
             v_BTHD = mix[0] * v_BTHD
         if value_BTC is not None:
@@ -362,8 +359,9 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
         self.table = layer_table(config)
         # Embeddings and gates are stored as they are used, in `dtype`, unless the track says not.
-        table_dtype = torch.float32 if config.keep_float32 == "all" else dtype
-        head_dtype = dtype if config.keep_float32 == "none" else torch.float32
+        wide = torch.promote_types(dtype, torch.float32)
+        table_dtype = wide if config.keep_float32 == "all" else dtype
+        head_dtype = dtype if config.keep_float32 == "none" else wide
         value_tables = {layer.value_embed for layer in self.table} - {None}
         table_shape = (config.padded_vocab, config.dim)
         with device:
@@ -377,9 +375,10 @@ class GPT(nn.Module):
             self.head_gain = optional(config.biases, config.dim)
             self.scalar_init = initial_scalars(config)
             self.scalars = optional(self.scalar_init, len(self.scalar_init))
-            tables = torch.empty(max(config.sequence, config.val_sequence), 1, config.head_dim // 2)
-            self.register_buffer("cos", tables.to(dtype), persistent=False)
-            self.register_buffer("sin", tables.to(dtype), persistent=False)
+            positions = max(config.sequence, config.val_sequence)
+            tables = torch.empty(2, positions, 1, config.head_dim // 2, dtype=dtype)
+            self.register_buffer("cos", tables[0], persistent=False)
+            self.register_buffer("sin", tables[1], persistent=False)
             self.register_buffer("scale", torch.empty(()), persistent=False)
 
     def set_rotary(self, frequency: Tensor, scale: Tensor) -> None:
@@ -530,24 +529,20 @@ def first_step(config: Config, index: int) -> int:
 
 
 def stage_at(config: Config, step: int) -> int:
-    """Index of the stage of this step; behind the last step, the last stage."""
-    index = 0
-    while index + 1 < len(STAGES[config.stages]) and first_step(config, index + 1) <= step:
-        index += 1
+    """Index of the stage of this step. The last validation belongs to the last step's stage."""
+    stages, index = STAGES[config.stages], 0
+    for later in range(1, len(stages)):
+        if first_step(config, later) <= min(step, config.steps - 1):
+            index = later
     return index
 
 
-def scheduled_steps(config: Config) -> int:
-    """Steps before the extension."""
-    stages = STAGES[config.stages]
-    return first_step(config, len(stages) - 1) if stages[-1].extension else config.steps
-
-
 def learning_rate(config: Config, step: int) -> float:
-    """Multiplier of every learning rate."""
+    """Multiplier of every learning rate; flat in the extension."""
     if step < config.warmup:
         return (step + 1) / config.warmup
-    left = 1 - min(step / scheduled_steps(config), 0.9999)
+    scheduled = sum(not stage.extension for stage in STAGES[config.stages])
+    left = 1 - min(step / first_step(config, scheduled), 0.9999)
     if left > config.cooldown:
         return 1.0
     share = left / config.cooldown
@@ -568,7 +563,7 @@ def windows_at(config: Config, step: int) -> dict[str, int]:
     stage = STAGES[config.stages][stage_at(config, step)]
     short, long = max(stage.window // 2, 1), stage.window
     if step == config.steps:
-        long = stage.last_window or long
+        long = STAGES[config.stages][-1].last_window or long
     if config.window_block == 0:
         unlimited = max(config.sequence, config.val_sequence)
         return {"short": unlimited, "long": unlimited}
@@ -584,7 +579,7 @@ def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
     pairs = config.head_dim // 2
     turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2)
     frequency = torch.cat([turning, torch.zeros(pairs - pairs // 2)])
-    scale = torch.tensor(config.attention_scale if config.qk_norm else config.head_dim**-0.5)
+    scale = torch.tensor(config.attention_scale)
     stages = STAGES[config.stages][: stage_at(config, step) + 1]
     for before, now in pairwise(stages if config.window_block else ()):
         rotations = config.window_block * before.window * frequency / (2 * math.pi)
@@ -620,30 +615,25 @@ def reach(config: Config) -> int:
 
 def optimizer_table(config: Config) -> list[optim.Row]:
     """Which optimizer takes a parameter, by its name. Each parameter must match exactly one row."""
+    # A row of a piece that is switched off matches nothing.
     split = {"split": 4} if config.optimizer in ("normuon", "muon") else {}
-    rows = [
+    return [
         optim.Row("blocks.*.attention.qkvo", "matrix", split),
+        optim.Row("blocks.*.attention.gate", "matrix"),
         optim.Row("blocks.*.mlp.up", "matrix", {"lr_mul": config.mlp_up_lr_mul}),
         optim.Row("blocks.*.mlp.down", "matrix"),
+        optim.Row("smear_gate", "matrix"),
         optim.Row("embed", "adam", multiplied(config.embed_lr_mul)),
+        optim.Row("value_embeds.*", "adam", multiplied(config.value_embed_lr_mul)),
         optim.Row("lm_head", "adam", multiplied(config.head_lr_mul)),
+        optim.Row("scalars", "adam", multiplied(config.vector_lr_mul)),
+        optim.Row("*bias", "adam", multiplied(config.vector_lr_mul)),
+        optim.Row("*gain", "adam", multiplied(config.vector_lr_mul)),
     ]
-    if config.attention_gates:
-        rows.append(optim.Row("blocks.*.attention.gate", "matrix"))
-    if config.smear:
-        rows.append(optim.Row("smear_gate", "matrix"))
-    if any(layer.value_embed is not None for layer in layer_table(config)):
-        rows.append(optim.Row("value_embeds.*", "adam", multiplied(config.value_embed_lr_mul)))
-    vectors = multiplied(config.vector_lr_mul)
-    if initial_scalars(config):
-        rows.append(optim.Row("scalars", "adam", vectors))
-    if config.biases:
-        rows += [optim.Row("*bias", "adam", vectors), optim.Row("*gain", "adam", vectors)]
-    return rows
 
 
 def multiplied(lr_mul: float) -> dict[str, float]:
-    """Options of one of Adam's rows, whose weights decay with their own learning rate."""
+    """Options of a row of Adam, whose weights decay with their own learning rate."""
     return {"lr_mul": lr_mul, "wd_mul": lr_mul}
 
 
@@ -709,12 +699,15 @@ class Trainer:
         # One process of each host reads all tokens, and all hosts must have the same.
         data, found = open_audited(asdict(config), *place, audited=machine.first_of_its_host)
         self.data = data.in_parts(config.val_batch, reach(config))
+        if found is not None:
+            found = {**found, "source_sha256": source_hash(SOURCE)}
         self.found = machine.gather_equal(found)
         self.model = GPT(config, dtype, device, attention, head)
         self.loss: Any = self.model  # warm_up replaces it by the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
         self.stage = -1  # the one that the rotary tables are of
         self.peak, peak_name = machines.peak_flops(machine, dtype)
+        self.source_sha256 = self.found.pop("source_sha256")
         self.checks = {"overlap": self.found.pop("overlap")}
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
@@ -830,8 +823,8 @@ class Trainer:
         settings = asdict(config)
         return {
             "track": config.track, "target": config.target, "seed": seed, "trial": trial,
-            "claim": self.claim,
-            "source_sha256": source_hash(SOURCE), "config_sha256": config_hash(settings),
+            "claim": self.claim, "source_sha256": self.source_sha256,
+            "config_sha256": config_hash(settings),
             "config": settings, "data": self.found | {"val_tokens": config.val_tokens},
             "env": self.env, "checks": self.checks, "world_size": self.machine.world_size,
             "micro_batch": rows * config.sequence, "grad_accum": self.data.train.rows // rows,
@@ -1011,7 +1004,7 @@ def make_runs(config: Config, started: float) -> int:
 
 def set_up(config: Config, machine: Machine) -> Trainer:
     """A trainer before its first step. Refused, before anything costs time, if it cannot work."""
-    if machine.device.type == "cpu" and config.deterministic:
+    if machine.device.type == "cpu":
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and nobody reads it
     machine.on_main(lambda: require_writable(config.log_dir))
