@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,7 @@ MOST_GRAPHS = 1024
 def why_not_compile(device: torch.device) -> str | None:
     """Return what torch.compile lacks here, or None."""
     if device.type == "cuda":
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return "Triton is not installed"
-        return None
+        return None if find_spec("triton") else "Triton is not installed"
     compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")
     if not shutil.which(compiler) and not shutil.which("clang++"):
         return "there is no C++ compiler"
@@ -42,10 +39,7 @@ def check_compile(mode: str, device: torch.device) -> None:
 
 
 def try_compile(
-    function: Callable[..., Any],
-    mode: str,
-    machine: Machine,
-    first_call: Callable[[Callable[..., Any]], object],
+    function: Callable[..., Any], mode: str, machine: Machine, first_call: Callable[[Any], object]
 ) -> tuple[Callable[..., Any], str | None]:
     """Return `function` compiled and None, or as it is and the reason; the same on all ranks.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GIB = 2**30
-KNOWN_TORCH = ("2.11", "2.12", "2.13")
+KNOWN_TORCH = ("2.11.", "2.12.", "2.13.")
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements.txt"
 INSTALL = "pip install -r requirements.txt"
 CHECKPOINTS_ON_DISK = 3  # two are kept while the next is written
@@ -48,21 +48,18 @@ def as_lines(findings: list[Finding]) -> list[str]:
         lines.append(f"{level:5} {what}")
         if fix:
             lines.append(f"      fix: {fix}")
-    lines.append("no-go" if exit_code(findings) else "go")
-    return lines
+    return [*lines, "no-go" if exit_code(findings) else "go"]
 
 
 def environment_findings() -> list[Finding]:
-    """Look at Python, packages, GPUs, cores, compiler, process groups and disk. Raises nothing."""
-    findings = list(_packages())
-    checks = [_gpus, _computing] if "torch" in sys.modules else []  # _packages has imported it
-    for check in checks:
+    """Look at Python, packages, GPUs, CPU, compiler and disk. Raises nothing."""
+    findings = [*_packages(), *disk_findings(".", GIB)]
+    if "torch" in sys.modules:  # _packages could import it
         try:
-            findings += check()
+            findings += _hardware()
         except Exception as error:  # an unusual machine must not end in a traceback
-            name = check.__name__.strip("_")
-            findings.append(Finding("warn", f"{name}: {_short(error)}", "check by hand"))
-    return findings + disk_findings(".", GIB)
+            findings.append(Finding("warn", f"hardware: {_short(error)}", "check it by hand"))
+    return findings
 
 
 def _short(error: Exception) -> str:
@@ -81,67 +78,45 @@ def _packages() -> Iterator[Finding]:
         except Exception as error:  # whatever a broken package raises
             yield Finding("stop", f"{name} cannot be imported: {_short(error)}", INSTALL)
             continue
-        other = version != pin
-        if name == "torch":  # several versions are known to work
-            other = version.rpartition(".")[0] not in KNOWN_TORCH
-        what = f"{name} {version}, requirements.txt has {pin}" if other else f"{name} {version}"
-        yield judge(other, "warn", what, INSTALL)
+        known = version.startswith(KNOWN_TORCH) if name == "torch" else version == pin
+        what = f"{name} {version}" + ("" if known else f", requirements.txt has {pin}")
+        yield judge(not known, "warn", what, INSTALL)
 
 
-def _gpus() -> Iterator[Finding]:
+def _hardware() -> Iterator[Finding]:
     import torch
-
-    from runtime.machine import native_bf16
-
-    usable = torch.cuda.is_available()
-    for index in range(torch.cuda.device_count() if usable else 0):
-        gpu, native = torch.cuda.get_device_properties(index), native_bf16(torch.device("cuda", index))
-        what = f"GPU {index}: {gpu.name}, {gpu.total_memory / GIB:.0f} GiB, bf16 "
-        fix = "float32 takes its place, several times slower; capability 8.0 and newer have it"
-        yield judge(not native, "warn", what + ("native" if native else "not native"), fix)
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-        present = done.stdout.count("GPU ")
-    except (OSError, subprocess.SubprocessError):
-        present = 0
-    unused = present > 0 and not usable and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    fix = "torch.cuda.init() says why; CUDA_VISIBLE_DEVICES= trains on the CPU"
-    what = f"GPUs: nvidia-smi lists {present}, torch is built for CUDA {torch.version.cuda}"
-    yield judge(unused, "stop" if torch.version.cuda else "warn", what, fix)
-
-
-def _computing() -> Iterator[Finding]:
-    """Cores, compiler and process groups."""
-    import torch
-    import torch.distributed as dist
 
     from runtime.compile import why_not_compile
     from runtime.machine import native_bf16
 
-    cores, threads = usable_cores(), torch.get_num_threads()
-    bf16 = "native" if native_bf16(torch.device("cpu")) else "not native: float32 is used"
-    what = f"CPU: cores {cores:g}, threads {threads}, bf16 {bf16}"
-    yield judge(threads > max(cores, 1), "warn", what, f"set OMP_NUM_THREADS={max(int(cores), 1)}")
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    obstacle = why_not_compile(torch.device("cuda" if gpus else "cpu"))
+    usable = torch.cuda.is_available()
+    devices = [torch.device("cpu")]
+    for index in range(torch.cuda.device_count() if usable else 0):
+        devices.append(torch.device("cuda", index))
+    for device in devices:
+        native, what = native_bf16(device), f"CPU, {torch.get_num_threads()} threads"
+        if device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(device)
+            what = f"{device} {gpu.name}, {gpu.total_memory / GIB:.0f} GiB"
+        what += ", bf16 " + ("native" if native else "not native: float32 is used, slower")
+        yield Finding("ok" if native or len(devices) > 1 else "warn", what)
+    present = _gpus_of_the_driver()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    what = f"GPUs: the driver has {present}, torch is built for CUDA {torch.version.cuda}"
+    fix = "torch.cuda.init() says why torch finds none; CUDA_VISIBLE_DEVICES= trains on the CPU"
+    level = "stop" if torch.version.cuda else "warn"
+    yield judge(present > 0 and not usable and not hidden, level, what, fix)
+    obstacle = why_not_compile(devices[-1])
     fix = "install it (Debian: g++ and python3-dev); without it runs are slower"
-    yield judge(obstacle is not None, "warn", f"compilation: {obstacle or 'works'}", fix)
-
-    needed = "nccl" if gpus > 1 else "gloo"
-    there = dist.is_available() and getattr(dist, f"is_{needed}_available")()
-    what = f"process groups: {needed} is {'here' if there else 'missing'}"
-    yield judge(not there, "warn", what, f"several processes need a torch that has {needed}")
+    yield judge(obstacle is not None, "warn", f"compilation: {obstacle or 'possible'}", fix)
 
 
-def usable_cores() -> float:
-    """Cores that this process may use; a container's share may be a fraction."""
+def _gpus_of_the_driver() -> int:
     try:
-        cores = len(os.sched_getaffinity(0))
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (AttributeError, OSError, ValueError):  # macOS and Windows; no container
-        return os.cpu_count() or 1
-    return min(cores, int(quota) / int(period)) if quota.isdigit() else cores
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return len(re.findall(r"^GPU ", done.stdout, re.MULTILINE))
 
 
 def disk_findings(folder: str | Path, needed_bytes: float) -> list[Finding]:
@@ -153,8 +128,7 @@ def disk_findings(folder: str | Path, needed_bytes: float) -> list[Finding]:
         return [Finding("stop", f"{folder}: {place} cannot be written to", "name another folder")]
     free = shutil.disk_usage(place).free
     what = f"{folder}: {free / GIB:,.1f} GiB free, {needed_bytes / GIB:,.1f} needed"
-    fix = "make room, or name a folder on another disk"
-    return [judge(free < needed_bytes, "stop", what, fix)]
+    return [judge(free < needed_bytes, "stop", what, "make room, or name another folder")]
 
 
 def report(
@@ -168,20 +142,18 @@ def report(
     from runtime.machine import peak_mib
 
     machine, config = trainer.machine, trainer.config
-    before = [phase.ms for phase in clock.phases if phase.name in ("setup", "compile", "warmup")]
-    validation_ms = clock.phases[-1].ms
-    times = [("set-up, compilation and warm-up", sum(before))]
+    getting_ready = [each for each in clock.phases if each.name in ("setup", "compile", "warmup")]
+    times = {"set-up, compilation and warm-up": sum(phase.ms for phase in getting_ready)}
     for name, (steps, ms) in stage_ms.items():
-        times.append((f"{name}: {steps:,} steps of {ms:,.1f} ms", steps * ms))
-    what = f"{validations:,} validations of {validation_ms:,.1f} ms"
-    times.append((what, validations * validation_ms))
-    times.append(("together", sum(ms for _, ms in times)))
-    for what, ms in times:
-        machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {what}")
+        times[f"{name}: {steps:,} steps of {ms:,.1f} ms"] = steps * ms
+    ms = clock.phases[-1].ms
+    times[f"{validations:,} validations of {ms:,.1f} ms"] = validations * ms
+    times["together"] = sum(times.values())
+    for name, ms in times.items():
+        machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
     machine.say(f"peak memory of rank 0: {peak_mib(machine):,.0f} MiB")
     state = trainer.state_dict()
-    tensors = [*state["model"].values(), *state["optim"].values()]
-    saved_bytes = sum(tensor.nbytes for tensor in tensors)
+    saved_bytes = sum(t.nbytes for t in [*state["model"].values(), *state["optim"].values()])
 
     def look() -> int:
         findings = environment_findings()
