@@ -88,15 +88,16 @@ train() {
         [[ $previous != --track ]] || track=$argument
         case $argument in
             --track=*) track=${argument#*=} ;;
-            --data-dir* | -h | --help | --print-config) data="" NPROC=1 NNODES=1 ;;
+            --data-dir*) data="" ;;
+            -h | --help | --print-config) data="" NPROC=1 NNODES=1 ;;
         esac
         previous=$argument
     done
     [[ $track ]] || set -- --track tiny "$@"
     track=${track:-tiny}
     alone install_and_fetch "${data:+$track}"
-    processes=${NPROC:-1} # a batch of tiny is four rows: enough for one process
-    if [[ -z ${NPROC:-} && $track != tiny ]]; then
+    processes=${NPROC:-1}
+    if [[ -z ${NPROC:-} && $track != tiny ]]; then # its batch of four rows needs one process
         processes=$("$VENV_PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     fi
     ((processes * ${NNODES:-1} > 1)) || exec "$VENV_PYTHON" train_gpt.py "$@"
