@@ -108,7 +108,8 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
     history = None
     train_time_ms = t_ms = 0.0
     sizes: tuple[int, ...] = ()
-    while content := _read_segment(path := segment_path(directory, run_id, len(sizes) + 1)):
+    path = segment_path(directory, run_id, 1)
+    while content := _read_segment(path):
         events = [_event(line) for line in content.splitlines()]
         if events[0].get("event") != "header" or events[0].get("run_id") != run_id:
             raise LogError(f"{path}: line 1 must be the header of run {run_id}. Restore the file.")
@@ -121,6 +122,7 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
         sizes += (len(content),)
         sha256 = hashlib.sha256(content).hexdigest()
         history = History(events[0], sizes, sha256, status, train_time_ms, t_ms)
+        path = segment_path(directory, run_id, len(sizes) + 1)
     return history
 
 
@@ -204,11 +206,11 @@ class RunLog:
             self._descriptor = os.open(self.path, flags, 0o644)
         except OSError as error:
             self._lock.release()
-            reason = "another process is writing it"
-            if not isinstance(error, Timeout):
-                reason = str(error.strerror)
-            raise LogError(f"cannot open run log {self.path}: {reason}. Wait for the other process, "
-                           f"or give a --log-dir that can be written.") from error  # fmt: skip
+            reason = error.strerror
+            if isinstance(error, Timeout):
+                reason = "another process is writing it"
+            raise LogError(f"cannot open run log {self.path}: {reason}. Wait for the other "
+                           f"process, or give a --log-dir that can be written.") from error
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event with the milliseconds since the run started, interruptions left out."""
