@@ -1,6 +1,9 @@
 """A trainer of eight numbers: everything that `runtime` asks of a trainer, without a model."""
 
+import json
 import math
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -115,6 +118,7 @@ class StubTrainer:
             self.at.pop(key)(self, step)
 
     def train(self, run: Run) -> float:
+        self.run = run
         run.start_training()
         for step in range(run.steps_done, self.config.steps):
             if step % 5 == 0:
@@ -166,13 +170,68 @@ def run(folder: Path, at: dict[int | str, Hook] | None = None, **changed: object
     return make_runs(trainer_in(folder, at, **changed))
 
 
-def signalled(number: int) -> Hook:
-    """A hook: this process gets the signal, and the hook returns when it has been heard."""
+def signalled(*numbers: int) -> Hook:
+    """A hook: this process gets the signals, and the hook returns when they have been heard."""
 
     def act(trainer: StubTrainer, step: int) -> None:
-        import os
-
-        os.kill(os.getpid(), number)
+        for number in numbers:
+            os.kill(os.getpid(), number)
         time.sleep(0.05)
 
     return act
+
+
+def kill(folder: Path, moment: int | str, **changed: object) -> None:
+    """A run that SIGKILL ends at this step, in a process of its own, once what it saved is there.
+    """
+
+    def die(trainer: StubTrainer, step: int) -> None:
+        if trainer.run._writing is not None:
+            trainer.run._writing.result()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(lambda: run(folder, {moment: die}, **changed)) == -signal.SIGKILL
+
+
+def in_child(function: Callable[[], int]) -> int:
+    """The exit code of a forked process that calls it; minus the signal that ended it."""
+    pid = os.fork()
+    if not pid:
+        code = 99
+        try:
+            code = function()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---- Reading what a run left
+
+
+def logs_of(folder: Path) -> list[Path]:
+    """The segments of all runs, each run's in order."""
+    found = [path for path in folder.glob("*.jsonl") if path.name != "registry.jsonl"]
+    return sorted(found, key=lambda path: (path.name.split(".")[0], len(path.name), path.name))
+
+
+def read_events(*paths: Path, kind: str | None = None) -> list[dict]:
+    events = []
+    for path in paths:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.endswith(b"}")]
+        events += [json.loads(line) for line in lines]
+    return [event for event in events if kind in (None, event["event"])]
+
+
+def losses_of(*segments: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Training and validation losses by step: a later segment supersedes steps after its start."""
+    trained: dict[int, float] = {}
+    validated: dict[int, float] = {}
+    for path in segments:
+        after = read_events(path)[0].get("after_step", 0)
+        trained = {step: loss for step, loss in trained.items() if step <= after}
+        validated = {step: loss for step, loss in validated.items() if step < after}
+        for event in read_events(path, kind="step"):
+            assert event["step"] == len(trained) + 1, "steps in order"
+            trained[event["step"]] = event["train_loss"]
+        validated |= {each["step"]: each["val_loss"] for each in read_events(path, kind="val")}
+    return trained, validated
