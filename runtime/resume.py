@@ -105,7 +105,9 @@ class Finder:
 
     def _history(self, run_id: str) -> History | None:
         history = read_history(self.config.log_dir, run_id)
-        for name, kind in HEADER.items() if history else ():
+        if history is None:
+            return None
+        for name, kind in HEADER.items():
             if type(history.header.get(name)) is not kind:
                 raise LogError(f"the log of run {run_id}: {name} in its header must be a "
                                f"{kind.__name__}. Restore the log.")  # fmt: skip
@@ -134,23 +136,24 @@ class Finder:
                           f"--resume-anyway on.")  # fmt: skip
         plan = Plan(history.header["seed"], history.header["trial"], run_id, history)
         if path.name.startswith("step_"):
-            return self._from(plan, history, path)
+            return self._from(plan, history, path, check(path))
         saved_in = history.header["config"].get("checkpoint_dir")
         problem = f"the run was saved in {saved_in}" if saved_in != str(path.parent) else ""
         for checkpoint in checkpoints(path)[::-1]:
             try:
-                return self._from(plan, history, checkpoint)
-            except Refused as error:
+                state = check(checkpoint)
+            except Refused as error:  # damaged; the one before may be whole
                 problem = str(error)
                 self.say(f"warning: {problem}")
+            else:
+                return self._from(plan, history, checkpoint, state)
         if problem and not anyway:
             raise Refused(f"no usable checkpoint in {path}: {problem} Give the right one, or start "
                           f"the run again with --resume-anyway on.")  # fmt: skip
         return plan
 
-    def _from(self, plan: Plan, history: History, path: Path) -> Plan:
-        """The plan from a checkpoint. Refused where it is damaged or not the run's."""
-        state = check(path)
+    def _from(self, plan: Plan, history: History, path: Path, state: dict[str, Any]) -> Plan:
+        """The plan from a whole checkpoint. Refused where run, steps or log do not fit it."""
         if state["run_id"] != plan.run_id:
             raise Refused(f"{path} is of run {state['run_id']!r:.80}, not of {plan.run_id}. A "
                           f"folder was renamed.")  # fmt: skip

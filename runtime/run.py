@@ -78,15 +78,19 @@ class Run(contextlib.AbstractContextManager):
     # ---- The beginning
 
     def __enter__(self) -> "Run":
-        self._load()
-        self._header = self.trainer.header(self.plan.seed, self.plan.trial)
         try:
+            self._machine.on_main(self._open)  # first: from here on the run is this process's
+            self._load()
+            self._header = self.trainer.header(self.plan.seed, self.plan.trial)
             self._machine.on_main(self._begin)
         except BaseException:
             self._log.close()
             raise
         self._log_phases()
         return self
+
+    def _open(self) -> None:
+        self._log = RunLog(self._config.log_dir, self.plan.run_id, self.plan.history)
 
     def _load(self) -> None:
         """Give rank 0's checkpoint to all ranks. Refused where it does not fit."""
@@ -121,7 +125,6 @@ class Run(contextlib.AbstractContextManager):
         if source_hash(self._source) != self._header["source_sha256"]:
             raise LogError(f"the source in {self._source} was edited since the run started. Start "
                            f"it again.")  # fmt: skip
-        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history)
         self._log.store_sources(self._source)
         if plan.history is None:
             self._log.begin(self._header)

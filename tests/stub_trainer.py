@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from runtime import stop
 from runtime.clock import Clock
 from runtime.log import config_hash, source_hash
 from runtime.machine import Machine
@@ -144,11 +145,11 @@ def make_runs(trainer: StubTrainer) -> int:
     clock = Clock()
     with clock.phase("setup", timed=False):
         plans = plan_runs(trainer)
-    with Stop(trainer.machine.device) as stop:
+    with Stop(trainer.machine.device) as stopping:
         for plan in plans:
             torch.manual_seed(plan.seed)
             trainer.reset(plan.seed)
-            with Run(trainer, plan, clock, stop, source=trainer.source) as run:
+            with Run(trainer, plan, clock, stopping, source=trainer.source) as run:
                 run.finish(trainer.train(run))
             if run.code:
                 return run.code
@@ -166,8 +167,13 @@ def trainer_in(folder: Path, at: dict[int | str, Hook] | None = None, **changed:
 
 
 def run(folder: Path, at: dict[int | str, Hook] | None = None, **changed: object) -> int:
-    """Make the runs in a folder; returns the exit code."""
-    return make_runs(trainer_in(folder, at, **changed))
+    """Make the runs in a folder; returns the exit code, with all signal handlers as before."""
+    before = {number: signal.getsignal(number) for number in stop._heard()}
+    try:
+        return make_runs(trainer_in(folder, at, **changed))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def signalled(*numbers: int) -> Hook:
