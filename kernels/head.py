@@ -24,37 +24,44 @@ WEIGHT_SCALE = 2**-9
 GRADIENT_SCALE = 1 / 448  # of a loss summed over tokens, whose gradients by logits lie in [-1, 1]
 FP8_MULTIPLE = 16  # elements: FP8 matrix units read rows of whole 16 bytes
 FP8_CAPABILITY = (8, 9)
+LARGEST_CAP = 70  # exp(70) times any vocabulary is a float32
 
 
-def softcap(z: Tensor, kind: str) -> Tensor:
-    """Bounded logits: "sigmoid" is 30 sigmoid(z / 7.5), "rsqrt" 15 z / sqrt(z^2 + 15^2)."""
+# (kind, height, width): ("sigmoid", h, w) is h sigmoid(z / w), ("rsqrt", h, w) is h z / sqrt(z^2 + w^2).
+Softcap = tuple[str, float, float]
+
+
+def capped_logits(z: Tensor, softcap: Softcap) -> Tensor:
+    """The logits z, bounded by the height of `softcap`."""
+    kind, height, width = softcap
     if kind == "sigmoid":
-        return 30 * torch.sigmoid(z / 7.5)
-    return 15 * z * (z.square() + 15**2).rsqrt()
+        return height * torch.sigmoid(z / width)
+    return height * z * (z.square() + width**2).rsqrt()
 
 
-def _slope(capped: Tensor, kind: str) -> Tensor:
-    """The derivative of `softcap` where it took the value `capped`."""
+def _slope(capped: Tensor, softcap: Softcap) -> Tensor:
+    """The derivative of `capped_logits` where it took the value `capped`."""
+    kind, height, width = softcap
     if kind == "sigmoid":
-        return capped * (30 - capped) / (30 * 7.5)
-    return (1 - (capped / 15).square()).clamp(min=0) ** 1.5
+        return capped * (height - capped) / (height * width)
+    return height / width * (1 - (capped / height).square()).clamp(min=0) ** 1.5
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _cross_entropy(z_nV: Tensor, targets_n: Tensor, kind: str, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _cross_entropy(z_nV: Tensor, targets_n: Tensor, cap: Softcap, gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Loss of the capped logits, summed over tokens, and its gradient by z if asked for."""
-    capped = softcap(z_nV.to(_summed(z_nV.dtype)), kind)
-    e = capped.exp()  # no cap exceeds 30, so nothing overflows and no pass has to find the largest logit
+    capped = capped_logits(z_nV.to(_summed(z_nV.dtype)), cap)
+    e = capped.exp()  # no cap exceeds LARGEST_CAP, so nothing overflows and no pass has to find the largest logit
     total, target = e.sum(-1, keepdim=True), targets_n.unsqueeze(1)
     loss = (total.log() - capped.gather(1, target)).sum()
     if not gradient:
         return loss, None
     p = e.mul_(total.reciprocal())  # divisions would hold up a kernel that is made of exponentials already
     hit = torch.arange(p.size(1), device=p.device) == target
-    return loss, torch.where(hit, p - 1, p).mul_(_slope(capped, kind))
+    return loss, torch.where(hit, p - 1, p).mul_(_slope(capped, cap))
 
 
 def _quantize(x: Tensor, scale: float) -> Tensor:
@@ -88,13 +95,13 @@ def _x_scale(x_nC: Tensor) -> float:
 
 
 def _losses(
-    x_nC: Tensor, targets_n: Tensor, w_VC: Tensor, kind: str, gradient: bool
+    x_nC: Tensor, targets_n: Tensor, w_VC: Tensor, cap: Softcap, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Loss of a chunk and, as products take them, its tokens and the gradient by its logits."""
     fp8, x_scale = w_VC.dtype == E4M3, _x_scale(x_nC)
     a_nC = _quantize(x_nC, x_scale) if fp8 else x_nC
     z_nV = _product(a_nC, w_VC, x_scale * WEIGHT_SCALE, x_nC.dtype, fast=True)
-    loss, dz_nV = _cross_entropy(z_nV, targets_n, kind, gradient)
+    loss, dz_nV = _cross_entropy(z_nV, targets_n, cap, gradient)
     if dz_nV is not None:
         dz_nV = (dz_nV / GRADIENT_SCALE).to(E5M2) if fp8 else dz_nV.to(x_nC.dtype)
     return loss, a_nC, dz_nV
@@ -140,7 +147,7 @@ def _chunk_size(device: torch.device, compiled: bool) -> int:
 @torch.no_grad()
 def loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor,
-    softcap: str, chunk: int, precision: str, compiled: bool, gradients: bool,
+    cap: str, height: float, width: float, chunk: int, precision: str, compiled: bool, gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """What the operator does; on the meta device, what memory it takes."""
     stages: tuple[Callable, ...] = (_operands, _losses, _gradients, _as_weight)
@@ -149,7 +156,7 @@ def loss_and_gradients(
     w_VC, w_CV = operands(weight, x.dtype, precision, gradients)
     loss, dx, dweight_CV = x.new_zeros((), dtype=_summed(x.dtype)), [], None
     for x_nC, targets_n in zip(x.split(chunk), targets.split(chunk), strict=True):
-        loss_n, a_nC, dz_nV = losses(x_nC, targets_n, w_VC, softcap, gradients)
+        loss_n, a_nC, dz_nV = losses(x_nC, targets_n, w_VC, (cap, height, width), gradients)
         loss += loss_n
         if gradients:
             dx_nC, dweight_CV = gradients_of(a_nC, dz_nV, w_CV, dweight_CV, x.dtype)
@@ -165,7 +172,7 @@ _linear_cross_entropy = torch.library.custom_op(
 
 
 @_linear_cross_entropy.register_fake
-def _(x, weight, targets, softcap, chunk, precision, compiled, gradients):
+def _(x, weight, targets, cap, height, width, chunk, precision, compiled, gradients):
     dx, dweight = (y.new_empty(y.shape if gradients else 0) for y in (x, weight))
     return x.new_empty((), dtype=_summed(x.dtype)), dx, dweight
 
@@ -178,31 +185,33 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad, *_):
     dx, dweight = ctx.saved_tensors
-    return grad * dx, grad * dweight, *[None] * 6
+    return grad * dx, grad * dweight, *[None] * 8
 
 
 _linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, softcap: str, chunk: int = 0, precision: str = "plain"
+    x: Tensor, weight: Tensor, targets: Tensor, *, softcap: Softcap, chunk: int = 0, precision: str = "plain"
 ) -> Tensor:
     """Cross entropy of the capped x weight^T, summed over tokens: () float32, or float64 where x is.
 
     x: (N, C); for FP8 bf16 and from an RMS norm. weight: (V, C), read as x's dtype. targets: (N,) int64 below V.
-    precision: "plain", or "fp8" (modded-nanogpt's head) where `fp8_obstacle` finds none. softcap: as its function.
+    precision: "plain", or "fp8" (modded-nanogpt's head) where `fp8_obstacle` finds none. softcap: (kind, height, width).
     """
+    if not 0 < softcap[1] <= LARGEST_CAP:
+        raise ValueError(f"softcap {softcap}: its height must be above 0 and at most {LARGEST_CAP}.")
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     compiled = torch.compiler.is_compiling()
     if x.is_meta:  # where only memory matters, and nobody sees what the operator makes inside
-        loss_and_gradients(x, weight, targets, softcap, chunk, precision, compiled, gradients)
-    return _linear_cross_entropy(x, weight, targets, softcap, chunk, precision, compiled, gradients)[0]
+        loss_and_gradients(x, weight, targets, *softcap, chunk, precision, compiled, gradients)
+    return _linear_cross_entropy(x, weight, targets, *softcap, chunk, precision, compiled, gradients)[0]
 
 
-def plain_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, kind: str) -> Tensor:
+def plain_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: Softcap) -> Tensor:
     """The same by autograd, which keeps all logits; with a bias (V,), if there is one."""
     parts = zip(x.split(PLAIN_CHUNK), targets.split(PLAIN_CHUNK), strict=True)
-    losses = [F.cross_entropy(softcap(F.linear(h, weight, bias).float(), kind), t, reduction="sum") for h, t in parts]
+    losses = [F.cross_entropy(capped_logits(F.linear(h, weight, bias).float(), softcap), t, reduction="sum") for h, t in parts]
     return torch.stack(losses).sum()
 
 

@@ -6,7 +6,6 @@
 import argparse
 import dataclasses
 import difflib
-import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,35 @@ from runtime.errors import Refused
 Settings = TypeVar("Settings")
 
 
+Bound = float | str | None  # a number, or the name of the setting that has it
+
+
 def setting(
-    default: Any, about: str, *, one_of: Sequence[str] = (), at_least: float | None = None
+    default: Any,
+    about: str,
+    *,
+    section: str = "",
+    one_of: Sequence[str] = (),
+    at_least: Bound = None,
+    at_most: Bound = None,
+    below: Bound = None,
+    multiple_of: Bound = None,
 ) -> Any:
-    """Return a dataclass field with its --help text and the rules that `check_fields` applies."""
-    rules = {"about": about, "one_of": one_of, "at_least": at_least}
-    return dataclasses.field(default=default, metadata=rules)
+    """Return a dataclass field with its --help text and the rules that `check_fields` applies.
+
+    `section` begins a group of flags in --help, to which the fields behind this one belong too.
+    """
+    bounds = {"at_least": at_least, "at_most": at_most, "below": below, "multiple_of": multiple_of}
+    metadata = {"about": about, "section": section, "one_of": one_of, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+HOLDS: dict[str, Callable[[Any, Any], bool]] = {
+    "at_least": lambda value, bound: value >= bound,
+    "at_most": lambda value, bound: value <= bound,
+    "below": lambda value, bound: value < bound,
+    "multiple_of": lambda value, bound: value >= bound and value % bound == 0,
+}
 
 
 def require(settings: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
@@ -36,21 +58,27 @@ def require(settings: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def check_fields(settings: Any) -> None:
-    """Raise Refused for a value that is none of its field's choices or below its least."""
+    """Raise Refused for the first value that is none of its choices or outside its bounds."""
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        choices, least = field.metadata["one_of"], field.metadata["at_least"]
+        value, choices = getattr(settings, field.name), field.metadata["one_of"]
         if choices:
             require(settings, {field.name: (value in choices, f"one of {', '.join(choices)}")})
-        if least is not None and value is not None:
-            require(settings, {field.name: (value >= least, f"at least {least}")})
+        for kind, bound in field.metadata["bounds"].items():
+            if bound is None or value is None:
+                continue
+            limit, words = bound, str(bound)
+            if isinstance(bound, str):
+                limit = getattr(settings, bound)
+                words = f"{flag(bound)} {limit}"
+            rule = kind.replace("_", " ").replace("multiple", "a multiple")
+            require(settings, {field.name: (HOLDS[kind](value, limit), f"{rule} {words}")})
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The run: seeds, folders, checkpoints"""
+    """The settings that do not belong to the experiment."""
 
-    seed: int = setting(0, "seed of the first trial; trial i takes seed + i", at_least=0)
+    seed: int = setting(0, "of the first trial; trial i takes seed + i", at_least=0, section="Runs")
     trials: int = setting(1, "runs in this process, after one compilation", at_least=1)
     data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
     log_dir: str = setting("logs", "folder of the run logs")
@@ -60,13 +88,12 @@ class RunSettings:
     keep_model: bool = setting(False, "keep the last checkpoint of a finished run")
     resume: str = setting("", "auto: the unfinished runs of these settings; or a checkpoint folder")
     resume_anyway: bool = setting(False, "resume even with another source or configuration")
-    rank_timeout: float = setting(600.0, "seconds that ranks wait for one another", at_least=1)
+    rank_timeout: float = setting(600.0, "seconds ranks wait for each other", at_least=1, at_most=86_400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
 
     def __post_init__(self) -> None:
         check_fields(self)
         Interval.parse(self.checkpoint_every)
-        require(self, {"rank_timeout": (self.rank_timeout <= 86_400, "at most 86,400 (a day)")})
 
 
 # Two runs that differ only in these are runs of one experiment.
@@ -181,7 +208,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(kind: Any, shown: dict[str, Any], description: str) -> argparse.ArgumentParser:
-    """One group of flags for each class; `shown` has the values that --help prints in brackets."""
+    """One group of flags a section; `shown` has the values that --help prints in brackets."""
     parser = _Parser(
         usage="train_gpt.py [flags]",
         description=description,
@@ -191,25 +218,15 @@ def _parser(kind: Any, shown: dict[str, Any], description: str) -> argparse.Argu
     )
     parser.add_argument("--help", "-h", action="store_true", help="show this text and stop")
     parser.add_argument("--print-config", action="store_true", help="print all settings as JSON")
-    for title, fields in _sections(kind).items():
-        group = parser.add_argument_group(title)
-        for field in fields:
-            value = as_text(shown.get(field.name, field.default))
-            about = f"{field.metadata['about']} [{value}]".replace("%", "%%")
-            alone = {"nargs": "?", "const": "on"} if field.type is bool else {}  # --flag is on
-            group.add_argument(flag(field.name), metavar=_values(field), help=about, **alone)
+    group = parser.add_argument_group()
+    for field in dataclasses.fields(kind):
+        if field.metadata["section"]:
+            group = parser.add_argument_group(field.metadata["section"])
+        value = as_text(shown.get(field.name, field.default))
+        about = f"{field.metadata['about']} [{value}]".replace("%", "%%")
+        alone = {"nargs": "?", "const": "on"} if field.type is bool else {}  # --flag means on
+        group.add_argument(flag(field.name), metavar=_values(field), help=about, **alone)
     return parser
-
-
-def _sections(kind: Any) -> dict[str, list[dataclasses.Field]]:
-    """The fields by the class that defines them first, which the docstring's first line titles."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    sections: dict[str, list[dataclasses.Field]] = {}
-    for part in reversed(kind.__mro__):
-        own = [fields.pop(name) for name in inspect.get_annotations(part) if name in fields]
-        if own:
-            sections[(part.__doc__ or "").partition("\n")[0]] = own
-    return sections
 
 
 def _values(field: dataclasses.Field) -> str:

@@ -12,10 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import head
-from kernels.head import choose_head, fp8_obstacle, linear_cross_entropy, softcap
+from kernels.head import choose_head, fp8_obstacle, linear_cross_entropy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-KINDS = ["sigmoid", "rsqrt"]
+CAPS = {"sigmoid": ("sigmoid", 30.0, 7.5), "rsqrt": ("rsqrt", 15.0, 15.0)}
+KINDS = [*CAPS]
 both_caps = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -32,7 +33,7 @@ def truth(x, weight, targets, kind):
 
 def ours(x, weight, targets, kind, **options):
     x, weight = (y.detach().clone().requires_grad_() for y in (x, weight))
-    loss = linear_cross_entropy(x, weight, targets, softcap=kind, **options)
+    loss = linear_cross_entropy(x, weight, targets, softcap=CAPS[kind], **options)
     return loss.detach(), *torch.autograd.grad(loss, (x, weight))
 
 
@@ -92,7 +93,7 @@ def test_rows_that_pad_the_vocabulary_take_part_in_the_softmax_and_get_their_gra
 def test_the_gradient_of_a_multiple_of_the_loss_is_that_multiple():
     x, weight, targets = problem(20)
     x.requires_grad_()
-    loss = linear_cross_entropy(x, weight, targets, softcap="rsqrt", chunk=8)
+    loss = linear_cross_entropy(x, weight, targets, softcap=CAPS["rsqrt"], chunk=8)
     (dx,) = torch.autograd.grad(-3 * loss, x)
     torch.testing.assert_close(dx, -3 * truth(x, weight, targets, "rsqrt")[1], rtol=1e-10, atol=1e-10)
 
@@ -108,7 +109,7 @@ def test_logits_of_any_size_give_finite_results(kind, precision):
 @both_caps
 def test_the_gradient_by_a_logit_never_exceeds_one_which_its_fp8_scale_takes_for_granted(kind):
     z = torch.cat([torch.linspace(-90, 90, 401).repeat(2, 1), torch.randn(40, 401) * 30])
-    loss, dz = head._cross_entropy(z, torch.arange(42) % 401, kind, gradient=True)
+    loss, dz = head._cross_entropy(z, torch.arange(42) % 401, CAPS[kind], gradient=True)
     assert 0.9 < dz.abs().max() <= 1
     assert loss.isfinite()
 
@@ -116,7 +117,7 @@ def test_the_gradient_by_a_logit_never_exceeds_one_which_its_fp8_scale_takes_for
 @both_caps
 def test_the_cap_equals_its_formula(kind):
     z = torch.linspace(-100, 100, 101, dtype=torch.float64)
-    torch.testing.assert_close(softcap(z, kind), capped(z, kind), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(head.capped_logits(z, CAPS[kind]), capped(z, kind), rtol=1e-12, atol=1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def made_by(precision, gradients):
     inputs = problem(256, channels=16, vocabulary=128, dtype=torch.bfloat16)
     run = head._linear_cross_entropy._init_fn  # inside an operator a mode sees nothing
     with Made() as made:
-        _, dx, dweight = run(*inputs, "sigmoid", 64, precision, False, gradients)
+        _, dx, dweight = run(*inputs, *CAPS["sigmoid"], 64, precision, False, gradients)
     return made, dx, dweight
 
 
@@ -244,7 +245,7 @@ def test_without_gradients_no_product_but_the_logits_is_made(precision):
 def test_the_backward_pass_does_nothing_but_scale():
     x, weight, targets = problem(20)
     leaves = x.requires_grad_(), weight.requires_grad_()
-    loss = linear_cross_entropy(*leaves, targets, softcap="sigmoid")
+    loss = linear_cross_entropy(*leaves, targets, softcap=CAPS["sigmoid"])
     scale = torch.full_like(loss, 3)
     with Made() as made:
         torch.autograd.grad(loss, leaves, scale)
@@ -267,7 +268,7 @@ def test_gradients_are_made_where_autograd_wants_one(monkeypatch, wanted, enable
     x.requires_grad_(wanted[0])
     weight.requires_grad_(wanted[1])
     with torch.set_grad_enabled(enabled):
-        loss = linear_cross_entropy(x, weight, targets, softcap="sigmoid")
+        loss = linear_cross_entropy(x, weight, targets, softcap=CAPS["sigmoid"])
     assert asked == [gradients]
     assert loss.requires_grad == gradients
     torch.testing.assert_close(loss.detach(), truth(x, weight, targets, "sigmoid")[0])
@@ -283,7 +284,7 @@ def test_the_operator_keeps_the_rules_of_operators(precision, gradients):
     x, weight, targets = problem(20, dtype=torch.bfloat16)
     x = x.T.contiguous().T  # no layout is taken for granted
     args = (x.requires_grad_(gradients), weight.float().requires_grad_(gradients), targets)
-    torch.library.opcheck(head._linear_cross_entropy, (*args, "sigmoid", 8, precision, False, gradients))
+    torch.library.opcheck(head._linear_cross_entropy, (*args, *CAPS["sigmoid"], 8, precision, False, gradients))
 
 
 @pytest.fixture
@@ -300,7 +301,7 @@ def counted(monkeypatch):
 def test_a_compiled_model_has_one_graph_and_the_head_one_a_stage_and_two_where_the_first_chunk_differs(counted):
     compile_, of_head = counted
     of_model = CompileCounterWithBackend("aot_eager")
-    model = compile_(lambda x, *args: linear_cross_entropy(2 * x, *args, softcap="sigmoid", chunk=8), backend=of_model)
+    model = compile_(lambda x, *args: linear_cross_entropy(2 * x, *args, softcap=CAPS["sigmoid"], chunk=8), backend=of_model)
     x, weight, targets = problem(32)
     inputs = x.requires_grad_(), weight.requires_grad_(), targets
     for _ in range(3):
@@ -312,7 +313,7 @@ def test_a_compiled_model_has_one_graph_and_the_head_one_a_stage_and_two_where_t
 
 
 def through_operator(inputs, precision, compiled):
-    return head._linear_cross_entropy(*inputs, "sigmoid", 16, precision, compiled, True)
+    return head._linear_cross_entropy(*inputs, *CAPS["sigmoid"], 16, precision, compiled, True)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("plain", torch.float32), ("fp8", torch.bfloat16)])
@@ -411,7 +412,7 @@ def test_fp8_on_a_gpu_equals_its_own_quantization(kind):
 def test_compiled_fp8_on_a_gpu_equals_its_own_quantization():
     torch._dynamo.reset()
     inputs = problem(2048 + 24, channels=768, vocabulary=1024, dtype=torch.bfloat16, device="cuda")
-    results = head._linear_cross_entropy(*inputs, "sigmoid", 1024, "fp8", True, True)
+    results = head._linear_cross_entropy(*inputs, *CAPS["sigmoid"], 1024, "fp8", True, True)
     assert_equals_quantized(inputs, "sigmoid", results)
 
 
@@ -431,8 +432,8 @@ def test_compiled_chunks_on_a_gpu_are_as_near_to_the_truth_as_torchs_own_bf16():
 def test_compiled_chunks_on_a_gpu_keep_the_logits_of_one_chunk():
     torch._dynamo.reset()
     inputs = problem(16_384, channels=128, vocabulary=50_304, dtype=torch.bfloat16, device="cuda")
-    head._linear_cross_entropy(*inputs, "sigmoid", 2048, "plain", True, True)  # compiles
+    head._linear_cross_entropy(*inputs, *CAPS["sigmoid"], 2048, "plain", True, True)  # compiles
     torch.cuda.reset_peak_memory_stats()
     before, logits = torch.cuda.memory_allocated(), 2048 * 50_304 * 2
-    head._linear_cross_entropy(*inputs, "sigmoid", 2048, "plain", True, True)
+    head._linear_cross_entropy(*inputs, *CAPS["sigmoid"], 2048, "plain", True, True)
     assert torch.cuda.max_memory_allocated() - before < 3 * logits  # with their gradient and the weight's
