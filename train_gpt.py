@@ -359,8 +359,9 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
         self.table = layer_table(config)
         # Embeddings and gates are stored as they are used, in `dtype`, unless the track says not.
-        table_dtype = torch.float32 if config.keep_float32 == "all" else dtype
-        head_dtype = dtype if config.keep_float32 == "none" else torch.float32
+        wide = torch.promote_types(dtype, torch.float32)
+        table_dtype = wide if config.keep_float32 == "all" else dtype
+        head_dtype = dtype if config.keep_float32 == "none" else wide
         value_tables = {layer.value_embed for layer in self.table} - {None}
         table_shape = (config.padded_vocab, config.dim)
         with device:
@@ -374,9 +375,10 @@ class GPT(nn.Module):
             self.head_gain = optional(config.biases, config.dim)
             self.scalar_init = initial_scalars(config)
             self.scalars = optional(self.scalar_init, len(self.scalar_init))
-            tables = torch.empty(max(config.sequence, config.val_sequence), 1, config.head_dim // 2)
-            self.register_buffer("cos", tables.to(dtype), persistent=False)
-            self.register_buffer("sin", tables.to(dtype), persistent=False)
+            positions = max(config.sequence, config.val_sequence)
+            tables = torch.empty(2, positions, 1, config.head_dim // 2, dtype=dtype)
+            self.register_buffer("cos", tables[0], persistent=False)
+            self.register_buffer("sin", tables[1], persistent=False)
             self.register_buffer("scale", torch.empty(()), persistent=False)
 
     def set_rotary(self, frequency: Tensor, scale: Tensor) -> None:
@@ -697,12 +699,15 @@ class Trainer:
         # One process of each host reads all tokens, and all hosts must have the same.
         data, found = open_audited(asdict(config), *place, audited=machine.first_of_its_host)
         self.data = data.in_parts(config.val_batch, reach(config))
+        if found is not None:
+            found = {**found, "source_sha256": source_hash(SOURCE)}
         self.found = machine.gather_equal(found)
         self.model = GPT(config, dtype, device, attention, head)
         self.loss: Any = self.model  # warm_up replaces it by the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
         self.stage = -1  # the one that the rotary tables are of
         self.peak, peak_name = machines.peak_flops(machine, dtype)
+        self.source_sha256 = self.found.pop("source_sha256")
         self.checks = {"overlap": self.found.pop("overlap")}
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
@@ -818,8 +823,8 @@ class Trainer:
         settings = asdict(config)
         return {
             "track": config.track, "target": config.target, "seed": seed, "trial": trial,
-            "claim": self.claim,
-            "source_sha256": source_hash(SOURCE), "config_sha256": config_hash(settings),
+            "claim": self.claim, "source_sha256": self.source_sha256,
+            "config_sha256": config_hash(settings),
             "config": settings, "data": self.found | {"val_tokens": config.val_tokens},
             "env": self.env, "checks": self.checks, "world_size": self.machine.world_size,
             "micro_batch": rows * config.sequence, "grad_accum": self.data.train.rows // rows,
@@ -841,7 +846,7 @@ class Trainer:
 def warm_up(trainer: Trainer, clock: Clock) -> None:
     """Take every kind of step and validation, check causality, restore all state and check that."""
     config, machine = trainer.config, trainer.machine
-    before = trainer.state_dict()
+    before, random = trainer.state_dict(), torch.get_rng_state()
     with clock.phase("compile", timed=False):
         find = partial(find_micro_batch, trainer)
         trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, find)
@@ -854,7 +859,8 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
         causal = sees_no_future(trainer)
         trainer.reset(config.seed)
         after = trainer.state_dict()
-        restored = machine.on_main(lambda: same_bits(before, after))
+        same = same_bits(before, after) and torch.equal(random, torch.get_rng_state())
+        restored = all(machine.gather(same))
     trainer.checks |= {"causality": causal, "warmup_restored": restored}
     if not (causal and restored):
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
@@ -967,7 +973,7 @@ def evaluate(trainer: Trainer, run: Run, step: int) -> float:
     """The validation loss before this step, off the clock; raises NonFinite."""
     with run.pause("validate"):
         val_loss = trainer.validate(step)
-    run.validated(step, val_loss)
+        run.validated(step, val_loss)
     return val_loss
 
 
