@@ -851,11 +851,11 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
     config, machine = trainer.config, trainer.machine
     before, random = trainer.state_dict(), torch.get_rng_state()
     with clock.phase("compile", timed=False):
-        find = partial(find_micro_batch, trainer)
-        trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, find)
+        first_call = partial(probe, trainer)
+        trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, first_call)
         if obstacle is not None:
             machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
-            find(trainer.model)
+        find_micro_batch(trainer)
         trainer.env |= {"compiled": obstacle is None} | compile_facts()
     with clock.phase("warmup", timed=False):
         rehearse(trainer)
@@ -869,19 +869,19 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
 
 
-def find_micro_batch(trainer: Trainer, loss: Any) -> None:
-    """Run what takes most memory; with --micro-batch auto, halve the micro-batch until it fits."""
-    trainer.loss = loss
+def find_micro_batch(trainer: Trainer) -> None:
+    """With --micro-batch auto, halve the micro-batch until what takes most memory fits."""
     data, sequence = trainer.data, trainer.config.sequence
-    while not fits(partial(probe, trainer), trainer.machine):
+    while not fits(partial(probe, trainer, trainer.loss), trainer.machine):
         if trainer.config.micro_batch is not None or data.micro_rows == 1:
             raise MemoryError("a micro-batch does not fit")
         data.split(data.micro_rows // 2 * sequence)
         trainer.machine.say(f"out of memory: micro-batch {data.micro_rows * sequence:,}")
 
 
-def probe(trainer: Trainer) -> None:
+def probe(trainer: Trainer, loss: Any) -> None:
     """A micro-batch beside the gradients of another one, then the largest validation batch."""
+    trainer.loss = loss
     trainer.enter(0)
     trainer.data.train.reset()
     batch = next(trainer.data.train)[0]
