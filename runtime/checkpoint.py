@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -101,7 +102,26 @@ def load(path: Path) -> Snapshot:
     try:
         return Snapshot(load_file(path / MODEL), load_file(path / OPTIM), state)
     except (OSError, SafetensorError) as error:
-        raise Refused(f"checkpoint {path} holds no tensors: {error}. Resume from another.") from None
+        raise Refused(f"{path} holds no tensors: {error}. Resume from another one.") from None
+
+
+@torch.no_grad()
+def copy_tensors(saved: dict[str, Tensor], here: dict[str, Tensor]) -> None:
+    """Copy saved tensors into those of the same names; Refused where a shape or dtype differs."""
+    wrong = []
+    for name in saved | here:
+        was, now = _kind(saved.get(name)), _kind(here.get(name))
+        if was != now:
+            wrong.append(f"{name} {was} -> {now}")
+    if wrong:
+        raise Refused(f"the checkpoint is of another model: {'; '.join(wrong[:5])}. Give that "
+                      f"model's settings.")  # fmt: skip
+    for name, tensor in here.items():
+        tensor.copy_(saved[name])
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 def _check_sums(path: Path) -> None:

@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,8 +40,6 @@ SOURCE_FILES = (
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
 SYNCED_EVENTS = {"header", "val", "end"}  # claims rest on these: they survive a power cut too
-# Follow no link. Windows makes none by accident and lacks the flag.
-NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 # ---- What identifies a run
@@ -89,7 +88,7 @@ def new_run_id(track: str, seed: int, trial: int) -> str:
 
 
 class History(NamedTuple):
-    """What the segments of a run say to a process that resumes it."""
+    """What the segments of a run say to the process that resumes it."""
 
     header: dict[str, Any]  # of the newest segment
     sizes: tuple[int, ...]  # bytes of each segment
@@ -101,44 +100,42 @@ class History(NamedTuple):
 
 def segment_path(directory: str | Path, run_id: str, number: int) -> Path:
     """The log file of a run's first, second, ... process."""
-    middle = "" if number == 1 else f".{number}"
-    return Path(directory) / f"{run_id}{middle}.jsonl"
+    return Path(directory, f"{run_id}.jsonl" if number == 1 else f"{run_id}.{number}.jsonl")
 
 
 def read_history(directory: str | Path, run_id: str) -> History | None:
-    """What there is of a run; None where not even its header was written. LogError for no log."""
+    """What there is of a run; None if not even its header was written. LogError for no log."""
     history = None
     train_time_ms = t_ms = 0.0
     sizes: tuple[int, ...] = ()
-    while content := _read_segment(segment_path(directory, run_id, len(sizes) + 1)):
-        path = segment_path(directory, run_id, len(sizes) + 1)
-        events = [_event(line) for line in content.split(b"\n")]
+    path = segment_path(directory, run_id, 1)
+    while content := _read_segment(path):
+        events = [_event(line) for line in content.splitlines()]
         if events[0].get("event") != "header" or events[0].get("run_id") != run_id:
-            raise LogError(f"{path}: its first line is no header of run {run_id}. Restore the file "
-                           f"as the run wrote it.")  # fmt: skip
-        sizes += (len(content),)
+            raise LogError(f"{path}: line 1 must be the header of run {run_id}. Restore the file.")
         status = None
         for event in events:
             train_time_ms = max(train_time_ms, _milliseconds(event, "train_time_ms"))
             t_ms = max(t_ms, _milliseconds(event, "t_ms"))
             if event.get("event") in ("end", "resume"):  # schema 1 resumed within one file
                 status = event.get("status")
+        sizes += (len(content),)
         sha256 = hashlib.sha256(content).hexdigest()
         history = History(events[0], sizes, sha256, status, train_time_ms, t_ms)
+        path = segment_path(directory, run_id, len(sizes) + 1)
     return history
 
 
 def _read_segment(path: Path) -> bytes | None:
-    """A segment's bytes; None where there is none or its process died before the first line."""
-    try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise OSError(errno.EINVAL, "it is a link or no regular file")
-        content = path.read_bytes()
-    except FileNotFoundError:
+    """A segment's bytes; None if there is none or its process died before the first line."""
+    if not os.path.lexists(path):
         return None
+    if path.is_symlink() or not path.is_file():  # reading a pipe would wait for ever
+        raise LogError(f"run log {path} must be a regular file. Put the run's own file there.")
+    try:
+        content = path.read_bytes()
     except OSError as error:
-        raise LogError(f"cannot read run log {path}: {error.strerror}. Make it readable, or give "
-                       f"the --log-dir of its run.") from error  # fmt: skip
+        raise LogError(f"cannot read run log {path}: {error.strerror}. Make it readable.") from None
     return content if b"\n" in content else None
 
 
@@ -166,8 +163,8 @@ def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise LogError(f"{flag} {directory}: the folder must be writable, but {error.strerror}. "
-                       f"Make it writable or give another {flag}.") from error  # fmt: skip
+        raise LogError(f"{flag} {directory} cannot be written: {error.strerror}. Make it writable, "
+                       f"or give another folder.") from None  # fmt: skip
 
 
 class RunLog:
@@ -179,65 +176,49 @@ class RunLog:
     """
 
     def __init__(
-        self, directory: str | Path, run_id: str, history: History | None = None, *,
+        self, directory: str | Path, run_id: str, history: History | None = None,
         enabled: bool = True,
     ) -> None:  # fmt: skip
-        self.directory = Path(directory)
-        self.run_id = run_id
-        self.history = history
+        self.directory, self.run_id, self.history = Path(directory), run_id, history
         self.segment = len(history.sizes) + 1 if history else 1
         self.path = segment_path(directory, run_id, self.segment)
         self.size = 0  # bytes, those that wait included
+        self._sha256 = hashlib.sha256()  # likewise
         self._waiting: list[bytes] = []
-        self._sha256 = hashlib.sha256()
-        self._refusal: OSError | None = None
+        self._refusal: OSError | None = None  # the first
         self._start_ns = time.monotonic_ns()
-        if history is not None:
+        if history:
             self._start_ns -= math.ceil(1e6 * history.t_ms)  # t_ms never falls within a run
         self._descriptor: int | None = None
         if enabled:
             self._open()
 
     def _open(self) -> None:
-        """LogError where another process writes this run, or wrote it since it was read."""
         self._lock = FileLock(self.directory / f".{self.run_id}.lock")
-        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | BINARY | NO_LINKS
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | BINARY
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
-            if self.history is not None:
-                self._check_history(self.history)
+            if self.history:
+                if read_history(self.directory, self.run_id) != self.history:
+                    raise OSError(errno.EEXIST, "another process has gone on with the run")
+                self.path.unlink(missing_ok=True)  # of a process that died before its first line
             self._descriptor = os.open(self.path, flags, 0o644)
-        except Timeout:
-            raise LogError(f"another process is writing run {self.run_id}. Wait for its end.") from None
-        except FileExistsError as error:
-            self._unlock()
-            raise LogError(f"{self.path} exists, and a log is never overwritten. Start again to "
-                           f"resume from where it ends.") from error  # fmt: skip
         except OSError as error:
-            self._unlock()
-            raise LogError(f"cannot open run log {self.path}: {error.strerror}. Choose a --log-dir "
-                           f"that can be written.") from error  # fmt: skip
-
-    def _check_history(self, history: History) -> None:
-        if read_history(self.directory, self.run_id) != history:
-            self._unlock()
-            raise LogError(f"another process has gone on with run {self.run_id} since this one "
-                           f"started. Start again.")  # fmt: skip
-        self.path.unlink(missing_ok=True)  # of a process that died before its first line
-
-    def _unlock(self) -> None:
-        self._lock.release()
-        with contextlib.suppress(OSError):
-            os.unlink(self._lock.lock_file)
+            self._lock.release()
+            reason = error.strerror
+            if isinstance(error, Timeout):
+                reason = "another process is writing it"
+            raise LogError(f"cannot open run log {self.path}: {reason}. Wait for the other "
+                           f"process, or give a --log-dir that can be written.") from error
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event with the milliseconds since the run started, pauses left out."""
+        """Append one event with the milliseconds since the run started, interruptions left out."""
         if self._descriptor is None:
             return
         self._append(self._line(event, fields))
         if event in SYNCED_EVENTS:
-            self.sync()
+            self._try(os.fsync)
 
     def _line(self, event: str, fields: dict[str, Any]) -> bytes:
         t_ms = (time.monotonic_ns() - self._start_ns) / 1e6
@@ -247,79 +228,55 @@ class RunLog:
         self._waiting.append(line)
         self.size += len(line)
         self._sha256.update(line)
-        self.flush()
+        self._try(self._flush)
 
-    def flush(self) -> None:
-        """Write the lines that wait, as far as the system takes them."""
+    def _flush(self, descriptor: int) -> None:
+        while self._waiting:
+            append(descriptor, self._waiting[0])
+            del self._waiting[0]
+
+    def _try(self, action: Callable[[int], object]) -> None:
+        """Do it to the file. A refusal is said once."""
         try:
-            while self._waiting and self._descriptor is not None:
-                append(self._descriptor, self._waiting[0])
-                del self._waiting[0]
+            action(self._descriptor or 0)
         except OSError as error:
-            self._refused(error)
+            if self._refusal is None:
+                self._refusal = error
+                with contextlib.suppress(OSError):  # stderr may be on the same disk
+                    print(f"warning: cannot write {self.path}: {error.strerror}. The run goes on; "
+                          f"free some space before it ends.", file=sys.stderr, flush=True)
 
-    def sync(self) -> None:
-        """Force the lines to the disk, so that they survive a power cut."""
-        try:
-            if self._descriptor is not None:
-                os.fsync(self._descriptor)
-        except OSError as error:
-            self._refused(error)
+    def begin(self, header: dict[str, Any], resumed: dict[str, Any] | None = None) -> None:
+        """Register the start of a run, or its resume, and write the first lines. LogError.
 
-    def _refused(self, error: OSError) -> None:
-        if self._refusal is not None:
-            return  # said once
-        self._refusal = error
-        with contextlib.suppress(OSError):  # stderr may be on the same disk
-            print(f"warning: cannot write {self.path}: {error.strerror}. The run goes on and keeps "
-                  f"its lines in memory; free some space before it ends.",
-                  file=sys.stderr, flush=True)  # fmt: skip
-
-    def begin(self, header: dict[str, Any]) -> None:
-        """Register the start of a run and write its header. LogError if either is refused."""
-        registered = {name: header.get(name) for name in REGISTERED}
-        self._enter("start", registered, header)
-
-    def resume(
-        self, header: dict[str, Any], *, from_step: int, checkpoint: str | None,
-        differences: list[str],
-    ) -> None:  # fmt: skip
-        """Register that a run is resumed after `from_step` steps and write header and resume event.
-
-        `checkpoint` is the name of its folder, None where the run starts again.
+        `resumed` is the resume event: from_step, checkpoint (its name or None), differences.
         """
-        if self.history is None:
-            raise RuntimeError("a run without history begins, it does not resume")
-        before = self.history.sha256
-        link = {"segment": self.segment, "after_step": from_step, "previous_sha256": before}
-        registered = {"from_step": from_step, "segment": self.segment, "log_sha256": before}
-        event = {"from_step": from_step, "checkpoint": checkpoint, "differences": differences}
-        self._enter("resume", registered, header | link, event)
-
-    def _enter(
-        self, entry: str, registered: dict[str, Any], header: dict[str, Any],
-        resumed: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        """Before the first step, so that no run is forgotten."""
         if self._descriptor is None:
             return
+        entry, registered = "start", {name: header.get(name) for name in REGISTERED}
+        if self.history and resumed:
+            before = self.history.sha256
+            after = {"segment": self.segment, "after_step": resumed["from_step"]}
+            header = header | after | {"previous_sha256": before}
+            entry, registered = "resume", after | {"log_sha256": before}
+        # The registry first: no run may be forgotten. The header vouches for its line there.
         sha256 = {"registry_sha256": self._register(entry, registered)}
-        header = {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256}
-        lines = self._line("header", header)
-        if resumed is not None:
+        lines = self._line("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
+        if resumed:
             lines += self._line("resume", resumed | sha256)
-        self._append(lines)  # at once: a header without its resume event would say too little
-        self.sync()
+        self._append(lines)
+        self._try(os.fsync)
         if self._refusal is not None:
-            raise self._error(self.path, self._refusal) from self._refusal
+            raise self._error(self.path, self._refusal)
 
     def finish(self, end: dict[str, Any]) -> None:
         """Write how the run ended, to the log and the registry, and close. LogError if refused."""
+        if self._descriptor is None:
+            return
         self.write("end", **end)
+        registered = {"status": end["status"], "val_loss": end["val_loss"]}
         try:
-            if self._descriptor is not None:
-                outcome = {"status": end["status"], "val_loss": end["val_loss"]}
-                self._register("end", outcome | {"log_sha256": self._sha256.hexdigest()})
+            self._register("end", registered | {"log_sha256": self._sha256.hexdigest()})
         finally:
             self.close()
 
@@ -331,56 +288,43 @@ class RunLog:
             raise self._error(path, error) from error
 
     def _error(self, path: Path, error: OSError) -> LogError:
-        return LogError(f"cannot write {path}: {error.strerror}. What {self.path} has is intact. "
-                        f"Free some space or give another --log-dir, and start again.")  # fmt: skip
+        return LogError(f"cannot write {path}: {error.strerror}; {self.path} is intact. Free some "
+                        f"space or give another --log-dir, and start again.")  # fmt: skip
 
     def close(self) -> None:
         """LogError if lines still wait; it names the file elsewhere that keeps them."""
         if self._descriptor is None:
             return
-        self.flush()
-        self.sync()
+        self._try(self._flush)
+        self._try(os.fsync)
+        empty = os.fstat(self._descriptor).st_size == 0
         os.close(self._descriptor)
         self._descriptor = None
-        self._unlock()
-        if self._waiting and self._refusal:
-            lines, self._waiting = self._waiting, []
-            raise LogError(f"cannot write {self.path}: {self._refusal.strerror}. Its last "
-                           f"{len(lines)} lines {self._rescue(lines)}.")  # fmt: skip
+        if empty:  # the run never began, and an empty log would be an error to readers
+            self.path.unlink(missing_ok=True)
+        self._lock.release()
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+        if self._waiting:
+            with tempfile.NamedTemporaryFile(suffix=".jsonl", delete=False) as kept:
+                kept.writelines(self._waiting)
+            raise LogError(f"cannot write {self.path}: its last {len(self._waiting)} lines are in "
+                           f"{kept.name}. Free some space and append them.")  # fmt: skip
 
-    def _rescue(self, lines: list[bytes]) -> str:
+    def store_sources(self, root: str | Path) -> None:
+        """Keep one copy of the sources in `sources/<sha256>/`, whole or not at all. LogError."""
+        sources = _read_sources(root)  # once, so that the hash names exactly what is stored
+        folder = self.directory / "sources" / _digest(sources)
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+        if self._descriptor is None or folder.exists():
+            return
         try:
-            descriptor, name = tempfile.mkstemp(prefix=f"{self.run_id}_", suffix=".jsonl")
-            with open(descriptor, "wb") as file:
-                file.writelines(lines)
+            for name, content in sources.items():
+                path = partial / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            partial.rename(folder)
         except OSError as error:
-            return f"are lost: no temporary file can be written either ({error.strerror})"
-        return f"are in {name}: free some space and append them to the log"
-
-    def store_sources(self, root: str | Path) -> str:
-        """Keep one copy of the sources in `sources/<sha256>/`; returns the hash. LogError."""
-        sources = _read_sources(root)  # read once, so the hash names exactly what is stored
-        sha256 = _digest(sources)
-        folder = self.directory / "sources" / sha256
-        if self._descriptor is not None and not folder.exists():
-            try:
-                _store(sources, folder)
-            except OSError as error:
+            if not folder.exists():  # another run with the same sources may have been first
                 raise self._error(folder, error) from error
-        return sha256
-
-
-def _store(sources: dict[str, bytes], folder: Path) -> None:
-    """Write the files into `folder`, which appears whole or not at all."""
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        for name, content in sources.items():
-            path = partial / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        partial.rename(folder)
-    except OSError:
-        if not folder.exists():  # another run with the same sources may have been first
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

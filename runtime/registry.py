@@ -68,7 +68,7 @@ def _read(path: Path) -> bytes:
                            f"Put the runs' own file there.")  # fmt: skip
         return path.read_bytes()
     except OSError as error:
-        raise LogError(f"cannot read registry {path}: {error.strerror}. Make it readable.") from None
+        raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None
 
 
 def _check(entry: Any, before: bytes, where: str) -> None:
@@ -79,8 +79,8 @@ def _check(entry: Any, before: bytes, where: str) -> None:
         raise LogError(f"{where}: run id {entry['run_id']!r} is no file name; {mend}")
     if entry["previous"] != _sha256(before):
         raise LogError(
-            f"{where}: it names {entry['previous']:.12} as the hash of the line before it, which is "
-            f"{_sha256(before):.12}. A line was removed, added or edited; {mend}"
+            f"{where}: it names {entry['previous']:.12} as the hash of the line before it, which "
+            f"is {_sha256(before):.12}. A line was removed, added or edited; {mend}"
         )
 
 

@@ -1,24 +1,23 @@
 """Which runs a process makes: new ones, and those that broke off, from where they stopped."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint import STATE, check, checkpoints
+from runtime.checkpoint import check, checkpoints
 from runtime.errors import LogError, Refused
-from runtime.settings import as_text, flag
 from runtime.log import History, new_run_id, read_history, require_writable
 from runtime.registry import REGISTRY, read_registry
-from runtime.settings import SETTINGS_OF_A_RUN
+from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
-# A run may not be resumed where these or a setting of the experiment differ.
+# Beside the settings of the experiment: where these differ, it is another run.
 BLOCKING = ("source_sha256", "train_sha256", "val_sha256")
 # Settings that change nothing but rounding. After an out-of-memory error they have to change.
 ROUNDING = ("micro_batch", "val_batch", "recompute")
 RECORDED = (
     "torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "head", "compiled",
-    "compile_flags",
+    "compile_flags", "world_size", *ROUNDING,
 )  # fmt: skip
 HEADER = {"seed": int, "trial": int, "config": dict, "env": dict, "data": dict}
 
@@ -51,148 +50,127 @@ def _plan(trainer: Any) -> list[Plan]:
         new.append(Plan(seed, trial, new_run_id(config.track, seed, trial)))
     if not config.resume:
         return new
-    planner = Planner(config, trainer.header(config.seed, 0), trainer.machine.say)
+    finder = Finder(config, trainer.header(config.seed, 0), trainer.machine.say)
     if config.resume == "auto":
-        plans = [planner.auto(plan) for plan in new]
-        return [plan for plan in plans if plan is not None]
-    first = planner.named(Path(config.resume))
+        found = [finder.broken_off(plan) for plan in new]
+        return [plan for plan in found if plan is not None]
+    first = finder.named(Path(config.resume))
     if (first.seed, first.trial) not in [(plan.seed, plan.trial) for plan in new]:
-        raise Refused(f"--resume {config.resume} is of seed {first.seed}, trial {first.trial}. Give "
-                      f"--seed {first.seed - first.trial} and --trials above {first.trial}.")
+        raise Refused(f"--resume {config.resume} is of seed {first.seed}, trial {first.trial}. "
+                      f"Give --seed {first.seed - first.trial}, --trials above {first.trial}.")
     return [first, *new[first.trial + 1 :]]
 
 
 @dataclass(frozen=True)
-class Planner:
-    """Finds what is there of a run; `header` is that of a new run."""
+class Finder:
+    """Finds runs that broke off. `header` is that of a new run."""
 
     config: Any
     header: dict[str, Any]
     say: Callable[[str], None]
 
-    def auto(self, new: Plan) -> Plan | None:
-        """The run of this seed that broke off, or `new`, or None where the seed is done."""
+    def broken_off(self, new: Plan) -> Plan | None:
+        """The last run of this seed, `new` if there is none, None if it is done."""
         for entry in self._starts(new.seed):
             run_id = entry["run_id"]
-            try:
-                history = self._history(run_id)
-            except LogError as error:
-                raise Refused(f"cannot tell whether seed {new.seed} is done: {error}") from None
+            history = self._history(run_id)
             if history is None:  # killed before its first line
                 continue
-            other = []
-            if entry.get("config_sha256") != self.header["config_sha256"]:
-                other = differences(history.header, self.header)[0]
-            if other:
-                if history.status != "done":
-                    self.say(f"run {run_id} broke off, but with other settings: "
-                             f"{'; '.join(other)}. It stays as it is.")  # fmt: skip
+            done = history.status == "done"
+            other = differences(history.header, self.header)[0]
+            if entry.get("config_sha256") != self.header["config_sha256"] and other:
+                if not done:
+                    self.say(f"run {run_id} broke off, but with other settings: {'; '.join(other)}")
                 continue
-            if history.status != "done":
-                return self._resumed(run_id, history, Path(self.config.checkpoint_dir, run_id))
+            if not done:
+                return self._resume(run_id, history, Path(self.config.checkpoint_dir, run_id))
             if entry.get("source_sha256") != self.header["source_sha256"]:
-                break  # done by another source: neither it nor what came before is this run
+                break  # by another source: it is not this run, nor is what broke off before it
             self.say(f"seed {new.seed} is done: run {run_id}")
             return None
-        self.say(f"seed {new.seed}: no run to resume in {self.config.log_dir}, so a new one starts")
+        self.say(f"seed {new.seed}: nothing to resume in {self.config.log_dir}, a new run starts")
         return new
 
     def _starts(self, seed: int) -> list[dict[str, Any]]:
-        """Registry lines of the starts of this seed on this track and claim, the latest first."""
+        """Registered starts of this seed on this track under this claim, the latest first."""
         path = Path(self.config.log_dir, REGISTRY)
         if not path.exists():
             if any(path.parent.glob("*.jsonl")):
-                raise Refused(f"{path} is missing, so nobody knows which runs are done. Restore it, "
-                              f"or name the run: --resume {self.config.checkpoint_dir}/RUN.")
+                raise Refused(f"{path} is missing, so nobody knows what is done. Restore it, or "
+                              f"name the run: --resume {self.config.checkpoint_dir}/RUN.")
             return []
-        alike = {"event": "start", "seed": seed}
-        alike |= {name: self.header[name] for name in ("track", "claim")}
-        found = [entry for entry in read_registry(path) if alike.items() <= entry.items()]
-        return found[::-1]
+        wanted = {"event": "start", "seed": seed, "track": self.header["track"]}
+        wanted["claim"] = self.header.get("claim")
+        return [entry for entry in read_registry(path)[::-1] if wanted.items() <= entry.items()]
 
     def _history(self, run_id: str) -> History | None:
         history = read_history(self.config.log_dir, run_id)
-        for name, kind in HEADER.items() if history else ():
-            value = history.header.get(name)
-            if type(value) is not kind:
-                raise LogError(f"run {run_id}: {name} in the log's header must be a {kind.__name__}, "
-                               f"not {value!r:.40}. Restore the log as the run wrote it.")
+        if history is None:
+            return None
+        for name, kind in HEADER.items():
+            if type(history.header.get(name)) is not kind:
+                raise LogError(f"the log of run {run_id}: {name} in its header must be a "
+                               f"{kind.__name__}. Restore the log.")  # fmt: skip
         return history
 
     def named(self, path: Path) -> Plan:
         """The run of a folder of checkpoints, or of one checkpoint."""
-        if not path.is_dir():
-            raise Refused(f"--resume {path}: no such folder. Give that of a run or a checkpoint.")
         folder = path.resolve()
-        if not checkpoints(path):
+        if not checkpoints(folder):  # then it must be one itself
             folder = folder.parent
         history = self._history(folder.name)
         if history is None:
-            raise Refused(f"--resume {path}: run {folder.name} has no log in {self.config.log_dir}. "
-                          f"Give the --log-dir of the run.")  # fmt: skip
-        return self._resumed(folder.name, history, path)
+            raise Refused(f"--resume {path}: no log of run {folder.name} in {self.config.log_dir}. "
+                          f"Give the folder of a run or of one checkpoint, and its --log-dir.")
+        return self._resume(folder.name, history, path)
 
-    def _resumed(self, run_id: str, history: History, path: Path) -> Plan:
-        """From the checkpoint `path`, from the newest whole one in it, or from the start."""
+    def _resume(self, run_id: str, history: History, path: Path) -> Plan:
+        """From `path` or the newest whole checkpoint in it; from the start if none was saved."""
         if history.status == "done":
-            raise Refused(f"run {run_id} is done: nothing to resume. Start a new one without "
-                          f"--resume.")  # fmt: skip
+            raise Refused(f"run {run_id} is done. Start a new run without --resume.")
+        anyway = self.config.resume_anyway
         blocking, _ = differences(history.header, self.header)
-        if blocking and not self.config.resume_anyway:
+        if blocking and not anyway:
             raise Refused(f"run {run_id} had other settings or another source: "
-                          f"{'; '.join(blocking)}. Go back to those, start a new run, or resume all "
-                          f"the same with --resume-anyway on.")  # fmt: skip
-        found = self._newest(path)
-        if found is None:
-            self._check_unsaved(history, path)
-            return Plan(history.header["seed"], history.header["trial"], run_id, history)
-        checkpoint, state = found
-        self._check_saved(run_id, history, checkpoint, state)
-        return Plan(
-            history.header["seed"], history.header["trial"], run_id, history, checkpoint,
-            state["step"], state["clock_ms"],
-        )  # fmt: skip
-
-    def _newest(self, path: Path) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint of a folder with its state; a single one must be whole."""
-        found = checkpoints(path)
-        if not found and (path / STATE).exists():
-            return path, check(path)
-        for checkpoint in reversed(found):
+                          f"{'; '.join(blocking)}. Go back to those, start a new run, or give "
+                          f"--resume-anyway on.")  # fmt: skip
+        plan = Plan(history.header["seed"], history.header["trial"], run_id, history)
+        if path.name.startswith("step_"):
+            return self._from(plan, history, path, check(path))
+        saved_in = history.header["config"].get("checkpoint_dir")
+        problem = f"the run was saved in {saved_in}" if saved_in != str(path.parent) else ""
+        for checkpoint in checkpoints(path)[::-1]:
             try:
-                return checkpoint, check(checkpoint)
-            except Refused as error:
-                self.say(f"warning: {error}")
-        return None
+                state = check(checkpoint)
+            except Refused as error:  # damaged; the one before may be whole
+                problem = str(error)
+                self.say(f"warning: {problem}")
+            else:
+                return self._from(plan, history, checkpoint, state)
+        if problem and not anyway:
+            raise Refused(f"no usable checkpoint in {path}: {problem} Give the right one, or start "
+                          f"the run again with --resume-anyway on.")  # fmt: skip
+        return plan
 
-    def _check_unsaved(self, history: History, path: Path) -> None:
-        """A run may start again from nothing only if nothing of it was saved."""
-        here = self.config.checkpoint_dir
-        before = history.header["config"].get("checkpoint_dir", here)
-        if self.config.resume_anyway or (before == here and not checkpoints(path)):
-            return
-        raise Refused(f"{path} has no whole checkpoint, but the run was saved in {before}. Give its "
-                      f"--checkpoint-dir, or start it again with --resume-anyway on.")  # fmt: skip
-
-    def _check_saved(
-        self, run_id: str, history: History, checkpoint: Path, state: dict[str, Any]
-    ) -> None:
-        if state["run_id"] != run_id:
-            raise Refused(f"{checkpoint} is of run {state['run_id']!r:.80}, not of {run_id}: a folder "
-                          f"was renamed. Rename it back.")  # fmt: skip
+    def _from(self, plan: Plan, history: History, path: Path, state: dict[str, Any]) -> Plan:
+        """The plan from a whole checkpoint. Refused where run, steps or log do not fit it."""
+        if state["run_id"] != plan.run_id:
+            raise Refused(f"{path} is of run {state['run_id']!r:.80}, not of {plan.run_id}. A "
+                          f"folder was renamed.")  # fmt: skip
         if not 0 <= state["step"] <= self.config.steps:
-            raise Refused(f"{checkpoint} is of step {state['step']}, but --steps is "
-                          f"{self.config.steps}. Give more steps.")  # fmt: skip
-        sizes = history.sizes[state["segment"] - 1 : state["segment"]]
-        if not sizes or sizes[0] < state["log_bytes"]:
-            raise Refused(f"{checkpoint}: the log of run {run_id} had {state['log_bytes']} bytes in "
-                          f"segment {state['segment']} then, now {sizes[0] if sizes else 0}. Restore "
-                          f"the log, or resume from an earlier checkpoint.")  # fmt: skip
+            raise Refused(f"{path} is of step {state['step']}, but --steps is {self.config.steps}. "
+                          f"Give more steps.")  # fmt: skip
+        size = sum(history.sizes[state["segment"] - 1 : state["segment"]])
+        if size < state["log_bytes"]:
+            raise Refused(f"{path}: segment {state['segment']} of the log had {state['log_bytes']} "
+                          f"bytes when it was saved, and has {size}. Restore the log, or resume "
+                          f"from an earlier checkpoint.")  # fmt: skip
+        return replace(plan, checkpoint=path, step=state["step"], clock_ms=state["clock_ms"])
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What two headers differ in: what changes the experiment, and the rest."""
-    blocking = []
+    blocking, others = [], []
     for name in {**then["config"], **now["config"]}:
         was, here = _text(then["config"].get(name)), _text(now["config"].get(name))
         if was != here and name not in (*SETTINGS_OF_A_RUN, *ROUNDING):
@@ -201,8 +179,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], l
         was, here = (str((header["data"] | header).get(name)) for header in (then, now))
         if was != here:
             blocking.append(f"{name} {was:.12} -> {here:.12}")
-    others = []
-    for name in (*RECORDED, *ROUNDING, "world_size"):
+    for name in RECORDED:
         was, here = (_recorded(header, name) for header in (then, now))
         if was != here:
             others.append(f"{name} {was} -> {here}")

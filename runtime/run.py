@@ -15,9 +15,9 @@ from torch import Tensor
 from runtime import checkpoint
 from runtime.checkpoint import Snapshot
 from runtime.clock import Clock
-from runtime.machine import Machine, peak_mib
 from runtime.errors import Interrupted, LogError, NonFinite, Refused
 from runtime.log import RunLog, source_hash
+from runtime.machine import Machine, peak_mib
 from runtime.resume import Plan, differences
 from runtime.settings import Interval
 from runtime.stop import SAVE, Stop
@@ -57,7 +57,7 @@ class Run(contextlib.AbstractContextManager):
         self._config, self._machine, self._source = trainer.config, trainer.machine, source
         self._header: dict[str, Any] = {}
         self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
-        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history, enabled=False)
+        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history, False)
         self._phases_logged = 0
         self._stepped_at = 0.0  # train time
         # Steps whose values are on their way from the device: event, values, CUDA event.
@@ -78,15 +78,19 @@ class Run(contextlib.AbstractContextManager):
     # ---- The beginning
 
     def __enter__(self) -> "Run":
-        self._load()
-        self._header = self.trainer.header(self.plan.seed, self.plan.trial)
         try:
+            self._machine.on_main(self._open)  # first: from here on the run is this process's
+            self._load()
+            self._header = self.trainer.header(self.plan.seed, self.plan.trial)
             self._machine.on_main(self._begin)
         except BaseException:
             self._log.close()
             raise
         self._log_phases()
         return self
+
+    def _open(self) -> None:
+        self._log = RunLog(self._config.log_dir, self.plan.run_id, self.plan.history)
 
     def _load(self) -> None:
         """Give rank 0's checkpoint to all ranks. Refused where it does not fit."""
@@ -117,19 +121,19 @@ class Run(contextlib.AbstractContextManager):
 
     def _begin(self) -> None:
         """Write the first lines, on rank 0."""
-        if source_hash(self._source) != self._header["source_sha256"]:
-            raise LogError("the source was edited while the run got ready. Start it again.")
         plan = self.plan
-        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history)
+        if source_hash(self._source) != self._header["source_sha256"]:
+            raise LogError(f"the source in {self._source} was edited since the run started. Start "
+                           f"it again.")  # fmt: skip
         self._log.store_sources(self._source)
         if plan.history is None:
             self._log.begin(self._header)
             return
         blocking, others = differences(plan.history.header, self._header)
-        found = blocking + others
         name = plan.checkpoint.name if plan.checkpoint else None
-        self._log.resume(self._header, from_step=plan.step, checkpoint=name, differences=found)
-        said = f"; differences: {'; '.join(found)}" if found else ""
+        resumed = {"from_step": plan.step, "checkpoint": name, "differences": blocking + others}
+        self._log.begin(self._header, resumed)
+        said = "; ".join(["", *blocking, *others])
         self._machine.say(f"run {plan.run_id} resumes after step {plan.step}{said}")
 
     def _log_phases(self) -> None:

@@ -58,7 +58,7 @@ class Stop(contextlib.AbstractContextManager):
         """(3,) float32 on the device, to be summed over ranks together with the loss."""
         for index, asked in enumerate(self._asked):
             if asked != self._sent[index]:
-                self._flags[index].fill_(float(asked))  # a kernel launch; the host waits for nothing
+                self._flags[index].fill_(float(asked))  # no wait for the device
                 self._sent[index] = asked
         return self._flags
 
