@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -46,6 +45,7 @@ STEPS = 12  # timed at once: a multiple of adam_every, so that no gradient waits
 BLOCK = [(256, 256)] * 4 + [(1024, 256), (256, 1024)]
 SETS = {"gpt2s": [(3 * rows, 3 * cols) for rows, cols in BLOCK] * 12, "tiny": BLOCK * 6}
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # small: all share the weights
+FIELDS: dict[str, Any] = {"lr_mul": 1.0, "window": 1, "stage": 0, "tokens": 1}  # of a log line
 Steps = dict[str, Callable[..., Any]]
 Rows = dict[str, dict[str, float]]
 
@@ -88,84 +88,83 @@ class Bench:
 
     def __init__(self, trainer: train_gpt.Trainer, run: Run):
         self.trainer, self.run, self.machine = trainer, run, trainer.machine
-        self.guards = {"": trainer.guard}
-        self.guards[", no guards"] = optim.Guard(trainer.optimizers.values(), nonfinite=False)
-        self.done = 0
 
     def prepare(self) -> None:
         """Go back to the first batches, with the next one prefetched, as in a run."""
-        self.done = 0
         self.trainer.guard.reset()
         self.trainer.data.train.reset()
         next(self.trainer.data.train)
 
-    def step(self, first: int, guard: str = "") -> None:
+    def step(self, first: int, guard: optim.Guard) -> None:
         """One step of the trainer, with the windows of step `first`."""
-        self.trainer.guard = self.guards[guard]
+        self.trainer.guard = guard
         message = self.trainer.gradients(first, self.run.stop.flags())
-        verdict = self.trainer.update(self.done, message[0])
-        self.run.stepped(message, verdict, lr_mul=1.0, window=1, stage=0, tokens=1)
-        self.done += 1
+        verdict = self.trainer.update(self.run.steps_done % STEPS, message[0])
+        self.run.stepped(message, verdict, **FIELDS)
 
     def parts(self, first: int, steps: int) -> dict[str, float]:
-        """Milliseconds of each part of a step, from idle device to idle device, and their sum.
+        """Milliseconds of each part of a step, which begins and ends with an idle device.
 
-        The sum exceeds the step by what overlaps.
+        Their sum exceeds the step by what overlaps in it.
         """
-        spent: dict[str, float] = {}
-        calls: list[tuple[str, Any, str]] = [
-            ("data", type(self.trainer.data.train), "__next__"),
-            ("forward", self.trainer, "batch_loss"), ("backward", Tensor, "backward"),
-            ("reduce", type(self.machine), "all_reduce"), ("update", self.trainer, "update"),
-            ("logging", self.run, "stepped"),
-        ]  # fmt: skip
+        trainer, spent = self.trainer, defaultdict[str, float](float)
+        part = partial(self.part, spent)
         self.prepare()
-        with contextlib.ExitStack() as stack:
-            for part, owner, name in calls:
-                charged = self.charged(getattr(owner, name), spent, part)
-                stack.enter_context(patch.object(owner, name, charged))
-            for _ in range(steps):
-                self.step(first)
-        return {part: ms / steps for part, ms in spent.items()} | {"sum": sum(spent.values()) / steps}
+        trainer.enter(first)
+        for _ in range(steps):
+            total = torch.zeros(1, device=self.machine.device)
+            for batch in part("data", next, trainer.data.train):
+                loss = part("forward", trainer.batch_loss, batch, trainer.data.longest)
+                part("backward", loss.backward)
+                total += loss.detach()
+            message = torch.cat([total, self.run.stop.flags()])
+            message = part("reduce", self.machine.all_reduce, message)
+            message[0] /= trainer.config.batch_tokens
+            step = self.run.steps_done % STEPS
+            verdict = part("update", trainer.update, step, message[0])
+            part("logging", partial(self.run.stepped, **FIELDS), message, verdict)
+        means = {name: ms / steps for name, ms in spent.items()}
+        return means | {"sum": sum(means.values())}
 
-    def charged(self, function: Callable, spent: dict[str, float], part: str) -> Callable:
-        def call(*args: Any, **options: Any) -> Any:
-            self.machine.synchronize()
-            begun = time.perf_counter()
-            result = function(*args, **options)
-            self.machine.synchronize()
-            spent[part] = spent.get(part, 0.0) + 1000 * (time.perf_counter() - begun)
-            return result
+    def part(self, spent: dict[str, float], name: str, function: Callable, *args: Any) -> Any:
+        self.machine.synchronize()
+        begun = time.perf_counter()
+        result = function(*args)
+        self.machine.synchronize()
+        spent[name] += 1000 * (time.perf_counter() - begun)
+        return result
 
-        return call
-
-    def tables(self, rounds: int, against: str | None) -> dict[str, Rows]:
-        config, steps, lengths, parts = self.trainer.config, Steps(), {}, {}
+    def tables(self, given: argparse.Namespace) -> dict[str, Rows]:
+        trainer, config = self.trainer, self.trainer.config
+        steps, lengths, parts = Steps(), {}, {}
         for index, stage in enumerate(train_gpt.STAGES[config.stages]):
             name, first = f"window {stage.window}", train_gpt.first_step(config, index)
             lengths[name] = train_gpt.first_step(config, index + 1) - first
-            for guard in self.guards:
-                steps[name + guard] = partial(self.step, first, guard)
-            parts[name] = self.parts(first, rounds * STEPS)
-        if against:
-            steps[against] = runpy.run_path(against)["build"](config)
-        ms = timed(steps, self.prepare, rounds, self.machine, STEPS)
-        weighted = [[ms[name][i] * lengths[name] for name in lengths] for i in range(rounds)]
-        ms["schedule"] = [sum(each) / config.steps for each in weighted]
+            steps[name] = partial(self.step, first, trainer.guard)
+            parts[name] = self.parts(first, given.rounds * STEPS)
+        bare = optim.Guard(trainer.optimizers.values(), nonfinite=False)
+        steps[f"{name}, no guards"] = partial(self.step, first, bare)
+        if given.against:
+            steps[given.against] = runpy.run_path(given.against)["build"](config)
+        ms = timed(steps, self.prepare, given.rounds, self.machine, STEPS)
+        ms["schedule"] = [0.0] * given.rounds
+        for name, length in lengths.items():
+            share = length / config.steps
+            ms["schedule"] = [a + share * b for a, b in zip(ms["schedule"], ms[name], strict=True)]
         rows = figures(ms, "schedule")
         for row in rows.values():
             row["tokens/s"] = 1000 * config.batch_tokens / row["median"]
-            row["MFU"] = self.trainer.mfu(row["tokens/s"])
-        saves = timed({"on the clock": self.run.save}, self.prepare, rounds, self.machine)
-        return {"step": rows, "parts": parts, "checkpoint": figures(saves, "on the clock")}
+            row["MFU"] = trainer.mfu(row["tokens/s"])
+        save = timed({"on the clock": self.run.save}, self.prepare, given.rounds, self.machine)
+        return {"step": rows, "parts": parts, "checkpoint": figures(save, "on the clock")}
 
-    def profile(self) -> None:
-        """Print what torch.profiler finds in the last stage."""
+    def profile(self) -> str:
+        """What torch.profiler finds in steps of the last stage."""
         self.prepare()
         with torch.profiler.profile() as profiler:
             for _ in range(STEPS):
-                self.step(self.trainer.config.steps - 1)
-        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
+                self.step(self.trainer.config.steps - 1, self.trainer.guard)
+        return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
 
 
 def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
@@ -180,10 +179,11 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
             train_gpt.warm_up(trainer, clock)
             with Run(trainer, plan, clock, stop, source=train_gpt.SOURCE) as run:
                 run.start_training()
-                with contextlib.redirect_stdout(None):  # the run's lines
-                    tables = Bench(trainer, run).tables(given.rounds, given.against)
-                if given.profile:
-                    Bench(trainer, run).profile()
+                bench = Bench(trainer, run)
+                with contextlib.redirect_stdout(None):  # its lines count steps that are none
+                    tables = bench.tables(given)
+                    profile = bench.profile() if given.profile else ""
+    print(profile)
     return tables
 
 
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--against", metavar="FILE.py", help="code to time beside ours")
     parser.add_argument("--profile", action="store_true", help="step: a table of torch.profiler")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim: weights")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
     with contextlib.redirect_stdout(sys.stderr):  # the trainer speaks too: stdout is for figures
