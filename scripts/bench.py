@@ -17,7 +17,6 @@ import json
 import runpy
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +38,7 @@ from runtime.resume import plan_runs
 from runtime.run import Run
 from runtime.settings import parse
 from runtime.stop import Stop
+from train_gpt import Trainer
 
 WARM_UP = 2  # rounds that do not count
 STEPS = 12  # timed at once: a multiple of adam_every, so that no gradient waits for Adam
@@ -47,28 +47,25 @@ SETS = {"gpt2s": [(3 * rows, 3 * cols) for rows, cols in BLOCK] * 12, "tiny": BL
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # small: all share the weights
 FIELDS: dict[str, Any] = {"lr_mul": 1.0, "window": 1, "stage": 0, "tokens": 1}  # of a log line
 Steps = dict[str, Callable[..., Any]]
+Times = dict[str, list[float]]  # milliseconds, by row and round
 Rows = dict[str, dict[str, float]]
 
 
-def timed(
-    steps: Steps, prepare: Callable, rounds: int, machine: Any, times: int = 1
-) -> dict[str, list[float]]:
-    """Milliseconds of a step by row and round. A row takes `times` steps; `prepare` is untimed."""
-    names, ms = list(steps), defaultdict(list)
+def timed(steps: Steps, prepare: Callable, rounds: int, machine: Any, times: int = 1) -> Times:
+    """Milliseconds of a step. A row of a round takes `times` steps, after `prepare`, untimed."""
+    names, ms, clock = list(steps), defaultdict(list), Clock(machine.synchronize)
     for done in range(WARM_UP + rounds):
         first = done % len(names)
         for name in names[first:] + names[:first]:
             prepare()
-            machine.synchronize()
-            begun = time.perf_counter()
-            for _ in range(times):
-                steps[name]()
-            machine.synchronize()
-            ms[name].append(1000 * (time.perf_counter() - begun) / times)
+            with clock.phase(name, timed=False):
+                for _ in range(times):
+                    steps[name]()
+            ms[name].append(clock.phases[-1].ms / times)
     return {name: ms[name][WARM_UP:] for name in names}
 
 
-def figures(ms: dict[str, list[float]], reference: str) -> Rows:
+def figures(ms: Times, reference: str) -> Rows:
     rows = {}
     for name, each in ms.items():
         ratio = median(mine / other for mine, other in zip(each, ms[reference], strict=True))
@@ -83,88 +80,87 @@ def as_text(title: str, rows: Rows) -> str:
     return "\n".join(lines)
 
 
-class Bench:
-    """A warm trainer, in a run whose log and checkpoints are thrown away."""
+# ---- A step of the trainer
 
-    def __init__(self, trainer: train_gpt.Trainer, run: Run):
-        self.trainer, self.run, self.machine = trainer, run, trainer.machine
 
-    def prepare(self) -> None:
-        """Go back to the first batches, with the next one prefetched, as in a run."""
-        self.trainer.guard.reset()
-        self.trainer.data.train.reset()
-        next(self.trainer.data.train)
+def prepare(trainer: Trainer) -> None:
+    """Go back to the first batches, with the next one prefetched, as in a run."""
+    trainer.guard.reset()
+    trainer.data.train.reset()
+    next(trainer.data.train)
 
-    def step(self, first: int, guard: optim.Guard) -> None:
-        """One step of the trainer, with the windows of step `first`."""
-        self.trainer.guard = guard
-        message = self.trainer.gradients(first, self.run.stop.flags())
-        verdict = self.trainer.update(self.run.steps_done % STEPS, message[0])
-        self.run.stepped(message, verdict, **FIELDS)
 
-    def parts(self, first: int, steps: int) -> dict[str, float]:
-        """Milliseconds of each part of a step, which begins and ends with an idle device.
+def step(trainer: Trainer, run: Run, first: int, guard: optim.Guard) -> None:
+    """One step of the trainer, with the windows of step `first`."""
+    trainer.guard = guard
+    message = trainer.gradients(first, run.stop.flags())
+    verdict = trainer.update(run.steps_done % STEPS, message[0])
+    run.stepped(message, verdict, **FIELDS)
 
-        Their sum exceeds the step by what overlaps in it.
-        """
-        trainer, spent = self.trainer, defaultdict[str, float](float)
-        part = partial(self.part, spent)
-        self.prepare()
-        trainer.enter(first)
-        for _ in range(steps):
-            total = torch.zeros(1, device=self.machine.device)
-            for batch in part("data", next, trainer.data.train):
-                loss = part("forward", trainer.batch_loss, batch, trainer.data.longest)
-                part("backward", loss.backward)
-                total += loss.detach()
-            message = torch.cat([total, self.run.stop.flags()])
-            message = part("reduce", self.machine.all_reduce, message)
-            message[0] /= trainer.config.batch_tokens
-            step = self.run.steps_done % STEPS
-            verdict = part("update", trainer.update, step, message[0])
-            part("logging", partial(self.run.stepped, **FIELDS), message, verdict)
-        means = {name: ms / steps for name, ms in spent.items()}
-        return means | {"sum": sum(means.values())}
 
-    def part(self, spent: dict[str, float], name: str, function: Callable, *args: Any) -> Any:
-        self.machine.synchronize()
-        begun = time.perf_counter()
-        result = function(*args)
-        self.machine.synchronize()
-        spent[name] += 1000 * (time.perf_counter() - begun)
-        return result
+def parts(trainer: Trainer, run: Run, first: int, steps: int) -> dict[str, float]:
+    """Milliseconds of the parts of a step, each from idle device to idle device, and their sum.
 
-    def tables(self, given: argparse.Namespace) -> dict[str, Rows]:
-        trainer, config = self.trainer, self.trainer.config
-        steps, lengths, parts = Steps(), {}, {}
-        for index, stage in enumerate(train_gpt.STAGES[config.stages]):
-            name, first = f"window {stage.window}", train_gpt.first_step(config, index)
-            lengths[name] = train_gpt.first_step(config, index + 1) - first
-            steps[name] = partial(self.step, first, trainer.guard)
-            parts[name] = self.parts(first, given.rounds * STEPS)
-        bare = optim.Guard(trainer.optimizers.values(), nonfinite=False)
-        steps[f"{name}, no guards"] = partial(self.step, first, bare)
-        if given.against:
-            steps[given.against] = runpy.run_path(given.against)["build"](config)
-        ms = timed(steps, self.prepare, given.rounds, self.machine, STEPS)
-        ms["schedule"] = [0.0] * given.rounds
-        for name, length in lengths.items():
-            share = length / config.steps
-            ms["schedule"] = [a + share * b for a, b in zip(ms["schedule"], ms[name], strict=True)]
-        rows = figures(ms, "schedule")
-        for row in rows.values():
-            row["tokens/s"] = 1000 * config.batch_tokens / row["median"]
-            row["MFU"] = trainer.mfu(row["tokens/s"])
-        save = timed({"on the clock": self.run.save}, self.prepare, given.rounds, self.machine)
-        return {"step": rows, "parts": parts, "checkpoint": figures(save, "on the clock")}
+    The sum exceeds the step by what overlaps in it.
+    """
+    clock, machine = Clock(trainer.machine.synchronize), trainer.machine
+    part = partial(clock.phase, timed=False)
+    prepare(trainer)
+    trainer.enter(first)
+    for _ in range(steps):
+        total = torch.zeros(1, device=machine.device)
+        with part("data"):
+            batches = next(trainer.data.train)
+        for batch in batches:
+            with part("forward"):
+                loss = trainer.batch_loss(batch, trainer.data.longest)
+            with part("backward"):
+                loss.backward()
+            total += loss.detach()
+        with part("reduce"):
+            message = machine.all_reduce(torch.cat([total, run.stop.flags()]))
+        message[0] /= trainer.config.batch_tokens
+        with part("update"):
+            verdict = trainer.update(run.steps_done % STEPS, message[0])
+        with part("logging"):
+            run.stepped(message, verdict, **FIELDS)
+    means = dict.fromkeys((phase.name for phase in clock.phases), 0.0)
+    for phase in clock.phases:
+        means[phase.name] += phase.ms / steps
+    return means | {"sum": sum(means.values())}
 
-    def profile(self) -> str:
-        """What torch.profiler finds in steps of the last stage."""
-        self.prepare()
-        with torch.profiler.profile() as profiler:
-            for _ in range(STEPS):
-                self.step(self.trainer.config.steps - 1, self.trainer.guard)
-        return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+
+def step_tables(trainer: Trainer, run: Run, rounds: int, against: str | None) -> dict[str, Rows]:
+    config, guard, machine = trainer.config, trainer.guard, trainer.machine
+    bare = optim.Guard(trainer.optimizers.values(), nonfinite=False)
+    steps, lengths, in_parts = Steps(), {}, {}
+    for index, stage in enumerate(train_gpt.STAGES[config.stages]):
+        name, first = f"window {stage.window}", train_gpt.first_step(config, index)
+        lengths[name] = train_gpt.first_step(config, index + 1) - first
+        steps[name] = partial(step, trainer, run, first, guard)
+        in_parts[name] = parts(trainer, run, first, rounds * STEPS)
+    steps[f"{name}, no guards"] = partial(step, trainer, run, first, bare)
+    if against:
+        steps[against] = runpy.run_path(against)["build"](config)
+    ms = timed(steps, partial(prepare, trainer), rounds, machine, STEPS)
+    shares = torch.tensor(list(lengths.values()), dtype=torch.float64) / config.steps
+    by_round = torch.tensor([ms[name] for name in lengths], dtype=torch.float64).T
+    ms["schedule"] = (by_round @ shares).tolist()
+    rows = figures(ms, "schedule")
+    for row in rows.values():
+        row["tokens/s"] = 1000 * config.batch_tokens / row["median"]
+        row["MFU"] = trainer.mfu(row["tokens/s"])
+    save = timed({"on the clock": run.save}, partial(prepare, trainer), rounds, machine)
+    return {"step": rows, "parts": in_parts, "checkpoint": figures(save, "on the clock")}
+
+
+def profile(trainer: Trainer, run: Run) -> str:
+    """What torch.profiler finds in steps of the last stage."""
+    prepare(trainer)
+    with torch.profiler.profile() as profiler:
+        for _ in range(STEPS):
+            step(trainer, run, trainer.config.steps - 1, trainer.guard)
+    return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
 
 
 def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
@@ -179,12 +175,14 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
             train_gpt.warm_up(trainer, clock)
             with Run(trainer, plan, clock, stop, source=train_gpt.SOURCE) as run:
                 run.start_training()
-                bench = Bench(trainer, run)
-                with contextlib.redirect_stdout(None):  # its lines count steps that are none
-                    tables = bench.tables(given)
-                    profile = bench.profile() if given.profile else ""
-    print(profile)
+                with contextlib.redirect_stdout(None):  # lines of steps that are part of no run
+                    tables = step_tables(trainer, run, given.rounds, given.against)
+                    found = profile(trainer, run) if given.profile else ""
+    print(found)
     return tables
+
+
+# ---- A step of optimizers
 
 
 def optimizer_steps(weights: list[Tensor]) -> Steps:
@@ -209,14 +207,14 @@ def fill_gradients(weights: list[Tensor], gradients: list[Tensor]) -> None:
 
 def bench_optim(given: argparse.Namespace) -> dict[str, Rows]:
     machine, tables = machines.start(), {}
+    print(machines.describe(machine, torch.bfloat16))
     for name in given.sets:
         gradients = [0.02 * torch.randn(shape, device=machine.device) for shape in SETS[name]]
         weights = [gradient.clone().requires_grad_() for gradient in gradients]
         steps = optimizer_steps(weights)
         if given.against:
             steps |= runpy.run_path(given.against)["build"](weights)
-        prepare = partial(fill_gradients, weights, gradients)
-        ms = timed(steps, prepare, given.rounds, machine)
+        ms = timed(steps, partial(fill_gradients, weights, gradients), given.rounds, machine)
         tables[name] = figures(ms, "torch.optim.Muon")
     return tables
 
@@ -233,8 +231,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
     with contextlib.redirect_stdout(sys.stderr):  # the trainer speaks too: stdout is for figures
-        step = given.what == "step"
-        tables = bench_step(given, words[cut + 1 :]) if step else bench_optim(given)
+        if given.what == "step":
+            tables = bench_step(given, words[cut + 1 :])
+        else:
+            tables = bench_optim(given)
     texts = [as_text(title, rows) for title, rows in tables.items()]
     print(json.dumps(tables, indent=2) if given.json else "\n\n".join(texts))
     return 0

@@ -76,25 +76,24 @@ def prepared(words):
         run.steps_done += 1
 
     run.stepped = stepped
-    return bench.Bench(trainer, run)
+    return trainer, run
 
 
 def test_steps_and_their_parts_are_the_trainers_own_bit_for_bit(flags):
     results = []
     for way in ("trainer", "step", "parts"):
         # Two micro-batches a step.
-        timed = prepared([*flags, "--micro-batch", str(2 * small_run.SEQUENCE)])
-        trainer = timed.trainer
+        trainer, run = prepared([*flags, "--micro-batch", str(2 * small_run.SEQUENCE)])
         with trainer.data.train:
-            timed.prepare()
+            bench.prepare(trainer)
             for step in range(4):
                 if way == "trainer":
                     message = trainer.gradients(0, torch.zeros(3))
                     trainer.update(step, message[0])
                 elif way == "step":
-                    timed.step(0, trainer.guard)
+                    bench.step(trainer, run, 0, trainer.guard)
             if way == "parts":
-                timed.parts(0, 4)
+                bench.parts(trainer, run, 0, 4)
         results.append([weight.detach().clone() for weight in trainer.model.parameters()])
     for own, step, parts in zip(*results, strict=True):
         assert torch.equal(own, step)
