@@ -14,6 +14,7 @@ returns step functions by name. MFU counts 6 FLOPs for each weight of the matric
 import argparse
 import contextlib
 import json
+import os
 import runpy
 import sys
 import tempfile
@@ -130,7 +131,7 @@ def parts(trainer: Trainer, run: Run, first: int, steps: int) -> dict[str, float
     return means | {"sum": sum(means.values())}
 
 
-def step_tables(trainer: Trainer, run: Run, rounds: int, against: str | None) -> dict[str, Rows]:
+def step_tables(trainer: Trainer, run: Run, given: argparse.Namespace) -> dict[str, Rows]:
     config, guard, machine = trainer.config, trainer.guard, trainer.machine
     bare = optim.Guard(trainer.optimizers.values(), nonfinite=False)
     steps, lengths, in_parts = Steps(), {}, {}
@@ -138,11 +139,16 @@ def step_tables(trainer: Trainer, run: Run, rounds: int, against: str | None) ->
         name, first = f"window {stage.window}", train_gpt.first_step(config, index)
         lengths[name] = train_gpt.first_step(config, index + 1) - first
         steps[name] = partial(step, trainer, run, first, guard)
-        in_parts[name] = parts(trainer, run, first, rounds * STEPS)
+        in_parts[name] = parts(trainer, run, first, given.rounds * STEPS)
     steps[f"{name}, no guards"] = partial(step, trainer, run, first, bare)
-    if against:
-        steps[against] = runpy.run_path(against)["build"](config)
-    ms = timed(steps, partial(prepare, trainer), rounds, machine, STEPS)
+    if given.against:
+        steps[given.against] = runpy.run_path(given.against)["build"](config)
+    if given.profile:  # the last stage
+        with torch.profiler.profile() as found:
+            parts(trainer, run, first, STEPS)
+        print(found.key_averages().table(sort_by="self_cpu_time_total"), file=sys.stderr)
+    ready = partial(prepare, trainer)
+    ms = timed(steps, ready, given.rounds, machine, STEPS)
     shares = torch.tensor(list(lengths.values()), dtype=torch.float64) / config.steps
     by_round = torch.tensor([ms[name] for name in lengths], dtype=torch.float64).T
     ms["schedule"] = (by_round @ shares).tolist()
@@ -150,20 +156,12 @@ def step_tables(trainer: Trainer, run: Run, rounds: int, against: str | None) ->
     for row in rows.values():
         row["tokens/s"] = 1000 * config.batch_tokens / row["median"]
         row["MFU"] = trainer.mfu(row["tokens/s"])
-    save = timed({"on the clock": run.save}, partial(prepare, trainer), rounds, machine)
+    save = timed({"on the clock": run.save}, ready, given.rounds, machine)
     return {"step": rows, "parts": in_parts, "checkpoint": figures(save, "on the clock")}
 
 
-def profile(trainer: Trainer, run: Run) -> str:
-    """What torch.profiler finds in steps of the last stage."""
-    prepare(trainer)
-    with torch.profiler.profile() as profiler:
-        for _ in range(STEPS):
-            step(trainer, run, trainer.config.steps - 1, trainer.guard)
-    return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
-
-
 def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
+    """The tables; empty if the losses became NaN, which the run has said."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*flags, "--log-dir", folder, "--checkpoint-dir", folder]
         config = parse(train_gpt.Config, words, train_gpt.preset, "")
@@ -176,10 +174,8 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
             with Run(trainer, plan, clock, stop, source=train_gpt.SOURCE) as run:
                 run.start_training()
                 with contextlib.redirect_stdout(None):  # lines of steps that are part of no run
-                    tables = step_tables(trainer, run, given.rounds, given.against)
-                    found = profile(trainer, run) if given.profile else ""
-    print(found)
-    return tables
+                    return step_tables(trainer, run, given)
+    return {}
 
 
 # ---- A step of optimizers
@@ -236,8 +232,9 @@ def main(argv: list[str] | None = None) -> int:
         else:
             tables = bench_optim(given)
     texts = [as_text(title, rows) for title, rows in tables.items()]
-    print(json.dumps(tables, indent=2) if given.json else "\n\n".join(texts))
-    return 0
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(tables, indent=2) if given.json else "\n\n".join(texts))
+    return 0 if tables else 1
 
 
 if __name__ == "__main__":
