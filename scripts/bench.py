@@ -187,12 +187,13 @@ def optimizer_steps(weights: list[Tensor]) -> Steps:
         "torch.optim.AdamW, fused": torch.optim.AdamW(weights, fused=True, **OPTIONS).step,
     }
     loss = torch.tensor(3.0, device=weights[0].device)
-    for kind in (optim.Muon, optim.NorMuon, optim.Adam):
-        build = partial(kind, weights, **OPTIONS)
+    products: dict[str, Any] = {"dtype": torch.bfloat16}  # as torch.optim.Muon multiplies, native or not
+    for kind, options in ((optim.Muon, products), (optim.NorMuon, products), (optim.Adam, {})):
+        name, build = kind.__name__, partial(kind, weights, **OPTIONS, **options)
         guard = optim.Guard([build(nonfinite_guard=False)], spike=optim.SpikeRule())
-        steps[f"{kind.__name__}, no guard"] = build(nonfinite_guard=False).step
-        steps[f"{kind.__name__}, nonfinite guard"] = build().step
-        steps[f"{kind.__name__}, both guards"] = partial(guard.step, loss)
+        steps[f"{name}, no guard"] = build(nonfinite_guard=False).step
+        steps[f"{name}, nonfinite guard"] = build().step
+        steps[f"{name}, both guards"] = partial(guard.step, loss)
     return steps
 
 
