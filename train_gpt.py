@@ -846,7 +846,7 @@ class Trainer:
 def warm_up(trainer: Trainer, clock: Clock) -> None:
     """Take every kind of step and validation, check causality, restore all state and check that."""
     config, machine = trainer.config, trainer.machine
-    before = trainer.state_dict()
+    before, random = trainer.state_dict(), torch.get_rng_state()
     with clock.phase("compile", timed=False):
         find = partial(find_micro_batch, trainer)
         trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, find)
@@ -859,7 +859,8 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
         causal = sees_no_future(trainer)
         trainer.reset(config.seed)
         after = trainer.state_dict()
-        restored = machine.on_main(lambda: same_bits(before, after))
+        same = same_bits(before, after) and torch.equal(random, torch.get_rng_state())
+        restored = all(machine.gather(same))
     trainer.checks |= {"causality": causal, "warmup_restored": restored}
     if not (causal and restored):
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
@@ -972,7 +973,7 @@ def evaluate(trainer: Trainer, run: Run, step: int) -> float:
     """The validation loss before this step, off the clock; raises NonFinite."""
     with run.pause("validate"):
         val_loss = trainer.validate(step)
-    run.validated(step, val_loss)
+        run.validated(step, val_loss)
     return val_loss
 
 

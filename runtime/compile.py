@@ -6,7 +6,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,7 @@ MOST_GRAPHS = 1024
 def why_not_compile(device: torch.device) -> str | None:
     """Return what torch.compile lacks here, or None."""
     if device.type == "cuda":
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return "Triton is not installed"
-        return None
+        return None if find_spec("triton") else "Triton is not installed"
     compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")
     if not shutil.which(compiler) and not shutil.which("clang++"):
         return "there is no C++ compiler"
@@ -43,15 +39,13 @@ def check_compile(mode: str, device: torch.device) -> None:
 
 
 def try_compile(
-    function: Callable[..., Any],
-    mode: str,
-    machine: Machine,
-    first_call: Callable[[Callable[..., Any]], object],
+    function: Callable[..., Any], mode: str, machine: Machine, first_call: Callable[[Any], object]
 ) -> tuple[Callable[..., Any], str | None]:
     """Return `function` compiled and None, or as it is and the reason; the same on all ranks.
 
-    `first_call` calls its argument on this rank alone. It must work, but may run out of memory.
-    `mode` "off" does not try, "auto" falls back, "on" raises Refused instead.
+    `first_call` must work with the compiled function; like `fits` it raises on all ranks or on
+    none. `mode` "off" does not try, "auto" falls back, "on" raises Refused. Lack of memory is
+    raised as it is: it is no obstacle to compilation.
     """
     obstacle = "as asked" if mode == "off" else why_not_compile(machine.device)
     for rank, found in enumerate(machine.gather(obstacle)):
@@ -62,8 +56,10 @@ def try_compile(
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     compiled = torch.compile(function, dynamic=False, fullgraph=True)
     try:
-        fits(partial(first_call, compiled), machine)
+        first_call(compiled)
     except Exception as error:  # whatever a compiler raises, the eager function can still run
+        if out_of_memory(error):
+            raise
         obstacle = f"compilation failed: {type(error).__name__}: {first_line(error)}"
         if mode == "on":
             raise Refused(f"--compile on: {obstacle}. Use --compile auto to go without.") from error
@@ -82,7 +78,7 @@ def fits(function: Callable[[], object], machine: Machine) -> bool:
     except Exception as error:
         short = out_of_memory(error)
         failure = None if short else error
-        traceback.clear_frames(error.__traceback__)  # they hold tensors, and what follows needs room
+        traceback.clear_frames(error.__traceback__)  # they hold tensors: make room for what follows
     if machine.device.type == "cuda":
         torch.cuda.empty_cache()
     word = None if failure is None else f"{type(failure).__name__}: {first_line(failure)}"

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,7 @@ DATASHEET_TFLOPS = {
     "B200": 2250.0, "GB200": 2500.0, "A100": 312.0, "A800": 312.0, "A40": 149.7, "L40S": 362.0,
     "L40": 181.0, "L4": 121.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0,
 }  # fmt: skip
-VARIANTS = r"(?! (?:Ti|SUPER|D|Laptop)\b)"  # cards with a rate of their own
 GEMM_SIZE = 1024  # side of the square product that is the peak of a device without a datasheet rate
-ROLL_CALL_SECONDS = 10.0  # in which ranks answer after a collective has failed
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Machine:
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    names: tuple[str, ...] = field(default=(), compare=False)  # host and process id, by rank
+    names: tuple[str, ...] = ("",)  # host and process id of each rank
 
     @property
     def is_main(self) -> bool:
@@ -49,10 +47,10 @@ class Machine:
 
     @property
     def first_of_its_host(self) -> bool:
-        return is_first_of_its_host()
+        return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def name(self, rank: int) -> str:
-        return f"rank {rank} ({self.names[rank]})" if self.names else f"rank {rank}"
+        return f"rank {rank} ({self.names[rank]})"
 
     def say(self, text: str) -> None:
         """Print a line on rank 0. A closed terminal must not end the run."""
@@ -82,71 +80,58 @@ class Machine:
         return values
 
     def on_main(self, function: Callable[[], Any]) -> Any:
-        """Return on every rank what `function` returns on rank 0, the only one that calls it.
+        """Return on every rank what rank 0, the only one that calls `function`, gets from it.
 
-        A ValueError of rank 0 is raised on every rank; on the others as Refused.
+        Raises Refused on every rank where rank 0 gets a ValueError.
         """
-        result, refusal = None, None
+        holder: list[Any] = [None, None]
         if self.is_main:
             try:
-                result = function()
+                holder[0] = function()
             except ValueError as error:
-                refusal = error
-        message = None if refusal is None else str(refusal)
-        holder = [result, message]
+                holder[1] = str(error)
         if self.world_size > 1:
             dist.broadcast_object_list(holder, device=self.device)
         result, message = holder
         if message is not None:
-            raise refusal or Refused(message)
+            raise Refused(message)
         return result
 
+    def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return rank 0's tensors on every rank, bit for bit; what others give is not read."""
+        return self.on_main(lambda: tensors)
+
     def gather_equal(self, facts: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the facts of all ranks that have any; None on a rank that has none.
+        """Return the facts that ranks have found; a rank that did not look gives None.
 
         Raises Refused on every rank, naming two ranks and the first fact in which they differ.
         """
         known = {rank: found for rank, found in enumerate(self.gather(facts)) if found is not None}
         first = min(known)
         for rank, found in known.items():
-            for key, value in found.items():
-                if value != known[first][key]:
+            for key, value in known[first].items():
+                if found[key] != value:
                     raise Refused(
-                        f"{key} is {value!s:.16} on {self.name(rank)} but {known[first][key]!s:.16}"
-                        f" on {self.name(first)}. All machines need the same: copy it over."
+                        f"{key} is {found[key]!s:.16} on {self.name(rank)} but {value!s:.16} on "
+                        f"{self.name(first)}. All machines need the same: copy it over."
                     )
         return known[first]
 
-    def broadcast(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return rank 0's host tensors on every rank, bit for bit; other ranks may give None."""
-        if self.world_size == 1:
-            return tensors or {}
-        mine = (tensors or {}) if self.is_main else {}
-        plan = self.on_main(lambda: [(name, t.shape, t.dtype) for name, t in mine.items()])
-        received = {}
-        for name, shape, dtype in plan:
-            tensor = mine.get(name, torch.empty(shape, dtype=dtype))
-            # As bytes: a backend need not know every dtype.
-            wire = tensor.reshape(-1).view(torch.uint8).to(self.device)
-            if wire.numel():
-                dist.broadcast(wire, 0)
-            received[name] = wire.cpu().view(dtype).reshape(shape)
-        return received
+
+# ---- Start
 
 
-# ---- Start and end of a process
-
-
-def is_first_of_its_host() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+_machine: Any = None  # where there are other ranks
+_store: Any = None  # of all ranks: it answers where a collective no longer does
 
 
 def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
     """Choose the device and join the other ranks if a launcher such as torchrun started several.
 
     `rank_timeout` (seconds) is how long ranks wait for one another, now and in every collective.
-    Raises Refused for a device that is not there and naming the ranks that do not appear.
+    Raises Refused for a device that is not there and for ranks that do not come together.
     """
+    global _machine, _store
     world_size = _number("WORLD_SIZE", 1, least=1)
     rank = _number("RANK", 0, most=world_size - 1)
     place = _place(device)
@@ -155,22 +140,36 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise Refused(f"WORLD_SIZE={world_size} without {', '.join(missing)}. Start with torchrun.")
-    names = _join(place, rank, world_size, rank_timeout)
-    return Machine(place, rank, world_size, names)
+    if sys.platform == "win32":
+        os.environ.setdefault("USE_LIBUV", "0")  # torch for Windows is built without it
+    patience, backend = timedelta(seconds=rank_timeout), _backend(place)
+    names = [""] * world_size
+    try:
+        _store, *_ = next(dist.rendezvous("env://", timeout=patience))
+        dist.init_process_group(
+            backend, rank=rank, world_size=world_size, timeout=patience,
+            store=dist.PrefixStore("group", _store),
+            device_id=place if backend == "nccl" else None,  # connects now: errors come here
+        )  # fmt: skip
+        dist.all_gather_object(names, f"{platform.node()} pid {os.getpid()}")
+    except RuntimeError as error:
+        raise Refused(f"rank {rank} of {world_size} could not join the others: {first_line(error)}."
+                      f" What they printed says more.") from error  # fmt: skip
+    _machine = Machine(place, rank, world_size, tuple(names))
+    return _machine
 
 
-def _number(name: str, default: int, least: int = 0, most: int | None = None) -> int:
+def _number(name: str, default: int, least: int = 0, most: int = 10**6) -> int:
     """Read a whole number from the environment. Raises Refused."""
     text = os.environ.get(name, str(default))
-    number = int(text) if re.fullmatch(r"\d{1,9}", text) else -1
-    if number < least or (most is not None and number > most):
-        limit = f"at least {least}" if most is None else f"from {least} to {most} (WORLD_SIZE - 1)"
-        raise Refused(f"{name}={text}: it must be a whole number {limit}. torchrun sets it.")
-    return number
+    if not re.fullmatch(r"\d{1,6}", text) or not least <= int(text) <= most:
+        raise Refused(f"{name}={text}: it must be a whole number from {least} to {most}. "
+                      f"torchrun sets it.")  # fmt: skip
+    return int(text)
 
 
 def launch_time() -> float:
-    """Return the time at which run.sh or this process was started, seconds since 1970."""
+    """Return when run.sh or, without it, this call started the run; seconds since 1970."""
     text = os.environ.get("RUN_STARTED") or str(time.time())
     if not re.fullmatch(r"\d{1,12}(\.\d+)?", text):
         raise Refused(f"RUN_STARTED={text}: it must be seconds since 1970. Unset it.")
@@ -178,16 +177,14 @@ def launch_time() -> float:
 
 
 def _place(device: str) -> torch.device:
-    if device not in ("auto", "cpu", "cuda"):
-        raise Refused(f"--device {device}: unknown device. Choose auto, cpu or cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch finds no GPU. Use --device auto or install CUDA torch.")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    processes, gpus = _number("LOCAL_WORLD_SIZE", 1, least=1), torch.cuda.device_count()
-    index = _number("LOCAL_RANK", 0)
-    if max(processes, index + 1) > gpus:
-        raise Refused(f"{processes} processes on this machine, but {gpus} GPUs. Set NPROC={gpus}.")
+    index, gpus = _number("LOCAL_RANK", 0), torch.cuda.device_count()
+    processes = max(_number("LOCAL_WORLD_SIZE", 1), index + 1)
+    if processes > gpus:
+        raise Refused(f"{processes} processes on a machine with {gpus} GPUs. Set NPROC={gpus}.")
     # Before the first allocation: segments that grow leave fewer gaps.
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -196,99 +193,43 @@ def _place(device: str) -> torch.device:
     return place
 
 
-_store: Any = None  # TCPStore of all ranks: it answers where a collective no longer does
-
-
-def _hosts_store(rank: int) -> bool:
-    """Whether the store lives in this process; torchrun keeps it in its own."""
-    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _join(place: torch.device, rank: int, world_size: int, rank_timeout: float) -> tuple[str, ...]:
-    """Meet the other ranks and form the process group. Returns the names of all ranks."""
-    global _store
-    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0, least=1)
-    # torch for Windows is built without libuv.
-    libuv = os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
-    patience, me = timedelta(seconds=rank_timeout), f"{platform.node()} pid {os.getpid()}"
-    try:
-        _store = dist.TCPStore(
-            host, port, is_master=_hosts_store(rank), timeout=patience, wait_for_workers=False,
-            use_libuv=libuv,
-        )  # fmt: skip
-        there = _store.compare_set(f"start/{rank}", "", me).decode()
-        if there != me:
-            raise Refused(f"rank {rank} was started twice: {there} and {me}. Start with torchrun.")
-        absent = _roll_call("start", rank, world_size, rank_timeout, me)
-        if absent:
-            listed = ", ".join(map(str, absent))
-            raise Refused(f"rank {listed} of {world_size} did not appear within {rank_timeout:g} s."
-                          f" See what it printed, or give it time with --rank-timeout.")
-        names = tuple(_store.get(f"start/{each}").decode() for each in range(world_size))
-        dist.init_process_group(
-            backend(place), rank=rank, world_size=world_size, timeout=patience,
-            store=dist.PrefixStore("group", _store),
-            device_id=place if backend(place) == "nccl" else None,
-        )  # fmt: skip
-        dist.barrier()
-    except RuntimeError as error:
-        raise Refused(f"rank {rank} of {world_size} could not join rank 0 at {host}:{port}: "
-                      f"{first_line(error)}. Is it there, and the port free and reachable?"
-                      ) from error
-    return names
-
-
-def backend(place: torch.device) -> str:
-    """nccl between GPUs, gloo between CPUs and where torch has no NCCL, as on Windows."""
+def _backend(place: torch.device) -> str:
+    """nccl between GPUs; gloo between CPUs, and where torch has no NCCL, as on Windows."""
     return "nccl" if place.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
-def _roll_call(stage: str, rank: int, world_size: int, seconds: float, word: str) -> list[int]:
-    """Answer, wait until all ranks have answered, and return those that did not in time."""
-    keys = [f"{stage}/{each}" for each in range(world_size)]
-    _store.set(keys[rank], word)
-    try:
-        _store.wait(keys, timedelta(seconds=seconds))
-        return []
-    except dist.DistStoreError:
-        return [each for each, key in enumerate(keys) if not _store.check([key])]
+# ---- End
 
 
 def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] = ()) -> int:
     """Return the exit code of `function()`, or of the error that ended it.
 
-    One sentence on stderr for what is no fault of the code: 2 for Refused, any ValueError that
-    carries a `code`, and the classes in `refused`; 3 for NonFinite; 1 for lack of memory and a
-    lost rank; 130 or 143 for a signal. Any other exception prints its traceback and gives 1.
+    One sentence on stderr for what is no fault of the code: 2 for Refused and the classes in
+    `refused`, 3 for NonFinite, 1 for lack of memory and for a lost rank; 128 + its number for a
+    signal. Any other exception prints its traceback and gives 1.
     """
-    _open_standard_streams()
+    explained: tuple[type[Exception], ...] = (Refused, NonFinite, *refused)
     try:
         return function()
     except Interrupted as error:
         return error.code
     except KeyboardInterrupt:
-        return 128 + 2
+        return 130
     except BrokenPipeError:  # a reader of --help, such as head, has seen enough
         return 0
-    except Exception as error:
-        return _explain(error, refused)
-
-
-def _explain(error: Exception, refused: tuple[type[Exception], ...]) -> int:
-    """Say on stderr what ended the run; returns the exit code."""
-    code = getattr(error, "code", None)
-    if isinstance(error, refused) or (isinstance(error, ValueError | NonFinite) and code):
-        if is_first_of_its_host():  # its other ranks have met the same
+    except explained as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this host meet the same
             _say_error(str(error))
-        return code or 2
-    if out_of_memory(error):
-        _say_error(f"out of memory: {first_line(error)}. Use --recompute on, a smaller --val-batch "
-                   f"or --micro-batch auto: the trajectory stays the same.")  # fmt: skip
-    elif lost := _lost_ranks(error):
-        _say_error(lost)
-    else:
-        traceback.print_exception(error)
-    return 1
+        return getattr(error, "code", 2)
+    except Exception as error:
+        if out_of_memory(error):
+            _say_error(f"out of memory: {first_line(error)}. Use --recompute on, a smaller "
+                       f"--val-batch or --micro-batch auto: the trajectory stays the same.")
+        elif lost := _lost_ranks(error):
+            _say_error(lost)
+        else:
+            traceback.print_exception(error)
+        return 1
 
 
 def _say_error(text: str) -> None:
@@ -297,22 +238,40 @@ def _say_error(text: str) -> None:
 
 
 def _lost_ranks(error: Exception) -> str:
-    """Name the ranks that no longer answer if `error` is that of a collective; otherwise ""."""
-    if _store is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+    """Name the ranks that no longer answer if `error` is that of a collective, else ""."""
+    if _machine is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
         return ""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     if dist.get_backend() == "gloo":
-        dist.destroy_process_group()  # closes connections: ranks that wait for this one hear of it
-    try:
-        absent = _roll_call("lost", rank, world_size, ROLL_CALL_SECONDS, "here")
-        names = [f"rank {each} ({_store.get(f'start/{each}').decode()})" for each in absent]
-    except RuntimeError:
-        names = ["rank 0, which held the ranks' store,"]
-    if _hosts_store(rank):
-        time.sleep(1)  # the others still read it
-    if not names:
-        return f"the ranks lost their connection though all of them answer: {first_line(error)}."
-    return f"{', '.join(names)} does not answer: it ended, hangs, or its machine is lost."
+        dist.destroy_process_group()  # closes connections, so that ranks in waiting come here too
+    there = _roll_call(_machine.rank, _machine.world_size)
+    lost = [rank for rank in range(_machine.world_size) if rank not in there]
+    if not there:  # without torchrun the store lives in rank 0
+        lost = [0]
+    if not lost:
+        return f"the ranks lost their connection, but all of them live: {first_line(error)}"
+    names = ", ".join(_machine.name(rank) for rank in lost)
+    return f"{names} does not answer: it ended, hangs, or its machine is lost"
+
+
+def _roll_call(rank: int, world_size: int, seconds: float = 10.0) -> set[int]:
+    """Answer, and return the ranks that answer in time.
+
+    `monitored_barrier` accuses rank 0, or nobody, where a rank died instead of hanging.
+    """
+    there: set[int] = set()
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            _store.set(f"here/{rank}", "")
+            while len(there) < world_size:
+                there.update(each for each in range(world_size) if _store.check([f"here/{each}"]))
+                time.sleep(0.1)
+
+    # In a thread, as a store whose process was stopped never answers.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return set(there)
 
 
 def leave(code: int) -> int:
@@ -320,37 +279,21 @@ def leave(code: int) -> int:
 
     Threads of the process group can abort or hang the interpreter's own exit.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        _flush()
-        return code
-    if code == 0 and _store is not None:
+    if code == 0 and _machine is not None:
         try:
             dist.barrier()
         except RuntimeError as error:
             _say_error(f"another rank did not reach the end: {first_line(error)}")
             code = 1
-    _flush()
-    os._exit(code)
-
-
-def _open_standard_streams() -> None:
-    """Open /dev/null for each standard stream that is closed; a log must not get its number."""
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, this one
-
-
-def _flush() -> None:
-    """Write out what was printed; what nobody reads must not change the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is None:  # closed before Python began
-            continue
         try:
-            stream.flush()
-        except OSError:
+            if stream is not None:  # as it is where it was closed before Python began
+                stream.flush()
+        except OSError:  # nobody reads it any more, which must not change the exit code
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if _machine is not None:
+        os._exit(code)
+    return code
 
 
 def first_line(error: BaseException) -> str:
@@ -360,6 +303,9 @@ def first_line(error: BaseException) -> str:
 def out_of_memory(error: BaseException) -> bool:
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return known or "can't allocate memory" in str(error)  # a RuntimeError on the CPU
+
+
+# ---- Around a run
 
 
 @contextlib.contextmanager
@@ -382,10 +328,8 @@ def signs_of_life(what: str, say: Callable[[str], None], seconds: float = 5.0) -
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switch the cycle collector off: its pauses would be steps that take longer.
-
-    A step leaves no cycles that hold tensors.
-    """
+    """Switch the cycle collector off: its pauses make single steps slow, and steps leave no cycles
+    that hold tensors."""
     before = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -405,11 +349,9 @@ def native_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for bf16 matrix products."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):  # private: may go
-        probe = getattr(torch.cpu, name, None)
-        if probe is not None and probe():
-            return True
-    return False
+    # Private in torch, so they may go.
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -421,29 +363,28 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def handicaps(machine: Machine, dtype: torch.dtype) -> list[str]:
     """Return a line for each thing that this GPU or this torch lacks, with its cost."""
-    lines = []
     if machine.device.type != "cuda":
-        return lines
+        return []
+    lines = []
     if not native_bf16(machine.device):
-        gpu = torch.cuda.get_device_name(machine.device)
-        lines.append(f"{gpu} has no bf16 instructions: training in {_short(dtype)} is several times"
-                     f" slower than bf16 on compute capability 8.0 or newer")  # fmt: skip
-    if machine.world_size > 1 and backend(machine.device) == "gloo":
-        lines.append("this torch has no NCCL: gloo sends gradients through the CPU, which is slow")
+        lines.append(f"no bf16 instructions: {_short(dtype)} is several times slower than bf16 on "
+                     f"GPUs of compute capability 8.0 and newer")  # fmt: skip
+    if machine.world_size > 1 and _backend(machine.device) == "gloo":
+        lines.append("no NCCL in this torch: gradients go through the CPU, which is slower")
     return lines
 
 
 def peak_flops(machine: Machine, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the FLOP/s of all ranks together that MFU is relative to, and where it is from."""
+    """Return the FLOP/s of all ranks together that MFU refers to, and where they are from."""
     if machine.device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(machine.device)
         for part, tflops in DATASHEET_TFLOPS.items():
-            if re.search(rf"\b{part}\b{VARIANTS}", name):
+            # Cards such as a "4090 D" have a rate of their own.
+            if re.search(rf"\b{part}\b(?! (?:Ti|SUPER|D|Laptop)\b)", name):
                 return tflops * 1e12 * machine.world_size, f"{part} datasheet bf16"
-    rate = measured_gemm_flops(machine.device, dtype)
-    # Ranks on CPUs share them: measured at the same time, each gets its share.
-    total = torch.tensor(rate, dtype=torch.float64, device=machine.device)
-    return machine.all_reduce(total).item(), f"measured {GEMM_SIZE}^3 GEMM {_short(dtype)}"
+    rate = torch.tensor(measured_gemm_flops(machine.device, dtype), device=machine.device)
+    # The sum counts shared cores once: ranks of one CPU measure at the same time.
+    return machine.all_reduce(rate).item(), f"measured {GEMM_SIZE}^3 GEMM {_short(dtype)}"
 
 
 def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = GEMM_SIZE) -> float:
@@ -452,35 +393,36 @@ def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = GE
     best, end = float("inf"), time.perf_counter() + 0.2
     while time.perf_counter() < end:
         begun = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        (a @ a)[0, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - begun)
     return 2 * size**3 / best
 
 
 def peak_mib(machine: Machine) -> float:
-    """Most MiB held so far: allocated on a GPU, resident on a CPU; nan where nobody counts."""
+    """Most MiB held so far: allocated on a GPU, resident on a CPU; nan on Windows."""
     if machine.device.type == "cuda":
         return torch.cuda.max_memory_allocated(machine.device) / 2**20
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:
         return float("nan")
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
 def describe(machine: Machine, dtype: torch.dtype) -> dict[str, object]:
-    """Return the versions and hardware for the log's header. Host names are hashed."""
-    cuda = machine.device.type == "cuda"
+    """Return versions and hardware for the log's header. The host's name is hashed."""
+    gpu = driver = None
+    if machine.device.type == "cuda":
+        gpu = torch.cuda.get_device_name(machine.device)
+        driver = _first_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "gpu": torch.cuda.get_device_name(machine.device) if cuda else None,
-        "gpu_count": machine.world_size if cuda else 0,
-        "driver": _driver() if cuda else None,
+        "gpu": gpu,
+        "gpu_count": machine.world_size if gpu else 0,
+        "driver": driver,
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "dtype": _short(dtype),
@@ -492,18 +434,15 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.partition("\n")[0].strip() or None
+def _first_output(*command: str) -> str | None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.partition("\n")[0].strip()
+    return None
 
 
 def _cpu_name() -> str:
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
-        if found:
+        if found := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M):
             return found[1]
     return platform.processor() or platform.machine()
