@@ -1,4 +1,4 @@
-"""Real runs that break off and go on at one rank: weights, optimizers, data and losses to the bit."""
+"""Real runs that break off and go on at one rank: the same run to the bit."""
 
 import os
 import signal
