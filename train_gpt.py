@@ -699,7 +699,7 @@ class Trainer:
             config.head, device, dtype, config.dim, config.padded_vocab, config.biases
         )
         place = (machine.rank, machine.world_size)
-        # One process of each host reads all tokens, and all hosts must have the same.
+        # One process of each host reads all tokens and the source; all hosts must have the same.
         data, found = open_audited(asdict(config), *place, audited=machine.first_of_its_host)
         self.data = data.in_parts(config.val_batch, reach(config))
         if found is not None:
@@ -1016,7 +1016,9 @@ def set_up(config: Config, machine: Machine) -> Trainer:
     try:
         trainer = Trainer(config, machine)
     except ValueError as error:  # of kernels, optimizers and data, which know no Refused
-        raise Refused(str(error)) from error
+        many = config.track == "tiny" and machine.world_size > 1
+        hint = " For more ranks there is --track short." if many else ""
+        raise Refused(f"{error}{hint}") from error
     trainer.reset(config.seed)
     machine.say("\n".join(trainer.facts))
     return trainer
