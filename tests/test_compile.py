@@ -116,26 +116,24 @@ def test_what_failed_holds_no_memory_when_the_ranks_meet():
 # ---- What the log is told
 
 
-@pytest.mark.slow
-def test_the_log_is_told_flags_that_are_not_defaults_and_what_the_cache_had(tmp_path):
+def test_the_log_is_told_compiler_settings_that_are_not_defaults(tmp_path):
     """In a process of its own: a setting that was changed once counts as changed for ever."""
     code = """
-import sys, torch
+import sys
 from runtime.compile import compile_facts
-print(compile_facts()["graphs"], "torch._inductor.config" in sys.modules)
-torch.compile(lambda x: x.sin() + 1)(torch.ones(8))
-facts = compile_facts()
-print(facts["graphs"], facts["cache_hit"] + facts["cache_miss"] + facts["cache_bypass"])
-torch._inductor.config.coordinate_descent_tuning = True
-print(compile_facts()["compile_flags"])
+print(compile_facts()["compile_flags"], "torch._inductor.config" in sys.modules)
+import torch._inductor.config as config
+before = compile_facts()["compile_flags"]
+config.inplace_buffers = True  # its default, as a compilation may set it
+config.coordinate_descent_tuning = True
+print([flag for flag in compile_facts()["compile_flags"] if flag not in before])
 """
     variables = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | variables, capture_output=True,
         text=True,
     )  # fmt: skip
-    nothing, counts, flags = done.stdout.splitlines()
-    assert (nothing, counts) == ("0 False", "1 1"), done.stderr
-    assert "torch._inductor.config.coordinate_descent_tuning = True" in flags
-    assert "TORCHINDUCTOR_MAX_AUTOTUNE=1" in flags
-    assert str(tmp_path) not in flags
+    assert done.stdout.splitlines() == [
+        "['TORCHINDUCTOR_MAX_AUTOTUNE=1'] False",
+        "['torch._inductor.config.coordinate_descent_tuning = True']",
+    ], done.stderr

@@ -324,30 +324,3 @@ def test_the_test_command_leaves_slow_tests_out_and_ends_with_pytests_closing_li
     assert argv[-1][-2:] == ["-k", "two words"]
     assert fresh.run("test", FAKE_PYTEST_STATUS="5").returncode == 5
     assert fresh.jobs() == ["ruff", "mypy", "pytest"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_torchrun_and_all_its_workers(clone: Clone, number: int) -> None:
-    """With the real torchrun: Ctrl-C reaches the whole group, SIGTERM the started process only."""
-    (clone.root / ".venv/bin/python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
-    (clone.root / "train_gpt.py").write_text(
-        "import os, pathlib, time\n"
-        "pathlib.Path('rank' + os.environ['RANK']).write_text(str(os.getpid()))\n"
-        "time.sleep(120)\n"
-    )
-    files = [clone.root / f"rank{rank}" for rank in (0, 1)]
-    process = clone.start(NPROC="2")
-    deadline = time.monotonic() + 60
-    while not all(path.exists() and path.read_text() for path in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)
-    else:
-        process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    for path in files:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(path.read_text()), 0)
