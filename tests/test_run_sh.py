@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 SHORT = ("--track", "short", "--data-dir", "elsewhere")  # a track for all GPUs; its data are there
-TOOLS = "awk bash cmp cp dirname flock mkdir od rm rmdir sleep tr wc".split()
+TOOLS = ("awk", "bash", "cmp", "cp", "dirname", "flock", "mkdir", "od", "rm", "rmdir", "sleep")
 TORCHRUN = ["-m", "torch.distributed.run"]
 
 # Stands for python3 and, copied by its own `-m venv`, for .venv/bin/python. Each call becomes a
@@ -58,7 +57,7 @@ class Clone:
         shutil.copy(ROOT / "run.sh", self.root)
         (self.root / "requirements.txt").write_text("torch==2.13.0\n")
         (self.root / "requirements-dev.txt").write_text("pytest==9.2.0\n")
-        for tool in TOOLS:
+        for tool in (*TOOLS, "tr", "wc"):
             if path := shutil.which(tool):
                 (self.bin / tool).symlink_to(path)
         stubs = {"python3": PYTHON_STUB, "df": DF_STUB, "nproc": "#!/bin/bash\necho 8\n"}
