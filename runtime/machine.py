@@ -221,6 +221,9 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
     except explained as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this host meet the same
             _say_error(str(error))
+        else:  # they must not end first: torchrun would end the one that says it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
         return getattr(error, "code", 2)
     except Exception as error:
         if out_of_memory(error):

@@ -252,6 +252,8 @@ def test_what_ends_a_run_has_its_exit_code_and_only_a_bug_a_traceback(capsys, er
 
 def test_the_processes_of_a_host_say_an_error_once(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert supervise(lambda: fail(Refused("bad"))) == 2
     assert capsys.readouterr().err == ""
 
