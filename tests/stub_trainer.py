@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
+from runtime import run as runs
 from runtime import stop
 from runtime.clock import Clock
 from runtime.log import config_hash, source_hash
@@ -81,8 +84,11 @@ class StubTrainer:
         }  # fmt: skip
 
     def state_dict(self) -> dict:
-        model, optim = {"weights": self.weights.clone()}, {"weights.momentum": self.momentum.clone()}
-        return {"model": model, "optim": optim, "data": {"position": self.position}}
+        return {
+            "model": {"weights": self.weights.clone()},
+            "optim": {"weights.momentum": self.momentum.clone()},
+            "data": {"position": self.position},
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self.weights.copy_(state["model"]["weights"])
@@ -156,7 +162,9 @@ def make_runs(trainer: StubTrainer) -> int:
     return 0
 
 
-def trainer_in(folder: Path, at: dict[int | str, Hook] | None = None, **changed: object) -> StubTrainer:
+def trainer_in(
+    folder: Path, at: dict[int | str, Hook] | None = None, **changed: object
+) -> StubTrainer:
     """A trainer whose source, logs and checkpoints are in this folder."""
     source = folder / "source"
     source.mkdir(parents=True, exist_ok=True)
@@ -169,8 +177,10 @@ def trainer_in(folder: Path, at: dict[int | str, Hook] | None = None, **changed:
 def run(folder: Path, at: dict[int | str, Hook] | None = None, **changed: object) -> int:
     """Make the runs in a folder; returns the exit code, with all signal handlers as before."""
     before = {number: signal.getsignal(number) for number in stop._heard()}
+    quick = SimpleNamespace(collect=lambda: 0)  # a process that tests run in has much garbage
     try:
-        return make_runs(trainer_in(folder, at, **changed))
+        with mock.patch.object(runs, "gc", quick):
+            return make_runs(trainer_in(folder, at, **changed))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

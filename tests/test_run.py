@@ -16,7 +16,7 @@ from stub_trainer import STEPS, in_child, logs_of, read_events, run, signalled, 
 from runtime import checkpoint, stop
 from runtime import run as runs
 from runtime.checkpoint import checkpoints
-from runtime.errors import Interrupted, LogError, Refused
+from runtime.errors import Interrupted, Refused
 
 
 def events(folder, kind=None):
@@ -24,7 +24,8 @@ def events(folder, kind=None):
 
 
 def saved_in(folder):
-    return [int(path.name[5:]) for each in folder.glob("checkpoints/*") for path in checkpoints(each)]
+    found = [path for each in folder.glob("checkpoints/*") for path in checkpoints(each)]
+    return [int(path.name[5:]) for path in found]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ def test_losses_on_a_gpu_are_read_two_steps_late(tmp_path, monkeypatch):
     def look(trainer, step):
         written.append((step, len(events(tmp_path, "step"))))
 
-    assert run(tmp_path, {step: look for step in (4, 5, 6, 8)}) == 0
+    assert run(tmp_path, dict.fromkeys((4, 5, 6, 8), look)) == 0
     # Before step 6 (5 are done) the clock stopped for a validation, so all lines were written.
     assert written == [(3, 1), (4, 2), (5, 5), (7, 5)]
     assert len(events(tmp_path, "step")) == len(waited) == STEPS
@@ -271,7 +272,7 @@ def test_a_run_that_is_done_keeps_its_last_checkpoint_only_if_told(keep, left, t
 @pytest.mark.parametrize("flag", ["log_dir", "checkpoint_dir"])
 def test_a_folder_that_cannot_be_written_is_refused_before_the_run(flag, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LogError, match=f"--{flag.replace('_', '-')} .*Not a directory"):
+    with pytest.raises(Refused, match=f"--{flag.replace('_', '-')} .*Not a directory"):
         run(tmp_path, **{flag: str(tmp_path / "file" / "folder")})
     assert logs_of(tmp_path) == []
 
@@ -281,7 +282,7 @@ def test_a_source_that_was_edited_while_the_run_got_ready_is_refused_and_leaves_
     header = trainer.header(0, 0)
     trainer.header = lambda seed, trial: header
     (trainer.source / "train_gpt.py").write_text("# nine numbers\n")
-    with pytest.raises(LogError, match="was edited since the run started"):
+    with pytest.raises(Refused, match="was edited since the run started"):
         stub_trainer.make_runs(trainer)
     assert logs_of(tmp_path) == []
 
