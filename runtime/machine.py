@@ -419,7 +419,7 @@ def describe(machine: Machine, dtype: torch.dtype) -> dict[str, object]:
     gpu = driver = None
     if machine.device.type == "cuda":
         gpu = torch.cuda.get_device_name(machine.device)
-        driver = _first_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = _driver()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -438,7 +438,8 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _first_output(*command: str) -> str | None:
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return done.stdout.partition("\n")[0].strip()
