@@ -187,7 +187,7 @@ def optimizer_steps(weights: list[Tensor]) -> Steps:
         "torch.optim.AdamW, fused": torch.optim.AdamW(weights, fused=True, **OPTIONS).step,
     }
     loss = torch.tensor(3.0, device=weights[0].device)
-    products: dict[str, Any] = {"dtype": torch.bfloat16}  # as torch.optim.Muon multiplies, native or not
+    products: dict[str, Any] = {"dtype": torch.bfloat16}  # as torch.optim.Muon does
     for kind, options in ((optim.Muon, products), (optim.NorMuon, products), (optim.Adam, {})):
         name, build = kind.__name__, partial(kind, weights, **OPTIONS, **options)
         guard = optim.Guard([build(nonfinite_guard=False)], spike=optim.SpikeRule())

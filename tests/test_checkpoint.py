@@ -204,7 +204,7 @@ def pipe(path):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [flip, cut, remove, link, pipe])
+@pytest.mark.parametrize("damage", [flip, cut, remove, pipe])
 def test_a_damaged_file_is_named(damage, name, tmp_path):
     path = save(tmp_path, snapshot())
     damage(path / name)
@@ -287,14 +287,6 @@ def test_a_huge_json_file_is_refused_unread(name, tmp_path):
     if name == STATE:
         seal(path)
     with pytest.raises(Refused, match=rf"{name} is no JSON object .*[\d,]+ bytes"):
-        load(path)
-
-
-@pytest.mark.parametrize("sums", [{}, {"../../etc/passwd": "0"}, dict.fromkeys(FILES, "0")])
-def test_sums_of_other_files_are_refused(sums, tmp_path):
-    path = save(tmp_path, snapshot())
-    (path / SUMS).write_text(json.dumps(sums))
-    with pytest.raises(Refused, match="not the one that checksums"):
         load(path)
 
 
