@@ -16,7 +16,7 @@ from .orthogonalize import LARGEST_SINGULAR_VALUE
 from .sharding import launched
 
 TAKEN, BAD_GRADIENT, BAD_UPDATE, SPIKE = range(4)  # what a verdict begins with
-COUNTERS = ("steps", "nonfinite", "spike", "in_a_row", "spikes_in_a_row", "last_skip", "last_tensor")
+COUNTERS = ("steps", "nonfinite", "spike", "in_a_row", "last_skip", "last_tensor")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class SpikeRule:
     robust: centre and spread are median and 1.4826 MAD of the values accepted last, of norms their logarithms; the
     spread is at least `least_spread` of the centre. Otherwise mean and unbiased deviation of all finite values, as in
     OLMo-core's skip-step optimizers.
-    Nothing is judged before `start` values are in a window; after `patience` outliers in a row all windows start anew.
+    Nothing is judged before `start` values are in a window. After `patience` outliers of a value in a row its window
+    starts anew. A norm's row consists of its own optimizer's steps: steps of the others neither add to it nor end it.
     """
 
     window: int = 128
@@ -56,6 +57,7 @@ class Spikes:
         self.rule = rule
         self.window = torch.full((values, rule.window), torch.nan, device=device)  # NaN where empty
         self.entered = torch.zeros(values, dtype=torch.int64, device=device)
+        self.in_a_row = torch.zeros(values, dtype=torch.int64, device=device)  # outliers
 
     def limits(self) -> Tensor:
         """Largest values (values,) that are no outliers; infinite as long as nothing is judged."""
@@ -72,9 +74,23 @@ class Spikes:
         limits = centre + self.rule.sigma * spread
         return torch.where(count >= self.rule.start, limits, torch.inf).squeeze(1)
 
+    def judge(self, values: Tensor, present: Tensor, fault: Tensor) -> Tensor:
+        """Outliers among the `present` values. Values enter the windows; by the robust rule only those of a sound step.
+
+        fault: the step is skipped in any case.
+        """
+        finite = values.isfinite()
+        unsound = values.isnan() | (values == torch.inf)
+        over = present & ~(values <= self.limits())
+        restart = over & finite & (self.in_a_row >= self.rule.patience)
+        outliers = (present & unsound) | (over & ~restart)
+        self.in_a_row.copy_(torch.where(outliers, self.in_a_row + 1, torch.where(present, 0, self.in_a_row)))
+        self.enter(values, present & finite & ~(outliers.any() | fault), restart)
+        return outliers
+
     def enter(self, values: Tensor, accepted: Tensor, restart: Tensor) -> None:
-        """Add finite values, by the robust rule only of accepted steps; first empty all windows if `restart`."""
-        self.window.masked_fill_(restart, torch.nan)
+        """Add finite values, by the robust rule only accepted ones; first empty the windows that `restart`."""
+        self.window.masked_fill_(restart.unsqueeze(-1), torch.nan)
         wanted = values.isfinite() & accepted if self.rule.robust else values.isfinite()
         place = torch.arange(self.rule.window, device=values.device) == (self.entered % self.rule.window).unsqueeze(1)
         torch.where(place & wanted.unsqueeze(1), values.unsqueeze(1), self.window, out=self.window)
@@ -194,24 +210,19 @@ class Guard:
         """Whether a value is an outlier, and the first that is."""
         if self._spikes is None or self.spike is None:
             return torch.zeros_like(nonfinite), torch.zeros((), device=self._device)
-        # A value that is not there is below all limits.
-        none = torch.full((), -torch.inf, device=self._device)
-        given = none if loss is None else torch.as_tensor(loss).detach().to(self._device, torch.float32).reshape(())
+        absent = torch.full((), -torch.inf, device=self._device)
+        given = absent if loss is None else torch.as_tensor(loss).detach().to(self._device, torch.float32).reshape(())
         values = [given if loss is None else torch.where(given.isfinite(), given, given.abs())]
+        present = [torch.full((), loss is not None, device=self._device)]
         for found, steps, spoiled in zip(measures, stepping, self._spoiled, strict=True):
             norm = torch.linalg.vector_norm(found[:, 0])
-            values.append(torch.where(spoiled, none, norm) if steps else none)
+            present.append(~spoiled if steps else torch.zeros_like(spoiled))
+            values.append(torch.where(present[-1], norm, absent))
         row = torch.stack(values)
-        unsound = row.isnan() | (row == torch.inf)
         # Norms are skewed, their logarithms nearly not.
         judged = torch.cat([row[:1], row[1:].clamp_min(0).log()]) if self.spike.robust else row
-        over = ~(judged <= self._spikes.limits())
-        tired = over.any() & (self._counters["spikes_in_a_row"] >= self.spike.patience)
-        restart = tired & ~unsound.any() & ~nonfinite
-        outliers = unsound | (over & ~restart)
-        spike = outliers.any()
-        self._spikes.enter(judged, ~(spike | nonfinite), restart)
-        return spike, pick(row, outliers.to(torch.int8).argmax())
+        outliers = self._spikes.judge(judged, torch.stack(present), nonfinite)
+        return outliers.any(), pick(row, outliers.to(torch.int8).argmax())
 
     def _agreed(self, measures: list[Tensor]) -> list[Tensor]:
         """The largest of all ranks, so that all of them judge the same numbers; NaN counts as infinite."""
@@ -228,7 +239,6 @@ class Guard:
         count["nonfinite"] += nonfinite
         count["spike"] += ~ok & ~nonfinite
         count["in_a_row"].copy_(torch.where(ok, 0, count["in_a_row"] + 1))
-        count["spikes_in_a_row"].copy_(torch.where(ok | nonfinite, 0, count["spikes_in_a_row"] + 1))
         count["last_skip"].copy_(torch.where(ok, count["last_skip"], count["steps"]))
         count["last_tensor"].copy_(torch.where(nonfinite, first, count["last_tensor"]))
 
@@ -278,6 +288,7 @@ class Guard:
         state |= {f"spoiled.{index}": tensor for index, tensor in enumerate(self._spoiled)}
         if self._spikes is not None:
             state |= {"window": self._spikes.window, "entered": self._spikes.entered}
+            state["spikes_in_a_row"] = self._spikes.in_a_row
         return state
 
 

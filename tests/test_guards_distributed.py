@@ -227,7 +227,7 @@ def test_all_ranks_name_the_tensor_that_only_one_of_them_has_seen(ranks, size, m
         expected[BAD_UPDATE] = ("nonfinite", "muon.1", True, 1)
         assert {step: skip for step, skip in found["skips"].items() if skip is not None} == expected
         assert found["report"] == {
-            "steps": STEPS, "nonfinite": 5, "spike": 0, "in_a_row": 1, "spikes_in_a_row": 0, "last_skip": 9,
+            "steps": STEPS, "nonfinite": 5, "spike": 0, "in_a_row": 1, "last_skip": 9,
             "last_tensor": "muon.1",
         }  # fmt: skip
         assert_same(found["state"], ranks[0][size, model, "faulty"]["state"])

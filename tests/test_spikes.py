@@ -289,3 +289,21 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(other):
     with pytest.raises(ValueError, match="build the guard as it was"):
         guard.load_state_dict(incomplete)
     assert bits(guard.state_dict()) == before
+
+
+# ---- several optimizers, of which one steps less often
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_an_optimizer_that_steps_less_often_is_not_starved_by_a_lasting_rise_of_its_gradients(every):
+    params, optimizers = model(("muon", "adam"))
+    guard = Guard(optimizers, spike=SpikeRule(window=32, start=8, patience=5))
+    skipped = []
+    for step in range(40 * every):
+        give_gradients(params, 0)
+        for name, param in params.items():
+            param.grad *= 10 if name.startswith("adam.") and step >= 20 * every else 1
+        stepping = optimizers if step % every == every - 1 else optimizers[:1]
+        if guard.explain(guard.step(torch.tensor(3.0), only=stepping)) is not None:
+            skipped.append(step)
+    assert skipped == [20 * every + every * (index + 1) - 1 for index in range(5)]
