@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as disable_compiler
 
 from .guards import Guard
 from .sharding import Gradients, Layout, Pairs, Parcel, Team, Unit, copy_all
@@ -175,6 +176,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- a step
 
+    @disable_compiler
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient on any rank; the others and their state stay as they are.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo as disable_compiler
 
 from .orthogonalize import LARGEST_SINGULAR_VALUE
 from .sharding import launched
@@ -150,6 +151,8 @@ class Guard:
         self._spikes = None if self.spike is None else Spikes(self.spike, 1 + len(self._parts), self._device)
         self._taken = torch.zeros(3, dtype=torch.float64, device=self._device)
 
+    # The compiler sets no guards on state that a dict holds by parameter, and so confused parameters of one shape.
+    @disable_compiler
     @torch.no_grad()
     def step(self, loss: Tensor | None = None, only: Iterable[torch.optim.Optimizer] | None = None) -> Tensor:
         """Step all optimizers, or `only` some, unless something is wrong; returns a verdict for `explain`, unread.

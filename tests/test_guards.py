@@ -611,6 +611,30 @@ def test_a_compiled_step_is_the_eager_one(build, steps):
     assert [skip and skip.guard for skip in compiled[1]] == expected
 
 
+@pytest.mark.parametrize("kind", ["adam in two groups", "muon in two shapes with a rate on the device"])
+def test_a_compiled_step_of_an_optimizer_is_its_eager_step(kind):
+    trained = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        if kind.startswith("adam"):
+            params = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+            groups = [{"params": [params[0]], "lr": 0.1}, {"params": [params[1]], "lr": 0.2}]
+            optimizer = Adam(groups, 0.1)
+        else:
+            params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 8), (8, 4), (4, 8), (6, 6))]
+            optimizer = Muon(params, 0.1, dtype=torch.float32)
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        for number in range(4):
+            generator = torch.Generator().manual_seed(number)
+            for index, param in enumerate(params):
+                param.grad = torch.randn(param.shape, generator=generator) * 10**index
+            step()
+        trained.append([params, optimizer.state_dict()["state"]])
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-5, atol=1e-5)
+
+
 def test_a_guarded_step_passes_the_decompositions_of_the_default_compiler():
     torch._dynamo.reset()
     params, optimizers = model(("adam",))
