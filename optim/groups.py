@@ -32,7 +32,7 @@ def build_optimizers(
 
     Sets group["initial_lr"], which a schedule multiplies. An optimizer of torch knows no lr_mul and
     wd_mul: they become part of its lr and weight_decay.
-    ValueError where a parameter matches no row or several, or a row matches nothing.
+    A row may match nothing. ValueError where a parameter matches no row or several.
     """
     named, table = list(named_parameters), list(rows)
     problems: list[str] = []
@@ -46,12 +46,11 @@ def build_optimizers(
             patterns = ", ".join(repr(table[i].pattern) for i in found)
             problems.append(f"parameter {name} matches {len(found)} rows: {patterns or 'none'}")
     for row, own in zip(table, members, strict=True):
-        if not any(fnmatchcase(name, row.pattern) for name, _ in named):
-            problems.append(f"row {row.pattern!r} matches no parameter")
         if row.optimizer not in factories:
             known = ", ".join(factories)
             problems.append(f"row {row.pattern!r} names {row.optimizer!r}, not one of {known}")
-        groups.setdefault(row.optimizer, []).append({"params": own, **row.options})
+        if own:
+            groups.setdefault(row.optimizer, []).append({"params": own, **row.options})
     if problems:
         raise ValueError("each parameter needs exactly one row; " + "; ".join(problems))
     optimizers = {name: factories[name](found) for name, found in groups.items()}
