@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -86,11 +87,13 @@ def account(run: Run) -> Account:
 
 
 class Explanation(NamedTuple):
-    """The parts of mean time of B - mean time of A, in seconds. They sum to it."""
+    """The first three are the parts of mean time of B - mean time of A, in seconds."""
 
     steps: float  # more or fewer steps, at the mean step time of both arms
     step_time: Difference  # a slower or faster step, at the mean number of steps
     stutters: Difference
+    stutters_at: list[list[int]]  # the steps, in A and in B
+    stages: dict[int, tuple[Stage, Stage]]  # in A and in B
 
 
 def explain(
@@ -98,13 +101,20 @@ def explain(
     compare: Callable[[list[float], list[float]], Difference],
 ) -> Explanation:  # fmt: skip
     """Each arm has one number of steps; `compare` is a test of (new, old)."""
-    count_a, count_b = a[0].steps, b[0].steps
-    mean_ms = np.mean([one.step_ms for one in a]) + np.mean([one.step_ms for one in b])
-    count = (count_a + count_b) / 2
+    more, count = b[0].steps - a[0].steps, (a[0].steps + b[0].steps) / 2
+    per_step = [[one.step_ms / 1000 for one in side] for side in (a, b)]
+    in_steps = [[count * seconds for seconds in side] for side in per_step]
+    lost = [[one.lost for one in side] for side in (a, b)]
+    shared = sorted(a[0].stages.keys() & b[0].stages.keys())
     return Explanation(
-        steps=(count_b - count_a) * float(mean_ms) / 2000,
-        step_time=compare(
-            [one.step_ms * count / 1000 for one in b], [one.step_ms * count / 1000 for one in a]
-        ),
-        stutters=compare([one.lost for one in b], [one.lost for one in a]),
+        steps=more * (fmean(per_step[0]) + fmean(per_step[1])) / 2,
+        step_time=compare(in_steps[1], in_steps[0]),
+        stutters=compare(lost[1], lost[0]),
+        stutters_at=[sorted({step for one in side for step in one.stutters}) for side in (a, b)],
+        stages={stage: (mean_stage(a, stage), mean_stage(b, stage)) for stage in shared},
     )
+
+
+def mean_stage(accounts: Sequence[Account], stage: int) -> Stage:
+    ms = fmean(one.stages[stage].ms for one in accounts if stage in one.stages)
+    return accounts[0].stages[stage]._replace(ms=ms)

@@ -62,10 +62,6 @@ class Arm:
         return self.p < ALPHA
 
     @property
-    def marginal(self) -> bool:
-        return MARGINAL <= self.p < ALPHA
-
-    @property
     def documented(self) -> dict[str, Any]:
         """The fields that --json prints."""
         return {name: getattr(self, name) for name in DOCUMENTED}
@@ -79,7 +75,8 @@ def judge(points: list[Validation], target: float, warnings: list[str], **facts:
         accepted=result.p < ALPHA, **result._asdict(), **facts,
     )  # fmt: skip
     if arm.track in STEPS_TRACKS and points:
-        value, passes = stats.steps_rule(exact(arm), Decimal(repr(target)))
+        exact = [Decimal(repr(loss)) for loss in arm.losses]  # repr: the shortest decimal
+        value, passes = stats.steps_rule(exact, Decimal(repr(target)))
         arm.notes.append(f"steps rule: (target - mean) * sqrt(n) = {value:.5f}, {said(passes)}")
     runs = stats.runs_to_pass(result, target)
     if runs and not arm.passes:
@@ -91,20 +88,13 @@ def said(passes: bool) -> str:
     return "pass" if passes else "fail"
 
 
-def exact(arm: Arm) -> list[Decimal]:
-    """The losses as decimals: repr gives the shortest one that stands for a float."""
-    return [Decimal(repr(loss)) for loss in arm.losses]
-
-
 def sample_warnings(result: stats.Result, points: list[Validation]) -> list[str]:
     """What makes p say less than it seems to."""
     warnings = []
     if 0 < result.n < FEW_RUNS:
         warnings.append(f"n = {result.n}: too few runs to know their spread, make {FEW_RUNS}")
-    if result.n and not math.isfinite(result.mean):
-        warnings.append("a loss is not finite: there is no test")
-    if result.sd == 0:
-        warnings.append("all losses are equal: there is no test without a spread")
+    if result.n > 1 and not result.sd > 0:
+        warnings.append("losses without a finite spread: there is no test")
     if result.sd > 0:
         unit = 10.0 ** min(int(point.exact.as_tuple().exponent) for point in points)
         if result.sd < ROUNDING_UNITS * unit:
@@ -207,8 +197,13 @@ def apply_holm(arms: Sequence[Arm]) -> None:
         arm.notes.append(f"Holm over the {len(arms)} arms and steps tried: {p}")
 
 
-def apply_baseline(arm: Arm, old: Arm, margin: float | None) -> None:
-    """Compare the losses with a baseline's. With a margin, no worse than it is accepted, too."""
+def apply_baseline(arm: Arm, runs: Sequence[Run], margin: float | None) -> None:
+    """Compare with the one arm of these runs. With a margin, to be no worse is accepted, too."""
+    steps = [] if arm.at_step is None else [arm.at_step]
+    arms = [old for old in judge_all(runs, arm.target, steps) if old.n]
+    if len(arms) != 1:
+        raise LogError(f"the baseline holds {len(arms)} arms with runs that count: name one arm")
+    old = arms[0]
     shared = {*arm.names} & {*old.names}
     if shared:
         raise LogError(f"{min(shared)} is in the baseline too: compare with other runs")
@@ -226,7 +221,3 @@ def apply_baseline(arm: Arm, old: Arm, margin: float | None) -> None:
             f"no worse by {margin:g}: p {no_worse:.3g}, {said(no_worse < LEVEL)} at {LEVEL}; "
             f"equal within it: p {equal:.3g} (TOST)"
         )
-    if arm.track in STEPS_TRACKS:
-        steps = [each.total_steps if each.at_step is None else each.at_step for each in (arm, old)]
-        value, passes = stats.steps_pairwise(exact(arm), steps[0], exact(old), steps[1])
-        arm.notes.append(f"pairwise steps rule: {value:.5f} of 0.004, {said(passes)}")

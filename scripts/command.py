@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from runtime.errors import Interrupted
+
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
     """A parser whose --help begins with the module's docstring, laid out as it is written."""
@@ -33,17 +35,14 @@ def numbers(kind: Callable[[str], Any], low: float, high: float) -> Callable[[st
     return read
 
 
-def number(text: str) -> float:
-    """For argparse: one finite number."""
-    return numbers(float, -1e9, 1e9)(text)[0]
-
-
 def print_json(value: Any) -> None:
     """Print JSON; a number that does not exist (NaN) as null."""
     print(json.dumps(null_for_nan(value), indent=2, allow_nan=False))
 
 
 def null_for_nan(value: Any) -> Any:
+    if hasattr(value, "_asdict"):  # a NamedTuple
+        value = value._asdict()
     if isinstance(value, dict):
         return {key: null_for_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -55,8 +54,11 @@ class SafeOutput(io.TextIOWrapper):
     """Escapes all but printable characters: a log or file name cannot steer the terminal."""
 
     def write(self, text: str) -> int:
-        safe = [char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text]
-        return super().write("".join(safe))
+        safe = ""
+        for char in text:
+            plain = char.isprintable() or char in "\n\t"
+            safe += char if plain else ascii(char)[1:-1]
+        return super().write(safe)
 
 
 def set_up_output() -> None:
@@ -65,9 +67,17 @@ def set_up_output() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             encoding, by_line = stream.encoding, stream.line_buffering
-            safe = SafeOutput(
-                stream.detach(), encoding, errors="backslashreplace", line_buffering=by_line
-            )
-            setattr(sys, name, safe)
+            options = {"errors": "backslashreplace", "line_buffering": by_line}
+            setattr(sys, name, SafeOutput(stream.detach(), encoding, **options))
     if hasattr(signal, "SIGPIPE"):  # Windows has none
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def listen() -> None:
+    """Raise Interrupted in the main thread on SIGINT and SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, raise_interrupted)
+
+
+def raise_interrupted(number: int, frame: Any) -> None:
+    raise Interrupted(number)

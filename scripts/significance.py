@@ -1,11 +1,11 @@
 """Do these runs reach the target? A one-sided t-test at p < 0.01, from the run logs alone.
 
-    python scripts/significance.py logs                                  every arm in a folder
-    python scripts/significance.py machine_1/logs machine_2/logs --json  for programs
-    python scripts/significance.py logs --at-step 3225,3250              the loss at these steps
-    python scripts/significance.py logs --looked 5,10                    after looks at 5 and 10 runs
-    python scripts/significance.py new --against old --margin 0.001      no worse than a baseline?
-    python scripts/significance.py --losses 3.277,3.279 --target 3.28    typed: unverified
+    python scripts/significance.py logs                               every arm in a folder
+    python scripts/significance.py logs machine_2/logs --json         two folders, for programs
+    python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
+    python scripts/significance.py logs --looked 5,10                 after looks at 5 and 10 runs
+    python scripts/significance.py new --against old --margin 0.001   no worse than a baseline?
+    python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. A folder is
 read without its subfolders. Exit code: 0 every arm passes (with --looked at the level of the looks;
@@ -23,7 +23,7 @@ from claims import verdict
 from claims.runlog import LogError, Run, Validation, read_all, read_runs
 from claims.stats import MOST_RUNS
 from claims.verdict import ALPHA, Arm
-from scripts.command import make_parser, number, numbers, print_json, set_up_output
+from scripts.command import make_parser, numbers, print_json, set_up_output
 
 
 def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -40,10 +40,7 @@ def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
 def judge(given: argparse.Namespace) -> tuple[list[Arm], list[str]]:
     """The arms, and what could not be read. Raises LogError, or ValueError for a bad setting."""
     if given.losses:
-        seconds = given.times or [None] * len(given.losses)
-        points = []
-        for loss, time in zip(given.losses, seconds, strict=True):
-            points.append(Validation(0, loss, time and 1000 * time, repr(loss)))
+        points = [Validation(0, loss, None, repr(loss)) for loss in given.losses]
         warning = "unverified: these numbers were typed by hand, no log stands behind them"
         arms, unread = [verdict.judge(points, given.target, [warning])], []
     else:
@@ -54,19 +51,10 @@ def judge(given: argparse.Namespace) -> tuple[list[Arm], list[str]]:
         if given.looked:
             verdict.apply_looks(arm, given.looked)
         if given.against:
-            baseline = read_baseline(given.against, arm.target, given.against_step)
+            baseline, problems = read(given.against)
             verdict.apply_baseline(arm, baseline, given.margin)
+            arm.notes += problems
     return arms, unread
-
-
-def read_baseline(paths: Sequence[str], target: float, at_step: int | None) -> Arm:
-    runs, unread = read(paths)
-    steps = [] if at_step is None else [at_step]
-    arms = [arm for arm in verdict.judge_all(runs, target, steps) if arm.n]
-    if len(arms) != 1:
-        raise LogError(f"--against {' '.join(paths)} holds {len(arms)} arms: name the logs of one")
-    arms[0].warnings += unread
-    return arms[0]
 
 
 # ---- Output
@@ -92,7 +80,8 @@ def verdict_line(arm: Arm) -> str:
         return f"FAIL: {rule} not shown"
     if not arm.accepted:
         return f"FAIL after these looks; at a single one {rule} shown"
-    return f"PASS{', but MARGINAL' if arm.marginal else ''}: {rule} shown"
+    word = "PASS, but MARGINAL" if arm.p >= verdict.MARGINAL else "PASS"
+    return f"{word}: {rule} shown"
 
 
 def to_text(arm: Arm) -> str:
@@ -118,26 +107,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     counts = numbers(int, 1, MOST_RUNS)
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help="run logs, or folders of run logs")
-    add("--target", type=number, help="loss to beat, nats per token (default: the track's)")
+    add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
     add("--losses", type=numbers(float, 1e-9, 1e9), help="losses typed by hand; needs --target")
-    add("--times", type=numbers(float, 0, 1e9), help="seconds of the runs of --losses")
     add("--at-step", type=counts, default=[], help="judge the validations at these steps")
     add("--looked", type=counts, default=[], help="all numbers of runs at which one looks")
     add("--against", action="append", metavar="PATH", help="a baseline: logs of one arm")
-    add("--against-step", type=int, help="the baseline's validation to take (default: the last)")
-    add("--margin", type=number, help="how much worse than the baseline does not matter")
+    add("--margin", type=float, help="how much worse than the baseline does not matter")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     if bool(given.paths) == bool(given.losses):
         parser.error("name run logs, or type losses with --losses: one of the two")
     if given.losses and given.target is None:
         parser.error("--losses needs --target: typed losses name none")
-    if given.times and len(given.times) != len(given.losses or []):
-        parser.error("--times takes a time for each of the --losses")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
-    if not given.against and (given.margin is not None or given.against_step is not None):
-        parser.error("--margin and --against-step need --against")
+    if given.margin is not None and not given.against:
+        parser.error("--margin needs --against")
     return given
 
 
