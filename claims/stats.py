@@ -6,6 +6,7 @@ functions reproduce are in tests/test_stats.py.
 """
 
 import math
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
@@ -96,7 +97,9 @@ def welch(new: Sequence[float], old: Sequence[float], level: float = 0.95) -> Di
     (n_a, mean_a, sd_a), (n_b, mean_b, sd_b) = moments(new), moments(old)
     if not sd_a + sd_b > 0:
         return Difference(n_a, n_b, mean_a - mean_b)
-    test = ttest_ind(new, old, equal_var=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of scipy, if one sample has no spread
+        test = ttest_ind(new, old, equal_var=False)
     return Difference(n_a, n_b, mean_a - mean_b, *figures(test, level))
 
 
