@@ -189,7 +189,7 @@ def test_one_arm_without_a_spread_is_compared_by_the_spread_of_the_other():
     (lambda: stats.runs_needed(0.001, -0.001), "margin is -0.001"),
     (lambda: stats.runs_needed(0.001, 0.001, 1.0), "power is 1.0: it must lie between 0.01 and 1"),
     (lambda: stats.runs_needed(1.0, 1e-6), "more than 1,000,000,000 runs"),
-    (lambda: stats.detectable_margin(10, 0.001, alpha=0.7), "alpha is 0.7"),
+    (lambda: stats.power(10, 0.001, 0.001, alpha=0.7), "alpha is 0.7"),
     (lambda: stats.equivalence([1, 2], [1, 2], 0), "margin is 0"),
     (lambda: stats.welch([1, 2], [1, 2], 95), "level is 95: it must lie between 0 and 1"),
     (lambda: stats.look_level([]), "looks are (): they must be rising numbers of runs"),
@@ -214,28 +214,19 @@ def test_the_runs_needed_are_those_of_the_published_table(sd, row):
         assert f"{stats.runs_needed(sd, margin)}/{stats.runs_needed(sd, margin, 0.9)}" == cell
 
 
-def test_the_smallest_margin_and_the_largest_passing_mean_are_as_published():
-    margins = {5: "0.00283", 8: "0.00182", 10: "0.00154", 20: "0.00099", 40: "0.00067"}
-    for n, margin in margins.items():
-        assert stats.detectable_margin(n, 0.0013) == rounded(margin)
-    for n, mean in {5: "3.27782", 8: "3.27862", 10: "3.27884", 20: "3.27926"}.items():
-        assert stats.passing_mean(n, 0.0013, TARGET) == rounded(mean)
-
-
 @given(st.integers(2, 200), st.floats(1e-4, 10), st.floats(0.3, 0.99))
 @settings(max_examples=30, deadline=None)
-def test_the_detectable_margin_has_the_power_that_was_asked_for(n, sd, chance):
-    margin = stats.detectable_margin(n, sd, chance)
-    assert stats.power(n, sd, margin) == pytest.approx(chance, abs=1e-6)
-    assert stats.runs_needed(sd, margin * 1.001, chance) <= n
-    assert stats.runs_needed(sd, margin * 0.9, chance) > n
+def test_the_runs_needed_are_the_fewest_with_the_power_that_was_asked_for(n, sd, chance):
+    margin = sd * 3 / n**0.5
+    needed = stats.runs_needed(sd, margin, chance)
+    assert stats.power(needed, sd, margin) >= chance
+    assert needed == 2 or stats.power(needed - 1, sd, margin) < chance
 
 
 def test_fewer_than_two_runs_have_no_power_and_a_huge_effect_has_all_of_it():
     assert stats.power(2, 1e-9, 1e9, 1.1e-4) == pytest.approx(1)
     assert math.isnan(stats.power(1, 0.0013, 0.001))
-    assert math.isnan(stats.detectable_margin(1, 0.0013))
-    assert math.isnan(stats.passing_mean(0, 0.0013, 3.28))
+    assert stats.power(10, 0.0013, 0.00154) == pytest.approx(0.8, abs=0.005)  # as published
 
 
 @pytest.mark.parametrize(("name", "runs"), [
@@ -244,7 +235,9 @@ def test_fewer_than_two_runs_have_no_power_and_a_huge_effect_has_all_of_it():
 def test_the_runs_that_would_pass_are_told(name, runs):
     found = stats.one_sample(LOSSES[name], TARGET)
     assert stats.runs_to_pass(found, TARGET) == runs
-    assert found.mean < stats.passing_mean(runs, found.sd, TARGET)
+    spread = np.arange(runs) - (runs - 1) / 2
+    sample = found.mean + found.sd * spread / spread.std(ddof=1)
+    assert stats.one_sample(sample.tolist(), TARGET).p < 0.01
     assert stats.runs_to_pass(found, found.mean - 0.001) is None
 
 
