@@ -268,7 +268,7 @@ def test_a_baseline_is_one_arm_and_what_is_wrong_with_it_is_said(tmp_path, capsy
 
 @pytest.mark.parametrize(("losses", "words"), [
     ([3.2765, 3.2766, 3.2767], "n = 3: too few runs to know their spread"),
-    ([3.2765, 3.2766, 3.2766, 3.2767], "is limited by the rounding of losses to 0.0001"),
+    ([3.2765, 3.2766, 3.2766, 3.2767], "is limited by the rounding to 0.0001"),
     ([3.27, 3.27, 3.27, 3.27], "losses without a finite spread: there is no test"),
     ([3.27, 3.28, 3.29, math.nan], "losses without a finite spread: there is no test"),
 ])  # fmt: skip
@@ -357,7 +357,7 @@ def test_copies_and_repeated_seeds_add_nothing(tmp_path, capsys):
 
 def test_claims_and_gaps_in_the_seeds_are_said(tmp_path, capsys):
     write_arm(tmp_path, MIMETIC, claim="c1a1")
-    assert "claim c1a1" in text_of(capsys, tmp_path)
+    assert not judge(capsys, tmp_path)[1][0]["warnings"]
     write_run(tmp_path, "late", {100: 3.2781}, seed=9)
     _, (arm,) = judge(capsys, tmp_path)
     assert arm["n"] == 8
