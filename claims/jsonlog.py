@@ -37,7 +37,9 @@ def fits(value: Any, kind: type) -> bool:
         return value in NOT_FINITE
     if kind is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return isinstance(value, kind) and (kind is not str or value.isprintable())
+    if kind is str:  # unprintable text could steer a terminal
+        return isinstance(value, str) and value.isprintable()
+    return isinstance(value, kind)
 
 
 class Line(NamedTuple):
@@ -54,7 +56,7 @@ class Line(NamedTuple):
 
     def get(self, name: str, kind: type) -> Any:
         """A field; numbers as float, None for an optional one that is missing. Raises LogError."""
-        value = self.fields.get(name)
+        value: Any = self.fields.get(name)
         if value is None and name in OPTIONAL:
             return None
         if not fits(value, kind):
