@@ -129,11 +129,13 @@ def keep_until(lines: list[Line], after_step: int) -> list[Line]:
 
 
 def read_resume(line: Line, before: list[Line]) -> Resume:
-    """`before` is what the process before wrote: it repeats nothing after a saved stop."""
+    """`before` is what the process before wrote; after a saved stop nothing is repeated."""
     resume = Resume(**line.get_all(RESUME), repeats=True)
     end = before[-1].fields if before else {}
     stopped = end.get("event") == "end" and end.get("status") == "interrupted"
-    return resume._replace(repeats=not (stopped and end.get("steps") == resume.from_step))
+    at_step = end.get("steps") == resume.from_step
+    nothing_lost = keep_until(before, resume.from_step) == before
+    return resume._replace(repeats=not (stopped and at_step and nothing_lost))
 
 
 def read_jsonl(files: Sequence[tuple[Path, bytes]], problem: str | None = None) -> Run:

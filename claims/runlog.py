@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 SUFFIXES = (".jsonl", ".txt", ".log", ".stdout", ".out")
-SEGMENT = re.compile(r"(.+)\.([1-9][0-9]{0,5})\.jsonl")  # <run_id>.2.jsonl
+SEGMENT = re.compile(r"(.+)\.([2-9]|[1-9][0-9]{1,5})\.jsonl")  # <run_id>.2.jsonl
 MAX_BYTES = 32 * 2**20  # a hundred thousand steps; a wrong file must not fill the memory
 
 

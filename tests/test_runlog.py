@@ -269,9 +269,12 @@ def test_a_resume_from_the_start_supersedes_everything_and_one_of_the_last_step_
     run = read_segments(tmp_path / "a", SAVED, begin_again(0) + val(0, 0.0) + ONE + REST)
     assert steps_of(run) == [(1, 10.0), (2, 30.0), (3, 40.0)]
     assert run.losses == [(0, 9.25), (3, 6.25)]
-    stopped = header(2) + val(0, 0.0) + ONE + TWO + THREE + end("interrupted", 3, None)
-    run = read_segments(tmp_path / "b", stopped, begin_again(3) + val(3, 30.0) + end())
+    done = header(2) + val(0, 0.0) + ONE + TWO + THREE
+    rest = begin_again(3) + val(3, 30.0) + end()
+    run = read_segments(tmp_path / "b", done + end("interrupted", 3, None), rest)
     assert (steps_of(run), run.counts) == ([(1, 10.0), (2, 20.0), (3, 30.0)], True)
+    run = read_segments(tmp_path / "c", done + val(3, 30.0) + end("interrupted", 3, None), rest)
+    assert (run.complete, run.counts) == (True, False), "its last validation was done twice"
 
 
 def test_a_missing_segment_and_a_run_that_goes_on_are_unfinished(tmp_path):
