@@ -10,6 +10,7 @@ import io
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,8 +139,8 @@ def read_resume(line: Line, before: list[Line]) -> Resume:
     return resume._replace(repeats=not (stopped and at_step and nothing_lost))
 
 
-def read_jsonl(files: Sequence[tuple[Path, bytes]], problem: str | None = None) -> Run:
-    """The run in these files, in order; `problem` is what already makes it unfinished.
+def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
+    """The run in these files, in order.
 
     Raises LogError for a line that is no event, unless torn off at the end, and for a field of the
     wrong type.
@@ -162,14 +163,11 @@ def read_jsonl(files: Sequence[tuple[Path, bytes]], problem: str | None = None) 
         header = headers[0].fields if headers else {}
         segments.append(Segment(path, hashlib.sha256(data).hexdigest(), header))
         before = everything or before
-    if torn and not problem:
-        problem = "torn last line"
-    return to_run(kept, segments, resumes, problem)
+    run = to_run(kept, segments, resumes)
+    return replace(run, unfinished="torn last line") if torn else run
 
 
-def to_run(
-    lines: list[Line], segments: list[Segment], resumes: list[Resume], problem: str | None
-) -> Run:
+def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) -> Run:
     events: dict[str | None, list[Line]] = {}
     for line in lines:
         events.setdefault(line.event, []).append(line)
@@ -183,9 +181,10 @@ def to_run(
     headers = [read_header(line) for line in events.get("header", [])]
     ends = events.get("end", [])
     expected = sum(bool(segment.header) for segment in segments)
-    if not problem and not (len(headers) == expected > 0):
+    if len(headers) == expected > 0:
+        problem = end_problem(ends, validations) or why_unfinished(numbers, validations)
+    else:
         problem = f"{len(headers)} headers in {len(segments)} file(s)" if headers else "no header"
-    problem = problem or end_problem(ends, validations) or why_unfinished(numbers, validations)
     return Run(
         path=segments[0].path, dialect="jsonl", segments=segments, resumes=resumes,
         total_steps=numbers[-1][1] if numbers else None, validations=validations,

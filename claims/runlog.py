@@ -41,16 +41,6 @@ def first_segment(path: Path) -> Path:
     return first if first.exists() else path
 
 
-def find_segments(first: Path) -> dict[int, Path]:
-    """The files of a run behind the first one, by their number."""
-    found = {}
-    for path in first.parent.iterdir():
-        match = SEGMENT.fullmatch(path.name)
-        if match and match[1] == first.stem:
-            found[int(match[2])] = path
-    return dict(sorted(found.items()))
-
-
 def read_runs(path: str | Path) -> list[Run]:
     """The runs in one file, or the one run of which the file is a segment.
 
@@ -61,14 +51,12 @@ def read_runs(path: str | Path) -> list[Run]:
     data = read_bytes(first)
     if first.suffix != ".jsonl" and not data.startswith(b'{"'):
         return read_text(first, data)
-    later = find_segments(first)
-    problem = None
-    for expected, number in enumerate(later, 2):
-        if number != expected:
-            problem = f"segment {expected} of {max(later)} is missing"
-            break
-    rest = [(segment, read_bytes(segment)) for segment in later.values()]
-    return [read_jsonl([(first, data), *rest], problem)]
+    segments = [(first, data)]
+    later = first.with_name(f"{first.stem}.2.jsonl")
+    while later.exists():
+        segments.append((later, read_bytes(later)))
+        later = first.with_name(f"{first.stem}.{len(segments) + 1}.jsonl")
+    return [read_jsonl(segments)]
 
 
 def read_run(path: str | Path) -> Run:

@@ -255,10 +255,10 @@ def test_a_resume_from_the_start_supersedes_everything_and_one_of_the_last_step_
     assert (run.complete, run.counts) == (True, False), "its last validation was done twice"
 
 
-def test_a_missing_segment_and_a_run_that_goes_on_are_unfinished(tmp_path):
+def test_a_run_that_lacks_a_segment_or_goes_on_is_unfinished(tmp_path):
     write(SAVED, tmp_path / "run.jsonl")
-    write(begin_again(1, 3) + REST, tmp_path / "run.3.jsonl")
-    assert read_run(tmp_path / "run.jsonl").unfinished == "segment 2 of 3 is missing"
+    last = write(begin_again(1, 3) + REST, tmp_path / "run.3.jsonl")
+    assert read_run(last).unfinished == "ended with status interrupted"
     assert read_segments(tmp_path / "b", SAVED, begin_again(1)).unfinished == "no end line"
     torn = read_segments(tmp_path / "c", SAVED, begin_again(1) + REST[:-9])
     assert torn.unfinished == "torn last line"
