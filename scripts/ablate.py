@@ -138,16 +138,17 @@ def run_all(given: argparse.Namespace) -> int:
     for place in range(0, len(jobs), given.jobs):
         if source_hash(ROOT) != source:
             raise ValueError("the source changed during the experiment: begin a new --out")
-        batch = jobs[place : place + given.jobs]
-        children = [start(given, arm, seed) for arm, seed in batch]
+        running: list[tuple[str, subprocess.Popen]] = []
         try:
-            for (arm, seed), child in zip(batch, children, strict=True):
+            for arm, seed in jobs[place : place + given.jobs]:
+                running.append((f"{arm}, seed {seed}", start(given, arm, seed)))
+            for name, child in running:
                 code = child.wait()
                 failed += code not in (0, 3)  # 3: the run diverged, which is a result
-                print(f"{arm}, seed {seed}: exit code {code}", flush=True)
+                print(f"{name}: exit code {code}", flush=True)
         finally:
-            for child in children:
-                child.terminate()  # nothing to one that has ended
+            for _, child in running:
+                child.terminate()  # does nothing to one that has ended
                 child.wait()
     return failed
 
