@@ -65,7 +65,7 @@ def name_of(run: Run) -> str:
 
 
 def marks(run: Run) -> Iterator[tuple[Hashable, ...]]:
-    """What two independent runs cannot share. Two runs that share one that is no seed are copies."""
+    """What independent runs cannot share. Runs that share one that is no seed are copies."""
     if run.header:
         yield "id", run.run_id
     losses = tuple((point.step, point.printed) for point in run.validations)
