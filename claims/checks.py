@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from claims.evidence import ALPHA, TRACKS, Evidence, Failure, described
-from claims.runlog import Phase, Run
+from claims.runs import Phase, Run
 from runtime.claim import Claim
 from runtime.log import REGISTERED, config_hash
 

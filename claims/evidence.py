@@ -10,11 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from claims.runlog import LogError, Run, read_run
-from claims.sources import Source, read_source
+from claims.runlog import LogError, Run, first_segment, read_run
+from claims.sources import Source, read_source, source_path
 from claims.stats import Result, look_level, one_sample
-from runtime.claim import Claim, ClaimError, read_claim
-from runtime.registry import RegistryError, read_registry
+from runtime.claim import Claim, read_claim
+from runtime.claim import ClaimError
+from runtime.errors import Refused
+from runtime.registry import read_registry
 
 
 class Track(NamedTuple):
@@ -56,16 +58,12 @@ class Evidence:
     """A record. `unread` names the files that could not be read."""
 
     folder: Path
+    records: Path  # the folder of all records and of `sources`
     claim: Claim
     runs: list[Run]
     registry: list[dict[str, Any]]
     source: Source | None
     unread: list[Failure]
-
-    @property
-    def records(self) -> Path:
-        """The folder of all records and of `sources`."""
-        return records_of(self.folder)
 
     @property
     def tokens(self) -> int:
@@ -101,66 +99,47 @@ class Evidence:
         return self.result.n in self.claim.looks and self.result.p < self.level
 
 
-def records_of(folder: Path) -> Path:
-    """The folder that holds a record's track."""
-    return folder.resolve().parents[1]
-
-
 def read_evidence(folder: Path) -> Evidence:
     """Read a record. Raises ClaimError without a claim; `unread` has whatever else fails."""
     claim = read_claim(folder / "claim.json")
     for name in ("steps", "batch_tokens"):
-        if not is_count(value := claim.config.get(name)):
+        if not is_count(claim.config.get(name)):
             raise ClaimError(
-                f"{folder / 'claim.json'}: config must say how many steps of how many tokens, "
-                f"and {name} is {value!r:.40}. Write the claim with record.py claim."
-            )
+                f"{folder / 'claim.json'}: config must say how many steps of how many tokens, and "
+                f"{name} is {claim.config.get(name)!r:.40}. Write the claim with record.py claim.")
+    records = folder.resolve().parents[1]
     runs: list[Run] = []
     registry: list[dict[str, Any]] = []
     unread: list[Failure] = []
-    for path in find_logs(folder):
+    mend = "restore the file as it was written"
+    for path in sorted((folder / "runs").glob("*.jsonl")):
         try:
             if path.is_symlink() or not path.is_file():
                 raise LogError("it is a link or no regular file")
             if path.name.startswith("registry"):
                 registry += [line | {"file": path.name} for line in read_registry(path)]
-            else:
+            elif first_segment(path) == path:
                 runs.append(read_log(path))
-        except (LogError, RegistryError, OSError) as error:
-            mend = "restore the file as the run wrote it"
+        except (ValueError, OSError) as error:
             unread.append(Failure(f"unreadable: {error}", path, mend))
-    source = None
     try:
-        source = read_source(records_of(folder), claim.source_sha256)
+        source = read_source(records, claim.source_sha256)
     except ClaimError as error:
-        mend = "put the source there as record.py claim wrote it"
-        unread.append(Failure(str(error), folder, mend))
-    return Evidence(folder, claim, runs, registry, source, unread)
-
-
-def find_logs(folder: Path) -> list[Path]:
-    """Logs and registries of a record."""
-    if not (folder / "runs").is_dir():
-        return []
-    return sorted((folder / "runs").glob("*.jsonl"))
+        source = None
+        unread.append(Failure(str(error), source_path(records, claim.source_sha256), mend))
+    return Evidence(folder, records, claim, runs, registry, source, unread)
 
 
 def read_log(path: Path) -> Run:
-    """A run whose header has all that a record needs. Raises LogError."""
+    """A run whose header has all that the checks look up. Raises LogError."""
     run = read_run(path)
-    for name, kind in NEEDED.items():
-        value = run.header.get(name)
-        if not isinstance(value, kind):
-            raise LogError(
-                f"{path}: {name} in the header must be a {kind.__name__}, not {value!r:.80}"
-            )
-    for part, name in (("config", "vocab_size"), ("data", "val_tokens")):
-        value = run.header[part].get(name)
-        if not is_count(value):
-            raise LogError(
-                f"{path}: {name} in the header must be a number of tokens, not {value!r:.80}"
-            )
-    _ = run.steps  # read now: an error in a step is an error of this file
+    wrong = [name for name, kind in NEEDED.items() if not isinstance(run.header.get(name), kind)]
+    if not wrong and not is_count(run.header["config"].get("vocab_size")):
+        wrong.append("vocab_size")
+    if not wrong and not is_count(run.header["data"].get("val_tokens")):
+        wrong.append("val_tokens")
+    if wrong:
+        raise LogError(f"{path}: {wrong[0]} in the header is missing or not what it must be")
     return run
 
 

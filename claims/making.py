@@ -1,69 +1,41 @@
-"""Making a record: the claim before the runs, the copies of their logs after them."""
+"""Making a record: the claim before the runs, copies of their logs after them."""
 
 import json
+import shutil
 import subprocess
-from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from claims.evidence import ALPHA, TRACKS
-from claims.sources import Source, digest, read_files, write_source
-from runtime.claim import LEAST_RUNS, MOST_RUNS, Claim
+from claims.sources import COMMIT, Source, read_files, write_source
+from runtime.claim import Claim, read_claim
+from runtime.claim import ClaimError
 from runtime.errors import Refused
 from runtime.jsonl import plain
-from runtime.log import config_hash
 from runtime.registry import REGISTRY, read_registry
 
 
-def new_claim(
-    name: str, about: str, seeds: Sequence[int], looks: Sequence[int],
-    config: dict[str, Any], flags: list[str], source_sha256: str,
-) -> Claim:
-    """The claim, written now. Raises Refused where it breaks a rule."""
-    track = TRACKS[config["track"]]
-    if not LEAST_RUNS <= len(seeds) <= MOST_RUNS:
-        raise Refused(f"{len(seeds)} runs: a claim has {LEAST_RUNS} to {MOST_RUNS}. Change --n.")
-    if looks[0] < LEAST_RUNS or looks[-1] != len(seeds) or sorted(set(looks)) != list(looks):
-        raise Refused(f"looks {looks}: they must rise from {LEAST_RUNS} or more to {len(seeds)}, "
-                      "the number of runs. Change --looks.")
-    if seeds[0] < 0:
-        raise Refused(f"--seed {seeds[0]}: it must be at least 0.")
-    if config["target"] != track.target:
-        raise Refused(f"--target {config['target']}: that of the track is {track.target}. "
-                      "Leave it out.")
-    return Claim(
-        name=name, track=config["track"], target=track.target, alpha=ALPHA, n=len(seeds),
-        seeds=list(seeds), looks=list(looks), source_sha256=source_sha256,
-        config_sha256=config_hash(config), config=config, flags=flags, about=about,
-        created=datetime.now(UTC).isoformat(timespec="seconds"))
-
-
-def read_working_source(root: Path) -> Source:
-    """The source under `root`, with the commit that holds it where git knows of one."""
-    files = read_files(root)
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else "unknown"
-
+def working_source(root: Path) -> Source:
+    """The source under `root`, with its commit where git knows it and nothing is changed."""
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        changed = git("status", "--porcelain", "--", *files)
-        commit = git("rev-parse", "HEAD")
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git on this machine
-        return Source(files, None)
-    return Source(files, None if changed or commit == "unknown" else commit)
+        commit = ""
+    return Source(read_files(root), commit if COMMIT.fullmatch(commit) else None)
 
 
 def write_claim(records: Path, claim: Claim, source: Source) -> Path:
-    """Write claim.json, and the source where no record has it yet; returns the new folder."""
+    """Write the claim, and its source if no record has it yet. Returns the record's folder."""
     folder = records / claim.track / f"{claim.created[:10]}_{claim.name}"
     if folder.exists():
         raise Refused(f"{folder} exists: a claim is not written twice. Choose another name.")
-    assert digest(source.files) == claim.source_sha256
-    write_source(records, source)
     folder.mkdir(parents=True)
     (folder / "claim.json").write_text(json.dumps(plain(vars(claim)), indent=2) + "\n")
+    try:
+        read_claim(folder / "claim.json")
+    except ClaimError:
+        shutil.rmtree(folder)
+        raise
+    write_source(records, source)
     return folder
 
 
@@ -71,41 +43,39 @@ def copy_runs(claim: Claim, logs: Path, folder: Path) -> None:
     """Copy the registry and the logs of all runs of the claim, whatever became of them."""
     if not (logs / REGISTRY).is_file():
         raise Refused(f"{logs} has no {REGISTRY}: give the --log-dir of the claim's runs.")
-    starts = [line for line in read_registry(logs / REGISTRY) if line["event"] == "start"]
-    started = [line["run_id"] for line in starts if line.get("claim") == claim.id]
+    lines = [line for line in read_registry(logs / REGISTRY) if line["event"] == "start"]
+    started = [line["run_id"] for line in lines if line.get("claim") == claim.id]
     if not started:
         raise Refused(f"{logs}: no run was started under the claim of {folder}. "
-                      "Start them with --claim.")
+                      "Start the runs with --claim.")
     for run_id in started:
-        for log in [logs / f"{run_id}.jsonl", *logs.glob(f"{run_id}.*.jsonl")]:
-            if log.is_file():
-                copy(log, folder / "runs" / log.name)
-    copy(logs / REGISTRY, registry_copy(folder / "runs", logs / REGISTRY))
+        for log in [*logs.glob(f"{run_id}.jsonl"), *logs.glob(f"{run_id}.*.jsonl")]:
+            copy(log, folder / "runs" / log.name)
+    number, registry = 1, folder / "runs" / REGISTRY
+    while registry.exists() and not has_grown(logs / REGISTRY, registry):
+        number += 1  # a second log folder, maybe of another machine
+        registry = folder / "runs" / f"registry_{number}.jsonl"
+    copy(logs / REGISTRY, registry)
 
 
-def registry_copy(folder: Path, registry: Path) -> Path:
-    """registry.jsonl, or registry_2.jsonl and so on for a second log folder."""
-    path, number = folder / REGISTRY, 1
-    while path.exists() and not registry.read_bytes().startswith(path.read_bytes()):
-        number += 1
-        path = folder / f"registry_{number}.jsonl"
-    return path
+def has_grown(original: Path, copied: Path) -> bool:
+    """Whether the original begins with all that was copied of it."""
+    return original.read_bytes().startswith(copied.read_bytes())
 
 
 def copy(original: Path, path: Path) -> None:
-    """Copy a file; over an older copy only if that is how the file began."""
+    """Copy a log. An older copy is replaced only by one that begins with it."""
     if original.is_symlink():
         raise Refused(f"{original} is a link: put the file itself there.")
-    content = original.read_bytes()
-    if path.exists() and not content.startswith(path.read_bytes()):
-        raise Refused(f"{path} is not how {original} began, and nothing is overwritten. "
+    if path.exists() and not has_grown(original, path):
+        raise Refused(f"{original} does not begin with {path}, and nothing else is overwritten. "
                       "Remove one of them.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
+    path.write_bytes(original.read_bytes())
 
 
 def require_plain(folder: Path) -> None:
-    """Refused for what a file would be written or read through: links, pipes, devices."""
+    """Refuse what a file would be written or read through: links, pipes, devices."""
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise Refused(f"{path} is a link or no regular file: a record has none. Take it out.")

@@ -1,4 +1,4 @@
-"""The pages that follow from records: record.json and README.md of each, the leaderboards of all.
+"""The pages that follow from records: record.json and README.md of each, the leaderboard of all.
 
 Text from claims and logs is escaped: it cannot pass for a part of the page.
 """
@@ -10,18 +10,19 @@ import shlex
 import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from claims.evidence import TRACKS, Evidence, Failure, described
-from claims.runlog import Run
-from claims.sources import difference, place, read_source
+from claims.runs import Run
+from claims.sources import difference, read_source, source_path
 from runtime.claim import Claim, ClaimError, read_claim
 from runtime.jsonl import plain
 
 SCHEMA = 1
-LONGEST_DIFF = 1000  # lines; a longer one is only counted
+LONGEST_DIFF = 1000  # lines; of a longer one the page only says how long it is
 HEAD = """# Records
 
 A record is a claim that was written before its runs, the logs of all these runs, and their source.
@@ -31,53 +32,30 @@ A record is a claim that was written before its runs, the logs of all these runs
 
 def facts(evidence: Evidence) -> dict[str, Any]:
     """What record.json says, every number from the logs."""
-    claim, result = evidence.claim, evidence.result
-    runs = [
-        {
-            "file": run.path.name,
-            "sha256": hashlib.sha256(run.path.read_bytes()).hexdigest(),
-            "seed": run.seed,
-            "val_loss": run.final_loss,
-            "train_time_ms": run.train_time_ms,
-        }
-        for run in evidence.complete
-    ]
+    claim, result, runs = evidence.claim, evidence.result, []
+    for run in evidence.complete:
+        sha256 = hashlib.sha256(run.path.read_bytes()).hexdigest()
+        runs.append({"file": run.path.name, "sha256": sha256, "seed": run.seed,
+                     "val_loss": run.final_loss, "train_time_ms": run.train_time_ms})
+    # Ten digits: the last ones differ between processors and versions of the libraries.
+    numbers = {name: float(f"{value:.10g}") for name, value in result._asdict().items()}
     return {
-        "schema": SCHEMA,
-        "name": claim.name,
-        "track": claim.track,
-        "date": claim.created[:10],
-        "claim": claim.id,
-        "target": claim.target,
-        "level": evidence.level,
-        "shown": evidence.shown,
-        "steps": claim.config["steps"],
-        "n": result.n,
-        # Ten digits: the last ones differ between processors and versions of the libraries.
-        **{name: float(f"{getattr(result, name):.10g}") for name in ("mean", "sd", "t", "p")},
-        "upper99": float(f"{result.upper99:.10g}"),
-        "train_time_ms": times(evidence.complete),
-        "source_sha256": claim.source_sha256,
-        "config_sha256": claim.config_sha256,
-        "runs": runs,
+        "schema": SCHEMA, "name": claim.name, "track": claim.track, "date": claim.created[:10],
+        "claim": claim.id, "target": claim.target, "level": evidence.level,
+        "shown": evidence.shown, "steps": claim.config["steps"], **numbers, "n": result.n,
+        "train_time_ms": times(evidence.complete), "source_sha256": claim.source_sha256,
+        "config_sha256": claim.config_sha256, "runs": runs,
     }
 
 
 def times(runs: Sequence[Run]) -> dict[str, float]:
     """Mean, median and range of the training times, in milliseconds."""
-    ms = [run.train_time_ms or 0.0 for run in runs]
-    if not ms:
-        return {}
-    mean, median = statistics.fmean(ms), statistics.median(ms)
-    return {"mean": mean, "median": median, "min": min(ms), "max": max(ms)}
+    ms = [run.train_time_ms or 0.0 for run in runs] or [0.0]
+    return {"mean": statistics.fmean(ms), "median": statistics.median(ms),
+            "min": min(ms), "max": max(ms)}
 
 
 # ---- Markdown
-
-
-def literal(text: object) -> str:
-    """The text as Markdown that shows it letter by letter, whatever it holds."""
-    return re.sub(r"([\\`*_\[\]<>|~&#!])", r"\\\1", printable(str(text)))
 
 
 def printable(text: str) -> str:
@@ -86,9 +64,14 @@ def printable(text: str) -> str:
     return "".join(shown)
 
 
-def wrap(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent,
-                         break_long_words=False, break_on_hyphens=False)
+def literal(text: str) -> str:
+    """Markdown that shows the text letter by letter, whatever it holds."""
+    return re.sub(r"([\\`*_\[\]<>&|])", r"\\\1", printable(text))
+
+
+def code(value: object) -> str:
+    """The same as code, for a cell of a table."""
+    return "`" + printable(str(value)).replace("`", "'").replace("|", "\\|") + "`"
 
 
 def table(head: str, rows: Iterable[Sequence[object]]) -> str:
@@ -104,20 +87,19 @@ def machine_table(runs: Sequence[Run]) -> str:
     seen: dict[str, dict[str, None]] = {}
     for run in runs:
         for name, value in described(run).items():
-            seen.setdefault(name, {})[literal(value)] = None
-    rows = [(literal(name), "; ".join(values)) for name, values in seen.items()]
+            seen.setdefault(code(name), {})[code(value)] = None
+    rows = [(name, "; ".join(values)) for name, values in seen.items()]
     return table("| machine and checks | |", rows)
 
 
 def phase_table(runs: Sequence[Run]) -> str:
-    """Phases in the order in which they first come, with their mean over the runs."""
-    sums: dict[tuple[str, bool], float] = {}
+    """Phases in the order in which they first come."""
+    sums: dict[tuple[str, str], float] = {}
     for run in runs:
         for phase in run.phases:
-            key = (phase.name, phase.timed)
+            key = code(phase.name), "yes" if phase.timed else "no"
             sums[key] = sums.get(key, 0.0) + phase.ms
-    rows = [(literal(name), "yes" if timed else "no", f"{total / len(runs):,.0f}")
-            for (name, timed), total in sums.items()]
+    rows = [(*key, f"{ms / len(runs):,.0f}") for key, ms in sums.items()]
     return table("| phase | on the clock | ms, mean over runs |", rows)
 
 
@@ -126,112 +108,91 @@ def phase_table(runs: Sequence[Run]) -> str:
 
 def readme(evidence: Evidence) -> str:
     """The page of one record. Only the claim's own words in it were typed by someone."""
-    claim, result, runs = evidence.claim, evidence.result, evidence.complete
-    if not runs:
-        return f"# {claim.name}\n\nNo finished run.\n"
-    seconds = {name: ms / 1000 for name, ms in times(runs).items()}
-    result_row = (result.n, f"{result.mean:.6f}", f"{result.sd:.6f}", f"{result.t:.4f}",
-                  f"{result.p:.3g}", f"{result.upper99:.5f}")
-    looks = " and ".join(map(str, claim.looks))
-    folder = shlex.quote(f"records/{claim.track}/{evidence.folder.name}")
-    flags = "".join(f" {shlex.quote(flag)}" for flag in claim.flags)
-    parts = [
-        f"# {claim.name}, track {literal(claim.track)}: {claim.config['steps']:,} steps",
-        wrap(literal(claim.about), "> "),
-        f"{'**Shown**' if evidence.shown else '**Not shown**'}: the mean validation loss is below "
-        f"{claim.target:g}\n({result.n} runs, p = {result.p:.3g}, level {evidence.level:.3g}).",
-        table("| n | mean | sd | t | p | 99 % upper bound |", [result_row]),
-        "Training time: median {median:.2f} s, mean {mean:.2f} s, {min:.2f} to {max:.2f} s."
-        .format_map(seconds),
-        table("| seed | validation loss | seconds | log |", map(run_row, runs)),
-        *resumed_runs(evidence),
-        f"The claim was written at {claim.created}, before the runs: {claim.n} runs,\n"
-        f"seeds {claim.seeds[0]} to {claim.seeds[-1]}, tested after {looks}.",
-        machine_table(runs),
-        phase_table(runs),
-        f"```\npython train_gpt.py{flags} --seed {claim.seeds[0]} --trials {claim.n}\n"
-        f"python scripts/record.py verify {folder}\n```",
-        *source_part(evidence),
-    ]
-    return "\n\n".join(parts) + "\n"
+    if not evidence.complete:
+        return f"# {evidence.claim.name}\n\nNo finished run.\n"
+    return "\n\n".join([*result_part(evidence), *run_part(evidence), *source_part(evidence)]) + "\n"
 
 
-def run_row(run: Run) -> tuple[object, ...]:
-    seconds = (run.train_time_ms or 0.0) / 1000
-    link = f"[{literal(run.run_id)}](runs/{quote(run.path.name)})"
-    return run.seed, f"{run.final_loss:.6f}", f"{seconds:.3f}", link
+def result_part(evidence: Evidence) -> Iterator[str]:
+    claim, result = evidence.claim, evidence.result
+    verdict = "**Shown**" if evidence.shown else "**Not shown**"
+    yield f"# {claim.name}, track {literal(claim.track)}: {claim.config['steps']:,} steps"
+    yield textwrap.fill(literal(claim.about), 100, initial_indent="> ", subsequent_indent="> ")
+    yield (f"{verdict}: the mean validation loss is below {claim.target:g}\n"
+           f"({result.n} runs, p = {result.p:.3g}, level {evidence.level:.3g}).")
+    row = (result.n, f"{result.mean:.6f}", f"{result.sd:.6f}", f"{result.t:.4f}",
+           f"{result.p:.3g}", f"{result.upper99:.5f}")
+    yield table("| n | mean | sd | t | p | 99 % upper bound |", [row])
+    seconds = {name: ms / 1000 for name, ms in times(evidence.complete).items()}
+    yield ("Training time: median {median:.2f} s, mean {mean:.2f} s, {min:.2f} to {max:.2f} s."
+           .format_map(seconds))
+    rows = []
+    for run in evidence.complete:
+        link = f"[{code(run.run_id)}](runs/{quote(run.path.name)})"
+        time = f"{(run.train_time_ms or 0.0) / 1000:.3f}"
+        rows.append((run.seed, f"{run.final_loss:.6f}", time, link))
+    yield table("| seed | validation loss | seconds | log |", rows)
 
 
-def resumed_runs(evidence: Evidence) -> Iterator[str]:
-    """A line for each run that was resumed, those that do not count included."""
+def run_part(evidence: Evidence) -> Iterator[str]:
+    claim, looks = evidence.claim, " and ".join(map(str, evidence.claim.looks))
     for run in evidence.runs:
         if run.resumed:
-            verdict = "it counts" if run.counts else f"it does not count: {run.left_out}"
-            yield wrap(f"Seed {run.seed} was {literal(run.resumed)}; {literal(verdict)}.")
+            verdict = f"is not counted: {run.left_out}" if run.left_out else "counts"
+            yield f"Seed {run.seed} was {literal(run.resumed)}; it {literal(verdict)}."
+    yield (f"The claim was written at {claim.created}, before the runs: {claim.n} runs,\n"
+           f"seeds {claim.seeds[0]} to {claim.seeds[-1]}, tested after {looks}.")
+    yield machine_table(evidence.complete)
+    yield phase_table(evidence.complete)
+    flags = "".join(f" {shlex.quote(flag)}" for flag in claim.flags)
+    folder = shlex.quote(f"records/{claim.track}/{evidence.folder.name}")
+    yield (f"```\npython train_gpt.py{flags} --seed {claim.seeds[0]} --trials {claim.n}\n"
+           f"python scripts/record.py verify {folder}\n```")
+    if (evidence.folder / "NOTES.md").is_file():
+        yield "More about this record: [NOTES.md](NOTES.md)."
 
 
 def source_part(evidence: Evidence) -> Iterator[str]:
-    """Notes, hashes, and what is new in the source since the record before."""
-    claim, source = evidence.claim, evidence.source
+    """The source and what is new in it since the claim before, shown or not."""
+    claim, commit = evidence.claim, evidence.source and evidence.source.commit
     yield "## Source"
-    if (evidence.folder / "NOTES.md").is_file():
-        yield "More about the record is in [NOTES.md](NOTES.md)."
-    lines = [f"- source `{claim.source_sha256}`: [all files]({source_link(claim)})",
-             f"- configuration `{claim.config_sha256}`: [claim.json](claim.json)"]
-    if source and source.commit:
-        lines.append(f"- commit `{source.commit}`")
-    yield "\n".join(lines)
+    yield (f"- source `{claim.source_sha256}`: [all files](../../sources/{claim.source_sha256[:12]}.txt)\n"
+           f"- commit `{commit or 'unknown'}`\n"
+           f"- configuration `{claim.config_sha256}`: [claim.json](claim.json)")
     before = claim_before(evidence)
     if before is None:
-        yield "This is the first claim of its track."
-    elif before.source_sha256 == claim.source_sha256:
+        yield "This is the first claim on its track."
+        return
+    if before.source_sha256 == claim.source_sha256:
         yield f"The source is that of the claim before it, {before.name}."
-    else:
-        yield from source_diff(evidence, before)
-
-
-def source_diff(evidence: Evidence, before: Claim) -> Iterator[str]:
-    """The diff from the source of the claim before. A long one is only counted."""
+        return
     try:
         old = read_source(evidence.records, before.source_sha256)
     except ClaimError:
-        old = None
-    if old is None or evidence.source is None:
-        yield f"There is no diff: the source of {before.name} or of this claim is missing."
+        yield f"The source of the claim before it, {before.name}, is missing: there is no diff."
         return
-    lines = list(map(printable, difference(old, evidence.source)))
-    added = sum(line.startswith("+") and not line.startswith("+++ ") for line in lines)
-    removed = sum(line.startswith("-") and not line.startswith("--- ") for line in lines)
-    yield (f"Since the claim before it, {before.name} ([its source]({source_link(before)})):\n"
-           f"{added:,} lines added, {removed:,} lines removed.")
+    lines = difference(old, evidence.source) if evidence.source else []
+    yield f"The diff from the claim before it, {before.name}, has {len(lines):,} lines."
     if len(lines) > LONGEST_DIFF:
         return
-    text = "\n".join(lines)
-    longest = max((len(ticks) for ticks in re.findall("`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)  # no line of the source can close it
-    yield f"<details><summary>The diff, {len(lines):,} lines</summary>"
-    yield f"{fence}diff\n{text}\n{fence}"
+    ticks = [len(run) for run in re.findall("`+", "\n".join(lines))]
+    fence = "`" * max([3, *(count + 1 for count in ticks)])  # no line of the source closes it
+    yield "<details><summary>Show the diff</summary>"
+    yield "\n".join([f"{fence}diff", *map(printable, lines), fence])
     yield "</details>"
 
 
-def source_link(claim: Claim) -> str:
-    return place(Path("../.."), claim.source_sha256).as_posix()
-
-
 def claim_before(evidence: Evidence) -> Claim | None:
-    """The claim on the same track that was written last before this one, shown or not."""
-    track = evidence.folder.resolve().parent
-    claims = [read_claim(path) for path in sorted(track.glob("*/claim.json"))]
-    earlier = [claim for claim in claims if claim.created < evidence.claim.created]
+    """The claim on the same track that was written last before this one."""
+    paths = sorted(evidence.folder.resolve().parent.glob("*/claim.json"))
+    earlier = [claim for claim in map(read_claim, paths) if claim.created < evidence.claim.created]
     return max(earlier, key=lambda claim: (claim.created, claim.name), default=None)
 
 
 def derived(evidence: Evidence) -> dict[str, bytes]:
     """The files of a record that follow from the others, by name."""
-    texts = {
-        "record.json": json.dumps(plain(facts(evidence)), indent=1) + "\n",
-        "README.md": readme(evidence),
-    }
+    record = json.dumps(plain(facts(evidence)), indent=1) + "\n"
+    texts = {"record.json": record, "README.md": readme(evidence)}
     return {name: text.encode(errors="backslashreplace") for name, text in texts.items()}
 
 
@@ -239,24 +200,15 @@ def differences(evidence: Evidence) -> Iterator[Failure]:
     """A derived file that is not, byte for byte, what the logs say."""
     for name, content in derived(evidence).items():
         path = evidence.folder / name
-        mend = f"scripts/record.py make {evidence.folder}"
-        if not path.is_file():
-            yield Failure("missing", path, mend)
-        elif path.read_bytes() != content:
-            line = first_difference(path.read_bytes(), content)
-            yield Failure(f"line {line} is not what the logs say", path, mend)
+        found = path.read_bytes() if path.is_file() else b""
+        if found != content:
+            pairs = zip_longest(found.split(b"\n"), content.split(b"\n"))
+            line = [a == b for a, b in pairs].index(False) + 1
+            what = f"line {line} is not what the logs say" if found else "missing"
+            yield Failure(what, path, f"scripts/record.py make {evidence.folder}")
 
 
-def first_difference(found: bytes, expected: bytes) -> int:
-    """The number of the first line that differs."""
-    number = 0
-    for number, pair in enumerate(zip(found.split(b"\n"), expected.split(b"\n"), strict=False), 1):
-        if pair[0] != pair[1]:
-            return number
-    return number + 1
-
-
-# ---- The leaderboards
+# ---- The leaderboard
 
 
 def leaderboard(records: Path, evidences: Sequence[Evidence]) -> str:
@@ -267,33 +219,30 @@ def leaderboard(records: Path, evidences: Sequence[Evidence]) -> str:
         if claims:
             parts += board(records, track, claims)
     ours = {records, *(evidence.folder for evidence in evidences)}
-    pages = [path for path in sorted(records.rglob("README.md")) if path.parent not in ours]
-    parts.append("## Measurements")
     lines = []
-    for path in pages:
-        title = path.read_text().partition("\n")[0].lstrip("# ")
-        lines.append(f"- [{title}]({path.relative_to(records).as_posix()})")
-    return "\n\n".join([*parts, "\n".join(lines)]) + "\n"
+    for path in sorted(records.rglob("README.md")):
+        if path.parent not in ours:
+            title = path.read_text().partition("\n")[0].lstrip("# ")
+            lines.append(f"- [{title}]({path.relative_to(records).as_posix()})")
+    return "\n\n".join([*parts, "## Measurements", "\n".join(lines)]) + "\n"
 
 
 def board(records: Path, track: str, claims: Sequence[Evidence]) -> Iterator[str]:
-    best, in_time = records_among(claims), TRACKS[track].in_time
-    rows = []
+    best, rows = records_among(claims), []
     for evidence in claims:
         claim, found = evidence.claim, evidence.result
         place = "no record" if evidence.shown else "not shown"
         if evidence in best:
             place = f"#{best.index(evidence) + 1}"
         name = f"[{claim.name}]({quote(evidence.folder.relative_to(records).as_posix())})"
-        median = times(evidence.complete).get("median", 0.0) / 1000
+        median = times(evidence.complete)["median"] / 1000
         rows.append((place, claim.created[:10], name, f"{claim.config['steps']:,}", found.n,
                      f"{found.mean:.4f}", f"{found.sd:.4f}", f"{found.p:.2g}", f"{median:.1f}"))
-    wins = "the shortest time" if in_time else "the fewest steps"
+    wins = "the shortest time" if TRACKS[track].in_time else "the fewest steps"
     yield f"## {track}: to {TRACKS[track].target:g} nats per token in {wins}"
     yield table("| record | date | claim | steps | n | mean loss | sd | p | median s |", rows)
     yield (f"There are {len(claims)} claims on this track. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
-    yield f"![Steps and seconds of the records]({track}/timeline.svg)"
     yield f"![Loss curves of the claims]({track}/losses.svg)"
 
 
@@ -308,6 +257,5 @@ def records_among(claims: Sequence[Evidence]) -> list[Evidence]:
 
 def score(evidence: Evidence) -> float:
     """Median milliseconds, or steps where only steps count."""
-    if TRACKS[evidence.claim.track].in_time:
-        return times(evidence.complete)["median"]
-    return evidence.claim.config["steps"]
+    in_time = TRACKS[evidence.claim.track].in_time
+    return times(evidence.complete)["median"] if in_time else evidence.claim.config["steps"]

@@ -1,13 +1,13 @@
-"""Pictures of a track, as SVG: how its record fell, and the loss curves of its claims."""
+"""The picture of a track, as SVG: the loss curves of its claims."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from claims.runlog import Run
+from claims.runs import Run
 from runtime.errors import Refused
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
@@ -22,14 +22,15 @@ STYLE: Any = {
 }
 FEWEST_VALIDATIONS = 5  # fewer make no curve
 SMOOTHED = 1 / 10  # of a run: the window of the running mean of its training losses
+POINTS = 200  # of a curve: nobody sees more
 SETTLED = 1 / 10  # of a run: the fall before it would flatten the rest
 
 
-@contextlib.contextmanager
-def drawing(path: Path, width: float) -> Iterator[Any]:
-    """A figure that is written to `path`: the same bytes for the same content on any machine.
+def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None:
+    """The median loss of each claim's runs at each step, and the band of 5 to 95 % of them.
 
-    Raises Refused without matplotlib.
+    Writes the same bytes for the same runs, whatever the user's settings. Raises Refused without
+    matplotlib.
     """
     try:
         import matplotlib
@@ -40,46 +41,28 @@ def drawing(path: Path, width: float) -> Iterator[Any]:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
-        figure = Figure(figsize=(width, 4.5), layout="constrained")
-        yield figure
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        draw_losses(figure.subplots(), claims, target)
         figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
-def plot_timeline(entries: Sequence[tuple[str, float]], unit: str, path: Path) -> None:
-    """A staircase of the records in their order: (name and date, score)."""
-    scores = [score for _, score in entries]
-    with drawing(path, 5 + 0.5 * len(entries)) as figure:
-        axes = figure.subplots()
-        axes.step(range(len(entries) + 1), [*scores, *scores[-1:]] or [0], where="post")
-        axes.plot(scores, "o", color=COLOURS[0])
-        for place, score in enumerate(scores):
-            axes.annotate(f"{score:,.4g}", (place, score), (4, 5), textcoords="offset points")
-        axes.set_xticks(range(len(entries)), [name for name, _ in entries])
-        axes.set_ylabel(unit)
-        axes.margins(x=0.05, y=0.2)
-
-
-def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None:
-    """The median loss of each claim's runs at each step, and the band of 5 to 95 % of them."""
+def draw_losses(axes: Any, claims: dict[str, list[Run]], target: float) -> None:
     shown = [target]  # what the picture must hold
-    with drawing(path, 8) as figure:
-        axes = figure.subplots()
-        for index, (name, runs) in enumerate(claims.items()):
-            colour = COLOURS[index % len(COLOURS)]
-            kind, steps, losses = loss_curves(runs)
-            low, median, high = np.percentile(losses, (5, 50, 95), axis=0)
-            last = float(np.median([run.final_loss for run in runs]))
-            axes.fill_between(steps, low, high, alpha=0.2, linewidth=0, color=colour)
-            axes.plot(steps, median, color=colour, label=f"{name}: {kind}, {len(runs)} runs")
-            axes.plot(steps[-1], last, "o", color=colour)
-            settled = steps >= SETTLED * steps[-1]
-            shown += [last, low[settled].min(), high[settled].max()]
-        axes.plot([], [], "o", color="gray", label="last validation loss, median")
-        axes.axhline(target, color="black", linestyle="--", label=f"target {target:g}")
-        axes.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
-        axes.set_xlabel("step")
-        axes.set_ylabel("nats per token")
-        axes.legend(fontsize=8)
+    for (name, runs), colour in zip(claims.items(), cycle(COLOURS), strict=False):
+        kind, steps, losses = loss_curves(runs)
+        low, median, high = np.percentile(losses, (5, 50, 95), axis=0)
+        last = float(np.median([run.final_loss for run in runs]))
+        axes.fill_between(steps, low, high, alpha=0.2, linewidth=0, color=colour)
+        axes.plot(steps, median, color=colour, label=f"{name}: {kind} loss, {len(runs)} runs")
+        axes.plot(steps[-1], last, "o", color=colour)
+        settled = steps >= SETTLED * steps[-1]
+        shown += [last, low[settled].min(), high[settled].max()]
+    axes.plot([], [], "o", color="gray", label="last validation loss, median")
+    axes.axhline(target, color="black", linestyle="--", label=f"target {target:g}")
+    axes.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token")
+    axes.legend(fontsize=8)
 
 
 def loss_curves(runs: Sequence[Run]) -> tuple[str, np.ndarray, np.ndarray]:
@@ -92,12 +75,13 @@ def loss_curves(runs: Sequence[Run]) -> tuple[str, np.ndarray, np.ndarray]:
                for run in runs]
     kind, series = "validation", validations
     if min(map(len, validations)) < FEWEST_VALIDATIONS and all(trained):
-        kind, series = "training loss", trained
+        kind, series = "training", trained
     steps = sorted(set.intersection(*map(set, series)))
     losses = np.array([[losses[step] for step in steps] for losses in series])
     if series is trained:
         losses = np.array([running_mean(row) for row in losses])
-    return kind, np.array(steps), losses
+    keep = np.unique(np.linspace(0, len(steps) - 1, POINTS).round().astype(int))
+    return kind, np.array(steps)[keep], losses[:, keep]
 
 
 def running_mean(losses: np.ndarray) -> np.ndarray:

@@ -15,11 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.errors import ClaimError
+from runtime.claim import ClaimError
 from runtime.log import source_files
 
 FOLDER = "sources"
 MOST_BYTES = 2**24  # sixty times the first sources; keeps a wrong file from filling the memory
+COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 HEAD = re.compile(rb"source ([0-9a-f]{64})\n(?:commit ([0-9a-f]{40,64})\n)?")
 NAMED = re.compile(rb"file ([A-Za-z0-9_][A-Za-z0-9_./-]{0,200}), ([0-9]{1,9}) bytes\n")
 
@@ -79,14 +80,14 @@ def unpack(text: bytes) -> Source:
     return source
 
 
-def place(records: Path, sha256: str) -> Path:
+def source_path(records: Path, sha256: str) -> Path:
     """Where the source with this hash is kept."""
     return records / FOLDER / f"{sha256[:12]}.txt"
 
 
 def read_source(records: Path, sha256: str) -> Source:
     """The source with this hash. Raises ClaimError where it is missing or not the one."""
-    path = place(records, sha256)
+    path = source_path(records, sha256)
     try:
         if path.is_symlink() or not path.is_file():
             raise ClaimError("there is no regular file of this name")
@@ -102,7 +103,7 @@ def read_source(records: Path, sha256: str) -> Source:
 
 def write_source(records: Path, source: Source) -> Path:
     """Keep the source, unless it is there already."""
-    path = place(records, digest(source.files))
+    path = source_path(records, digest(source.files))
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pack(source))
