@@ -96,7 +96,8 @@ def check_seeds(evidence: Evidence) -> Iterator[str]:
     Neither track nor settings matter here: some change nothing that counts.
     """
     claim = evidence.claim
-    claimed = {line["seed"]: line["time"] for line in evidence.starts if "seed" in line}
+    mine = [line for line in evidence.starts if line.get("seed") in claim.seeds]
+    claimed = {line["seed"]: line["time"] for line in mine}
     for line in evidence.registry:
         if line["event"] != "start" or line.get("seed") not in claim.seeds:
             continue
