@@ -3,7 +3,6 @@
 Losses have four decimals and times whole milliseconds, as in the contest's own logs.
 """
 
-from datetime import datetime
 from pathlib import Path
 
 from claims.checks import find_failures
@@ -55,10 +54,6 @@ def log_text(run: Run) -> str:
         where = f"compiled for CUDA {env['cuda']} {where}"
     lines = [SEPARATOR, f"Running Python {env.get('python')}",
              f"Running PyTorch {env.get('torch')} {where}"]
-    if env.get("driver"):
-        lines.append(f"Driver Version: {env['driver']}")
-    if run.started:
-        lines.append(f"{datetime.fromisoformat(run.started):%a %b %d %H:%M:%S UTC %Y}")
     lines.append(SEPARATOR)
     events: list[tuple[int, str, float | None]] = []
     for step in run.steps:
