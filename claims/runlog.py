@@ -24,11 +24,9 @@ MAX_BYTES = 32 * 2**20  # a hundred thousand steps; a wrong file must not fill t
 
 def read_bytes(path: Path) -> bytes:
     try:
-        if not path.exists():
-            raise LogError(f"{path} does not exist")
+        size = path.stat().st_size
         if not path.is_file():  # a pipe would make the reader wait forever
             raise LogError(f"cannot read {path}: it is not a regular file")
-        size = path.stat().st_size
         if size > MAX_BYTES:
             raise LogError(f"{path} has {size} bytes, more than {MAX_BYTES}, so it is no run log")
         return path.read_bytes()

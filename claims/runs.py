@@ -82,8 +82,8 @@ class Run:
     env: dict[str, Any] = field(default_factory=dict)
     peak_mib: float | None = None
     status: str | None = None  # of the end line
+    started: str | None = None  # ISO 8601
     unfinished: str | None  # why the run did not go to its end; None if it did
-    started: str | None = None  # ISO 8601; of a text log in the machine's own time zone
 
     @property
     def complete(self) -> bool:
@@ -93,14 +93,12 @@ class Run:
     def left_out(self) -> str | None:
         """Why the run does not count in a claim; None if it does.
 
-        A run that did steps twice could keep the better outcome, so it is shown and not counted.
+        Who does steps twice could keep the better outcome: such a run is shown and not counted.
         """
-        if self.unfinished:
-            return self.unfinished
         for resume in self.resumes:
-            if resume.repeats:
-                return f"steps after {resume.from_step} were done twice, no saved stop before them"
-        return None
+            if resume.repeats and self.complete:
+                return f"steps after {resume.from_step} were done twice: it did not stop there"
+        return self.unfinished
 
     @property
     def counts(self) -> bool:
@@ -109,7 +107,8 @@ class Run:
     @property
     def stopped_early(self) -> bool:
         """In order, but over before its declared total: usable at a step that it reached."""
-        return bool(self.unfinished) and str(self.unfinished).startswith(STOPPED)
+        repeated = any(resume.repeats for resume in self.resumes)
+        return str(self.unfinished).startswith(STOPPED) and not repeated
 
     @property
     def losses(self) -> list[tuple[int, float]]:

@@ -24,7 +24,6 @@ K = TypeVar("K", bound=Hashable)
 
 NAN, INF = math.nan, math.inf
 STEPS_BOUND = Fraction("0.004")  # of track 3: (target - mean) * sqrt(n) must reach it
-STEPS_SLOPE = Fraction("0.000045")  # of track 3: the loss that one step is worth
 MOST_RUNS = 10**9  # a plan that needs more holds a slip of the pen
 CERTAIN = 1e5  # an effect of so many standard errors has power 1; beyond, nctdtr is only noise
 SEQUENCES = 10**6  # simulated for planned looks: a level of 0.01 comes out to about 1 %
@@ -59,12 +58,12 @@ class Difference(NamedTuple):
     n_a: int
     n_b: int
     mean: float
-    t: float
-    df: float
-    p_less: float  # one-sided: the first mean is the smaller one
-    p_two_sided: float
-    low: float
-    high: float
+    t: float = NAN
+    df: float = NAN
+    p_less: float = NAN  # one-sided: the first mean is the smaller one
+    p_two_sided: float = NAN
+    low: float = NAN
+    high: float = NAN
 
 
 def moments(values: Sequence[float]) -> tuple[int, float, float]:
@@ -94,30 +93,27 @@ def one_sample(losses: Sequence[float], target: float) -> Result:
 def welch(new: Sequence[float], old: Sequence[float], level: float = 0.95) -> Difference:
     """mean(new) - mean(old) of independent samples; their spreads may differ (Welch, 1947)."""
     check(0, 1, level=level)
-    n_a, mean_a, sd_a = moments(new)
-    n_b, mean_b, sd_b = moments(old)
-    mean = mean_a - mean_b
+    (n_a, mean_a, sd_a), (n_b, mean_b, sd_b) = moments(new), moments(old)
     if not sd_a + sd_b > 0:
-        return Difference(n_a, n_b, mean, NAN, NAN, NAN, NAN, NAN, NAN)
-    return of_test(n_a, n_b, mean, ttest_ind(new, old, equal_var=False), level)
+        return Difference(n_a, n_b, mean_a - mean_b)
+    test = ttest_ind(new, old, equal_var=False)
+    return Difference(n_a, n_b, mean_a - mean_b, *figures(test, level))
 
 
 def paired(new: Sequence[float], old: Sequence[float], level: float = 0.95) -> Difference:
     """mean(new - old) of runs that belong together, as those of one seed or made in turn."""
     check(0, 1, level=level)
-    if len(new) != len(old):
-        raise ValueError(f"{len(new)} and {len(old)} values: pairs need as many of each")
     n, mean, sd = moments([a - b for a, b in zip(new, old, strict=True)])
     if not sd > 0:
-        return Difference(n, n, mean, NAN, NAN, NAN, NAN, NAN, NAN)
-    return of_test(n, n, mean, ttest_rel(new, old), level)
+        return Difference(n, n, mean)
+    return Difference(n, n, mean, *figures(ttest_rel(new, old), level))
 
 
-def of_test(n_a: int, n_b: int, mean: float, test: Any, level: float) -> Difference:
-    t, df = float(test.statistic), float(test.df)
+def figures(test: Any, level: float) -> list[float]:
+    """Of a test by scipy, in the order of `Difference`."""
+    p_less = student.cdf(test.statistic, test.df)
     low, high = test.confidence_interval(level)
-    p_less = float(student.cdf(t, df))
-    return Difference(n_a, n_b, mean, t, df, p_less, float(test.pvalue), float(low), float(high))
+    return list(map(float, (test.statistic, test.df, p_less, test.pvalue, low, high)))
 
 
 def equivalence(new: Sequence[float], old: Sequence[float], margin: float) -> tuple[float, float]:
@@ -171,17 +167,6 @@ def runs_needed(sd: float, margin: float, chance: float = 0.8, alpha: float = 0.
     """The fewest runs with this power."""
     check_levels(alpha, chance)
     return smallest_n(lambda n: power(n, sd, margin, alpha) >= chance)
-
-
-def equivalence_runs(sd: float, margin: float, chance: float = 0.8, alpha: float = 0.05) -> int:
-    """Runs in each of two equal arms for `equivalence`; adds the chances that either test fails."""
-    check_levels(alpha, chance)
-    check(0, INF, sd=sd, margin=margin)
-
-    def enough(n: int) -> bool:
-        return 2 * power_of_t(2 * n - 2, margin / sd * math.sqrt(n / 2), alpha) - 1 >= chance
-
-    return smallest_n(enough)
 
 
 def detectable_margin(n: int, sd: float, chance: float = 0.8, alpha: float = 0.01) -> float:
@@ -258,29 +243,8 @@ def steps_rule(losses: Sequence[Decimal], target: Decimal) -> tuple[float, bool]
 
     Decided in fractions: in doubles four losses of 3.278, exactly on the bound, would fail.
     """
-    mean = exact_mean(losses)
-    if mean is None:
+    n = len(losses)
+    if not n or not all(loss.is_finite() for loss in losses):
         return NAN, False
-    return reaches_bound(Fraction(target) - mean, Fraction(1, len(losses)))
-
-
-def steps_pairwise(
-    losses_new: Sequence[Decimal], steps_new: int, losses_old: Sequence[Decimal], steps_old: int
-) -> tuple[float, bool]:
-    """The same for one result against another, each step less being worth 4.5e-5 of loss."""
-    new, old = exact_mean(losses_new), exact_mean(losses_old)
-    if new is None or old is None:
-        return NAN, False
-    variance = Fraction(1, len(losses_new)) + Fraction(1, len(losses_old))
-    return reaches_bound(old - new + (steps_old - steps_new) * STEPS_SLOPE, variance)
-
-
-def exact_mean(losses: Sequence[Decimal]) -> Fraction | None:
-    if not losses or not all(loss.is_finite() for loss in losses):
-        return None
-    return sum(map(Fraction, losses), Fraction()) / len(losses)
-
-
-def reaches_bound(margin: Fraction, variance: Fraction) -> tuple[float, bool]:
-    passes = margin > 0 and margin**2 >= STEPS_BOUND**2 * variance
-    return float(margin) / math.sqrt(variance), passes
+    margin = Fraction(target) - sum(map(Fraction, losses), Fraction()) / n
+    return float(margin) * math.sqrt(n), margin > 0 and margin**2 * n >= STEPS_BOUND**2

@@ -1,13 +1,12 @@
 """Read the text logs of the public NanoGPT speedruns.
 
-step     step:N/TOTAL val_loss:X train_time:Yms, after the source and the environment, which lines of
-         100 "=" enclose; a file may hold several runs, each begins at step 0
+step     step:N/TOTAL val_loss:X train_time:Yms, after the source and the environment, between
+         lines of 100 "="; a file may hold several runs, each begins at step 0
 llm.c    s:N tel:X (validation) and s:N trl:X (training): no times, no total, no source
 """
 
 import hashlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -73,21 +72,14 @@ def read_text(path: Path, data: bytes) -> list[Run]:
         unfinished = why_unfinished(trace.numbers, trace.validations)
         if not unfinished and source is None and total and 2 * first > total:
             unfinished = f"begins at step {first} of {total}"  # an excerpt
-        runs.append(
-            Run(
-                path=path,
-                index=index,
-                dialect="llm.c" if text.startswith("s:", trace.start) else "step",
-                run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}",
-                total_steps=total,
-                source=None if appended and appended.start() < trace.start else source,
-                env=env,
-                gpu_count=env.get("gpu_count"),
-                validations=trace.validations,
-                steps=trace.steps,
-                unfinished=unfinished,
-            )
-        )
+        source_of_run = None if appended and appended.start() < trace.start else source
+        runs.append(Run(
+            path=path, index=index,
+            dialect="llm.c" if text.startswith("s:", trace.start) else "step",
+            run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}", total_steps=total,
+            source=source_of_run, env=env, gpu_count=env.get("gpu_count"),
+            validations=trace.validations, steps=trace.steps, unfinished=unfinished,
+        ))  # fmt: skip
     return runs
 
 
@@ -98,8 +90,7 @@ def decode(path: Path, data: bytes) -> str:
             raise ValueError("it has NUL bytes")
         text = data.decode("utf-8-sig")
     except ValueError as error:
-        fix = "If it is in UTF-16 or Latin-1, convert it"
-        raise LogError(f"{path} is not text in UTF-8: {error}. {fix}") from None
+        raise LogError(f"{path} is not text in UTF-8: {error}. Convert it to UTF-8") from None
     whole, newline, last = text.rpartition("\n")
     if last.startswith(("step:", "s:")) and not ENDS_WITH_TIME.search(last):
         return whole + newline
