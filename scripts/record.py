@@ -33,9 +33,8 @@ from claims.plots import plot_losses
 from claims.sources import digest
 from runtime.claim import NAME, Claim, read_claim
 from runtime.errors import Refused
-from runtime.flags import flag
 from runtime.log import config_hash
-from runtime.settings import SETTINGS_OF_A_RUN
+from runtime.settings import SETTINGS_OF_A_RUN, flag
 from scripts.command import numbers, set_up_output
 
 ROOT = Path(__file__).resolve().parent.parent

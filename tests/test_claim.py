@@ -19,9 +19,10 @@ from small_run import ROOT, arguments, read_events, run, write_data
 
 import train_gpt
 from runtime.claim import Claim, ClaimError, admit, read_claim
-from runtime.flags import parse
+from runtime.settings import parse
 from runtime.log import RunLog, config_hash, source_hash
-from runtime.registry import RegistryError, read_registry, register
+from runtime.errors import LogError as RegistryError
+from runtime.registry import read_registry, register
 
 SEEDS = list(range(7, 11))
 
