@@ -12,10 +12,10 @@ import numpy as np
 from claims.evidence import Track
 from claims.making import write_claim
 from claims.sources import Source, digest
+from runtime import registry as registries
 from runtime.claim import Claim, read_claim
 from runtime.jsonl import json_line
 from runtime.log import REGISTERED, config_hash
-from runtime.registry import register
 
 Events = list[dict[str, Any]]  # of one segment
 TARGET, STEPS, VOCABULARY, BATCH, VAL_TOKENS = 3.25, 12, 64, 512, 1024
@@ -95,6 +95,13 @@ def resume_at(events: Events, step: int, saved: bool = True) -> list[Events]:
     again = [header | {"segment": 2, "after_step": step},
              {"event": "resume", "from_step": step, "checkpoint": f"step_{step:06}", "differences": []}]
     return [first, again + startup + rest]
+
+
+def register(path: Path, event: str, **fields: Any) -> str:
+    """As the trainer does, without the lock that stays in a log folder; records have none."""
+    sha256 = registries.register(path, event, **fields)
+    path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
+    return sha256
 
 
 def write_logs(folder: Path, runs: Sequence[list[Events]]) -> None:

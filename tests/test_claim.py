@@ -117,13 +117,13 @@ def test_a_line_without_the_fields_of_all_lines_is_named(changed, tmp_path):
     path = tmp_path / "registry.jsonl"
     line = json.loads(write_registry(path, 1)[0]) | changed
     path.write_text(json.dumps(line) + "\n")
-    with pytest.raises(RegistryError, match="line 1: no line of a registry"):
+    with pytest.raises(RegistryError, match="line 1: not a line of a registry"):
         read_registry(path)
 
 
 def test_a_pipe_for_a_registry_is_refused_and_nobody_waits_for_it(tmp_path):
     os.mkfifo(tmp_path / "registry.jsonl")
-    with pytest.raises(RegistryError, match=r"cannot read the registry .*: it is no regular file"):
+    with pytest.raises(RegistryError, match="is no regular file"):
         read_registry(tmp_path / "registry.jsonl")
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import small_run
+from small_record import register
 
 from claims.evidence import read_evidence
 from claims.pages import readme
 from claims.runlog import MAX_BYTES, read_run
 from runtime.claim import ClaimError, read_claim
-from runtime.registry import read_registry, register
+from runtime.registry import read_registry
 from scripts import record
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -38,7 +38,9 @@ def test_the_leaderboard_is_the_one_that_the_records_give(tmp_path):
 def test_the_recipes_of_tiny_run_the_steps_of_their_records():
     shown = [evidence.claim.config for evidence in records_among(read_all())]
     claimed = {config["recipe"]: config["steps"] for config in shown if config["track"] == "tiny"}
-    assert claimed == {recipe: preset({"recipe": recipe})["steps"] for recipe in RECIPES["tiny"]}
+    assert claimed.keys() >= RECIPES["tiny"].keys()
+    for recipe, steps in claimed.items():
+        assert Config(**preset({"track": "tiny", "recipe": recipe})).steps == steps
 
 
 @pytest.mark.parametrize("track", TRACKS)
