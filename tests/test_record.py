@@ -3,8 +3,10 @@
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from functools import reduce
 from operator import getitem
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import runtime.run
 import small_run
 from scipy import stats
 from small_record import (
@@ -108,7 +111,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 # ---- The whole path
 
 
-def test_real_runs_become_a_record_that_only_the_clock_of_a_loaded_machine_may_speak_against(
+def stop_at(step: int) -> Callable[..., None]:
+    """`stepped` of a run, with a signal to this process after a step."""
+    stepped = runtime.run.Run.stepped
+
+    def stop(run: runtime.run.Run, *arguments: Any, **named: Any) -> None:
+        stepped(run, *arguments, **named)
+        if run.steps_done == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return stop
+
+
+def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machines_clock_may_fail(
     tmp_path, capsys, monkeypatch
 ):
     """Claim, four runs of the trainer, record, verification: what no synthetic log can show."""
@@ -124,9 +139,15 @@ def test_real_runs_become_a_record_that_only_the_clock_of_a_loaded_machine_may_s
     assert "commit it with records/sources, then make its runs:" in said
     folder = next((tmp_path / "records" / "tiny").glob("*_Real"))
     logs, claim = tmp_path / "logs", folder / "claim.json"
-    outcome = small_run.run(data, logs, claim=claim, seed=7, trials=4, target=TARGET)
+    flags = {"claim": claim, "seed": 7, "trials": 4, "target": TARGET, "resume": "auto"}
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.run.Run, "stepped", stop_at(8))
+        assert small_run.run(data, logs, **flags).code == 128 + signal.SIGTERM
+    outcome = small_run.run(data, logs, **flags)
     assert outcome.code == 0, outcome.err
     code, said = call(capsys, "make", folder, logs)
+    page = (folder / "README.md").read_text()
+    assert re.search(r"\nSeed 7 was resumed at step \d+ \(0 ms .*\); it counts\.\n", page), page
     failures = [failure.what for failure in find_failures(read_evidence(folder))]
     assert [what for what in failures if not what.startswith("untimed work:")] == []
     assert len(read_evidence(folder).complete) == 4
