@@ -12,7 +12,6 @@ from typing import Any
 
 from claims.evidence import ALPHA, TRACKS, Evidence, Failure, described
 from claims.runs import Phase, Run
-from runtime.claim import Claim
 from runtime.log import REGISTERED, config_hash
 
 FILES = ("claim.json", "record.json", "README.md", "NOTES.md", "runs")  # beside the logs
@@ -82,7 +81,7 @@ def check_started(evidence: Evidence) -> Iterator[str]:
         if line["run_id"] not in present:
             yield f"missing: run {line['run_id']} was started under the claim"
         if line["time"] < claim.created:
-            yield f"run {line['run_id']} started {line['time']}, before the claim of {claim.created}"
+            yield f"run {line['run_id']} started {line['time']}, before the claim, {claim.created}"
     if len(evidence.complete) not in claim.looks:
         seeds = sorted(set(claim.seeds) - {run.seed for run in evidence.runs})
         looks = " or ".join(map(str, claim.looks))

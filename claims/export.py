@@ -59,7 +59,8 @@ def log_text(run: Run) -> str:
     for step in run.steps:
         loss = "" if step.train_loss is None else f"train_loss:{step.train_loss:.4f} "
         events.append((step.step, loss, step.train_time_ms))
-    events += [(val.step, f"val_loss:{val.loss:.4f} ", val.train_time_ms) for val in run.validations]
+    for val in run.validations:
+        events.append((val.step, f"val_loss:{val.loss:.4f} ", val.train_time_ms))
     events.sort(key=lambda event: event[0])  # stable: a validation follows the step before it
     for number, loss, ms in events:
         time = f"train_time:{ms or 0:.0f}ms step_avg:{(ms or 0) / max(number, 1):.2f}ms"

@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 
 from claims.sources import COMMIT, Source, read_files, write_source
-from runtime.claim import Claim, read_claim
-from runtime.claim import ClaimError
+from runtime.claim import Claim, ClaimError, read_claim
 from runtime.errors import Refused
 from runtime.jsonl import plain
 from runtime.registry import REGISTRY, read_registry
@@ -15,9 +14,9 @@ from runtime.registry import REGISTRY, read_registry
 
 def working_source(root: Path) -> Source:
     """The source under `root`, with its commit where git knows it and nothing is changed."""
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    git = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     except OSError:  # no git on this machine
         commit = ""
     return Source(read_files(root), commit if COMMIT.fullmatch(commit) else None)

@@ -155,7 +155,8 @@ def source_part(evidence: Evidence) -> Iterator[str]:
     """The source and what is new in it since the claim before, shown or not."""
     claim, commit = evidence.claim, evidence.source and evidence.source.commit
     yield "## Source"
-    yield (f"- source `{claim.source_sha256}`: [all files](../../sources/{claim.source_sha256[:12]}.txt)\n"
+    stored = source_path(Path("../.."), claim.source_sha256).as_posix()
+    yield (f"- source `{claim.source_sha256}`: [all files]({stored})\n"
            f"- commit `{commit or 'unknown'}`\n"
            f"- configuration `{claim.config_sha256}`: [claim.json](claim.json)")
     before = claim_before(evidence)

@@ -16,18 +16,14 @@ STYLE: Any = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a claim's name is no formula
     "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
 }
-FEWEST_VALIDATIONS = 5  # fewer make no curve
 SMOOTHED = 1 / 10  # of a run: the window of the running mean of its training losses
 POINTS = 200  # of a curve: nobody sees more
 SETTLED = 1 / 10  # of a run: the fall before it would flatten the rest
 
 
 def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None:
-    """The median loss of each claim's runs at each step, and the band of 5 to 95 % of them.
+    """The median training loss of each claim's runs, and the band of 5 to 95 % of them.
 
     Writes the same bytes for the same runs, whatever the user's settings. Raises Refused without
     matplotlib.
@@ -36,8 +32,7 @@ def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        fix = "pip install -r requirements-dev.txt"
-        raise Refused(f"pictures need matplotlib, which is not installed: {fix}") from None
+        raise Refused("pictures need matplotlib: pip install -r requirements-dev.txt") from None
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
@@ -49,11 +44,11 @@ def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None
 def draw_losses(axes: Any, claims: dict[str, list[Run]], target: float) -> None:
     shown = [target]  # what the picture must hold
     for (name, runs), colour in zip(claims.items(), cycle(COLOURS), strict=False):
-        kind, steps, losses = loss_curves(runs)
+        steps, losses = loss_curves(runs)
         low, median, high = np.percentile(losses, (5, 50, 95), axis=0)
         last = float(np.median([run.final_loss for run in runs]))
         axes.fill_between(steps, low, high, alpha=0.2, linewidth=0, color=colour)
-        axes.plot(steps, median, color=colour, label=f"{name}: {kind} loss, {len(runs)} runs")
+        axes.plot(steps, median, color=colour, label=f"{name}, {len(runs)} runs")
         axes.plot(steps[-1], last, "o", color=colour)
         settled = steps >= SETTLED * steps[-1]
         shown += [last, low[settled].min(), high[settled].max()]
@@ -61,30 +56,21 @@ def draw_losses(axes: Any, claims: dict[str, list[Run]], target: float) -> None:
     axes.axhline(target, color="black", linestyle="--", label=f"target {target:g}")
     axes.set_ylim(min(shown) - 0.05, max(shown) + 0.05)
     axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
+    axes.set_ylabel("training loss, nats per token")
     axes.legend(fontsize=8)
 
 
-def loss_curves(runs: Sequence[Run]) -> tuple[str, np.ndarray, np.ndarray]:
-    """What the losses are, the steps that every run has, and the losses [runs, steps].
-
-    Validation losses if there are enough of them, else training losses, smoothed.
-    """
-    validations = [dict(run.losses) for run in runs]
-    trained = [{s.step: s.train_loss for s in run.steps if s.train_loss is not None}
-               for run in runs]
-    kind, series = "validation", validations
-    if min(map(len, validations)) < FEWEST_VALIDATIONS and all(trained):
-        kind, series = "training", trained
+def loss_curves(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps whose training loss every run knows, and the losses [runs, steps], smoothed."""
+    series = []
+    for run in runs:
+        series.append({s.step: s.train_loss for s in run.steps if s.train_loss is not None})
     steps = sorted(set.intersection(*map(set, series)))
-    losses = np.array([[losses[step] for step in steps] for losses in series])
-    if series is trained:
-        losses = np.array([running_mean(row) for row in losses])
+    window = np.ones(max(1, round(SMOOTHED * len(steps))))
+    weight = np.convolve(np.ones(len(steps)), window, "same")  # less at the ends
+    smooth = []
+    for losses in series:
+        row = np.array([losses[step] for step in steps])
+        smooth.append(np.convolve(row, window, "same") / weight)
     keep = np.unique(np.linspace(0, len(steps) - 1, POINTS).round().astype(int))
-    return kind, np.array(steps)[keep], losses[:, keep]
-
-
-def running_mean(losses: np.ndarray) -> np.ndarray:
-    """The mean of a window around each loss; of a shorter one at the ends."""
-    window = np.ones(max(1, round(SMOOTHED * len(losses))))
-    return np.convolve(losses, window, "same") / np.convolve(np.ones_like(losses), window, "same")
+    return np.array(steps)[keep], np.array(smooth)[:, keep]

@@ -11,7 +11,6 @@ The naming line says how many bytes follow, so a file may hold any bytes, this f
 import difflib
 import hashlib
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,7 +114,7 @@ def difference(before: Source, after: Source) -> list[str]:
     """The lines of a unified diff from one source to another; none where they are equal."""
     lines: list[str] = []
     for name in sorted(before.files.keys() | after.files.keys()):
-        old, new = (source.files.get(name, b"").decode(errors="replace") for source in (before, after))
-        if old != new:
-            lines += difflib.unified_diff(old.split("\n"), new.split("\n"), name, name, lineterm="")
+        old = before.files.get(name, b"").decode(errors="replace").split("\n")
+        new = after.files.get(name, b"").decode(errors="replace").split("\n")
+        lines += difflib.unified_diff(old, new, name, name, lineterm="")
     return lines

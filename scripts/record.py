@@ -31,7 +31,7 @@ from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import derived, differences, leaderboard
 from claims.plots import plot_losses
 from claims.sources import digest
-from runtime.claim import NAME, Claim, read_claim
+from runtime.claim import NAME, Claim, ClaimError, read_claim
 from runtime.errors import Refused
 from runtime.log import config_hash
 from runtime.settings import SETTINGS_OF_A_RUN, flag
@@ -92,7 +92,8 @@ def judge(evidence: Evidence) -> int:
     """Print what speaks against a record and what it shows; 0 when it holds."""
     failures = [*find_failures(evidence), *differences(evidence)]
     for failure in failures:
-        print(f"{evidence.folder}: {failure.what}\n    in {failure.where}\n    mend: {failure.mend}")
+        print(f"{evidence.folder}: {failure.what}")
+        print(f"    in {failure.where}\n    mend: {failure.mend}")
     result = evidence.result
     verdict = "verified"
     if failures:
@@ -171,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         return arguments.run(arguments)
-    except (ValueError, OSError) as error:
+    except (Refused, ClaimError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from small_record import make_claim, write_record
 
 from claims.plots import POINTS, draw_losses, loss_curves, plot_losses
-from claims.runs import Run, Step, Validation
 from claims.runlog import read_all
+from claims.runs import Run, Step
 from runtime.errors import Refused
 
 
@@ -29,23 +29,10 @@ def trained(run: Run, losses: list[float | None]) -> Run:
     return replace(run, steps=steps, validations=run.validations[-1:])
 
 
-def validated(run: Run) -> Run:
-    points = [Validation(step, 10 / step + run.final_loss, 2.0 * step, "") for step in range(10, 61, 10)]
-    return replace(run, validations=points)
-
-
-def test_runs_with_enough_validations_show_them(runs):
-    runs = [validated(run) for run in runs]
-    kind, steps, losses = loss_curves(runs)
-    assert (kind, [*steps]) == ("validation", [10, 20, 30, 40, 50, 60])
-    assert losses.tolist() == [[loss for _, loss in run.losses] for run in runs]
-
-
-def test_runs_with_few_validations_show_the_running_mean_of_their_training_losses(runs):
+def test_a_curve_is_the_running_mean_of_the_training_losses(runs):
     generator = np.random.default_rng(0)
     losses = [[*generator.normal(3, 1, 100)] for _ in runs]
-    kind, _, curves = loss_curves([trained(run, values) for run, values in zip(runs, losses, strict=True)])
-    assert kind == "training"
+    _, curves = loss_curves([trained(run, row) for run, row in zip(runs, losses, strict=True)])
     for at in (0, 3, 50, 99):
         means = [statistics.fmean(values[max(0, at - 5) : at + 5]) for values in losses]
         assert curves[:, at] == pytest.approx(means)
@@ -53,30 +40,26 @@ def test_runs_with_few_validations_show_the_running_mean_of_their_training_losse
 
 def test_only_steps_whose_loss_every_run_knows_are_shown(runs):
     series = ([3.0, None, 3.0, 3.0], [3.0, 3.0, 3.0, None])
-    _, steps, _ = loss_curves([trained(run, losses) for run, losses in zip(runs, series, strict=False)])
+    steps, _ = loss_curves([trained(run, row) for run, row in zip(runs, series, strict=False)])
     assert [*steps] == [1, 3]
 
 
-def test_without_any_training_loss_the_validations_are_shown_however_few(runs):
-    kind, steps, _ = loss_curves([trained(run, [None]) for run in runs])
-    assert (kind, [*steps]) == ("validation", [12])
-
-
 def test_a_long_curve_is_thinned_but_keeps_its_ends(runs):
-    _, steps, losses = loss_curves([trained(runs[0], [3.0] * 5000)])
+    steps, losses = loss_curves([trained(runs[0], [3.0] * 5000)])
     assert (steps[0], steps[-1], len(steps)) == (1, 5000, POINTS)
     assert losses == pytest.approx(3.0)
 
 
 def test_the_picture_holds_target_band_and_last_validations(runs):
     axes = Figure().subplots()
-    draw_losses(axes, {"A": [validated(run) for run in runs]}, 0.1)
+    flat = [trained(run, [run.final_loss] * 12) for run in runs]
+    draw_losses(axes, {"A": flat}, 0.1)
     bottom, top = axes.get_ylim()
-    assert bottom < 0.1 < top
+    assert bottom < 0.1 < 3.4 < top
     (last,), (loss,) = axes.lines[1].get_data()
-    assert (last, loss) == (60, pytest.approx(10 / 60 + 3.2))
-    low = axes.collections[0].get_paths()[0].vertices[:, 1].min()
-    assert low == pytest.approx(10 / 60 + 3.0 + 0.2 * 0.1)  # 5 % of four gaps
+    assert (last, loss) == (12, pytest.approx(3.2))
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((3.02, 3.38))  # 5 % of four gaps
 
 
 def test_drawing_again_changes_nothing_whatever_the_users_settings(tmp_path, runs):
@@ -85,7 +68,7 @@ def test_drawing_again_changes_nothing_whatever_the_users_settings(tmp_path, run
     before = path.read_bytes()
     nodes = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
     words = {"".join(node.itertext()) for node in nodes}
-    assert {"A$_1$: training loss, 5 runs", "B: training loss, 2 runs", "target 3.28", "step"} <= words
+    assert {"A$_1$, 5 runs", "B, 2 runs", "target 3.28", "step"} <= words
     with rc_context({"font.size": 20, "svg.hashsalt": None, "axes.facecolor": "red"}):
         plot_losses({"A$_1$": runs, "B": runs[:2]}, 3.28, path)
     assert path.read_bytes() == before

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import runtime.run
 import small_run
 from scipy import stats
 from small_record import (
@@ -33,12 +32,12 @@ from small_record import (
     write_record,
 )
 
+import runtime.run
 from claims.checks import find_failures
 from claims.evidence import TRACKS, read_evidence
 from claims.pages import differences
 from claims.runs import Run
 from claims.sources import Source, digest, pack, source_path
-from runtime.claim import read_claim
 from runtime.jsonl import json_line
 from scripts import record
 
@@ -412,7 +411,7 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
     "a seed that was tried as another track": (
         lambda f: try_before(f, "short"), "seed 1000 was run by early outside the claim"),
     "a later claim": (lambda f: forge_claim(f, created="2999-01-01T00:00:00+00:00"),
-                      "started .*, before the claim of 2999-01-01"),
+                      "started .*, before the claim, 2999-01-01"),
     "another target": (lambda f: forge_claim(f, target=3.5),
                        "target 3.5 at alpha 0.01, not 3.25 at 0.01", "target 3.25, not the claimed"),
     "another level": (lambda f: forge_claim(f, alpha=0.05), "target 3.25 at alpha 0.05, not 3.25"),
