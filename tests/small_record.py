@@ -1,13 +1,13 @@
 """A record without training: a claim, its source, and logs as a trainer would write them."""
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from small_run import read_events
 
 from claims.evidence import Track
 from claims.making import write_claim
@@ -44,8 +44,9 @@ def make_claim(name: str = "Good", n: int = 12, seed: int = 1000, **changed: Any
 def run_events(claim: Claim, seed: int, loss: float) -> Events:
     """One run: validations at steps 0, 5, 10 and the last, training losses that fall."""
     steps = claim.config["steps"]
+    run_id = f"20260102-00{seed % 10000:04}_tiny_s{seed}_t0_abcdef"
     events: Events = [{
-        "event": "header", "schema": 2, "run_id": f"20260102-00{seed % 10000:04}_tiny_s{seed}_t0_abcdef",
+        "event": "header", "schema": 2, "run_id": run_id,
         "track": claim.track, "target": claim.target, "seed": seed, "trial": seed - claim.seeds[0],
         "claim": claim.id, "source_sha256": claim.source_sha256,
         "config_sha256": claim.config_sha256, "config": claim.config, "world_size": 8, "env": ENV,
@@ -86,14 +87,15 @@ def resume_at(events: Events, step: int, saved: bool = True) -> list[Events]:
     done = (step - 1) % 5 + 1  # since the last validation
     first.append({"event": "phase", "name": "train", "timed": True, "ms": done * STEP_MS, **clock})
     if saved:
-        first.append({"event": "end", "status": "interrupted", "steps": step, "val_loss": None, **clock})
+        end = {"event": "end", "status": "interrupted", "steps": step, "val_loss": None}
+        first.append(end | clock)
     else:
         first += [event | {"train_loss": 9.0} for event in rest if event["event"] == "step"][:2]
     train = next(event for event in rest if event.get("name") == "train")
     train["ms"] -= done * STEP_MS
-    startup = [event | clock for event in events if event.get("name") in ("setup", "compile", "warmup")]
+    startup = [event | clock for event in events if event.get("ms") == 3000.0]
     again = [header | {"segment": 2, "after_step": step},
-             {"event": "resume", "from_step": step, "checkpoint": f"step_{step:06}", "differences": []}]
+             {"event": "resume", "from_step": step, "checkpoint": "x", "differences": []}]
     return [first, again + startup + rest]
 
 
@@ -121,7 +123,8 @@ def write_logs(folder: Path, runs: Sequence[list[Events]]) -> None:
                 path = folder / "runs" / f"{run_id}.jsonl"
             else:
                 header["previous_sha256"] = sha256
-                events[1]["registry_sha256"] = register(registry, "resume", **line, log_sha256=sha256)
+                line_sha256 = register(registry, "resume", **line, log_sha256=sha256)
+                events[1]["registry_sha256"] = line_sha256
                 path = folder / "runs" / f"{run_id}.{place}.jsonl"
             path.write_bytes(b"".join(json_line({"t_ms": 0.0} | event) for event in events))
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -132,7 +135,8 @@ def write_logs(folder: Path, runs: Sequence[list[Events]]) -> None:
 def write_record(records: Path, claim: Claim, losses: Sequence[float]) -> Path:
     """The folder of a claim with a run for each of the losses, its pages not made yet."""
     folder = write_claim(records, claim, SOURCE)
-    runs = [[run_events(claim, seed, loss)] for seed, loss in zip(claim.seeds, losses, strict=False)]
+    pairs = zip(claim.seeds, losses, strict=False)
+    runs = [[run_events(claim, seed, loss)] for seed, loss in pairs]
     write_logs(folder, runs)
     return folder
 
@@ -142,7 +146,7 @@ def read_logs(folder: Path) -> list[list[Events]]:
     runs = []
     for path in sorted((folder / "runs").glob("2*_abcdef.jsonl")):
         segments = [path, *sorted(path.parent.glob(f"{path.stem}.*.jsonl"))]
-        runs.append([[json.loads(line) for line in segment.read_text().splitlines()] for segment in segments])
+        runs.append(list(map(read_events, segments)))
     return runs
 
 

@@ -40,7 +40,8 @@ def same(ours: Run, theirs: Run) -> None:
         assert (mine.step, f"{mine.loss:.4f}") == (other.step, other.printed)
         assert other.train_time_ms == pytest.approx(mine.train_time_ms, abs=0.5)
     for mine, other in zip(ours.steps, theirs.steps, strict=True):
-        assert (mine.step, mine.train_loss) == (other.step, pytest.approx(other.train_loss, abs=1e-4))
+        assert mine.step == other.step
+        assert mine.train_loss == pytest.approx(other.train_loss, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["2026-11-21_AdamW", "2026-11-21_ScalarRate", None])
@@ -72,7 +73,8 @@ def test_a_log_begins_with_all_the_source_each_file_behind_its_name(folder, tmp_
     assert "# optim/muon.py\n\nstep:1/2 val_loss:1.0\n" in source
     assert environment.splitlines()[:2] == [
         "Running Python 3.12.7",
-        "Running PyTorch 2.13.0+cu128 compiled for CUDA 12.8 on NVIDIA H100 80GB HBM3 with world_size 8",
+        "Running PyTorch 2.13.0+cu128 compiled for CUDA 12.8 on NVIDIA H100 80GB HBM3 "
+        "with world_size 8",
     ]
     first, *_, last, peak = lines.splitlines()
     assert first == "step:0/12 val_loss:4.1589 train_time:0ms step_avg:0.00ms"
@@ -115,5 +117,5 @@ def test_a_source_that_would_end_early_in_the_log_is_refused(tmp_path, monkeypat
     files = SOURCE.files | {"x.py": f'"""\n{SEPARATOR}\n"""\n'.encode()}
     folder = write_record(tmp_path, make_claim(n=4, source_sha256=digest(files)), LOSSES)
     source_path(tmp_path, digest(files)).write_bytes(pack(Source(files, None)))
-    with pytest.raises(Refused, match="line of 100 '='"):
+    with pytest.raises(Refused, match="a line of 100"):
         exported(folder, tmp_path / "out")

@@ -19,7 +19,8 @@ from runtime.errors import Refused
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> list[Run]:
-    folder = write_record(tmp_path_factory.mktemp("records"), make_claim(n=5), [3.0, 3.1, 3.2, 3.3, 3.4])
+    losses = [3.0, 3.1, 3.2, 3.3, 3.4]
+    folder = write_record(tmp_path_factory.mktemp("records"), make_claim(n=5), losses)
     return read_all([folder / "runs"])[0]
 
 

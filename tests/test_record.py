@@ -170,16 +170,19 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(twelve):
     seconds = [events[-1]["train_time_ms"] / 1000 for events in logs]
     test, sd = stats.ttest_1samp(losses, TARGET, alternative="less"), stats.tstd(losses)
     bound = test.confidence_interval(0.99).high
-    found, page = json.loads((twelve / "record.json").read_text()), (twelve / "README.md").read_text()
+    found = json.loads((twelve / "record.json").read_text())
+    page = (twelve / "README.md").read_text()
     truth = {"n": 12, "mean": np.mean(losses), "sd": sd, "t": test.statistic, "p": test.pvalue,
              "upper99": bound, "level": 0.01, "target": TARGET, "steps": STEPS}
     assert {name: found[name] for name in truth} == pytest.approx(truth, rel=1e-9)
     assert found["train_time_ms"]["median"] == pytest.approx(np.median(seconds) * 1000)
-    assert [(run["seed"], run["val_loss"]) for run in found["runs"]] == list(enumerate(losses, 1000))
+    pairs = [(run["seed"], run["val_loss"]) for run in found["runs"]]
+    assert pairs == list(enumerate(losses, 1000))
     files = sorted((twelve / "runs").glob("2*"))
     assert [run["sha256"] for run in found["runs"]] == [
         hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
-    assert f"**Shown**: the mean validation loss is below 3.25\n(12 runs, p = {test.pvalue:.3g}" in page
+    assert "**Shown**: the mean validation loss is below 3.25\n" in page
+    assert f"(12 runs, p = {test.pvalue:.3g}, level 0.01)" in page
     row = f"| 12 | {np.mean(losses):.6f} | {sd:.6f} | {test.statistic:.4f} | {test.pvalue:.3g} |"
     assert f"{row} {bound:.5f} |" in page
     for seed, loss, second in zip(range(1000, 1012), losses, seconds, strict=True):
@@ -286,7 +289,8 @@ def forge_claim(folder: Path, **changed: object) -> None:
 
 def claim_only(folder: Path, runs: list[Run]) -> None:
     """Forge a record of some of its runs."""
-    cut(folder, [run for run in runs_of(folder) if run.run_id not in {kept.run_id for kept in runs}])
+    names = {run.run_id for run in runs}
+    cut(folder, [run for run in runs_of(folder) if run.run_id not in names])
     forge_claim(folder, n=len(runs), seeds=sorted(run.seed for run in runs), looks=[len(runs)])
 
 
@@ -394,14 +398,14 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
     "8 of 12 and no lines of the others": (lambda f: cut(f, runs_of(f)[3:7]), *CHAIN,
                                            "missing: seeds"),
 } | {  # of any run
-    "a killed run": (start_again, "not counted: no end line|no validation", "duplicate: the same seed"),
+    "a killed run": (start_again, "not counted: no end line", "duplicate: the same seed"),
     "a run without its end": (cut_off_end, "not counted: no end line", "missing: .* 3 runs are no"),
     "a copied log": (lambda f: shutil.copy(runs_of(f)[0].path, f / "runs" / "20991231.jsonl"),
                      *(f"duplicate: the same {kind}" for kind in ("run id", "seed", "losses"))),
     "a copy with another run id and seed": (
         replace_worst, "duplicate: the same losses", "missing: run .* was started",
         "its start is not in the registry", "its end is not in the registry"),
-    "a digit of a loss": (lambda f: edit_loss(runs_of(f)[0].path), "edited: the log is not the one"),
+    "a digit of a loss": (lambda f: edit_loss(runs_of(f)[0].path), "edited: the log is not"),
     "a digit of one loss": (lambda f: edit_loss(runs_of(f)[0].path, 1), "edited: ",
                             "not counted: the end line has another", "missing: "),
     "an edited log with an end line of its own": (
@@ -413,7 +417,7 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
     "a later claim": (lambda f: forge_claim(f, created="2999-01-01T00:00:00+00:00"),
                       "started .*, before the claim, 2999-01-01"),
     "another target": (lambda f: forge_claim(f, target=3.5),
-                       "target 3.5 at alpha 0.01, not 3.25 at 0.01", "target 3.25, not the claimed"),
+                       "target 3.5 at alpha 0.01, not 3.25 at 0.01", "target 3.25, not the"),
     "another level": (lambda f: forge_claim(f, alpha=0.05), "target 3.25 at alpha 0.05, not 3.25"),
     "an unknown track": (lambda f: forge_claim(f, track="huge"), "track 'huge' has no rules",
                          "track tiny, not the claimed huge"),
@@ -442,13 +446,13 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
     )
 } | {  # of a log, forged so well that only the rule itself is left
     name: (lambda f, change=change: forge(f, change), *patterns) for name, (change, *patterns) in {
-        "another claim": (put(ZERO, "claim"), "extra: the run was not", "missing: ", "seed 1000 was"),
+        "another claim": (put(ZERO, "claim"), "extra: the run was", "missing: ", "seed 1000 was"),
         "another torch": (put("2.0", "env", "torch"), "torch differs between runs"),
         "another dtype": (put("float32", "env", "dtype"), "dtype differs between runs"),
         "another number of ranks": (put(4, "world_size"), "ranks differs between runs"),
         "another track": (put("medium", "track"), "track medium, not the claimed tiny"),
-        "another source": (put(ZERO, "source_sha256"), "source_sha256 000000000000, not the claimed"),
-        "another configuration": (put(ZERO, "config_sha256"), "config_sha256 (0{12}, not the|is not)"),
+        "another source": (put(ZERO, "source_sha256"), "source_sha256 0{12}, not the claimed"),
+        "another configuration": (put(ZERO, "config_sha256"), "config_sha256 (0{12}, not|is not)"),
         "settings other than their hash": (put(24, "config", "steps"), "config_sha256 is not the"),
         "more steps than claimed": (train_longer, "24 steps, not the claimed 12"),
         "fewer validation tokens": (put(512, "data", "val_tokens"), "validated on 512 tokens, not"),
@@ -461,30 +465,30 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
         "an overlap of false": (put(False, "checks", "overlap"), "documents in training: False"),
         "no causality check": (put(None, "checks", "causality"), "check causality is None"),
         "sight of the future": (put(False, "checks", "causality"), "check causality is False"),
-        "no check of the warm-up": (put(None, "checks", "warmup_restored"), "warmup_restored is None"),
+        "no check of the warm-up": (put(None, "checks", "warmup_restored"), "restored is None"),
         "state left of the warm-up": (put(False, "checks", "warmup_restored"), "restored is False"),
         "a model that knows something": (learn_before, "first loss 3.158"),
         "a model of which nobody knows": (each("val", slice(1), val_loss="nan"), "first loss nan"),
-        "compiler settings": (put(["inductor.x = 1"], "env", "compile_flags"), "settings inductor.x"),
+        "compiler settings": (put(["inductor.x = 1"], "env", "compile_flags"), "inductor.x"),
         "no compiler settings": (put(None, "env", "compile_flags"), "compiler settings unknown"),
         "an unknown phase": (each("phase", FIRST_TRAIN, name="tune"), "phase 'tune'"),
-        "training off the clock": (each("phase", FIRST_TRAIN, timed=False), "'train' .* timed: False",
+        "training off the clock": (each("phase", FIRST_TRAIN, timed=False), "'train' .*: False",
                                    "7000 ms in timed phases"),
         "a checkpoint": (each("phase", FIRST_VALIDATE, name="checkpoint"), "phase 'checkpoint'",
                          "3 validations for 4"),
-        "less time than its phases": (each("val", train_time_ms=1000), "in timed phases, 1000 ms in",
+        "less time than its phases": (each("val", train_time_ms=1000), "timed phases, 1000 ms in",
                                       "dearer"),
-        "no times": (each("phase", FIRST_TRAIN, ms="nan"), "nan ms in timed phases", "nan ms between"),
+        "no times": (each("phase", FIRST_TRAIN, ms="nan"), "nan ms in timed", "nan ms between"),
         "time in no phase": (delay, "untimed work: 1000 ms between the phases"),
         "a clock that runs backwards": (each("phase", slice(-1, None), t_ms=0.0), "inf ms between"),
-        "training in a validation": (each("phase", FIRST_VALIDATE, ms=1900.0), "several times their"),
+        "training in a validation": (each("phase", FIRST_VALIDATE, ms=1900.0), "several times"),
         "training in every validation": (
             lambda events: [event.update(ms=2100.0) for event in events
                             if event.get("name") == "validate"],
             "2100 ms, a token dearer than training"),
         "a step left out": (without("step", 5), "11 of 12 steps are in the log"),
         "a validation left out": (without("val", 1), "4 validations for 3 losses"),
-        "an error at the end": (each("end", status="error"), "ended with status error", "missing: "),
+        "an error at the end": (each("end", status="error"), "with status error", "missing: "),
         "two ends": (lambda events: events.append(events[-1]), "2 end lines", "missing: "),
     }.items()
 }
@@ -498,14 +502,12 @@ def test_a_record_is_caught_with(cheat, records, tmp_path):
     caught(folder, *patterns)
 
 
-def test_logs_registry_and_claim_forged_throughout_are_not_caught_so_claims_are_published_before_their_runs(
-    twelve,
-):
+def test_what_is_forged_throughout_is_not_caught_so_claims_are_published_before_their_runs(twelve):
     claim_only(twelve, best(twelve)[:8])
     assert make(twelve) == 0
 
 
-def test_a_loss_edited_in_log_and_registry_is_caught_by_the_next_line_which_the_last_end_lacks(four):
+def test_a_loss_edited_in_log_and_registry_is_caught_by_the_next_line_which_the_last_lacks(four):
     def edit_throughout(path: Path) -> None:
         before = hashlib.sha256(path.read_bytes()).hexdigest()
         edit_loss(path)
@@ -541,7 +543,10 @@ def test_a_link_in_place_of_a_file_or_folder_is_caught(name, four, capsys):
     assert (code, "unexpected file" in said) == (1, True)
 
 
-@pytest.mark.parametrize("name", ["data", "checks", "config", "env", "world_size", "seed", "claim", "run_id"])
+SHAPED = ("data", "checks", "config", "env", "world_size", "seed", "claim", "run_id")
+
+
+@pytest.mark.parametrize("name", SHAPED)
 def test_a_header_of_any_shape_is_a_failure_and_no_traceback(name, four, capsys):
     for value in (None, 1.5, "x", []):
         forge(four, put(value, name))
@@ -565,7 +570,7 @@ def test_a_run_that_was_stopped_saved_and_resumed_counts_and_the_page_says_so(fo
 
 def test_a_run_that_repeats_steps_is_shown_and_not_counted(four):
     resume_first(four, 8, saved=False)
-    caught(four, "not counted: .*steps after 8 were done twice", "missing: .* 3 runs are no planned")
+    caught(four, "not counted: .*steps after 8 were done twice", "missing: .* 3 runs")
     page = (four / "README.md").read_text()
     assert "Seed 1000 was resumed at step 8" in page
     assert "| 1000 |" not in page
@@ -641,7 +646,8 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
 
     assert call(capsys, "leaderboard", "--records", tmp_path)[0] == 0
     page, before = (tmp_path / "README.md").read_text(), contents(tmp_path)
-    rows = re.findall(r"^\| (#\d|no record|not shown) \| \S+ \| \[(\w+)\].* \| (\d+) \| \d+ \|", page, re.M)
+    pattern = r"^\| (#\d|no record|not shown) \| \S+ \| \[(\w+)\].* \| (\d+) \| \d+ \|"
+    rows = re.findall(pattern, page, re.M)
     assert rows == [("#1", "Long", "14"), ("#2", "Good", "12"), ("no record", "Again", "12"),
                     ("not shown", "Short", "3")]
     assert "tiny/losses.svg" in before
@@ -665,7 +671,8 @@ def test_a_page_shows_the_diff_from_the_claim_before_and_no_line_of_it_leaves_it
     page = (folder / "README.md").read_text()
     assert "The diff from the claim before it, First, has 7 lines." in page
     block = page.partition("`````diff\n")[2].partition("\n`````\n")[0]
-    assert block.splitlines()[3:] == ["-step:1/2 val_loss:1.0", "+````", "+</details><b>\\x1b[2J", " "]
+    changed = ["-step:1/2 val_loss:1.0", "+````", "+</details><b>\\x1b[2J", " "]
+    assert block.splitlines()[3:] == changed
 
 
 def test_the_words_of_a_claim_cannot_pass_for_a_part_of_the_page(tmp_path):

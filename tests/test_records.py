@@ -17,7 +17,8 @@ by_claim = pytest.mark.parametrize("claim", CLAIMS, ids=lambda path: path.parent
 
 
 def read_all() -> list[Evidence]:
-    return sorted(map(read_evidence, (claim.parent for claim in CLAIMS)), key=lambda found: found.claim.created)
+    evidences = [read_evidence(claim.parent) for claim in CLAIMS]
+    return sorted(evidences, key=lambda evidence: evidence.claim.created)
 
 
 @by_claim
@@ -63,7 +64,8 @@ def said(evidence: Evidence) -> str:
 
 def test_a_track_that_counts_steps_fixes_the_tokens_of_one(evidence):
     claim = replace(evidence.claim, config=evidence.claim.config | {"batch_tokens": 524_288})
-    assert "batch_tokens is 524288, fixed at 2048 on this track" in said(replace(evidence, claim=claim))
+    evidence = replace(evidence, claim=claim)
+    assert "batch_tokens is 524288, fixed at 2048 on this track" in said(evidence)
 
 
 def test_other_training_tokens_than_the_tracks_are_caught_though_all_runs_share_them(evidence):

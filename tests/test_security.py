@@ -8,7 +8,6 @@ import pickle
 import platform
 import re
 import socket
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable

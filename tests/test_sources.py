@@ -53,7 +53,8 @@ def test_the_hash_of_a_source_is_the_one_that_the_trainer_logs(tmp_path):
 @given(st.binary(max_size=200), st.integers(0, 400))
 def test_bytes_that_are_no_source_are_refused_in_a_sentence(content, at):
     text = pack(Source({"train_gpt.py": TRAP, "optim/muon.py": b"x"}, None))
-    for damaged in (content, text[:at] + content + text[at:], text[:at], text[:at] + text[at + 1 :]):
+    start, rest = text[:at], text[at:]
+    for damaged in (content, start + content + rest, start, start + rest[1:]):
         if damaged != text:
             with pytest.raises(ClaimError, match=r"\w+"):
                 unpack(damaged)
@@ -114,10 +115,12 @@ def test_a_stored_source_still_trains_a_step(sha256, tmp_path):
     for name, content in source.files.items():
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "source" / name).write_bytes(content)
-    folders = {"data-dir": write_data(tmp_path / "data"), "log-dir": tmp_path / "logs"}
-    sizes = {name.replace("_", "-"): value for name, value in SMALL.items() if name in claim["config"]}
-    flags = [word for name, value in (sizes | folders).items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, tmp_path / "source" / "train_gpt.py", *claim["flags"], *flags]
+    folders = {"data_dir": write_data(tmp_path / "data"), "log_dir": tmp_path / "logs"}
+    flags = list(claim["flags"])
+    for name, value in (SMALL | folders).items():
+        if name in claim["config"]:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    command = [sys.executable, tmp_path / "source" / "train_gpt.py", *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
     (log,) = find_logs(tmp_path / "logs")
