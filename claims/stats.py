@@ -6,6 +6,7 @@ functions reproduce are in tests/test_stats.py.
 """
 
 import math
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
@@ -15,7 +16,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from scipy.optimize import brentq
 from scipy.special import nctdtr, stdtr
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
@@ -33,11 +33,6 @@ def check(low: float, high: float, **settings: float) -> None:
     for name, value in settings.items():
         if not low < value < high:
             raise ValueError(f"{name} is {value}: it must lie between {low:g} and {high:g}")
-
-
-def check_levels(alpha: float, chance: float = 0.8) -> None:
-    check(1e-4, 0.5, alpha=alpha)  # the simulation cannot resolve lower levels
-    check(alpha, 1, power=chance)
 
 
 # ---- Tests
@@ -96,7 +91,9 @@ def welch(new: Sequence[float], old: Sequence[float], level: float = 0.95) -> Di
     (n_a, mean_a, sd_a), (n_b, mean_b, sd_b) = moments(new), moments(old)
     if not sd_a + sd_b > 0:
         return Difference(n_a, n_b, mean_a - mean_b)
-    test = ttest_ind(new, old, equal_var=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of scipy, if one sample has no spread
+        test = ttest_ind(new, old, equal_var=False)
     return Difference(n_a, n_b, mean_a - mean_b, *figures(test, level))
 
 
@@ -143,55 +140,38 @@ def smallest_n(enough: Callable[[int], bool], start: int = 2) -> int:
     high = start
     while not enough(high):
         if high >= MOST_RUNS:
-            rule = "the margin is too small for this spread"
-            raise ValueError(f"more than {MOST_RUNS:,} runs are needed: {rule}")
+            raise ValueError(f"more than {MOST_RUNS:,} runs are needed: the margin is too small")
         high = min(2 * high, MOST_RUNS)
     return start + bisect_left(range(start, high), True, key=enough)
 
 
-def power_of_t(df: int, effect: float, alpha: float) -> float:
-    """Power of a one-sided t-test whose true effect is so many standard errors (noncentral t)."""
-    if df <= 0:
-        return NAN
-    return float(nctdtr(df, -min(effect, CERTAIN), student.ppf(alpha, df)))
-
-
 def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
-    """The chance that n runs pass, their true mean lying `margin` below the target."""
-    check_levels(alpha)
+    """The chance that n runs pass, their true mean lying `margin` below the target.
+
+    By the noncentral t distribution.
+    """
+    check(1e-4, 0.5, alpha=alpha)
     check(0, INF, sd=sd, margin=margin)
-    return power_of_t(n - 1, margin / sd * math.sqrt(n), alpha)
+    if n < 2:
+        return NAN
+    effect = margin / sd * math.sqrt(n)  # in standard errors
+    return float(nctdtr(n - 1, -min(effect, CERTAIN), student.ppf(alpha, n - 1)))
 
 
 def runs_needed(sd: float, margin: float, chance: float = 0.8, alpha: float = 0.01) -> int:
     """The fewest runs with this power."""
-    check_levels(alpha, chance)
+    check(alpha, 1, power=chance)
     return smallest_n(lambda n: power(n, sd, margin, alpha) >= chance)
-
-
-def detectable_margin(n: int, sd: float, chance: float = 0.8, alpha: float = 0.01) -> float:
-    """The true margin that n runs show with this power."""
-    check_levels(alpha, chance)
-    check(0, INF, sd=sd)
-    if n < 2:
-        return NAN
-    effect = brentq(lambda effect: power_of_t(n - 1, effect, alpha) - chance, 0, CERTAIN)
-    return effect * sd / math.sqrt(n)
-
-
-def passing_mean(n: int, sd: float, target: float, alpha: float = 0.01) -> float:
-    """The mean of n losses with this sample sd must lie below it."""
-    check_levels(alpha)
-    check(0, INF, sd=sd)
-    return target + float(student.ppf(alpha, n - 1)) * sd / math.sqrt(n) if n > 1 else NAN
 
 
 def runs_to_pass(result: Result, target: float, alpha: float = 0.01) -> int | None:
     """How many runs would pass at this mean and sd; None where no number would."""
-    n, mean, sd = result[:3]
-    if not (sd > 0 and mean < passing_mean(MOST_RUNS, sd, target, alpha)):
-        return None
-    return smallest_n(lambda n: mean < passing_mean(n, sd, target, alpha), n)
+    effect = (result.mean - target) / result.sd if result.sd > 0 else NAN
+
+    def passes(n: int) -> bool:
+        return effect * math.sqrt(n) < student.ppf(alpha, n - 1)
+
+    return smallest_n(passes, result.n) if passes(MOST_RUNS) else None
 
 
 # ---- Planned looks
@@ -204,7 +184,7 @@ def smallest_p_values(looks: tuple[int, ...], alpha: float) -> np.ndarray:
     1 where none is below alpha. The runs between two looks are drawn at once, as their sum and
     their sum of squares: a t-test needs no more.
     """
-    check_levels(alpha)
+    check(1e-4, 0.5, alpha=alpha)  # the simulation cannot resolve lower levels
     if not looks or any(n - before < 1 for before, n in pairwise((1, *looks))):
         rule = "they must be rising numbers of runs, the first at least 2"
         raise ValueError(f"looks are {looks}: {rule}")

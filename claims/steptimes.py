@@ -1,7 +1,6 @@
 """Where the time of a run goes: its steps, its stutters, the stages of its schedule."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
@@ -12,8 +11,8 @@ from claims.runs import Run, Step, Validation
 from claims.stats import Difference
 
 STUTTER_RATIO = 1.5  # a stutter takes so much longer than the steps around it
-NEIGHBOURS, QUARTILE = 21, 75  # the steps around it stand for their upper quartile: where a slower
-# stage begins that is its own time, and no step of the stage is taken for a stutter
+NEIGHBOURS, QUARTILE = 21, 75  # which their upper quartile stands for: where a slower stage begins,
+# that is already its own time, so that none of its steps is taken for a stutter
 
 
 class Stage(NamedTuple):
@@ -22,14 +21,13 @@ class Stage(NamedTuple):
     ms: float  # mean time of a step, stutters left out
 
 
-@dataclass
-class Account:
+class Account(NamedTuple):
     """The training time of one run: steps x step_ms, and the stutters on top."""
 
     steps: int
     step_ms: float  # mean time of a step, stutters left out
-    stutters: dict[int, float] = field(default_factory=dict)  # seconds above the usual, by step
-    stages: dict[int, Stage] = field(default_factory=dict)  # as the log names them
+    stutters: dict[int, float] = {}  # noqa: RUF012 - step: seconds above the steps around it
+    stages: dict[int, Stage] = {}  # noqa: RUF012 - as the log names them
 
     @property
     def lost(self) -> float:
@@ -73,15 +71,13 @@ def account(run: Run) -> Account:
     if times is None:
         return Account(count, total_ms / count)
     stutters = find_stutters(times)
-    smooth = times.copy()
     for step, seconds in stutters.items():
-        smooth[step - 1] -= 1000 * seconds
-    stages: dict[int, Stage] = {}
-    named = np.array([-1 if step.stage is None else step.stage for step in run.steps])
-    for stage in sorted(set(named.tolist()) - {-1}):
-        places = np.flatnonzero(named == stage)
-        window = run.steps[places[0]].window
-        stages[stage] = Stage(window, len(places), float(smooth[places].mean()))
+        times[step - 1] -= 1000 * seconds
+    stages = {}
+    for stage in sorted({step.stage for step in run.steps if step.stage is not None}):
+        chosen = [step for step in run.steps if step.stage == stage]
+        ms = fmean(float(times[step.step - 1]) for step in chosen)
+        stages[stage] = Stage(chosen[0].window, len(chosen), ms)
     lost_ms = 1000 * sum(stutters.values())
     return Account(count, (total_ms - lost_ms) / count, stutters, stages)
 
@@ -102,12 +98,12 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Each arm has one number of steps; `compare` is a test of (new, old)."""
     more, count = b[0].steps - a[0].steps, (a[0].steps + b[0].steps) / 2
-    per_step = [[one.step_ms / 1000 for one in side] for side in (a, b)]
-    in_steps = [[count * seconds for seconds in side] for side in per_step]
+    seconds = [[one.step_ms / 1000 for one in side] for side in (a, b)]
+    in_steps = [[count * each for each in side] for side in seconds]
     lost = [[one.lost for one in side] for side in (a, b)]
     shared = sorted(a[0].stages.keys() & b[0].stages.keys())
     return Explanation(
-        steps=more * (fmean(per_step[0]) + fmean(per_step[1])) / 2,
+        steps=more * (fmean(seconds[0]) + fmean(seconds[1])) / 2,
         step_time=compare(in_steps[1], in_steps[0]),
         stutters=compare(lost[1], lost[0]),
         stutters_at=[sorted({step for one in side for step in one.stutters}) for side in (a, b)],

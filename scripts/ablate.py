@@ -11,18 +11,16 @@ run failed, 2 bad input, 130 or 143 interrupted.
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from claims.runlog import Run, read_all
+from claims.runlog import Run, read_runs
 from claims.stats import holm, paired
 from runtime.errors import Interrupted
 from runtime.log import config_hash, source_hash
@@ -48,13 +46,11 @@ Difference: loss of the arm minus that of the baseline on the same seed, nats pe
 where the recipe's choice helps. Interval: two-sided 95 % of its mean (paired t). Holm p: adjusted
 for all arms of the table. With few seeds this is a screening: confirm with fresh seeds."""
 
-Losses = dict[int, Run]  # the run of each seed that ended, finished or diverged
-
 
 def configuration(flags: list[str]) -> dict[str, Any]:
-    """Every setting of a run with these flags, asked of the trainer: it imports torch, we do not.
+    """Every setting of a run with these flags. Raises ValueError for flags that are refused.
 
-    Raises ValueError for flags that the trainer refuses.
+    Asked of the trainer in a process of its own: it imports torch, tools do not.
     """
     command = [sys.executable, str(ROOT / "train_gpt.py"), *flags, "--print-config"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -63,44 +59,34 @@ def configuration(flags: list[str]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def read_arms(out: Path) -> dict[str, Losses]:
-    """What the logs tell, by arm and seed; of several runs of one seed the last that started."""
-    arms: dict[str, Losses] = {}
-    for folder in sorted((out / "runs").glob("*")):
-        if not any(folder.glob("*_*.jsonl")):  # only the registry yet, or nothing
-            continue
-        runs, _ = read_all([folder])  # the console of each run lies there, too, as .console
-        for run in sorted(runs, key=lambda run: run.run_id):
+def read_arms(out: Path) -> dict[str, dict[int, Run]]:
+    """The runs that finished or diverged, by arm and seed; of one seed the last that started."""
+    arms: dict[str, dict[int, Run]] = {}
+    for log in sorted((out / "runs").glob("*/*_*.jsonl")):  # run ids sort by start time
+        for run in read_runs(log):
             if run.seed is not None and (run.complete or run.status == "nonfinite"):
-                arms.setdefault(folder.name, {})[run.seed] = run
+                arms.setdefault(log.parent.name, {})[run.seed] = run
     return arms
 
 
-# ---- The table
-
-
 def report(out: Path) -> str:
-    """The Markdown table of all arms that have runs, the most helpful piece first."""
+    """The table of all arms that have runs, in Markdown, the most helpful piece first."""
     arms = read_arms(out)
     base = arms.pop(BASELINE, {})
     if not base:
         raise ValueError(f"{out} has no finished run of the baseline: run one, or name an --out")
     found = {}
-    for arm, losses in arms.items():
-        seeds = [seed for seed in losses if seed in base and losses[seed].complete]
+    for arm, runs in arms.items():
+        seeds = [seed for seed in runs if seed in base and runs[seed].complete]
         seeds = [seed for seed in seeds if base[seed].complete]
-        values = [losses[seed].final_loss or math.nan for seed in seeds]
-        found[arm] = paired(values, [base[seed].final_loss or math.nan for seed in seeds])
-    adjusted = holm({a: one.p_two_sided for a, one in found.items() if one.p_two_sided >= 0})
-    lines = [f"- {len(base)} seeds of the baseline: {', '.join(map(str, sorted(base)))}"]
-    everything = [run for losses in [base, *arms.values()] for run in losses.values()]
-    for name in ("cpu", "gpu", "threads", "dtype", "torch", "compiled"):
-        values = sorted({str(run.env.get(name)) for run in everything})
-        lines.append(f"- {name}: {', '.join(values)}")
-    lines += sorted({f"- source: {run.source}" for run in everything})
+        found[arm] = paired(last_losses(runs, seeds), last_losses(base, seeds))
+    adjusted = holm({arm: one.p_two_sided for arm, one in found.items() if one.p_two_sided >= 0})
+    sources = {run.source for runs in (base, *arms.values()) for run in runs.values()}
+    lines = [f"{len(base)} seeds of the baseline: {', '.join(map(str, sorted(base)))}", ""]
+    lines += [f"- source {source}" for source in sorted(map(str, sources))]
     lines += ["", "| arm | flags | pairs | difference | 95 % interval | diverged | Holm p |"]
     lines.append("|-|-|-|-|-|-|-|")
-    for arm, one in sorted(found.items(), key=lambda item: -item[1].mean):
+    for arm, one in sorted(found.items(), key=lambda item: (not item[1].n_a, -item[1].mean)):
         diverged = sum(not run.complete for run in arms[arm].values())
         p = f"{adjusted[arm]:.2g}" if arm in adjusted else ""
         cells = [arm, f"`{ARMS.get(arm, 'no longer an arm')}`", f"{one.n_a}", f"{one.mean:+.4f}"]
@@ -109,11 +95,15 @@ def report(out: Path) -> str:
     return "\n".join([*lines, "", READING])
 
 
+def last_losses(runs: dict[int, Run], seeds: list[int]) -> list[float]:
+    return [runs[seed].validations[-1].loss for seed in seeds]
+
+
 # ---- Runs
 
 
-def find_jobs(given: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
-    """(arm, seed, flags) of what is not done, seed by seed, so that what is done is balanced."""
+def find_jobs(given: argparse.Namespace) -> list[tuple[str, int]]:
+    """(arm, seed) of what is not done, seed by seed, so that what is done is balanced."""
     hashes = {}
     for arm in given.arms:
         hashes[arm] = config_hash(configuration(given.extra + ARMS[arm].split()))
@@ -121,50 +111,44 @@ def find_jobs(given: argparse.Namespace) -> list[tuple[str, int, list[str]]]:
     jobs = []
     for seed in given.seeds:
         for arm in given.arms:
-            if arm != BASELINE and hashes[arm] == hashes[BASELINE]:
-                continue  # the arm changes nothing here
             run = done.get(arm, {}).get(seed)
-            if run is None or run.config_sha256 != hashes[arm]:
-                jobs.append((arm, seed, given.extra + ARMS[arm].split()))
+            useful = arm == BASELINE or hashes[arm] != hashes[BASELINE]
+            if useful and (run is None or run.config_sha256 != hashes[arm]):
+                jobs.append((arm, seed))
     return jobs
 
 
-def start(out: Path, arm: str, seed: int, flags: list[str], threads: int) -> subprocess.Popen:
-    folder = out.resolve() / "runs" / arm
+def start(given: argparse.Namespace, arm: str, seed: int) -> subprocess.Popen:
+    folder = given.out.resolve() / "runs" / arm
     folder.mkdir(parents=True, exist_ok=True)
-    own = ["--seed", str(seed), "--log-dir", str(folder)]
-    command = [sys.executable, str(ROOT / "train_gpt.py"), *flags, *own]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    with (folder / f"seed_{seed}.console").open("w") as output:
-        # A session of its own: Ctrl-C reaches the child through this process only, not twice.
+    command = [sys.executable, str(ROOT / "train_gpt.py"), *given.extra, *ARMS[arm].split()]
+    command += ["--seed", str(seed), "--log-dir", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
+    with (folder / f"seed_{seed}.console").open("w") as out:
+        # In a group of its own: Ctrl-C reaches the child through this process only, not twice.
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+            command, cwd=ROOT, env=environment, stdout=out, stderr=out, process_group=0
         )
 
 
 def run_all(given: argparse.Namespace) -> int:
     """Run what is missing, `--jobs` side by side; returns how many runs failed."""
-    waiting, source = find_jobs(given), source_hash(ROOT)
-    running: dict[subprocess.Popen, str] = {}
-    failed = 0
-    print(f"{len(waiting)} runs to do", flush=True)
-    try:
-        while waiting or running:
-            while waiting and len(running) < given.jobs:
-                if source_hash(ROOT) != source:
-                    raise ValueError("the source changed during the experiment: begin a new --out")
-                arm, seed, flags = waiting.pop(0)
-                child = start(given.out, arm, seed, flags, given.threads)
-                running[child] = f"{arm}, seed {seed}"
-            time.sleep(0.05)
-            for child in [child for child in running if child.poll() is not None]:
-                failed += child.returncode not in (0, 3)  # 3: it diverged, which is a result
-                print(f"{running.pop(child)}: exit code {child.returncode}", flush=True)
-    finally:
-        for child in running:
-            child.terminate()
-        for child in running:
-            child.wait()
+    jobs, source, failed = find_jobs(given), source_hash(ROOT), 0
+    print(f"{len(jobs)} runs to do", flush=True)
+    for place in range(0, len(jobs), given.jobs):
+        if source_hash(ROOT) != source:
+            raise ValueError("the source changed during the experiment: begin a new --out")
+        batch = jobs[place : place + given.jobs]
+        children = [start(given, arm, seed) for arm, seed in batch]
+        try:
+            for (arm, seed), child in zip(batch, children, strict=True):
+                code = child.wait()
+                failed += code not in (0, 3)  # 3: the run diverged, which is a result
+                print(f"{arm}, seed {seed}: exit code {code}", flush=True)
+        finally:
+            for child in children:
+                child.terminate()  # nothing to one that has ended
+                child.wait()
     return failed
 
 
@@ -184,6 +168,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for arm in given.arms:
         if arm not in ARMS:
             parser.error(f"--arms {arm}: no such arm; --list prints them")
+    if {"--seed", "--trials", "--log-dir"} & {word.partition("=")[0] for word in given.extra}:
+        parser.error("--seed, --trials and --log-dir are given to each run by this script")
+    if min(given.jobs, given.threads) < 1:
+        parser.error("--jobs and --threads must be at least 1")
     return given
 
 

@@ -27,7 +27,7 @@ from time import monotonic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from claims.comparison import Comparison, Side, Timed, compare_sides, read_side, time_run
+from claims.comparison import Comparison, Side, compare_sides, read_side
 from claims.runlog import LogError, read_all
 from claims.stats import Difference
 from claims.steptimes import Explanation
@@ -38,28 +38,26 @@ TAIL_LINES = 15  # of the output of a failing command
 
 
 def run_in_turn(commands: Sequence[str], rounds: int, out: Path) -> list[Side]:
-    """Run each command once a round, A B then B A: a drift of the machine falls on both alike."""
-    sides = [Side("A", commands[0], []), Side("B", commands[1], [])]
+    """Run each command once a round, A B then B A."""
+    sides = {"A": Side(commands[0]), "B": Side(commands[1])}
     for number in range(rounds):
-        for side in sides if number % 2 == 0 else sides[::-1]:
-            run = run_once(side.path, out / side.name / str(number))
-            side.runs.append(run)
-            where = f"round {number + 1} of {rounds}, {side.name}"
-            print(f"{where}: {run.seconds:.1f} s", file=sys.stderr, flush=True)
-    logged = len(sides[0].logs) + len(sides[1].logs)
+        for name in "AB" if number % 2 == 0 else "BA":
+            run_once(sides[name], out / name / str(number))
+            where = f"round {number + 1} of {rounds}, {name}"
+            print(f"{where}: {sides[name].seconds[-1]:.1f} s", file=sys.stderr, flush=True)
+    logged = len(sides["A"].logs) + len(sides["B"].logs)
     if logged not in (0, 2 * rounds):
         raise LogError(f"{logged} of {2 * rounds} runs left a log: all must, or none")
-    return sides
+    return list(sides.values())
 
 
-def run_once(command: str, folder: Path) -> Timed:
-    """The training time in the log that the command leaves in the folder, or else its wall time."""
+def run_once(side: Side, folder: Path) -> None:
+    """Add the training time in the log that the command leaves in the folder, or its wall time."""
     folder.mkdir(parents=True)
-    if "{log_dir}" not in command:
-        command += " --log-dir {log_dir}"
+    command = side.path if "{log_dir}" in side.path else side.path + " --log-dir {log_dir}"
     command = command.replace("{log_dir}", shlex.quote(str(folder.resolve())))
     console = folder.with_suffix(".console")
-    started, begun = datetime.now(UTC).isoformat(), monotonic()
+    begun = monotonic()
     with console.open("wb") as out:
         child = subprocess.Popen(command, shell=True, stdout=out, stderr=out, process_group=0)
         try:
@@ -73,11 +71,12 @@ def run_once(command: str, folder: Path) -> Timed:
         tail = console.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         raise LogError("\n  ".join([f"exit code {code}: {command}", *tail, f"see {console}"]))
     if not any(folder.iterdir()):
-        return Timed(seconds, started)
+        side.seconds.append(seconds)
+        return
     runs, _ = read_all([folder])
     if len(runs) != 1:
         raise LogError(f"{folder} has {len(runs)} runs where one is needed")
-    return time_run(runs[0], started)
+    side.add(runs[0])
 
 
 # ---- Output
@@ -85,14 +84,6 @@ def run_once(command: str, folder: Path) -> Timed:
 
 def interval(found: Difference, form: str = "+.3f") -> str:
     return "no interval" if math.isnan(found.low) else f"{found.low:{form}} to {found.high:{form}}"
-
-
-def headline(found: Difference, level: float) -> str:
-    """Such as: B is 1.044 s faster than A (95 % interval -1.170 to -0.910 s)."""
-    ends = f"({100 * level:g} % interval {interval(found)} s)"
-    if not (found.low > 0 or found.high < 0):
-        return f"B is not shown to be faster or slower than A: {found.mean:+.3f} s {ends}"
-    return f"B is {abs(found.mean):.3f} s {'faster' if found.mean < 0 else 'slower'} than A {ends}"
 
 
 def explain(why: Explanation) -> list[str]:
@@ -110,17 +101,21 @@ def explain(why: Explanation) -> list[str]:
     return lines
 
 
-def to_text(a: Side, b: Side, found: Comparison, level: float) -> str:
+def to_text(sides: Sequence[Side], found: Comparison, level: float) -> str:
     lines = []
-    for side in (a, b):
+    for name, side in zip("AB", sides, strict=True):
         times = side.seconds
         measure = "training time" if side.logs else "wall time of the command"
         spread = stdev(times) if len(times) > 1 else math.nan
-        lines.append(f"{side.name} = {side.path} ({measure})")
+        lines.append(f"{name} = {side.path} ({measure})")
         lines.append(f"  n {len(times)}   mean {fmean(times):.3f} s   sd {spread:.3f}   "
                      f"median {median(times):.3f}   min {min(times):.3f}")  # fmt: skip
         lines += [f"  left out: {reason}" for reason in side.left_out]
-    lines.append(headline(found.seconds, level))
+    word = "not shown to be faster or slower than A"
+    if found.seconds.low > 0 or found.seconds.high < 0:
+        word = "slower than A" if found.seconds.mean > 0 else "faster than A"
+    ends = f"({100 * level:g} % interval {interval(found.seconds)} s)"
+    lines.append(f"B is {word}: {found.seconds.mean:+.3f} s {ends}")
     if found.explanation:
         lines += explain(found.explanation)
     if found.loss:
@@ -128,13 +123,11 @@ def to_text(a: Side, b: Side, found: Comparison, level: float) -> str:
     known = ", ".join(f"{key} {value:.40}" for key, value in found.consistent.items())
     lines.append(f"machine: alike in {known or 'nothing that the logs tell'}")
     lines += [f"DIFFERS in {what}" for what in found.differs]
-    if not found.paired:
-        lines.append("not made in turn: a drift of the machine looks like a difference")
     lines.append("this interval holds for one machine: time both arms on a second one too")
     return "\n".join(lines)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("paths", nargs="*", metavar="A B", help="logs or folders of the old arm and the new one")
@@ -147,31 +140,31 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if len(given.paths) != (0 if given.run else 2):
         parser.error("name two arms, A and B, or --run two commands")
-    return given
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parse_arguments(argv)
     try:
-        if given.run:
-            out = given.out or Path(f"logs/compare_{datetime.now(UTC):%Y%m%d-%H%M%S}")
-            a, b = run_in_turn(given.run, given.rounds, out)
-        else:
-            a, b = read_side("A", given.paths[0]), read_side("B", given.paths[1])
-        found = compare_sides(a, b, given.level)
-        if found.differs and not given.allow_mismatch:
-            rule = "A and B differ in machine or software: time both on one, or --allow-mismatch"
-            raise LogError("\n  ".join([rule, *found.differs]))
+        sides, found = compare(given)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Interrupted as signalled:
         return signalled.code
     if given.json:
-        print_json({"a": a.seconds, "b": b.seconds, **vars(found)})
+        print_json({"a": sides[0].seconds, "b": sides[1].seconds, **vars(found)})
     else:
-        print(to_text(a, b, found, given.level))
+        print(to_text(sides, found, given.level))
     return 0 if found.seconds.high < 0 else 1
+
+
+def compare(given: argparse.Namespace) -> tuple[list[Side], Comparison]:
+    if given.run:
+        out = given.out or Path(f"logs/compare_{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        sides = run_in_turn(given.run, given.rounds, out)
+    else:
+        sides = [read_side(path) for path in given.paths]
+    found = compare_sides(sides[0], sides[1], given.level, in_turn=bool(given.run))
+    if found.differs and not given.allow_mismatch:
+        rule = "A and B differ in machine or software: time both on one, or --allow-mismatch"
+        raise LogError("\n  ".join([rule, *found.differs]))
+    return sides, found
 
 
 if __name__ == "__main__":

@@ -22,37 +22,29 @@ from scripts.command import make_parser, numbers, print_json, set_up_output
 
 def make_plan(given: argparse.Namespace) -> dict[str, Any]:
     """What --json prints. Raises ValueError for a setting that makes no sense."""
-    needed, shown = [], []
+    cases = []
     for sd in given.sd:
         for margin in given.margin:
-            runs = [stats.runs_needed(sd, margin, power, given.alpha) for power in given.power]
-            needed.append({"sd": sd, "margin": margin, "runs": runs})
-        for n in given.runs:
-            margin = stats.detectable_margin(n, sd, given.power[0], given.alpha)
-            mean = stats.passing_mean(n, sd, given.target, given.alpha)
-            shown.append({"runs": n, "sd": sd, "margin": margin, "passing_mean": mean})
+            needed = [stats.runs_needed(sd, margin, power, given.alpha) for power in given.power]
+            powers = [stats.power(n, sd, margin, given.alpha) for n in given.runs]
+            cases.append({"sd": sd, "margin": margin, "runs": needed, "power_of_runs": powers})
     return {
-        "target": given.target, "alpha": given.alpha, "power": given.power, "runs_needed": needed,
-        "shown": shown, "looks": given.looks,
-        "look_level": stats.look_level(given.looks, given.alpha),
+        "alpha": given.alpha, "power": given.power, "runs": given.runs, "runs_needed": cases,
+        "looks": given.looks, "look_level": stats.look_level(given.looks, given.alpha),
         "unplanned_level": stats.true_level(given.looks, given.alpha),
     }  # fmt: skip
 
 
 def to_text(plan: dict[str, Any]) -> str:
-    alpha, power = plan["alpha"], "/".join(map(str, plan["power"]))
-    lines = [f"runs for p < {alpha:g} with power {power}"]
+    alpha, looks = plan["alpha"], plan["looks"]
+    lines = [f"runs for p < {alpha:g} with power {plan['power']}; power of {plan['runs']} runs"]
     for case in plan["runs_needed"]:
+        powers = "  ".join(f"{power:.2f}" for power in case["power_of_runs"])
         runs = "/".join(map(str, case["runs"]))
-        lines.append(f"  sd {case['sd']:<8g} margin {case['margin']:<8g} {runs:>9}")
-    lines.append(f"margin shown with power {plan['power'][0]:g}; the mean must lie below")
-    for row in plan["shown"]:
-        figures = f"margin {row['margin']:.5f}   mean {row['passing_mean']:.5f}"
-        lines.append(f"  sd {row['sd']:<8g} runs {row['runs']:<6} {figures}")
-    level = f"{plan['look_level']:.3g}"
-    lines.append(f"looks at {plan['looks']} runs: test at p < {level} each time")
+        lines.append(f"  sd {case['sd']:<8g} margin {case['margin']:<8g} {runs:>9}   {powers}")
+    lines.append(f"looks at {looks} runs: test at p < {plan['look_level']:.3g} each time")
     chance = f"{plan['unplanned_level']:.3g}"
-    lines.append(f"  at p < {alpha:g} each time a change without effect passes with chance {chance}")
+    lines.append(f"  at p < {alpha:g} each time no effect passes with chance {chance}")
     return "\n".join(lines)
 
 
@@ -65,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--margin", type=positive, default=margins, help="margins, nats (%(default)s)")
     add("--runs", type=counts, default=[5, 10, 20], help="numbers of runs (%(default)s)")
     add("--looks", type=counts, default=[5, 10], help="all looks at which one tests (%(default)s)")
-    add("--target", type=float, default=3.28, help="loss to beat (%(default)s)")
     add("--alpha", type=float, default=0.01, help="level of the test (%(default)s)")
     add("--power", type=numbers(float, 0, 1), default=[0.8, 0.9], help="(%(default)s)")
     add("--json", action="store_true", help="print one JSON object")

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims import verdict
-from claims.runlog import LogError, Run, Validation, read_all, read_runs
+from claims.runlog import LogError, Run, read_all, read_runs
 from claims.stats import MOST_RUNS
 from claims.verdict import ALPHA, Arm
 from scripts.command import make_parser, numbers, print_json, set_up_output
@@ -40,9 +40,7 @@ def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
 def judge(given: argparse.Namespace) -> tuple[list[Arm], list[str]]:
     """The arms, and what could not be read. Raises LogError, or ValueError for a bad setting."""
     if given.losses:
-        points = [Validation(0, loss, None, repr(loss)) for loss in given.losses]
-        warning = "unverified: these numbers were typed by hand, no log stands behind them"
-        arms, unread = [verdict.judge(points, given.target, [warning])], []
+        arms, unread = [verdict.judge_typed(given.losses, given.target)], []
     else:
         runs, unread = read(given.paths)
         arms = verdict.judge_all(runs, given.target, given.at_step)
@@ -63,42 +61,38 @@ def judge(given: argparse.Namespace) -> tuple[list[Arm], list[str]]:
 def title(arm: Arm) -> str:
     if arm.path is None:
         return "typed losses, UNVERIFIED"
-    facts = {
-        "source": arm.source or "unknown", "configuration": arm.config_sha256,
-        "steps": arm.total_steps, "GPUs": arm.gpu_count, "claim": arm.claim, "at step": arm.at_step,
-    }  # fmt: skip
-    known = [f"{name} {fact!s:.12}" for name, fact in facts.items() if fact is not None]
-    return f"{arm.path}: {', '.join(known)}"
+    key = arm.key
+    facts = f"source {key.source or 'unknown':.12}, steps {key.total_steps}, GPUs {key.gpu_count}"
+    if key.config_sha256:
+        facts += f", configuration {key.config_sha256:.12}"
+    return f"{arm.path}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
 
 
 def verdict_line(arm: Arm) -> str:
-    if arm.n < 2:
-        alone = arm.n or len(arm.incomplete) == 1
+    if arm.result.n < 2:
+        alone = arm.result.n or len(arm.incomplete) == 1
         return f"FAIL: {'one run' if alone else 'no complete run'}, no verdict possible"
     rule = f"a mean loss below {arm.target:g} at p < {ALPHA:g} is"
     if not arm.passes:
         return f"FAIL: {rule} not shown"
     if not arm.accepted:
         return f"FAIL after these looks; at a single one {rule} shown"
-    word = "PASS, but MARGINAL" if arm.p >= verdict.MARGINAL else "PASS"
+    word = "PASS, but MARGINAL" if arm.result.p >= verdict.MARGINAL else "PASS"
     return f"{word}: {rule} shown"
 
 
 def to_text(arm: Arm) -> str:
-    lines = [
-        title(arm),
-        f"n {arm.n}   mean {arm.mean:.6f}   sd {arm.sd:.6f}   t {arm.t:.4f}   p {arm.p:.3g}   "
-        f"99 % upper bound {arm.upper99:.5f}",
-        verdict_line(arm),
-        *[f"warning: {warning}" for warning in arm.warnings],
-    ]
+    n, mean, sd, t, p, upper99 = arm.result
+    figures = f"n {n}   mean {mean:.6f}   sd {sd:.6f}   t {t:.4f}   p {p:.3g}"
+    lines = [title(arm), f"{figures}   99 % upper bound {upper99:.5f}", verdict_line(arm)]
+    lines += [f"warning: {warning}" for warning in arm.warnings]
     for run in arm.incomplete:
         lines.append(f"left out: {run['path']}: {run['reason']} (loss {run['last_loss']})")
     lines += arm.notes
-    names = arm.names or ["typed"] * arm.n
-    for loss, ms, name in zip(arm.losses, arm.times_ms, names, strict=True):
+    for name, point in zip(arm.names, arm.points, strict=True):
+        ms = point.train_time_ms
         time = "time unknown" if ms is None else f"{ms / 1000:10.3f} s"
-        lines.append(f"  {loss:.6f}  {time}  {Path(name).name}")
+        lines.append(f"  {point.loss:.6f}  {time}  {Path(name).name}")
     return "\n  ".join(lines)
 
 
