@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,6 +31,7 @@ SUMS = "checksums.json"
 FIELDS = {
     "run_id": str, "step": int, "clock_ms": float, "segment": int, "log_bytes": int, "data": dict,
 }  # fmt: skip
+AGAIN = "Resume from another checkpoint."
 KEPT = 2  # if a power cut spoils the newest, there is the one before
 MOST_JSON_BYTES = 2**26
 
@@ -90,10 +90,24 @@ def checkpoints(folder: Path) -> list[Path]:
 def check(path: Path) -> dict[str, Any]:
     """The state of a checkpoint. Refused for anything that is not as it was written."""
     try:
-        _check_sums(path)
-        return _read_state(path / STATE)
+        sums = _read_json(path / SUMS)
+        for name in (MODEL, OPTIM, STATE):
+            found = _sha256(_regular(path / name))
+            if found != sums.get(name):
+                raise Refused(f"{path / name} has SHA-256 {found:.12}, not the one that {SUMS} "
+                              f"names: {sums.get(name)!r:.14}. {AGAIN}")  # fmt: skip
+        state = _read_json(path / STATE)
     except OSError as error:
-        raise Refused(f"checkpoint {path} cannot be read: {error}. Resume from another.") from None
+        raise Refused(f"checkpoint {path} cannot be read: {error}. {AGAIN}") from None
+    if state.get("schema") != SCHEMA:
+        raise Refused(f"{path / STATE}: schema {state.get('schema')!r:.40}, but this version reads "
+                      f"{SCHEMA}. Resume with the source that wrote it.")  # fmt: skip
+    for name, kind in FIELDS.items():
+        value = state.get(name)
+        if type(value) is not kind or (kind is float and not 0 <= value < math.inf):
+            raise Refused(f"{path / STATE}: {name} must be a {kind.__name__}, not "
+                          f"{value!r:.40}. {AGAIN}")  # fmt: skip
+    return state
 
 
 def load(path: Path) -> Snapshot:
@@ -102,53 +116,7 @@ def load(path: Path) -> Snapshot:
     try:
         return Snapshot(load_file(path / MODEL), load_file(path / OPTIM), state)
     except (OSError, SafetensorError) as error:
-        raise Refused(f"{path} holds no tensors: {error}. Resume from another one.") from None
-
-
-@torch.no_grad()
-def copy_tensors(saved: dict[str, Tensor], here: dict[str, Tensor]) -> None:
-    """Copy saved tensors into those of the same names; Refused where a shape or dtype differs."""
-    wrong = []
-    for name in saved | here:
-        was, now = _kind(saved.get(name)), _kind(here.get(name))
-        if was != now:
-            wrong.append(f"{name} {was} -> {now}")
-    if wrong:
-        raise Refused(f"the checkpoint is of another model: {'; '.join(wrong[:5])}. Give that "
-                      f"model's settings.")  # fmt: skip
-    for name, tensor in here.items():
-        tensor.copy_(saved[name])
-
-
-def _kind(tensor: Tensor | None) -> str:
-    return "absent" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-
-
-def _check_sums(path: Path) -> None:
-    sums = _read_json(path / SUMS)
-    if sums.keys() != {MODEL, OPTIM, STATE}:
-        raise Refused(f"{path / SUMS} names {sorted(sums)}, not {MODEL}, {OPTIM} and {STATE}. "
-                      f"Resume from another checkpoint.")  # fmt: skip
-    for name, expected in sums.items():
-        found = _sha256(_regular(path / name))
-        if found != expected:
-            raise Refused(f"{path / name} has SHA-256 {found:.12}, not {expected!r:.14} as it was "
-                          f"written. Resume from another checkpoint.")  # fmt: skip
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    state = _read_json(path)
-    if state.get("schema") != SCHEMA:
-        raise Refused(f"{path}: schema {state.get('schema')!r:.40}; this version reads {SCHEMA}. "
-                      f"Resume with the source that wrote it.")  # fmt: skip
-    for name, kind in FIELDS.items():
-        if type(state.get(name)) is not kind:
-            raise Refused(f"{path}: {name} must be a {kind.__name__}, not {state.get(name)!r:.40}. "
-                          f"Resume from another checkpoint.")  # fmt: skip
-    if not 0 <= state["clock_ms"] < math.inf:
-        raise Refused(f"{path}: clock_ms must be 0 or more and finite, not {state['clock_ms']}. "
-                      f"Resume from another checkpoint.")  # fmt: skip
-    return state
+        raise Refused(f"{path} holds no tensors: {error}. {AGAIN}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -160,14 +128,13 @@ def _read_json(path: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"a {type(value).__name__}")
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} is no JSON object of a checkpoint ({error}). Resume from another "
-                      f"checkpoint.") from None  # fmt: skip
+        raise Refused(f"{path} is no JSON object of a checkpoint ({error}). {AGAIN}") from None
     return value
 
 
 def _regular(path: Path) -> Path:
     if path.is_symlink() or not path.is_file():  # reading a pipe would wait for ever
-        raise Refused(f"{path} is missing or no regular file. Resume from another checkpoint.")
+        raise Refused(f"{path} is missing or no regular file. {AGAIN}")
     return path
 
 

@@ -34,9 +34,9 @@ class Clock:
         self._timed_ns = 0
 
     def resume_run(self, train_time_ms: float, lost_ms: float) -> None:
-        """Set the clock to a checkpoint's train time, and charge the steps that were lost after it.
+        """Set the clock to a checkpoint's train time and charge the steps that were lost after it.
         """
-        self.begin_run()
+        lost_ms = max(lost_ms, 0.0)  # a checkpoint may know of time that no line of the log tells
         self.phases.append(Phase("lost", True, lost_ms))
         self._timed_ns = round(1e6 * (train_time_ms + lost_ms))
 

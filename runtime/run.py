@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,10 +23,9 @@ from runtime.resume import Plan, differences
 from runtime.settings import Interval
 from runtime.stop import SAVE, Stop
 
-LAG = 2  # steps by which a GPU's loss is read late. The same on all ranks, so they act alike
+LAG = 2  # steps by which a GPU's loss is read late; the same on all ranks, so they act alike
 MOST_SKIPS = 20  # in a row; then nothing is learned any more
 SECONDS_BETWEEN_LINES = 1.0
-RANDOM = "random."  # begins the names of the generators' states in a checkpoint
 
 
 class Trainer(Protocol):
@@ -33,20 +33,17 @@ class Trainer(Protocol):
 
     config: Any  # RunSettings, target and steps
     machine: Machine
-    guard: Any  # explain(verdict), report()
+    guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None
 
     def header(self, seed: int, trial: int) -> dict[str, Any]: ...
-    def state_dict(self) -> dict[str, Any]:
-        """{"model", "optim": tensors on the host by name, "data": dict}. Full on rank 0 alone."""
+    def state_dict(self) -> dict[str, Any]: ...  # copies on rank 0's host: model, optim, data
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-    def where(self, step: int) -> dict[str, Any]:
-        """Shard and token offset of a step's batch."""
+    def where(self, step: int) -> dict[str, Any]: ...  # shard and token_offset of its batch
     def mfu(self, tokens_per_s: float) -> float: ...
 
 
 class Run(contextlib.AbstractContextManager):
-    """A new run, or one that goes on from a checkpoint. Leaving it writes the end and sets `code`.
-    """
+    """A run, new or resumed. Leaving it writes how it ended and sets the exit code `code`."""
 
     def __init__(
         self, trainer: Trainer, plan: Plan, clock: Clock, stop: Stop, *, source: Path
@@ -57,29 +54,28 @@ class Run(contextlib.AbstractContextManager):
         self._config, self._machine, self._source = trainer.config, trainer.machine, source
         self._header: dict[str, Any] = {}
         self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
-        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history, False)
+        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history, enabled=False)
         self._phases_logged = 0
         self._stepped_at = 0.0  # train time
         # Steps whose values are on their way from the device: event, values, CUDA event.
         self._late: list[tuple[dict[str, Any], Tensor, Any]] = []
         self._said_at = -math.inf
-        self._skips = 0  # in a row; a resume starts again at zero
+        self._skips = 0  # in a row; starts at zero after a resume
         self._failure: NonFinite | None = None
         self._every = Interval.parse(self._config.checkpoint_every)
         self._saved_at, self._saved_time = plan.step, time.monotonic()
         self._save_wanted = False
         self._folder = Path(self._config.checkpoint_dir, plan.run_id)
+        self._snapshot = Snapshot({}, {}, {})  # as read by rank 0
         self._last_saved = plan.checkpoint
-        self._saved = Snapshot({}, {}, {})  # as read, until all ranks have it
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._executor.submit(int)  # starts the thread while there is memory for it
         self._writing: Future | None = None
 
     # ---- The beginning
 
     def __enter__(self) -> "Run":
         try:
-            self._machine.on_main(self._open)  # first: from here on the run is this process's
+            self._machine.on_main(self._open)
             self._load()
             self._header = self.trainer.header(self.plan.seed, self.plan.trial)
             self._machine.on_main(self._begin)
@@ -91,33 +87,27 @@ class Run(contextlib.AbstractContextManager):
 
     def _open(self) -> None:
         self._log = RunLog(self._config.log_dir, self.plan.run_id, self.plan.history)
+        if self.plan.checkpoint is not None:
+            self._snapshot = checkpoint.load(self.plan.checkpoint)
 
     def _load(self) -> None:
         """Give rank 0's checkpoint to all ranks. Refused where it does not fit."""
-        plan = self.plan
+        plan, machine = self.plan, self._machine
+        self.clock.begin_run()
         if plan.history is None:
-            self.clock.begin_run()
             return
-        lost_ms = max(plan.history.train_time_ms - plan.clock_ms, 0.0)
-        self.clock.resume_run(plan.clock_ms, lost_ms)
+        self.clock.resume_run(plan.clock_ms, lost_ms=plan.history.train_time_ms - plan.clock_ms)
         if plan.checkpoint is None:
             return
-        data = self._machine.on_main(self._read)
-        model = self._machine.broadcast(self._saved.model)
-        optim = self._machine.broadcast(self._saved.optim)
-        self._saved = Snapshot({}, {}, {})
+        data = machine.on_main(lambda: self._snapshot.state["data"])
+        model = machine.broadcast(self._snapshot.model)
+        optim = machine.broadcast(self._snapshot.optim)
+        self._snapshot = Snapshot({}, {}, {})
         try:
             self.trainer.load_state_dict({"model": model, "optim": optim, "data": data})
-            set_random_state(optim, self._machine)
+            set_random_state(machine, optim)
         except Exception as error:  # of any kind: a stranger may have written the checkpoint
-            raise Refused(f"checkpoint {plan.checkpoint} does not fit this run: {error}. Resume "
-                          f"with the settings it was saved with.") from error  # fmt: skip
-
-    def _read(self) -> dict[str, Any]:
-        """Read the checkpoint, on rank 0; returns the position of the data."""
-        assert self.plan.checkpoint is not None
-        self._saved = checkpoint.load(self.plan.checkpoint)
-        return self._saved.state["data"]
+            raise Refused(f"checkpoint {plan.checkpoint} does not fit this run: {error}") from error
 
     def _begin(self) -> None:
         """Write the first lines, on rank 0."""
@@ -133,8 +123,8 @@ class Run(contextlib.AbstractContextManager):
         name = plan.checkpoint.name if plan.checkpoint else None
         resumed = {"from_step": plan.step, "checkpoint": name, "differences": blocking + others}
         self._log.begin(self._header, resumed)
-        said = "; ".join(["", *blocking, *others])
-        self._machine.say(f"run {plan.run_id} resumes after step {plan.step}{said}")
+        said = f"run {plan.run_id} resumes after step {plan.step}"
+        self._machine.say("; ".join([said, *blocking, *others]))
 
     def _log_phases(self) -> None:
         for phase in self.clock.phases[self._phases_logged :]:
@@ -148,26 +138,28 @@ class Run(contextlib.AbstractContextManager):
         self.clock.start("train", timed=True)
         self._stepped_at = self.clock.train_time_ms
 
-    def settle(self) -> None:
-        """Stop the clock and write the steps that are still late. NonFinite."""
-        self.clock.stop()
+    def _stop_training(self) -> None:
+        """Stop the clock and write the steps that are still late."""
+        if self.clock.running:
+            self.clock.stop()
         self._write_late(wait=True)
         self._log_phases()
+
+    def settle(self) -> None:
+        """All steps are done: stop the clock. Raises NonFinite if they ended in skips."""
+        self._stop_training()
         if self._failure is not None:
             raise self._failure
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """An untimed phase: stops the clock and, if it was running, starts it again."""
+        """An untimed phase. If the clock runs, it stops for it."""
         training = self.clock.running
-        if training:
-            self.clock.stop()
-        self._write_late(wait=True)
-        self._log_phases()
+        self._stop_training()
         with self.clock.phase(name, timed=False):
             yield
         self._log_phases()
-        gc.collect()  # which steps do not wait for
+        gc.collect()  # off the clock; during steps there is no garbage collection
         if training:
             self.start_training()
 
@@ -175,7 +167,7 @@ class Run(contextlib.AbstractContextManager):
         self, message: Tensor, verdict: Tensor, *, lr_mul: float, window: int, stage: int,
         tokens: int,
     ) -> None:  # fmt: skip
-        """Log a step, without waiting for the device: its line is written when its loss is here.
+        """Log a step. Its line is written when its loss has arrived: nobody waits for the device.
 
         message (1 + flags,): mean loss and the flags of `Stop`, summed over ranks. verdict: the
         guard's. tokens: of all steps so far.
@@ -211,28 +203,26 @@ class Run(contextlib.AbstractContextManager):
             self._write_step(event, loss, self.trainer.guard.explain(values[SAVE + 2 :]))
 
     def _write_step(self, event: dict[str, Any], loss: float, skip: Any) -> None:
-        step, where = event["step"], ""
+        step = event["step"]
         self._log.write("step", **event, skipped=skip is not None, train_loss=loss)
-        if skip is not None or not math.isfinite(loss):
-            place = self.trainer.where(step)
-            where = f" (shard {place['shard']}, tokens from {place['token_offset']})"
-        if skip is not None:
-            self._log.write("skip", step=step, **skip._asdict(), **place)
-            what = f"{skip.guard}: {skip.tensor or 'loss or norm'} {skip.value:.4g}{where}"
-            self._machine.say(f"warning: step {step} skipped, {what}")
-            self._skips += 1
-            if self._skips >= MOST_SKIPS:
-                self._failure = NonFinite(
-                    f"{self._skips} steps were skipped in a row, the last of them {step}, {what}"
-                )
-        elif not math.isfinite(loss):
-            raise NonFinite(f"training loss is {loss} at step {step}{where}")
-        else:
-            self._skips = 0
         now = time.monotonic()
         if now - self._said_at > SECONDS_BETWEEN_LINES or step == self._config.steps:
             self._said_at = now
             self._machine.say(self._text(event, loss))
+        if skip is None and math.isfinite(loss):
+            self._skips = 0
+            return
+        place = self.trainer.where(step)
+        where = f"(shard {place['shard']}, tokens from {place['token_offset']})"
+        if skip is None:
+            raise NonFinite(f"training loss is {loss} at step {step} {where}")
+        self._log.write("skip", step=step, **skip._asdict(), **place)
+        what = f"{skip.guard}: {skip.tensor or 'loss or norm'} {skip.value:.4g} {where}"
+        self._machine.say(f"warning: step {step} skipped, {what}")
+        self._skips += 1
+        if self._skips >= MOST_SKIPS:
+            many = f"{self._skips} steps were skipped in a row, the last of them {step}, {what}"
+            self._failure = NonFinite(many)
 
     def _text(self, event: dict[str, Any], loss: float) -> str:
         step, steps = event["step"], self._config.steps
@@ -246,14 +236,12 @@ class Run(contextlib.AbstractContextManager):
         )
 
     def validated(self, step: int, val_loss: float) -> None:
-        """Log and say a validation loss. NonFinite if it is not finite."""
+        """Log and say a validation loss, inside a pause. NonFinite if it is not finite."""
         steps, train_time = self._config.steps, self.clock.train_time_ms
-        self._log.write(
-            "val", step=step, total_steps=steps, val_loss=val_loss, train_time_ms=train_time
-        )
-        self._machine.say(
-            f"step {step}/{steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s"
-        )
+        event = {"step": step, "total_steps": steps, "val_loss": val_loss}
+        self._log.write("val", **event, train_time_ms=train_time)
+        said = f"step {step}/{steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s"
+        self._machine.say(said)
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
 
@@ -264,20 +252,17 @@ class Run(contextlib.AbstractContextManager):
         minutes = (time.monotonic() - self._saved_time) / 60
         if self._machine.is_main and 0 < self._every.minutes <= minutes:
             self.stop.ask_to_save()  # all ranks hear it with a later step
-        if self._every.steps:
-            before, now = self._saved_at // self._every.steps, self.steps_done // self._every.steps
-            if now > before:
-                return True
+        every = self._every.steps
+        due = every > 0 and self.steps_done // every > self._saved_at // every
         ends = self.stop.number is not None or self._failure is not None
-        return ends or self._save_wanted
+        return due or ends or self._save_wanted
 
     def save(self) -> None:
         """Copy the run to the host, on the clock; a thread writes the checkpoint.
 
-        Then raises what ends the run, if anything does: Interrupted or NonFinite.
+        Then raises what ends the run, if anything does: NonFinite or Interrupted.
         """
-        self.clock.stop()
-        self._write_late(wait=True)
+        self._stop_training()
         with self.clock.phase("checkpoint", timed=True):
             state = self._take()
         self._log_phases()
@@ -291,10 +276,8 @@ class Run(contextlib.AbstractContextManager):
     def _take(self) -> dict[str, Any]:
         """The trainer's state and each rank's random generators, on the host of rank 0."""
         state = self.trainer.state_dict()
-        by_rank = self._machine.gather(random_state(self._machine.device))
-        for rank, generators in enumerate(by_rank or ()):
-            for kind, part in generators.items():
-                state["optim"][f"{RANDOM}{rank}.{kind}"] = part
+        for states in self._machine.gather(random_state(self._machine)):
+            state["optim"] |= states
         return state
 
     def _submit(self, taken: dict[str, Any]) -> None:
@@ -305,10 +288,9 @@ class Run(contextlib.AbstractContextManager):
         if not self._machine.is_main:
             return
         state = {
-            "run_id": self.plan.run_id, "seed": self.plan.seed, "trial": self.plan.trial,
-            "step": self.steps_done, "clock_ms": self.clock.train_time_ms,
-            "segment": self._log.segment, "log_bytes": self._log.size, "header": self._header,
-            "data": taken["data"],
+            "run_id": self.plan.run_id, "step": self.steps_done,
+            "clock_ms": self.clock.train_time_ms, "segment": self._log.segment,
+            "log_bytes": self._log.size, "header": self._header, "data": taken["data"],
         }  # fmt: skip
         if self._writing is not None:
             self._writing.cancel()
@@ -350,55 +332,51 @@ class Run(contextlib.AbstractContextManager):
             self.clock.stop(wait=False)
         self._log_phases()
         self._executor.shutdown()  # waits until the last checkpoint is written
-        expected = self._explain(error)
-        train_time = self.clock.train_time_ms
-        end = self._end | {"steps": self.steps_done, "train_time_ms": train_time}
-        self._log.finish(end | {"peak_mib": peak_mib(self._machine)})
+        if error is not None:
+            self._explain(error)
+        end = {"steps": self.steps_done, "train_time_ms": self.clock.train_time_ms}
+        self._log.finish(self._end | end | {"peak_mib": peak_mib(self._machine)})
         if self._end["status"] == "done" and self._machine.is_main:
             self._clear()
-        return expected
+        return self._end["status"] in ("nonfinite", "interrupted")
 
-    def _explain(self, error: BaseException | None) -> bool:
-        """Say what ended the run. Returns whether it is an end that needs no traceback."""
-        if error is None:
-            return False
-        saved = "nothing was saved"
+    def _explain(self, error: BaseException) -> None:
+        """Say what ended the run, and how to go on."""
+        place = f"nothing was saved (log {self._log.path})"
         if self._last_saved is not None:
-            saved = f"saved in {self._last_saved}, go on with --resume auto"
-        log = f"(log {self._log.path})"
+            place = f"saved in {self._last_saved}, go on with --resume auto (log {self._log.path})"
         if isinstance(error, NonFinite):
             self._end["status"], self.code = "nonfinite", error.code
-            self._machine.say(f"error: {error}; stopped, {saved} {log}. Lower the learning rates, "
-                              f"or use --dtype float32.")  # fmt: skip
-            return True
-        if isinstance(error, Interrupted):
+            self._machine.say(f"error: {error}; stopped, {place}. Lower the learning rates, or use "
+                              f"--dtype float32.")  # fmt: skip
+        elif isinstance(error, Interrupted):
             self._end["status"], self.code = "interrupted", error.code
-            self._machine.say(f"interrupted after step {self.steps_done}, {saved} {log}")
-            return True
-        self._machine.say(f"broke off in step {self.steps_done + 1}, {saved} {log}")
-        return False
+            self._machine.say(f"interrupted after step {self.steps_done}, {place}")
+        else:
+            self._end = {"status": "error", "val_loss": None, "reached": None}
+            self._machine.say(f"broke off in step {self.steps_done + 1}, {place}")
 
     def _clear(self) -> None:
-        """Remove the checkpoints of a run that is done, but for the model that is to be kept."""
+        """Remove the checkpoints of a run that is done, but for the last if it is to be kept."""
+        if not self._config.keep_model:
+            shutil.rmtree(self._folder, ignore_errors=True)
         for path in checkpoint.checkpoints(self._folder):
-            if not self._config.keep_model or path != self._last_saved:
+            if path != self._last_saved:
                 checkpoint.remove(path)
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()  # fails where something is kept
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's generators in this process."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+def random_state(machine: Machine) -> dict[str, Tensor]:
+    """The states of this rank's torch generators, by names that hold the rank."""
+    states = {f"random.{machine.rank}.cpu": torch.get_rng_state()}
+    if machine.device.type == "cuda":
+        states[f"random.{machine.rank}.cuda"] = torch.cuda.get_rng_state(machine.device)
     return states
 
 
-def set_random_state(saved: dict[str, Tensor], machine: Machine) -> None:
+def set_random_state(machine: Machine, saved: dict[str, Tensor]) -> None:
     """Restore this rank's generators. A rank that the checkpoint does not know keeps its own."""
-    cpu, cuda = (saved.get(f"{RANDOM}{machine.rank}.{kind}") for kind in ("cpu", "cuda"))
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    if cuda is not None and machine.device.type == "cuda":
-        torch.cuda.set_rng_state(cuda, machine.device)
+    for name in random_state(machine).keys() & saved.keys():
+        if name.endswith("cpu"):
+            torch.set_rng_state(saved[name])
+        else:
+            torch.cuda.set_rng_state(saved[name], machine.device)

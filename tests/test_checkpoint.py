@@ -29,7 +29,6 @@ from runtime.checkpoint import (
     Snapshot,
     check,
     checkpoints,
-    copy_tensors,
     load,
     save,
 )
@@ -177,19 +176,6 @@ def test_a_writer_killed_at_random_moments_never_leaves_a_damaged_checkpoint(tmp
         assert len(list(tmp_path.iterdir())) <= 5  # three, one half written, one half removed
 
 
-# ---- Tensors that must fit
-
-
-def test_tensors_of_another_shape_dtype_or_name_are_refused_by_name_and_nothing_is_copied():
-    here = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}
-    saved = {"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(1, dtype=torch.int32)}
-    with pytest.raises(Refused, match=r"b \(4,\) torch.float32 -> \(3,\) .*; c .*int32.*; d .*abs"):
-        copy_tensors(saved | {"d": torch.ones(1)}, here)
-    assert not here["a"].any()
-    copy_tensors({name: tensor + 1 for name, tensor in here.items()}, here)
-    assert all(tensor.eq(1).all() for tensor in here.values())
-
-
 # ---- Reading what is damaged
 
 
@@ -308,7 +294,7 @@ def test_a_huge_json_file_is_refused_unread(name, tmp_path):
 def test_sums_of_other_files_are_refused(sums, tmp_path):
     path = save(tmp_path, snapshot())
     (path / SUMS).write_text(json.dumps(sums))
-    with pytest.raises(Refused, match=f"{SUMS} names"):
+    with pytest.raises(Refused, match="not the one that checksums.json names"):
         load(path)
 
 
@@ -316,7 +302,7 @@ def test_sums_of_other_files_are_refused(sums, tmp_path):
 @pytest.mark.parametrize("name", ["schema", *PLACE])
 def test_a_state_that_does_not_say_where_the_run_stands_is_refused(name, value, tmp_path):
     text = json.dumps({"schema": 2} | PLACE | {name: value}).encode()
-    with pytest.raises(Refused, match=rf"state\.json: {name} ") as raised:
+    with pytest.raises(Refused, match=rf"state\.json: .*{name} ") as raised:
         load(forge(tmp_path, STATE, text))
     assert len(str(raised.value)) < 300 + len(str(tmp_path))
 

@@ -24,7 +24,7 @@ from stub_trainer import (
 )
 
 from runtime.checkpoint import STATE, SUMS, checkpoints, load
-from runtime.errors import LogError, Refused
+from runtime.errors import Refused
 from runtime.registry import REGISTRY, read_registry, register
 
 EVERY = {"checkpoint_every": "2", "keep_model": True}
@@ -356,7 +356,7 @@ def test_a_header_that_lacks_something_is_refused_in_a_sentence(name, broken):
     first, *rest = log.read_text().splitlines()
     header = {key: value for key, value in json.loads(first).items() if key != name}
     log.write_text("\n".join([json.dumps(header), *rest, ""]))
-    with pytest.raises(LogError, match=f"{name} in its header must be"):
+    with pytest.raises(Refused, match=f"{name} in its header must be"):
         run(broken.parents[1], resume="auto")
 
 
@@ -394,7 +394,7 @@ def test_of_two_processes_that_resume_one_run_the_second_is_refused(broken, whol
         resume(logs)
 
     beaten.reset = reset
-    with pytest.raises(LogError, match="another process has gone on with the run"):
+    with pytest.raises(Refused, match="another process has gone on with the run"):
         make_runs(beaten)
     assert_same(logs, whole())
 

@@ -16,7 +16,7 @@ from stub_trainer import STEPS, in_child, logs_of, read_events, run, signalled, 
 from runtime import checkpoint, stop
 from runtime import run as runs
 from runtime.checkpoint import checkpoints
-from runtime.errors import Interrupted, LogError, Refused
+from runtime.errors import Interrupted, Refused
 
 
 def events(folder, kind=None):
@@ -271,7 +271,7 @@ def test_a_run_that_is_done_keeps_its_last_checkpoint_only_if_told(keep, left, t
 @pytest.mark.parametrize("flag", ["log_dir", "checkpoint_dir"])
 def test_a_folder_that_cannot_be_written_is_refused_before_the_run(flag, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LogError, match=f"--{flag.replace('_', '-')} .*Not a directory"):
+    with pytest.raises(Refused, match=f"--{flag.replace('_', '-')} .*Not a directory"):
         run(tmp_path, **{flag: str(tmp_path / "file" / "folder")})
     assert logs_of(tmp_path) == []
 
@@ -281,7 +281,7 @@ def test_a_source_that_was_edited_while_the_run_got_ready_is_refused_and_leaves_
     header = trainer.header(0, 0)
     trainer.header = lambda seed, trial: header
     (trainer.source / "train_gpt.py").write_text("# nine numbers\n")
-    with pytest.raises(LogError, match="was edited since the run started"):
+    with pytest.raises(Refused, match="was edited since the run started"):
         stub_trainer.make_runs(trainer)
     assert logs_of(tmp_path) == []
 
