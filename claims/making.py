@@ -1,12 +1,13 @@
 """Making a record: the claim before the runs, copies of their logs after them."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 from claims.sources import COMMIT, Source, read_files, write_source
-from runtime.claim import Claim, ClaimError, read_claim
+from runtime.claim import NAME, Claim, ClaimError, read_claim
 from runtime.errors import Refused
 from runtime.jsonl import plain
 from runtime.registry import REGISTRY, read_registry
@@ -24,6 +25,8 @@ def working_source(root: Path) -> Source:
 
 def write_claim(records: Path, claim: Claim, source: Source) -> Path:
     """Write the claim, and its source if no record has it yet. Returns the record's folder."""
+    if not re.fullmatch(NAME, claim.name):
+        raise Refused(f"{claim.name!r} is no CamelName: letters and digits, the first a capital.")
     folder = records / claim.track / f"{claim.created[:10]}_{claim.name}"
     if folder.exists():
         raise Refused(f"{folder} exists: a claim is not written twice. Choose another name.")

@@ -73,6 +73,13 @@ def code(value: object) -> str:
     return "`" + printable(str(value)).replace("`", "'").replace("|", "\\|") + "`"
 
 
+def fenced(text: str, language: str = "") -> str:
+    """A block of code that no line of the text can close."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
 def table(head: str, rows: Iterable[Sequence[object]]) -> str:
     """A table under headings such as `| seed | loss |`."""
     lines = [head, "|-" * (head.count("|") - 1) + "|"]
@@ -145,19 +152,21 @@ def run_part(evidence: Evidence) -> Iterator[str]:
     yield phase_table(evidence.complete)
     flags = "".join(f" {shlex.quote(flag)}" for flag in claim.flags)
     folder = shlex.quote(f"records/{claim.track}/{evidence.folder.name}")
-    yield (f"```\npython train_gpt.py{flags} --seed {claim.seeds[0]} --trials {claim.n}\n"
-           f"python scripts/record.py verify {folder}\n```")
+    yield fenced(f"python train_gpt.py{flags} --seed {claim.seeds[0]} --trials {claim.n}\n"
+                 f"python scripts/record.py verify {folder}")
     if (evidence.folder / "NOTES.md").is_file():
         yield "More about this record: [NOTES.md](NOTES.md)."
 
 
 def source_part(evidence: Evidence) -> Iterator[str]:
     """The source and what is new in it since the claim before, shown or not."""
-    claim, commit = evidence.claim, evidence.source and evidence.source.commit
+    claim, commit = evidence.claim, "unknown"
+    if evidence.source and evidence.source.commit:
+        commit = evidence.source.commit
     yield "## Source"
     stored = source_path(Path("../.."), claim.source_sha256).as_posix()
     yield (f"- source `{claim.source_sha256}`: [all files]({stored})\n"
-           f"- commit `{commit or 'unknown'}`\n"
+           f"- commit `{commit}`\n"
            f"- configuration `{claim.config_sha256}`: [claim.json](claim.json)")
     before = claim_before(evidence)
     if before is None:
@@ -175,10 +184,8 @@ def source_part(evidence: Evidence) -> Iterator[str]:
     yield f"The diff from the claim before it, {before.name}, has {len(lines):,} lines."
     if len(lines) > LONGEST_DIFF:
         return
-    ticks = [len(run) for run in re.findall("`+", "\n".join(lines))]
-    fence = "`" * max([3, *(count + 1 for count in ticks)])  # no line of the source closes it
     yield "<details><summary>Show the diff</summary>"
-    yield "\n".join([f"{fence}diff", *map(printable, lines), fence])
+    yield fenced("\n".join(map(printable, lines)), "diff")
     yield "</details>"
 
 

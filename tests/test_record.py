@@ -196,6 +196,8 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(twelve):
         (["Few", "--n", "3"], {}, "n = 3 must be 4 to 10000"),
         (["Few", "--n", "8", "--looks", "4,6"], {}, "looks must rise"),
         (["Few"], {"target": 3.3}, "--target 3.3: that of the track is 3.25"),
+        (["few"], {}, "'few' is no CamelName"),
+        (["../Few"], {}, "'../Few' is no CamelName"),
         (["Good"], {}, "exists: a claim is not written twice"),
         (["Few", "--about", "two\nlines"], {}, "about one line"),
     ],
