@@ -114,6 +114,17 @@ def check_alike(evidence: Evidence) -> Iterator[str]:
             yield f"{name} differs between runs: {', '.join(sorted(values))}"
 
 
+def check_copies(evidence: Evidence) -> Iterator[str]:
+    """No run counts twice, by its id, its seed or its losses."""
+    seen: set[tuple[str, Any]] = set()
+    for run in evidence.runs:
+        losses = (*run.losses, *(step.train_loss for step in run.steps))
+        for mark in (("run id", run.run_id), ("seed", run.seed), ("losses", losses)):
+            if mark in seen:
+                yield f"duplicate: {run.path.name} has the {mark[0]} of another run"
+            seen.add(mark)
+
+
 def check_source(evidence: Evidence) -> Iterator[str]:
     """The source has no settings of the compiler that its track forbids."""
     if evidence.source is None or evidence.claim.track == "medium":
@@ -147,21 +158,6 @@ def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
     for resume in run.resumes:
         if resume.differences:
             yield f"resumed at step {resume.from_step} with {resume.differences!r:.300} changed"
-
-
-def check_copies(run: Run, evidence: Evidence) -> Iterator[str]:
-    """No run counts twice, by its id, its seed or its losses."""
-    for other in evidence.runs[: evidence.runs.index(run)]:
-        if run.run_id == other.run_id:
-            yield f"duplicate: the same run id as {other.path.name}"
-        if run.seed == other.seed:
-            yield f"duplicate: the same seed as {other.path.name}"
-        if all_losses(run) == all_losses(other):
-            yield f"duplicate: the same losses as {other.path.name}"
-
-
-def all_losses(run: Run) -> list[Any]:
-    return [run.losses, [step.train_loss for step in run.steps]]
 
 
 def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
@@ -286,11 +282,11 @@ OF_A_RECORD = (
     (check_started, f"make the runs and add their logs, whatever their losses; else {ANEW}"),
     (check_seeds, "claim seeds that nobody has tried"),
     (check_alike, f"make all runs alike: {ANEW}"),
+    (check_copies, f"take the copy out; if runs are missing then, {ANEW}"),
     (check_source, "leave it out and run again"),
 )
 OF_A_RUN = (
     (check_claimed, ANEW),
-    (check_copies, f"take the copy out; if runs are missing then, {ANEW}"),
     (check_registry, "restore log and registry as the run wrote them"),
     (check_compiler, "the track allows the defaults alone"),
     (check_data, "run on the track's data, with its --val-tokens"),

@@ -400,12 +400,12 @@ CHEATS: dict[str, tuple] = {  # of the twelve runs of a claim
     "8 of 12 and no lines of the others": (lambda f: cut(f, runs_of(f)[3:7]), *CHAIN,
                                            "missing: seeds"),
 } | {  # of any run
-    "a killed run": (start_again, "not counted: no end line", "duplicate: the same seed"),
+    "a killed run": (start_again, "not counted: no end line", "duplicate: .* has the seed"),
     "a run without its end": (cut_off_end, "not counted: no end line", "missing: .* 3 runs are no"),
     "a copied log": (lambda f: shutil.copy(runs_of(f)[0].path, f / "runs" / "20991231.jsonl"),
-                     *(f"duplicate: the same {kind}" for kind in ("run id", "seed", "losses"))),
+                     *(f"duplicate: .* has the {kind}" for kind in ("run id", "seed", "losses"))),
     "a copy with another run id and seed": (
-        replace_worst, "duplicate: the same losses", "missing: run .* was started",
+        replace_worst, "duplicate: .* has the losses", "missing: run .* was started",
         "its start is not in the registry", "its end is not in the registry"),
     "a digit of a loss": (lambda f: edit_loss(runs_of(f)[0].path), "edited: the log is not"),
     "a digit of one loss": (lambda f: edit_loss(runs_of(f)[0].path, 1), "edited: ",
