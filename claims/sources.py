@@ -57,25 +57,19 @@ def pack(source: Source) -> bytes:
 def unpack(text: bytes) -> Source:
     """The source in a text. Raises ClaimError where the text is not what `pack` writes."""
     head = HEAD.match(text)
-    if head is None:
-        raise ClaimError("its first line is not 'source' and a hash")
+    at = head.end() if head else 0
     files: dict[str, bytes] = {}
-    at = head.end()
-    while at < len(text):
-        named = NAMED.match(text, at)
-        if named is None:
-            raise ClaimError(f"byte {at} begins no line like 'file train_gpt.py, 1234 bytes'")
-        end = named.end() + int(named[2])
-        if text[end : end + 1] != b"\n":
-            raise ClaimError(f"{named[1].decode()} does not end after {int(named[2])} bytes")
-        files[named[1].decode()] = text[named.end() : end]
-        at = end + 1
-    for name in files:
-        if ".." in name.split("/"):  # someone may write the files to a folder
-            raise ClaimError(f"{name} leads out of the folder of the source")
-    source = Source(files, head[2].decode() if head[2] else None)
-    if pack(source) != text:  # another order, a file twice, a wrong hash
-        raise ClaimError(f"it packs other files than those of hash {head[1].decode():.12}")
+    named = NAMED.match(text, at)
+    while named:
+        at = named.end() + int(named[2])
+        files[named[1].decode()] = text[named.end() : at]
+        named = NAMED.match(text, at + 1)  # behind the newline that follows the file
+    commit = head[2].decode() if head and head[2] else None
+    source = Source(files, commit)
+    if pack(source) != text:  # another hash or order, a file twice, bytes between files
+        raise ClaimError("the text is not as record.py claim wrote it")
+    if any(".." in name.split("/") for name in files):  # someone may write the files to a folder
+        raise ClaimError("the name of a file leads out of its folder")
     return source
 
 
