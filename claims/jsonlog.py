@@ -37,7 +37,9 @@ def fits(value: Any, kind: type) -> bool:
         return value in NOT_FINITE
     if kind is float:
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return isinstance(value, kind) and (kind is not str or value.isprintable())
+    if kind is str:  # unprintable text could steer a terminal
+        return isinstance(value, str) and value.isprintable()
+    return isinstance(value, kind)
 
 
 class Line(NamedTuple):
@@ -54,7 +56,7 @@ class Line(NamedTuple):
 
     def get(self, name: str, kind: type) -> Any:
         """A field; numbers as float, None for an optional one that is missing. Raises LogError."""
-        value = self.fields.get(name)
+        value: Any = self.fields.get(name)
         if value is None and name in OPTIONAL:
             return None
         if not fits(value, kind):
@@ -127,11 +129,13 @@ def keep_until(lines: list[Line], after_step: int) -> list[Line]:
 
 
 def read_resume(line: Line, before: list[Line]) -> Resume:
-    """`before` is what the process before wrote: it repeats nothing after a saved stop."""
+    """`before` is what the process before wrote; after a saved stop nothing is repeated."""
     resume = Resume(**line.get_all(RESUME), repeats=True)
     end = before[-1].fields if before else {}
     stopped = end.get("event") == "end" and end.get("status") == "interrupted"
-    return resume._replace(repeats=not (stopped and end.get("steps") == resume.from_step))
+    at_step = end.get("steps") == resume.from_step
+    nothing_lost = keep_until(before, resume.from_step) == before
+    return resume._replace(repeats=not (stopped and at_step and nothing_lost))
 
 
 def read_jsonl(files: Sequence[tuple[Path, bytes]], problem: str | None = None) -> Run:

@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 SUFFIXES = (".jsonl", ".txt", ".log", ".stdout", ".out")
-SEGMENT = re.compile(r"(.+)\.([1-9][0-9]{0,5})\.jsonl")  # <run_id>.2.jsonl
+SEGMENT = re.compile(r"(.+)\.([2-9]|[1-9][0-9]{1,5})\.jsonl")  # <run_id>.2.jsonl
 MAX_BYTES = 32 * 2**20  # a hundred thousand steps; a wrong file must not fill the memory
 
 
@@ -42,11 +42,11 @@ def first_segment(path: Path) -> Path:
 
 
 def find_segments(first: Path) -> dict[int, Path]:
-    """The files of a run by their number."""
-    found = {1: first}
+    """The files of a run behind the first one, by their number."""
+    found = {}
     for path in first.parent.iterdir():
         match = SEGMENT.fullmatch(path.name)
-        if match and f"{match[1]}.jsonl" == first.name and path != first:
+        if match and match[1] == first.stem:
             found[int(match[2])] = path
     return dict(sorted(found.items()))
 
@@ -61,10 +61,13 @@ def read_runs(path: str | Path) -> list[Run]:
     data = read_bytes(first)
     if first.suffix != ".jsonl" and not data.startswith(b'{"'):
         return read_text(first, data)
-    segments = find_segments(first)
-    missing = sorted(set(range(1, max(segments) + 1)) - segments.keys())
-    problem = f"segment {missing[0]} of {max(segments)} is missing" if missing else None
-    rest = [(segment, read_bytes(segment)) for segment in list(segments.values())[1:]]
+    later = find_segments(first)
+    problem = None
+    for expected, number in enumerate(later, 2):
+        if number != expected:
+            problem = f"segment {expected} of {max(later)} is missing"
+            break
+    rest = [(segment, read_bytes(segment)) for segment in later.values()]
     return [read_jsonl([(first, data), *rest], problem)]
 
 

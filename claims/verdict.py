@@ -59,9 +59,10 @@ def said(passes: bool) -> str:
 def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -> list[Arm]:
     """Every arm of these runs, at each of the steps or, without any, at the end."""
     sources = grouping.several_sources(runs)
+    tried: Sequence[int | None] = sorted(set(steps)) or [None]
     arms = []
     for key, group in grouping.group_runs(runs).items():
-        for step in sorted(set(steps)) or [None]:
+        for step in tried:
             arms.append(judge(key, group, target, step))
             for folder in sorted({run.path.parent for run in group} & sources.keys()):
                 rule = "not pooled: each is an arm of its own"

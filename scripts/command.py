@@ -67,8 +67,8 @@ def set_up_output() -> None:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
             encoding, by_line = stream.encoding, stream.line_buffering
-            options = {"errors": "backslashreplace", "line_buffering": by_line}
-            setattr(sys, name, SafeOutput(stream.detach(), encoding, **options))
+            safe = SafeOutput(stream.detach(), encoding, "backslashreplace", None, by_line)
+            setattr(sys, name, safe)
     if hasattr(signal, "SIGPIPE"):  # Windows has none
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 

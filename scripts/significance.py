@@ -39,8 +39,9 @@ def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 def judge(given: argparse.Namespace) -> tuple[list[Arm], list[str]]:
     """The arms, and what could not be read. Raises LogError, or ValueError for a bad setting."""
+    unread: list[str] = []
     if given.losses:
-        arms, unread = [verdict.judge_typed(given.losses, given.target)], []
+        arms = [verdict.judge_typed(given.losses, given.target)]
     else:
         runs, unread = read(given.paths)
         arms = verdict.judge_all(runs, given.target, given.at_step)

@@ -190,26 +190,13 @@ def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(tmp_path, caps
 
 # ---- Runs made here
 
-MAKE_LOG = """
-import sys
-sys.path.insert(0, {tests!r})
-from pathlib import Path
-from test_compare import write_log
-folder = Path(sys.argv[sys.argv.index("--log-dir") + 1])
-write_log(folder / "run.jsonl", [{ms}] * 50, begin=f"{{int(folder.name):06}}")
-"""
-
-
-def command(tmp_path: Path, name: str, ms: float) -> str:
-    script = tmp_path / f"{name}.py"
-    script.write_text(MAKE_LOG.format(tests=str(Path(__file__).parent), ms=ms))
-    return f"PYTHONPATH={SCRIPT.parents[1]} {sys.executable} {script}"
-
 
 def test_commands_run_in_turn_and_their_logs_give_the_times(tmp_path, capsys):
-    out = tmp_path / "out"
-    words = ["--run", command(tmp_path, "a", 30.0), command(tmp_path, "b", 20.0)]
-    assert compare.main([*words, "--rounds", "2", "--out", str(out), "--json"]) == 1
+    commands = []
+    for name, ms in (("a", 30.0), ("b", 20.0)):
+        commands.append(f"cp {write_log(tmp_path / f'{name}.jsonl', [ms] * 50)} {{log_dir}}")
+    words = ["--run", *commands, "--rounds", "2", "--out", str(tmp_path / "out"), "--json"]
+    assert compare.main(words) == 1
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert (found["a"], found["b"]) == ([1.5, 1.5], [1.0, 1.0])

@@ -14,17 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from claims import runlog
-from claims.runlog import (
-    LogError,
-    Phase,
-    Run,
-    Step,
-    Validation,
-    find_runs,
-    read_all,
-    read_run,
-    read_runs,
-)  # fmt: skip
+from claims.runlog import LogError, Phase, Run, Step, Validation, find_runs, read_run, read_runs
 
 RULE = "=" * 100
 SOURCE = f"""import torch
@@ -169,12 +159,9 @@ def test_garbage_before_the_last_line_is_an_error_that_names_file_line_and_rule(
     ('"gpu_count": 8', '"gpu_count": null', "gpu_count must be an integer"),
     ('"env": {', '"env": 1, "other": {', "env must be an object, not 1"),
     ('"source_sha256": "source", ', "", "source_sha256 must be a string, not None"),
-    ('"track": "short"', r'"track": "\ud800"', "track must be a string"),
     ('"timed": false', '"timed": 0', "timed must be true or false, not 0"),
     ('"val_loss": 9.25', '"val_loss": "low"', "line 3: val_loss must be a number, not 'low'"),
-    ('"val_loss": 9.25', '"val_loss": true', "val_loss must be a number, not True"),
     ('"val_loss": 9.25', '"val_loss": 1e999', "val_loss must be a number, not inf"),
-    ('"total_steps": 3', '"total_steps": -1', "total_steps must be an integer"),
     ('"window": 384', '"window": 3.5', "window must be an integer"),
 ])  # fmt: skip
 def test_a_field_that_breaks_its_rule_is_an_error_that_names_it(old, new, rule):
@@ -190,7 +177,6 @@ def test_unknown_events_and_fields_are_ignored():
 
 @pytest.mark.parametrize(("content", "reason"), [
     (b"", "no header"),
-    (WHOLE[len(header()) :], "no header"),
     (header() + WHOLE, "2 headers in 1 file"),
     (header() + end(loss=None), "no validation"),
     (BEGIN + val(2, 20.0) + end(steps=2, loss=7.25), "last validation at step 2 of 3"),
@@ -199,7 +185,6 @@ def test_unknown_events_and_fields_are_ignored():
     (BEGIN + val(3, 30.0) + end("interrupted"), "ended with status interrupted"),
     (BEGIN + val(3, 30.0) + end(loss=6.5), "another val_loss than the last validation"),
     (BEGIN + val(3, 30.0) + val(3, 30.0) + end(), "two validations at step 3"),
-    (BEGIN + val(4, 30.0) + val(3, 30.0) + end(), "step 3 of 3 follows step 4 of 3"),
     (BEGIN + val(2, 20.0, 2) + val(3, 30.0) + end(), "step 2 of 2 follows step 0 of 3"),
     (BEGIN + val(2, 90.0) + val(3, 30.0) + end(), "less train time at step 3 than at step 2"),
 ])  # fmt: skip
@@ -256,22 +241,18 @@ def test_a_resumed_run_counts_only_after_a_saved_stop_at_the_very_step(tmp_path,
     assert read_segments(tmp_path, before, begin_again(1) + REST).counts is counts
 
 
-def test_a_second_resume_from_one_checkpoint_repeats_steps(tmp_path):
-    killed = begin_again(1) + step(2, 25.0)
-    run = read_segments(tmp_path, SAVED, killed, begin_again(1, 3) + REST)
-    assert steps_of(run) == [(1, 10.0), (2, 30.0), (3, 40.0)]
-    assert [resume.repeats for resume in run.resumes] == [False, True]
-
-
 def test_a_resume_from_the_start_supersedes_everything_and_one_of_the_last_step_only_validates(
     tmp_path,
 ):
     run = read_segments(tmp_path / "a", SAVED, begin_again(0) + val(0, 0.0) + ONE + REST)
     assert steps_of(run) == [(1, 10.0), (2, 30.0), (3, 40.0)]
     assert run.losses == [(0, 9.25), (3, 6.25)]
-    stopped = header(2) + val(0, 0.0) + ONE + TWO + THREE + end("interrupted", 3, None)
-    run = read_segments(tmp_path / "b", stopped, begin_again(3) + val(3, 30.0) + end())
+    done = header(2) + val(0, 0.0) + ONE + TWO + THREE
+    rest = begin_again(3) + val(3, 30.0) + end()
+    run = read_segments(tmp_path / "b", done + end("interrupted", 3, None), rest)
     assert (steps_of(run), run.counts) == ([(1, 10.0), (2, 20.0), (3, 30.0)], True)
+    run = read_segments(tmp_path / "c", done + val(3, 30.0) + end("interrupted", 3, None), rest)
+    assert (run.complete, run.counts) == (True, False), "its last validation was done twice"
 
 
 def test_a_missing_segment_and_a_run_that_goes_on_are_unfinished(tmp_path):
@@ -347,7 +328,6 @@ def test_a_public_log_is_read_whole():
     ("step:9/9 val_loss:3.273600 train_time:910546.25ms step_avg:nanms", "3.273600", 910546.25),
     ("step:9/9 val_loss:3.27654 train_time:1.10512s", "3.27654", 1105.12),
     ("step:9/9 x_val_loss:9.1 val_loss:3.2 train_time:2s ema_val_loss:9.2 r:1e-03", "3.2", 2000),
-    ("step:9/9 train_time:12ms val_loss:nan", "nan", 12),
     ("step:9/9 val_loss:3", "3", None),
 ])  # fmt: skip
 def test_every_way_to_print_a_validation_is_read_to_the_digit(line, loss, time_ms):
@@ -369,14 +349,12 @@ def test_llm_c_logs_declare_no_total_and_no_times():
 @pytest.mark.parametrize(("block", "expected"), [
     ("Running PyTorch 2.11.0+cu128 compiled for CUDA 12.8 on NVIDIA H800      with world_size 8\n",
      {"torch": "2.11.0+cu128", "cuda": "12.8", "gpu": "NVIDIA H800", "gpu_count": 8}),
-    ("Running on device_name=NVIDIA GH200 with world_size=4\n",
-     {"gpu": "NVIDIA GH200", "gpu_count": 4}),
     ("GPU 0: NVIDIA H200 (UUID: GPU-b801)\nGPU 1: NVIDIA A40 (UUID: GPU-a38a)\n",
      {"gpu": "NVIDIA A40 + NVIDIA H200", "gpu_count": 2}),
     ("GPU Name         Temp  Power\n0   NVIDIA H100 80GB HBM3     35    117        6340\n",
      {"gpu": "NVIDIA H100 80GB HBM3", "gpu_count": 1}),
     ("nothing known\n", {}),
-], ids=range(5))  # fmt: skip
+], ids=range(4))  # fmt: skip
 def test_every_way_to_print_the_environment_is_read(block, expected):
     (run,) = read(f"{SOURCE}{RULE}\n{block}{RULE}\n{LINES}")
     assert (run.env, run.gpu_count) == (expected, expected.get("gpu_count"))
@@ -418,11 +396,7 @@ def test_a_log_appended_to_another_has_a_source_of_its_own():
 @pytest.mark.parametrize(("lines", "reason"), [
     ("step:0/9 val_loss:10.8\nstep:5/9 val_loss:4.0\nstep:9/9 train_time:3ms\n",
      "last validation at step 5 of 9"),
-    ("step:0/9 train_time:3ms\n", "no validation"),
     ("step:0 val_loss:10.8\nstep:9 val_loss:3.2\n", "declares no total number of steps"),
-    ("step:0/9 val_loss:10.8\nstep:9/9 val_loss:3.3\nstep:9/9 val_loss:3.2\n",
-     "two validations at step 9"),
-    ("step:0/8 val_loss:10.8\nstep:9/9 val_loss:3.3\n", "step 9 of 9 follows step 0 of 8"),
     ("step:0/9 val_loss:10.8\nstep:9/9 val_loss:3.3\nstep:10/9 train_time:3ms\n", "step 10 of 9"),
     ("step:8/9 val_loss:3.3\nstep:9/9 val_loss:3.2\n", "begins at step 8 of 9"),
 ])  # fmt: skip
@@ -432,12 +406,9 @@ def test_a_text_run_that_cannot_stand_in_a_claim_says_why(lines, reason):
 
 @pytest.mark.parametrize(("line", "rule"), [
     ("step:9/9 val_loss:1e400", "a loss must be a number, not '1e400'"),
-    ("step:9/9 val_loss:", "a loss must be a number, not ''"),
     ("step:9/9 val_loss:3.2.1", "a loss must be a number, not '3.2.1'"),
-    ("step:9/9 val_loss:3_2", "a loss must be a number"),
     ("step:-9/9 val_loss:3.2", "is no step:N/TOTAL"),
     ("step:٣/9 val_loss:3.2", "is no step:N/TOTAL"),
-    ("step:" + "9" * 5000 + "/9 val_loss:3.2", "is no step:N/TOTAL"),
     ("s:x tel:3.2", "is no step:N/TOTAL"),
     ("step:9/9 val_loss:3.2 train_time:-5ms", "train_time must be a number"),
 ])  # fmt: skip
@@ -500,7 +471,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(tmp_path, monkeypatch
     }  # fmt: skip
     for name, content in bad.items():
         write(content, tmp_path / name)
-    runs, errors = read_all([tmp_path])
+    runs, errors = runlog.read_all([tmp_path])
     assert sorted(run.path.name for run in runs) == ["good.jsonl", "good.txt"]
     said = "\n".join(map(str, errors))
     named = [name for name in os.listdir(tmp_path) if f"{tmp_path / name}" in said]
