@@ -104,9 +104,11 @@ def check(path: Path) -> dict[str, Any]:
                       f"{SCHEMA}. Resume with the source that wrote it.")  # fmt: skip
     for name, kind in FIELDS.items():
         value = state.get(name)
-        if type(value) is not kind or (kind is float and not 0 <= value < math.inf):
+        if type(value) is not kind:
             raise Refused(f"{path / STATE}: {name} must be a {kind.__name__}, not "
                           f"{value!r:.40}. {AGAIN}")  # fmt: skip
+    if not 0 <= state["clock_ms"] < math.inf:
+        raise Refused(f"{path / STATE}: clock_ms must be 0 or more, not {state['clock_ms']}. {AGAIN}")
     return state
 
 

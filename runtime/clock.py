@@ -34,8 +34,7 @@ class Clock:
         self._timed_ns = 0
 
     def resume_run(self, train_time_ms: float, lost_ms: float) -> None:
-        """Set the clock to a checkpoint's train time and charge the steps that were lost after it.
-        """
+        """Set the clock to a checkpoint's train time, and charge the steps lost after it."""
         lost_ms = max(lost_ms, 0.0)  # a checkpoint may know of time that no line of the log tells
         self.phases.append(Phase("lost", True, lost_ms))
         self._timed_ns = round(1e6 * (train_time_ms + lost_ms))
@@ -47,8 +46,7 @@ class Clock:
         self._open = (name, timed, time.perf_counter_ns())
 
     def stop(self, *, wait: bool = True) -> None:
-        """Close the open phase. Without `wait` the device may never come to rest: a run broke off.
-        """
+        """Close the open phase, without `wait` even if the device never comes to rest."""
         if self._open is None:
             raise RuntimeError("no phase is open: call start() before stop()")
         if wait:
@@ -76,7 +74,7 @@ class Clock:
     @property
     def train_time_ms(self) -> float:
         """Milliseconds in timed phases of this run, the open one included. Waits for nothing."""
-        running_ns = 0
+        time_ns = self._timed_ns
         if self._open is not None and self._open[1]:
-            running_ns = time.perf_counter_ns() - self._open[2]
-        return (self._timed_ns + running_ns) / 1e6
+            time_ns += time.perf_counter_ns() - self._open[2]
+        return time_ns / 1e6

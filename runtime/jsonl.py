@@ -44,8 +44,7 @@ def json_hash(value: Any) -> str:
 
 
 def append(descriptor: int, line: bytes) -> None:
-    """Append the whole line to a file opened with O_APPEND, or raise OSError and leave none of it.
-    """
+    """Append the whole line to a file opened with O_APPEND, or leave none of it. OSError."""
     written = 0
     try:
         while written < len(line):

@@ -25,8 +25,7 @@ BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes the line ends
 
 
 def register(path: Path, event: str, **fields: Any) -> str:
-    """Append a line and return its SHA-256. Runs that share a folder take turns. May raise OSError.
-    """
+    """Append a line and return its SHA-256. Runs that share a folder take turns. OSError."""
     with FileLock(f"{path}.lock"):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o644)
         try:
@@ -61,11 +60,9 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
 def _read(path: Path) -> bytes:
     try:
         size = path.stat().st_size
-        if not path.is_file():  # reading a pipe would wait for ever
-            raise LogError(f"registry {path} is no regular file. Put the runs' own file there.")
-        if size > MOST_BYTES:
-            raise LogError(f"{path} has {size:,} bytes, a registry at most {MOST_BYTES:,}. "
-                           f"Put the runs' own file there.")  # fmt: skip
+        if size > MOST_BYTES or not path.is_file():  # reading a pipe would wait for ever
+            raise LogError(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}, or is no regular "
+                           f"file. Put the runs' registry there.")  # fmt: skip
         return path.read_bytes()
     except OSError as error:
         raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None

@@ -123,8 +123,8 @@ class Run(contextlib.AbstractContextManager):
         name = plan.checkpoint.name if plan.checkpoint else None
         resumed = {"from_step": plan.step, "checkpoint": name, "differences": blocking + others}
         self._log.begin(self._header, resumed)
-        said = f"run {plan.run_id} resumes after step {plan.step}"
-        self._machine.say("; ".join([said, *blocking, *others]))
+        said = [f"run {plan.run_id} resumes after step {plan.step}", *resumed["differences"]]
+        self._machine.say("; ".join(said))
 
     def _log_phases(self) -> None:
         for phase in self.clock.phases[self._phases_logged :]:

@@ -1,5 +1,4 @@
-"""Signals: before the runs one ends the process, during them it saves and ends all ranks together.
-"""
+"""Signals: before the runs one ends the process; during them all ranks save and end together."""
 
 import contextlib
 import os
@@ -39,10 +38,10 @@ def _raise(number: int, frame: Any) -> None:
 
 
 class Stop(contextlib.AbstractContextManager):
-    """Requests of single ranks to all of them: to end, because of a signal, or to save.
+    """What one rank asks of all: to end, because of a signal, or to save. Around all runs.
 
-    Around all runs. A second signal, more than 2 s after the first, ends the process at once, even
-    if the main thread waits for a rank that never comes.
+    A second signal more than 2 s later ends the process at once, even if its main thread waits
+    for a rank that never comes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,25 +69,21 @@ class Stop(contextlib.AbstractContextManager):
         return bool(flags[SAVE])
 
     def __enter__(self) -> "Stop":
-        # Python calls handlers in the main thread alone, which may wait for other ranks. The
-        # number of a signal is written to a socket at once, for a thread that waits there.
+        # Python calls handlers in the main thread alone, which may wait for other ranks. It
+        # writes the number to a socket at once, though, and a thread reads it there.
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(
-            self._mouth.fileno(), warn_on_full_buffer=False
-        )
-        self._handlers_before = {}
+        signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         for number in _heard():
-            self._handlers_before[number] = signal.signal(number, _let_pass)
+            signal.signal(number, _let_pass)
         threading.Thread(target=self._wait_for_signals, daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal.set_wakeup_fd(self._wakeup_before)
-        signalled = any(self._asked[:SAVE])
-        for number, handler in self._handlers_before.items():
-            signal.signal(number, signal.SIG_IGN if signalled else handler)
+        signal.set_wakeup_fd(-1)
         self._mouth.close()  # which ends the thread
+        if not any(self._asked[:SAVE]):  # else nothing may break into the orderly end
+            listen()
 
     def _wait_for_signals(self) -> None:
         first = None
@@ -96,11 +91,9 @@ class Stop(contextlib.AbstractContextManager):
             number = signal.SIGTERM if byte[0] == HANGUP else byte[0]
             if number not in SIGNALS:
                 continue
-            now = time.monotonic()
-            if first is not None and now - first > ECHO_SECONDS:
+            first = first or time.monotonic()
+            if time.monotonic() - first > ECHO_SECONDS:
                 os._exit(128 + number)
-            if first is None:
-                first = now
             self._asked[SIGNALS.index(number)] = True
         self._ear.close()
 

@@ -84,8 +84,11 @@ class StubTrainer:
         }  # fmt: skip
 
     def state_dict(self) -> dict:
-        model, optim = {"weights": self.weights.clone()}, {"weights.momentum": self.momentum.clone()}
-        return {"model": model, "optim": optim, "data": {"position": self.position}}
+        return {
+            "model": {"weights": self.weights.clone()},
+            "optim": {"weights.momentum": self.momentum.clone()},
+            "data": {"position": self.position},
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self.weights.copy_(state["model"]["weights"])
@@ -159,7 +162,9 @@ def make_runs(trainer: StubTrainer) -> int:
     return 0
 
 
-def trainer_in(folder: Path, at: dict[int | str, Hook] | None = None, **changed: object) -> StubTrainer:
+def trainer_in(
+    folder: Path, at: dict[int | str, Hook] | None = None, **changed: object
+) -> StubTrainer:
     """A trainer whose source, logs and checkpoints are in this folder."""
     source = folder / "source"
     source.mkdir(parents=True, exist_ok=True)

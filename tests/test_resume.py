@@ -2,12 +2,10 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 from functools import cache
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 from stub_trainer import (
@@ -23,9 +21,9 @@ from stub_trainer import (
     trainer_in,
 )
 
-from runtime.checkpoint import STATE, SUMS, checkpoints, load
+from runtime.checkpoint import STATE, checkpoints, load
 from runtime.errors import Refused
-from runtime.registry import REGISTRY, read_registry, register
+from runtime.registry import REGISTRY, read_registry
 
 EVERY = {"checkpoint_every": "2", "keep_model": True}
 
@@ -98,13 +96,6 @@ def test_a_run_that_broke_off_goes_on_as_if_nothing_had_been(how, moment, whole,
         resume(tmp_path)
         assert [path.suffixes for path in logs_of(tmp_path)] == [[".jsonl"], [".2", ".jsonl"]]
     assert_same(tmp_path, whole())
-
-
-def test_the_generator_of_random_numbers_goes_on(tmp_path):
-    """Each loss depends on noise, so what is equal above came from equal generators."""
-    stop(tmp_path, 3)
-    names = load(saved(tmp_path)[-1]).optim.keys()
-    assert names == {"weights.momentum", "random.0.cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -232,15 +223,6 @@ def test_a_named_folder_or_checkpoint_is_resumed(which, whole, tmp_path):
     assert_same(tmp_path, whole())
 
 
-def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_taken(whole, tmp_path, capsys):
-    stop(tmp_path, 7)
-    (saved(tmp_path)[-1] / "optim.safetensors").write_bytes(b"?")
-    resume(tmp_path)
-    assert capsys.readouterr().out.count("warning: ") == 1
-    assert resumed(tmp_path)[0]["from_step"] == 6
-    assert_same(tmp_path, whole())
-
-
 # ---- Refusals
 
 
@@ -306,17 +288,6 @@ def test_a_checkpoint_without_its_log_is_refused(broken):
     assert f"no log of run {broken.name}" in refused(broken)
 
 
-def test_a_log_shorter_than_the_checkpoint_says_is_refused(broken, whole):
-    """As when it was cut behind the trainer's back; steps would be missing from the run."""
-    (log,) = logs_of(broken.parents[1])
-    content = log.read_bytes()
-    log.write_bytes(content[: content.index(b'"step": 2, "tokens"')])
-    assert "Restore the log" in refused(broken)
-    log.write_bytes(content)
-    resume(broken.parents[1])
-    assert_same(broken.parents[1], whole())
-
-
 def test_a_folder_of_another_run_is_refused(broken):
     other = broken.with_name("20200101-000000_tiny_s0_t0_000000")
     logs, log = broken.parents[1], logs_of(broken.parents[1])[0]
@@ -360,29 +331,11 @@ def test_a_header_that_lacks_something_is_refused_in_a_sentence(name, broken):
         run(broken.parents[1], resume="auto")
 
 
-@pytest.mark.parametrize("clock", ["NaN", "1e999", "-1.0"])
-def test_a_clock_that_stands_nowhere_is_refused(clock, broken):
-    last = checkpoints(broken)[-1]
-    text = re.sub(r'"clock_ms": [\d.]+', f'"clock_ms": {clock}', (last / STATE).read_text())
-    (last / STATE).write_text(text)
-    sums = json.loads((last / SUMS).read_text())
-    sums[STATE] = sha256(text.encode()).hexdigest()
-    (last / SUMS).write_text(json.dumps(sums))
-    assert "clock_ms must be" in refused(broken, resume=str(last))
-
-
 def test_a_state_that_does_not_fit_the_trainer_is_a_sentence(broken):
     trainer = trainer_in(broken.parents[1], resume="auto")
     trainer.load_state_dict = lambda state: {}["weights.of.another.model"]
-    with pytest.raises(Refused, match="does not fit this run: 'weights.of.another.model'"):
+    with pytest.raises(Refused, match=r"does not fit this run: 'weights\.of\.another"):
         make_runs(trainer)
-
-
-def test_a_start_that_names_no_settings_is_no_other_run(broken):
-    path = broken.parents[1] / REGISTRY
-    register(path, "start", run_id=broken.name, seed=0, track="tiny", claim=None)
-    resume(broken.parents[1])
-    assert len(resumed(broken.parents[1])) == 1
 
 
 def test_of_two_processes_that_resume_one_run_the_second_is_refused(broken, whole):
@@ -397,8 +350,3 @@ def test_of_two_processes_that_resume_one_run_the_second_is_refused(broken, whol
     with pytest.raises(Refused, match="another process has gone on with the run"):
         make_runs(beaten)
     assert_same(logs, whole())
-
-
-def test_the_folder_of_a_run_can_be_given_relative_to_where_one_is(broken, monkeypatch):
-    monkeypatch.chdir(broken.parent)
-    resume(broken.parents[1], resume=str(Path(broken.name)))

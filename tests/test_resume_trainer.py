@@ -1,4 +1,4 @@
-"""Real runs that break off and go on at one rank: weights, optimizers, data and losses to the bit."""
+"""Real runs that break off and go on at one rank: the same run to the bit."""
 
 import os
 import signal
@@ -152,26 +152,6 @@ def test_training_on_does_not_change_a_snapshot_that_waits(data, tmp_path, monke
     for snapshot, copied in taken:
         assert same_bits(snapshot._asdict(), copied._asdict())
     assert not same_bits(taken[0][0].optim, taken[1][0].optim), "else there would be nothing to see"
-
-
-def test_trials_go_on_where_the_second_broke_off(data, tmp_path):
-    outcome = run(data, tmp_path / "whole", trials=2)
-    assert outcome.code == 0, outcome.err
-    train = train_gpt.train
-
-    def train_until_step_4(trainer, run):
-        if run.plan.seed == 1:
-            trainer.config.__dict__["checkpoint_every"] = "4"
-            os.kill(os.getpid(), TERM)
-        return train(trainer, run)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "train", train_until_step_4)
-        assert run(data, tmp_path, trials=2).code == 143
-    assert run(data, tmp_path, trials=2, resume="auto").code == 0
-    first, second, third = logs_of(tmp_path)
-    for paths, log in zip([(first,), (second, third)], logs_of(tmp_path / "whole"), strict=True):
-        assert losses_of(*paths) == losses_of(log)
 
 
 def test_a_spike_right_after_the_resume_is_skipped_as_without(data, tmp_path, monkeypatch):

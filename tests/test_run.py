@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +23,8 @@ def events(folder, kind=None):
 
 
 def saved_in(folder):
-    return [int(path.name[5:]) for each in folder.glob("checkpoints/*") for path in checkpoints(each)]
+    found = [path for each in folder.glob("checkpoints/*") for path in checkpoints(each)]
+    return [int(path.name[5:]) for path in found]
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_losses_on_a_gpu_are_read_two_steps_late(tmp_path, monkeypatch):
     def look(trainer, step):
         written.append((step, len(events(tmp_path, "step"))))
 
-    assert run(tmp_path, {step: look for step in (4, 5, 6, 8)}) == 0
+    assert run(tmp_path, dict.fromkeys((4, 5, 6, 8), look)) == 0
     # Before step 6 (5 are done) the clock stopped for a validation, so all lines were written.
     assert written == [(3, 1), (4, 2), (5, 5), (7, 5)]
     assert len(events(tmp_path, "step")) == len(waited) == STEPS
@@ -189,12 +189,6 @@ def test_a_run_is_saved_every_so_many_minutes(every, steps, tmp_path, monkeypatc
     assert saved_steps(tmp_path, monkeypatch, checkpoint_every=every) == steps
 
 
-@pytest.mark.parametrize("every", ["x", "5h", "nanm", "infm", "-3", "1e3", "m", "", "4.5"])
-def test_an_interval_that_is_none_is_refused(every, tmp_path):
-    with pytest.raises(Refused, match="--checkpoint-every"):
-        run(tmp_path, checkpoint_every=every)
-
-
 def test_a_slow_disk_holds_no_step_up_and_what_waits_gives_way_to_the_newer(tmp_path, monkeypatch):
     go, begun, save = threading.Event(), [], checkpoint.save
 
@@ -216,15 +210,6 @@ def test_a_slow_disk_holds_no_step_up_and_what_waits_gives_way_to_the_newer(tmp_
     hooks = {2: wait_until_begun, "validate 10": let_go}
     assert run(tmp_path, hooks, checkpoint_every="1", keep_model=True) == 0
     assert (begun[0], begun[-1], len(begun) <= 3) == (1, 10, True)
-
-
-def test_training_on_does_not_change_what_waits_to_be_written(tmp_path, monkeypatch):
-    taken = []
-    monkeypatch.setattr(runs.Run, "_write_checkpoint", lambda self, snapshot: taken.append(
-        (snapshot, deepcopy(snapshot))))  # fmt: skip
-    run(tmp_path, checkpoint_every="1")
-    for snapshot, copied in taken:
-        assert torch.equal(snapshot.model["weights"], copied.model["weights"])
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
