@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from claims.runlog import LogError, Run, first_segment, read_run
 from claims.sources import Source, read_source, source_path
 from claims.stats import Result, look_level, one_sample
-from runtime.claim import Claim, ClaimError, read_claim
-from runtime.errors import Refused
+from runtime.claim import Claim, read_claim
+from runtime.errors import ClaimError, Refused
 from runtime.registry import read_registry
 
 
@@ -119,7 +119,7 @@ def read_evidence(folder: Path) -> Evidence:
                 registry += [line | {"file": path.name} for line in read_registry(path)]
             elif first_segment(path) == path:
                 runs.append(read_log(path))
-        except (Refused, ClaimError, OSError) as error:
+        except (Refused, OSError) as error:
             unread.append(Failure(f"unreadable: {error}", path, mend))
     try:
         source = read_source(records, claim.source_sha256)

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from claims.sources import COMMIT, Source, read_files, write_source
-from runtime.claim import NAME, Claim, ClaimError, read_claim
-from runtime.errors import Refused
+from runtime.claim import NAME, Claim, read_claim
+from runtime.errors import ClaimError, Refused
 from runtime.jsonl import plain
 from runtime.registry import REGISTRY, read_registry
 

@@ -17,7 +17,8 @@ from urllib.parse import quote
 from claims.evidence import TRACKS, Evidence, Failure, described
 from claims.runs import Run
 from claims.sources import difference, read_source, source_path
-from runtime.claim import Claim, ClaimError, read_claim
+from runtime.claim import Claim, read_claim
+from runtime.errors import ClaimError
 from runtime.jsonl import plain
 
 SCHEMA = 1

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.claim import ClaimError
+from runtime.errors import ClaimError
 from runtime.log import source_files
 
 FOLDER = "sources"

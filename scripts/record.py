@@ -30,7 +30,7 @@ from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import derived, differences, leaderboard
 from claims.plots import plot_losses
 from claims.sources import digest
-from runtime.claim import Claim, ClaimError, read_claim
+from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
 from runtime.log import config_hash
 from runtime.settings import SETTINGS_OF_A_RUN, flag
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         return arguments.run(arguments)
-    except (Refused, ClaimError, OSError) as error:
+    except (Refused, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

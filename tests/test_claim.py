@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from small_run import ROOT, arguments, read_events, run, write_data
 
 import train_gpt
-from runtime.claim import Claim, ClaimError, admit, read_claim
-from runtime.errors import LogError
+from runtime.claim import Claim, admit, read_claim
+from runtime.errors import ClaimError, LogError
 from runtime.log import RunLog, config_hash, source_hash
 from runtime.registry import read_registry, register
 from runtime.settings import parse

@@ -98,7 +98,7 @@ def test_records_with_different_sources_are_different_arms_of_the_contest(tmp_pa
 def test_a_record_that_does_not_hold_is_refused_by_what_is_wrong(folder, tmp_path):
     torn = next((folder / "runs").glob("2*"))
     torn.write_bytes(torn.read_bytes()[:-200])
-    with pytest.raises(Refused, match="not counted|no planned look"):
+    with pytest.raises(Refused, match=r"not counted|no planned look"):
         export(read_evidence(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -107,7 +107,7 @@ def test_a_record_that_does_not_hold_is_refused_by_what_is_wrong(folder, tmp_pat
 def test_nothing_is_written_over(there, folder, tmp_path):
     (tmp_path / there).parent.mkdir(exist_ok=True)
     (tmp_path / there).write_text("mine")
-    with pytest.raises(Refused, match="folder is not empty"):
+    with pytest.raises(Refused, match=r"folder is not empty"):
         exported(folder, tmp_path / "folder")
     assert (tmp_path / there).read_text() == "mine"
 

@@ -16,7 +16,8 @@ from small_record import register
 from claims.evidence import read_evidence
 from claims.pages import readme
 from claims.runlog import MAX_BYTES, read_run
-from runtime.claim import ClaimError, read_claim
+from runtime.claim import read_claim
+from runtime.errors import ClaimError
 from runtime.registry import read_registry
 from scripts import record
 

@@ -199,7 +199,7 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(twelve):
         (["few"], {}, "'few' is no CamelName"),
         (["../Few"], {}, "'../Few' is no CamelName"),
         (["Good"], {}, "exists: a claim is not written twice"),
-        (["Few", "--about", "two\nlines"], {}, "about one line"),
+        (["Few", "--about", "two\nlines"], {}, "about must be one line"),
     ],
 )
 def test_a_claim_that_breaks_a_rule_is_not_written(

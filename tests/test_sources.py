@@ -21,7 +21,7 @@ from claims.sources import (
     unpack,
     write_source,
 )
-from runtime.claim import ClaimError
+from runtime.errors import ClaimError
 from runtime.log import source_hash
 
 ROOT = Path(__file__).resolve().parents[1]
