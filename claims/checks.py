@@ -184,6 +184,9 @@ def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
         if segment.header.get("previous_sha256") != before:
             yield f"edited: {segment.path.name} names another segment before it than is there"
         before = segment.sha256
+    after = [segment.header.get("after_step") for segment in run.segments[1:]]
+    if after and after != [resume.from_step for resume in run.resumes]:
+        yield f"edited: its segments begin after steps {after}, its resumes elsewhere"
 
 
 def check_compiler(run: Run, evidence: Evidence) -> Iterator[str]:

@@ -125,16 +125,15 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
 
 
 def write_export(arguments: argparse.Namespace) -> int:
-    for path in export(read_evidence(arguments.folder), arguments.to):
-        print(path)
+    print(*export(read_evidence(arguments.folder), arguments.to), sep="\n")
     return 0
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     """The arguments; `flags` has what stands behind -- for the trainer."""
     cut = words.index("--") if "--" in words else len(words)
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     sub = commands.add_parser("claim", help="write a claim; the flags of its runs follow --")
     sub.set_defaults(run=claim)

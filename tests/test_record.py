@@ -599,6 +599,9 @@ RESUMED_CHEATS: dict[str, tuple] = {
     "a first segment that was edited": (
         lambda f: edit(runs_of(f)[0].path, '"tokens": 512,', '"tokens": 513,'),
         "edited: .*2.jsonl names another segment before it"),
+    "a second segment that begins elsewhere": (
+        lambda f: forge(f, lambda events: events[0].update(after_step=7), 1),
+        r"edited: its segments begin after steps \[7\]", "11 of 12 steps", "9000 ms in"),
     "a second segment that was edited": (
         lambda f: edit(runs_of(f)[0].segments[1].path, '"stage": 0,', '"stage": 1,'),
         "edited: the log is not the one"),
