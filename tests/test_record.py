@@ -578,6 +578,13 @@ def test_a_run_that_repeats_steps_is_shown_and_not_counted(four):
     assert "| 1000 |" not in page
 
 
+def set_back(events: Events) -> None:
+    """The training time to zero, as if the first segment had not been."""
+    for event in events:
+        if "train_time_ms" in event:
+            event["train_time_ms"] -= 8000.0
+
+
 def resume_again(folder: Path) -> None:
     """Twice from one checkpoint; the worse outcome was deleted."""
     run = runs_of(folder)[0]
@@ -602,6 +609,11 @@ RESUMED_CHEATS: dict[str, tuple] = {
     "a second segment that begins elsewhere": (
         lambda f: forge(f, lambda events: events[0].update(after_step=7), 1),
         r"edited: its segments begin after steps \[7\]", "11 of 12 steps", "9000 ms in"),
+    "a clock that was set back at the resume": (
+        lambda f: forge(f, set_back, 1), "not counted: less train time", "missing: "),
+    "lost work off the clock": (
+        lambda f: forge(f, lambda events: events[2].update(name="lost"), 1),
+        "phase 'lost' of 3000 ms, timed: False"),
     "a second segment that was edited": (
         lambda f: edit(runs_of(f)[0].segments[1].path, '"stage": 0,', '"stage": 1,'),
         "edited: the log is not the one"),
