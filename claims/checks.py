@@ -179,6 +179,10 @@ def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
     resumes = [line["sha256"] for line in lines if line["event"] == "resume"]
     if resumes != [resume.registry_sha256 for resume in run.resumes]:
         yield f"{len(resumes)} resumes in the registry, {len(run.resumes)} others in the log"
+
+
+def check_segments(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The segments of a resumed run follow each other; the registry vouches for the last."""
     before = None
     for segment in run.segments:
         if segment.header.get("previous_sha256") != before:
@@ -291,6 +295,7 @@ OF_A_RECORD = (
 OF_A_RUN = (
     (check_claimed, ANEW),
     (check_registry, "restore log and registry as the run wrote them"),
+    (check_segments, "restore all segments of the log as the run wrote them"),
     (check_compiler, "the track allows the defaults alone"),
     (check_data, "run on the track's data, with its --val-tokens"),
     (check_model, "find what leaked out of the warm-up, and run with the checks in place"),

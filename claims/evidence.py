@@ -110,6 +110,7 @@ def read_evidence(folder: Path) -> Evidence:
     runs: list[Run] = []
     registry: list[dict[str, Any]] = []
     unread: list[Failure] = []
+    source = None
     mend = "restore the file as it was written"
     for path in sorted((folder / "runs").glob("*.jsonl")):
         try:
@@ -124,7 +125,6 @@ def read_evidence(folder: Path) -> Evidence:
     try:
         source = read_source(records, claim.source_sha256)
     except ClaimError as error:
-        source = None
         unread.append(Failure(str(error), source_path(records, claim.source_sha256), mend))
     return Evidence(folder, records, claim, runs, registry, source, unread)
 

@@ -178,11 +178,16 @@ def source_part(evidence: Evidence) -> Iterator[str]:
         return
     try:
         old = read_source(evidence.records, before.source_sha256)
+        new = read_source(evidence.records, claim.source_sha256)
     except ClaimError:
-        yield f"The source of the claim before it, {before.name}, is missing: there is no diff."
+        yield f"There is no diff from the claim before it, {before.name}: a source is missing."
         return
-    lines = difference(old, evidence.source) if evidence.source else []
-    yield f"The diff from the claim before it, {before.name}, has {len(lines):,} lines."
+    yield from diff_part(before.name, difference(old, new))
+
+
+def diff_part(name: str, lines: list[str]) -> Iterator[str]:
+    """What is new since the claim of this name, folded; of a long diff only its length."""
+    yield f"The diff from the claim before it, {name}, has {len(lines):,} lines."
     if len(lines) > LONGEST_DIFF:
         return
     yield "<details><summary>Show the diff</summary>"
