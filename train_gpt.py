@@ -351,6 +351,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Next-token loss on rows of packed documents, summed over targets."""
 
+    cos: Tensor  # (positions, 1, D / 2), like sin; `scale` () is the factor on queries
+    sin: Tensor
+    scale: Tensor
+
     def __init__(
         self, config: Config, dtype: torch.dtype, device: torch.device, attention: Attention,
         head: str = "plain",
@@ -642,27 +646,26 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch.
     # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
     # the number of rows: the mean over rows on any number of ranks.
-    shared: dict[str, Any] = {
+    ours: dict[str, Any] = {
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
+        "nonfinite_guard": False,  # the guard below is for both
     }
-    ours = shared | {"nonfinite_guard": False}  # the guard below is for both
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
-    muon = {"method": config.matrix_method, "backend": config.orthogonalization}
-    adam = {"betas": (0.9, config.matrix_beta2), "eps": config.adam_eps}
-    rest = {"lr": config.adam_lr, "weight_decay": config.adam_wd, "betas": config.adam_betas}
-    # Another optimizer is one more line here; any torch.optim.Optimizer will do.
-    factories = {
-        "normuon": partial(optim.NorMuon, **matrix, **muon, beta2=config.matrix_beta2, **ours),
-        "muon": partial(optim.Muon, **matrix, **muon, **ours),
-        "adam": partial(optim.Adam, **matrix, **adam, **ours),
+    muon = ours | matrix
+    muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
+    adam = matrix | {"betas": (0.9, config.matrix_beta2), "eps": config.adam_eps}
+    rest = ours | {"lr": config.adam_lr, "weight_decay": config.adam_wd}
+    rest |= {"betas": config.adam_betas, "eps": config.adam_eps}
+    # Another optimizer is one more line here. Any torch.optim.Optimizer will do.
+    factories: dict[str, Any] = {
+        "normuon": partial(optim.NorMuon, beta2=config.matrix_beta2, **muon),
+        "muon": partial(optim.Muon, **muon),
+        "adam": partial(optim.Adam, **adam, **ours),
         "torch_muon": partial(torch.optim.Muon, **matrix),
-        "torch_adamw": partial(torch.optim.AdamW, **matrix, **adam),
+        "torch_adamw": partial(torch.optim.AdamW, **adam),
     }
-    named = {
-        "matrix": factories[config.optimizer],
-        "adam": partial(optim.Adam, **rest, eps=config.adam_eps, **ours),
-    }
+    named = {"matrix": factories[config.optimizer], "adam": partial(optim.Adam, **rest)}
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     nonfinite = config.guard != "off"
@@ -696,7 +699,7 @@ class Trainer:
             config.head, device, dtype, config.dim, config.padded_vocab, config.biases
         )
         place = (machine.rank, machine.world_size)
-        # One process of each host reads all tokens, and all hosts must have the same.
+        # One process of each host reads all tokens and the source; all hosts must have the same.
         data, found = open_audited(asdict(config), *place, audited=machine.first_of_its_host)
         self.data = data.in_parts(config.val_batch, reach(config))
         if found is not None:
@@ -848,11 +851,11 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
     config, machine = trainer.config, trainer.machine
     before, random = trainer.state_dict(), torch.get_rng_state()
     with clock.phase("compile", timed=False):
-        find = partial(find_micro_batch, trainer)
-        trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, find)
+        first_call = partial(probe, trainer)
+        trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, first_call)
         if obstacle is not None:
             machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
-            find(trainer.model)
+        find_micro_batch(trainer)
         trainer.env |= {"compiled": obstacle is None} | compile_facts()
     with clock.phase("warmup", timed=False):
         rehearse(trainer)
@@ -866,19 +869,19 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
 
 
-def find_micro_batch(trainer: Trainer, loss: Any) -> None:
-    """Run what takes most memory; with --micro-batch auto, halve the micro-batch until it fits."""
-    trainer.loss = loss
+def find_micro_batch(trainer: Trainer) -> None:
+    """With --micro-batch auto, halve the micro-batch until what takes most memory fits."""
     data, sequence = trainer.data, trainer.config.sequence
-    while not fits(partial(probe, trainer), trainer.machine):
+    while not fits(partial(probe, trainer, trainer.loss), trainer.machine):
         if trainer.config.micro_batch is not None or data.micro_rows == 1:
             raise MemoryError("a micro-batch does not fit")
         data.split(data.micro_rows // 2 * sequence)
         trainer.machine.say(f"out of memory: micro-batch {data.micro_rows * sequence:,}")
 
 
-def probe(trainer: Trainer) -> None:
+def probe(trainer: Trainer, loss: Any) -> None:
     """A micro-batch beside the gradients of another one, then the largest validation batch."""
+    trainer.loss = loss
     trainer.enter(0)
     trainer.data.train.reset()
     batch = next(trainer.data.train)[0]
@@ -1007,16 +1010,17 @@ def set_up(config: Config, machine: Machine) -> Trainer:
     """A trainer before its first step. Refused, before anything costs time, if it cannot work."""
     if machine.device.type == "cpu":
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # slow, and nobody reads it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     machine.on_main(lambda: require_writable(config.log_dir))
     check_compile(config.compile, machine.device)
     try:
         trainer = Trainer(config, machine)
     except ValueError as error:  # of kernels, optimizers and data, which know no Refused
-        raise Refused(str(error)) from error
+        many = config.track == "tiny" and machine.world_size > 1
+        hint = " For more ranks there is --track short." if many else ""
+        raise Refused(f"{error}{hint}") from error
     trainer.reset(config.seed)
-    for line in trainer.facts:
-        machine.say(line)
+    machine.say("\n".join(trainer.facts))
     return trainer
 
 

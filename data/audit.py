@@ -1,72 +1,83 @@
-"""What the data of a run are: hashes, a check of every token, and what training and validation have in common."""
+"""Open the data of a run and check them: every token, their hashes, and what the splits share."""
 
-import glob
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.loader import DATA_SETTINGS, Data, open_data
-from data.shards import ShardError, find_shards, open_shard, verify_shard
+from data.loader import Data, open_data
+from data.shards import Shard, ShardError, verify_shard
 
-PREFIX = 64  # tokens from its start by which a document is recognized
+PREFIX = 64  # first tokens of a document that identify it
+FIXES = {  # by track; the numbers of shards are those that run.sh fetches
+    "tiny": "To build the data in seconds: python -m data.corpus",
+    "short": "To fetch 2.0 GB: ./run.sh --track short, or python -m data.cached_fineweb 9",
+    "medium": "To fetch 7.4 GB: ./run.sh --track medium, or python -m data.cached_fineweb 36",
+    "steps": "To fetch 3.8 GB: ./run.sh --track steps, or python -m data.cached_fineweb 18",
+}
 
 
 def open_audited(
     settings: Mapping[str, Any], rank: int, world_size: int, audited: bool
-) -> tuple[Data, dict[str, object] | None]:
-    """One rank's data of a run and, if `audited`, what `audit` finds; the settings are named as their parameters.
+) -> tuple[Data, dict[str, Any] | None]:
+    """Return the data of one rank and, if `audited`, what `audit` finds.
 
-    Raises what `open_data` and `audit` raise.
+    Raises as open_data and audit do; a ShardError names the command that makes the data.
     """
-    pattern, fix = glob.escape(settings["data_dir"]), "./run.sh builds or fetches it"
-    train_files, val_files = (find_shards(f"{pattern}/*{kind}_*.bin", fix=fix) for kind in ("train", "val"))
-    sizes: dict[str, Any] = {name: settings[name] for name in DATA_SETTINGS}
-    data = open_data(train_files, val_files, rank=rank, world_size=world_size, **sizes)
-    read = train_files[: data.plan.end.shard + 1]
-    rules = (settings[name] for name in ("vocab_size", "bos", "val_sha256"))
-    return data, audit(read, val_files, *rules) if audited else None
+    try:
+        train_files, val_files = _find(settings, "train"), _find(settings, "val")
+        data = open_data(train_files, val_files, settings, rank, world_size)
+        if not audited:
+            return data, None
+        read = train_files[: data.plan.end.shard + 1]
+        rules = settings["vocab_size"], settings["bos"], settings["val_sha256"]
+        return data, audit(read, val_files, *rules)
+    except ShardError as error:
+        raise ShardError(f"{error} {FIXES.get(settings['track'], '')}") from error
+
+
+def _find(settings: Mapping[str, Any], split: str) -> list[Path]:
+    files = sorted(Path(settings["data_dir"]).glob(f"*{split}_*.bin"))
+    if not files:
+        raise ShardError(f"{settings['data_dir']} has no *{split}_*.bin file; a run needs one.")
+    return files
 
 
 def audit(
-    train_files: Sequence[Path], val_files: Sequence[Path], vocab_size: int, bos: int, expected_val: str = ""
-) -> dict[str, object]:
-    """Read the shards of a run: {train_sha256, val_sha256, overlap}; ShardError when one cannot be trained on.
+    train_files: list[Path], val_files: list[Path], vocab_size: int, bos: int, expected_val: str
+) -> dict[str, Any]:
+    """Read all shards; return {train_sha256, val_sha256, overlap}.
 
-    expected_val is how the SHA-256 of the validation tokens must begin. overlap is the share of validation documents
-    whose first 64 tokens also begin a training document.
+    overlap: share of validation documents whose first 64 tokens also begin a training document.
+    Raises ShardError for a token >= vocab_size, or a val_sha256 not as expected_val begins.
     """
-    for file in (*train_files, *val_files):
-        verify_shard(file, vocab_size)
-    val_sha256 = _sha256(val_files)
+    train_sha256, val_sha256 = _sha256(train_files, vocab_size), _sha256(val_files, vocab_size)
     if not val_sha256.startswith(expected_val):
         raise ShardError(
-            f"{val_files[0].parent}: the validation tokens have SHA-256 {val_sha256}, but the target holds for "
-            f"{expected_val}... alone. Delete the folder and build or fetch the data again, or set --val-sha256."
+            f"{val_files[0].parent}: the validation tokens have SHA-256 {val_sha256}; the target "
+            f"holds for {expected_val}... Make the data again, or set --val-sha256."
         )
     wanted = [prefix for file in val_files for prefix in _prefixes(file, bos)]
-    shared = set(wanted)
-    found = set().union(*(shared.intersection(_prefixes(file, bos)) for file in train_files))
-    return {
-        "train_sha256": _sha256(train_files),
-        "val_sha256": val_sha256,
-        "overlap": sum(prefix in found for prefix in wanted) / len(wanted) if wanted else None,
-    }
+    unseen = set(wanted)
+    for file in train_files:
+        unseen.difference_update(_prefixes(file, bos))
+    overlap = None
+    if wanted:
+        overlap = sum(prefix not in unseen for prefix in wanted) / len(wanted)
+    return {"train_sha256": train_sha256, "val_sha256": val_sha256, "overlap": overlap}
 
 
-def _sha256(files: Sequence[Path]) -> str:
+def _sha256(files: list[Path], vocab_size: int) -> str:
     digest = hashlib.sha256()
     for file in files:
-        for _, block in open_shard(file).blocks():
-            digest.update(block.data)
+        digest.update(verify_shard(file, vocab_size).data)
     return digest.hexdigest()
 
 
 def _prefixes(file: Path, bos: int) -> list[bytes]:
-    """The first PREFIX tokens of every document of a shard that has so many."""
-    tokens = open_shard(file)[:]
+    tokens = Shard(file)[:]
     starts = np.flatnonzero(tokens == bos)
     long_enough = np.diff(np.append(starts, len(tokens))) >= PREFIX
     return [tokens[start : start + PREFIX].tobytes() for start in starts[long_enough].tolist()]

@@ -23,13 +23,13 @@ KERNELS: dict[str, tuple[str | None, range, str]] = {
 
 
 def activate(impl: str | None) -> None:
-    """Let torch's operator use this implementation, in the whole process. Raises as packages do."""
-    if impl is not None:
-        registry.activate_flash_attention_impl(impl)
-        return
-    if registry.current_flash_attention_impl() is not None:
-        registry.restore_flash_attention_impl()
-    if not torch.backends.cuda.is_flash_attention_available():
+    """Make torch's operator use this kernel, in the whole process. Raises whatever packages do."""
+    if registry.current_flash_attention_impl() != impl:
+        if impl is None:
+            registry.restore_flash_attention_impl()
+        else:
+            registry.activate_flash_attention_impl(impl)
+    if impl is None and not torch.backends.cuda.is_flash_attention_available():
         raise RuntimeError("this build of torch was made without it")
 
 
@@ -44,9 +44,9 @@ def why_not_flash(name: str, device: torch.device, dtype: torch.dtype, head_dim:
         return f"it takes head dims that are multiples of 8 up to 256, not {head_dim}"
     capability = torch.cuda.get_device_capability(device)[0]
     if capability not in known:
-        return f"it has no kernel for compute capability {capability}.x (the oldest: {known[0]}.0)"
+        return f"it runs on compute capability {known[0]}.x to {known[-1]}.x, not {capability}.x"
     if name == "flash4" and torch.__version__ < "2.13":
-        return "it needs torch 2.13 or newer"  # the first FA4 in torch had no windows
+        return "it needs torch 2.13 or newer"  # at first, torch's FA4 had no backward with windows
     try:
         activate(impl)
     except Exception as error:  # a missing, incomplete or broken package may raise anything

@@ -91,29 +91,18 @@ def fits(function: Callable[[], object], machine: Machine) -> bool:
     return not any(shorts)
 
 
-def compile_facts() -> dict[str, object]:
-    """Return the compiler's non-default flags, the graphs of this process and what the cache had.
+def compile_facts() -> dict[str, list[str]]:
+    """Return, for the log, the compiler's settings that differ from their defaults.
 
-    Contest tracks allow no flags. Imports nothing: what was not compiled has no counters.
+    By code and by environment; the contests' tracks allow none. Imports nothing.
     """
-    utils = sys.modules.get("torch._dynamo.utils")
-    counters: dict[str, Any] = utils.counters if utils else {}
-    facts: dict[str, object] = {"compile_flags": _compile_flags()}
-    facts["graphs"] = counters.get("stats", {}).get("unique_graphs", 0)
-    for kind in ("hit", "miss", "bypass"):
-        facts[f"cache_{kind}"] = counters.get("inductor", {}).get(f"fxgraph_cache_{kind}", 0)
-    return facts
-
-
-def _compile_flags() -> list[str]:
-    """Settings of the compiler that differ from their defaults, by code and by environment."""
     config: Any = sys.modules.get("torch._inductor.config")
     lines = config.codegen_config().splitlines() if config else []
     flags = [line for line in lines if not _is_default(config, line)]
     for name in sorted(os.environ):
         if name.startswith("TORCHINDUCTOR_") and "CACHE" not in name:
             flags.append(f"{name}={os.environ[name]}")
-    return flags
+    return {"compile_flags": flags}
 
 
 def _is_default(config: Any, line: str) -> bool:

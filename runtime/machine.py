@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -220,6 +221,9 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
     except explained as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this host meet the same
             _say_error(str(error))
+        else:  # they must not end first: torchrun would end the one that says it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
         return getattr(error, "code", 2)
     except Exception as error:
         if out_of_memory(error):
@@ -238,25 +242,28 @@ def _say_error(text: str) -> None:
 
 
 def _lost_ranks(error: Exception) -> str:
-    """Name the ranks that no longer answer if `error` is that of a collective, else ""."""
+    """Return a sentence on the rank that is lost if `error` is that of a collective, else ""."""
     if _machine is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
         return ""
-    if dist.get_backend() == "gloo":
-        dist.destroy_process_group()  # closes connections, so that ranks in waiting come here too
+    reason = first_line(error)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from torchrun, which ends what is left
+    if "Timed out" not in reason:  # a connection was closed
+        time.sleep(2)  # torchrun calls the first rank that ends the cause
+        return f"another rank ended; torchrun or its own output says which, and why ({reason})"
     there = _roll_call(_machine.rank, _machine.world_size)
     lost = [rank for rank in range(_machine.world_size) if rank not in there]
     if not there:  # without torchrun the store lives in rank 0
         lost = [0]
     if not lost:
-        return f"the ranks lost their connection, but all of them live: {first_line(error)}"
+        return f"the ranks lost their connection, but all of them answer ({reason})"
     names = ", ".join(_machine.name(rank) for rank in lost)
-    return f"{names} does not answer: it ended, hangs, or its machine is lost"
+    return f"{names} does not answer: it hangs, was stopped, or its machine is lost"
 
 
 def _roll_call(rank: int, world_size: int, seconds: float = 10.0) -> set[int]:
     """Answer, and return the ranks that answer in time.
 
-    `monitored_barrier` accuses rank 0, or nobody, where a rank died instead of hanging.
+    All ranks in a collective time out together. `monitored_barrier` would accuse rank 0 as well.
     """
     there: set[int] = set()
 
@@ -267,7 +274,7 @@ def _roll_call(rank: int, world_size: int, seconds: float = 10.0) -> set[int]:
                 there.update(each for each in range(world_size) if _store.check([f"here/{each}"]))
                 time.sleep(0.1)
 
-    # In a thread, as a store whose process was stopped never answers.
+    # In a thread, as the store of a process that was stopped never answers.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)
@@ -415,7 +422,7 @@ def describe(machine: Machine, dtype: torch.dtype) -> dict[str, object]:
     gpu = driver = None
     if machine.device.type == "cuda":
         gpu = torch.cuda.get_device_name(machine.device)
-        driver = _first_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = _driver()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -434,7 +441,8 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _first_output(*command: str) -> str | None:
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return done.stdout.partition("\n")[0].strip()

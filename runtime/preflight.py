@@ -93,13 +93,14 @@ def _hardware() -> Iterator[Finding]:
     devices = [torch.device("cpu")]
     for index in range(torch.cuda.device_count() if usable else 0):
         devices.append(torch.device("cuda", index))
+    fix = "float32 takes its place, several times slower; capability 8.0 and newer have it"
     for device in devices:
         native, what = native_bf16(device), f"CPU, {torch.get_num_threads()} threads"
         if device.type == "cuda":
             gpu = torch.cuda.get_device_properties(device)
             what = f"{device} {gpu.name}, {gpu.total_memory / GIB:.0f} GiB"
-        what += ", bf16 " + ("native" if native else "not native: float32 is used, slower")
-        yield Finding("ok" if native or len(devices) > 1 else "warn", what)
+        what += ", bf16 native" if native else ", bf16 not native"
+        yield judge(not native and device.type == "cuda", "warn", what, fix)
     present = _gpus_of_the_driver()
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     what = f"GPUs: the driver has {present}, torch is built for CUDA {torch.version.cuda}"

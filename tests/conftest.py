@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; processes that tests start inherit it
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch reads it; processes that tests start inherit it
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from hypothesis import settings
 
 from runtime import machine
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what it starts with &
+signal.signal(
+    signal.SIGINT, signal.default_int_handler
+)  # which a shell ignores in what it starts with &
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -29,7 +33,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and this machine has none"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device and this machine has none")
+            )
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +50,8 @@ def _fixed_seeds() -> None:
 def _quick_collection() -> Iterator[None]:
     """A run collects all garbage before it begins: a third of a second in a process that has imported what tests do."""
     names = ("disable", "enable", "freeze", "isenabled", "unfreeze")
-    quick = SimpleNamespace(collect=lambda: gc.collect(0), **{name: getattr(gc, name) for name in names})
+    quick = SimpleNamespace(
+        collect=lambda: gc.collect(0), **{name: getattr(gc, name) for name in names}
+    )
     with mock.patch.object(machine, "gc", quick):
         yield

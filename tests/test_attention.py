@@ -19,7 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import attention as registry
 
 from kernels import flash_attention, portable_attention
-from kernels.attention import ATTENTIONS, choose_attention
+from kernels.attention import choose_attention
 from kernels.flash_attention import KERNELS, FlashAttention, why_not_flash
 from kernels.portable_attention import PortableAttention, document_starts
 
@@ -196,16 +196,6 @@ def test_kept_probabilities_give_the_bits_of_recomputed_ones(monkeypatch, window
     assert all(torch.equal(kept, again) for kept, again in zip(*results, strict=True))
 
 
-@given(st.integers(1, 4), st.integers(1, 30), st.sets(st.integers(1, 29), max_size=8))
-def test_document_starts_are_those_that_a_loop_over_tokens_finds(rows, sequence, starts):
-    cu_seqlens = boundaries(rows, sequence, [start for start in starts if start < sequence])
-    expected, start, cuts = [], 0, set(cu_seqlens.tolist())
-    for position in range(rows * sequence):
-        start = position % sequence if position in cuts else start
-        expected.append(start)
-    assert document_starts(cu_seqlens, rows, sequence).flatten().tolist() == expected
-
-
 # ---- Cost and compilation
 
 
@@ -278,7 +268,7 @@ def gpu(monkeypatch):
     def pretend(capability, *installed):
         def activate(impl):
             if impl not in installed:
-                raise ImportError(f"No module named '{impl}'")
+                raise OSError(f"undefined symbol in {impl}")  # packages fail in many ways
 
         monkeypatch.setattr(flash_attention, "activate", activate)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
@@ -294,11 +284,10 @@ def gpu(monkeypatch):
         ("varlen", CUDA, torch.float32, 128, 8, "it needs bf16 or fp16, not torch.float32"),
         ("varlen", CUDA, torch.bfloat16, 20, 8, ".*multiples of 8 up to 256, not 20"),
         ("varlen", CUDA, torch.bfloat16, 264, 8, ".*multiples of 8 up to 256, not 264"),
-        ("varlen", CUDA, torch.float16, 128, 7, r".*capability 7.x \(the oldest: 8.0\)"),
-        ("flash4", CUDA, torch.bfloat16, 128, 8, r".*capability 8.x \(the oldest: 9.0\)"),
-        ("flash3", CUDA, torch.bfloat16, 128, 10, r".*capability 10.x \(the oldest: 9.0\)"),
-        ("flash3", CUDA, torch.bfloat16, 128, 9, ".*'FA3'; build FlashAttention 3"),
-        ("flash4", CUDA, torch.bfloat16, 128, 9, ".*'FA4'; pip install flash-attn-4"),
+        ("varlen", CUDA, torch.float16, 128, 7, "it runs on .* 8.x to .*, not 7.x"),
+        ("flash3", CUDA, torch.bfloat16, 128, 10, "it runs on .* 9.x to 9.x, not 10.x"),
+        ("flash3", CUDA, torch.bfloat16, 128, 9, ".*symbol in FA3; build FlashAttention 3"),
+        ("flash4", CUDA, torch.bfloat16, 128, 9, ".*symbol in FA4; pip install flash-attn-4"),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_by_name_and_passed_over_by_auto(
@@ -308,21 +297,21 @@ def test_a_backend_that_cannot_run_is_refused_by_name_and_passed_over_by_auto(
     refusal = f"--attention {name} cannot run here: {reason}.*Use --attention portable"
     with pytest.raises(ValueError, match=refusal):
         choose_attention(name, device, dtype, head_dim)
-    assert choose_attention("auto", device, dtype, head_dim)[0].name == "portable"
+    for other in ("auto", "portable"):
+        assert choose_attention(other, device, dtype, head_dim)[0].name == "portable"
 
 
-def test_flash4_before_torch_2_13_is_refused(gpu, monkeypatch):
+def test_flash4_needs_torch_2_13(gpu, monkeypatch):
     gpu(9, "FA4")
     assert choose_attention("flash4", CUDA, torch.bfloat16)[0].name == "flash4"
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.1+cu130"))
-    with pytest.raises(ValueError, match=r"it needs torch 2\.13"):
-        choose_attention("flash4", CUDA, torch.bfloat16)
+    assert "torch 2.13" in why_not_flash("flash4", CUDA, torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize(
     ("capability", "installed", "choice", "reason"),
     [
-        (7, (None,), "portable", "varlen may be faster but it has no kernel for"),
+        (7, (None,), "portable", "varlen may be faster but it runs on"),
         (8, (None, "FA3", "FA4"), "varlen", "the fastest here"),
         (9, (None, "FA3", "FA4"), "flash3", "the fastest here"),
         (9, (None, "FA4"), "flash4", "flash3 may be faster but .*build FlashAttention 3"),
@@ -340,40 +329,16 @@ def test_auto_takes_the_fastest_installed_and_names_what_may_be_faster(
     assert re.match(reason, why)
 
 
-def test_on_a_cpu_only_the_portable_backend_runs():
-    for name in KERNELS:
-        with pytest.raises(ValueError, match="it needs an NVIDIA GPU"):
-            choose_attention(name, CPU, torch.bfloat16)
-    for name in ("auto", "portable"):
-        assert choose_attention(name, CPU, torch.float32)[0].name == "portable"
-    assert set(ATTENTIONS) == {"auto", "portable", *KERNELS}
-
-
-def install(monkeypatch, name, **contents):
-    """A module of that name, and the packages that it is in."""
-    parts = name.split(".")
-    for i in range(1, len(parts) + 1):
-        package = ".".join(parts[:i])
-        monkeypatch.setitem(sys.modules, package, ModuleType(package))
-    vars(sys.modules[name]).update(contents)
-
-
 @pytest.mark.usefixtures("flat")
 def test_the_backend_made_last_decides_which_kernel_torch_uses(monkeypatch):
-    install(monkeypatch, "flash_attn_interface")
+    for package in ("flash_attn_interface", "flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=len, bwd=len))
-    install(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=len, _flash_attn_bwd=len)
+    flash4 = SimpleNamespace(_flash_attn_fwd=len, _flash_attn_bwd=len)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", flash4)
     for name, active in (("flash3", "FA3"), ("varlen", None), ("flash4", "FA4"), ("varlen", None)):
         FlashAttention(name)
         assert registry.current_flash_attention_impl() == active
-
-
-def test_a_package_that_is_installed_but_broken_is_a_reason_and_no_crash(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    (tmp_path / "flash_attn_interface.py").write_text("raise OSError('undefined symbol: at_print')")
-    monkeypatch.syspath_prepend(tmp_path)
-    reason = why_not_flash("flash3", CUDA, torch.bfloat16, 128)
-    assert reason.startswith("undefined symbol: at_print; build FlashAttention 3")
 
 
 def test_no_optional_package_is_imported_with_the_module():

@@ -103,14 +103,6 @@ def test_bf16_errs_by_a_few_roundings_and_a_float32_weight_keeps_a_float32_gradi
         assert max(map(distance, results[1:], expected[1:])) < 2**-7
 
 
-def test_rows_that_pad_the_vocabulary_take_part_in_the_softmax_and_get_a_gradient():
-    x, weight, targets = problem(20)
-    weight[-3:] = 0
-    results = ours(x, weight, targets, SIGMOID, chunk=8)
-    exact(results, truth(x, weight, targets, SIGMOID))
-    assert results[2][-3:].abs().min() > 0
-
-
 def test_the_gradient_of_a_multiple_of_the_loss_is_that_multiple():
     x, weight, targets = problem(20)
     x.requires_grad_()
@@ -279,60 +271,37 @@ def test_compiled_chunks_equal_eager_ones_within_a_rounding(precision):
 
 # ---- The choice
 
-H100 = {"device": CUDA, "dtype": torch.bfloat16, "dim": 768, "vocab": 50_304}
-
-
-@pytest.fixture
-def capability(monkeypatch):
-    """Sets what a pretended NVIDIA GPU can do."""
-
-    def pretend(*version):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
-
-    monkeypatch.setattr(torch.version, "hip", None)
-    pretend(9, 0)
-    return pretend
-
 
 @pytest.mark.parametrize(
-    ("version", "change", "reason"),
+    ("capability", "change", "reason"),
     [
+        ((8, 9), {}, None),
+        ((12, 0), {}, None),
         ((8, 0), {}, "capability 8.9"),
         ((9, 0), {"device": CPU}, "capability 8.9"),
         ((9, 0), {"dtype": torch.float32}, "bf16, not torch.float32"),
         ((9, 0), {"dim": 760}, "dim 760"),
         ((9, 0), {"vocab": 50_257}, "vocabulary 50257"),
+        ((9, 0), {"bias": True}, "it has no bias"),
     ],
 )
-def test_fp8_that_cannot_run_is_refused_by_name_and_passed_over_by_auto(
-    capability, version, change, reason
+def test_auto_takes_fp8_where_it_runs_and_says_why_not_elsewhere(
+    monkeypatch, capability, change, reason
 ):
-    capability(*version)
-    with pytest.raises(ValueError, match=f"--head fp8 cannot run here: .*{reason}.*--head auto"):
-        choose_head("fp8", **H100 | change)
-    name, why = choose_head("auto", **H100 | change)
-    assert (name, reason in why) == ("chunked", True)
-    assert choose_head("plain", **H100 | change)[0] == "plain"
-
-
-@pytest.mark.parametrize("version", [(8, 9), (9, 0), (12, 0)])
-def test_auto_takes_fp8_where_it_runs(capability, version):
-    capability(*version)
-    assert choose_head("auto", **H100) == ("fp8", "the fastest here")
-
-
-def test_fp8_is_refused_on_an_amd_gpu_which_has_other_formats(capability, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert choose_head("auto", **H100)[0] == "chunked"
-
-
-@pytest.mark.usefixtures("capability")
-def test_only_the_plain_head_has_a_bias():
-    for name in ("auto", "plain"):
-        assert choose_head(name, **H100, bias=True)[0] == "plain"
-    for name in ("chunked", "fp8"):
-        with pytest.raises(ValueError, match=f"--head {name} cannot run here: it has no bias"):
-            choose_head(name, **H100, bias=True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    h100 = {"device": CUDA, "dtype": torch.bfloat16, "dim": 768, "vocab": 50_304}
+    name, why = choose_head("auto", **h100 | change)
+    assert choose_head("plain", **h100 | change) == ("plain", "as asked")
+    if reason is None:
+        assert (name, choose_head("fp8", **h100)[0]) == ("fp8", "fp8")
+        return
+    refused = ["fp8", "chunked"] if "bias" in change else ["fp8"]
+    assert name == ("plain" if "bias" in change else "chunked")
+    assert reason in why or "bias" in why
+    for other in refused:
+        with pytest.raises(ValueError, match=f"--head {other} cannot run here: .*{reason}"):
+            choose_head(other, **h100 | change)
 
 
 # ---- On a GPU

@@ -39,7 +39,9 @@ SMALL = {
 
 
 def small(track="short", recipe="record42", **changes):
-    return Config(**preset({"track": track, "recipe": recipe}) | {"recipe": recipe} | SMALL | changes)
+    return Config(
+        **preset({"track": track, "recipe": recipe}) | {"recipe": recipe} | SMALL | changes
+    )
 
 
 @contextlib.contextmanager
@@ -76,7 +78,9 @@ WINDOWS = windows(8, 24)
 def batch(rows=2, sequence=70, cuts=((5, 9, 40), (33,)), vocab=100):
     """Random tokens; `cuts` are the document starts inside each row."""
     tokens = torch.randint(vocab, (rows, sequence + 1), generator=torch.Generator().manual_seed(2))
-    starts = [row * sequence + start for row in range(rows) for start in (0, *cuts[row % len(cuts)])]
+    starts = [
+        row * sequence + start for row in range(rows) for start in (0, *cuts[row % len(cuts)])
+    ]
     cu_seqlens = torch.tensor(starts + [rows * sequence] * 2, dtype=torch.int32)
     return Batch(tokens[:, :-1].int().contiguous(), tokens[:, 1:].contiguous(), cu_seqlens)
 
@@ -107,7 +111,9 @@ def sigmoid(x):
 def turned(x_THD, frequencies):
     """Rotary embedding as a product of complex numbers: the halves of a head are real and imaginary parts."""
     a, b = x_THD.tensor_split(2, dim=-1)
-    angle = torch.outer(torch.arange(len(x_THD), dtype=x_THD.dtype), torch.tensor(frequencies, dtype=x_THD.dtype))
+    angle = torch.outer(
+        torch.arange(len(x_THD), dtype=x_THD.dtype), torch.tensor(frequencies, dtype=x_THD.dtype)
+    )
     z = torch.complex(a, b) * torch.polar(torch.ones_like(angle), -angle).unsqueeze(1)
     return torch.cat([z.real, z.imag], dim=-1)
 
@@ -136,7 +142,10 @@ def extended(frequencies, scale, old, new, block):
 
 
 def cross_entropy(logits, targets):
-    return sum(torch.log(torch.exp(row).sum()) - row[target] for row, target in zip(logits, targets, strict=True))
+    return sum(
+        torch.log(torch.exp(row).sum()) - row[target]
+        for row, target in zip(logits, targets, strict=True)
+    )
 
 
 VALUE_TABLE = {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
@@ -189,7 +198,10 @@ def steps_loss(p, tokens, targets, head_dim, layers=12):
         block, dim = f"blocks.{i}.", x.size(1)
         u = rms(x) * p[block + "attention_gain"]
         weights = p[block + "attention.qkvo"].reshape(4, dim, dim)
-        q, k, v, o = ((w, b) for w, b in zip(weights, p[block + "attention.bias"].reshape(4, dim), strict=True))
+        q, k, v, o = (
+            (w, b)
+            for w, b in zip(weights, p[block + "attention.bias"].reshape(4, dim), strict=True)
+        )
         q, k, v = ((u @ w.T + b).reshape(len(u), -1, head_dim) for w, b in (q, k, v))
         q, k = (turned(rms(z), frequencies_of(head_dim)) for z in (q, k))
         y = attended(q, k, v, row_start, everything, 0.12)
@@ -203,7 +215,10 @@ def steps_loss(p, tokens, targets, head_dim, layers=12):
 
 def assert_same_loss_and_gradients(model, given, windows, row_loss):
     """`row_loss(parameters, tokens, targets, starts of their documents)` is the twin's loss of one row."""
-    p = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    p = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
     cuts = set(given.cu_seqlens.tolist())
     expected = torch.zeros((), dtype=torch.float64)
     for row, (tokens, targets) in enumerate(zip(given.inputs, given.targets, strict=True)):
@@ -260,7 +275,9 @@ def meta(track):
 def test_record_42_has_its_published_number_of_parameters():
     """Less the scalars that the original has and never uses, and those that pad them to a multiple of 8 ranks."""
     model = meta("short")
-    used = 5 + 2 * 11 + 10 + 5 + 2  # skips; x, x0 of 11 layers; values of 10; value embeds of 5; smear and backout
+    used = (
+        5 + 2 * 11 + 10 + 5 + 2
+    )  # skips; x, x0 of 11 layers; values of 10; value embeds of 5; smear and backout
     assert sum(p.numel() for p in model.parameters()) == 268_665_628 - 64 + used
     assert len(initial_scalars(model.config)) == used
 
@@ -268,7 +285,9 @@ def test_record_42_has_its_published_number_of_parameters():
 def test_record_42_stores_matrices_in_fp32_and_tables_and_gates_in_bf16():
     for name, parameter in meta("short").named_parameters():
         hidden = name.endswith(("qkvo", "up", "down"))
-        assert parameter.dtype == (torch.float32 if hidden or name == "scalars" else torch.bfloat16), name
+        assert parameter.dtype == (
+            torch.float32 if hidden or name == "scalars" else torch.bfloat16
+        ), name
         assert not hidden or parameter.shape == (768, 3072), name
 
 
@@ -302,7 +321,9 @@ def test_every_parameter_is_initialized(track, recipe):
         for parameter in model.parameters():
             parameter.fill_(math.nan)
     model.initialize(0)
-    assert [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()] == []
+    assert [
+        name for name, parameter in model.named_parameters() if not parameter.isfinite().all()
+    ] == []
 
 
 def test_a_parameter_without_a_rule_is_an_error_that_names_it():
@@ -354,15 +375,24 @@ def test_the_steps_track_starts_from_its_published_distributions():
 
 
 def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
-    models = [GPT(small(), dtype, CPU, PortableAttention()) for dtype in (torch.float32, torch.float32, torch.bfloat16)]
+    models = [
+        GPT(small(), dtype, CPU, PortableAttention())
+        for dtype in (torch.float32, torch.float32, torch.bfloat16)
+    ]
     for model in models:
         model.initialize(3)
     first, again, rounded = (dict(model.named_parameters()) for model in models)
     for name in first:
         assert torch.equal(first[name], again[name])
-        assert torch.equal(first[name].to(rounded[name].dtype), rounded[name]), "the same, but for its dtype"
+        assert torch.equal(first[name].to(rounded[name].dtype), rounded[name]), (
+            "the same, but for its dtype"
+        )
     models[1].initialize(4)
-    random = [name for name in first if name.endswith(("embed", "qkvo", "up")) or name.startswith("value_embeds")]
+    random = [
+        name
+        for name in first
+        if name.endswith(("embed", "qkvo", "up")) or name.startswith("value_embeds")
+    ]
     assert not any(torch.equal(first[name], again[name]) for name in random)
     random_state = torch.get_rng_state()
     models[1].initialize(5)
@@ -386,7 +416,10 @@ def changed_at(tokens, position):
 @pytest.mark.parametrize("position", [1, 5, 12, 40, 69])
 def test_a_changed_token_leaves_all_earlier_outputs_alone(position):
     model, given = build(small()), batch()
-    before, after = stream(model, given, given.inputs), stream(model, given, changed_at(given.inputs, position))
+    before, after = (
+        stream(model, given, given.inputs),
+        stream(model, given, changed_at(given.inputs, position)),
+    )
     assert torch.equal(before[0, :position], after[0, :position])
     assert torch.equal(before[1], after[1]), "the other row"
     assert not torch.equal(before[0, position], after[0, position])
@@ -410,7 +443,8 @@ def test_a_token_behind_all_windows_is_out_of_reach():
     model, given = build(small("tiny", smear=False), torch.float64), batch(cuts=((),))
     near = windows(1, 1)
     before, after = (
-        model.hidden(tokens, given.cu_seqlens, near, 70) for tokens in (given.inputs, changed_at(given.inputs, 0))
+        model.hidden(tokens, given.cu_seqlens, near, 70)
+        for tokens in (given.inputs, changed_at(given.inputs, 0))
     )
     attentions = sum(layer.attention for layer in model.table)
     assert torch.equal(before[0, attentions + 1 :], after[0, attentions + 1 :])
@@ -421,9 +455,13 @@ PARTS = {"sequence": 1200, "val_sequence": 1200, "batch_tokens": 1200, "micro_ba
          "val_batch": 1200}  # fmt: skip
 
 
-@pytest.mark.parametrize("cuts", [(), (3, 190, 199, 200, 201, 700, 1100)], ids=["one document", "documents"])
+@pytest.mark.parametrize(
+    "cuts", [(), (3, 190, 199, 200, 201, 700, 1100)], ids=["one document", "documents"]
+)
 @pytest.mark.parametrize("tokens", [70, 200, 430, 1199, 1200])
-def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_before_them(tokens, cuts):
+def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_before_them(
+    tokens, cuts
+):
     model, row = build(small("tiny", **PARTS), torch.float64), batch(1, 1200, (cuts,))
     reach = train_gpt.reach(model.config)
     assert 1 + 2 * (20 + 6) * 8 <= reach < 1 + 2 * (20 + 6) * 8 + 128
@@ -463,7 +501,9 @@ def test_rows_taken_together_give_the_sum_of_rows_taken_alone():
     alone = [gradients(model, row) for row in rows_of(given)]
     torch.testing.assert_close(together, sum(loss for loss, _ in alone), rtol=1e-6, atol=0)
     for name, gradient in summed.items():
-        torch.testing.assert_close(gradient, sum(grads[name] for _, grads in alone), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            gradient, sum(grads[name] for _, grads in alone), rtol=1e-5, atol=1e-6
+        )
 
 
 def with_head(head, dtype=torch.float32, **changes):
@@ -473,10 +513,14 @@ def with_head(head, dtype=torch.float32, **changes):
 
 
 @pytest.mark.parametrize(
-    ("head", "recompute", "tolerance"), [("chunked", False, 1e-5), ("plain", True, 0.0), ("chunked", True, 1e-5)]
+    ("head", "recompute", "tolerance"),
+    [("chunked", False, 1e-5), ("plain", True, 0.0), ("chunked", True, 1e-5)],
 )
 def test_chunks_and_recomputation_change_neither_loss_nor_gradients(head, recompute, tolerance):
-    found, expected = gradients(with_head(head, recompute=recompute), batch()), gradients(with_head("plain"), batch())
+    found, expected = (
+        gradients(with_head(head, recompute=recompute), batch()),
+        gradients(with_head("plain"), batch()),
+    )
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -511,7 +555,11 @@ def test_a_model_with_pieces_off_or_exchanged_trains(changes):
         if changes.get(piece) is False and name:
             assert not [each for each in brought if name in each]
     first, grads = gradients(model, given)
-    assert [name for name, gradient in grads.items() if gradient is None or not gradient.isfinite().all()] == []
+    assert [
+        name
+        for name, gradient in grads.items()
+        if gradient is None or not gradient.isfinite().all()
+    ] == []
     optimizers, _ = make_optimizers(config, model, MACHINE)
     for _ in range(3):
         for optimizer in optimizers.values():
@@ -525,7 +573,12 @@ def test_every_parameter_has_one_optimizer(track, recipe):
     config = small(track, recipe)
     model = GPT(config, torch.float32, CPU, PortableAttention())
     optimizers, _ = make_optimizers(config, model, MACHINE)
-    taken = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
+    taken = [
+        p
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
     assert sorted(map(id, taken)) == sorted(map(id, model.parameters()))
 
 
@@ -567,9 +620,7 @@ def step_gradients(model, micro_batches, divide_loss_by=1):
     model.zero_grad()
     trainer = object.__new__(Trainer)
     trainer.config, trainer.machine, trainer.model, trainer.stage = model.config, MACHINE, model, 0
-    trainer.data = SimpleNamespace(
-        train=iter([micro_batches]), longest=model.config.max_document
-    )
+    trainer.data = SimpleNamespace(train=iter([micro_batches]), longest=model.config.max_document)
     trainer.loss = lambda *arguments: model(*arguments) / divide_loss_by
     loss = trainer.gradients(0, torch.zeros(0))[0]
     return loss, {name: p.grad.double() for name, p in model.named_parameters()}

@@ -40,7 +40,17 @@ SHORT = Config(**preset({"track": "short"}))  # 2245 scheduled steps and 40 of e
 
 @pytest.mark.parametrize(
     ("step", "long"),
-    [(0, 3), (748, 3), (749, 7), (1496, 7), (1497, 11), (2244, 11), (2245, 13), (2284, 13), (2285, 13)],
+    [
+        (0, 3),
+        (748, 3),
+        (749, 7),
+        (1496, 7),
+        (1497, 11),
+        (2244, 11),
+        (2245, 13),
+        (2284, 13),
+        (2285, 13),
+    ],
 )
 def test_the_long_window_changes_where_record_42_changes_it(step, long):
     assert windows_at(SHORT, step)["long"] == (128 * long if step < SHORT.steps else 2560)
@@ -54,7 +64,9 @@ def test_the_short_window_is_half_of_the_long_one_in_whole_blocks():
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
 @pytest.mark.parametrize("track", TRACKS)
-def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(track, steps):
+def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(
+    track, steps
+):
     config = Config(**preset({"track": track}) | {"steps": steps})
     stages = [stage_at(config, step) for step in range(steps)]
     assert stages == sorted(stages)
@@ -229,7 +241,9 @@ def test_the_first_step_has_the_published_size_for_every_parameter(track):
     """Adam's first step is its learning rate; a matrix's is lr times a matrix of singular values near 1."""
     run = optimized(track, adam_wd=0.0, matrix_wd=0.0)
     for parameter in run.model.parameters():
-        parameter.grad = torch.ones_like(parameter) if parameter.ndim < 2 else torch.randn_like(parameter)
+        parameter.grad = (
+            torch.ones_like(parameter) if parameter.ndim < 2 else torch.randn_like(parameter)
+        )
     for optimizer in run.optimizers.values():
         optimizer.step()
     for name, parameter in run.model.named_parameters():
@@ -237,7 +251,14 @@ def test_the_first_step_has_the_published_size_for_every_parameter(track):
         if name.endswith("qkvo"):
             change = change.reshape(4, 24, 24)
         if name.endswith(("qkvo", "up", "down", "gate")):
-            size = torch.linalg.matrix_norm(change).square().mean().div(min(change.shape[-2:])).sqrt().item()
+            size = (
+                torch.linalg.matrix_norm(change)
+                .square()
+                .mean()
+                .div(min(change.shape[-2:]))
+                .sqrt()
+                .item()
+            )
         else:
             size = change.abs().max().item()
         assert size == pytest.approx(peak, rel=0.15), name
@@ -252,7 +273,9 @@ def test_weight_decay_shrinks_every_parameter_by_its_own_learning_rate_times_the
         optimizer.step()
     for name, parameter in run.model.named_parameters():
         decay = value_of(DECAY[track], name)
-        torch.testing.assert_close(1 - parameter.detach(), torch.full_like(parameter, decay), rtol=0, atol=1.2e-7)
+        torch.testing.assert_close(
+            1 - parameter.detach(), torch.full_like(parameter, decay), rtol=0, atol=1.2e-7
+        )
 
 
 def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
@@ -272,7 +295,9 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
         assert (run.model.embed.grad is None) == (step % 2 == 1)
         if step == 1:
             expected = (1 - beta1) * (1 + 2) / rows
-            torch.testing.assert_close(state["exp_avg"], torch.full_like(state["exp_avg"], expected))
+            torch.testing.assert_close(
+                state["exp_avg"], torch.full_like(state["exp_avg"], expected)
+            )
     assert int(state["step"]) == 2
 
 
@@ -283,7 +308,9 @@ def test_the_schedule_reaches_every_group(step):
     for name, peak in (("matrix", 0.03), ("adam", 0.008)):
         rates = {group["lr"] for group in run.optimizers[name].param_groups}
         assert rates == {peak * learning_rate(SHORT, step)}
-    assert {group["momentum"] for group in run.optimizers["matrix"].param_groups} == {momentum(SHORT, step)}
+    assert {group["momentum"] for group in run.optimizers["matrix"].param_groups} == {
+        momentum(SHORT, step)
+    }
 
 
 def test_gradients_are_divided_once_by_the_rows_of_the_batch_at_any_number_of_micro_batches():

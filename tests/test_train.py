@@ -1,4 +1,4 @@
-"""A run end to end on one process: what its log says, that it learns, repeats, leaves no trace and ends cleanly."""
+"""A run on one process: what its log says, that it learns, repeats and ends cleanly."""
 
 import dataclasses
 import hashlib
@@ -6,7 +6,6 @@ import json
 import math
 import re
 import signal
-from itertools import pairwise
 
 import pytest
 import torch
@@ -20,18 +19,19 @@ from small_run import (
     find_logs,
     read_events,
     run,
+    run_words,
     start,
     write_data,
 )
 
 import kernels.attention
 import train_gpt
+from claims.runlog import read_run
 from data.loader import TrainLoader
 from optim import Adam, NorMuon
 from runtime.log import source_hash
 from runtime.settings import flag
 from scripts import significance
-from claims.runlog import read_run
 
 HEADER = {
     "event", "t_ms", "schema", "run_id", "track", "target", "seed", "trial", "claim", "source_sha256",
@@ -89,13 +89,24 @@ def test_the_header_says_what_ran(two_trials, data):
     assert set(header["config"]) == {field.name for field in dataclasses.fields(train_gpt.Config)}
     assert header["config"]["dim"] == 32
     assert header["target"] == header["config"]["target"]
-    assert (header["world_size"], header["micro_batch"], header["grad_accum"]) == (1, ROWS * SEQUENCE, 1)
+    assert (header["world_size"], header["micro_batch"], header["grad_accum"]) == (
+        1,
+        ROWS * SEQUENCE,
+        1,
+    )
     assert header["env"]["torch"] == torch.__version__
-    assert (header["env"]["dtype"], header["env"]["gpu_count"], header["env"]["compiled"]) == ("float32", 0, False)
+    assert (header["env"]["dtype"], header["env"]["gpu_count"], header["env"]["compiled"]) == (
+        "float32",
+        0,
+        False,
+    )
 
     read = (data / "s_train_0.bin").read_bytes()[1024:]  # the run ends within the first shard
     assert header["data"]["train_sha256"] == hashlib.sha256(read).hexdigest()
-    assert header["data"]["val_sha256"] == hashlib.sha256((data / "s_val_0.bin").read_bytes()[1024:]).hexdigest()
+    assert (
+        header["data"]["val_sha256"]
+        == hashlib.sha256((data / "s_val_0.bin").read_bytes()[1024:]).hexdigest()
+    )
     assert header["data"]["val_tokens"] == 1024
 
 
@@ -139,8 +150,14 @@ def test_the_registry_has_a_start_and_an_end_for_each_run(two_trials):
     for log in (0, 1):
         begin, end = lines[2 * log : 2 * log + 2]
         header = two_trials.events("header", log)[0]
-        assert all(begin[name] == header[name] for name in ("track", "seed", "source_sha256", "config_sha256"))
-        assert (end["status"], end["val_loss"]) == ("done", two_trials.events("end", log)[0]["val_loss"])
+        assert all(
+            begin[name] == header[name]
+            for name in ("track", "seed", "source_sha256", "config_sha256")
+        )
+        assert (end["status"], end["val_loss"]) == (
+            "done",
+            two_trials.events("end", log)[0]["val_loss"],
+        )
 
 
 def test_the_last_line_says_whether_the_target_was_reached(two_trials):
@@ -208,7 +225,9 @@ def test_validation_rows_in_parts_give_the_losses_of_whole_ones(data, tmp_path):
     parts = run(data, tmp_path / "parts", seed=3, val_batch=SEQUENCE, **changed)
     whole = run(data, tmp_path / "whole", seed=3, **changed)
     assert (parts.code, whole.code) == (0, 0), parts.err
-    assert [e["train_loss"] for e in parts.events("step")] == [e["train_loss"] for e in whole.events("step")]
+    assert [e["train_loss"] for e in parts.events("step")] == [
+        e["train_loss"] for e in whole.events("step")
+    ]
     losses = ([event["val_loss"] for event in outcome.events("val")] for outcome in (parts, whole))
     assert next(losses) == pytest.approx(next(losses), rel=1e-6)
 
@@ -223,7 +242,9 @@ def test_compiled_runs_repeat_bit_for_bit_and_agree_with_eager_ones(data, tmp_pa
     again = run(data, tmp_path, compile="on", seed=4, **changed)
     assert again.losses() == compiled.losses(1)
     assert again.losses() != compiled.losses(0)
-    assert run(data, tmp_path, seed=4, **changed).losses() == pytest.approx(again.losses(), rel=1e-5)
+    assert run(data, tmp_path, seed=4, **changed).losses() == pytest.approx(
+        again.losses(), rel=1e-5
+    )
 
 
 # How far the same gradients, summed in another order, move a loss of 12 steps, relative to it. Measured: fp32 with
@@ -232,10 +253,15 @@ def test_compiled_runs_repeat_bit_for_bit_and_agree_with_eager_ones(data, tmp_pa
     ("dtype", "recipe", "tolerance"),
     [("float32", "adamw", 2e-6), ("float32", "record42", 2e-4), ("bfloat16", "record42", 2e-3)],
 )
-def test_accumulating_micro_batches_gives_the_losses_of_one_batch(dtype, recipe, tolerance, data, tmp_path):
+def test_accumulating_micro_batches_gives_the_losses_of_one_batch(
+    dtype, recipe, tolerance, data, tmp_path
+):
     whole = run(data, tmp_path, dtype=dtype, recipe=recipe)
     parts = run(data, tmp_path, dtype=dtype, recipe=recipe, micro_batch=SEQUENCE)
-    assert (parts.events("header")[0]["grad_accum"], parts.events("header")[0]["micro_batch"]) == (ROWS, SEQUENCE)
+    assert (parts.events("header")[0]["grad_accum"], parts.events("header")[0]["micro_batch"]) == (
+        ROWS,
+        SEQUENCE,
+    )
     assert parts.losses() == pytest.approx(whole.losses(), rel=tolerance)
 
 
@@ -263,7 +289,9 @@ def forget_a_parameter(monkeypatch):
 
     def all_but_the_head(self, name, shape, generator):
         drawn = initial(self, name, shape, generator)
-        return self.lm_head.detach().clone() if name == "lm_head" and hasattr(self, "drawn") else drawn
+        return (
+            self.lm_head.detach().clone() if name == "lm_head" and hasattr(self, "drawn") else drawn
+        )
 
     initialize = train_gpt.GPT.initialize
 
@@ -346,7 +374,9 @@ def test_a_model_that_sees_the_future_is_caught(leak, data, tmp_path, monkeypatc
 
 def diverge_at(step, monkeypatch):
     schedule = train_gpt.learning_rate
-    monkeypatch.setattr(train_gpt, "learning_rate", lambda c, s: math.inf if s == step else schedule(c, s))
+    monkeypatch.setattr(
+        train_gpt, "learning_rate", lambda c, s: math.inf if s == step else schedule(c, s)
+    )
 
 
 def test_a_run_that_diverges_stops_at_the_first_loss_that_is_no_number(data, tmp_path, monkeypatch):
@@ -429,7 +459,9 @@ def test_a_crash_is_an_end_of_status_error(data, tmp_path, monkeypatch):
 def killed(data, tmp_path_factory):
     """Exit code, stdout and log of processes that a signal ended after step 5, by signal."""
     many = write_data(tmp_path_factory.mktemp("many"), train_documents=6000)
-    folders = {s: tmp_path_factory.mktemp(s.name) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)}
+    folders = {
+        s: tmp_path_factory.mktemp(s.name) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    }
     processes = {s: start(arguments(many, folder, steps=400)) for s, folder in folders.items()}
     outcomes = {}
     for number, process in processes.items():
@@ -480,6 +512,14 @@ def test_significance_tests_the_losses_of_the_trials(two_trials, capsys):
     assert arm["times_ms"] == [two_trials.events("end", log)[0]["train_time_ms"] for log in (0, 1)]
     assert (arm["n"], arm["total_steps"], arm["gpu_count"], arm["incomplete"]) == (2, STEPS, 0, [])
     assert code == (0 if truth.pvalue < 0.01 else 1)
+
+
+@pytest.mark.parametrize("track", ["tiny", "short"])
+def test_without_shards_a_run_is_refused_with_the_command_that_fetches_them(track, tmp_path):
+    words = ["--track", track, "--data-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs")]
+    outcome = run_words([*words, "--device", "cpu"], tmp_path / "logs")
+    assert (outcome.code, outcome.logs) == (2, [])
+    assert "./run.sh" in outcome.err
 
 
 def test_help_and_print_config_run_nothing(data, tmp_path, capsys):

@@ -1,0 +1,128 @@
+"""Settings: what is written is read back; what is wrong is said with flag and rule."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.errors import Refused
+from runtime.settings import (
+    SETTINGS_OF_A_RUN,
+    Interval,
+    RunSettings,
+    as_text,
+    from_text,
+    parse,
+    setting,
+)
+
+
+@dataclass(frozen=True)
+class Config(RunSettings):
+    size: int = setting(8, "so many % of it", at_least=1, section="Model")
+    width: int = setting(16, "a multiple of the size", multiple_of="size")
+    part: int = setting(2, "of the size", below="size")
+    share: float = setting(0.5, "a share", at_least=0, at_most=1)
+    kind: str = setting("new", "kind of model", one_of=("new", "old"))
+    wide: bool = setting(False, "a switch", section="Rest")
+    few: int | None = setting(None, "so few; auto: what fits", at_least=1)
+    steps: tuple[int, ...] = setting((3, 7), "some steps")
+    betas: tuple[float, float] = setting((0.9, 0.95), "two of them")
+
+
+def config(*argv, preset=lambda given: {}):
+    return parse(Config, argv, preset, "about")
+
+
+def printed(capsys, *argv, **rest):
+    with pytest.raises(SystemExit) as stopped:
+        config(*argv, **rest)
+    assert stopped.value.code == 0
+    return capsys.readouterr().out
+
+
+VALUES = {
+    bool: st.booleans(),
+    int: st.integers(),
+    float: st.floats(allow_nan=False),
+    str: st.text(),
+    int | None: st.none() | st.integers(),
+    tuple[int, ...]: st.lists(st.integers(), min_size=1).map(tuple),
+    tuple[float, float]: st.tuples(*2 * [st.floats(allow_nan=False)]),
+}
+
+
+@given(data=st.data(), kind=st.sampled_from(list(VALUES)))
+def test_a_value_written_as_text_is_read_back_unchanged(data, kind):
+    value = data.draw(VALUES[kind])
+    back = from_text(kind, as_text(value))
+    assert (back, type(back)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--size many", "--size many: it takes a value like 8 (int)."),
+        ("--size 1.5", "--size 1.5: it takes a value like 8 (int)."),
+        ("--wide true", "--wide true: it takes a value like off (bool)."),
+        ("--steps 3,,7", "--steps 3,,7: it takes a value like 3,7 (tuple)."),
+        ("--betas 0.9", "--betas 0.9: it takes a value like 0.9,0.95 (tuple)."),
+        ("--size", "argument --size: expected one argument. --help lists the flags."),
+        ("--siz=3", "--siz=3: no such flag. Did you mean --size?"),
+        ("--data_dir x", "--data_dir: no such flag. Did you mean --data-dir?"),
+        ("qqqq", "qqqq: no such flag. --help lists them all."),
+        ("--size 0", "--size 0: it must be at least 1."),
+        ("--few 0", "--few 0: it must be at least 1."),
+        ("--share nan", "--share nan: it must be at least 0."),
+        ("--share 1.5", "--share 1.5: it must be at most 1."),
+        ("--kind odd", "--kind odd: it must be one of new, old."),
+        ("--width 12", "--width 12: it must be a multiple of --size 8."),
+        ("--part 8", "--part 8: it must be below --size 8."),
+        ("--rank-timeout 0", "--rank-timeout 0.0: it must be at least 1."),
+        ("--checkpoint-every soon", "--checkpoint-every soon: it must be steps (500), minutes"),
+    ],
+)
+def test_an_input_that_cannot_work_is_refused_with_flag_value_and_rule(argv, message):
+    with pytest.raises(Refused) as refused:
+        config(*argv.split())
+    assert str(refused.value).startswith(message)
+
+
+def test_a_flag_wins_over_the_preset_and_the_preset_over_the_default():
+    def preset(given):
+        assert given == {"size": 4, "wide": True}
+        return {"size": 2, "width": 8}
+
+    found = config("--size", "4", "--wide", preset=preset)
+    assert (found.size, found.width, found.wide, found.kind) == (4, 8, True, "new")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.size = 7
+
+
+def test_help_groups_the_settings_by_section_with_their_values(capsys):
+    text = printed(capsys, "--width", "3", "--help", preset=lambda given: {"size": 5})
+    positions = [text.index(word) for word in ("Runs:", "--seed X", "Model:", "--size X", "Rest:")]
+    assert positions == sorted(positions)
+    assert "so many % of it [5]" in text
+    assert "a multiple of the size [3]" in text  # shown although it breaks the rule
+    assert "--kind new|old" in text
+    assert "--few auto|X" in text
+
+
+def test_print_config_is_json_from_which_the_same_settings_follow(capsys):
+    shown = json.loads(printed(capsys, "--seed", "5", "--print-config"))
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in shown.items()}
+    assert Config(**values) == config("--seed", "5")
+    assert set(SETTINGS_OF_A_RUN) < set(values)
+
+
+def test_an_interval_is_of_steps_or_of_minutes():
+    assert Interval.parse("500") == Interval(steps=500)
+    assert Interval.parse("2.5m") == Interval(minutes=2.5)
+    assert Interval.parse("0") == Interval()
+    for text in ("-1", "-1m", "infm", "nanm", "m", ""):
+        with pytest.raises(Refused):
+            Interval.parse(text)
