@@ -192,7 +192,8 @@ class Config(RunSettings):
         require(self, {"track": (self.track in TRACKS, f"one of {', '.join(TRACKS)}")})
         recipes = ("record42", *RECIPES.get(self.track, ()))
         require(self, {"recipe": (self.recipe in recipes, f"one of {', '.join(recipes)}")})
-        super().__post_init__()  # each setting's own rules
+        require(self, {"target": (math.isfinite(self.target), "a finite number")})
+        super().__post_init__()  # the rules that stand beside the settings
 
     @property
     def padded_vocab(self) -> int:
@@ -822,7 +823,7 @@ class Trainer:
 
     def header(self, seed: int, trial: int) -> dict[str, Any]:
         """What the log says of a run before its first step."""
-        config, rows = self.config, self.data.micro_rows
+        config, rows = self.config, self.data.train.micro_rows
         settings = asdict(config)
         return {
             "track": config.track, "target": config.target, "seed": seed, "trial": trial,
@@ -835,8 +836,7 @@ class Trainer:
 
     def where(self, step: int) -> dict[str, Any]:
         """Shard and token offset from which this step, counted from 1, was read."""
-        place = self.data.train.where(step)
-        return {"shard": place.shard, "token_offset": place.start}
+        return self.data.train.where(step)
 
     def mfu(self, tokens_per_s: float) -> float:
         """Model FLOPs utilization: share of the peak rate of all ranks."""
@@ -873,10 +873,10 @@ def find_micro_batch(trainer: Trainer) -> None:
     """With --micro-batch auto, halve the micro-batch until what takes most memory fits."""
     data, sequence = trainer.data, trainer.config.sequence
     while not fits(partial(probe, trainer, trainer.loss), trainer.machine):
-        if trainer.config.micro_batch is not None or data.micro_rows == 1:
+        if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
             raise MemoryError("a micro-batch does not fit")
-        data.split(data.micro_rows // 2 * sequence)
-        trainer.machine.say(f"out of memory: micro-batch {data.micro_rows * sequence:,}")
+        data.split(data.train.micro_rows // 2 * sequence)
+        trainer.machine.say(f"out of memory: micro-batch {data.train.micro_rows * sequence:,}")
 
 
 def probe(trainer: Trainer, loss: Any) -> None:

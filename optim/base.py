@@ -1,73 +1,100 @@
-"""What the optimizers here share: checked groups, a step in phases, and state that belongs to no number of ranks.
+"""What Muon, NorMuon and Adam share: checked groups, buckets, a step, state of any world size.
 
-`launch` sends gradients to their owners; `propose` computes new weights from gradients and state, changes neither, and
-sends the weights; `finish` waits for those of others; `commit` writes weights and state, where a flag on the device
-says so. Before the last, whoever guards the step looks at what was measured: see guards.py.
+A method is a pure function on stacks. `update` runs it, selects new or old values by the guard's
+flag and writes them. A step is `launch` (gradients travel), `measure` (their norms), the guard's
+judgement, `commit` (update; weights travel) and `finish`.
 """
 
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as run_eagerly
 
+from .buckets import READ_AT_ONCE, Bucket, Message, Part, Team, copy_all, deal, gathered
 from .guards import Guard
-from .sharding import Gradients, Layout, Pairs, Parcel, Team, Unit, copy_all
+from .orthogonalize import LARGEST_SINGULAR_VALUE
+from .state import State, StateByName, names_of
 
-# Elements that go through all passes of an update together on a CPU: a handful of float32 each stay in its cache.
-CPU_PIECE = 2**18
-
-# Where a flag is there as soon as it is computed, and reading it is cheaper than a selection.
-READ_AT_ONCE = ("cpu",)
-
-Lists = list[list[Tensor]]
+# Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products that
+# compile to the same calls.
+COMPILED_ON = ("cuda",)
 
 
-@dataclass
-class Update:
-    """Units of one param group with what their step needs; lists run over the units."""
+def update(
+    method: Callable[..., tuple[Tensor, ...]],
+    gradients: list[Tensor],
+    weights: list[Tensor],
+    targets: list[Tensor],
+    state: list[Tensor],
+    taken: Tensor | None,
+    divisor: float,
+    rates: dict[str, Any],
+) -> tuple[Tensor, ...]:
+    """Run a method on stacked parts and write weights to `targets`, state in place.
 
-    units: list[Unit]
-    grads: list[Tensor]
-    group: dict[str, Any]
-    rates: list[Any]  # step sizes, numbers or tensors
-    directions: list[Tensor] = field(default_factory=list)
-    changes: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # further state and its new values
-    measures: list[Tensor] = field(default_factory=list)
+    With a flag `taken`, a scalar or one for each matrix, only where it is true. Computes in float32
+    at least. Returns what the method returns beyond weights and state. This is what is compiled.
+    """
+    wide = torch.promote_types(weights[0].dtype, torch.float32)
+    old, sums = stack(weights), stack(gradients).to(wide)
+    if divisor != 1:
+        sums = sums / divisor
+    results = method(sums, old.to(wide), *[tensor.to(wide) for tensor in state], **rates)
+    new, *fresh = results[: 1 + len(state)]
+    if taken is not None:
+        flag = taken.view(-1, *[1] * (old.ndim - 1))
+        new = torch.where(flag, new.to(old.dtype), old)
+        pairs = zip(fresh, state, strict=True)
+        fresh = [torch.where(flag, value.to(kept.dtype), kept) for value, kept in pairs]
+    copy_all(targets, new.split([len(target) for target in targets]))
+    copy_all(state, fresh)
+    return results[1 + len(state) :]
 
 
-@dataclass
-class Step:
-    """What an optimizer holds between the phases of a step: apart, as a compiled step may not assign its attributes."""
-
-    reductions: list[Callable[[], Gradients]] = field(default_factory=list)
-    proposed: list[Update] = field(default_factory=list)
-    gathers: list[Callable[[], Pairs]] = field(default_factory=list)
-    arrived: Pairs = field(default_factory=list)
-    measuring: bool = False
-    holding: bool = False  # directions, until the commit
+@functools.cache
+def compiled_update() -> Callable[..., Any]:
+    """`update`, compiled once for each bucket."""
+    return torch.compile(update, dynamic=False)
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+def stack(tensors: list[Tensor]) -> Tensor:
+    """Parts (n, ...) joined; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def descend(weights: Tensor, step: Tensor, decay: Any, cautious: bool) -> Tensor:
+    """weights - step after decoupled decay; cautious: none where it works against the step.
+
+    decay is a share of the weights, None for none. Cautious decay: Liang et al., arXiv:2411.16085.
+    """
+    if decay is None:
+        return weights - step
+    if cautious:
+        return weights - torch.where(weights * step >= 0, weights * decay, 0) - step
+    return weights * (1 - decay) - step
+
+
+class ShardedOptimizer(StateByName, torch.optim.Optimizer):
     """Base of Muon, NorMuon and Adam.
 
-    A subclass lays its parameters out (`_layouts`), describes their state (`_blank`), does what must be done to whole
-    units (`_updates`), and the rest element by element (`_advance`, `_steps`). process_group None is one process alone.
-    Gradients are summed over the ranks, then divided once by grad_divisor.
+    A subclass cuts parameters into parts (`_cuts`), describes their state (`_states`) and names its
+    method (`_method`). process_group None is one process alone. Gradients are summed over the ranks
+    and divided once by grad_divisor. compiled: whether to compile `update`; None: on CUDA devices.
     """
 
-    RANGES: ClassVar[dict[str, tuple[float, float, float]]] = {  # (lowest, below, a usual value)
+    RANGES: ClassVar[dict[str, tuple[float, float, float]]] = {  # lowest, below, a usual value
         "lr": (0, math.inf, 0.02),
         "lr_mul": (0, math.inf, 1.0),
         "weight_decay": (0, math.inf, 0.0),
         "wd_mul": (0, math.inf, 1.0),
     }
-    ELEMENTWISE: ClassVar[tuple[str, ...]] = ()  # names of the state that is shaped as the parameter
-    _sealed = False
+    team: Any = None
 
     def __init__(
         self,
@@ -75,390 +102,337 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         *,
         cautious: bool = False,
-        exact_accumulation: bool = False,
         process_group: Any = None,
         grad_divisor: float = 1,
         nonfinite_guard: bool = True,
+        compiled: bool | None = None,
     ):
         if not 0 < grad_divisor < math.inf:
-            raise ValueError(f"grad_divisor must be a positive number, got {grad_divisor!r}; 1 leaves the sum as it is")
-        self.team, self.grad_divisor = Team.of(process_group), grad_divisor
-        self.cautious, self.exact_accumulation = cautious, exact_accumulation
+            raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
+        self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
+        self._constructed: list[dict[str, Any]] = []
         super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
-        self._sealed = True
-        self._constructed = [{key: group[key] for key in self.defaults} for group in self.param_groups]
-        self._group_of = {param: group for group in self.param_groups for param in group["params"]}
-        self._names = dict(zip(self._group_of, self._parameter_names(), strict=True))
-        self.layouts = self._layouts(self.team)
+        self.team = Team.of(process_group)
         keep_freed_memory()
-        self._allocate()
-        self._memory: dict[Unit, Tensor] = {}
-        self._step = Step()
+        self._build()
+        self._inside = False  # a step of its own
+        self._flag: tuple[Tensor | None] | None = None  # that of a guard which steps this optimizer
         self.guard = Guard([self], nonfinite=nonfinite_guard)
 
-    def _layouts(self, team: Team) -> list[Layout]:
-        """Who owns what in such a team, the same on every rank."""
+    # ---- what a subclass says
+
+    def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
+        """The shapes of a parameter's parts, in the order of its memory."""
         raise NotImplementedError
 
-    def _blank(self, param: Tensor, device: Any) -> dict[str, Tensor]:
-        """The whole state of one parameter before its first step: all zeros."""
+    def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
+        """The state of one parameter by name; it starts as zeros."""
         raise NotImplementedError
 
-    def _updates(self, gradients: Gradients) -> Iterator[Update]:
-        """What can be stepped together. Gradients are read only, state too."""
+    def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+        """The pure function, its fixed options, and its rates, which change from step to step."""
         raise NotImplementedError
 
-    def _advance(self, grads: list[Tensor], state: Lists, group: dict[str, Any]) -> None:
-        """The elementwise state after this gradient, in place, for flat tensors of one wide dtype."""
+    def _limit(self, bucket: Bucket) -> int:
+        """How many parts to step in one call."""
         raise NotImplementedError
 
-    def _steps(self, state: Lists, directions: list[Tensor], rates: list[Any], group: dict[str, Any]) -> list[Tensor]:
-        """What is subtracted from weights, from the state after this gradient and the directions."""
-        raise NotImplementedError
-
-    def _check_parameter(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
-        """ValueError for a parameter that this optimizer is not for."""
-
-    def _check_group(self, group: dict[str, Any]) -> None:
+    def _check(self, group: dict[str, Any], names: list[str]) -> None:
+        """ValueError or TypeError for a setting or a parameter that cannot work."""
         for name, (low, below, usual) in self.RANGES.items():
             if not low <= group[name] < below:
-                raise ValueError(f"{name} must be in [{low}, {below}), got {group[name]!r}; a usual value is {usual}")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only for the constructor: who owns what is fixed there."""
-        if self._sealed:
-            raise RuntimeError("ownership is fixed at construction; build a new optimizer with the extra param group")
-        unknown = set(param_group) - set(self.defaults) - {"params", "param_names"}
-        if unknown:
-            raise ValueError(f"unknown param group key {min(unknown)!r}; known: {', '.join(sorted(self.defaults))}")
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        self._check_group(group)
-        before = sum(len(other["params"]) for other in self.param_groups[:-1])
-        names = group.get("param_names") or [str(before + index) for index in range(len(group["params"]))]
+                value = f"{name} must be in [{low}, {below}), got {group[name]!r}"
+                raise ValueError(f"{value}; a usual value is {usual}")
         for name, param in zip(names, group["params"], strict=True):
             if any(kind.__name__ == "DTensor" for kind in type(param).__mro__):
-                raise TypeError(f"parameter {name} is a DTensor; pass plain tensors, replicated over process_group")
+                raise TypeError(f"parameter {name} is a DTensor; pass plain tensors")
             if not param.is_floating_point():
-                raise ValueError(f"parameter {name} is {param.dtype}; only floating-point parameters can be stepped")
+                raise ValueError(f"parameter {name} is {param.dtype}; pass floating-point tensors")
             if not param.is_contiguous():
-                raise ValueError(f"parameter {name} is not contiguous in memory; create it from tensor.contiguous()")
-            self._check_parameter(name, param, group)
+                raise ValueError(f"parameter {name} is not contiguous; build it from .contiguous()")
 
-    def _parameter_names(self) -> list[str]:
-        named = [name for group in self.param_groups for name in group.get("param_names", ())]
-        return named or [str(index) for index in range(len(self._group_of))]
+    # ---- construction
 
-    def _state_dtype(self, param: Tensor) -> torch.dtype:
-        return torch.float32 if self.exact_accumulation and param.dtype == torch.bfloat16 else param.dtype
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; the state of the others stays. On several ranks a collective.
 
-    def _whole_state(self, param: Tensor, device: Any) -> dict[str, Tensor]:
-        state = self._blank(param, device)
-        if self.exact_accumulation and param.dtype == torch.bfloat16:
-            state["remainder"] = torch.zeros(param.shape, dtype=torch.int16, device=device)
-        return state
+        ValueError for an impossible setting or parameter, TypeError for a DTensor.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check(group, names_of(self)[-len(group["params"]) :])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        own = ("params", "param_names")
+        self._constructed.append({key: group[key] for key in group if key not in own})
+        if self.team is not None:
+            self._rebuild()
 
-    def _allocate(self) -> None:
-        """State of the owned units, and of parameters that are owned whole as views of it."""
-        self._layout_of = {unit: layout for layout in self.layouts for unit in layout.units}
-        self._slots: dict[Unit, dict[str, Tensor]] = {unit: {} for layout in self.layouts for unit in layout.owned}
-        for unit, slots in self._slots.items():
-            for name, blank in self._whole_state(unit.param, "meta").items():
-                part = unit.cut(blank)
-                slots[name] = torch.zeros(part.shape, dtype=part.dtype, device=unit.param.device)
-                whole = part.numel() == blank.numel()
-                key, value = (name, slots[name].view(blank.shape)) if whole else (f"{name}.{unit.start}", slots[name])
-                self.state[unit.param][key] = value
+    def _rebuild(self) -> None:
+        """Cut and deal again after parameters were added or changed their dtype; keep the state."""
+        kept = dict(self.named_state())
+        self._build()
+        self._load(kept)
+
+    def _build(self) -> None:
+        """Cut the parameters, deal the parts, and allocate the state of those owned here."""
+        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._names = dict(zip(self._group_of, names_of(self), strict=True))
+        self._device = next(iter(self._names)).device
+        self._kinds = {param: (param.dtype, param.device) for param in self._names}
+        self._parts = {param: self._cut(number, param) for number, param in enumerate(self._names)}
+        self._owner: dict[Part, int] = {}
+        self._place: dict[Part, tuple[Bucket, slice]] = {}  # of the parts owned here
+        self.messages: list[Message] = []
+        self.buckets: list[Bucket] = []
+        for kind in dict.fromkeys(self._kinds.values()):
+            alike = [parts for param, parts in self._parts.items() if self._kinds[param] == kind]
+            parts = [part for each in alike for part in each]
+            if self.team.size == 1:
+                self._own(parts)
+            else:
+                self._share(parts)
+        self._expose()
+
+    def _cut(self, number: int, param: Tensor) -> list[Part]:
+        if param.numel() == 0:  # it has state, and nothing to step
+            return []
+        group, parts, start = self._group_of[param], [], 0
+        for shape in self._cuts(param, group, self.team.size):
+            # What depends on the stored shape, such as a rate, must agree within a bucket.
+            key = (shape, tuple(param.shape[-2:]), id(group))
+            parts.append(Part(param, number, start, shape, key))
+            start += math.prod(shape)
+        return parts
+
+    def _share(self, parts: list[Part]) -> None:
+        """Deal parts of one dtype to the ranks, and make the messages that carry them."""
+        keys = list(dict.fromkeys(part.key for part in parts))
+        for shares in deal(parts, self.team.size):
+            for rank, share in enumerate(shares):
+                # Parts of one bucket stand together: a bucket is one stretch of the message.
+                share.sort(key=lambda part: (keys.index(part.key), part.number, part.start))
+                self._owner.update(dict.fromkeys(share, rank))
+            self.messages.append(Message(shares, self.team))
+            self.messages[-1].buckets = self._own(shares[self.team.rank])
+
+    def _own(self, parts: list[Part]) -> list[Bucket]:
+        together: dict[Any, list[Part]] = {}
+        for part in parts:
+            together.setdefault(part.key, []).append(part)
+        buckets = []
+        for members in together.values():
+            param, (each, *rest) = members[0].param, members[0].shape
+            state = {}
+            for name, kind in self._states(param, self._group_of[param]).items():
+                shape = (each * len(members), *(rest if kind.each is None else kind.each))
+                state[name] = torch.zeros(shape, dtype=kind.dtype, device=param.device)
+            buckets.append(Bucket(members, self._group_of[param], state))
+            for index, part in enumerate(members):
+                self._place[part] = buckets[-1], slice(index * each, (index + 1) * each)
+        self.buckets += buckets
+        return buckets
+
+    def _expose(self) -> None:
+        """Fill torch's `self.state` with views, where parameters are owned whole."""
+        self.state = defaultdict(dict)
+        if self.team.size > 1:
+            return
+        for param, parts in self._parts.items():
+            for name, kind in self._states(param, self._group_of[param]).items():
+                for bucket, place in [self._place[part] for part in parts]:
+                    self.state[param][name] = bucket.state[name][place].view(kind.shape)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()  # torch's own leaves out what it does not know
+        return {key: value for key, value in self.__dict__.items() if key != "state"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._expose()  # a copied view is no view of the copied bucket
 
     # ---- a step
 
+    @run_eagerly  # the compiler sets no guards on what is found by a parameter; it gets `update`
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient on any rank; the others and their state stay as they are.
+        """Update every parameter that has a gradient on any rank; the others stay as they are.
 
-        All ranks of the process group must call this. Gradients are only read. With nonfinite_guard the step is taken
-        whole or not at all: on a CPU a skip is warned of, elsewhere `guard.explain(verdict)` reads it when asked.
+        All ranks of the process group must call this. Gradients are only read. With nonfinite_guard
+        the step is taken whole or not at all: on a CPU a skip is warned of, elsewhere
+        `guard.explain(verdict)` tells. TypeError for a sparse gradient.
         """
+        if self._flag is not None:
+            self.commit(*self._flag)
+            return None
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        self.verdict = self.guard.step()
-        if self.verdict.device.type in READ_AT_ONCE and (skip := self.guard.explain(self.verdict)) is not None:
-            warnings.warn(f"step skipped: {skip}", stacklevel=3)
+        self._inside = True
+        try:
+            self.verdict = self.guard.step()
+        finally:
+            self._inside = False
+        if self.verdict.device.type in READ_AT_ONCE:
+            skip = self.guard.explain(self.verdict)
+            if skip is not None:
+                warnings.warn(f"step skipped: {skip}", stacklevel=3)
         return loss
+
+    def commit_as_step(self, ok: Tensor | None) -> None:
+        """`commit` by way of `step`, so that its hooks run and lr_scheduler sees it."""
+        if self._inside:
+            self.commit(ok)
+            return
+        self._flag = (ok,)
+        try:
+            self.step()
+        finally:
+            self._flag = None
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Send all gradients to their owners; collectives, in an order that no missing gradient changes."""
-        # Nothing is gained by hooks that send each as it becomes ready: a compiled backward is one node of autograd,
-        # after which all gradients come at once.
-        self._step.reductions = [layout.reduce() for layout in self.layouts]
-        self._step.proposed, self._step.gathers, self._step.arrived = [], [], []
+        """Send all gradients to their owners, in an order that no missing gradient changes."""
+        if any((param.dtype, param.device) != kind for param, kind in self._kinds.items()):
+            self._rebuild()
+        for param, name in self._names.items():
+            if param.grad is not None and param.grad.layout != torch.strided:
+                fix = "build its module with sparse=False or give it to torch.optim.SparseAdam"
+                raise TypeError(f"parameter {name} has a sparse gradient; {fix}")
+        # Hooks that send each gradient early gain nothing: a compiled backward is one node of
+        # autograd, after which all gradients come at once.
+        self._waits = [message.reduce() for message in self.messages]
 
     @torch.no_grad()
-    def propose(self, guarded: bool = True) -> None:
-        """Compute the step from what `launch` has sent, and send the new weights.
+    def measure(self) -> Tensor:
+        """Norms of the summed and divided gradients (parameters,), float32, equal on all ranks."""
+        for wait in self._waits:
+            wait()
+        squares = [torch.zeros((), dtype=torch.float64, device=self._device)] * len(self._names)
+        for bucket in self.buckets:
+            wide = torch.promote_types(bucket.param.dtype, torch.float32)
+            norms = torch._foreach_norm(bucket.gradients(), dtype=wide)
+            for part, norm in zip(bucket.parts, norms, strict=True):
+                squares[part.number] = squares[part.number] + norm.double().square()
+        missing = [number for number, p in enumerate(self._names) if p.grad is None]
+        totals, present = self._everywhere(torch.stack(squares), missing)
+        # Which parameters move; None: all. Read only where that costs nothing.
+        readable = self._device.type in READ_AT_ONCE
+        self._present = None if readable and present.all() else present
+        if self.team.size == 1 and not missing:
+            self._present = None
+        return (totals.sqrt() / self.grad_divisor).float()
 
-        Unguarded, nothing is measured, and what this rank alone decides is written at once.
+    def _everywhere(self, squares: Tensor, missing: list[int]) -> tuple[Tensor, Tensor]:
+        """Sums of squares over the ranks, and which parameters have a gradient on any of them.
+
+        They are gathered and then added in one order, so that all ranks judge the same bits.
         """
-        step = self._step
-        step.measuring = guarded
-        for layout, reduction in zip(self.layouts, step.reductions, strict=True):
-            found: dict[Unit, Tensor] = {}
-            places = layout.open() if isinstance(layout, Parcel) else None
-            step.holding = guarded and places is None
-            for update in self._updates(reduction()):
-                found |= zip(update.units, update.measures, strict=True) if guarded else {}
-                if places is not None:
-                    self._sweep(update, None, [places[unit] for unit in update.units], state=False)
-                    update.directions = []
-                elif not guarded:
-                    self._write(update, None)
-                    continue
-                step.proposed.append(update)
-            layout.measure(found)
-            if isinstance(layout, Parcel):
-                step.gathers.append(layout.share())
-
-    @torch.no_grad()
-    def finish(self) -> Tensor | None:
-        """Wait for others' weights; guarded, returns gradient and spectral norms (units, 2) float32 of all ranks."""
-        self._step.arrived = [pair for wait in self._step.gathers for pair in wait()]
-        return torch.cat([layout.measures for layout in self.layouts]) if self._step.measuring else None
-
-    def _kept(self, unit: Unit, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Memory for directions that wait for the commit; the same in every step, as fresh pages cost more than it."""
-        if not self._step.holding:
-            return None
-        if unit not in self._memory or self._memory[unit].shape != shape:
-            self._memory[unit] = torch.empty(shape, dtype=dtype, device=unit.param.device)
-        return self._memory[unit]
+        flags = torch.ones_like(squares)
+        for number in missing:
+            flags[number] = 0
+        if self.team.size == 1:
+            return squares, flags > 0
+        totals, counts = gathered(torch.stack([squares, flags]), self.team).sum(0)
+        return totals, counts > 0
 
     @torch.no_grad()
     def commit(self, ok: Tensor | None) -> None:
-        """Write what was proposed, weights and state; with a flag on the device, only if that is true."""
+        """Step all buckets where `ok` is true, and send the new weights; None: unguarded."""
+        self._gathers: list[Callable[[], None]] = []
+        self.unsound = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._guarded = ok is not None
         if ok is not None and ok.device.type in READ_AT_ONCE:
-            taken, ok = bool(ok), None
-        else:
-            taken = True
-        if taken:
-            for update in self._step.proposed:
-                self._write(update, ok)
-            select(ok, self._step.arrived)
-        self._step.proposed, self._step.gathers, self._step.arrived = [], [], []
+            if not ok:
+                return
+            ok = None
+        if self.team.size == 1:
+            for bucket in self.buckets:
+                self._step(bucket, ok)
+        for message in self.messages:
+            segment = message.open()
+            for bucket in message.buckets:
+                self._step(bucket, ok)
+            self._gathers.append(message.gather(segment))
 
-    def _write(self, update: Update, ok: Tensor | None) -> None:
-        travelled = isinstance(self._layout_of[update.units[0]], Parcel)
-        weights = [] if travelled else [unit.cut(unit.param.detach()) for unit in update.units]
-        self._sweep(update, ok, weights, state=True)
-        select(ok, update.changes)
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the weights that others own, and write them."""
+        for write in self._gathers:
+            write()
+        self._waits, self._gathers = [], []
+        for bucket in self.buckets:
+            bucket.sums = bucket.fresh = None
 
-    def _sweep(self, update: Update, ok: Tensor | None, weights: list[Tensor], state: bool) -> None:
-        """Step `weights`, if there are any, and with `state` what is shaped like them; in place where that is safe.
-
-        Weights that travel are computed before the commit and the state, once more, at it: it may not change earlier.
-        Remainders of exact weights become changes, written at the commit.
-        """
-        slots = [self._slots[unit] for unit in update.units]
-        names = [*self.ELEMENTWISE, *(["remainder"] if "remainder" in slots[0] else [])]
-        columns = [update.grads, *([slot[name] for slot in slots] for name in names), update.directions, weights]
-        for rates, (grads, *kept, directions, targets) in pieces(columns, update.rates):
-            low = kept.pop() if "remainder" in names else []
-            wide = torch.promote_types(grads[0].dtype, torch.float32)
-            grads, directions = ([tensor.to(wide) for tensor in column] for column in (grads, directions))
-            if self.grad_divisor != 1:
-                grads = list(torch._foreach_div(grads, self.grad_divisor))
-            fresh = [[tensor.to(wide, copy=ok is not None or not state) for tensor in column] for column in kept]
-            self._advance(grads, fresh, update.group)
-            if targets:
-                stepped = join(targets, low) if low else [tensor.to(wide, copy=ok is not None) for tensor in targets]
-                self._decay_and_step(stepped, self._steps(fresh, directions, rates, update.group), update.group)
-                if low:
-                    stepped, remainders = divide(stepped)
-                    update.changes += zip(low, remainders, strict=True)
-                select(ok, changed(targets, stepped))
-            if state:
-                select(ok, [pair for old, new in zip(kept, fresh, strict=True) for pair in changed(old, new)])
-
-    def _decay_and_step(self, weights: list[Tensor], steps: list[Tensor], group: dict[str, Any]) -> None:
-        """In place. Decay is decoupled and, if cautious, left out where it works against the step."""
-        decay = group["lr"] * group["weight_decay"] * group["wd_mul"]
-        if self.cautious:  # Liang et al., arXiv:2411.16085
-            for weight, step in zip(weights, steps, strict=True):
-                weight.sub_(torch.where(weight * step >= 0, weight * decay, 0))
-        elif group["weight_decay"]:
-            torch._foreach_mul_(weights, 1 - decay)
-        torch._foreach_sub_(weights, steps)
+    def _step(self, bucket: Bucket, ok: Tensor | None) -> None:
+        taken = ok
+        if self._present is not None:
+            here = self._present[bucket.numbers]
+            taken = here if ok is None else here & ok
+        method, fixed, rates = self._method(bucket)
+        run: Callable[..., Any] = update
+        if self.compiled or (self.compiled is None and self._device.type in COMPILED_ON):
+            run = compiled_update()
+            rates = {name: as_tensor(rate, bucket.param) for name, rate in rates.items()}
+        # A counter goes in as the number of this step; it is written once all slices are done.
+        state = dict(bucket.state)
+        t = state.pop("step") + 1 if "step" in state else None
+        lists = bucket.gradients(), bucket.weights(), bucket.targets()
+        for parts, matrices, columns in bucket.slices(self._limit(bucket)):
+            given = fixed | rates | ({} if t is None else {"t": t[matrices]})
+            flag = taken[matrices] if taken is not None and taken.ndim else taken
+            cuts = [[tensor[:, columns] for tensor in tensors[parts]] for tensors in lists]
+            kept = [tensor[matrices, columns] for tensor in state.values()]
+            for largest in run(method, *cuts, kept, flag, self.grad_divisor, given):
+                self.unsound += (~(largest <= LARGEST_SINGULAR_VALUE)).sum()
+        if t is not None:
+            bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)
 
     def reset(self) -> None:
-        """Back to the constructed optimizer, in place: zero state, and the hyperparameters that were given."""
+        """Back to the constructed optimizer, in place: zero state and the given hyperparameters."""
         for group, constructed in zip(self.param_groups, self._constructed, strict=True):
             group.update(constructed)
-        for slots in self._slots.values():
-            for tensor in slots.values():
+        for bucket in self.buckets:
+            for tensor in bucket.state.values():
                 tensor.zero_()
-        self._step = Step()
         self.guard.reset()
-
-    # ---- checkpoints
-
-    @torch.no_grad()
-    def named_state(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """("parameter.state", whole tensor), one after the other, on that rank of the group (None: on every rank).
-
-        Tensors alone, ready to be written as safetensors. A collective: all ranks must exhaust it.
-        """
-        for param, units in self._units_of().items():
-            for name, whole in self._whole_state(param, param.device).items():
-                for unit in units:
-                    part = unit.cut(whole)
-                    if unit in self._slots:
-                        part.copy_(self._slots[unit][name])
-                    if whole.ndim or unit is units[0]:
-                        self._layout_of[unit].complete(unit, part)
-                if rank in (None, self.team.rank):
-                    yield f"{self._names[param]}.{name}", whole
-
-    @torch.no_grad()
-    def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over `named_state` of any number of ranks and grouping; ValueError, nothing changed, where it differs.
-
-        Names must be those of this optimizer's parameters, shapes and dtypes those of their state.
-        """
-        needed = {
-            f"{self._names[param]}.{name}": blank
-            for param in self._group_of
-            for name, blank in self._whole_state(param, "meta").items()
-        }
-        wrong = [f"lacks {name}" for name in needed if name not in tensors]
-        wrong += [f"has an unknown {name}" for name in tensors if name not in needed]
-        wrong += [
-            f"has {name} as {tuple(tensors[name].shape)} {tensors[name].dtype}, not {tuple(blank.shape)} {blank.dtype}"
-            for name, blank in needed.items()
-            if name in tensors and (tensors[name].shape, tensors[name].dtype) != (blank.shape, blank.dtype)
-        ]
-        if wrong:
-            raise ValueError(f"the state {'; '.join(wrong[:5])}; build the optimizer as it was for the state")
-        for unit, slots in self._slots.items():
-            for name, slot in slots.items():
-                slot.copy_(unit.cut(tensors[f"{self._names[unit.param]}.{name}"]))
-
-    def state_dict(self) -> dict[str, Any]:
-        """A snapshot in torch's form with the whole state of every parameter: the same on all ranks, and a collective.
-
-        Loads at any number of ranks. With named parameters, `param_groups` may differ on loading.
-        """
-        state: dict[int, dict[str, Tensor]] = {}
-        index = {name: number for number, name in enumerate(self._names.values())}
-        for key, tensor in self.named_state():
-            name, _, kind = key.rpartition(".")
-            state.setdefault(index[name], {})[kind] = tensor
-        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a `state_dict`; ValueError, and nothing changed, where it does not fit.
-
-        State goes by parameter name, or by position where no names were given. Hyperparameters are taken over if the
-        groups hold the same parameters; else this optimizer keeps its own.
-        """
-        groups, state = state_dict["param_groups"], state_dict["state"]
-        sizes, saved_sizes = ([len(group["params"]) for group in side] for side in (self.param_groups, groups))
-        if sizes != saved_sizes and not all("param_names" in group for group in (*groups, *self.param_groups)):
-            raise ValueError(f"the state has groups of {saved_sizes} parameters, this {sizes}; name them to regroup")
-        names = [name for group in groups for name in group.get("param_names", map(str, group["params"]))]
-        indices = [index for group in groups for index in group["params"]]
-        tensors = {
-            f"{name}.{kind}": tensor
-            for name, index in zip(names, indices, strict=True)
-            for kind, tensor in state.get(index, {}).items()
-        }
-        for group, saved in zip(self.param_groups, groups, strict=False):
-            if sizes == saved_sizes and saved.get("split") != group.get("split"):
-                raise ValueError(
-                    f"the state is of split {saved.get('split')}, this of {group.get('split')}; build alike"
-                )
-        self.load_named_state(tensors)
-        members = [[self._names[param] for param in group["params"]] for group in self.param_groups]
-        saved_members = [list(group.get("param_names", map(str, group["params"]))) for group in groups]
-        if members == saved_members:
-            for group, saved in zip(self.param_groups, groups, strict=True):
-                own = ("params", "param_names", "backend")  # a backend is the machine's, not the state's
-                group.update({key: value for key, value in saved.items() if key not in own})
-
-    def _units_of(self) -> dict[Tensor, list[Unit]]:
-        found: dict[Tensor, list[Unit]] = {param: [] for param in self._group_of}
-        for unit in self._layout_of:
-            found[unit.param].append(unit)
-        return found
 
     # ---- what the optimizer says of itself
 
-    def tensor_names(self) -> list[str]:
-        """The parameter that each row of `finish`'s measures belongs to."""
-        return [self._names[unit.param] for layout in self.layouts for unit in layout.units]
-
     def fall_back(self) -> None:
-        """Called when an update went wrong although its gradient is sound."""
+        """What to do after an update went wrong although its gradient is sound."""
 
-    def describe(self, world_size: int | None = None) -> str:
-        """The owner table at this number of ranks (None: the present one): what each holds and sends in a step."""
-        team = self.team if world_size is None else Team(None, 0, world_size)
-        lines = []
-        for layout in self._layouts(team):
-            loads = [sum(unit.numel for unit in share) for share in layout.shares]
-            sent, extra = layout.sent()
-            lines.append(
-                f"{type(layout).__name__.lower()} of {len(layout.units)} units, {sum(loads):,} elements: "
-                f"{min(loads):,} to {max(loads):,} a rank, {sent:,} bytes sent by each, {extra:,} of them padding"
-            )
-        return "\n".join(lines)
+    def describe(self) -> str:
+        """What this rank owns and what is sent in a step."""
+        text = f"{type(self).__name__}: {sum(param.numel() for param in self._names):,} parameters"
+        if self.team.size == 1:
+            return f"{text} in {len(self.buckets)} buckets"
+        owned = sum(math.prod(bucket.shape) for bucket in self.buckets)
+        padding = sum(message.padding for message in self.messages)
+        sent = f"{len(self.messages)} messages with {padding:,} elements of padding"
+        return f"{text}, {owned:,} of them owned by this rank, {sent}"
+
+
+def decay_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The rate `decay`: the share of the weights that a step takes away, None for none."""
+    if not group["weight_decay"]:
+        return {"decay": None}
+    return {"decay": group["lr"] * group["weight_decay"] * group["wd_mul"]}
+
+
+def as_tensor(rate: Any, like: Tensor) -> Any:
+    """A rate on the device, so that its change compiles nothing again; filled without a wait."""
+    if rate is None:
+        return None
+    wide = torch.promote_types(like.dtype, torch.float32)
+    if isinstance(rate, Tensor):
+        return rate.to(like.device, wide)
+    return torch.full((), rate, dtype=wide, device=like.device)
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what this process frees, where it is glibc: fresh pages cost more than the arithmetic.
+    """Let glibc keep what this process frees: fresh pages cost more than the arithmetic.
 
-    Freeing one block of 32 MiB makes it keep up to twice that much, in place of a few hundred KiB.
+    Freeing one block of 32 MiB makes it keep up to twice that much instead of a few hundred KiB.
     """
     torch.empty(2**25 - 2**16, dtype=torch.uint8)
-
-
-def pieces(columns: Lists, rates: list[Any]) -> Iterator[tuple[list[Any], Lists]]:
-    """(rates, flat columns) to compute together: everything, or on a CPU what fits its cache; empty columns stay so."""
-    if columns[0][0].device.type != "cpu":
-        yield rates, [[tensor.view(-1) for tensor in column] for column in columns]
-        return
-    for index, rate in enumerate(rates):
-        row = [column[index].view(-1).split(CPU_PIECE) if column else () for column in columns]
-        for piece in zip_longest(*row):
-            yield [rate], [[] if tensor is None else [tensor] for tensor in piece]
-
-
-def changed(old: list[Tensor], new: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Pairs that are not one tensor, computed in place."""
-    return [pair for pair in zip(old, new, strict=True) if pair[0] is not pair[1]]
-
-
-def select(ok: Tensor | None, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy the second of each pair into the first, or only where `ok`: chosen on the device, nothing is multiplied."""
-    if ok is None:
-        copy_all(pairs)
-        return
-    for target, value in pairs:
-        torch.where(ok, value.to(target.dtype), target, out=target)
-
-
-def join(high: list[Tensor], low: list[Tensor]) -> list[Tensor]:
-    """float32 weights from their bf16 rounding and the int16 remainder of the bits."""
-    bits = [(h.view(torch.int16).int() << 16) + rest.int() for h, rest in zip(high, low, strict=True)]
-    return [b.view(torch.float32) for b in bits]
-
-
-def divide(weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The bf16 nearest to each float32 weight, halves away from zero, and what is left of its bits in an int16."""
-    bits = [weight.view(torch.int32) for weight in weights]
-    # A NaN keeps its upper half, made quiet: rounded, it might become infinite or a zero.
-    high = [torch.where(w.isnan(), b >> 16 | 0x40, (b + 0x8000) >> 16) for w, b in zip(weights, bits, strict=True)]
-    low = [(b - (h << 16)).to(torch.int16) for b, h in zip(bits, high, strict=True)]
-    return [h.to(torch.int16).view(torch.bfloat16) for h in high], low

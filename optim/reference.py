@@ -1,6 +1,7 @@
-"""The optimizers again, one matrix at a time in float64, as in a textbook: slow, obvious, the oracle of the tests.
+"""The optimizers again, one matrix at a time in float64, as in a textbook: the tests' oracle.
 
-A step function takes a weight, its gradient and a state dict (empty before the first step) and returns the new weight.
+A step function takes a weight, its gradient and a state dict, empty before the first step, and
+returns the new weight.
 """
 
 import torch
@@ -10,15 +11,11 @@ from .orthogonalize import METHODS
 
 
 def iterate(G: Tensor, method: str) -> Tensor:
-    """What `orthogonalize` approximates for one matrix (rows, cols), by the same polynomials without rounding."""
+    """What `orthogonalize` approximates for one matrix (rows, cols), without rounding."""
     steps = METHODS[method]
     X = G.double()
     if X.norm() == 0:
         return X
-    if method == "exact":
-        U, S, Vh = torch.linalg.svd(X, full_matrices=False)
-        nonzero = 1e-12 * S[0] < S
-        return U[:, nonzero] @ Vh[nonzero]
     X = X / X.abs().max()
     X = X / (X.norm() * steps.safety + steps.eps)
     for a, b, c in steps.coefficients:
@@ -60,17 +57,21 @@ def muon_step(
         direction = iterate(block, method)
         if beta2 is not None:
             per_row = axis == "rows" or (axis == "stored" and rows >= cols)
-            direction = normalize_variance(direction, state, f"variance {index}", beta2, -1 if per_row else 0)
+            dim = -1 if per_row else 0
+            direction = normalize_variance(direction, state, f"variance {index}", beta2, dim)
         directions.append(direction)
     direction = torch.stack(directions).reshape(rows, cols)
 
-    factor = {"spectral": max(1, rows / cols) ** 0.5, "rms": 0.2 * max(rows, cols) ** 0.5, "none": 1.0}[scale]
-    return weight * (1 - lr * weight_decay * wd_mul) - lr * lr_mul * factor * direction
+    scales = {"spectral": max(1, rows / cols) ** 0.5, "rms": 0.2 * max(rows, cols) ** 0.5}
+    step = lr * lr_mul * scales.get(scale, 1.0) * direction
+    return weight * (1 - lr * weight_decay * wd_mul) - step
 
 
-def normalize_variance(direction: Tensor, state: dict[str, Tensor], key: str, beta2: float, axis: int) -> Tensor:
-    """Divide by the running RMS along `axis`, then restore the Frobenius norm."""
-    mean_square = direction.square().mean(dim=axis, keepdim=True)
+def normalize_variance(
+    direction: Tensor, state: dict[str, Tensor], key: str, beta2: float, dim: int
+) -> Tensor:
+    """Divide by the running RMS along `dim`, then restore the Frobenius norm."""
+    mean_square = direction.square().mean(dim=dim, keepdim=True)
     state[key] = beta2 * state.get(key, torch.zeros_like(mean_square)) + (1 - beta2) * mean_square
     scaled = direction / state[key].clamp(min=1e-10).sqrt()
     return scaled * (direction.norm() / scaled.norm().clamp(min=1e-10))

@@ -49,17 +49,29 @@ def require(settings: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
 
 def check_fields(settings: Any) -> None:
     """Raise Refused for the first value that is none of its choices or outside its bounds."""
-    for field in dataclasses.fields(settings):
-        value, choices = getattr(settings, field.name), field.metadata["one_of"]
+    fields = dataclasses.fields(settings)
+    for field in fields:
+        choices = field.metadata["one_of"]
         if choices:
-            require(settings, {field.name: (value in choices, f"one of {', '.join(choices)}")})
-        for kind, bound in field.metadata["bounds"].items():
-            if value is None:
-                continue
-            limit = getattr(settings, bound) if isinstance(bound, str) else bound
-            words = f"{flag(bound)} {limit}" if isinstance(bound, str) else str(limit)
-            rule = kind.replace("_", " ").replace("multiple", "a multiple")
-            require(settings, {field.name: (HOLDS[kind](value, limit), f"{rule} {words}")})
+            holds = getattr(settings, field.name) in choices
+            require(settings, {field.name: (holds, f"one of {', '.join(choices)}")})
+    # Bounds that are settings themselves come last, when those have been checked.
+    for named in (False, True):
+        for field in fields:
+            for kind, bound in field.metadata["bounds"].items():
+                if isinstance(bound, str) == named:
+                    _check_bound(settings, field.name, kind, bound)
+
+
+def _check_bound(settings: Any, name: str, kind: str, bound: Bound) -> None:
+    value, limit, words = getattr(settings, name), bound, str(bound)
+    if value is None:
+        return
+    if isinstance(bound, str):
+        limit = getattr(settings, bound)
+        words = f"{flag(bound)} {limit}"
+    rule = kind.replace("_", " ").replace("multiple", "a multiple")
+    require(settings, {name: (HOLDS[kind](value, limit), f"{rule} {words}")})
 
 
 @dataclass(frozen=True)

@@ -468,7 +468,7 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
     last = windows(6 * 8, 20 * 8)
 
     def loss(reach):
-        parts = Data(SimpleNamespace(), [row], None, 70, 70, 70).in_parts(tokens, reach).validation
+        parts = Data(SimpleNamespace(), [row], None, longest=70, val_longest=70).in_parts(tokens, reach).validation
         assert all(part.inputs.size(1) <= tokens + reach for part in parts)
         assert torch.equal(torch.cat([part.targets for part in parts], dim=1), row.targets)
         return sum(loss_of(model, part, last) for part in parts).double()

@@ -514,12 +514,15 @@ def test_significance_tests_the_losses_of_the_trials(two_trials, capsys):
     assert code == (0 if truth.pvalue < 0.01 else 1)
 
 
-@pytest.mark.parametrize("track", ["tiny", "short"])
-def test_without_shards_a_run_is_refused_with_the_command_that_fetches_them(track, tmp_path):
+@pytest.mark.parametrize(
+    ("track", "command"),
+    [("tiny", "python -m data.corpus"), ("short", "python -m data.cached_fineweb 9")],
+)
+def test_missing_shards_are_refused_with_the_command_that_makes_them(track, command, tmp_path):
     words = ["--track", track, "--data-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs")]
     outcome = run_words([*words, "--device", "cpu"], tmp_path / "logs")
     assert (outcome.code, outcome.logs) == (2, [])
-    assert "./run.sh" in outcome.err
+    assert command in outcome.err
 
 
 def test_help_and_print_config_run_nothing(data, tmp_path, capsys):

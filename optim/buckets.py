@@ -1,0 +1,237 @@
+"""Who owns which part of a parameter, and how gradients and weights travel between ranks.
+
+A parameter is cut into parts: matrices for Muon, stretches of elements for Adam. Each part has one
+owner, which alone holds its state and computes its new weights. `Bucket` is the owned parts of one
+kind, stacked. `Message` carries the parts of several buckets: gradients to their owners in one
+reduce-scatter, new weights to everyone in one all-gather.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.12 renames these two. A build of torch without distributed has neither name.
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None)
+reduce_scatter = reduce_scatter or getattr(dist, "reduce_scatter_tensor", None)
+all_gather: Any = getattr(dist, "all_gather_single", None)
+all_gather = all_gather or getattr(dist, "all_gather_into_tensor", None)
+
+READ_AT_ONCE = ("cpu",)  # devices where a flag is there as soon as it is computed
+CPU_PIECE = 2**18  # elements that are stepped together on a CPU: a few such float32 stay in cache
+ALIGNMENT = 8  # elements: 16 bytes in bf16
+MESSAGES = 3  # the update of one message's parts overlaps the all-gather of the one before
+
+
+class Team(NamedTuple):
+    """The ranks that step together."""
+
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, process_group: Any) -> "Team":
+        """One process alone for None. ValueError where this process is no member."""
+        if process_group is None:
+            return cls(None, 0, 1)
+        rank = dist.get_rank(process_group)
+        if rank < 0:
+            raise ValueError("this process is not a member of process_group; build on members only")
+        return cls(process_group, rank, dist.get_world_size(process_group))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """`shape` elements of a parameter's memory from `start` on; shape[0] counts matrices."""
+
+    param: Tensor
+    number: int  # of the parameter in its optimizer
+    start: int
+    shape: tuple[int, ...]
+    key: Hashable  # parts with one key share a bucket
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This part's view of the parameter, of its gradient, or of one of its state tensors.
+
+        A smaller state tensor, with one number a row say, is cut in proportion.
+        """
+        if whole.ndim == 0 and self.param.ndim:
+            return whole.view(1)
+        total = self.param.numel()
+        begin, length = (n * whole.numel() // total for n in (self.start, self.numel))
+        part = whole.reshape(-1)[begin : begin + length]
+        return part.view(self.shape) if length == self.numel else part
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Owned parts of one shape, dtype and param group; `state` is stacked along their matrices."""
+
+    parts: list[Part]
+    group: dict[str, Any]
+    state: dict[str, Tensor]
+    # On several ranks, its stretch of a message: gradient sums that came, weights that go out.
+    sums: Tensor | None = None
+    fresh: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.param = self.parts[0].param  # one of them, for dtype, device and stored shape
+        self.each = self.parts[0].shape[0]
+        self.shape = (len(self.parts) * self.each, *self.parts[0].shape[1:])
+        numbers = [part.number for part in self.parts for _ in range(self.each)]
+        self.numbers = torch.tensor(numbers, device=self.param.device)  # of each matrix's parameter
+
+    def gradients(self) -> list[Tensor]:
+        """One tensor for each part, in order; zeros where a parameter has no gradient."""
+        if self.sums is not None:
+            return list(self.sums.split(self.each))
+        found = []
+        for part in self.parts:
+            grad = part.param.grad
+            found.append(self.param.new_zeros(part.shape) if grad is None else part.cut(grad))
+        return found
+
+    def weights(self) -> list[Tensor]:
+        """The present weights of each part, as views."""
+        return [part.cut(part.param.detach()) for part in self.parts]
+
+    def targets(self) -> list[Tensor]:
+        """Where the new weights of each part belong: in place, or in the message to all ranks."""
+        return self.weights() if self.fresh is None else list(self.fresh.split(self.each))
+
+    def slices(self, limit: int) -> Iterator[tuple[slice, slice, slice]]:
+        """(parts, matrices, columns) to step in one call: at most `limit` parts.
+
+        A limit of one part cuts a flat stack (k, n) further, into columns that stay in the cache.
+        """
+        width = self.shape[-1]
+        stretch = CPU_PIECE if limit == 1 and len(self.shape) == 2 else width
+        for first in range(0, len(self.parts), limit):
+            last = min(first + limit, len(self.parts))
+            matrices = slice(first * self.each, last * self.each)
+            for begin in range(0, width, stretch):
+                columns = slice(begin, begin + stretch) if stretch < width else slice(None)
+                yield slice(first, last), matrices, columns
+
+
+class Message:
+    """Parts of one dtype: a segment for each rank, which holds the parts that it owns."""
+
+    def __init__(self, shares: list[list[Part]], team: Team):
+        self.shares, self.team = shares, team
+        loads = [sum(part.numel for part in share) for share in shares]
+        self.length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
+        self.padding = self.length * len(shares) - sum(loads)  # elements
+        self.like = next(part.param for share in shares for part in share)
+        self.buckets: list[Bucket] = []  # of this rank, in the order of its segment
+
+    def places(self, message: Tensor) -> Iterator[tuple[Part, Tensor]]:
+        """Every part and its place in a message (ranks, length)."""
+        for rank, share in enumerate(self.shares):
+            begin = 0
+            for part in share:
+                yield part, message[rank, begin : begin + part.numel].view(part.shape)
+                begin += part.numel
+
+    def stacks(self, segment: Tensor) -> Iterator[tuple[Bucket, Tensor]]:
+        """This rank's buckets and their stretches of its segment."""
+        begin = 0
+        for bucket in self.buckets:
+            end = begin + math.prod(bucket.shape)
+            yield bucket, segment[begin:end].view(bucket.shape)
+            begin = end
+
+    def reduce(self) -> Callable[[], None]:
+        """Send the gradients to their owners; the returned function waits for the sums."""
+        message = self.like.new_zeros(self.team.size, self.length)
+        targets, sources = [], []
+        for part, place in self.places(message):
+            if part.param.grad is not None:
+                targets.append(place)
+                sources.append(part.cut(part.param.grad))
+        copy_all(targets, sources)
+        sums = self.like.new_empty(self.length)
+        for bucket, stretch in self.stacks(sums):
+            bucket.sums = stretch
+        return launched(reduce_scatter, sums, message.view(-1), group=self.team.group)
+
+    def open(self) -> Tensor:
+        """A segment for the new weights of the owned buckets."""
+        segment = self.like.new_empty(self.length)
+        for bucket, stretch in self.stacks(segment):
+            bucket.fresh = stretch
+        return segment
+
+    def gather(self, segment: Tensor) -> Callable[[], None]:
+        """Send new weights to all ranks; the returned function waits and writes them."""
+        everything = segment.new_empty(self.team.size, self.length)
+        wait = launched(all_gather, everything.view(-1), segment, group=self.team.group)
+
+        def write() -> None:
+            wait()
+            pairs = list(self.places(everything))
+            targets = [part.cut(part.param.detach()) for part, _ in pairs]
+            copy_all(targets, [new for _, new in pairs])
+
+        return write
+
+
+def launched(
+    collective: Callable[..., Any], received: Tensor, *sent: Tensor, group: Any
+) -> Callable[[], None]:
+    """Begin collective(received, *sent); the returned function waits until `received` is filled."""
+    tensors = [received, *sent]
+    if dist.get_backend(group) == "gloo":
+        # gloo copies CUDA tensors to the host anyway; on Windows its own copy fails (torch 2.12).
+        tensors = [tensor.cpu() for tensor in tensors]
+    work = collective(*tensors, group=group, async_op=True)
+
+    def wait() -> None:
+        work.wait()
+        if tensors[0] is not received:
+            received.copy_(tensors[0])
+
+    return wait
+
+
+def gathered(mine: Tensor, team: Team) -> Tensor:
+    """The tensors of all ranks, (ranks, ...)."""
+    everyone = mine.new_empty(team.size, *mine.shape)
+    launched(all_gather, everyone.view(-1), mine.view(-1), group=team.group)()
+    return everyone
+
+
+def copy_all(targets: list[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copy each source into its target in one call; multi-tensor operations refuse empty lists."""
+    if targets:
+        torch._foreach_copy_(targets, list(sources))
+
+
+def deal(parts: list[Part], size: int) -> list[list[list[Part]]]:
+    """Parts to ranks, the largest first, each to the rank with least; shares[message][rank].
+
+    A message ends where all ranks have equal shares, once it holds its part of the whole. So only
+    the last message is padded.
+    """
+    enough = sum(part.numel for part in parts) / MESSAGES
+    dealt: list[list[list[Part]]] = []
+    shares: list[list[Part]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for part in sorted(parts, key=lambda part: -part.numel):
+        rank = loads.index(min(loads))
+        shares[rank].append(part)
+        loads[rank] += part.numel
+        if min(loads) == max(loads) and sum(loads) >= enough:
+            dealt.append(shares)
+            shares, loads = [[] for _ in range(size)], [0] * size
+    return [*dealt, shares] if any(shares) else dealt
