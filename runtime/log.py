@@ -237,8 +237,9 @@ class RunLog:
 
     def _try(self, action: Callable[[int], object]) -> None:
         """Do it to the file. A refusal is said once."""
+        assert self._descriptor is not None
         try:
-            action(self._descriptor or 0)
+            action(self._descriptor)
         except OSError as error:
             if self._refusal is None:
                 self._refusal = error

@@ -247,7 +247,7 @@ def _lost_ranks(error: Exception) -> str:
         return ""
     reason = first_line(error)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from torchrun, which ends what is left
-    if "Timed out" not in reason:  # a connection was closed
+    if not re.search("timed out|timeout", reason, re.IGNORECASE):  # a connection was closed
         time.sleep(2)  # torchrun calls the first rank that ends the cause
         return f"another rank ended; torchrun or its own output says which, and why ({reason})"
     there = _roll_call(_machine.rank, _machine.world_size)

@@ -120,11 +120,12 @@ class Run(contextlib.AbstractContextManager):
             self._log.begin(self._header)
             return
         blocking, others = differences(plan.history.header, self._header)
+        found = blocking + others
         name = plan.checkpoint.name if plan.checkpoint else None
-        resumed = {"from_step": plan.step, "checkpoint": name, "differences": blocking + others}
+        resumed = {"from_step": plan.step, "checkpoint": name, "differences": found}
         self._log.begin(self._header, resumed)
-        said = [f"run {plan.run_id} resumes after step {plan.step}", *resumed["differences"]]
-        self._machine.say("; ".join(said))
+        said = f"run {plan.run_id} resumes after step {plan.step}"
+        self._machine.say("; ".join([said, *found]))
 
     def _log_phases(self) -> None:
         for phase in self.clock.phases[self._phases_logged :]:

@@ -13,6 +13,7 @@ returns step functions by name. MFU counts 6 FLOPs for each weight of the matric
 
 import argparse
 import contextlib
+import copy
 import json
 import os
 import runpy
@@ -133,7 +134,8 @@ def parts(trainer: Trainer, run: Run, first: int, steps: int) -> dict[str, float
 
 def step_tables(trainer: Trainer, run: Run, given: argparse.Namespace) -> dict[str, Rows]:
     config, guard, machine = trainer.config, trainer.guard, trainer.machine
-    bare = optim.Guard(trainer.optimizers.values(), nonfinite=False)
+    bare = copy.copy(guard)
+    bare.nonfinite, bare.spike = False, None
     steps, lengths, in_parts = Steps(), {}, {}
     for index, stage in enumerate(train_gpt.STAGES[config.stages]):
         name, first = f"window {stage.window}", train_gpt.first_step(config, index)

@@ -28,10 +28,10 @@ from stub_trainer import logs_of, losses_of, read_events  # noqa: E402
 import train_gpt  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")  # the parent has torch already: seconds less each time
-STEPS = 300
+STEPS = 120
 FLAGS = {
     "track": "tiny", "data-dir": ROOT / "data/corpus", "steps": STEPS, "val-tokens": 65_536,
-    "val-every": 50, "val-sha256": "", "compile": "off", "device": "cpu", "checkpoint-every": 4,
+    "val-every": 30, "val-sha256": "", "compile": "off", "device": "cpu", "checkpoint-every": 4,
     "resume": "auto",
 }  # fmt: skip
 IN_SET_UP = 0.2  # share of the kills that come before the first step

@@ -91,7 +91,12 @@ def die_at_the_end():
     return machines.leave(0)
 
 
+def wait_for_nobody():
+    return machines.leave(supervise(lambda: machines.start("cpu", 2.0).rank))
+
+
 SCENARIOS = {
+    "nobody comes": Scenario(wait_for_nobody, (0,), 2),
     "meet": Scenario(meet, (0, 1, 2), 3),
     "dies": Scenario(partial(lose, "dies", 1), (0, 1, 2, 3), 4),
     "stops": Scenario(partial(lose, "stops", 1), (0, 1, 2, 3), 4, (1,)),
@@ -146,6 +151,13 @@ def test_one_process_is_a_group_of_itself():
 
 
 # ---- Ranks that are lost
+
+
+@pytest.mark.slow
+def test_a_rank_to_which_nobody_comes_is_refused_in_time(left):
+    (alone,) = left["nobody comes"]
+    assert alone.code == 2
+    assert errors(alone)[0].startswith("rank 0 of 2 could not join the others: ")
 
 
 @pytest.mark.slow
