@@ -856,7 +856,7 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
         if obstacle is not None:
             machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
         find_micro_batch(trainer)
-        trainer.env |= {"compiled": obstacle is None} | compile_facts()
+        trainer.env |= {"compiled": obstacle is None, **compile_facts()}
     with clock.phase("warmup", timed=False):
         rehearse(trainer)
         causal = sees_no_future(trainer)

@@ -1,1 +1,1 @@
-"""What a run needs around it and that knows nothing of GPTs: log, clock, machine, flags, progress, signals."""
+"""What a run needs around it: settings, machine, compiler, clock, log, checkpoints, resume."""

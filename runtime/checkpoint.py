@@ -108,7 +108,8 @@ def check(path: Path) -> dict[str, Any]:
             raise Refused(f"{path / STATE}: {name} must be a {kind.__name__}, not "
                           f"{value!r:.40}. {AGAIN}")  # fmt: skip
     if not 0 <= state["clock_ms"] < math.inf:
-        raise Refused(f"{path / STATE}: clock_ms must be 0 or more, not {state['clock_ms']}. {AGAIN}")
+        value = state["clock_ms"]
+        raise Refused(f"{path / STATE}: clock_ms must be 0 or more, not {value}. {AGAIN}")
     return state
 
 

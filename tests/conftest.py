@@ -48,7 +48,7 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_collection() -> Iterator[None]:
-    """A run collects all garbage before it begins: a third of a second in a process that has imported what tests do."""
+    """A run collects all garbage first, which takes long in a process that imported all this."""
     names = ("disable", "enable", "freeze", "isenabled", "unfreeze")
     quick = SimpleNamespace(
         collect=lambda: gc.collect(0), **{name: getattr(gc, name) for name in names}

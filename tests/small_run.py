@@ -1,4 +1,4 @@
-"""A run small enough for a test: documents with structure, a model that learns them in a second, and its log."""
+"""A run small enough for a test: structured documents, and a model that learns them in a second."""
 
 import contextlib
 import io
@@ -23,9 +23,12 @@ VOCABULARY, BOS = 64, 63
 ROWS, SEQUENCE = 4, 128
 STEPS = 12
 SIZES = {
-    "vocab-size": VOCABULARY, "bos": BOS, "dim": 32, "head-dim": 16, "sequence": SEQUENCE, "max-document": 64,
-    "batch-tokens": ROWS * SEQUENCE, "micro-batch": ROWS * SEQUENCE, "val-tokens": 1024, "val-sequence": 256,
-    "val-batch": 512, "val-every": 5, "steps": STEPS, "stages": "tiny", "window-block": 16, "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
+    "vocab-size": VOCABULARY, "bos": BOS, "dim": 32, "head-dim": 16, "sequence": SEQUENCE,
+    "max-document": 64,
+    "batch-tokens": ROWS * SEQUENCE, "micro-batch": ROWS * SEQUENCE, "val-tokens": 1024,
+    "val-sequence": 256,
+    "val-batch": 512, "val-every": 5, "steps": STEPS, "stages": "tiny", "window-block": 16,
+    "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
     "dtype": "float32", "device": "cpu", "target": 1.0,
     "val-sha256": "",
 }  # fmt: skip
@@ -87,7 +90,7 @@ def find_logs(folder: Path) -> list[Path]:
 
 
 def run(data: Path, logs: Path, **changed: object) -> Outcome:
-    """`train_gpt.main` in this process. What it raises counts as the interpreter would: a traceback and code 1."""
+    """`train_gpt.main` in this process; what it raises counts as code 1."""
     return run_words(arguments(data, logs, **changed), logs)
 
 
@@ -122,7 +125,8 @@ def start(words: list[str], launcher: tuple[str, ...] = (), **environment: str) 
     """The trainer in a process of its own; stdout and stderr are pipes."""
     return subprocess.Popen(
         [sys.executable, *launcher, str(ROOT / "train_gpt.py"), *words], text=True, cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
 
 

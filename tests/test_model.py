@@ -1,4 +1,4 @@
-"""The model against slow twins written from the recipes alone, and the properties that any run relies on."""
+"""The model against slow twins written from the recipes alone, and what every run relies on."""
 
 import contextlib
 import math
@@ -33,7 +33,8 @@ EVERY_RECIPE = [(track, "record42") for track in TRACKS]
 EVERY_RECIPE += [(track, recipe) for track, recipes in RECIPES.items() for recipe in recipes]
 
 SMALL = {
-    "dim": 24, "head_dim": 8, "vocab_size": 100, "bos": 99, "window_block": 8, "sequence": 70, "batch_tokens": 280,
+    "dim": 24, "head_dim": 8, "vocab_size": 100, "bos": 99, "window_block": 8, "sequence": 70,
+    "batch_tokens": 280,
     "micro_batch": 280, "val_sequence": 70, "val_tokens": 70, "val_batch": 70,
 }  # fmt: skip
 
@@ -54,7 +55,7 @@ def float64_throughout() -> Iterator[None]:
 
 
 def build(config, dtype=torch.float32):
-    """A model with random weights, none of them zero; in float64 altogether if that is its dtype."""
+    """A model with random weights, none of them zero."""
     with float64_throughout() if dtype == torch.float64 else contextlib.nullcontext():
         model = GPT(config, dtype, CPU, PortableAttention())
     with float64_throughout() if dtype == torch.float64 else contextlib.nullcontext():
@@ -97,7 +98,7 @@ def gradients(model, given, windows=WINDOWS):
 
 
 # ----
-# Twins: the published recipes with plain loops, in float64. Slots are numbered 0..11 as in record 42; slot 0 is empty.
+# Twins: the published recipes with plain loops, in float64. Slots are numbered 1..11.
 
 
 def rms(x):
@@ -109,7 +110,7 @@ def sigmoid(x):
 
 
 def turned(x_THD, frequencies):
-    """Rotary embedding as a product of complex numbers: the halves of a head are real and imaginary parts."""
+    """Rotary embedding as a product of complex numbers."""
     a, b = x_THD.tensor_split(2, dim=-1)
     angle = torch.outer(
         torch.arange(len(x_THD), dtype=x_THD.dtype), torch.tensor(frequencies, dtype=x_THD.dtype)
@@ -214,7 +215,7 @@ def steps_loss(p, tokens, targets, head_dim, layers=12):
 
 
 def assert_same_loss_and_gradients(model, given, windows, row_loss):
-    """`row_loss(parameters, tokens, targets, starts of their documents)` is the twin's loss of one row."""
+    """`row_loss(parameters, tokens, targets, document starts)` is the twin's loss of one row."""
     p = {
         name: parameter.detach().clone().requires_grad_()
         for name, parameter in model.named_parameters()
@@ -267,13 +268,13 @@ def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
 
 
 def meta(track):
-    """The model of a track in its real size without its memory; short rows, since only rotary tables depend on them."""
+    """The model of a track in its real size, on the meta device."""
     config = Config(**preset({"track": track}) | {"sequence": 1024, "val_sequence": 1024})
     return GPT(config, torch.bfloat16, torch.device("meta"), PortableAttention())
 
 
 def test_record_42_has_its_published_number_of_parameters():
-    """Less the scalars that the original has and never uses, and those that pad them to a multiple of 8 ranks."""
+    """Without the scalars that the original never uses or that pad them to 8 ranks."""
     model = meta("short")
     used = (
         5 + 2 * 11 + 10 + 5 + 2
@@ -427,7 +428,7 @@ def test_a_changed_token_leaves_all_earlier_outputs_alone(position):
 
 @pytest.mark.parametrize("smear", [True, False])
 def test_an_earlier_document_reaches_a_later_one_only_by_the_smear_of_its_last_token(smear):
-    """Record 42 does not mask the smear at a document's start; attention passes on what the first token received."""
+    """Record 42 does not mask the smear at a document's start."""
     model, given = build(small(smear=smear)), batch()  # the second document is tokens 5 to 8
     before = stream(model, given, given.inputs)
     for position in (0, 3):
@@ -468,7 +469,8 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
     last = windows(6 * 8, 20 * 8)
 
     def loss(reach):
-        parts = Data(SimpleNamespace(), [row], None, longest=70, val_longest=70).in_parts(tokens, reach).validation
+        data = Data(SimpleNamespace(), [row], None, longest=70, val_longest=70)
+        parts = data.in_parts(tokens, reach).validation
         assert all(part.inputs.size(1) <= tokens + reach for part in parts)
         assert torch.equal(torch.cat([part.targets for part in parts], dim=1), row.targets)
         return sum(loss_of(model, part, last) for part in parts).double()
@@ -538,13 +540,15 @@ def test_fp8_is_used_in_training_and_not_in_validation():
 # Pieces on and off
 
 GONE = {  # what a piece brings: names of parameters or scalars
-    "value_embeds": "value_embed", "smear": "smear", "skips": "skip", "backout": "backout", "x0_mixing": "x0_",
+    "value_embeds": "value_embed", "smear": "smear", "skips": "skip", "backout": "backout",
+    "x0_mixing": "x0_",
     "attention_gates": "attention.gate",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [
-    *({piece: False} for piece in GONE), dict.fromkeys(GONE, False), {"biases": True, "softcap": "rsqrt"},
+    *({piece: False} for piece in GONE), dict.fromkeys(GONE, False), {"biases": True,
+    "softcap": "rsqrt"},
     {"layers": "medium"}, {"layers": "tiny"}, {"optimizer": "muon"}, {"optimizer": "adam"},
 ], ids=str)  # fmt: skip
 def test_a_model_with_pieces_off_or_exchanged_trains(changes):
@@ -639,7 +643,7 @@ def test_four_rows_at_once_and_one_by_one_give_the_same_step():
 
 
 def test_dividing_the_loss_by_a_power_of_two_changes_no_bit_of_bf16_gradients():
-    """bf16 has the exponents of fp32, so that nothing underflows: 8 micro-batches lose nothing either way."""
+    """bf16 has the exponents of fp32, so nothing underflows."""
     model, given = build(small(), torch.bfloat16), batch(rows=8)
     _, summed = step_gradients(model, rows_of(given))
     _, divided = step_gradients(model, rows_of(given), divide_loss_by=8)
@@ -648,7 +652,8 @@ def test_dividing_the_loss_by_a_power_of_two_changes_no_bit_of_bf16_gradients():
 
 @pytest.mark.parametrize("count", [3, 7])
 def test_dividing_the_loss_by_another_number_loses_what_dividing_the_sum_keeps(count):
-    """Summed first, bf16 gradients are the micro-batches' own but for the rounding of their sum. A divided loss rounds
+    """Summed first,
+    bf16 gradients are the micro-batches' own but for the rounding of their sum. A divided loss rounds
     the whole backward pass anew, several times as far from them; from an fp32 model both are equally far, so that what
     is lost is not accuracy as such but agreement between different numbers of micro-batches.
     """

@@ -34,13 +34,15 @@ from runtime.settings import flag
 from scripts import significance
 
 HEADER = {
-    "event", "t_ms", "schema", "run_id", "track", "target", "seed", "trial", "claim", "source_sha256",
+    "event", "t_ms", "schema", "run_id", "track", "target", "seed", "trial", "claim",
+    "source_sha256",
     "config_sha256", "config", "data", "env", "world_size", "micro_batch", "grad_accum", "checks",
     "registry_sha256",
 }  # fmt: skip
 FIELDS = {
     "step": {
-        "event", "t_ms", "step", "tokens", "train_time_ms", "step_ms", "train_loss", "lr_mul", "window", "stage",
+        "event", "t_ms", "step", "tokens", "train_time_ms", "step_ms", "train_loss", "lr_mul",
+        "window", "stage",
         "skipped",
     },
     "val": {"event", "t_ms", "step", "total_steps", "val_loss", "train_time_ms"},
@@ -48,8 +50,10 @@ FIELDS = {
     "end": {"event", "t_ms", "status", "steps", "val_loss", "train_time_ms", "peak_mib", "reached"},
 }  # fmt: skip
 ENVIRONMENT = {
-    "python", "torch", "cuda", "gpu", "gpu_count", "driver", "cpu", "threads", "dtype", "host_hash", "attention",
-    "head", "compiled", "compile_flags", "graphs", "cache_hit", "cache_miss", "cache_bypass", "ready_s",
+    "python", "torch", "cuda", "gpu", "gpu_count", "driver", "cpu", "threads", "dtype",
+    "host_hash", "attention",
+    "head", "compiled", "compile_flags", "graphs", "cache_hit", "cache_miss", "cache_bypass",
+    "ready_s",
     "params",
 }  # fmt: skip
 
@@ -247,8 +251,8 @@ def test_compiled_runs_repeat_bit_for_bit_and_agree_with_eager_ones(data, tmp_pa
     )
 
 
-# How far the same gradients, summed in another order, move a loss of 12 steps, relative to it. Measured: fp32 with
-# adamw 2e-7; fp32 with record42 3e-5, since its orthogonalization is bf16 where that is native; bf16 3e-4.
+# How far another order of the same sum moves a loss in 12 steps. Measured: fp32 with adamw 2e-7,
+# fp32 with record42 3e-5 (its orthogonalization is bf16 where that is native), bf16 3e-4.
 @pytest.mark.parametrize(
     ("dtype", "recipe", "tolerance"),
     [("float32", "adamw", 2e-6), ("float32", "record42", 2e-4), ("bfloat16", "record42", 2e-3)],

@@ -25,8 +25,8 @@ from claims.runlog import read_run
 PATIENCE = 300  # seconds that processes on a busy machine may take
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
-# Bounds on the relative difference of every loss of 12 steps. Measured on 2 and 4 processes: fp32 with adamw 1e-7; fp32
-# with record42 2e-5, since its orthogonalization is bf16 where that is native; bf16 3e-4.
+# Bounds on the relative difference of every loss of 12 steps. Measured on 2 and 4 processes: fp32
+# with adamw 1e-7, with record42 2e-5 (bf16 orthogonalization), bf16 3e-4.
 TOLERANCES = {
     ("float32", "adamw"): 2e-6,
     ("float32", "record42"): 2e-4,
@@ -114,7 +114,7 @@ def test_more_processes_give_the_losses_of_one(dtype, recipe, ranks, events):
     assert len(several[0]) == STEPS
     for alone, shared in zip(one, several, strict=True):
         assert shared == pytest.approx(alone, rel=TOLERANCES[dtype, recipe])
-    # Nothing has been learned before the first step, so there only the tokens and the order of the sum count.
+    # Before the first step only the tokens and the order of the sum count.
     assert several[0][0] == pytest.approx(one[0][0], rel=1e-6)
 
 
