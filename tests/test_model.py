@@ -452,8 +452,9 @@ def test_a_token_behind_all_windows_is_out_of_reach():
     assert not torch.equal(before[0, attentions], after[0, attentions])
 
 
-PARTS = {"sequence": 1200, "val_sequence": 1200, "batch_tokens": 1200, "micro_batch": 1200, "val_tokens": 1200,
-         "val_batch": 1200}  # fmt: skip
+PARTS = dict.fromkeys(
+    ("sequence", "val_sequence", "batch_tokens", "micro_batch", "val_tokens", "val_batch"), 1200
+)
 
 
 @pytest.mark.parametrize(
@@ -652,10 +653,11 @@ def test_dividing_the_loss_by_a_power_of_two_changes_no_bit_of_bf16_gradients():
 
 @pytest.mark.parametrize("count", [3, 7])
 def test_dividing_the_loss_by_another_number_loses_what_dividing_the_sum_keeps(count):
-    """Summed first,
-    bf16 gradients are the micro-batches' own but for the rounding of their sum. A divided loss rounds
-    the whole backward pass anew, several times as far from them; from an fp32 model both are equally far, so that what
-    is lost is not accuracy as such but agreement between different numbers of micro-batches.
+    """Summed first, bf16 gradients are those of the micro-batches, but for rounding their sum.
+
+    A divided loss rounds the whole backward pass anew: several times as far from them. From the
+    gradients of an fp32 model both are equally far. So what is lost is agreement between different
+    numbers of micro-batches, and not accuracy.
     """
     model, rows = build(small(), torch.bfloat16), rows_of(batch(rows=count))
     own = [step_gradients(model, [row])[1] for row in rows]

@@ -50,7 +50,9 @@ def scenario(name, ranks, **changed):
 
 
 SCENARIOS = {
-    f"{dtype} {recipe} {ranks}": scenario(f"{dtype} {recipe} {ranks}", ranks, dtype=dtype, recipe=recipe)
+    f"{dtype} {recipe} {ranks}": scenario(
+        f"{dtype} {recipe} {ranks}", ranks, dtype=dtype, recipe=recipe
+    )
     for dtype, recipe in TOLERANCES for ranks in RANKS
 } | {"eight": scenario("eight", 8, **EIGHT), "uneven": scenario("uneven", 2, **UNEVEN)}  # fmt: skip
 
