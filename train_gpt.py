@@ -647,11 +647,11 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch.
     # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
     # the number of rows: the mean over rows on any number of ranks.
-    ours: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
-        "nonfinite_guard": False,  # the guard below is for both
     }
+    ours = shared | {"nonfinite_guard": False}  # the guard below is for both
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
@@ -670,7 +670,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     nonfinite = config.guard != "off"
-    return optimizers, optim.Guard(optimizers.values(), spike=spike, nonfinite=nonfinite)
+    guard = optim.Guard(optimizers.values(), spike=spike, nonfinite=nonfinite, **shared)
+    return optimizers, guard
 
 
 def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
