@@ -349,12 +349,6 @@ def test_the_hash_of_this_repository_covers_the_trainer_and_its_packages():
     assert not [name for name in names if name.startswith(("tests", "scripts", "claims"))]
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "records").glob("*/*/source")), ids=str)
-def test_the_sources_of_old_records_keep_their_hashes(folder):
-    claim = json.loads((folder.parent / "claim.json").read_text())
-    assert source_hash(folder) == claim["source_sha256"]
-
-
 def test_sources_are_stored_once_and_hash_to_the_name_of_their_folder(tmp_path):
     root = make_source(tmp_path / "source", FILES)
     for name in ("one", "two"):
