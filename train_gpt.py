@@ -798,9 +798,9 @@ class Trainer:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, whole, on the host of rank 0; empty elsewhere. A collective."""
         state: dict[str, dict[str, Any]] = {"model": {}, "optim": {}, "data": {}}
-        for optimizer in self.optimizers.values():
+        for kind, optimizer in self.optimizers.items():
             for name, part in optim.named_state(optimizer, rank=0):
-                state["optim"][name] = part.cpu()
+                state["optim"][f"{kind}.{name}"] = part.cpu()
         if not self.machine.is_main:
             return state
         for name, part in self.guard.state_dict().items():
@@ -815,10 +815,13 @@ class Trainer:
         """Take over the `state_dict` of any number of ranks; ValueError where it does not fit."""
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
         copy_tensors(state["model"], weights)
-        for optimizer in self.optimizers.values():
-            optim.load_named_state(optimizer, state["optim"])
-        guard = {name[6:]: t for name, t in state["optim"].items() if name.startswith("guard.")}
-        self.guard.load_state_dict(guard)
+        parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*self.optimizers, "guard")}
+        for name, tensor in state["optim"].items():
+            kind, _, rest = name.partition(".")
+            parts.setdefault(kind, {})[rest] = tensor
+        for kind, optimizer in self.optimizers.items():
+            optim.load_named_state(optimizer, parts[kind])
+        self.guard.load_state_dict(parts["guard"])
         self.data.train.load_state_dict(state["data"])
 
     def header(self, seed: int, trial: int) -> dict[str, Any]:

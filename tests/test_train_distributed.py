@@ -34,6 +34,7 @@ TOLERANCES = {
 }
 
 RANKS = (2, 4)
+TORCHS_OWN = ("torch_muon", "torch_adamw")
 EIGHT = {"batch_tokens": 8 * SEQUENCE, "micro_batch": 4 * SEQUENCE}
 UNEVEN = {"batch_tokens": 3 * SEQUENCE, "micro_batch": SEQUENCE}
 
@@ -54,6 +55,8 @@ SCENARIOS = {
         f"{dtype} {recipe} {ranks}", ranks, dtype=dtype, recipe=recipe
     )
     for dtype, recipe in TOLERANCES for ranks in RANKS
+} | {
+    name: scenario(name, 2, optimizer=name) for name in TORCHS_OWN
 } | {"eight": scenario("eight", 8, **EIGHT), "uneven": scenario("uneven", 2, **UNEVEN)}  # fmt: skip
 
 if __name__ == "__main__":
@@ -118,6 +121,15 @@ def test_more_processes_give_the_losses_of_one(dtype, recipe, ranks, events):
         assert shared == pytest.approx(alone, rel=TOLERANCES[dtype, recipe])
     # Before the first step only the tokens and the order of the sum count.
     assert several[0][0] == pytest.approx(one[0][0], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", TORCHS_OWN)
+def test_an_optimizer_of_torch_gives_the_losses_of_one_process_on_two(name, folder, data, left):
+    alone = run(data, folder / f"{name} alone", optimizer=name)
+    assert [rank.code for rank in left[name]] == [0] * 2, left[name]
+    trained, validated = losses(read_events(find_logs(folder / name)[0]))
+    assert len(trained) == STEPS
+    assert trained + validated == pytest.approx(alone.losses(), rel=2e-4)
 
 
 def test_eight_processes_give_the_losses_of_one_though_half_of_them_have_nothing_to_validate(
