@@ -17,7 +17,7 @@ from runtime import checkpoint
 from runtime.checkpoint import Snapshot
 from runtime.clock import Clock
 from runtime.errors import Interrupted, LogError, NonFinite, Refused
-from runtime.log import RunLog, source_hash
+from runtime.log import RunLog, source_hash, store_sources
 from runtime.machine import Machine, peak_mib
 from runtime.resume import Plan, differences
 from runtime.settings import Interval
@@ -75,7 +75,6 @@ class Run(contextlib.AbstractContextManager):
 
     def __enter__(self) -> "Run":
         try:
-            self._machine.on_main(self._open)
             self._load()
             self._header = self.trainer.header(self.plan.seed, self.plan.trial)
             self._machine.on_main(self._begin)
@@ -84,11 +83,6 @@ class Run(contextlib.AbstractContextManager):
             raise
         self._log_phases()
         return self
-
-    def _open(self) -> None:
-        self._log = RunLog(self._config.log_dir, self.plan.run_id, self.plan.history)
-        if self.plan.checkpoint is not None:
-            self._snapshot = checkpoint.load(self.plan.checkpoint)
 
     def _load(self) -> None:
         """Give rank 0's checkpoint to all ranks. Refused where it does not fit."""
@@ -99,7 +93,7 @@ class Run(contextlib.AbstractContextManager):
         self.clock.resume_run(plan.clock_ms, lost_ms=plan.history.train_time_ms - plan.clock_ms)
         if plan.checkpoint is None:
             return
-        data = machine.on_main(lambda: self._snapshot.state["data"])
+        data = machine.on_main(self._read)
         model = machine.broadcast(self._snapshot.model)
         optim = machine.broadcast(self._snapshot.optim)
         self._snapshot = Snapshot({}, {}, {})
@@ -109,13 +103,20 @@ class Run(contextlib.AbstractContextManager):
         except Exception as error:  # of any kind: a stranger may have written the checkpoint
             raise Refused(f"checkpoint {plan.checkpoint} does not fit this run: {error}") from error
 
+    def _read(self) -> dict[str, Any]:
+        """Read the checkpoint, on rank 0; returns where the data stand."""
+        assert self.plan.checkpoint is not None
+        self._snapshot = checkpoint.load(self.plan.checkpoint)
+        return self._snapshot.state["data"]
+
     def _begin(self) -> None:
         """Write the first lines, on rank 0."""
         plan = self.plan
         if source_hash(self._source) != self._header["source_sha256"]:
             raise LogError(f"the source in {self._source} was edited since the run started. Start "
                            f"it again.")  # fmt: skip
-        self._log.store_sources(self._source)
+        store_sources(self._config.log_dir, self._source)
+        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history)
         if plan.history is None:
             self._log.begin(self._header)
             return
