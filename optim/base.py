@@ -30,13 +30,13 @@ def update(
     method: Callable[..., tuple[Tensor, ...]],
     gradients: list[Tensor],
     weights: list[Tensor],
-    targets: list[Tensor],
+    target: Tensor | None,
     state: list[Tensor],
     taken: Tensor | None,
     divisor: float,
     rates: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Run a method on stacked parts and write weights to `targets`, state in place.
+    """Run a method on stacked parts; write state in place and weights to `target`, None: in place.
 
     With a flag `taken`, a scalar or one for each matrix, only where it is true. Computes in float32
     at least. Returns what the method returns beyond weights and state. This is what is compiled.
@@ -52,15 +52,22 @@ def update(
         new = torch.where(flag, new.to(old.dtype), old)
         pairs = zip(fresh, state, strict=True)
         fresh = [torch.where(flag, value.to(kept.dtype), kept) for value, kept in pairs]
-    copy_all(targets, new.split([len(target) for target in targets]))
+    if target is None:
+        copy_all(weights, new.split([len(part) for part in weights]))
+    else:
+        target.copy_(new)
     copy_all(state, fresh)
     return results[1 + len(state) :]
 
 
 @functools.cache
 def compiled_update() -> Callable[..., Any]:
-    """`update`, compiled once for each bucket."""
-    return torch.compile(update, dynamic=False)
+    """`update`, compiled once for each bucket, of which the compiler's own limit is 8.
+
+    Where compiling fails the compiler logs why, and the update stays eager.
+    """
+    settings = torch._dynamo.config.patch(recompile_limit=256, suppress_errors=True)
+    return settings(torch.compile(update, dynamic=False))
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
@@ -310,9 +317,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
             wait()
         squares = [torch.zeros((), dtype=torch.float64, device=self._device)] * len(self._names)
         for bucket in self.buckets:
-            wide = torch.promote_types(bucket.param.dtype, torch.float32)
-            norms = torch._foreach_norm(bucket.gradients(), dtype=wide)
-            for part, norm in zip(bucket.parts, norms, strict=True):
+            for part, norm in zip(bucket.parts, bucket.norms(), strict=True):
                 squares[part.number] = squares[part.number] + norm.double().square()
         missing = [number for number, p in enumerate(self._names) if p.grad is None]
         totals, present = self._everywhere(torch.stack(squares), missing)
@@ -377,13 +382,19 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         # A counter goes in as the number of this step; it is written once all slices are done.
         state = dict(bucket.state)
         t = state.pop("step") + 1 if "step" in state else None
-        lists = bucket.gradients(), bucket.weights(), bucket.targets()
         for parts, matrices, columns in bucket.slices(self._limit(bucket)):
             given = fixed | rates | ({} if t is None else {"t": t[matrices]})
             flag = taken[matrices] if taken is not None and taken.ndim else taken
-            cuts = [[tensor[:, columns] for tensor in tensors[parts]] for tensors in lists]
+            target = None if bucket.fresh is None else bucket.fresh[matrices, columns]
+            if bucket.sums is None:
+                sums = [tensor[:, columns] for tensor in bucket.gradients(parts)]
+            else:
+                sums = [bucket.sums[matrices, columns]]
+            weights = [tensor[:, columns] for tensor in bucket.weights(parts)]
             kept = [tensor[matrices, columns] for tensor in state.values()]
-            for largest in run(method, *cuts, kept, flag, self.grad_divisor, given):
+            for largest in run(
+                method, sums, weights, target, kept, flag, self.grad_divisor, given
+            ):
                 self.unsound += (~(largest <= LARGEST_SINGULAR_VALUE)).sum()
         if t is not None:
             bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)
