@@ -201,6 +201,8 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
                 self._own(parts)
             else:
                 self._share(parts)
+        numbers = [part.number for bucket in self.buckets for part in bucket.parts]
+        self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         self._expose()
 
     def _cut(self, number: int, param: Tensor) -> list[Part]:
@@ -209,7 +211,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         group, parts, start = self._group_of[param], [], 0
         for shape in self._cuts(param, group, self.team.size):
             # What depends on the stored shape, such as a rate, must agree within a bucket.
-            key = (shape, tuple(param.shape[-2:]), id(group))
+            key = (shape, tuple(param.shape), id(group))
             parts.append(Part(param, number, start, shape, key))
             start += math.prod(shape)
         return parts
@@ -315,12 +317,13 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         """Norms of the summed and divided gradients (parameters,), float32, equal on all ranks."""
         for wait in self._waits:
             wait()
-        squares = [torch.zeros((), dtype=torch.float64, device=self._device)] * len(self._names)
-        for bucket in self.buckets:
-            for part, norm in zip(bucket.parts, bucket.norms(), strict=True):
-                squares[part.number] = squares[part.number] + norm.double().square()
+        self._waits = []  # what was sent is no longer needed
+        norms = [norm.double() for bucket in self.buckets for norm in bucket.norms()]
+        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
+        if norms:
+            squares.index_add_(0, self._numbers, torch.stack(norms).square())
         missing = [number for number, p in enumerate(self._names) if p.grad is None]
-        totals, present = self._everywhere(torch.stack(squares), missing)
+        totals, present = self._everywhere(squares, missing)
         # Which parameters move; None: all. Read only where that costs nothing.
         readable = self._device.type in READ_AT_ONCE
         self._present = None if readable and present.all() else present
@@ -365,7 +368,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         """Wait for the weights that others own, and write them."""
         for write in self._gathers:
             write()
-        self._waits, self._gathers = [], []
+        self._gathers = []
         for bucket in self.buckets:
             bucket.sums = bucket.fresh = None
 

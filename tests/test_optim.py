@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import torch
 
 from optim import (
@@ -18,7 +19,6 @@ from optim import (
     build_optimizers,
     load_named_state,
     named_state,
-    reference,
     reset,
 )
 

@@ -3,11 +3,11 @@
 import math
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim import reference
 from optim import symmetric_matmul as kernels
 from optim.orthogonalize import (
     BACKENDS,
