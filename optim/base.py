@@ -84,7 +84,7 @@ def descend(weights: Tensor, step: Tensor, decay: Any, cautious: bool) -> Tensor
         return weights - step
     if cautious:
         return weights - torch.where(weights * step >= 0, weights * decay, 0) - step
-    return weights * (1 - decay) - step
+    return (weights * (1 - decay)).sub_(step)
 
 
 class ShardedOptimizer(StateByName, torch.optim.Optimizer):
