@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from optim.sharding import Parcel
 from small_run import ROOT
 
 from data.loader import Order
-from optim.sharding import Parcel
 from runtime.environment import Machine
 from scripts.scaling import (
     ASSUMED,

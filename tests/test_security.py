@@ -26,14 +26,14 @@ from test_architecture import LIBRARY, SCRIPTS
 from test_cached_fineweb import Hub, hub, place  # noqa: F401  # fixtures
 from test_fineweb import vocabulary  # noqa: F401  # a fixture
 
+from claims.evidence import read_evidence
+from claims.pages import readme
+from claims.runlog import MAX_BYTES, LogError, read_run
 from data import cached_fineweb, corpus, fineweb
 from runtime import checkpoint
 from runtime.claim import ClaimError, read_claim
 from runtime.registry import RegistryError, read_registry, register
 from scripts import record
-from claims.evidence import read_evidence
-from claims.pages import readme
-from claims.runlog import MAX_BYTES, LogError, read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "records" / "tiny" / "2026-11-21_Record42"
