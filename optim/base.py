@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, Team, copy_all, deal, gathered
 from .guards import Guard
 from .orthogonalize import LARGEST_SINGULAR_VALUE
-from .state import State, StateByName, names_of
+from .state import StateByName, names_of
 
 # Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products that
 # compile to the same calls.
@@ -130,10 +130,6 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         """The shapes of a parameter's parts, in the order of its memory."""
-        raise NotImplementedError
-
-    def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        """The state of one parameter by name; it starts as zeros."""
         raise NotImplementedError
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
@@ -395,9 +391,8 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
                 sums = [bucket.sums[matrices, columns]]
             weights = [tensor[:, columns] for tensor in bucket.weights(parts)]
             kept = [tensor[matrices, columns] for tensor in state.values()]
-            for largest in run(
-                method, sums, weights, target, kept, flag, self.grad_divisor, given
-            ):
+            divisor = self.grad_divisor
+            for largest in run(method, sums, weights, target, kept, flag, divisor, given):
                 self.unsound += (~(largest <= LARGEST_SINGULAR_VALUE)).sum()
         if t is not None:
             bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)

@@ -29,6 +29,7 @@ SHAPES = {
     "few": [(4, 6), (6, 4)],  # from three ranks on, some own nothing
     "adam": [(256, 128), (257, 128), (3, 11000), (33001,), (7,), (), (0, 3)],
     "torch": [(5, 4), (3,)],
+    "theirs": [(6, 4)],
 }
 UNUSED = ["normuon.0", "normuon.6", "muon.2", "few.1", "adam.2", "adam.5"]  # in the last step
 PARTLY = {(1, "normuon.1"): {0}, (1, "muon.0"): {1, 2}, (1, "adam.0"): {0, 1}, (1, "torch.1"): {0}}
@@ -57,6 +58,7 @@ def build(group):
         Muon(named["few"], 0.02, scale="rms", **matrices),
         Adam(named["adam"], 0.01, betas=(0.65, 0.95), weight_decay=0.1, **common),
         torch.optim.AdamW(named["torch"], 0.01),
+        torch.optim.Muon(named["theirs"], 0.01),
     ]
     rule = SpikeRule(start=3, window=8)
     return (
@@ -131,7 +133,7 @@ def record(rank, size, group, folder):
         "reloaded": reloaded(one["seen"][-1], group),
         "host": by_way_of_the_host(rank, size, group),
         "spiked": spiked(rank, group, size),
-        "streamed": [len(list(named_state(each, rank=1))) for each in optimizers[:-1]],
+        "streamed": [len(list(named_state(each, rank=1))) for each in optimizers[:4]],
         "owned": [
             sum(b.state["momentum"].numel() for b in each.buckets) for each in optimizers[:3]
         ],
