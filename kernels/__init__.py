@@ -1,1 +1,1 @@
-"""Backends that the model chooses from at run time, one idea a file, each held to a plain twin by the tests."""
+"""Attention and output head: the backends that the model chooses from when a run starts."""

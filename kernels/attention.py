@@ -1,52 +1,49 @@
-"""Causal attention inside documents and a sliding window of recent tokens: one interface, a backend per machine.
+"""Causal attention inside documents and a sliding window: one interface, a backend per machine.
 
-Query t of a row sees keys s with  max(start of t's document, t - window) <= s <= t. The caller scales the queries.
-A backend has a `name` and
+B rows, T tokens a row, H heads, D head dim. Query t of a row sees the keys s of that row with
+max(start of t's document, t - window) <= s <= t. The caller scales the queries. A backend offers
 
-    window(tokens)                           a 0-d CPU tensor: an input of a compiled graph, which then serves them all
-    documents(cu_seqlens, rows, sequence)    once a forward pass, what the call wants of the boundaries of documents in
-                                             the flat stream of rows: int32, ends of rows included, repetitions allowed
-    (q, k, v, documents, window, longest)    (B, T, H, D) each and the result; longest: tokens of a document, an int
+    name                                    one of ATTENTIONS, without "auto"
+    window(tokens)                          a 0-d CPU tensor: one compiled graph takes every window
+    documents(cu_seqlens, rows, sequence)   boundaries as the call wants them, once a forward pass
+    (q, k, v, documents, window, longest)   attention, (B, T, H, D) like q, k and v
+
+cu_seqlens: int32 positions of document boundaries in the flat stream of rows, 0 and the ends of
+rows included, repetitions allowed. longest: an int that no document's number of tokens exceeds.
 """
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from kernels.flash_attention import KERNELS, FlashAttention, why_not_flash
-from kernels.flex_attention import FlexAttention, why_not_flex
 from kernels.portable_attention import PortableAttention
 
-Attention = FlashAttention | FlexAttention | PortableAttention
-BACKENDS: dict[str, Callable[[], Attention]] = {name: partial(FlashAttention, name) for name in KERNELS}
-BACKENDS |= {"flex": FlexAttention, "portable": PortableAttention}
-ATTENTIONS = ("auto", *BACKENDS)
+Attention = FlashAttention | PortableAttention
+ATTENTIONS = ("auto", *KERNELS, "portable")
 
-# What `auto` prefers to "varlen", best first, by the GPU's major compute capability. No GPU has confirmed the order.
+# What `auto` tries before "varlen", best first, by the GPU's major compute capability. The order
+# follows the kernels' authors; no GPU has confirmed it here.
 FASTER = {9: ("flash3", "flash4"), 10: ("flash4",)}
-
-
-def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> str | None:
-    """What keeps a backend from running here and what to install, or None."""
-    if name in KERNELS:
-        return why_not_flash(name, device, dtype, head_dim)
-    return why_not_flex(device) if name == "flex" else None
 
 
 def choose_attention(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128
 ) -> tuple[Attention, str]:
-    """The backend called `name` ("auto": the fastest that runs) and why it; ValueError if it cannot run here."""
+    """The backend `name` ("auto": the fastest that runs here) and the reason for the choice.
+
+    Raises ValueError if the named backend cannot run here.
+    """
+    if name == "portable":
+        return PortableAttention(), "as asked"
     if name != "auto":
-        if obstacle := why_not(name, device, dtype, head_dim):
-            raise ValueError(f"--attention {name} cannot run here: {obstacle}. Use --attention portable or auto.")
-        return BACKENDS[name](), "as asked"
+        if obstacle := why_not_flash(name, device, dtype, head_dim):
+            fix = "Use --attention portable or auto."
+            raise ValueError(f"--attention {name} cannot run here: {obstacle}. {fix}")
+        return FlashAttention(name), "as asked"
     capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     passed: list[str] = []
-    for candidate in (*FASTER.get(capability, ()), "varlen", "portable"):
-        obstacle = why_not(candidate, device, dtype, head_dim)
+    for candidate in (*FASTER.get(capability, ()), "varlen"):
+        obstacle = why_not_flash(candidate, device, dtype, head_dim)
         if obstacle is None:
-            break
+            return FlashAttention(candidate), "; ".join(passed) or "the fastest here"
         passed.append(f"{candidate} may be faster but {obstacle}")
-    return BACKENDS[candidate](), "; ".join(passed) or "the fastest here"
+    return PortableAttention(), "; ".join(passed)

@@ -6,3 +6,16 @@ from .guards import Guard, Skip, SpikeRule
 from .muon import Muon, NorMuon
 
 __all__ = ["Adam", "Guard", "Muon", "NorMuon", "Row", "Skip", "SpikeRule", "build_optimizers"]
+
+
+def named_state(optimizer, rank=None):
+    return optimizer.named_state(rank)
+
+
+def load_named_state(optimizer, tensors):
+    own = {n for g in optimizer.param_groups for n in g["param_names"]}
+    optimizer.load_named_state({k: v for k, v in tensors.items() if k.rpartition(".")[0] in own})
+
+
+def reset(optimizer):
+    optimizer.reset()

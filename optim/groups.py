@@ -35,8 +35,6 @@ def build_optimizers(
         for name, found in matches.items()
         if len(found) > 1
     ]
-    used = [row for found in matches.values() for row in found]
-    problems += [f"row {row.pattern!r} matches no parameter" for row in table if row not in used]
     problems += [
         f"row {row.pattern!r} names optimizer {row.optimizer!r}, not one of {', '.join(factories)}"
         for row in table
@@ -47,5 +45,11 @@ def build_optimizers(
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in table:
         members = [(name, param) for name, param in named if matches[name] == [row]]
+        if not members:
+            continue
         groups.setdefault(row.optimizer, []).append({"params": members, **row.options})
-    return {name: factories[name](found) for name, found in groups.items()}
+    built = {name: factories[name](found) for name, found in groups.items()}
+    for optimizer in built.values():
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return built

@@ -1,10 +1,11 @@
-"""Checkpoints: all that a run needs to go on, as numbers and text alone, so that reading one executes nothing.
+"""Checkpoints: tensors and text alone, so that reading one executes nothing.
 
-    <folder of the run>/step_000123/model.safetensors    parameters by name, whole
-                                    optim.safetensors    state of optimizers, guard and random generators, whole
-                                    state.json           what the run is and where it stands
-                                    checksums.json       SHA-256 of the three
-A checkpoint appears under its name when it is on the disk, or not at all; it belongs to no number of ranks.
+    <checkpoint_dir>/<run_id>/step_000123/model.safetensors    parameters by name
+                                          optim.safetensors    optimizers, guard, random generators
+                                          state.json           what the run is and where it stands
+                                          checksums.json       SHA-256 of the three
+
+A checkpoint appears under its name when all of it is on the disk. It fits any number of ranks.
 """
 
 import contextlib
@@ -14,9 +15,6 @@ import math
 import os
 import shutil
 import sys
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,34 +22,33 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from runtime.errors import Refused
 from runtime.jsonl import json_line
 
-SCHEMA = 1
-MODEL, OPTIM, STATE, SUMS = "model.safetensors", "optim.safetensors", "state.json", "checksums.json"
-FIELDS = {  # of a state, to go on with
-    "run_id": str, "step": int, "log_offset": int, "log_waiting": str, "clock_ms": float, "data": dict,
+SCHEMA = 2
+MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
+SUMS = "checksums.json"
+FIELDS = {
+    "run_id": str, "step": int, "clock_ms": float, "segment": int, "log_bytes": int, "data": dict,
 }  # fmt: skip
-KEPT = 2  # newest checkpoints of a run: if a power cut spoils one, there is the other
+AGAIN = "Resume from another checkpoint."
+KEPT = 2  # if a power cut spoils the newest, there is the one before
 MOST_JSON_BYTES = 2**26
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: names the file, the rule and the fix."""
-
-
 class Snapshot(NamedTuple):
-    """A run between two steps; tensors on the host, `state` in the types of JSON with the step."""
+    """A run between two steps. Tensors on the host; `state` in the types of JSON."""
 
     model: dict[str, Tensor]
     optim: dict[str, Tensor]
     state: dict[str, Any]
 
 
-# ---- Writing
+def save(folder: Path, snapshot: Snapshot) -> Path:
+    """Write a checkpoint into the run's folder and remove all but the two newest.
 
-
-def write(folder: Path, snapshot: Snapshot) -> Path:
-    """Write a checkpoint of the run whose folder this is, then remove all but the newest. OSError, SafetensorError."""
+    OSError or SafetensorError where the disk refuses; older checkpoints then stay.
+    """
     path = folder / f"step_{snapshot.state['step']:06d}"
     partial = folder / f".{path.name}"
     for left in folder.glob(".step_*"):  # by a process that was killed
@@ -65,23 +62,82 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         (partial / SUMS).write_bytes(json_line(sums))
         for name in (*sums, SUMS, "."):
             _sync(partial / name)
-        _remove(path)  # by a run that was resumed from before it
+        remove(path)  # the same step, before the run was resumed from an earlier one
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _sync(folder)
     found = checkpoints(folder)
-    kept = found[: found.index(path) + 1][-KEPT:]  # those of later steps belong to what was given up by resuming
+    upto = found[: found.index(path) + 1]  # later ones were given up by resuming before them
     for other in found:
-        if other not in kept:
-            _remove(other)
+        if other not in upto[-KEPT:]:
+            remove(other)
     return path
 
 
-def _remove(path: Path) -> None:
-    """Take its name away first: if the process is killed here, no half of a checkpoint is found under it."""
+def remove(path: Path) -> None:
+    """Remove a checkpoint. Its name goes first: a kill must not leave half of it under its name."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run, the oldest first."""
+    found = [path for path in folder.glob("step_*") if path.name[5:].isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def check(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint. Refused for anything that is not as it was written."""
+    try:
+        sums = _read_json(path / SUMS)
+        for name in (MODEL, OPTIM, STATE):
+            found = _sha256(_regular(path / name))
+            if found != sums.get(name):
+                raise Refused(f"{path / name} has SHA-256 {found:.12}, not the one that {SUMS} "
+                              f"names: {sums.get(name)!r:.14}. {AGAIN}")  # fmt: skip
+        state = _read_json(path / STATE)
+    except OSError as error:
+        raise Refused(f"checkpoint {path} cannot be read: {error}. {AGAIN}") from None
+    if state.get("schema") != SCHEMA:
+        raise Refused(f"{path / STATE}: schema {state.get('schema')!r:.40}, but this version reads "
+                      f"{SCHEMA}. Resume with the source that wrote it.")  # fmt: skip
+    for name, kind in FIELDS.items():
+        value = state.get(name)
+        if type(value) is not kind:
+            raise Refused(f"{path / STATE}: {name} must be a {kind.__name__}, not "
+                          f"{value!r:.40}. {AGAIN}")  # fmt: skip
+    if not 0 <= state["clock_ms"] < math.inf:
+        raise Refused(f"{path / STATE}: clock_ms must be 0 or more, not {state['clock_ms']}. {AGAIN}")
+    return state
+
+
+def load(path: Path) -> Snapshot:
+    """The snapshot in a checkpoint, checked."""
+    state = check(path)
+    try:
+        return Snapshot(load_file(path / MODEL), load_file(path / OPTIM), state)
+    except (OSError, SafetensorError) as error:
+        raise Refused(f"{path} holds no tensors: {error}. {AGAIN}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    size = _regular(path).stat().st_size
+    try:
+        if size > MOST_JSON_BYTES:
+            raise ValueError(f"{size:,} bytes")
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise ValueError(f"a {type(value).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path} is no JSON object of a checkpoint ({error}). {AGAIN}") from None
+    return value
+
+
+def _regular(path: Path) -> Path:
+    if path.is_symlink() or not path.is_file():  # reading a pipe would wait for ever
+        raise Refused(f"{path} is missing or no regular file. {AGAIN}")
+    return path
 
 
 def _sha256(path: Path) -> str:
@@ -90,132 +146,11 @@ def _sha256(path: Path) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk; Windows opens no folder, and its names are safe."""
-    if sys.platform == "win32" and path.is_dir():
+    """Force a file, or the names in a folder, to the disk."""
+    if sys.platform == "win32" and path.is_dir():  # where a folder cannot be opened
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class Writer:
-    """Writes snapshots of one run in the background. One that waits is given up for a newer one, so nobody waits.
-
-    A checkpoint that cannot be written is told by `warn`, and the run goes on; `last` is the newest that was.
-    """
-
-    def __init__(self, folder: Path, warn: Callable[[str], None], last: Path | None = None):
-        self.folder, self.last = folder, last
-        self._warn = warn
-        self._waiting: deque[Snapshot] = deque(maxlen=1)  # a newer one pushes it out
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._thread.submit(int)  # starts it while there is memory for it
-
-    def submit(self, snapshot: Snapshot) -> None:
-        self._waiting.append(snapshot)
-        self._thread.submit(self._write)
-
-    def _write(self) -> None:
-        if not self._waiting:  # the newer one has been written in its place
-            return
-        snapshot = self._waiting.pop()
-        try:
-            if spoiled := [name for name, weight in snapshot.model.items() if not weight.isfinite().all()]:
-                raise ValueError(f"{spoiled[0]} is not finite, and no older checkpoint is given up for that")
-            self.last = write(self.folder, snapshot)
-        except Exception as error:  # of any kind: here nobody else would hear of it
-            kept = f"the last one is {self.last}" if self.last else "there is none yet"
-            self._warn(
-                f"warning: the checkpoint of step {snapshot.state['step']} could not be written to {self.folder}: "
-                f"{getattr(error, 'strerror', None) or error}; {kept}. Free some space, or give --checkpoint-dir."
-            )
-
-    def close(self) -> None:
-        """Wait until everything is written."""
-        self._thread.shutdown()
-
-    def clear(self, keep_last: bool) -> None:
-        """Remove the checkpoints of a run that is done: there is nothing to go on with."""
-        if not keep_last:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        elif self.last is not None:
-            for path in checkpoints(self.folder):
-                if path.name != self.last.name:
-                    _remove(path)
-
-
-# ---- Reading
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run, the oldest first."""
-    found = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]))
-
-
-def read(path: Path) -> Snapshot:
-    """The snapshot in a checkpoint. Raises CheckpointError for whatever is not as it was written."""
-    try:
-        _check_sums(path)
-        state = _read_state(path / STATE)
-        return Snapshot(load_file(path / MODEL), load_file(path / OPTIM), state)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Resume from another checkpoint.") from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} holds no tensors: {error}. Resume from another checkpoint.") from None
-
-
-def _check_sums(path: Path) -> None:
-    sums = _read_json(path / SUMS)
-    if sums.keys() != {MODEL, OPTIM, STATE}:
-        raise CheckpointError(f"{path / SUMS} names {sorted(sums)}, not {MODEL}, {OPTIM} and {STATE}; use another one")
-    for name, expected in sums.items():
-        if (found := _sha256(_plain_file(path / name))) != expected:
-            raise CheckpointError(
-                f"{path / name} has SHA-256 {found[:12]}, not {expected!r:.14} as it was written: it is damaged. "
-                f"Resume from another checkpoint."
-            )
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    state = _read_json(path)
-    if state.get("schema") != SCHEMA:
-        raise CheckpointError(f"{path}: schema {state.get('schema')!r:.40}, this version reads {SCHEMA}")
-    for name, kind in FIELDS.items():
-        if type(state.get(name)) is not kind:
-            raise CheckpointError(f"{path}: {name} must be a {kind.__name__}, not {state.get(name)!r:.40}")
-    if not 0 <= state["clock_ms"] < math.inf:
-        raise CheckpointError(f"{path}: clock_ms must be 0 or more, not {state['clock_ms']}. Use another checkpoint.")
-    return state
-
-
-def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, Snapshot] | None:
-    """The newest checkpoint of a run that is whole; of each that is not, `warn` is told."""
-    for path in reversed(checkpoints(folder)):
-        try:
-            return path, read(path)
-        except CheckpointError as error:
-            warn(f"warning: {error}")
-    return None
-
-
-def _plain_file(path: Path) -> Path:
-    if path.is_symlink() or not path.is_file():  # a link could lead anywhere, a pipe would wait for ever
-        raise CheckpointError(f"{path} is missing or no regular file: this is no whole checkpoint. Use another one.")
-    return path
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    size = _plain_file(path).stat().st_size
-    try:
-        if size > MOST_JSON_BYTES:
-            raise ValueError(f"{size:,} bytes")
-        value = json.loads(path.read_bytes())
-        if not isinstance(value, dict):
-            raise ValueError(f"a {type(value).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON object of a checkpoint ({error}). Use another one.") from None
-    return value
-

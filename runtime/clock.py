@@ -1,4 +1,4 @@
-"""The clock as a ledger: every phase of a run is declared timed or untimed, and kept with its milliseconds."""
+"""The clock of a process: a ledger of phases, each timed or untimed by a line in the code."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,49 +12,51 @@ class Phase(NamedTuple):
     ms: float
 
 
-class Ledger:
-    """Measures phases, one at a time, from device idle to device idle.
+class Clock:
+    """Measures phases one at a time, from device idle to device idle.
 
-    `synchronize()` waits for the device and is called at both ends of a phase;
-    `on_phase(name, timed, ms)` is told of each phase when it closes.
-    Raises RuntimeError when phases nest or when none is open to stop.
+    `synchronize()` waits for the device at both ends of a phase. `phases` are those of getting
+    ready and then those of the current run. RuntimeError where phases nest or none is open.
     """
 
-    def __init__(
-        self,
-        synchronize: Callable[[], object] = lambda: None,
-        on_phase: Callable[[str, bool, float], object] = lambda name, timed, ms: None,
-    ):
+    def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
         self.phases: list[Phase] = []
+        self._ready: list[Phase] | None = None
         self._synchronize = synchronize
-        self._on_phase = on_phase
         self._open: tuple[str, bool, int] | None = None  # name, timed, start in nanoseconds
         self._timed_ns = 0
 
+    def begin_run(self) -> None:
+        """Set the clock to zero for the next run. Its phases begin with those of getting ready."""
+        if self._ready is None:
+            self._ready = self.phases
+        self.phases = [*self._ready]
+        self._timed_ns = 0
+
+    def resume_run(self, train_time_ms: float, lost_ms: float) -> None:
+        """Set the clock to a checkpoint's train time, and charge the steps lost after it."""
+        lost_ms = max(lost_ms, 0.0)  # a checkpoint may know of time that no line of the log tells
+        self.phases.append(Phase("lost", True, lost_ms))
+        self._timed_ns = round(1e6 * (train_time_ms + lost_ms))
+
     def start(self, name: str, *, timed: bool) -> None:
         if self._open is not None:
-            raise RuntimeError(f"phase {name!r} cannot start inside {self._open[0]!r}: phases do not nest")
+            raise RuntimeError(f"phase {name!r} inside {self._open[0]!r}: phases cannot nest")
         self._synchronize()
         self._open = (name, timed, time.perf_counter_ns())
 
-    def stop(self) -> float:
-        """Close the open phase; returns its milliseconds."""
+    def stop(self, *, wait: bool = True) -> None:
+        """Close the open phase, without `wait` even if the device never comes to rest."""
         if self._open is None:
             raise RuntimeError("no phase is open: call start() before stop()")
-        self._synchronize()
+        if wait:
+            self._synchronize()
         name, timed, start_ns = self._open
         elapsed_ns = time.perf_counter_ns() - start_ns
         self._open = None
-        self._timed_ns += elapsed_ns if timed else 0
+        if timed:
+            self._timed_ns += elapsed_ns
         self.phases.append(Phase(name, timed, elapsed_ns / 1e6))
-        self._on_phase(*self.phases[-1])
-        return self.phases[-1].ms
-
-    def resume(self, train_time_ms: float, lost_ms: float) -> None:
-        """Go on where a clock stood. What was spent on work that is lost stays charged, as a phase of its own."""
-        self._timed_ns = round(1e6 * (train_time_ms + lost_ms))
-        self.phases.append(Phase("lost", True, lost_ms))
-        self._on_phase(*self.phases[-1])
 
     @contextmanager
     def phase(self, name: str, *, timed: bool) -> Iterator[None]:
@@ -65,13 +67,14 @@ class Ledger:
             self.stop()
 
     @property
-    def train_time_ms(self) -> float:
-        """Milliseconds in timed phases so far, the open one included; does not wait for the device."""
-        running_ns = time.perf_counter_ns() - self._open[2] if self._open and self._open[1] else 0
-        return (self._timed_ns + running_ns) / 1e6
+    def running(self) -> bool:
+        """Whether a phase is open."""
+        return self._open is not None
 
-    def abandon(self) -> None:
-        """Close the open phase, if there is one, as it is: the run has been broken off."""
-        if self._open is not None:
-            self._synchronize = lambda: None  # the device may never come to rest
-            self.stop()
+    @property
+    def train_time_ms(self) -> float:
+        """Milliseconds in timed phases of this run, the open one included. Waits for nothing."""
+        time_ns = self._timed_ns
+        if self._open is not None and self._open[1]:
+            time_ns += time.perf_counter_ns() - self._open[2]
+        return time_ns / 1e6

@@ -1,4 +1,4 @@
-"""Lines of JSON in files that are only ever appended to. There is no NaN in JSON: see `plain`."""
+"""Lines of JSON in files that are only appended to."""
 
 import contextlib
 import hashlib
@@ -12,41 +12,45 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """The same value in the types of JSON, floats unrounded; those that are not finite as "nan", "inf" or "-inf"."""
+    """The value in the types of JSON. Floats keep every digit; NaN and infinities become text.
+
+    TypeError for anything else, tensors included: reading one would make each log line wait for
+    the device.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+        return value if math.isfinite(value) else str(value)  # JSON has no NaN
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
-    # A tensor is refused on purpose: reading it here would make every log line wait for the device.
-    raise TypeError(f"cannot log a {type(value).__name__}: turn it into a number, string, list or dict first")
+    raise TypeError(f"cannot log a {type(value).__name__}: make it a number, text, list or dict")
 
 
 def json_line(record: dict[str, Any]) -> bytes:
+    """One line of a log."""
     return json.dumps(plain(record), allow_nan=False).encode() + b"\n"
 
 
 def json_hash(value: Any) -> str:
-    """SHA-256 of a value as JSON with sorted keys and no spaces, so that neither order nor layout counts."""
+    """SHA-256 of the value as JSON, the same whatever the order of keys."""
     text = json.dumps(plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def append(descriptor: int, line: bytes) -> None:
-    """Append the whole line to a file opened with O_APPEND, or raise OSError and leave none of it."""
+    """Append the whole line to a file opened with O_APPEND, or leave none of it. OSError."""
     written = 0
     try:
         while written < len(line):
             written += os.write(descriptor, line[written:])
     except OSError:
-        if written:  # a full disk takes what still fits
+        if written:  # a full disk takes the part that still fits
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR) - written)
         raise

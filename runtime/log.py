@@ -1,11 +1,13 @@
-"""The run log: what a run was, step by step, as lines of JSON that survive whatever ends it.
+"""The run log: what a run was, step by step, in lines of JSON that survive whatever ends it.
 
-    logs/<run_id>.jsonl        one object a line, written as it happens
+    logs/<run_id>.jsonl        one event a line, written as it happens
+    logs/<run_id>.2.jsonl      the second segment: a process that resumes the run writes its own
     logs/sources/<sha256>/     the source files, once per version
-    logs/registry.jsonl        a line when a run starts, is resumed and ends, for all runs of the folder
+    logs/registry.jsonl        a line for each start, resume and end of a run
 
-Nothing is ever taken out of a log. A run that is resumed goes on in the same file: its `resume` event says from which
-byte on the lines before it are superseded, as they tell of work that was lost.
+A process only appends, and only to its own segment. The header of a later segment names the step
+after which it begins and the hash of the segment before: it supersedes what earlier segments say
+after the checkpoint of that step.
 """
 
 import contextlib
@@ -16,46 +18,28 @@ import math
 import os
 import secrets
 import shutil
-import stat
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filelock import FileLock, Timeout
+
+from runtime.errors import LogError
 from runtime.jsonl import append, json_hash, json_line
-from runtime.registry import BINARY, REGISTRY, lock, register
+from runtime.registry import BINARY, REGISTRY, register
 from runtime.settings import SETTINGS_OF_A_RUN
 
-SCHEMA = 1  # raised whenever the meaning of an event or a field changes
-SOURCE_FILES = ("train_gpt.py", "requirements.txt")
+SCHEMA = 2  # raised whenever the meaning of an event or a field changes
+SOURCE_FILES = (
+    "train_gpt.py", "requirements.txt", "data/vocabulary.tiktoken", "data/left_out.txt",
+)  # fmt: skip
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
-SYNCED_EVENTS = {"header", "resume", "val", "end"}  # the lines a claim is made from also survive a power cut
-# Links are not followed, nor is a pipe waited for; Windows, which makes neither of them by accident, has no such flags.
-NO_TRAPS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-
-
-class RunLogError(RuntimeError):
-    """The log could not be read or written. The message names the file, the system's reason and the fix."""
-
-
-class NotBegun(RunLogError):
-    """There is no log, or not even its first line is whole: the run was killed before its first step."""
-
-
-class Tail(NamedTuple):
-    """How far a log goes, superseded lines included: its times are those that nothing may fall behind again."""
-
-    header: dict[str, Any]
-    header_bytes: int  # of the first line
-    log_bytes: int
-    status: str | None  # of the last end, if no resume follows it
-    train_time_ms: float
-    t_ms: float
+SYNCED_EVENTS = {"header", "val", "end"}  # claims rest on these: they survive a power cut too
 
 
 # ---- What identifies a run
@@ -66,7 +50,7 @@ def source_files(root: str | Path) -> list[Path]:
     root = Path(root)
     files = [root / name for name in SOURCE_FILES if (root / name).is_file()]
     for package in SOURCE_PACKAGES:
-        files += (path for path in (root / package).rglob("*.py") if path.is_file())
+        files += [path for path in (root / package).rglob("*.py") if path.is_file()]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -78,59 +62,85 @@ def _digest(sources: dict[str, bytes]) -> str:
     digest = hashlib.sha256()
     for name, content in sources.items():
         for part in (name.encode(), content):
-            digest.update(f"{len(part)}:".encode())  # the length keeps neighbours from running into each other
+            digest.update(f"{len(part)}:".encode())  # else "ab" + "c" would equal "a" + "bc"
             digest.update(part)
     return digest.hexdigest()
 
 
 def source_hash(root: str | Path) -> str:
-    """SHA-256 over names and contents of `source_files(root)`."""
+    """SHA-256 of the names and contents of `source_files(root)`."""
     return _digest(_read_sources(root))
 
 
 def config_hash(config: dict[str, Any]) -> str:
     """SHA-256 of the settings that all runs of one experiment share."""
-    return json_hash({name: value for name, value in config.items() if name not in SETTINGS_OF_A_RUN})
+    shared = {name: value for name, value in config.items() if name not in SETTINGS_OF_A_RUN}
+    return json_hash(shared)
 
 
 def new_run_id(track: str, seed: int, trial: int) -> str:
-    """A unique name that sorts by start time (UTC), such as 20261121-083105_tiny_s0_t0_1a2b3c."""
-    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}_{track}_s{seed}_t{trial}_{secrets.token_hex(3)}"
+    """A unique name that sorts by start time (UTC), e.g. 20261121-083105_tiny_s0_t0_1a2b3c."""
+    now = datetime.now(UTC)
+    return f"{now:%Y%m%d-%H%M%S}_{track}_s{seed}_t{trial}_{secrets.token_hex(3)}"
 
 
-# ---- Files
+# ---- What there is of a run
 
 
-def require_writable(directory: str | Path) -> None:
-    """Make the folder of the logs; ValueError, before hours are spent, if nothing can be written there."""
+class History(NamedTuple):
+    """What the segments of a run say to the process that resumes it."""
+
+    header: dict[str, Any]  # of the newest segment
+    sizes: tuple[int, ...]  # bytes of each segment
+    sha256: str  # of the newest segment, a torn last line included
+    status: str | None  # from its end line; None where the process was killed
+    train_time_ms: float  # the largest that any segment tells
+    t_ms: float  # likewise
+
+
+def segment_path(directory: str | Path, run_id: str, number: int) -> Path:
+    """The log file of a run's first, second, ... process."""
+    return Path(directory, f"{run_id}.jsonl" if number == 1 else f"{run_id}.{number}.jsonl")
+
+
+def read_history(directory: str | Path, run_id: str) -> History | None:
+    """What there is of a run; None if not even its header was written. LogError for no log."""
+    history = None
+    train_time_ms = t_ms = 0.0
+    sizes: tuple[int, ...] = ()
+    path = segment_path(directory, run_id, 1)
+    while content := _read_segment(path):
+        events = [_event(line) for line in content.splitlines()]
+        if events[0].get("event") != "header" or events[0].get("run_id") != run_id:
+            raise LogError(f"{path}: line 1 must be the header of run {run_id}. Restore the file.")
+        status = None
+        for event in events:
+            train_time_ms = max(train_time_ms, _milliseconds(event, "train_time_ms"))
+            t_ms = max(t_ms, _milliseconds(event, "t_ms"))
+            if event.get("event") in ("end", "resume"):  # schema 1 resumed within one file
+                status = event.get("status")
+        sizes += (len(content),)
+        sha256 = hashlib.sha256(content).hexdigest()
+        history = History(events[0], sizes, sha256, status, train_time_ms, t_ms)
+        path = segment_path(directory, run_id, len(sizes) + 1)
+    return history
+
+
+def _read_segment(path: Path) -> bytes | None:
+    """A segment's bytes; None if there is none or its process died before the first line."""
+    if not os.path.lexists(path):
+        return None
+    if path.is_symlink() or not path.is_file():  # reading a pipe would wait for ever
+        raise LogError(f"run log {path} must be a regular file. Put the run's own file there.")
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        content = path.read_bytes()
     except OSError as error:
-        raise ValueError(
-            f"log folder {directory} cannot be written: {error.strerror}. Make it writable, or give another --log-dir."
-        ) from error
-
-
-def _store(sources: dict[str, bytes], folder: Path) -> None:
-    """Write the files below `folder`, which appears whole or not at all."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        for name, content in sources.items():
-            path = temporary / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        temporary.rename(folder)
-    except OSError:
-        if not folder.exists():  # else another run of the same sources was first
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        raise LogError(f"cannot read run log {path}: {error.strerror}. Make it readable.") from None
+    return content if b"\n" in content else None
 
 
 def _event(line: bytes) -> dict[str, Any]:
-    """The object in a line; empty for one that was torn."""
+    """The event of a line; {} for a torn one."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -138,228 +148,183 @@ def _event(line: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def tail_of(path: str | Path) -> Tail:
-    """Read a log with lines torn by a crash anywhere. RunLogError for a file that does not begin with a header."""
-    path = Path(path)
-    try:
-        if path.is_symlink() or not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(errno.EINVAL, "it is a link or no regular file")
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise NotBegun(f"cannot read the run log {path}: there is none; give the --log-dir of its run") from None
-    except OSError as error:
-        raise RunLogError(f"cannot read the run log {path}: {error.strerror}; give the --log-dir of its run") from error
-    lines = content.split(b"\n")
-    events = list(map(_event, lines))
-    if len(lines) == 1:
-        raise NotBegun(f"{path} is no run log: its first line is no header, as it was torn; start the run anew")
-    if events[0].get("event") != "header":
-        raise RunLogError(f"{path} is no run log: its first line is no header; start the run anew")
-    last: dict[str, Any] = next((event for event in reversed(events) if event.get("event") in ("end", "resume")), {})
-    times = [max(_time(event, name) for event in events) for name in ("train_time_ms", "t_ms")]
-    return Tail(events[0], len(lines[0]) + 1, len(content), last.get("status"), *times)
-
-
-def _time(event: dict[str, Any], name: str) -> float:
+def _milliseconds(event: dict[str, Any], name: str) -> float:
     value = event.get(name)
     return value if isinstance(value, float) and math.isfinite(value) else 0.0
 
 
-def register_end(path: Path) -> None:
-    """Register how the run of a log ended, as it could not itself. May raise OSError."""
-    content = path.read_bytes()
-    end = _event(content.splitlines()[-1])
-    outcome = {"status": end.get("status"), "val_loss": end.get("val_loss")}
-    sha256 = hashlib.sha256(content).hexdigest()
-    register(path.with_name(REGISTRY), "end", run_id=path.stem, **outcome, log_sha256=sha256)
+# ---- Writing
+
+
+def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
+    """Create the folder. LogError, before hours are spent, if no file can be written there."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise LogError(f"{flag} {directory} cannot be written: {error.strerror}. Make it writable, "
+                       f"or give another folder.") from None  # fmt: skip
 
 
 class RunLog:
-    """The log of one run: a new file `<directory>/<run_id>.jsonl`, an existing one only by `reopen`.
+    """One segment of a run's log: the first, or with `history` the one after it.
 
-    A line is with the operating system when `write` returns, so it survives the death of the process. What the system
-    refuses does not end the run: stderr is told once, lines wait in memory and are tried again, in order, before each
-    later one. With `enabled=False` (ranks other than the first) nothing is written anywhere.
+    A line is with the operating system when `write` returns, so it survives the death of the
+    process. A line that the system refuses (full disk) does not end the run: it waits in memory
+    and is tried again before each later one. With `enabled=False` nothing is written.
     """
 
-    def __init__(self, directory: str | Path, run_id: str, *, enabled: bool = True):
-        self.directory = Path(directory)
-        self.run_id = run_id
-        self.path = self.directory / f"{run_id}.jsonl"
-        self.offset = 0  # bytes in the file, with those that wait
-        self._sha256 = hashlib.sha256()  # of the same
-        self.found = b""  # what the file held when it was reopened
+    def __init__(
+        self, directory: str | Path, run_id: str, history: History | None = None,
+        enabled: bool = True,
+    ) -> None:  # fmt: skip
+        self.directory, self.run_id, self.history = Path(directory), run_id, history
+        self.segment = len(history.sizes) + 1 if history else 1
+        self.path = segment_path(directory, run_id, self.segment)
+        self.size = 0  # bytes, those that wait included
+        self._sha256 = hashlib.sha256()  # likewise
+        self._waiting: list[bytes] = []
         self._refusal: OSError | None = None  # the first
-        self._waiting: deque[bytes] = deque()
         self._start_ns = time.monotonic_ns()
-        self._descriptor = self._open(os.O_CREAT | os.O_EXCL) if enabled else None
-
-    @classmethod
-    def reopen(cls, directory: str | Path, run_id: str, *, enabled: bool = True) -> "RunLog":
-        """Go on with an existing log: after its last line, which may be torn, and after its last `t_ms`.
-
-        Raises RunLogError for one that is missing, a link, of another run or being written by another process.
-        """
-        log = cls(directory, run_id, enabled=False)
+        if history:
+            self._start_ns -= math.ceil(1e6 * history.t_ms)  # t_ms never falls within a run
+        self._descriptor: int | None = None
         if enabled:
-            log._descriptor = log._open(0)
-            try:
-                log._continue()
-            except RunLogError:
-                log.close()
-                raise
-        return log
+            self._open()
 
-    def _open(self, flags: int) -> int:
-        flags |= os.O_RDWR | os.O_APPEND | BINARY | NO_TRAPS
+    def _open(self) -> None:
+        self._lock = FileLock(self.directory / f".{self.run_id}.lock")
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | BINARY
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, flags, 0o644)
-            if lock(descriptor, wait=False):
-                return descriptor
-            os.close(descriptor)
-            raise OSError(errno.EBUSY, "another process is writing it")
+            self._lock.acquire(blocking=False)
+            if self.history:
+                if read_history(self.directory, self.run_id) != self.history:
+                    raise OSError(errno.EEXIST, "another process has gone on with the run")
+                self.path.unlink(missing_ok=True)  # of a process that died before its first line
+            self._descriptor = os.open(self.path, flags, 0o644)
         except OSError as error:
-            fix = "choose a log folder that can be written"
-            if flags & os.O_EXCL and os.path.lexists(self.path):
-                fix = "a run log is never overwritten, choose another run id"
-            raise RunLogError(f"cannot open the run log {self.path}: {error.strerror}; {fix}") from error
-
-    def _continue(self) -> None:
-        tail = tail_of(self.path)
-        if tail.header.get("run_id") != self.run_id:
-            raise RunLogError(f"{self.path} is the log of run {tail.header.get('run_id')!r}; give back its own name")
-        self._start_ns -= math.ceil(tail.t_ms * 1e6)
-        self.found = self.path.read_bytes()
-        self.offset = len(self.found)
-        self._sha256.update(self.found)
-        if not self.found.endswith(b"\n"):
-            self._append(b"\n")
+            self._lock.release()
+            reason = error.strerror
+            if isinstance(error, Timeout):
+                reason = "another process is writing it"
+            raise LogError(f"cannot open run log {self.path}: {reason}. Wait for the other "
+                           f"process, or give a --log-dir that can be written.") from error
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event with the milliseconds since the log was created, the time between resumptions left out."""
+        """Append one event with the milliseconds since the run started, interruptions left out."""
         if self._descriptor is None:
             return
-        t_ms = (time.monotonic_ns() - self._start_ns) / 1e6
-        self._append(json_line({"event": event, "t_ms": t_ms, **fields}))
+        self._append(self._line(event, fields))
         if event in SYNCED_EVENTS:
-            self.sync()
+            self._try(os.fsync)
+
+    def _line(self, event: str, fields: dict[str, Any]) -> bytes:
+        t_ms = (time.monotonic_ns() - self._start_ns) / 1e6
+        return json_line({"event": event, "t_ms": t_ms, **fields})
 
     def _append(self, line: bytes) -> None:
         self._waiting.append(line)
-        self.offset += len(line)
+        self.size += len(line)
         self._sha256.update(line)
         self._try(self._flush)
 
     def _flush(self, descriptor: int) -> None:
         while self._waiting:
             append(descriptor, self._waiting[0])
-            self._waiting.popleft()
+            del self._waiting[0]
 
     def _try(self, action: Callable[[int], object]) -> None:
-        """Do it to the file, if it is open; a refusal is told once."""
+        """Do it to the file. A refusal is said once."""
         try:
-            if self._descriptor is not None:
-                action(self._descriptor)
+            action(self._descriptor or 0)
         except OSError as error:
             if self._refusal is None:
                 self._refusal = error
-                with contextlib.suppress(OSError):  # what is told may go to the same disk
-                    print(f"warning: cannot write {self.path}: {error.strerror}. The run goes on and keeps its lines; "
-                          f"make the file writable again before it ends", file=sys.stderr, flush=True)  # fmt: skip
+                with contextlib.suppress(OSError):  # stderr may be on the same disk
+                    print(f"warning: cannot write {self.path}: {error.strerror}. The run goes on; "
+                          f"free some space before it ends.", file=sys.stderr, flush=True)
 
-    def sync(self) -> None:
-        """Force what was written to the disk itself."""
-        self._try(os.fsync)
+    def begin(self, header: dict[str, Any], resumed: dict[str, Any] | None = None) -> None:
+        """Register the start of a run, or its resume, and write the first lines. LogError.
 
-    def close(self) -> None:
-        """Raises RunLogError if lines still wait; it names the file elsewhere in which they are kept."""
-        self._try(self._flush)
-        self.sync()
-        self._try(os.close)
-        self._descriptor = None
-        lines, self._waiting = self._waiting, deque()
-        if lines and self._refusal:
-            raise RunLogError(f"cannot write {self.path}: {self._refusal.strerror}; its last {len(lines)} lines "
-                              f"{self._rescue(lines)}")  # fmt: skip
-
-    def _rescue(self, lines: Iterable[bytes]) -> str:
-        """Write them to a temporary file; returns what became of them."""
-        try:
-            descriptor, name = tempfile.mkstemp(prefix=f"{self.run_id}_", suffix=".jsonl")
-            with open(descriptor, "wb") as file:
-                file.writelines(lines)
-        except OSError as error:
-            return f"are lost, as there is no temporary file for them either: {error.strerror}"
-        return f"are in {name}: free some space and append them to the log"
-
-    def store_sources(self, root: str | Path) -> str:
-        """Keep one copy of the source files under `sources/<sha256>/`; returns their SHA-256. Raises RunLogError."""
-        sources = _read_sources(root)  # read once, so that the hash names exactly what is stored
-        sha256 = _digest(sources)
-        folder = self.directory / "sources" / sha256
-        if self._descriptor is not None and not folder.exists():
-            try:
-                _store(sources, folder)
-            except OSError as error:
-                raise self._refused(folder, error) from error
-        return sha256
-
-    def begin(self, header: dict[str, Any]) -> None:
-        """Enter the run in the registry, before its first step so that none is forgotten, and write its header."""
-        registered = {name: header.get(name) for name in REGISTERED}
-        self._enter("start", registered, "header", schema=SCHEMA, run_id=self.run_id, **header)
-
-    @property
-    def waiting(self) -> str:
-        """The lines that the file does not have yet."""
-        return b"".join(self._waiting).decode()
-
-    def restore(self, log_offset: int, waiting: str) -> None:
-        """Append, of lines that waited at this offset when their process died, what the reopened file lacks."""
-        short = log_offset - len(self.found)
-        if 0 < short <= len(waiting.encode()) and self.found.endswith(b"\n"):
-            self._append(waiting.encode()[-short:])
-            self.found += waiting.encode()[-short:]
-
-    def resume(self, *, from_step: int, checkpoint: str | None, differences: list[str], log_offset: int) -> None:
-        """Enter in the registry what the log was, and write that its lines from byte `log_offset` on are superseded.
-
-        `checkpoint` is a folder's name, None for the start of the run.
+        `resumed` is the resume event: from_step, checkpoint (its name or None), differences.
         """
-        registered = {"from_step": from_step, "log_bytes": self.offset, "log_sha256": self._sha256.hexdigest()}
-        self._enter(
-            "resume", registered, "resume", from_step=from_step, checkpoint=checkpoint, differences=differences,
-            log_offset=self.found.rfind(b"\n", 0, log_offset) + 1,  # of lines that were never written nothing stands
-            time=datetime.now(UTC).isoformat(timespec="seconds"),
-        )  # fmt: skip
+        if self._descriptor is None:
+            return
+        entry, registered = "start", {name: header.get(name) for name in REGISTERED}
+        if self.history and resumed:
+            before = self.history.sha256
+            after = {"segment": self.segment, "after_step": resumed["from_step"]}
+            header = header | after | {"previous_sha256": before}
+            entry, registered = "resume", after | {"log_sha256": before}
+        # The registry first: no run may be forgotten. The header vouches for its line there.
+        sha256 = {"registry_sha256": self._register(entry, registered)}
+        lines = self._line("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
+        if resumed:
+            lines += self._line("resume", resumed | sha256)
+        self._append(lines)
+        self._try(os.fsync)
+        if self._refusal is not None:
+            raise self._error(self.path, self._refusal)
 
     def finish(self, end: dict[str, Any]) -> None:
-        """Write how the run ended, here and in the registry, and close. RunLogError if either was refused."""
+        """Write how the run ended, to the log and the registry, and close. LogError if refused."""
+        if self._descriptor is None:
+            return
         self.write("end", **end)
-        registered = {"status": end["status"], "val_loss": end["val_loss"], "log_sha256": self._sha256.hexdigest()}
+        registered = {"status": end["status"], "val_loss": end["val_loss"]}
         try:
-            self._register("end", registered)
+            self._register("end", registered | {"log_sha256": self._sha256.hexdigest()})
         finally:
             self.close()
 
-    def _enter(self, entry: str, registered: dict[str, Any], event: str, **fields: Any) -> None:
-        """A line in the registry and an event that vouches for it. RunLogError if refused, as nothing is lost yet."""
-        self.write(event, **fields, registry_sha256=self._register(entry, registered))
-        if self._refusal is not None:
-            raise self._refused(self.path, self._refusal)
-
-    def _register(self, entry: str, fields: dict[str, Any]) -> str | None:
-        if self._descriptor is None:
-            return None
+    def _register(self, entry: str, fields: dict[str, Any]) -> str:
         path = self.directory / REGISTRY
         try:
             return register(path, entry, run_id=self.run_id, **fields)
         except OSError as error:
-            raise self._refused(path, error) from error
+            raise self._error(path, error) from error
 
-    def _refused(self, path: Path, error: OSError) -> RunLogError:
-        return RunLogError(
-            f"cannot write {path}: {error.strerror}; the lines in {self.path} are intact. "
-            f"Free some space there, or choose a log folder that can be written, and start the run again"
-        )
+    def _error(self, path: Path, error: OSError) -> LogError:
+        return LogError(f"cannot write {path}: {error.strerror}; {self.path} is intact. Free some "
+                        f"space or give another --log-dir, and start again.")  # fmt: skip
+
+    def close(self) -> None:
+        """LogError if lines still wait; it names the file elsewhere that keeps them."""
+        if self._descriptor is None:
+            return
+        self._try(self._flush)
+        self._try(os.fsync)
+        empty = os.fstat(self._descriptor).st_size == 0
+        os.close(self._descriptor)
+        self._descriptor = None
+        if empty:  # the run never began, and an empty log would be an error to readers
+            self.path.unlink(missing_ok=True)
+        self._lock.release()
+        Path(self._lock.lock_file).unlink(missing_ok=True)
+        if self._waiting:
+            with tempfile.NamedTemporaryFile(suffix=".jsonl", delete=False) as kept:
+                kept.writelines(self._waiting)
+            raise LogError(f"cannot write {self.path}: its last {len(self._waiting)} lines are in "
+                           f"{kept.name}. Free some space and append them.")  # fmt: skip
+
+    def store_sources(self, root: str | Path) -> None:
+        """Keep one copy of the sources in `sources/<sha256>/`, whole or not at all. LogError."""
+        sources = _read_sources(root)  # once, so that the hash names exactly what is stored
+        folder = self.directory / "sources" / _digest(sources)
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+        if self._descriptor is None or folder.exists():
+            return
+        try:
+            for name, content in sources.items():
+                path = partial / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            partial.rename(folder)
+        except OSError as error:
+            if not folder.exists():  # another run with the same sources may have been first
+                raise self._error(folder, error) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -1,56 +1,211 @@
-"""Settings of a run that are not of the experiment: two runs that differ in these alone are runs of one experiment."""
+"""Settings are dataclass fields: each becomes a flag, a line of --help and a check.
 
-from dataclasses import dataclass, fields
+`RunSettings` holds the settings that do not belong to the experiment.
+"""
 
-from runtime.flags import check_fields, require, setting
+import argparse
+import dataclasses
+import difflib
+import json
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any, TypeVar
 
-MOST_SECONDS = 86_400
+from runtime.errors import Refused
+
+Settings = TypeVar("Settings")
+
+
+Bound = float | str  # a number, or the name of the setting that has it
+HOLDS: dict[str, Callable[[Any, Any], bool]] = {
+    "at_least": operator.ge,
+    "at_most": operator.le,
+    "below": operator.lt,
+    "multiple_of": lambda value, unit: value > 0 and value % unit == 0,
+}
+
+
+def setting(
+    default: Any, about: str, *, section: str = "", one_of: Sequence[str] = (), **bounds: Bound
+) -> Any:
+    """Return a dataclass field with its --help text and the rules that `check_fields` applies.
+
+    `section` titles a new group of flags in --help, for this field and those after it. `bounds`
+    are any of at_least, at_most, below and multiple_of.
+    """
+    facts = {"about": about, "section": section, "one_of": one_of, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=facts)
+
+
+def require(settings: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise Refused for the first broken rule: {name: (whether it holds, what must be true)}."""
+    for name, (holds, rule) in rules.items():
+        if not holds:
+            value = as_text(getattr(settings, name))
+            raise Refused(f"{flag(name)} {value}: it must be {rule}.")
+
+
+def check_fields(settings: Any) -> None:
+    """Raise Refused for the first value that is none of its choices or outside its bounds."""
+    for field in dataclasses.fields(settings):
+        value, choices = getattr(settings, field.name), field.metadata["one_of"]
+        if choices:
+            require(settings, {field.name: (value in choices, f"one of {', '.join(choices)}")})
+        for kind, bound in field.metadata["bounds"].items():
+            if value is None:
+                continue
+            limit = getattr(settings, bound) if isinstance(bound, str) else bound
+            words = f"{flag(bound)} {limit}" if isinstance(bound, str) else str(limit)
+            rule = kind.replace("_", " ").replace("multiple", "a multiple")
+            require(settings, {field.name: (HOLDS[kind](value, limit), f"{rule} {words}")})
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Base of a trainer's configuration."""
+    """The settings that do not belong to the experiment."""
 
-    seed: int = setting(0, "seed of the first trial's initialization; trial i takes seed + i", at_least=0)
+    seed: int = setting(0, "of the first trial; trial i takes seed + i", at_least=0, section="Runs")
     trials: int = setting(1, "runs in this process, after one compilation", at_least=1)
     data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
     log_dir: str = setting("logs", "folder of the run logs")
-    claim: str = setting("", "claim.json that the runs are to show: source, configuration and seeds must be its own")
-    checkpoint_every: str = setting("10m", "steps (500) or minutes (10m) between checkpoints; 0: only when interrupted")
+    claim: str = setting("", "claim.json that the runs must fit: source, configuration and seeds")
+    checkpoint_every: str = setting("10m", "steps (500) or minutes (10m); 0: only when interrupted")
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
-    keep_model: bool = setting(False, "keep the last state of a finished run; off: its checkpoints are removed")
-    resume: str = setting("", "auto: go on with the broken-off runs of these settings; or a folder of checkpoints")
+    keep_model: bool = setting(False, "keep the last checkpoint of a finished run")
+    resume: str = setting("", "auto: the unfinished runs of these settings; or a checkpoint folder")
     resume_anyway: bool = setting(False, "resume even with another source or configuration")
-    capture_nonfinite: str = setting("", "folder for the tokens of steps that are skipped as not finite")
-    rank_timeout: float = setting(60.0, "seconds after which a silent rank ends the others", at_least=1)
-    dry_run: bool = setting(False, "check everything, estimate memory, time and cost, and stop")
-    price: float = setting(3.0, "dollars per GPU-hour, for that estimate", at_least=0)
+    rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
+    dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
 
     def __post_init__(self) -> None:
         check_fields(self)
         Interval.parse(self.checkpoint_every)
-        require(self, {"rank_timeout": (self.rank_timeout <= MOST_SECONDS, f"at most {MOST_SECONDS:,}")})
 
 
-SETTINGS_OF_A_RUN = tuple(field.name for field in fields(RunSettings))
+# Two runs that differ in these alone are runs of one experiment.
+SETTINGS_OF_A_RUN = tuple(field.name for field in dataclasses.fields(RunSettings))
 
 
 @dataclass(frozen=True)
 class Interval:
-    """How often a run is saved: every so many steps or minutes; 0 is never."""
+    """How often a run is saved: every so many steps or minutes; never where both are 0."""
 
     steps: int = 0
     minutes: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> "Interval":
-        """From "500" (steps), "10m" (minutes) or "0". Raises ValueError."""
+        """Read "500" (steps), "10m" (minutes) or "0" (never). Raises Refused."""
         number = text.removesuffix("m")
         try:
-            interval = cls(minutes=float(number)) if number != text else cls(steps=int(number))
+            interval = cls(int(text)) if number == text else cls(minutes=float(number))
         except ValueError:
             interval = cls(steps=-1)
-        if not (interval.steps >= 0 and 0 <= interval.minutes < float("inf")):
-            raise ValueError(f"--checkpoint-every {text}: it must be a number of steps such as 500, of minutes such as "
-                             f"10m, or 0 for none.")
+        if interval.steps < 0 or not 0 <= interval.minutes < float("inf"):
+            raise Refused(f"--checkpoint-every {text}: it must be steps (500), minutes (10m) or 0.")
         return interval
+
+
+# ---- Flags
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def as_text(value: Any) -> str:
+    """Write a value as the command line takes it: on, off, auto for None, commas in a tuple."""
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def from_text(kind: Any, text: str) -> Any:
+    """Invert `as_text` for bool, int, float, str, a tuple of one of them, or X | None.
+
+    Raises ValueError for other text.
+    """
+    if isinstance(kind, UnionType):
+        return None if text == "auto" else from_text(kind.__args__[0], text)
+    if kind is bool:
+        if text not in ("on", "off"):
+            raise ValueError(text)
+        return text == "on"
+    if kind in (int, float, str):
+        return kind(text)
+    parts = text.split(",")
+    if kind.__args__[-1] is not Ellipsis and len(parts) != len(kind.__args__):
+        raise ValueError(text)
+    return tuple(from_text(kind.__args__[0], part) for part in parts)
+
+
+def parse(
+    kind: Callable[..., Settings], argv: Sequence[str],
+    preset: Callable[[dict[str, Any]], dict[str, Any]], description: str,
+) -> Settings:  # fmt: skip
+    """Return an instance of the dataclass `kind` from flags.
+
+    `preset(given)` returns the values of settings without a flag, from those that have one.
+    Raises Refused, naming the rule or the nearest flag; SystemExit(0) after --help.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    known, unknown = _parser(kind, {}, description).parse_known_args(argv)
+    for word in unknown:
+        near = difflib.get_close_matches(word.split("=")[0], map(flag, fields), n=1, cutoff=0.5)
+        advice = f"Did you mean {near[0]}?" if near else "--help lists them all."
+        raise Refused(f"{word}: no such flag. {advice}")
+    given = {}
+    for name, field in fields.items():
+        if (text := getattr(known, name)) is not None:
+            given[name] = _read(field, text)
+    values = preset(given) | given
+    if known.help:  # before the rules are checked: help is there for settings that break them
+        print(_parser(kind, values, description).format_help())
+        raise SystemExit(0)
+    settings = kind(**values)
+    if known.print_config:
+        print(json.dumps(dataclasses.asdict(settings), indent=2))  # type: ignore[call-overload]
+        raise SystemExit(0)
+    return settings
+
+
+def _read(field: dataclasses.Field, text: str) -> Any:
+    try:
+        return from_text(field.type, text)
+    except ValueError:
+        kind, example = getattr(field.type, "__name__", field.type), as_text(field.default)
+        rule = f"it takes a value like {example} ({kind})"
+        raise Refused(f"{flag(field.name)} {text}: {rule}.") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise Refused(f"{message}. --help lists the flags.")
+
+
+def _parser(kind: Any, shown: dict[str, Any], description: str) -> argparse.ArgumentParser:
+    """A group of flags for each section; --help shows the values in `shown`."""
+    parser = _Parser(
+        usage="train_gpt.py [flags]", description=description, allow_abbrev=False, add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--help", "-h", action="store_true", help="show this text and stop")
+    parser.add_argument("--print-config", action="store_true", help="print all settings as JSON")
+    group = parser.add_argument_group()
+    for field in dataclasses.fields(kind):
+        if field.metadata["section"]:
+            group = parser.add_argument_group(field.metadata["section"])
+        value = as_text(shown.get(field.name, field.default))
+        about = f"{field.metadata['about']} [{value}]".replace("%", "%%")
+        alone: Any = {"nargs": "?", "const": "on"} if field.type is bool else {}  # --flag is on
+        group.add_argument(flag(field.name), metavar=_values(field), help=about, **alone)
+    return parser
+
+
+def _values(field: dataclasses.Field) -> str:
+    choices = ("on", "off") if field.type is bool else field.metadata["one_of"]
+    return "|".join(choices) or ("auto|X" if isinstance(field.type, UnionType) else "X")

@@ -1,12 +1,12 @@
-"""Is this machine fit to train? Versions, GPUs, driver, compiler, process groups, cores, disk, limits and clock.
+"""Is this machine fit to train? Python, packages, GPUs, cores, compiler, process groups and disk.
 
-    python scripts/check_env.py                a table; what is not in order comes with its fix
+    python scripts/check_env.py                a line for each; what is wrong comes with its fix
     python scripts/check_env.py --json         for programs
 
 Exit code: 0 go, 2 no-go.
 """
 
-from __future__ import annotations  # an old Python is told so
+from __future__ import annotations  # an old Python must get as far as saying that it is old
 
 import argparse
 import json
@@ -14,20 +14,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # starts from any folder
 
-from runtime.preflight import environment_findings, report, verdict
+from runtime.preflight import as_lines, environment_findings, exit_code
 from scripts.command import set_up_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given = parser.parse_args(argv)
+    wants_json = parser.parse_args(argv).json
     findings = environment_findings()
-    facts = {"go": verdict(findings) == 0, "findings": [finding._asdict() for finding in findings]}
-    print(json.dumps(facts, indent=2) if given.json else "\n".join(report(findings)))
-    return verdict(findings)
+    code = exit_code(findings)
+    facts = {"go": code == 0, "findings": [finding._asdict() for finding in findings]}
+    print(json.dumps(facts, indent=2) if wants_json else "\n".join(as_lines(findings)))
+    return code
 
 
 if __name__ == "__main__":

@@ -1,44 +1,48 @@
-"""What the command lines of the tools on logs share: lists of numbers, rules, JSON without NaN, safe output."""
+"""What the command lines share: lists of numbers, JSON without NaN, output that is safe to read."""
 
 import argparse
 import io
+import json
 import math
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from typing import Any
+
+from runtime.errors import Interrupted
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help begins with the module's docstring, laid out as it is written."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=layout, allow_abbrev=False)
 
 
 def numbers(kind: Callable[[str], Any], low: float, high: float) -> Callable[[str], list[Any]]:
-    """For argparse: a reader of numbers with commas between them, each from `low` to `high`."""
+    """For argparse: reads "1,2" or a list pasted from Python, "[1, 2]", each from low to high."""
 
     def read(text: str) -> list[Any]:
         try:
-            values = [kind(part) for part in text.split(",")] if text.isascii() and "_" not in text else [math.nan]
+            values = [kind(part) for part in text.strip("[]() ").split(",")]
         except ValueError:
             values = [math.nan]
         if not all(low <= value <= high for value in values):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} must be {'whole ' * (kind is int)}numbers from {low:g} to {high:g} with commas between them")
+            what = "whole numbers" if kind is int else "numbers"
+            rule = f"must be {what} from {low:g} to {high:g} with commas between them"
+            raise argparse.ArgumentTypeError(f"{text!r} {rule}")
         return values
 
     return read
 
 
-def insist(parser: argparse.ArgumentParser, rules: dict[str, Any]) -> None:
-    """End the program with the first of the rules that is not kept, as argparse does for a wrong argument."""
-    for rule, kept in rules.items():
-        if not kept:
-            parser.error(rule)
+def print_json(value: Any) -> None:
+    """Print JSON; a number that does not exist (NaN) as null."""
+    print(json.dumps(null_for_nan(value), indent=2, allow_nan=False))
 
 
 def null_for_nan(value: Any) -> Any:
-    """In the types of JSON: objects with fields as dicts, numbers that do not exist as null."""
-    if hasattr(value, "_asdict"):
+    if hasattr(value, "_asdict"):  # a NamedTuple
         value = value._asdict()
-    if is_dataclass(value):
-        value = vars(value)
     if isinstance(value, dict):
         return {key: null_for_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -47,19 +51,33 @@ def null_for_nan(value: Any) -> Any:
 
 
 class SafeOutput(io.TextIOWrapper):
-    """Text in which all but printable characters is escaped: a log or a file name cannot steer a terminal."""
+    """Escapes all but printable characters: a log or file name cannot steer the terminal."""
 
     def write(self, text: str) -> int:
-        return super().write("".join(
-            char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text))
+        safe = ""
+        for char in text:
+            plain = char.isprintable() or char in "\n\t"
+            safe += char if plain else ascii(char)[1:-1]
+        return super().write(safe)
 
 
 def set_up_output() -> None:
-    """Output is safe and needs no certain encoding; a reader that has seen enough, such as head, ends the program."""
+    """Make stdout and stderr safe, in any encoding. A closed pipe, as of head, ends the program."""
     for name in ("stdout", "stderr"):
-        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
             encoding, by_line = stream.encoding, stream.line_buffering
-            safe = SafeOutput(stream.detach(), encoding, errors="backslashreplace", line_buffering=by_line)
+            safe = SafeOutput(stream.detach(), encoding, "backslashreplace", None, by_line)
             setattr(sys, name, safe)
-    if hasattr(signal, "SIGPIPE"):
+    if hasattr(signal, "SIGPIPE"):  # Windows has none
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def listen() -> None:
+    """Raise Interrupted in the main thread on SIGINT and SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, raise_interrupted)
+
+
+def raise_interrupted(number: int, frame: Any) -> None:
+    raise Interrupted(number)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from runtime import environment
+from runtime import machine
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores in what it starts with &
 
@@ -45,5 +45,5 @@ def _quick_collection() -> Iterator[None]:
     """A run collects all garbage before it begins: a third of a second in a process that has imported what tests do."""
     names = ("disable", "enable", "freeze", "isenabled", "unfreeze")
     quick = SimpleNamespace(collect=lambda: gc.collect(0), **{name: getattr(gc, name) for name in names})
-    with mock.patch.object(environment, "gc", quick):
+    with mock.patch.object(machine, "gc", quick):
         yield

@@ -25,8 +25,7 @@ STEPS = 12
 SIZES = {
     "vocab-size": VOCABULARY, "bos": BOS, "dim": 32, "head-dim": 16, "sequence": SEQUENCE, "max-document": 64,
     "batch-tokens": ROWS * SEQUENCE, "micro-batch": ROWS * SEQUENCE, "val-tokens": 1024, "val-sequence": 256,
-    "val-batch": 512, "val-every": 5, "steps": STEPS, "extension": 2, "window-block": 16, "windows": "3,7,11",
-    "extension-window": 13, "final-window": 20, "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
+    "val-batch": 512, "val-every": 5, "steps": STEPS, "stages": "tiny", "window-block": 16, "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
     "dtype": "float32", "device": "cpu", "target": 1.0,
     "val-sha256": "",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which runs are judged together, and which of them count: decided by what they are, never by how they ended."""
+"""Which runs are judged together and which count: decided by what they are, never by their loss."""
 
 from pathlib import Path
 
@@ -7,23 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from claims.arms import common_target, group_runs, leave_out_repeats, missing_seeds, track_of
-from claims.runlog import LogError, Run, Validation
-
-UNKNOWN = dict.fromkeys(("track", "target", "seed", "trial", "config_sha256", "peak_mib", "status", "started"))
+from claims.runs import LogError, Run, Validation
 
 
-def make_run(name: str, losses: dict[int, str], *, times: bool = True, folder: str = "logs", **facts) -> Run:
+def make_run(
+    name: str, losses: dict[int, str], *, times: bool = True, folder: str = "logs", **facts
+) -> Run:
     """A complete run of a text log unless `facts` say otherwise; losses as printed, by step."""
-    points = [Validation(step, float(loss), step * 50.0 if times else None, loss) for step, loss in losses.items()]
-    known = {"path": Path(folder) / f"{name}.txt", "index": 0, "dialect": "step", "run_id": name, "header": {},
-             "source": "source", "gpu_count": 8, "total_steps": 100, "phases": [], "env": {}, "unfinished": None}
-    return Run(**UNKNOWN | known | facts, validations=points)
+    points = []
+    for step, loss in losses.items():
+        points.append(Validation(step, float(loss), step * 50.0 if times else None, loss))
+    known = {
+        "path": Path(folder) / f"{name}.txt", "dialect": "step", "run_id": name, "source": "source",
+        "gpu_count": 8, "total_steps": 100, "unfinished": None,
+    }  # fmt: skip
+    return Run(**known | facts, validations=points)
 
 
 def logged(name: str, losses: dict[int, str], *, seed: int, **facts) -> Run:
-    """A run of a log with a header."""
-    header = {"event": "header"}
-    return make_run(name, losses, header=header, dialect="jsonl", seed=seed, config_sha256="config", **facts)
+    """A run of a log of ours."""
+    return make_run(name, losses, header={"event": "header"}, seed=seed, **facts)
 
 
 def kept_names(runs: list[Run]) -> list[str]:
@@ -31,80 +34,93 @@ def kept_names(runs: list[Run]) -> list[str]:
 
 
 LONG = {0: "10.8258", 25: "4.01", 50: "3.61", 75: "3.41", 100: "3.2790"}
+OTHER = LONG | {50: "3.62"}
 
 
 @pytest.mark.parametrize(("first", "second", "kept"), [
     (make_run("a", LONG), make_run("b", LONG), 1),
-    (make_run("a", LONG), make_run("b", LONG, times=False), 1),  # alike to the last digit, timed anew
-    (make_run("a", LONG), make_run("b", LONG | {50: "3.62"}), 2),
+    (make_run("a", LONG), make_run("b", LONG, times=False), 1),  # alike to the last digit
+    (make_run("a", LONG), make_run("b", OTHER), 2),
     (make_run("a", {100: "3.2790"}), make_run("b", {100: "3.2790"}), 1),
-    (make_run("a", {100: "3.2790"}), make_run("b", {100: "3.2790"}, times=False), 2),  # chance may do that
-    (make_run("a", {100: "3.2790"}), make_run("b", {100: "3.279"}), 2),
-    (make_run("a", LONG), make_run("a", LONG | {50: "3.62"}, folder="other"), 2),  # names of text logs are no ids
-    (logged("a", LONG, seed=0), logged("a", LONG | {50: "3.62"}, seed=1, folder="other"), 1),
-    (logged("a", LONG, seed=0), logged("b", LONG | {50: "3.62"}, seed=0), 1),
+    (make_run("a", {100: "3.2790"}), make_run("b", {100: "3.2790"}, times=False), 2),  # by chance
+    (make_run("a", LONG), make_run("a", OTHER, folder="other"), 2),  # names of text logs are no ids
+    (logged("a", LONG, seed=0), logged("a", OTHER, seed=1, folder="other"), 1),
+    (logged("a", LONG, seed=0), logged("b", OTHER, seed=0), 1),
     (logged("a", LONG, seed=0), logged("b", LONG, seed=1), 1),
-    (logged("a", LONG, seed=0), logged("b", LONG | {50: "3.62"}, seed=1), 2),
-])
+    (logged("a", LONG, seed=0), logged("b", OTHER, seed=1), 2),
+])  # fmt: skip
 def test_copies_and_runs_of_one_seed_count_once(first, second, kept):
     for runs in ([first, second], [second, first]):
         counted, warnings = leave_out_repeats(runs)
         assert (len(counted), len(warnings)) == (kept, 2 - kept)
-        assert all(str(run.path) in warning for warning in warnings for run in (first, second))
+        for warning in warnings:
+            assert str(first.path) in warning
+            assert str(second.path) in warning
 
 
 def test_a_copy_of_a_run_that_was_left_out_is_left_out_too():
-    rerun = LONG | {50: "3.62"}
-    runs = [logged("a", LONG, seed=3), logged("b", rerun, seed=3), logged("c", rerun, seed=30)]
+    runs = [logged("a", LONG, seed=3), logged("b", OTHER, seed=3), logged("c", OTHER, seed=30)]
     assert kept_names(runs) == ["a"]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["3.1", "3.2", "3.3", "nan"])), max_size=8), st.randoms())
+drawn_runs = st.tuples(st.integers(0, 3), st.sampled_from(["3.1", "3.2", "3.3", "nan"]))
+
+
+@given(st.lists(drawn_runs, max_size=8), st.randoms())
 def test_which_run_of_a_seed_counts_depends_neither_on_its_loss_nor_on_the_order(drawn, random):
-    runs = [logged(f"{i}", {50: f"4.{i}", 100: loss}, seed=seed) for i, (seed, loss) in enumerate(drawn)]
-    other = [logged(f"{i}", {50: f"4.{i}", 100: "3.0"}, seed=seed) for i, (seed, _) in enumerate(drawn)]
-    random.shuffle(other)
-    assert kept_names(runs) == kept_names(other)
+    runs, others = [], []
+    for i, (seed, loss) in enumerate(drawn):
+        runs.append(logged(f"{i}", {50: f"4.{i}", 100: loss}, seed=seed))
+        others.append(logged(f"{i}", {50: f"4.{i}", 100: "3.0"}, seed=seed))
+    random.shuffle(others)
+    assert kept_names(runs) == kept_names(others)
     assert len(kept_names(runs)) == len({seed for seed, _ in drawn})
 
 
 def test_an_unfinished_run_is_put_with_every_arm_that_it_may_belong_to():
     arms = [make_run("a", LONG, source="a"), make_run("b", LONG, source="b")]
     from_a = make_run("cut", {0: "10.8"}, source="a", unfinished="cut")
-    from_any = make_run("torn", {}, source=None, gpu_count=None, total_steps=None, unfinished="no header")
+    from_any = make_run(
+        "torn", {}, source=None, gpu_count=None, total_steps=None, unfinished="no header"
+    )
     from_none = make_run("lost", {0: "10.8"}, source="c", unfinished="cut")
     groups = group_runs([from_a, from_any, *arms, from_none])
-    assert [[run.run_id for run in runs] for runs in groups.values()] == [["a", "cut", "torn"], ["b", "torn"], ["lost"]]
+    names = [[run.run_id for run in runs] for runs in groups.values()]
+    assert names == [["a", "cut", "torn"], ["b", "torn"], ["lost"]]
+
+
+def test_a_console_capture_without_source_is_a_copy_in_the_arm_of_its_log():
+    log, capture = make_run("b", LONG), make_run("a", LONG, source=None, gpu_count=None)
+    other = make_run("c", OTHER, source=None)
+    (arm, alone) = group_runs([capture, log, other]).values()
+    assert (arm, alone) == ([capture, log], [other])
+    assert len(leave_out_repeats(arm)[0]) == 1
 
 
 @pytest.mark.parametrize(("seeds", "missing"), [
-    ([0, 1, 2, 3], []), ([5, 4, 7], [6]), ([0, 2, 5], [1, 3, 4]), ([42, 1337, 7], []), ([3], []), ([None], []), ([], [])
-])
+    ([0, 1, 2, 3], []), ([5, 4, 7], [6]), ([0, 2, 5], [1, 3, 4]), ([42, 1337, 7], []), ([3], []),
+    ([None], []), ([], []),
+])  # fmt: skip
 def test_gaps_in_a_numbering_are_found_where_there_is_one(seeds, missing):
     assert missing_seeds([make_run("a", LONG, seed=seed) for seed in seeds]) == missing
+
+
+HEADER = {"event": "header"}
 
 
 @pytest.mark.parametrize(("folder", "facts", "track", "target"), [
     ("records/track_1_short/2025-07-12_Name/runs", {}, "track_1_short", 3.28),
     ("records/track_2_medium/2025-07-12_Name", {}, "track_2_medium", 2.92),
     ("track_1_short/../track_3_optimization/results/x", {}, "track_3_optimization", 3.28),
-    ("logs", {"track": "tiny", "target": 3.39, "header": {"event": "header"}}, "tiny", 3.39),
-    ("logs", {"track": "tiny", "header": {"event": "header"}}, "tiny", "name no target"),
-    ("logs", {}, None, "name no target"),
-])
+    ("logs", {"track": "tiny", "target": 3.39, "header": HEADER}, "tiny", 3.39),
+    ("logs", {"track": "tiny", "header": HEADER}, "tiny", None),
+    ("logs", {}, None, None),
+])  # fmt: skip
 def test_the_target_is_that_of_the_header_or_of_the_public_folder(folder, facts, track, target):
     run = make_run("a", LONG, folder=folder, **facts)
     assert track_of(run) == track
-    if isinstance(target, float):
+    if target:
         assert common_target([run, run]) == target
     else:
-        with pytest.raises(LogError, match=target):
+        with pytest.raises(LogError, match="name no target"):
             common_target([run])
-
-
-def test_a_console_capture_without_source_is_a_copy_in_the_arm_of_its_log():
-    log, capture = make_run("b", LONG), make_run("a", LONG, source=None, gpu_count=None)
-    other = make_run("c", LONG | {50: "3.62"}, source=None)
-    (arm, alone) = group_runs([capture, log, other]).values()
-    assert (arm, alone) == ([capture, log], [other])
-    assert len(leave_out_repeats(arm)[0]) == 1

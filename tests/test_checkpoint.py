@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit what was taken, whole or not there, the newest two; whatever is damaged or hostile named."""
+"""Checkpoints: bit for bit what was taken, whole or not there; damaged or hostile ones named."""
 
 import errno
 import json
@@ -8,10 +8,10 @@ import random
 import resource
 import select
 import signal
-import threading
 import time
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,34 +26,40 @@ from runtime.checkpoint import (
     OPTIM,
     STATE,
     SUMS,
-    CheckpointError,
     Snapshot,
-    Writer,
+    check,
     checkpoints,
-    newest,
-    read,
-    write,
+    load,
+    save,
 )
-from runtime.state import same_bits
+from runtime.errors import Refused
 
 FILES = (MODEL, OPTIM, STATE, SUMS)
 DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8,
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8,
 )  # fmt: skip
-NOT_FINITE = torch.tensor([0x7FC00001, 0x7F800001, -0x400000, 0x7F800000, -0x80000000], dtype=torch.int32)
-
-
-STANDS = {"run_id": "a", "step": 1, "log_offset": 10, "log_waiting": "", "clock_ms": 0.1 + 0.2, "data": {}}
+NAN_PAYLOADS = torch.tensor([0x7FC00001, 0x7F800001, -0x400000, -0x80000000], dtype=torch.int32)
+PLACE = {
+    "run_id": "a", "step": 1, "clock_ms": 0.1 + 0.2, "segment": 1, "log_bytes": 10, "data": {},
+}  # fmt: skip
 
 
 def snapshot(step=1, size=16, **state):
     model = {"weight": torch.arange(size, dtype=torch.float32) + step}
-    return Snapshot(model, {"weight.momentum": -model["weight"]}, STANDS | {"step": step, **state})
+    return Snapshot(model, {"weight.momentum": -model["weight"]}, PLACE | {"step": step, **state})
+
+
+def bits(tensors):
+    found = {}
+    for name, tensor in tensors.items():
+        content = tensor.reshape(-1).view(torch.uint8).tolist()
+        found[name] = (tensor.dtype, tuple(tensor.shape), content)
+    return found
 
 
 def same(a, b):
-    return same_bits(a.model, b.model) and same_bits(a.optim, b.optim)
+    return bits(a.model) == bits(b.model) and bits(a.optim) == bits(b.optim)
 
 
 def steps(folder):
@@ -61,7 +67,8 @@ def steps(folder):
 
 
 def everything(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @contextmanager
@@ -75,73 +82,73 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing
+# ---- Writing
 
 
-def test_tensors_of_every_dtype_come_back_bit_for_bit(tmp_path):
+def test_tensors_of_every_dtype_and_all_of_the_state_come_back_bit_for_bit(tmp_path):
     noise = torch.randint(0, 256, (64,)).to(torch.uint8)
-    given = {str(dtype): noise.view(dtype).clone() for dtype in DTYPES} | {"bool": torch.rand(7) > 0.5}
-    given |= {"NaN payloads": NOT_FINITE.view(torch.float32), "scalar": torch.tensor(-0.0), "empty": torch.empty(0, 4)}
-    found = read(write(tmp_path, Snapshot(given, {}, STANDS)))
-    assert same_bits(found.model, given)
+    given = {str(dtype): noise.view(dtype).clone() for dtype in DTYPES}
+    given |= {"bool": torch.rand(7) > 0.5, "NaN payloads": NAN_PAYLOADS.view(torch.float32)}
+    given |= {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 4)}
+    state = PLACE | {"text": 'ü "\n\x00', "list": [1, None, True, {"deep": []}]}
+    found = load(save(tmp_path, Snapshot(given, {}, state)))
+    assert bits(found.model) == bits(given)
     assert found.optim == {}
-
-
-def test_the_state_comes_back_as_it_was(tmp_path):
-    state = STANDS | {"text": 'ü "\n\x00', "list": [1, None, True, {"deep": []}]}
-    assert read(write(tmp_path, Snapshot({}, {}, state))).state == state | {"schema": 1}
+    assert found.state == state | {"schema": 2}
 
 
 def test_a_checkpoint_has_its_files_and_nothing_else_stays(tmp_path):
-    path = write(tmp_path / "new" / "folder", snapshot(123))
-    assert path == tmp_path / "new" / "folder" / "step_000123"
-    assert set(everything(tmp_path)) == {f"new/folder/step_000123/{name}" for name in FILES}
+    (tmp_path / "run" / ".step_000004").mkdir(parents=True)  # half of one, by a killed process
+    path = save(tmp_path / "run", snapshot(123))
+    assert path == tmp_path / "run" / "step_000123"
+    assert set(everything(tmp_path)) == {f"run/step_000123/{name}" for name in FILES}
+    assert [each.name for each in (tmp_path / "run").iterdir()] == ["step_000123"]
 
 
-def test_the_newest_two_are_kept(tmp_path):
-    for step in (2, 4, 6, 999_999, 1_000_000):
-        write(tmp_path, snapshot(step))
-    assert steps(tmp_path) == [999_999, 1_000_000]
-
-
-def test_those_of_later_steps_go_when_a_run_has_gone_back(tmp_path):
-    for step in (10, 20, 14):
-        write(tmp_path, snapshot(step))
-    assert steps(tmp_path) == [10, 14]
-
-
-def test_a_step_that_is_saved_again_is_replaced(tmp_path):
-    write(tmp_path, snapshot(4))
-    again = snapshot(4, size=8)
-    assert same(read(write(tmp_path, again)), again)
+@pytest.mark.parametrize(("saved", "kept"), [
+    ((2, 4, 6, 999_999, 1_000_000), [999_999, 1_000_000]),
+    ((10, 20, 14), [10, 14]),  # resumed from step 10: what came later was given up
+    ((4, 8, 8), [4, 8]),
+])  # fmt: skip
+def test_the_two_newest_are_kept_and_none_of_later_steps(saved, kept, tmp_path):
+    for step in saved:
+        last = snapshot(step, size=step % 7 + 1)
+        save(tmp_path, last)
+    assert steps(tmp_path) == kept
+    assert same(load(checkpoints(tmp_path)[-1]), last)
 
 
 # Bytes that a file may have, and sizes of the tensors, so that the disk is full at that file.
 @pytest.mark.parametrize(
     ("name", "limit", "size", "text"),
-    [(MODEL, 4096, 2048, ""), (OPTIM, 4096, 2048, ""), (STATE, 4096, 0, "x" * 5000), (SUMS, 200, 0, "")],
-)
-def test_a_disk_that_is_full_at_any_file_leaves_the_old_checkpoints_and_no_half_one(name, limit, size, text, tmp_path):
+    [(MODEL, 4096, 2048, ""), (OPTIM, 4096, 2048, ""), (STATE, 4096, 0, "x" * 5000),
+     (SUMS, 200, 0, "")],
+)  # fmt: skip
+def test_a_disk_that_is_full_at_any_file_leaves_the_old_ones_and_no_half_one(
+    name, limit, size, text, tmp_path
+):
     for step in (1, 2):
-        write(tmp_path, snapshot(step))
+        save(tmp_path, snapshot(step))
     before = everything(tmp_path)
     model, optim = ({"x": torch.zeros(size)} if kind == name else {} for kind in (MODEL, OPTIM))
-    full = Snapshot(model, optim, {"step": 3, "text": text})
-    with largest_file(limit), pytest.raises((OSError, SafetensorError), match=r"(?i)file too large"):
-        write(tmp_path, full)
+    too_much = Snapshot(model, optim, {"step": 3, "text": text})
+    with (
+        largest_file(limit),
+        pytest.raises((OSError, SafetensorError), match=r"(?i)file too large"),
+    ):
+        save(tmp_path, too_much)
     assert everything(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "step_000002"}
 
 
 def write_on_and_on(folder, told):
-    for step in count(max(steps(folder), default=0)):  # the newest again, as a run does that was resumed
-        write(folder, snapshot(step, size=2**14))
+    for step in count(max(steps(folder), default=0)):  # the newest again, as after a resume
+        save(folder, snapshot(step, size=2**14))
         os.write(told, b"%d\n" % step)
 
 
 def kill_a_writer(folder, seconds):
-    """Kill a process that writes one checkpoint after the other; returns the last step that it called written."""
+    """Kill a process that saves again and again; returns the last step that it called saved."""
     told, tell = os.pipe()
     child = os.fork()
     if not child:
@@ -160,107 +167,16 @@ def kill_a_writer(folder, seconds):
 
 def test_a_writer_killed_at_random_moments_never_leaves_a_damaged_checkpoint(tmp_path):
     chance = random.Random(5)
-    for _ in range(40):  # each goes on in what the one before it has left
+    for _ in range(20):  # each goes on in what the one before it has left
         last = kill_a_writer(tmp_path, chance.uniform(0, 0.03))
-        whole = checkpoints(tmp_path)
-        for path in whole:
-            assert same(read(path), snapshot(int(path.name[5:]), size=2**14))
-        assert newest(tmp_path, pytest.fail)[0] == whole[-1]
-        assert int(whole[-1].name[5:]) >= last - 1  # killed between taking the old one of that step away and renaming
-        assert len(list(tmp_path.iterdir())) <= 5  # three of them, one half done, one half removed
+        found = checkpoints(tmp_path)
+        for path in found:
+            assert same(load(path), snapshot(int(path.name[5:]), size=2**14))
+        assert int(found[-1].name[5:]) >= last - 1  # killed while it replaced that step
+        assert len(list(tmp_path.iterdir())) <= 5  # three, one half written, one half removed
 
 
-def test_what_killed_writers_left_half_done_is_cleared_away(tmp_path):
-    for name in (".step_000004", ".step_000007"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / MODEL).write_bytes(b"half")
-    write(tmp_path, snapshot(7))
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000007"]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The writer in the background
-
-
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """An event that writing waits for, and a list of the steps that came to be written."""
-    go, begun, real = threading.Event(), [], checkpoint.write
-
-    def slow(folder, taken):
-        begun.append(taken.state["step"])
-        assert go.wait(60)
-        return real(folder, taken)
-
-    monkeypatch.setattr(checkpoint, "write", slow)
-    return go, begun
-
-
-def test_a_slow_write_holds_nobody_up_and_what_waits_gives_way_to_the_newer(tmp_path, slow_disk):
-    go, begun = slow_disk
-    writer = Writer(tmp_path, print)
-    writer.submit(snapshot(1))
-    while not begun:
-        time.sleep(0.001)
-    for step in (2, 3, 4):
-        writer.submit(snapshot(step))
-    assert (begun, writer.last) == ([1], None)  # all were taken while the first was being written
-    go.set()
-    writer.close()
-    assert begun == [1, 4]
-    assert writer.last == tmp_path / "step_000004"
-    assert steps(tmp_path) == [1, 4]
-
-
-def test_closing_waits_for_the_last_one(tmp_path, slow_disk):
-    go, _ = slow_disk
-    writer = Writer(tmp_path, print)
-    writer.submit(snapshot(1))
-    threading.Timer(0.1, go.set).start()
-    writer.close()
-    assert same(read(tmp_path / "step_000001"), snapshot(1))
-
-
-def test_a_write_that_fails_is_told_and_the_next_one_is_made(tmp_path):
-    (tmp_path / "taken").write_text("a file where the folder should be")
-    said = []
-    writer = Writer(tmp_path / "taken", said.append)
-    writer.submit(snapshot(1))
-    writer.close()
-    (warning,) = said
-    assert "checkpoint of step 1 could not be written" in warning
-    assert "there is none yet" in warning
-    assert "--checkpoint-dir" in warning
-    assert writer.last is None
-
-
-def test_a_later_warning_names_the_checkpoint_that_there_is(tmp_path):
-    said = []
-    writer = Writer(tmp_path, said.append)
-    for step, limit in ((1, resource.RLIM_INFINITY), (2, 4096), (3, resource.RLIM_INFINITY)):
-        with largest_file(limit):
-            writer.submit(snapshot(step, size=2048))
-            writer._thread.submit(lambda: None).result()
-    writer.close()
-    (warning,) = said
-    assert "step 2 could not be written" in warning
-    assert f"the last one is {tmp_path / 'step_000001'}" in warning
-    assert steps(tmp_path) == [1, 3]
-
-
-def test_an_error_of_any_kind_in_the_background_is_told(tmp_path):
-    said = []
-    writer = Writer(tmp_path, said.append)
-    one = torch.zeros(4)
-    writer.submit(Snapshot({"a": one, "b": one}, {}, STANDS))  # safetensors refuses shared memory
-    writer.close()
-    (warning,) = said
-    assert "checkpoint of step 1 could not be written" in warning
-    assert checkpoints(tmp_path) == []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading what is damaged
+# ---- Reading what is damaged
 
 
 def flip(path):
@@ -273,16 +189,8 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-2])
 
 
-def empty(path):
-    path.write_bytes(b"")
-
-
 def remove(path):
     path.unlink()
-
-
-def grow(path):
-    path.write_bytes(path.read_bytes() + b"\0")
 
 
 def link(path):
@@ -295,61 +203,37 @@ def pipe(path):
     os.mkfifo(path)
 
 
-def folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGES = (flip, cut, empty, remove, grow, link, pipe, folder)
-
-
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named_and_the_checkpoint_before_it_is_taken(damage, name, tmp_path):
-    for step in (1, 2):
-        write(tmp_path, snapshot(step))
-    damage(tmp_path / "step_000002" / name)
-    with pytest.raises(CheckpointError) as raised:
-        read(tmp_path / "step_000002")
-    assert "step_000002" in str(raised.value)
-    if not (name == SUMS and damage is flip):  # which may name another file, or the sum of another
-        assert name in str(raised.value)
-    said = []
-    path, found = newest(tmp_path, said.append)
-    assert path == tmp_path / "step_000001"
-    assert same(found, snapshot(1))
-    (warning,) = said
-    assert warning.startswith("warning: ")
-    assert "step_000002" in warning
+@pytest.mark.parametrize("damage", [flip, cut, remove, pipe])
+def test_a_damaged_file_is_named(damage, name, tmp_path):
+    path = save(tmp_path, snapshot())
+    damage(path / name)
+    for read in (check, load):
+        with pytest.raises(Refused, match=r"step_000001.* Resume from another") as raised:
+            read(path)
+    # A flipped bit in the sums may name another file, or the sum of another.
+    assert name in str(raised.value) or (name, damage) == (SUMS, flip)
 
 
-def test_where_all_are_damaged_there_is_none(tmp_path):
-    said = []
-    for step in (1, 2):
-        remove(write(tmp_path, snapshot(step)) / MODEL)
-    assert newest(tmp_path, said.append) is None
-    assert len(said) == 2
-    assert newest(tmp_path / "absent", said.append) is None
+def test_a_link_in_a_checkpoint_is_refused(tmp_path):
+    path = save(tmp_path, snapshot())
+    link(path / MODEL)
+    with pytest.raises(Refused, match="missing or no regular file"):
+        load(path)
 
 
-def test_an_error_of_the_disk_counts_as_damage(tmp_path, monkeypatch):
-    for step in (1, 2):
-        write(tmp_path, snapshot(step))
-    digest = checkpoint.hashlib.file_digest
+def test_an_error_of_the_disk_is_a_sentence(tmp_path, monkeypatch):
+    path = save(tmp_path, snapshot())
 
     def fail(file, method):
-        if "step_000002" in file.name:
-            raise OSError(errno.EIO, "Input/output error")
-        return digest(file, method)
+        raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(checkpoint.hashlib, "file_digest", fail)
-    said = []
-    assert newest(tmp_path, said.append)[0].name == "step_000001"
-    assert "Input/output error" in said[0]
+    with pytest.raises(Refused, match=r"Input/output error\. Resume from another"):
+        load(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading what is hostile: the sums are right, as whoever made it can make them
+# ---- Reading what is hostile: the sums are right, as whoever made it can make them
 
 
 def seal(path):
@@ -359,94 +243,74 @@ def seal(path):
 
 
 def forge(folder, name, content):
-    path = write(folder, snapshot())
+    path = save(folder, snapshot())
     (path / name).write_bytes(content)
     seal(path)
     return path
 
 
 class Bomb:
+    def __init__(self, marker):
+        self.marker = marker
+
     def __reduce__(self):
-        return os.system, ("touch exploded",)
+        return Path.touch, (self.marker,)
 
 
-def test_a_pickle_is_refused_and_not_executed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save({"weight": Bomb()}, tmp_path / "pickle.pt")
-    for content in (pickle.dumps(Bomb()), (tmp_path / "pickle.pt").read_bytes()):
-        for name in (MODEL, OPTIM):
-            with pytest.raises(CheckpointError, match="holds no tensors"):
-                read(forge(tmp_path / "run", name, content))
-        with pytest.raises(CheckpointError, match="no JSON object"):
-            read(forge(tmp_path / "run", STATE, content))
+@pytest.mark.parametrize("name", [MODEL, OPTIM, STATE])
+def test_a_pickle_in_a_checkpoint_is_refused_and_not_executed(name, tmp_path):
+    bomb = Bomb(tmp_path / "exploded")
+    torch.save({"weight": bomb}, tmp_path / "pickle.pt")
+    for content in (pickle.dumps(bomb), (tmp_path / "pickle.pt").read_bytes()):
+        with pytest.raises(Refused, match=r"holds no tensors|no JSON object"):
+            load(forge(tmp_path / "run", name, content))
     assert not (tmp_path / "exploded").exists()
+    pickle.loads(pickle.dumps(bomb))
+    assert (tmp_path / "exploded").exists(), "it does explode"
 
 
-@pytest.mark.parametrize(
-    "header",
-    [b"{}", b'{"w":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}', b"\xff" * 64],
-)
+@pytest.mark.parametrize("header", [
+    b"{}", b'{"w":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}',
+    b"\xff" * 64,
+])  # fmt: skip
 def test_tensors_that_are_none_are_refused(header, tmp_path):
     for length in (len(header), 2**63 - 1):
         content = length.to_bytes(8, "little") + header + b"\0" * 3
-        with pytest.raises(CheckpointError, match="holds no tensors"):
-            read(forge(tmp_path, MODEL, content))
-
-
-@pytest.mark.parametrize("schema", [0, 2, "1", None, [1], "x" * 10_000])
-def test_another_schema_is_refused_in_a_short_message(schema, tmp_path):
-    with pytest.raises(CheckpointError, match=r"state\.json: schema .*, this version reads 1") as raised:
-        read(forge(tmp_path, STATE, json.dumps({"schema": schema, "step": 1}).encode()))
-    assert len(str(raised.value)) < 300 + len(str(tmp_path))
+        with pytest.raises(Refused, match="holds no tensors"):
+            load(forge(tmp_path, MODEL, content))
 
 
 @pytest.mark.parametrize("name", [STATE, SUMS])
 def test_a_huge_json_file_is_refused_unread(name, tmp_path):
-    path = write(tmp_path, snapshot())
-    os.truncate(path / name, 2**40)  # sparse: reading it would take the memory of this machine
+    path = save(tmp_path, snapshot())
+    os.truncate(path / name, checkpoint.MOST_JSON_BYTES + 1)  # sparse
     if name == STATE:
-        (path / SUMS).write_text(json.dumps(dict.fromkeys((MODEL, OPTIM, STATE), "0" * 64)))
-        os.truncate(path / name, checkpoint.MOST_JSON_BYTES + 1)
         seal(path)
-    with pytest.raises(CheckpointError, match=rf"{name} is no JSON object .*[\d,]+ bytes"):
-        read(path)
+    with pytest.raises(Refused, match=rf"{name} is no JSON object .*[\d,]+ bytes"):
+        load(path)
 
 
-@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"schema": ' + b"9" * 5000 + b"}", b"\xff", b"[]", b"1", b""])
-def test_json_that_is_no_object_is_refused(text, tmp_path):
-    for name in (STATE, SUMS):
-        path = forge(tmp_path, STATE, text)
-        if name == SUMS:
-            (path / SUMS).write_bytes(text)
-        with pytest.raises(CheckpointError, match="is no JSON object"):
-            read(path)
-
-
-@pytest.mark.parametrize("sums", [{}, {MODEL: ""}, {"../../etc/passwd": "0"}, dict.fromkeys(FILES, "0")])
-def test_sums_of_other_files_are_refused(sums, tmp_path):
-    path = write(tmp_path, snapshot())
-    (path / SUMS).write_text(json.dumps(sums))
-    with pytest.raises(CheckpointError, match=f"{SUMS} names"):
-        read(path)
+@pytest.mark.parametrize("value", [None, [], True, float("nan"), -1.0])
+@pytest.mark.parametrize("name", ["schema", *PLACE])
+def test_a_state_that_does_not_say_where_the_run_stands_is_refused(name, value, tmp_path):
+    text = json.dumps({"schema": 2} | PLACE | {name: value}).encode()
+    with pytest.raises(Refused, match=rf"state\.json: .*{name} ") as raised:
+        load(forge(tmp_path, STATE, text))
+    assert len(str(raised.value)) < 300 + len(str(tmp_path))
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=8,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
 )
-# In part whole, in part with one field that is anything.
-STATES = st.builds(lambda name, value: {"schema": 1, **STANDS, name: value}, st.sampled_from(["schema", *STANDS]), JSON)
+STATES = st.builds(lambda name, value: {"schema": 2, **PLACE, name: value},
+                   st.sampled_from(["schema", *PLACE]), JSON)  # fmt: skip
+DEEP = st.sampled_from([b"[" * 100_000, b'{"schema": ' + b"9" * 5000 + b"}"])
 
 
-@pytest.mark.parametrize("value", [None, [], True])
-@pytest.mark.parametrize("name", STANDS)
-def test_a_state_that_lacks_its_place_is_refused(name, value, tmp_path):
-    with pytest.raises(CheckpointError, match=f"{name} must be"):
-        read(forge(tmp_path, STATE, json.dumps(STANDS | {"schema": 1, name: value}).encode()))
-
-
-@given(text=st.binary(max_size=60) | st.text(max_size=60).map(str.encode) | STATES.map(json.dumps).map(str.encode))
-def test_any_text_is_a_state_of_this_schema_or_an_error(text, tmp_path_factory):
+@given(text=st.binary(max_size=60) | DEEP | STATES.map(json.dumps).map(str.encode))
+def test_any_text_is_a_state_of_this_schema_or_a_sentence(text, tmp_path_factory):
     path = tmp_path_factory.mktemp("any") / "step_000001"
     path.mkdir()
     for name in (MODEL, OPTIM):
@@ -454,8 +318,8 @@ def test_any_text_is_a_state_of_this_schema_or_an_error(text, tmp_path_factory):
     (path / STATE).write_bytes(text)
     seal(path)
     try:
-        state = read(path).state
-    except CheckpointError:
+        state = load(path).state
+    except Refused:
         return
     assert state == json.loads(text) or "NaN" in text.decode()
-    assert state["schema"] == 1
+    assert state["schema"] == 2

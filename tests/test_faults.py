@@ -1,101 +1,224 @@
-"""The suite of faults in its reduced form, and that it can lose."""
+"""What befalls a run, each fault once, with real small runs: what is left goes on, or says why not.
+"""
 
-import hashlib
-import json
-import operator
-import subprocess
-import sys
-from collections.abc import Callable
-from functools import partial
+import os
+import random
+import re
+import resource
+import signal
+import time
 from pathlib import Path
 
-import faults
 import pytest
-from faults import FAULTS, FIRST, SMALL, Case, Fault, Losses, Process, examine
+from small_run import arguments as flags_of
+from small_run import run, start, start_ranks, write_data
+from stub_trainer import in_child, logs_of, losses_of, read_events
 
-ROOT = Path(__file__).resolve().parents[1]
-NAMES = ("model.safetensors", "optim.safetensors", "state.json")
-NEED_DISKS = {"log-disk-full", "log-disk-full-a-while", "log-read-only", "checkpoint-read-only"}  # so root, and Linux
+import runtime.machine
+import train_gpt
+from runtime.checkpoint import checkpoints
+from runtime.run import Run
 
-
-def test_of_all_kinds_of_fault_in_the_reduced_form_nothing_is_lost() -> None:
-    command = [sys.executable, str(ROOT / "tests/faults.py"), "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    found = {outcome["name"]: outcome for outcome in json.loads(done.stdout or "[]")}
-    assert found.keys() == {name for name, fault in FAULTS.items() if not fault.long}, done.stderr
-    assert [outcome["told"] for outcome in found.values() if outcome["lost"]] == []
-    assert {name for name, outcome in found.items() if not outcome["tried"]} <= NEED_DISKS
-    assert found["kill"]["tried"] > 1
-    assert found["kill-worst-moments"]["tried"] == len(faults.MOMENTS)
-    assert done.returncode == 0
+EVERY = {"checkpoint_every": 2, "keep_model": "on"}
+PATIENCE = 120  # seconds
 
 
-@pytest.fixture(autouse=True)
-def ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}.items():
-        monkeypatch.setenv(name, value)  # so that what get_ready sets is put back
-    faults.get_ready()
+@pytest.fixture(scope="module", autouse=True)
+def _fast():
+    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
+    layer = train_gpt.Layer
+    last = layer(window="long", value_embed=1, skip_from=0, backout=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train_gpt.LAYERS, "tiny", [layer(value_embed=0), last])
+        patch.setattr(runtime.machine, "measured_gemm_flops", lambda device, dtype: 1e9)
+        yield
 
 
-def told(befall: Callable[[Case], object], folder: Path, expected: Losses | None = None) -> str:
-    """Why the fault counts as lost."""
-    outcome = examine("x", Fault("x", lambda case: befall(case) and None), Case(folder, SMALL), lambda: expected or [])
-    assert (outcome.tried, outcome.lost) == (1, 1)
-    return outcome.told
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"), train_documents=190)
 
 
-def test_a_traceback_is_a_loss(tmp_path: Path) -> None:
-    assert "no traceback" in told(partial(faults.alone, patch=operator.truediv, code=1), tmp_path / "case")
+@pytest.fixture(scope="module")
+def expected(data, tmp_path_factory):
+    """The losses of a run that nothing befell."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(data, folder).code == 0
+    return losses_of(*logs_of(folder))
 
 
-def test_an_exit_code_that_is_not_the_documented_one_is_a_loss(tmp_path: Path) -> None:
-    assert "exit code 0, not 2" in told(lambda case: case.start(steps=-1)[0].ends(0), tmp_path / "case")
+def killed(data, folder, seconds):
+    """A run that is killed so long after it began; returns whether it was still running."""
+    child = os.fork()
+    if not child:
+        os._exit(run(data, folder, **EVERY | {"resume": "auto"}).code)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def test_a_process_that_hangs_is_a_loss_and_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Process] = []
-
-    def hang(case: Case) -> None:
-        started.extend(case.start(faults.hold))
-        started[0].held(FIRST)
-        monkeypatch.setattr(faults, "LIMIT", 0.1)
-        started[0].ends(0)
-
-    assert "ends within" in told(hang, tmp_path / "case")
-    assert started[0].code == -9
+def resume(data, folder, code=0, **changed):
+    outcome = run(data, folder, **EVERY | {"resume": "auto"} | changed)
+    assert outcome.code == code, outcome.err
+    assert "Traceback" not in outcome.out + outcome.err
+    return outcome
 
 
-def test_a_loss_that_differs_in_its_last_bit_is_a_loss(tmp_path: Path) -> None:
-    found: list[Losses] = []
+@pytest.fixture
+def broken(data, tmp_path):
+    """The folder of a run that SIGTERM broke off after step 8."""
+    folder = tmp_path / "logs"
+    stepped = Run.stepped
 
-    def finish(case: Case) -> None:
-        found.append(faults.uninterrupted(case))
-        case.expected = [(step, (loss or 0) * (1 + 2**-52)) for step, loss in found[0]]
-        case.finished()
+    def stopped(self, *arguments, **named):
+        stepped(self, *arguments, **named)
+        if self.steps_done == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
 
-    assert "bit for bit" in told(finish, tmp_path / "case")
-    assert [step for step, _ in found[0]] == [*range(1, 31), 0, 10, 20, 30]
-
-
-def test_a_checkpoint_that_is_not_whole_counts_for_nothing(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "step_000002"
-    checkpoint.mkdir()
-    assert not faults.is_whole(checkpoint)
-    for name in NAMES:
-        (checkpoint / name).write_bytes(b"x")
-    digest = hashlib.sha256(b"x").hexdigest()
-    (checkpoint / "checksums.json").write_text(json.dumps(dict.fromkeys(NAMES, digest)))
-    assert faults.is_whole(checkpoint)
-    (checkpoint / "state.json").write_bytes(b"y")
-    assert not faults.is_whole(checkpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "stepped", stopped)
+        assert run(data, folder, **EVERY).code == 143
+    return folder
 
 
-@pytest.mark.parametrize(("words", "named"), [
-    (["--only", "flood"], "--only flood: no such fault"), (["--kills", "0"], "--kills 0: must be 1 or more"),
-    (["--quick", "--only", "kill-tiny"], "no such fault in --quick"),
+def newest(folder: Path) -> Path:
+    (run_folder,) = (folder / "checkpoints").iterdir()
+    return checkpoints(run_folder)[-1]
+
+
+# ---- Kills
+
+
+def test_a_run_that_is_killed_at_random_moments_comes_to_the_same_losses(data, expected, tmp_path):
+    moments = random.Random(1)
+    for _ in range(5):
+        if not killed(data, tmp_path, moments.uniform(0.2, 2.0)):
+            break
+    resume(data, tmp_path)
+    assert losses_of(*logs_of(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("moment", [
+    "runtime.registry.append", "runtime.log.register", "runtime.checkpoint._sync",
+    "runtime.checkpoint.remove",
 ])  # fmt: skip
-def test_bad_arguments_are_named(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        faults.main(words)
-    assert ended.value.code == 2
-    assert named in capsys.readouterr().err
+def test_a_kill_in_the_middle_of_writing_is_survived(moment, data, expected, tmp_path):
+    """At the third call, in the second run or the second checkpoint."""
+    calls = []
+
+    def die_at_the_third(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+
+    def doomed():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moment, die_at_the_third)
+            return run(data, tmp_path, trials=2, **EVERY).code
+
+    module, _, name = moment.rpartition(".")
+    real = getattr(__import__(module, fromlist=[name]), name)
+    assert in_child(doomed) == -signal.SIGKILL
+    resume(data, tmp_path, trials=2)
+    begun = [log for log in logs_of(tmp_path) if log.stat().st_size]
+    assert losses_of(*(log for log in begun if read_events(log)[0]["seed"] == 0)) == expected
+
+
+# ---- Disks
+
+
+def test_a_disk_that_fills_up_ends_no_run_and_loses_no_line(data, expected, tmp_path, monkeypatch):
+    """The system refuses to let any file grow further: checkpoints fail too, and are told."""
+    gradients = train_gpt.Trainer.gradients
+    no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_the_disk(self, step, flags):
+        logs = logs_of(tmp_path)
+        if logs and step == 5:
+            size = logs[0].stat().st_size + 100
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, no_limit[1]))
+        return gradients(self, step, flags)
+
+    monkeypatch.setattr(train_gpt.Trainer, "gradients", fill_the_disk)
+    try:
+        outcome = run(data, tmp_path, **EVERY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+    assert outcome.code in (1, 2)
+    assert "could not be written" in outcome.out
+    (log,) = outcome.logs
+    warning, error = outcome.err.splitlines()
+    assert warning.startswith(f"warning: cannot write {log}")
+    rescued = Path(re.search(r"lines are in (\S+)\. ", error)[1])
+    log.write_bytes(log.read_bytes() + rescued.read_bytes())
+    rescued.unlink()
+    assert losses_of(log) == expected
+    assert read_events(log)[-1]["status"] == "done"
+
+
+def test_a_log_that_a_crash_tore_is_resumed_and_one_that_was_cut_is_refused(data, expected, broken):
+    (log,) = logs_of(broken)
+    content = log.read_bytes()
+    end = content.rindex(b'{"event": "end"')
+    log.write_bytes(content[:end] + b'{"event": "en')
+    resume(data, broken)
+    assert losses_of(*logs_of(broken)) == expected
+    cut = broken.parent / "cut"
+    run(data, cut, **EVERY)
+    (whole,) = logs_of(cut)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    whole.write_bytes(b"".join(lines[:12]))
+    outcome = resume(data, cut, code=2)
+    assert re.search(r"of the log had \d+ bytes .* has \d+\. Restore the log", outcome.err)
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(data, expected, broken):
+    last = newest(broken)
+    assert last.name == "step_000008"
+    weights = bytearray((last / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (last / "model.safetensors").write_bytes(weights)
+    outcome = resume(data, broken)
+    assert f"warning: {last / 'model.safetensors'} has SHA-256" in outcome.out
+    assert read_events(*logs_of(broken), kind="resume")[0]["checkpoint"] == "step_000006"
+    assert losses_of(*logs_of(broken)) == expected
+
+
+def test_a_shard_that_was_cut_is_refused_before_the_run_goes_on(data, broken, tmp_path):
+    cut = tmp_path / "data"
+    cut.mkdir()
+    for shard in data.glob("*.bin"):
+        content = shard.read_bytes()
+        (cut / shard.name).write_bytes(content[: len(content) // 2])
+    before = newest(broken)
+    outcome = run(cut, broken, resume="auto", **EVERY)
+    assert outcome.code == 2
+    assert "s_train_0.bin" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert newest(broken) == before
+
+
+# ---- Ranks
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_ends_the_others_in_time_and_the_run_goes_on(data, tmp_path):
+    how = {"steps": 80, "val_every": 0, "rank_timeout": 10} | EVERY
+    training = write_data(tmp_path / "data", train_documents=1500)
+    ranks = start_ranks(2, flags_of(training, tmp_path / "logs", **how))
+    deadline = time.monotonic() + PATIENCE
+    while not list(tmp_path.glob("logs/checkpoints/*/step_*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks[1].kill()
+    _, err = ranks[0].communicate(timeout=PATIENCE)
+    assert ranks[0].returncode == 1, err
+    assert "rank 1" in err
+    assert "Traceback" not in err
+    assert read_events(*logs_of(tmp_path / "logs"), kind="end")[0]["status"] == "error"
+    again = start(flags_of(training, tmp_path / "logs", **how, resume="auto"))
+    out, err = again.communicate(timeout=PATIENCE)
+    assert again.returncode == 0, err
+    assert "resumes after step" in out
+    assert len(losses_of(*logs_of(tmp_path / "logs"))[0]) == 80

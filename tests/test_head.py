@@ -1,5 +1,6 @@
-"""The output head: loss and gradients against torch's own in float64, FP8 against its quantization in float32."""
+"""The output head against torch's own loss in float64, and FP8 against its quantization."""
 
+import functools
 from collections import Counter
 from functools import partial
 
@@ -12,32 +13,41 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import head
-from kernels.head import choose_head, fp8_obstacle, linear_cross_entropy, softcap
+from kernels.head import choose_head, linear_cross_entropy, plain_cross_entropy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-KINDS = ["sigmoid", "rsqrt"]
-both_caps = pytest.mark.parametrize("kind", KINDS)
+SIGMOID, RSQRT = ("sigmoid", 30.0, 7.5), ("rsqrt", 15.0, 15.0)
+CAPS = [SIGMOID, RSQRT, ("sigmoid", 23.0, 10.0), ("rsqrt", 20.0, 25.0)]
+each_cap = pytest.mark.parametrize("cap", CAPS, ids=str)
 
 
-def capped(z, kind):
-    return 30 * torch.sigmoid(z / 7.5) if kind == "sigmoid" else 15 * z / (z**2 + 15**2).sqrt()
+def capped(z, cap):
+    kind, height, width = cap
+    if kind == "sigmoid":
+        return height / (1 + torch.exp(-z / width))
+    return height * z / (z**2 + width**2).sqrt()
 
 
-def truth(x, weight, targets, kind):
+def truth(x, weight, targets, cap, bias=0):
     """Loss, dx and dweight by torch's own functions and autograd, in float64."""
     x, weight = (y.detach().double().requires_grad_() for y in (x, weight))
-    loss = F.cross_entropy(capped(F.linear(x, weight), kind), targets, reduction="sum")
+    loss = F.cross_entropy(capped(x @ weight.T + bias, cap), targets, reduction="sum")
     return loss.detach(), *torch.autograd.grad(loss, (x, weight))
 
 
-def ours(x, weight, targets, kind, **options):
+def ours(x, weight, targets, cap, **options):
     x, weight = (y.detach().clone().requires_grad_() for y in (x, weight))
-    loss = linear_cross_entropy(x, weight, targets, softcap=kind, **options)
+    loss = linear_cross_entropy(x, weight, targets, softcap=cap, **options)
     return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+
+def compiled(inputs, precision="plain", chunk=16):
+    """Loss, dx and dweight by compiled stages, without a compiled model around them."""
+    return head._linear_cross_entropy(*inputs, *SIGMOID, chunk, precision, True, True)
 
 
 def problem(tokens, channels=32, vocabulary=64, dtype=torch.float64, device="cpu"):
-    """Rows from an RMS norm, a weight that gives logits of every size, targets; some rows are no token's target."""
+    """Rows after an RMS norm, logits of every size; the last three tokens are never a target."""
     x = F.rms_norm(torch.randn(tokens, channels, dtype=torch.float64), (channels,))
     weight = 0.2 * torch.randn(vocabulary, channels, dtype=torch.float64)
     targets = torch.randint(0, vocabulary - 3, (tokens,))
@@ -48,79 +58,82 @@ def distance(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The same numbers
+exact = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
-@both_caps
-@pytest.mark.parametrize(("tokens", "chunk"), [(1, 16), (16, 16), (17, 16), (50, 16), (50, 1), (50, 8192)])
-def test_loss_and_gradients_equal_torchs_own_in_float64(kind, tokens, chunk):
+# ---- The same numbers
+
+
+@each_cap
+@pytest.mark.parametrize(("tokens", "chunk"), [(1, 16), (16, 16), (50, 16), (50, 1), (50, 0)])
+def test_loss_and_gradients_equal_torchs_own_in_float64(cap, tokens, chunk):
     inputs = problem(tokens)
-    torch.testing.assert_close(ours(*inputs, kind, chunk=chunk), truth(*inputs, kind), rtol=1e-10, atol=1e-10)
+    exact(ours(*inputs, cap, chunk=chunk), truth(*inputs, cap))
 
 
-@given(tokens=st.integers(1, 40), chunk=st.integers(1, 50), kind=st.sampled_from(KINDS))
-def test_the_size_of_a_chunk_changes_no_result(tokens, chunk, kind):
+@given(tokens=st.integers(1, 40), chunk=st.integers(1, 50), cap=st.sampled_from(CAPS))
+def test_the_size_of_a_chunk_changes_no_result(tokens, chunk, cap):
     inputs = problem(tokens, channels=5, vocabulary=9)
-    torch.testing.assert_close(ours(*inputs, kind, chunk=chunk), ours(*inputs, kind), rtol=1e-10, atol=1e-10)
+    exact(ours(*inputs, cap, chunk=chunk), ours(*inputs, cap))
 
 
-@both_caps
-def test_bf16_is_within_a_few_roundings_of_the_truth(kind):
-    inputs = problem(50, dtype=torch.bfloat16)
-    results, expected = ours(*inputs, kind, chunk=16), truth(*inputs, kind)
-    assert [y.dtype for y in results] == [torch.float32, torch.bfloat16, torch.bfloat16]
-    assert abs(results[0] - expected[0]) / expected[0] < 1e-3
-    assert max(map(distance, results[1:], expected[1:])) < 2**-7
+@each_cap
+@pytest.mark.parametrize("chunk", [16, 50])
+def test_the_plain_head_gives_the_same_and_takes_a_bias(monkeypatch, cap, chunk):
+    monkeypatch.setattr(head, "PLAIN_CHUNK", chunk)
+    x, weight, targets = problem(50)
+    bias = torch.randn(64, dtype=torch.float64)
+    for given_bias in (None, bias):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = plain_cross_entropy(*leaves, given_bias, targets, cap)
+        found = loss.detach(), *torch.autograd.grad(loss, leaves)
+        wanted = truth(x, weight, targets, cap, 0 if given_bias is None else bias)
+        # This head computes the loss in float32.
+        assert max(map(distance, found, wanted)) < 1e-6
 
 
-def test_a_float32_weight_under_bf16_gets_a_float32_gradient():
+@each_cap
+def test_bf16_errs_by_a_few_roundings_and_a_float32_weight_keeps_a_float32_gradient(cap):
     x, weight, targets = problem(50, dtype=torch.bfloat16)
-    results = ours(x, weight.float(), targets, "sigmoid", chunk=16)
-    assert [y.dtype for y in results] == [torch.float32, torch.bfloat16, torch.float32]
-    assert distance(results[2], truth(x, weight, targets, "sigmoid")[2]) < 2**-7
+    expected = truth(x, weight, targets, cap)
+    for weight_dtype in (torch.bfloat16, torch.float32):
+        results = ours(x, weight.to(weight_dtype), targets, cap, chunk=16)
+        assert [y.dtype for y in results] == [torch.float32, torch.bfloat16, weight_dtype]
+        assert distance(results[0], expected[0]) < 1e-3
+        assert max(map(distance, results[1:], expected[1:])) < 2**-7
 
 
-def test_rows_that_pad_the_vocabulary_take_part_in_the_softmax_and_get_their_gradient():
+def test_rows_that_pad_the_vocabulary_take_part_in_the_softmax_and_get_a_gradient():
     x, weight, targets = problem(20)
     weight[-3:] = 0
-    results = ours(x, weight, targets, "sigmoid", chunk=8)
-    torch.testing.assert_close(results, truth(x, weight, targets, "sigmoid"), rtol=1e-10, atol=1e-10)
+    results = ours(x, weight, targets, SIGMOID, chunk=8)
+    exact(results, truth(x, weight, targets, SIGMOID))
     assert results[2][-3:].abs().min() > 0
 
 
 def test_the_gradient_of_a_multiple_of_the_loss_is_that_multiple():
     x, weight, targets = problem(20)
     x.requires_grad_()
-    loss = linear_cross_entropy(x, weight, targets, softcap="rsqrt", chunk=8)
-    (dx,) = torch.autograd.grad(-3 * loss, x)
-    torch.testing.assert_close(dx, -3 * truth(x, weight, targets, "rsqrt")[1], rtol=1e-10, atol=1e-10)
+    loss = linear_cross_entropy(x, weight, targets, softcap=RSQRT, chunk=8)
+    exact(torch.autograd.grad(-3 * loss, x)[0], -3 * truth(x, weight, targets, RSQRT)[1])
 
 
-@both_caps
+@each_cap
 @pytest.mark.parametrize("precision", ["plain", "fp8"])
-def test_logits_of_any_size_give_finite_results(kind, precision):
+def test_logits_of_any_size_give_finite_results(cap, precision):
     x, weight, targets = problem(20, dtype=torch.bfloat16)
-    results = ours(100 * x, 1e4 * weight, targets, kind, chunk=8, precision=precision)
+    results = ours(100 * x, 1e4 * weight, targets, cap, chunk=8, precision=precision)
     assert all(y.isfinite().all() for y in results)
 
 
-@both_caps
-def test_the_gradient_by_a_logit_never_exceeds_one_which_its_fp8_scale_takes_for_granted(kind):
+@pytest.mark.parametrize("cap", [SIGMOID, RSQRT], ids=str)
+def test_gradients_by_logits_lie_in_the_range_that_their_fp8_scale_assumes(cap):
     z = torch.cat([torch.linspace(-90, 90, 401).repeat(2, 1), torch.randn(40, 401) * 30])
-    loss, dz = head._cross_entropy(z, torch.arange(42) % 401, kind, gradient=True)
+    _, dz = head._cross_entropy(z, torch.arange(42) % 401, cap, gradient=True)
     assert 0.9 < dz.abs().max() <= 1
-    assert loss.isfinite()
 
 
-@both_caps
-def test_the_cap_equals_its_formula(kind):
-    z = torch.linspace(-100, 100, 101, dtype=torch.float64)
-    torch.testing.assert_close(softcap(z, kind), capped(z, kind), rtol=1e-12, atol=1e-12)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# FP8
+# ---- FP8
 
 
 def dequantized(x, scale, dtype):
@@ -128,80 +141,60 @@ def dequantized(x, scale, dtype):
     return (x.float() / scale).clamp(-limit, limit).to(dtype).float() * scale
 
 
-def quantized_truth(x, weight, targets, kind):
-    """The FP8 head's three products in float32 on what its operands stand for, rounded where it rounds."""
+def quantized_truth(x, weight, targets, cap):
+    """The three FP8 products in float32 on what their operands stand for, rounded as they round."""
     x8 = dequantized(x, x.size(1) ** 0.5 / 448, torch.float8_e4m3fn)
     weight8 = dequantized(weight, 2**-9, torch.float8_e4m3fn)
     z = (x8 @ weight8.T).bfloat16().float().requires_grad_()
-    loss = F.cross_entropy(capped(z, kind), targets, reduction="sum")
+    loss = F.cross_entropy(capped(z, cap), targets, reduction="sum")
     dz8 = dequantized(torch.autograd.grad(loss, z)[0], 1 / 448, torch.float8_e5m2)
     return loss.detach(), (dz8 @ weight8).bfloat16(), dz8.T @ x8
 
 
-def assert_equals_quantized(inputs, kind, results):
-    # Fast accumulation on a GPU keeps some 13 bits: a few logits are rounded otherwise, and their gradients with them.
-    loss_error, nearest, farthest = (1e-3, 0.04, 0.075) if inputs[0].is_cuda else (1e-4, 2**-7, 0.06)
-    own, exact = quantized_truth(*inputs, kind), truth(*inputs, kind)
-    assert abs(results[0] - own[0]) / own[0] < loss_error
+def assert_equals_quantized(inputs, cap, results):
+    # Fast accumulation on a GPU keeps about 13 bits: a few logits round to the next bf16 value.
+    loss_error, nearest, farthest = (1e-4, 2**-7, 0.06)
+    if inputs[0].is_cuda:
+        loss_error, nearest, farthest = (1e-3, 0.04, 0.075)
+    own, exact = quantized_truth(*inputs, cap), truth(*inputs, cap)
+    assert distance(results[0], own[0]) < loss_error
     for result, of_own, of_exact in zip(results[1:], own[1:], exact[1:], strict=True):
-        near, far = distance(result, of_own), distance(result, of_exact)
-        assert near < nearest
-        assert near < far < farthest
+        assert distance(result, of_own) < nearest
+        assert distance(result, of_own) < distance(result, of_exact) < farthest
 
 
-@both_caps
+@pytest.mark.parametrize("cap", [SIGMOID, RSQRT], ids=str)
 @pytest.mark.parametrize("tokens", [64, 50])
-def test_fp8_equals_its_own_quantization_in_float32_and_is_near_the_truth(kind, tokens):
+def test_fp8_equals_its_own_quantization_in_float32_and_is_near_the_truth(cap, tokens):
     inputs = problem(tokens, dtype=torch.bfloat16)
-    assert_equals_quantized(inputs, kind, ours(*inputs, kind, chunk=16, precision="fp8"))
+    assert_equals_quantized(inputs, cap, ours(*inputs, cap, chunk=16, precision="fp8"))
 
 
-@pytest.fixture
-def scaled_products(monkeypatch):
-    """Operands, output dtype and kind of accumulation of every FP8 product made."""
-    made, product = [], torch._scaled_mm
+def test_fp8_products_have_the_layout_that_cuda_demands_and_the_formats_of_the_record(monkeypatch):
+    e4m3, e5m2, bf16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+    formats, product = [], torch._scaled_mm
 
-    def record(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):
-        made.append((a, b, out_dtype, use_fast_accum))
-        return product(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    def record(a, b, *scales, out_dtype, use_fast_accum):
+        assert (a.stride(), b.stride()) == ((a.size(1), 1), (1, b.size(0)))
+        assert not any(size % 16 for size in (a.size(1), *b.shape))
+        formats.append((a.dtype, b.dtype, out_dtype, use_fast_accum))
+        return product(a, b, *scales, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
     monkeypatch.setattr(torch, "_scaled_mm", record)
-    return made
+    ours(*problem(50, dtype=bf16), SIGMOID, chunk=32, precision="fp8")  # a last chunk of 18 tokens
+    logits, dweight = (e4m3, e4m3, bf16, True), (e4m3, e5m2, torch.float32, False)
+    assert formats == 2 * [logits, dweight, (e5m2, e4m3, bf16, False)]
 
 
-def test_operands_of_fp8_products_lie_in_memory_as_cuda_demands(scaled_products):
-    ours(*problem(50, dtype=torch.bfloat16), "sigmoid", chunk=32, precision="fp8")  # the last chunk has 18 tokens
-    for a, b, _, _ in scaled_products:
-        assert a.stride() == (a.size(1), 1)
-        assert b.stride() == (1, b.size(0))
-        assert not any(size % 16 for size in (a.size(1), *b.shape))
+# ---- What is made, and when
 
 
-def test_fp8_products_have_the_formats_the_scales_and_the_accumulation_of_the_record(scaled_products):
-    e4m3, e5m2, bf16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
-    x, weight, targets = problem(32, dtype=bf16)
-    ours(x, weight, targets, "sigmoid", chunk=32, precision="fp8")
-    formats = [(a.dtype, b.dtype, out, fast) for a, b, out, fast in scaled_products]
-    assert formats == [(e4m3, e4m3, bf16, True), (e4m3, e5m2, torch.float32, False), (e5m2, e4m3, bf16, False)]
-    of_x, of_weight = (operand.float() for operand in scaled_products[0][:2])
-    torch.testing.assert_close(of_x, x.float() * 448 / 32**0.5, rtol=2**-4, atol=2**-9)
-    torch.testing.assert_close(of_weight.T, weight.float() * 512, rtol=2**-4, atol=2**-9)
-
-
-def test_the_weight_is_quantized_once_a_call(monkeypatch):
-    shapes, quantize = Counter(), head._quantize
-    monkeypatch.setattr(head, "_quantize", lambda x, scale: shapes.update([x.shape]) or quantize(x, scale))
-    x, weight, targets = problem(48, dtype=torch.bfloat16)
-    ours(x, weight, targets, "sigmoid", chunk=16, precision="fp8")
-    assert shapes == {weight.shape: 1, (16, 32): 3}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is made, and when
+aten = torch.ops.aten
+PRODUCTS = aten.mm.default, aten.matmul.default, aten._scaled_mm.default
 
 
 class Made(TorchDispatchMode):
-    """Size of the largest tensor made, the operations called, and the shapes of all matrix products."""
+    """Size of the largest tensor made, operations called, and shapes of all matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -212,69 +205,36 @@ class Made(TorchDispatchMode):
         self.calls[func] += 1
         if isinstance(result, torch.Tensor):
             self.largest = max(self.largest, result.numel())
-            if func in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
+            if func in PRODUCTS:
                 self.products[tuple(result.shape)] += 1
         return result
 
 
-def made_by(precision, gradients):
-    """What one call of 4 chunks makes; N = 256, n = 64, C = 16, V = 128."""
+@pytest.mark.parametrize("precision", ["plain", "fp8"])
+def test_no_tensor_exceeds_a_chunks_logits_and_no_product_is_made_twice_or_unasked(precision):
     inputs = problem(256, channels=16, vocabulary=128, dtype=torch.bfloat16)
-    run = head._linear_cross_entropy._init_fn  # inside an operator a mode sees nothing
+    run = head._linear_cross_entropy._init_fn  # a mode sees nothing inside an operator
     with Made() as made:
-        _, dx, dweight = run(*inputs, "sigmoid", 64, precision, False, gradients)
-    return made, dx, dweight
-
-
-@pytest.mark.parametrize("precision", ["plain", "fp8"])
-def test_no_tensor_is_larger_than_the_logits_of_a_chunk_and_these_are_made_once(precision):
-    made, _, _ = made_by(precision, gradients=True)
+        run(*inputs, *SIGMOID, 64, precision, False, True)
     assert made.largest == 64 * 128
-    assert made.products == {(64, 128): 4, (64, 16): 4, (16, 128): 4}  # logits, dx and dweight^T
-
-
-@pytest.mark.parametrize("precision", ["plain", "fp8"])
-def test_without_gradients_no_product_but_the_logits_is_made(precision):
-    made, dx, dweight = made_by(precision, gradients=False)
+    assert made.products == {(64, 128): 4, (64, 16): 4, (16, 128): 4}  # logits, dx, dweight^T
+    with Made() as made:
+        _, dx, dweight = run(*inputs, *SIGMOID, 64, precision, False, False)
     assert made.products == {(64, 128): 4}
-    assert torch.ops.aten.where.self not in made.calls  # nor the gradient by the logits
     assert dx.numel() == dweight.numel() == 0
 
 
-def test_the_backward_pass_does_nothing_but_scale():
+def test_the_backward_pass_only_scales():
     x, weight, targets = problem(20)
     leaves = x.requires_grad_(), weight.requires_grad_()
-    loss = linear_cross_entropy(*leaves, targets, softcap="sigmoid")
+    loss = linear_cross_entropy(*leaves, targets, softcap=SIGMOID)
     scale = torch.full_like(loss, 3)
     with Made() as made:
         torch.autograd.grad(loss, leaves, scale)
     assert made.calls == {torch.ops.aten.mul.Tensor: 2}
 
 
-@pytest.mark.parametrize(
-    ("wanted", "enabled", "gradients"),
-    [
-        ((False, False), True, False),
-        ((True, True), False, False),
-        ((True, False), True, True),
-        ((False, True), True, True),
-    ],
-)
-def test_gradients_are_made_where_autograd_wants_one(monkeypatch, wanted, enabled, gradients):
-    asked, run = [], head._linear_cross_entropy
-    monkeypatch.setattr(head, "_linear_cross_entropy", lambda *args: asked.append(args[-1]) or run(*args))
-    x, weight, targets = problem(20)
-    x.requires_grad_(wanted[0])
-    weight.requires_grad_(wanted[1])
-    with torch.set_grad_enabled(enabled):
-        loss = linear_cross_entropy(x, weight, targets, softcap="sigmoid")
-    assert asked == [gradients]
-    assert loss.requires_grad == gradients
-    torch.testing.assert_close(loss.detach(), truth(x, weight, targets, "sigmoid")[0])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the compiler makes of it
+# ---- Compilation
 
 
 @pytest.mark.parametrize("precision", ["plain", "fp8"])
@@ -282,157 +242,135 @@ def test_gradients_are_made_where_autograd_wants_one(monkeypatch, wanted, enable
 def test_the_operator_keeps_the_rules_of_operators(precision, gradients):
     x, weight, targets = problem(20, dtype=torch.bfloat16)
     x = x.T.contiguous().T  # no layout is taken for granted
-    args = (x.requires_grad_(gradients), weight.float().requires_grad_(gradients), targets)
-    torch.library.opcheck(head._linear_cross_entropy, (*args, "sigmoid", 8, precision, False, gradients))
+    args = x.requires_grad_(gradients), weight.float().requires_grad_(gradients), targets
+    options = *SIGMOID, 8, precision, False, gradients
+    torch.library.opcheck(head._linear_cross_entropy, (*args, *options))
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """`torch.compile` itself, and the counter of the graphs that the head has it compile."""
-    compile_, counter = torch.compile, CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", partial(compile_, backend=counter))
-    torch._dynamo.reset()
-    head._compiled.cache_clear()
-    yield compile_, counter
-    head._compiled.cache_clear()
+def test_a_compiled_model_is_one_graph_and_each_stage_another(monkeypatch):
+    of_head, of_model = (CompileCounterWithBackend("aot_eager") for _ in range(2))
+    compile_stage = partial(torch.compile, backend=of_head, dynamic=False, fullgraph=True)
+    monkeypatch.setattr(head, "_compiled", functools.cache(compile_stage))
+    torch.compiler.reset()
 
+    @partial(torch.compile, backend=of_model)
+    def model(x, *args):
+        return linear_cross_entropy(2 * x, *args, softcap=SIGMOID, chunk=8)
 
-def test_a_compiled_model_has_one_graph_and_the_head_one_a_stage_and_two_where_the_first_chunk_differs(counted):
-    compile_, of_head = counted
-    of_model = CompileCounterWithBackend("aot_eager")
-    model = compile_(lambda x, *args: linear_cross_entropy(2 * x, *args, softcap="sigmoid", chunk=8), backend=of_model)
     x, weight, targets = problem(32)
     inputs = x.requires_grad_(), weight.requires_grad_(), targets
     for _ in range(3):
         loss = model(*inputs)
         (dx,) = torch.autograd.grad(loss, x)
-    expected = truth(2 * x, weight, targets, "sigmoid")
-    torch.testing.assert_close((loss.detach(), dx), (expected[0], 2 * expected[1]), rtol=1e-10, atol=1e-10)
+    expected = truth(2 * x, weight, targets, SIGMOID)
+    exact((loss.detach(), dx), (expected[0], 2 * expected[1]))
+    # `_gradients` has two: the first chunk finds no sum to add to.
     assert (of_model.frame_count, of_head.frame_count) == (1, 5)
 
 
-def through_operator(inputs, precision, compiled):
-    return head._linear_cross_entropy(*inputs, "sigmoid", 16, precision, compiled, True)
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("plain", torch.float32), ("fp8", torch.bfloat16)])
-def test_compiled_chunks_equal_eager_ones_within_a_rounding(precision, dtype):
-    torch._dynamo.reset()
+@pytest.mark.parametrize("precision", ["plain", "fp8"])
+def test_compiled_chunks_equal_eager_ones_within_a_rounding(precision):
+    torch.compiler.reset()
+    dtype = torch.bfloat16 if precision == "fp8" else torch.float32
     inputs = problem(32, dtype=dtype)
-    compiled, eager = (through_operator(inputs, precision, compiled) for compiled in (True, False))
-    assert max(map(distance, compiled, eager)) < 2 * torch.finfo(dtype).eps
+    eager = ours(*inputs, SIGMOID, chunk=16, precision=precision)
+    assert max(map(distance, compiled(inputs, precision), eager)) < 2 * torch.finfo(dtype).eps
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The choice
+# ---- The choice
 
-H100 = {"device": CUDA, "dtype": torch.bfloat16, "channels": 768, "vocabulary": 50_304}
+H100 = {"device": CUDA, "dtype": torch.bfloat16, "dim": 768, "vocab": 50_304}
 
 
 @pytest.fixture
 def capability(monkeypatch):
     """Sets what a pretended NVIDIA GPU can do."""
+
+    def pretend(*version):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
+
     monkeypatch.setattr(torch.version, "hip", None)
-    return lambda *version: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: version)
-
-
-@pytest.mark.parametrize(("version", "usable"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
-def test_fp8_needs_compute_capability_8_9(capability, version, usable):
-    capability(*version)
-    assert (fp8_obstacle(**H100) is None) == usable
+    pretend(9, 0)
+    return pretend
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("version", "change", "reason"),
     [
-        ({"device": CPU}, "capability 8.9"),
-        ({"dtype": torch.float32}, "bf16, not torch.float32"),
-        ({"channels": 760}, "dim 760"),
-        ({"vocabulary": 50_257}, "vocabulary 50257"),
+        ((8, 0), {}, "capability 8.9"),
+        ((9, 0), {"device": CPU}, "capability 8.9"),
+        ((9, 0), {"dtype": torch.float32}, "bf16, not torch.float32"),
+        ((9, 0), {"dim": 760}, "dim 760"),
+        ((9, 0), {"vocab": 50_257}, "vocabulary 50257"),
     ],
 )
-def test_what_keeps_fp8_from_running_is_named(capability, change, reason):
-    capability(9, 0)
-    assert reason in fp8_obstacle(**H100 | change)
+def test_fp8_that_cannot_run_is_refused_by_name_and_passed_over_by_auto(
+    capability, version, change, reason
+):
+    capability(*version)
+    with pytest.raises(ValueError, match=f"--head fp8 cannot run here: .*{reason}.*--head auto"):
+        choose_head("fp8", **H100 | change)
+    name, why = choose_head("auto", **H100 | change)
+    assert (name, reason in why) == ("chunked", True)
+    assert choose_head("plain", **H100 | change)[0] == "plain"
 
 
-def test_a_gpu_of_another_maker_has_other_fp8_formats(capability, monkeypatch):
-    capability(9, 4)
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert "NVIDIA" in fp8_obstacle(**H100)
-
-
-def test_auto_takes_fp8_where_it_runs_and_else_chunks_and_says_why(capability):
-    capability(9, 0)
+@pytest.mark.parametrize("version", [(8, 9), (9, 0), (12, 0)])
+def test_auto_takes_fp8_where_it_runs(capability, version):
+    capability(*version)
     assert choose_head("auto", **H100) == ("fp8", "the fastest here")
-    name, reason = choose_head("auto", **H100 | {"device": CPU})
-    assert (name, "8.9" in reason) == ("chunked", True)
 
 
-def test_a_model_with_a_bias_has_the_plain_head(capability):
-    capability(9, 0)
-    with_bias = H100 | {"bias": True}
-    assert choose_head("auto", **with_bias)[0] == choose_head("plain", **with_bias)[0] == "plain"
+def test_fp8_is_refused_on_an_amd_gpu_which_has_other_formats(capability, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert choose_head("auto", **H100)[0] == "chunked"
+
+
+@pytest.mark.usefixtures("capability")
+def test_only_the_plain_head_has_a_bias():
+    for name in ("auto", "plain"):
+        assert choose_head(name, **H100, bias=True)[0] == "plain"
     for name in ("chunked", "fp8"):
-        with pytest.raises(ValueError, match=f"--head {name} cannot run here: it has no bias. Use --head auto"):
-            choose_head(name, **with_bias)
+        with pytest.raises(ValueError, match=f"--head {name} cannot run here: it has no bias"):
+            choose_head(name, **H100, bias=True)
 
 
-@pytest.mark.parametrize("name", ["chunked", "plain"])
-def test_a_head_that_runs_anywhere_is_taken_as_asked(name):
-    assert choose_head(name, **H100 | {"device": CPU}) == (name, "as asked")
+# ---- On a GPU
 
 
-@pytest.mark.parametrize(("name", "cure"), [("fp8", "Use --head auto"), ("fp4", "fp8, chunked, plain")])
-def test_a_head_that_cannot_run_is_refused_with_the_ones_that_can(name, cure):
-    with pytest.raises(ValueError, match=rf"--head {name}.*{cure}"):
-        choose_head(name, **H100 | {"device": CPU})
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# On a GPU
-
-needs_fp8 = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < head.FP8_CAPABILITY,
-    reason="this GPU has no FP8",
-)
+@pytest.fixture
+def fp8_gpu():
+    if torch.cuda.get_device_capability() < head.FP8_CAPABILITY:
+        pytest.skip("this GPU has no FP8")
 
 
 @pytest.mark.gpu
-@needs_fp8
-@both_caps
-def test_fp8_on_a_gpu_equals_its_own_quantization(kind):
-    inputs = problem(2048 + 24, channels=768, vocabulary=1024, dtype=torch.bfloat16, device="cuda")
-    assert_equals_quantized(inputs, kind, ours(*inputs, kind, chunk=1024, precision="fp8"))
-
-
-@pytest.mark.gpu
-@needs_fp8
-def test_compiled_fp8_on_a_gpu_equals_its_own_quantization():
-    torch._dynamo.reset()
-    inputs = problem(2048 + 24, channels=768, vocabulary=1024, dtype=torch.bfloat16, device="cuda")
-    results = head._linear_cross_entropy(*inputs, "sigmoid", 1024, "fp8", True, True)
-    assert_equals_quantized(inputs, "sigmoid", results)
+@pytest.mark.usefixtures("fp8_gpu")
+def test_fp8_on_a_gpu_equals_its_own_quantization_eager_and_compiled():
+    torch.compiler.reset()
+    inputs = problem(2048 + 24, 768, 1024, torch.bfloat16, "cuda")
+    assert_equals_quantized(inputs, SIGMOID, ours(*inputs, SIGMOID, chunk=1024, precision="fp8"))
+    assert_equals_quantized(inputs, SIGMOID, compiled(inputs, "fp8", 1024))
 
 
 @pytest.mark.gpu
 def test_compiled_chunks_on_a_gpu_are_as_near_to_the_truth_as_torchs_own_bf16():
-    torch._dynamo.reset()
-    inputs = x, weight, targets = problem(2048, channels=768, vocabulary=1024, dtype=torch.bfloat16, device="cuda")
-    results = through_operator(inputs, "plain", compiled=True)
+    torch.compiler.reset()
+    inputs = x, weight, targets = problem(2048, 768, 1024, torch.bfloat16, "cuda")
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss = F.cross_entropy(capped(F.linear(*leaves).float(), "sigmoid"), targets, reduction="sum")
-    exact = truth(*inputs, "sigmoid")
-    for result, own, expected in zip(results[1:], torch.autograd.grad(loss, leaves), exact[1:], strict=True):
-        assert distance(result, expected) < 1.5 * distance(own, expected)
+    loss = F.cross_entropy(capped(F.linear(*leaves).float(), SIGMOID), targets, reduction="sum")
+    results, torchs = compiled(inputs, chunk=1024)[1:], torch.autograd.grad(loss, leaves)
+    for result, own, wanted in zip(results, torchs, truth(*inputs, SIGMOID)[1:], strict=True):
+        assert distance(result, wanted) < 1.5 * distance(own, wanted)
 
 
 @pytest.mark.gpu
 def test_compiled_chunks_on_a_gpu_keep_the_logits_of_one_chunk():
-    torch._dynamo.reset()
-    inputs = problem(16_384, channels=128, vocabulary=50_304, dtype=torch.bfloat16, device="cuda")
-    head._linear_cross_entropy(*inputs, "sigmoid", 2048, "plain", True, True)  # compiles
+    torch.compiler.reset()
+    inputs = problem(16_384, 128, 50_304, torch.bfloat16, "cuda")
+    compiled(inputs, chunk=2048)  # compiles
     torch.cuda.reset_peak_memory_stats()
     before, logits = torch.cuda.memory_allocated(), 2048 * 50_304 * 2
-    head._linear_cross_entropy(*inputs, "sigmoid", 2048, "plain", True, True)
-    assert torch.cuda.max_memory_allocated() - before < 3 * logits  # with their gradient and the weight's
+    compiled(inputs, chunk=2048)
+    # Beside the logits of a chunk: their gradient, and the weight's.
+    assert torch.cuda.max_memory_allocated() - before < 3 * logits

@@ -11,32 +11,30 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
-import kernels.head
 import train_gpt
 from data.loader import Batch, Data
 from kernels.attention import PortableAttention
-from runtime.environment import Machine
-from runtime.requests import Requests
+from runtime.machine import Machine
 from train_gpt import (
     GPT,
     RECIPES,
     TRACKS,
     Config,
-    Session,
-    forward_backward,
+    Trainer,
     initial_scalars,
     make_optimizers,
     preset,
+    rotary_at,
 )
 
 CPU = torch.device("cpu")
 MACHINE = Machine(CPU, 0, 1)
-EVERY_RECIPE = [(track, recipe) for track in TRACKS for recipe in RECIPES[track]]
+EVERY_RECIPE = [(track, "record42") for track in TRACKS]
+EVERY_RECIPE += [(track, recipe) for track, recipes in RECIPES.items() for recipe in recipes]
 
 SMALL = {
     "dim": 24, "head_dim": 8, "vocab_size": 100, "bos": 99, "window_block": 8, "sequence": 70, "batch_tokens": 280,
-    "micro_batch": 280, "val_sequence": 70, "val_tokens": 70, "val_batch": 70, "embed_dtype": "bfloat16",
-    "head_dtype": "bfloat16",
+    "micro_batch": 280, "val_sequence": 70, "val_tokens": 70, "val_batch": 70,
 }  # fmt: skip
 
 
@@ -57,6 +55,8 @@ def build(config, dtype=torch.float32):
     """A model with random weights, none of them zero; in float64 altogether if that is its dtype."""
     with float64_throughout() if dtype == torch.float64 else contextlib.nullcontext():
         model = GPT(config, dtype, CPU, PortableAttention())
+    with float64_throughout() if dtype == torch.float64 else contextlib.nullcontext():
+        model.set_rotary(*rotary_at(config, 0))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -92,7 +92,7 @@ def gradients(model, given, windows=WINDOWS):
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----
 # Twins: the published recipes with plain loops, in float64. Slots are numbered 0..11 as in record 42; slot 0 is empty.
 
 
@@ -147,7 +147,7 @@ def scalars_of(model, p):
     return dict(zip(model.scalar_init, p["scalars"], strict=True))
 
 
-def record42_loss(p, s, tokens, targets, starts, short, long, frequencies, scale, head_dim, qk_norm=True):
+def record42_loss(p, s, tokens, targets, starts, short, long, frequencies, scale, head_dim):
     """One row of record 42. p: parameters by name, block i - 1 for slot i; s: scalars by name."""
     e = p["embed"][tokens]
     gate = sigmoid(e[1:, :12] @ p["smear_gate"][0])
@@ -164,8 +164,7 @@ def record42_loss(p, s, tokens, targets, starts, short, long, frequencies, scale
             u, dim = rms(x), x.size(1)
             w_q, w_k, w_v, w_o = p[block + "attention.qkvo"].reshape(4, dim, dim)
             q, k, v = ((u @ w.T).reshape(len(u), -1, head_dim) for w in (w_q, w_k, w_v))
-            if qk_norm:
-                q, k = rms(q), rms(k)
+            q, k = rms(q), rms(k)
             v = s[f"value{i - 1}"] * v
             if i in VALUE_TABLE:
                 v = v + s[f"value_embed{i - 1}"] * tables[VALUE_TABLE[i]].reshape(v.shape)
@@ -222,13 +221,14 @@ def assert_same_loss_and_gradients(model, given, windows, row_loss):
         assert error < 1e-6, f"{name}: relative error of the gradient {error:.2g}"
 
 
-@pytest.mark.parametrize("growth", [(), (3, 7), (3, 7, 11, 13)], ids=str)
-def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(growth):
+@pytest.mark.parametrize("windows_so_far", [(3,), (3, 7), (3, 7, 11, 13)], ids=str)
+def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(windows_so_far):
     model = build(small(), torch.float64)
+    step = train_gpt.first_step(model.config, len(windows_so_far) - 1)
+    with float64_throughout():
+        model.set_rotary(*rotary_at(model.config, step))
     frequencies, scale = frequencies_of(8), 0.1
-    for old, new in pairwise(growth):
-        with float64_throughout():
-            model.rotary.extend(old, new)
+    for old, new in pairwise(windows_so_far):
         frequencies, scale = extended(frequencies, scale, old, new, block=8)
 
     def row_loss(p, *row):
@@ -237,19 +237,9 @@ def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(growth):
     assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss)
 
 
-def test_without_qk_norm_products_are_divided_by_the_root_of_the_head_dim():
-    model = build(small(qk_norm=False), torch.float64)
-
-    def row_loss(p, *row):
-        s = scalars_of(model, p)
-        return record42_loss(p, s, *row, 8, 24, frequencies_of(8), 8**-0.5, head_dim=8, qk_norm=False)
-
-    assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss)
-
-
 def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
     model = build(small("steps", window_block=0), torch.float64)
-    unwindowed = Session.windows(SimpleNamespace(config=model.config, model=model), long=3)
+    unwindowed = windows(**train_gpt.windows_at(model.config, 0))
 
     def row_loss(p, tokens, targets, starts):
         return steps_loss(p, tokens, targets, head_dim=8)
@@ -257,7 +247,7 @@ def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
     assert_same_loss_and_gradients(model, batch(rows=3, cuts=((),)), unwindowed, row_loss)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----
 # Size
 
 
@@ -301,7 +291,7 @@ def test_flops_per_token_are_those_of_the_matrix_products(track):
     assert counter.get_total_flops() == tokens * model.flops_per_token() + gates
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----
 # Initialization
 
 
@@ -379,7 +369,7 @@ def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
     assert torch.equal(torch.get_rng_state(), random_state), "the global generator is left alone"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----
 # What may depend on what
 
 
@@ -450,21 +440,20 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
         assert abs(loss(32) - loss(reach)) > 1e-5 * loss(reach)
 
 
-def test_without_windows_a_part_of_a_row_has_all_before_it():
-    assert train_gpt.reach(small("tiny", window_block=0, sequence=140, val_sequence=70)) >= 140
-
-
 def test_the_causality_check_passes_this_model_and_catches_one_that_looks_ahead():
     model, given = build(small()), batch()
     data = SimpleNamespace(train=cycle([[given]]))
-    session = SimpleNamespace(
-        config=model.config, machine=MACHINE, model=model, data=data, final_windows=lambda: WINDOWS
+    trainer = SimpleNamespace(
+        config=model.config, machine=MACHINE, model=model, data=data, windows=WINDOWS,
+        enter=lambda step: None,
+    )  # fmt: skip
+    assert train_gpt.sees_no_future(trainer)
+    trainer.model = SimpleNamespace(
+        hidden=lambda tokens, *_: tokens.float().flip(1),
+        initialize=lambda seed: None,
+        parameters=list,
     )
-    assert train_gpt.sees_no_future(session)
-    session.model = SimpleNamespace(
-        hidden=lambda tokens, *_: tokens.float().flip(1), initialize=lambda seed: None, parameters=list
-    )
-    assert not train_gpt.sees_no_future(session)
+    assert not train_gpt.sees_no_future(trainer)
 
 
 def test_rows_taken_together_give_the_sum_of_rows_taken_alone():
@@ -475,16 +464,6 @@ def test_rows_taken_together_give_the_sum_of_rows_taken_alone():
     torch.testing.assert_close(together, sum(loss for loss, _ in alone), rtol=1e-6, atol=0)
     for name, gradient in summed.items():
         torch.testing.assert_close(gradient, sum(grads[name] for _, grads in alone), rtol=1e-5, atol=1e-6)
-
-
-def test_the_loss_in_pieces_is_the_loss_at_once(monkeypatch):
-    model, given = build(small(), torch.float64), batch()
-    loss, whole = gradients(model, given)
-    whole = {name: gradient.clone() for name, gradient in whole.items()}
-    monkeypatch.setattr(kernels.head, "PLAIN_CHUNK", 33)  # does not divide the tokens
-    in_pieces, pieces = gradients(model, given)
-    torch.testing.assert_close(in_pieces, loss, rtol=1e-6, atol=0)
-    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-6)
 
 
 def with_head(head, dtype=torch.float32, **changes):
@@ -501,24 +480,6 @@ def test_chunks_and_recomputation_change_neither_loss_nor_gradients(head, recomp
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_recomputation_makes_the_layers_again_in_the_backward_pass(monkeypatch):
-    calls, counts, attention = [], {}, PortableAttention.__call__
-
-    def counted(self, *qkv, **rest):
-        calls.append(1)
-        return attention(self, *qkv, **rest)
-
-    monkeypatch.setattr(PortableAttention, "__call__", counted)
-    for recompute in (False, True):
-        loss = loss_of(with_head("plain", recompute=recompute), batch())
-        forward = len(calls)
-        loss.backward()
-        counts[recompute] = (forward, len(calls) - forward)
-        calls.clear()
-    layers = sum(layer.attention for layer in train_gpt.LAYERS["record42"])
-    assert counts == {False: (layers, 0), True: (layers, layers)}
-
-
 def test_fp8_is_used_in_training_and_not_in_validation():
     models = [with_head(head, torch.bfloat16) for head in ("fp8", "chunked")]
     (trained, grads), (loss, expected) = (gradients(model, batch()) for model in models)
@@ -529,18 +490,18 @@ def test_fp8_is_used_in_training_and_not_in_validation():
         assert torch.equal(*(loss_of(model, batch()) for model in models))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----
 # Pieces on and off
 
 GONE = {  # what a piece brings: names of parameters or scalars
     "value_embeds": "value_embed", "smear": "smear", "skips": "skip", "backout": "backout", "x0_mixing": "x0_",
-    "attention_gates": "attention.gate", "qk_norm": "",
+    "attention_gates": "attention.gate",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [
     *({piece: False} for piece in GONE), dict.fromkeys(GONE, False), {"biases": True, "softcap": "rsqrt"},
-    {"layers": "medium"}, {"layers": "tiny"}, {"optimizer": "muon"}, {"optimizer": "adam"}, {"split_variance": False},
+    {"layers": "medium"}, {"layers": "tiny"}, {"optimizer": "muon"}, {"optimizer": "adam"},
 ], ids=str)  # fmt: skip
 def test_a_model_with_pieces_off_or_exchanged_trains(changes):
     config = small(**changes)
@@ -551,7 +512,7 @@ def test_a_model_with_pieces_off_or_exchanged_trains(changes):
             assert not [each for each in brought if name in each]
     first, grads = gradients(model, given)
     assert [name for name, gradient in grads.items() if gradient is None or not gradient.isfinite().all()] == []
-    optimizers = make_optimizers(config, model, MACHINE)
+    optimizers, _ = make_optimizers(config, model, MACHINE)
     for _ in range(3):
         for optimizer in optimizers.values():
             optimizer.step()
@@ -563,7 +524,7 @@ def test_a_model_with_pieces_off_or_exchanged_trains(changes):
 def test_every_parameter_has_one_optimizer(track, recipe):
     config = small(track, recipe)
     model = GPT(config, torch.float32, CPU, PortableAttention())
-    optimizers = make_optimizers(config, model, MACHINE)
+    optimizers, _ = make_optimizers(config, model, MACHINE)
     taken = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
     assert sorted(map(id, taken)) == sorted(map(id, model.parameters()))
 
@@ -573,8 +534,8 @@ def test_one_compiled_graph_serves_all_windows_and_the_rotary_tables_that_go_wit
     counter = CompileCounterWithBackend("aot_eager")
     torch.compiler.reset()
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
-    for old, new in ((3, 3), (3, 7)):
-        model.rotary.extend(old, new)
+    for stage, new in enumerate((3, 7)):
+        model.set_rotary(*rotary_at(model.config, train_gpt.first_step(model.config, stage)))
         wide = windows(8 * (new // 2), 8 * new)
         eager, grads = gradients(model, given, wide)
         grads = {name: gradient.clone() for name, gradient in grads.items()}
@@ -587,7 +548,7 @@ def test_one_compiled_graph_serves_all_windows_and_the_rotary_tables_that_go_wit
     assert counter.frame_count == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----
 # Micro-batches: gradients are summed over them, and divided once
 
 
@@ -602,14 +563,15 @@ def rows_of(given):
 
 
 def step_gradients(model, micro_batches, divide_loss_by=1):
-    """Of `forward_backward`, the trainer's own, in float64."""
+    """Of `Trainer.gradients`, the trainer's own, in float64."""
     model.zero_grad()
-    session = SimpleNamespace(
-        config=model.config, machine=MACHINE, requests=Requests(MACHINE.device),
-        data=SimpleNamespace(train=iter([micro_batches]), longest=model.config.max_document),
-        loss=lambda *arguments: model(*arguments) / divide_loss_by,
-    )  # fmt: skip
-    loss = forward_backward(session, WINDOWS)[0]
+    trainer = object.__new__(Trainer)
+    trainer.config, trainer.machine, trainer.model, trainer.stage = model.config, MACHINE, model, 0
+    trainer.data = SimpleNamespace(
+        train=iter([micro_batches]), longest=model.config.max_document
+    )
+    trainer.loss = lambda *arguments: model(*arguments) / divide_loss_by
+    loss = trainer.gradients(0, torch.zeros(0))[0]
     return loss, {name: p.grad.double() for name, p in model.named_parameters()}
 
 

@@ -3,7 +3,6 @@
 import math
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,30 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import PortableAttention
-from optim import Guard, SpikeRule
-from runtime.environment import Machine
+from runtime.machine import Machine
 from train_gpt import (
     GPT,
+    STAGES,
     TRACKS,
     Config,
-    Rotary,
-    Session,
+    Trainer,
+    first_step,
     learning_rate,
     make_optimizers,
     momentum,
-    optimizer_steps,
     preset,
+    rotary_at,
+    rotate,
     set_schedule,
-    stage,
+    stage_at,
     validates,
-    window,
+    windows_at,
 )
 
 CPU = torch.device("cpu")
 SHORT = Config(**preset({"track": "short"}))  # 2245 scheduled steps and 40 of extension
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----
 # Pure functions of the step
 
 
@@ -43,24 +43,31 @@ SHORT = Config(**preset({"track": "short"}))  # 2245 scheduled steps and 40 of e
     [(0, 3), (748, 3), (749, 7), (1496, 7), (1497, 11), (2244, 11), (2245, 13), (2284, 13), (2285, 13)],
 )
 def test_the_long_window_changes_where_record_42_changes_it(step, long):
-    assert window(SHORT, step) == long
+    assert windows_at(SHORT, step)["long"] == (128 * long if step < SHORT.steps else 2560)
 
 
 def test_the_short_window_is_half_of_the_long_one_in_whole_blocks():
-    session = SimpleNamespace(config=SHORT, model=SimpleNamespace(attention=PortableAttention()))
-    for long, short in ((3, 1), (7, 3), (11, 5), (13, 6), (1, 1)):
-        assert Session.windows(session, long) == {"short": 128 * short, "long": 128 * long}
-    last = Session.windows(session, SHORT.final_window, window(SHORT, SHORT.steps) // 2)
-    assert last == {"short": 6 * 128, "long": 2560}
+    steps = [first_step(SHORT, stage) for stage in range(4)]
+    assert [windows_at(SHORT, step)["short"] // 128 for step in steps] == [1, 3, 5, 6]
+    assert windows_at(SHORT, SHORT.steps) == {"short": 6 * 128, "long": 2560}
 
 
-@pytest.mark.parametrize("steps", [3, 4, 7, 100])
-@pytest.mark.parametrize("extension", [0, 2])
-def test_stages_divide_the_scheduled_steps_evenly_and_the_extension_is_one_more(steps, extension):
-    config = Config(**preset({"track": "short"}) | {"steps": steps + extension, "extension": extension})
-    stages = [stage(config, step) for step in range(config.steps)]
-    assert stages == [3 * step // steps for step in range(steps)] + [3] * extension
-    assert stage(config, config.steps) == stages[-1], "the last validation is in the stage of the last step"
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
+@pytest.mark.parametrize("track", TRACKS)
+def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(track, steps):
+    config = Config(**preset({"track": track}) | {"steps": steps})
+    stages = [stage_at(config, step) for step in range(steps)]
+    assert stages == sorted(stages)
+    assert stage_at(config, steps) == stages[-1]
+    for index, stage in enumerate(STAGES[config.stages]):
+        assert abs(stages.count(index) - stage.share * steps) <= 1
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_shares_of_a_table_add_up_to_one_and_only_the_last_stages_are_an_extension(name):
+    assert sum(stage.share for stage in STAGES[name]) == pytest.approx(1, abs=1e-12)
+    extension = [stage.extension for stage in STAGES[name]]
+    assert extension == sorted(extension)
 
 
 @pytest.mark.parametrize(
@@ -98,30 +105,20 @@ def test_the_steps_track_decays_to_zero_over_its_last_70_percent_with_a_constant
     assert learning_rate(config, 3250 - 455) == pytest.approx(0.2)
     assert learning_rate(config, 3249) == pytest.approx(1 / 3250 / 0.7)
     assert {momentum(config, step) for step in range(config.steps)} == {0.95}
-    session = SimpleNamespace(config=config, model=SimpleNamespace(attention=PortableAttention()))
-    assert Session.windows(session, 3) == {"short": 1024, "long": 1024}
-
-
-@pytest.mark.parametrize("track", TRACKS)
-def test_learning_rate_and_window_are_flat_in_the_extension(track):
-    config = Config(**preset({"track": track}))
-    extension = range(config.steps - config.extension, config.steps)
-    for schedule in (learning_rate, window, stage):
-        assert len({schedule(config, step) for step in extension}) <= 1
+    assert windows_at(config, 3) == {"short": 1024, "long": 1024}
 
 
 @settings(max_examples=40)
 @given(
     steps=st.integers(1, 300),
-    extension=st.integers(0, 20),
     cooldown=st.floats(0, 1),
     final_lr=st.floats(0, 1),
     warmup=st.integers(0, 10),
 )
 def test_the_learning_rate_never_rises_after_warmup_and_stays_above_its_end(
-    steps, extension, cooldown, final_lr, warmup
+    steps, cooldown, final_lr, warmup
 ):
-    values = {"steps": steps + extension, "extension": extension, "cooldown": cooldown, "final_lr": final_lr}
+    values = {"steps": steps, "cooldown": cooldown, "final_lr": final_lr}
     config = Config(**preset({"track": "short"}) | values | {"warmup": warmup})
     rates = [learning_rate(config, step) for step in range(config.steps)]
     after = rates[warmup:]
@@ -130,64 +127,56 @@ def test_the_learning_rate_never_rises_after_warmup_and_stays_above_its_end(
     assert all(0 < rate <= 1 for rate in rates[:warmup])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----
 # Rotary tables
 
 
-def rotary(length=64, **changes):
-    config = Config(**preset({"track": "short"}) | changes)
-    scale = config.attention_scale if config.qk_norm else config.head_dim**-0.5
-    return Rotary(length, config.head_dim, scale, config.window_block, torch.float32, CPU)
-
-
 def test_half_of_the_frequencies_fall_from_1_to_a_1024th_and_the_other_half_is_0():
-    frequency = rotary().frequency
+    frequency, scale = rotary_at(SHORT, 0)
     expected = [1024 ** -(j / 31) for j in range(32)]
     torch.testing.assert_close(frequency[:32], torch.tensor(expected), rtol=1e-5, atol=0)
     assert frequency[32:].tolist() == [0.0] * 32
+    assert scale.item() == pytest.approx(0.1)
 
 
 def test_growing_windows_give_the_frequencies_of_yarn_and_the_published_scales():
-    table = rotary(length=4096)
-    frequencies, scale = [1024 ** -(j / 31) for j in range(32)], 0.1
-    for old, new, published in ((3, 7, 0.11695), (7, 11, 0.12752), (11, 13, 0.13178)):
+    frequencies, factor = [1024 ** -(j / 31) for j in range(32)], 0.1
+    published = {1: (3, 7, 0.11695), 2: (7, 11, 0.12752), 3: (11, 13, 0.13178)}
+    for stage, (old, new, rounded) in published.items():
         for j, f in enumerate(frequencies):
             rotations = 128 * old * f / (2 * math.pi)
             kept = min(max((rotations - 1) / (32 - 1), 0), 1)
             frequencies[j] = f * (old / new + kept * (1 - old / new))
-        scale *= 1 + 0.2 * math.log(new / old)
-        table.extend(old, new)
-        torch.testing.assert_close(table.frequency, torch.tensor(frequencies + [0.0] * 32), rtol=1e-5, atol=0)
-        assert table.scale.item() == pytest.approx(scale, rel=1e-6)
-        assert round(scale, 5) == published
-        for position in (0, 1, 100):
-            angles = torch.tensor([position * f for f in frequencies] + [0.0] * 32)
-            torch.testing.assert_close(table.cos[position, 0], angles.cos(), rtol=0, atol=1e-4)
-            torch.testing.assert_close(table.sin[position, 0], angles.sin(), rtol=0, atol=1e-4)
+        factor *= 1 + 0.2 * math.log(new / old)
+        frequency, scale = rotary_at(SHORT, first_step(SHORT, stage))
+        expected = torch.tensor(frequencies + [0.0] * 32)
+        torch.testing.assert_close(frequency, expected, rtol=1e-5, atol=0)
+        assert scale.item() == pytest.approx(factor, rel=1e-6)
+        assert round(scale.item(), 5) == rounded
 
 
-def test_reset_restores_the_rotary_tables_bit_for_bit():
-    table = rotary()
-    constructed = [x.clone() for x in (table.frequency, table.cos, table.sin, table.scale)]
-    table.extend(3, 7)
-    assert not any(map(torch.equal, constructed, (table.frequency, table.cos, table.sin, table.scale)))
-    table.reset()
-    assert all(map(torch.equal, constructed, (table.frequency, table.cos, table.sin, table.scale)))
+def test_without_windows_the_rotary_tables_stay_as_they_are():
+    config = Config(**preset({"track": "short"}) | {"window_block": 0})
+    for first, last in zip(rotary_at(config, 0), rotary_at(config, config.steps), strict=True):
+        assert torch.equal(first, last)
 
 
 def test_rotated_products_depend_only_on_the_distance_of_their_tokens():
-    table = rotary(head_dim=16, dim=16)
+    config = Config(**preset({"track": "short"}) | TINY_SHAPE | {"dim": 16, "head_dim": 16})
+    model = GPT(config, torch.float32, CPU, PortableAttention())
+    model.set_rotary(*rotary_at(config, 0))
     q, k = torch.randn(2, 16)
-    q_THD, k_THD = (table(x.expand(1, 64, 1, 16))[0, :, 0] for x in (q, k))
+    tables = (model.cos, model.sin)
+    q_THD, k_THD = (rotate(x.expand(1, 32, 1, 16), *tables)[0, :, 0] for x in (q, k))
     products = q_THD @ k_THD.T
-    for distance in (0, 1, 7, 40):
+    for distance in (0, 1, 7, 20):
         same = products.diagonal(-distance)
         torch.testing.assert_close(same, same[:1].expand_as(same), rtol=0, atol=1e-4)
     torch.testing.assert_close(q_THD[0], q)
     assert products.diagonal(-1)[0] != products.diagonal(-7)[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----
 # What a step does to each kind of parameter
 
 TINY_SHAPE = {
@@ -197,16 +186,17 @@ TINY_SHAPE = {
 
 
 def optimized(track, **changes):
-    """A small fp32 model of the track with unit weights and no gradients, and its optimizers at step 0."""
-    config = Config(**preset({"track": track}) | TINY_SHAPE | changes)
-    model = GPT(config, torch.float32, CPU, PortableAttention())
-    optimizers = make_optimizers(config, model, Machine(CPU, 0, 1))
+    """A trainer without data: a small fp32 model with unit weights, its optimizers at step 0."""
+    trainer = object.__new__(Trainer)
+    trainer.config = Config(**preset({"track": track}) | TINY_SHAPE | changes)
+    trainer.model = GPT(trainer.config, torch.float32, CPU, PortableAttention())
+    found = make_optimizers(trainer.config, trainer.model, Machine(CPU, 0, 1))
+    trainer.optimizers, trainer.guard = found
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in trainer.model.parameters():
             parameter.fill_(1)
-    set_schedule(config, optimizers, 0)
-    guard = Guard(optimizers.values(), spike=SpikeRule())
-    return SimpleNamespace(config=config, model=model, optimizers=optimizers, guard=guard)
+    set_schedule(trainer.config, trainer.optimizers, 0)
+    return trainer
 
 
 def value_of(table, name):
@@ -275,7 +265,7 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
         for parameter in run.model.parameters():
             grad = torch.full_like(parameter, step + 1.0)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        optimizer_steps(run, step, torch.ones(1))
+        run.update(step, torch.tensor(1.0))
         assert torch.equal(run.model.embed, before[0]) == (step % 2 == 0)
         assert not torch.equal(matrix, before[1])
         assert matrix.grad is None, "a hidden matrix sees the gradients of one step"
@@ -286,24 +276,13 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
     assert int(state["step"]) == 2
 
 
-def test_the_last_step_of_record_42_moves_only_the_hidden_matrices():
-    stepped = []
-    optimizers = {
-        name: SimpleNamespace(name=name, param_groups=[{}], zero_grad=lambda set_to_none: None)
-        for name in ("matrix", "adam")
-    }
-    guard = SimpleNamespace(step=lambda loss, only: stepped.extend(optimizer.name for optimizer in only))
-    for step in (2283, 2284):
-        optimizer_steps(SimpleNamespace(config=SHORT, optimizers=optimizers, guard=guard), step, torch.ones(1))
-    assert stepped == ["matrix", "adam", "matrix"]
-
-
 @pytest.mark.parametrize("step", [0, 150, 2000, 2260])
 def test_the_schedule_reaches_every_group(step):
     run = optimized("short")
     set_schedule(run.config, run.optimizers, step)
     for name, peak in (("matrix", 0.03), ("adam", 0.008)):
-        assert {group["lr"] for group in run.optimizers[name].param_groups} == {peak * learning_rate(SHORT, step)}
+        rates = {group["lr"] for group in run.optimizers[name].param_groups}
+        assert rates == {peak * learning_rate(SHORT, step)}
     assert {group["momentum"] for group in run.optimizers["matrix"].param_groups} == {momentum(SHORT, step)}
 
 

@@ -1,0 +1,298 @@
+"""Every reason not to believe a record.
+
+No check trusts what the record says of itself: each compares claim, logs, registry and source with
+one another or with the rules of the track. The tables at the end name all checks.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from claims.evidence import ALPHA, TRACKS, Evidence, Failure, described
+from claims.runs import Phase, Run
+from runtime.log import REGISTERED, config_hash
+
+FILES = ("claim.json", "record.json", "README.md", "NOTES.md", "runs")  # beside the logs
+STARTUP = {"setup", "compile", "warmup"}
+UNTIMED = STARTUP | {"validate"}
+TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume did again
+MOST_UNACCOUNTED = 0.01  # share of the training time that may lie in no phase
+SLACK_MS = 50  # and as much for each validation, whose log line waits for the disk
+LONG_VALIDATION = 4.0  # times the median of its run: something else was done in it
+LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
+LIFE = re.compile("start( (end )?resume)*( end)?")  # of a run, as the registry tells it
+ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count", "ranks", "train_sha256", "val_sha256")
+HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing faster
+FORBIDDEN = re.compile(  # settings of the compiler, which only the medium track allows
+    r"coordinate_descent_tuning|max[-_]autotune|torchinductor_\w"
+    r"|inductor\.config\.\w+\s*=[^=]|inductor import config"
+    r"|torch\.compile\((?:[^()]|\([^()]*\))*?\b(options|mode)\s*=",
+    re.IGNORECASE,
+)
+
+
+def find_failures(evidence: Evidence) -> list[Failure]:
+    """Everything that speaks against the record."""
+    failures = list(evidence.unread)
+    for of_record, mend in OF_A_RECORD:
+        failures += [Failure(what, evidence.folder, mend) for what in of_record(evidence)]
+    for of_run, mend in OF_A_RUN:
+        for run in evidence.runs:
+            failures += [Failure(what, run.path, mend) for what in of_run(run, evidence)]
+    return failures
+
+
+# ---- Of a record
+
+
+def check_files(evidence: Evidence) -> Iterator[str]:
+    """The folder holds what a record holds, as plain files."""
+    expected = {evidence.folder / name for name in FILES}
+    expected |= {segment.path for run in evidence.runs for segment in run.segments}
+    expected |= {failure.where for failure in evidence.unread}
+    expected |= set(evidence.folder.glob("runs/registry*.jsonl"))
+    for path in sorted(evidence.folder.rglob("*")):
+        if path.is_symlink() or path not in expected:
+            yield f"unexpected file {path.relative_to(evidence.folder)}"
+
+
+def check_claim(evidence: Evidence) -> Iterator[str]:
+    """The claim follows the rules of its track."""
+    claim, track = evidence.claim, TRACKS.get(evidence.claim.track)
+    if track is None:
+        yield f"track {claim.track!r} has no rules: there are {', '.join(TRACKS)}"
+        return
+    if (claim.target, claim.alpha) != (track.target, ALPHA):
+        yield f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}"
+    for name, fixed in {"track": claim.track, **track.fixed}.items():
+        if claim.config.get(name) != fixed:
+            yield f"{name} is {claim.config.get(name)!r}, fixed at {fixed!r} on this track"
+    if config_hash(claim.config) != claim.config_sha256:
+        yield "config_sha256 is not the hash of config"
+
+
+def check_started(evidence: Evidence) -> Iterator[str]:
+    """Every run that was started under the claim is there, and younger than the claim."""
+    claim = evidence.claim
+    present = {run.run_id for run in evidence.runs}
+    for line in evidence.starts:
+        if line["run_id"] not in present:
+            yield f"missing: run {line['run_id']} was started under the claim"
+        if line["time"] < claim.created:
+            yield f"run {line['run_id']} started {line['time']}, before the claim, {claim.created}"
+    if len(evidence.complete) not in claim.looks:
+        seeds = sorted(set(claim.seeds) - {run.seed for run in evidence.runs})
+        looks = " or ".join(map(str, claim.looks))
+        yield (f"missing: seeds {seeds} have no run, and {len(evidence.complete)} runs are no "
+               f"planned look, which is at {looks}")
+
+
+def check_seeds(evidence: Evidence) -> Iterator[str]:
+    """No seed was tried before its claimed run: the same seed gives the same run again.
+
+    Neither track nor settings matter here: some change nothing that counts.
+    """
+    claim = evidence.claim
+    mine = [line for line in evidence.starts if line.get("seed") in claim.seeds]
+    claimed = {line["seed"]: line["time"] for line in mine}
+    for line in evidence.registry:
+        if line["event"] != "start" or line.get("seed") not in claim.seeds:
+            continue
+        earlier = line["time"] <= claimed.get(line["seed"], line["time"])
+        if earlier and line.get("claim") != claim.id:
+            yield (f"seed {line['seed']} was run by {line['run_id']} outside the claim "
+                   f"({line['file']})")
+
+
+def check_alike(evidence: Evidence) -> Iterator[str]:
+    """All runs were made on one kind of machine and on the same data."""
+    for name in ALIKE:
+        values = {str(described(run).get(name)) for run in evidence.runs}
+        if len(values) > 1:
+            yield f"{name} differs between runs: {', '.join(sorted(values))}"
+
+
+def check_copies(evidence: Evidence) -> Iterator[str]:
+    """No run counts twice, by its id, its seed or its losses."""
+    seen: set[tuple[str, Any]] = set()
+    for run in evidence.runs:
+        losses = (*run.losses, *(step.train_loss for step in run.steps))
+        for mark in (("run id", run.run_id), ("seed", run.seed), ("losses", losses)):
+            if mark in seen:
+                yield f"duplicate: {run.path.name} has the {mark[0]} of another run"
+            seen.add(mark)
+
+
+def check_source(evidence: Evidence) -> Iterator[str]:
+    """The source has no settings of the compiler that its track forbids."""
+    if evidence.source is None or evidence.claim.track == "medium":
+        return
+    for name, content in evidence.source.files.items():
+        setting = FORBIDDEN.search(content.decode(errors="replace"))
+        if setting and name.endswith(".py"):
+            yield f"forbidden compiler setting {setting[0]!r} in {name}"
+
+
+# ---- Of a run
+
+
+def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The run is one of the claim, counts, and has its source and settings."""
+    claim = evidence.claim
+    if run.left_out:
+        yield f"not counted: {run.left_out}"
+    if run.header.get("claim") != claim.id:
+        yield "extra: the run was not started under this claim"
+    elif run.seed not in claim.seeds:
+        yield f"extra: seed {run.seed} was not claimed"
+    for name in ("source_sha256", "config_sha256", "track", "target"):
+        found, claimed = run.header.get(name), getattr(claim, name)
+        if found != claimed:
+            yield f"{name} {found!s:.12}, not the claimed {claimed!s:.12}"
+    if config_hash(run.header["config"]) != run.header.get("config_sha256"):
+        yield "config_sha256 is not the hash of config"
+    if run.complete and run.total_steps != claim.config["steps"]:
+        yield f"{run.total_steps} steps, not the claimed {claim.config['steps']}"
+    for resume in run.resumes:
+        if resume.differences:
+            yield f"resumed at step {resume.from_step} with {resume.differences!r:.300} changed"
+
+
+def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The registry vouches for the start of the log, each resume and the end."""
+    lines = [line for line in evidence.registry if line["run_id"] == run.run_id]
+    order = " ".join(line["event"] for line in lines)
+    if lines and not LIFE.fullmatch(order):
+        yield f"its lines in the registry are {order}, which no run writes"
+    start = lines[0] if order.startswith("start") else {}
+    if not start or start["sha256"] != run.header.get("registry_sha256"):
+        yield "its start is not in the registry"
+    elif any(start.get(name) != run.header.get(name) for name in REGISTERED):
+        yield "its header differs from its line in the registry"
+    if order.endswith("end"):
+        if lines[-1].get("log_sha256") != run.segments[-1].sha256:
+            yield "edited: the log is not the one whose hash the run registered"
+    elif run.complete:
+        yield "its end is not in the registry"
+    resumes = [line["sha256"] for line in lines if line["event"] == "resume"]
+    if resumes != [resume.registry_sha256 for resume in run.resumes]:
+        yield f"{len(resumes)} resumes in the registry, {len(run.resumes)} others in the log"
+    before = None
+    for segment in run.segments:
+        if segment.header.get("previous_sha256") != before:
+            yield f"edited: {segment.path.name} names another segment before it than is there"
+        before = segment.sha256
+    after = [segment.header.get("after_step") for segment in run.segments[1:]]
+    if after and after != [resume.from_step for resume in run.resumes]:
+        yield f"edited: its segments begin after steps {after}, its resumes elsewhere"
+
+
+def check_compiler(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The compiler ran with the settings that the track allows."""
+    if evidence.claim.track == "medium":
+        return
+    flags = run.env.get("compile_flags")
+    for flag in map(str, flags if isinstance(flags, list) else ["unknown"]):
+        name = flag.partition("=")[0]
+        if not any(word in name for word in HARMLESS):
+            yield f"compiler settings {flag}"
+
+
+def check_data(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The tokens are the track's, and no validation document was trained on."""
+    track = TRACKS.get(evidence.claim.track)
+    if track is None:
+        return  # check_claim says so
+    data, overlap = run.header["data"], run.header["checks"].get("overlap")
+    if data["val_tokens"] != track.val_tokens:
+        yield f"validated on {data['val_tokens']} tokens, not {track.val_tokens}"
+    for name in ("val_sha256", "train_sha256"):
+        if not str(data.get(name)).startswith(getattr(track, name)):
+            yield f"{name} {data.get(name)!s:.16}, not {getattr(track, name)}"
+    if type(overlap) not in (int, float) or not 0 <= overlap <= track.overlap:
+        yield f"validation documents in training: {overlap}, at most {track.overlap}"
+
+
+def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The trainer's own checks were passed, and the model knew nothing at the first step."""
+    for name in ("causality", "warmup_restored"):
+        found = run.header["checks"].get(name)
+        if found is not True:
+            yield f"check {name} is {found}, not true"
+    ignorant = math.log(run.header["config"]["vocab_size"])
+    first = run.steps[0].train_loss if run.steps else None
+    if run.losses and run.losses[0][0] == 0:
+        first = run.losses[0][1]
+    if run.complete and (first is None or not first >= LEAST_FIRST_LOSS * ignorant):
+        yield f"first loss {first}, of a model that knows nothing {ignorant:.2f}"
+
+
+def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
+    """Every step is on the clock, and nothing that the clock leaves out took too long.
+
+    Comparisons are written so that nan fails.
+    """
+    for phase in run.phases:
+        if phase.name not in (TIMED if phase.timed else UNTIMED):
+            yield f"untimed work: phase {phase.name!r} of {phase.ms:.0f} ms, timed: {phase.timed}"
+    if not run.complete:
+        return
+    total = run.train_time_ms or 0.0
+    timed = sum(phase.ms for phase in run.phases if phase.timed)
+    if not abs(timed - total) <= 0.001 * total + 1:
+        yield f"{timed:.0f} ms in timed phases, {total:.0f} ms in the last validation"
+    if [step.step for step in run.steps] != list(range(1, (run.total_steps or 0) + 1)):
+        yield f"{len(run.steps)} of {run.total_steps} steps are in the log, in order"
+    unaccounted = unaccounted_ms(run.phases, len(run.resumes))
+    if not unaccounted <= MOST_UNACCOUNTED * total + SLACK_MS * len(run.validations):
+        yield f"untimed work: {unaccounted:.0f} ms between the phases of training and validation"
+    yield from validations_too_long(run, total / evidence.tokens)
+
+
+def validations_too_long(run: Run, ms_per_token: float) -> Iterator[str]:
+    """Validations in which something else was done: training, most likely."""
+    validations = [phase.ms for phase in run.phases if phase.name == "validate"]
+    if len(validations) != len(run.validations):
+        yield f"untimed work: {len(validations)} validations for {len(run.validations)} losses"
+    longest = max(validations, default=0.0)
+    if not longest <= ms_per_token * run.header["data"]["val_tokens"]:
+        yield f"untimed work: a validation of {longest:.0f} ms, a token dearer than training"
+    if validations and not longest <= LONG_VALIDATION * statistics.median(validations):
+        yield f"untimed work: a validation of {longest:.0f} ms, several times their median"
+
+
+def unaccounted_ms(phases: list[Phase], resumes: int) -> float:
+    """Milliseconds in no phase, from the first phase of training of each process to its last."""
+    total, before = 0.0, None
+    for phase in phases:
+        if phase.name == "setup" and before is not None and resumes:
+            resumes -= 1  # a process of its own, with a clock of its own
+            before = None
+        if before is not None and phase.t_ms < before:
+            return math.inf  # a clock that runs backwards accounts for nothing
+        if phase.name not in STARTUP:
+            total += 0.0 if before is None else max(phase.t_ms - phase.ms - before, 0.0)
+            before = phase.t_ms
+    return total
+
+
+ANEW = "make all runs of the claim again, under a new claim with other seeds"
+OF_A_RECORD = (
+    (check_files, "take it out: a record holds what is checked"),
+    (check_claim, "write the claim with record.py claim, by the rules of the track"),
+    (check_started, f"make the runs and add their logs, whatever their losses; else {ANEW}"),
+    (check_seeds, "claim seeds that nobody has tried"),
+    (check_alike, f"make all runs alike: {ANEW}"),
+    (check_copies, f"take the copy out; if runs are missing then, {ANEW}"),
+    (check_source, "leave it out and run again"),
+)
+OF_A_RUN = (
+    (check_claimed, ANEW),
+    (check_registry, "restore log and registry as the run wrote them"),
+    (check_compiler, "the track allows the defaults alone"),
+    (check_data, "run on the track's data, with its --val-tokens"),
+    (check_model, "find what leaked out of the warm-up, and run with the checks in place"),
+    (check_clock, "do this work in a timed phase, or not at all, and run again"),
+)

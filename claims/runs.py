@@ -1,0 +1,153 @@
+"""What a run log tells: a `Run`, its steps, validations, phases, segments and resumes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.errors import LogError as LogError
+
+STOPPED = "last validation at step"  # `Run.unfinished` begins so where a run only ends early
+
+
+class Validation(NamedTuple):
+    step: int
+    loss: float  # nats per token
+    train_time_ms: float | None
+    printed: str  # the loss, its digits as in the log
+
+    @property
+    def exact(self) -> Decimal:
+        return Decimal(self.printed)
+
+
+class Step(NamedTuple):
+    """A training step, counted from 1. Text logs tell neither window nor stage nor skips."""
+
+    step: int
+    train_time_ms: float | None  # of the clock when the step was done
+    window: int | None = None
+    stage: int | None = None
+    skipped: bool = False
+    train_loss: float | None = None
+
+
+class Phase(NamedTuple):
+    name: str
+    timed: bool
+    ms: float
+    t_ms: float  # when it closed
+
+
+class Segment(NamedTuple):
+    """One file of a run. Its header names the hash of the segment before: `previous_sha256`."""
+
+    path: Path
+    sha256: str
+    header: dict[str, Any]
+
+
+class Resume(NamedTuple):
+    from_step: int
+    checkpoint: str | None  # the name of its folder; None for the start of the run
+    differences: list[str]  # of source and settings
+    registry_sha256: str | None
+    repeats: bool  # the process before did not stop at this step: steps were done twice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run as its log tells it. None is what the log does not tell."""
+
+    path: Path  # of the first segment
+    index: int = 0  # which run of the file
+    dialect: str  # jsonl, step or llm.c
+    run_id: str  # of a text log the file's stem, with #index where it holds several runs
+    header: dict[str, Any] = field(default_factory=dict)  # empty for a text log
+    track: str | None = None
+    target: float | None = None
+    seed: int | None = None
+    trial: int | None = None
+    source: str | None = None  # SHA-256 of the source
+    config_sha256: str | None = None
+    gpu_count: int | None = None
+    total_steps: int | None  # as the log declares it
+    validations: list[Validation]
+    steps: list[Step] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)  # of a log of ours
+    env: dict[str, Any] = field(default_factory=dict)
+    peak_mib: float | None = None
+    status: str | None = None  # of the end line
+    started: str | None = None  # ISO 8601
+    unfinished: str | None  # why the run did not go to its end; None if it did
+
+    @property
+    def complete(self) -> bool:
+        return self.unfinished is None
+
+    @property
+    def left_out(self) -> str | None:
+        """Why the run does not count in a claim; None if it does.
+
+        Who does steps twice could keep the better outcome: such a run is shown and not counted.
+        """
+        for resume in self.resumes:
+            if resume.repeats and self.complete:
+                return f"steps after {resume.from_step} were done twice: it did not stop there"
+        return self.unfinished
+
+    @property
+    def counts(self) -> bool:
+        return self.left_out is None
+
+    @property
+    def stopped_early(self) -> bool:
+        """In order, but over before its declared total: usable at a step that it reached."""
+        repeated = any(resume.repeats for resume in self.resumes)
+        return str(self.unfinished).startswith(STOPPED) and not repeated
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        return [(validation.step, validation.loss) for validation in self.validations]
+
+    @property
+    def final_loss(self) -> float | None:
+        return self.validations[-1].loss if self.validations else None
+
+    @property
+    def train_time_ms(self) -> float | None:
+        return self.validations[-1].train_time_ms if self.validations else None
+
+    @property
+    def resumed(self) -> str | None:
+        if not self.resumes:
+            return None
+        steps = ", ".join(str(resume.from_step) for resume in self.resumes)
+        lost = sum(phase.ms for phase in self.phases if phase.name == "lost")
+        return f"resumed at step {steps} ({lost:.0f} ms of lost work on the clock)"
+
+
+def why_unfinished(
+    numbers: Sequence[tuple[int, int | None]], validations: Sequence[Validation]
+) -> str | None:
+    """Why a run did not go to its end; None if it did. `numbers`: step and total of each line."""
+    for (before, total), (step, other) in pairwise(numbers):
+        if step < before or other != total:
+            return f"step {step} of {other} follows step {before} of {total}"
+    for last, validation in pairwise(validations):
+        if validation.step == last.step:
+            return f"two validations at step {last.step}"
+        if (validation.train_time_ms or 0) < (last.train_time_ms or 0):
+            return f"less train time at step {validation.step} than at step {last.step}"
+    if not validations:
+        return "no validation"
+    step, total = numbers[-1]
+    if total is None:
+        return "declares no total number of steps"
+    if validations[-1].step < total:
+        return f"{STOPPED} {validations[-1].step} of {total}"
+    return None if step == total else f"step {step} of {total}"

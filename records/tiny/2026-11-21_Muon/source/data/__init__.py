@@ -1,1 +1,0 @@
-"""Token shards: the file format, the loader, and where tokens come from."""

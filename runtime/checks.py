@@ -1,0 +1,57 @@
+"""Checks on a model and its state: it sees no future, and what was restored is what was there."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.errors import Refused
+
+
+@torch.no_grad()
+def is_causal(
+    stream: Callable[[Tensor], Tensor],
+    parameters: Iterable[Tensor],
+    tokens: Tensor,
+    vocab_size: int,
+) -> bool:
+    """Whether `stream` gives the same for the first half of a row, whatever stands in the second.
+
+    tokens: (1, T). stream: tokens to (1, T, C). Adds noise to the parameters, in place: weights
+    that are zero would hide a leak.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for parameter in parameters:
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter.add_(0.1 * noise)
+    half = tokens.size(1) // 2
+    changed = tokens.clone()
+    changed[:, half:] = (changed[:, half:] + 1) % vocab_size
+    return torch.equal(stream(tokens)[:, :half], stream(changed)[:, :half])
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two values, dicts of them to any depth included, are equal; tensors in every bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return bool(a == b)
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    # As bytes: NaN equals itself, and -0 differs from 0.
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def copy_tensors(given: dict[str, Tensor], into: dict[str, Tensor]) -> None:
+    """Copy tensors by name. Refused, with nothing copied, where names, shapes or dtypes differ."""
+    theirs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in given.items()}
+    ours = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in into.items()}
+    wrong = []
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            wrong.append(f"{name} {theirs.get(name, 'absent')} -> {ours.get(name, 'absent')}")
+    if wrong:
+        raise Refused(f"another model: {'; '.join(wrong[:5])}. Take that model's settings.")
+    for name, tensor in into.items():
+        tensor.copy_(given[name])

@@ -1,0 +1,382 @@
+"""One run: its log, its clock, its checkpoints, and how it ends, whatever ends it."""
+
+import contextlib
+import gc
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from runtime import checkpoint
+from runtime.checkpoint import Snapshot
+from runtime.clock import Clock
+from runtime.errors import Interrupted, LogError, NonFinite, Refused
+from runtime.log import RunLog, source_hash
+from runtime.machine import Machine, peak_mib
+from runtime.resume import Plan, differences
+from runtime.settings import Interval
+from runtime.stop import SAVE, Stop
+
+LAG = 2  # steps by which a GPU's loss is read late; the same on all ranks, so they act alike
+MOST_SKIPS = 20  # in a row; then nothing is learned any more
+SECONDS_BETWEEN_LINES = 1.0
+
+
+class Trainer(Protocol):
+    """What a run needs of what it trains."""
+
+    config: Any  # RunSettings, target and steps
+    machine: Machine
+    guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None
+
+    def header(self, seed: int, trial: int) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...  # copies on rank 0's host: model, optim, data
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def where(self, step: int) -> dict[str, Any]: ...  # shard and token_offset of its batch
+    def mfu(self, tokens_per_s: float) -> float: ...
+
+
+class Run(contextlib.AbstractContextManager):
+    """A run, new or resumed. Leaving it writes how it ended and sets the exit code `code`."""
+
+    def __init__(
+        self, trainer: Trainer, plan: Plan, clock: Clock, stop: Stop, *, source: Path
+    ) -> None:
+        self.trainer, self.plan, self.clock, self.stop = trainer, plan, clock, stop
+        self.steps_done = plan.step
+        self.code = 1
+        self._config, self._machine, self._source = trainer.config, trainer.machine, source
+        self._header: dict[str, Any] = {}
+        self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
+        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history, enabled=False)
+        self._phases_logged = 0
+        self._stepped_at = 0.0  # train time
+        # Steps whose values are on their way from the device: event, values, CUDA event.
+        self._late: list[tuple[dict[str, Any], Tensor, Any]] = []
+        self._said_at = -math.inf
+        self._skips = 0  # in a row; starts at zero after a resume
+        self._failure: NonFinite | None = None
+        self._every = Interval.parse(self._config.checkpoint_every)
+        self._saved_at, self._saved_time = plan.step, time.monotonic()
+        self._save_wanted = False
+        self._folder = Path(self._config.checkpoint_dir, plan.run_id)
+        self._snapshot = Snapshot({}, {}, {})  # as read by rank 0
+        self._last_saved = plan.checkpoint
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future | None = None
+
+    # ---- The beginning
+
+    def __enter__(self) -> "Run":
+        try:
+            self._machine.on_main(self._open)
+            self._load()
+            self._header = self.trainer.header(self.plan.seed, self.plan.trial)
+            self._machine.on_main(self._begin)
+        except BaseException:
+            self._log.close()
+            raise
+        self._log_phases()
+        return self
+
+    def _open(self) -> None:
+        self._log = RunLog(self._config.log_dir, self.plan.run_id, self.plan.history)
+        if self.plan.checkpoint is not None:
+            self._snapshot = checkpoint.load(self.plan.checkpoint)
+
+    def _load(self) -> None:
+        """Give rank 0's checkpoint to all ranks. Refused where it does not fit."""
+        plan, machine = self.plan, self._machine
+        self.clock.begin_run()
+        if plan.history is None:
+            return
+        self.clock.resume_run(plan.clock_ms, lost_ms=plan.history.train_time_ms - plan.clock_ms)
+        if plan.checkpoint is None:
+            return
+        data = machine.on_main(lambda: self._snapshot.state["data"])
+        model = machine.broadcast(self._snapshot.model)
+        optim = machine.broadcast(self._snapshot.optim)
+        self._snapshot = Snapshot({}, {}, {})
+        try:
+            self.trainer.load_state_dict({"model": model, "optim": optim, "data": data})
+            set_random_state(machine, optim)
+        except Exception as error:  # of any kind: a stranger may have written the checkpoint
+            raise Refused(f"checkpoint {plan.checkpoint} does not fit this run: {error}") from error
+
+    def _begin(self) -> None:
+        """Write the first lines, on rank 0."""
+        plan = self.plan
+        if source_hash(self._source) != self._header["source_sha256"]:
+            raise LogError(f"the source in {self._source} was edited since the run started. Start "
+                           f"it again.")  # fmt: skip
+        self._log.store_sources(self._source)
+        if plan.history is None:
+            self._log.begin(self._header)
+            return
+        blocking, others = differences(plan.history.header, self._header)
+        name = plan.checkpoint.name if plan.checkpoint else None
+        resumed = {"from_step": plan.step, "checkpoint": name, "differences": blocking + others}
+        self._log.begin(self._header, resumed)
+        said = [f"run {plan.run_id} resumes after step {plan.step}", *resumed["differences"]]
+        self._machine.say("; ".join(said))
+
+    def _log_phases(self) -> None:
+        for phase in self.clock.phases[self._phases_logged :]:
+            self._log.write("phase", **phase._asdict())
+        self._phases_logged = len(self.clock.phases)
+
+    # ---- Training
+
+    def start_training(self) -> None:
+        """Start the clock."""
+        self.clock.start("train", timed=True)
+        self._stepped_at = self.clock.train_time_ms
+
+    def _stop_training(self) -> None:
+        """Stop the clock and write the steps that are still late."""
+        if self.clock.running:
+            self.clock.stop()
+        self._write_late(wait=True)
+        self._log_phases()
+
+    def settle(self) -> None:
+        """All steps are done: stop the clock. Raises NonFinite if they ended in skips."""
+        self._stop_training()
+        if self._failure is not None:
+            raise self._failure
+
+    @contextlib.contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """An untimed phase. If the clock runs, it stops for it."""
+        training = self.clock.running
+        self._stop_training()
+        with self.clock.phase(name, timed=False):
+            yield
+        self._log_phases()
+        gc.collect()  # off the clock; during steps there is no garbage collection
+        if training:
+            self.start_training()
+
+    def stepped(
+        self, message: Tensor, verdict: Tensor, *, lr_mul: float, window: int, stage: int,
+        tokens: int,
+    ) -> None:  # fmt: skip
+        """Log a step. Its line is written when its loss has arrived: nobody waits for the device.
+
+        message (1 + flags,): mean loss and the flags of `Stop`, summed over ranks. verdict: the
+        guard's. tokens: of all steps so far.
+        """
+        self.steps_done += 1
+        now = self.clock.train_time_ms
+        event = {
+            "step": self.steps_done, "tokens": tokens, "train_time_ms": now,
+            "step_ms": now - self._stepped_at, "lr_mul": lr_mul, "window": window, "stage": stage,
+        }  # fmt: skip
+        self._stepped_at = now
+        values = torch.cat([message.double(), verdict.double()])
+        arrived = None
+        if values.is_cuda:
+            pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._late.append((event, values, arrived))
+        self._write_late()
+
+    def _write_late(self, wait: bool = False) -> None:
+        """Write the steps whose values are here; with `wait` all of them."""
+        while self._late and (wait or self._late[0][2] is None or len(self._late) > LAG):
+            event, values, arrived = self._late.pop(0)
+            if arrived is not None:
+                arrived.synchronize()
+            loss, *flags = values[: SAVE + 2].tolist()
+            wants_to_save = self.stop.hear(flags)
+            # A message that was sent before the last save may still carry the request for it.
+            if wants_to_save and event["step"] > self._saved_at:
+                self._save_wanted = True
+            self._write_step(event, loss, self.trainer.guard.explain(values[SAVE + 2 :]))
+
+    def _write_step(self, event: dict[str, Any], loss: float, skip: Any) -> None:
+        step = event["step"]
+        self._log.write("step", **event, skipped=skip is not None, train_loss=loss)
+        now = time.monotonic()
+        if now - self._said_at > SECONDS_BETWEEN_LINES or step == self._config.steps:
+            self._said_at = now
+            self._machine.say(self._text(event, loss))
+        if skip is None and math.isfinite(loss):
+            self._skips = 0
+            return
+        place = self.trainer.where(step)
+        where = f"(shard {place['shard']}, tokens from {place['token_offset']})"
+        if skip is None:
+            raise NonFinite(f"training loss is {loss} at step {step} {where}")
+        self._log.write("skip", step=step, **skip._asdict(), **place)
+        what = f"{skip.guard}: {skip.tensor or 'loss or norm'} {skip.value:.4g} {where}"
+        self._machine.say(f"warning: step {step} skipped, {what}")
+        self._skips += 1
+        if self._skips >= MOST_SKIPS:
+            many = f"{self._skips} steps were skipped in a row, the last of them {step}, {what}"
+            self._failure = NonFinite(many)
+
+    def _text(self, event: dict[str, Any], loss: float) -> str:
+        step, steps = event["step"], self._config.steps
+        seconds = event["train_time_ms"] / 1000
+        rate = event["tokens"] / seconds
+        return (
+            f"step {step}/{steps} {step / steps:4.0%} | train loss {loss:.4f} | "
+            f"lr x{event['lr_mul']:.3f} | window {event['window']} | {rate:,.0f} tok/s | "
+            f"MFU {self.trainer.mfu(rate):.2f} | {seconds:.1f} s | "
+            f"ETA {seconds / step * (steps - step):.0f} s"
+        )
+
+    def validated(self, step: int, val_loss: float) -> None:
+        """Log and say a validation loss, inside a pause. NonFinite if it is not finite."""
+        steps, train_time = self._config.steps, self.clock.train_time_ms
+        event = {"step": step, "total_steps": steps, "val_loss": val_loss}
+        self._log.write("val", **event, train_time_ms=train_time)
+        said = f"step {step}/{steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s"
+        self._machine.say(said)
+        if not math.isfinite(val_loss):
+            raise NonFinite(f"validation loss is {val_loss} at step {step}")
+
+    # ---- Checkpoints
+
+    def must_save(self) -> bool:
+        """Whether to save after this step: the same on all ranks."""
+        minutes = (time.monotonic() - self._saved_time) / 60
+        if self._machine.is_main and 0 < self._every.minutes <= minutes:
+            self.stop.ask_to_save()  # all ranks hear it with a later step
+        every = self._every.steps
+        due = every > 0 and self.steps_done // every > self._saved_at // every
+        ends = self.stop.number is not None or self._failure is not None
+        return due or ends or self._save_wanted
+
+    def save(self) -> None:
+        """Copy the run to the host, on the clock; a thread writes the checkpoint.
+
+        Then raises what ends the run, if anything does: NonFinite or Interrupted.
+        """
+        self._stop_training()
+        with self.clock.phase("checkpoint", timed=True):
+            state = self._take()
+        self._log_phases()
+        self._submit(state)
+        if self._failure is not None:
+            raise self._failure
+        if self.stop.number is not None:
+            raise Interrupted(self.stop.number)
+        self.start_training()
+
+    def _take(self) -> dict[str, Any]:
+        """The trainer's state and each rank's random generators, on the host of rank 0."""
+        state = self.trainer.state_dict()
+        for states in self._machine.gather(random_state(self._machine)):
+            state["optim"] |= states
+        return state
+
+    def _submit(self, taken: dict[str, Any]) -> None:
+        """Write the checkpoint in the background; one that still waits gives way to it."""
+        self._saved_at, self._saved_time = self.steps_done, time.monotonic()
+        self._save_wanted = False
+        self.stop.ask_to_save(False)
+        if not self._machine.is_main:
+            return
+        state = {
+            "run_id": self.plan.run_id, "step": self.steps_done,
+            "clock_ms": self.clock.train_time_ms, "segment": self._log.segment,
+            "log_bytes": self._log.size, "header": self._header, "data": taken["data"],
+        }  # fmt: skip
+        if self._writing is not None:
+            self._writing.cancel()
+        snapshot = Snapshot(taken["model"], taken["optim"], state)
+        self._writing = self._executor.submit(self._write_checkpoint, snapshot)
+
+    def _write_checkpoint(self, snapshot: Snapshot) -> None:
+        try:
+            for name, weight in snapshot.model.items():
+                if not weight.isfinite().all():
+                    raise ValueError(f"{name} is not finite, and older checkpoints are worth more")
+            self._last_saved = checkpoint.save(self._folder, snapshot)
+        except Exception as error:  # of any kind: nobody else hears of it in this thread
+            kept = f"the last one is {self._last_saved}" if self._last_saved else "there is none"
+            self._machine.say(
+                f"warning: the checkpoint of step {snapshot.state['step']} could not be written to "
+                f"{self._folder}: {getattr(error, 'strerror', None) or error}; {kept}. "
+                f"Free some space, or give another --checkpoint-dir."
+            )
+
+    # ---- The end
+
+    def finish(self, val_loss: float) -> None:
+        """The run is done: say whether it reached its target, and keep its model if asked to."""
+        target = self._config.target
+        reached = val_loss <= target
+        self._end = {"status": "done", "val_loss": val_loss, "reached": reached}
+        if self._config.keep_model:
+            self._submit(self._take())
+        self._machine.say(
+            f"target {target} {'reached' if reached else 'missed'}: val_loss {val_loss:.4f} at "
+            f"step {self.steps_done} in {self.clock.train_time_ms / 1000:.1f} s "
+            f"(log {self._log.path})"
+        )
+        self.code = 0
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if self.clock.running:
+            self.clock.stop(wait=False)
+        self._log_phases()
+        self._executor.shutdown()  # waits until the last checkpoint is written
+        if error is not None:
+            self._explain(error)
+        end = {"steps": self.steps_done, "train_time_ms": self.clock.train_time_ms}
+        self._log.finish(self._end | end | {"peak_mib": peak_mib(self._machine)})
+        if self._end["status"] == "done" and self._machine.is_main:
+            self._clear()
+        return self._end["status"] in ("nonfinite", "interrupted")
+
+    def _explain(self, error: BaseException) -> None:
+        """Say what ended the run, and how to go on."""
+        place = f"nothing was saved (log {self._log.path})"
+        if self._last_saved is not None:
+            place = f"saved in {self._last_saved}, go on with --resume auto (log {self._log.path})"
+        if isinstance(error, NonFinite):
+            self._end["status"], self.code = "nonfinite", error.code
+            self._machine.say(f"error: {error}; stopped, {place}. Lower the learning rates, or use "
+                              f"--dtype float32.")  # fmt: skip
+        elif isinstance(error, Interrupted):
+            self._end["status"], self.code = "interrupted", error.code
+            self._machine.say(f"interrupted after step {self.steps_done}, {place}")
+        else:
+            self._end = {"status": "error", "val_loss": None, "reached": None}
+            self._machine.say(f"broke off in step {self.steps_done + 1}, {place}")
+
+    def _clear(self) -> None:
+        """Remove the checkpoints of a run that is done, but for the last if it is to be kept."""
+        if not self._config.keep_model:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        for path in checkpoint.checkpoints(self._folder):
+            if path != self._last_saved:
+                checkpoint.remove(path)
+
+
+def random_state(machine: Machine) -> dict[str, Tensor]:
+    """The states of this rank's torch generators, by names that hold the rank."""
+    states = {f"random.{machine.rank}.cpu": torch.get_rng_state()}
+    if machine.device.type == "cuda":
+        states[f"random.{machine.rank}.cuda"] = torch.cuda.get_rng_state(machine.device)
+    return states
+
+
+def set_random_state(machine: Machine, saved: dict[str, Tensor]) -> None:
+    """Restore this rank's generators. A rank that the checkpoint does not know keeps its own."""
+    for name in random_state(machine).keys() & saved.keys():
+        if name.endswith("cpu"):
+            torch.set_rng_state(saved[name])
+        else:
+            torch.cuda.set_rng_state(saved[name], machine.device)

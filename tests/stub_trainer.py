@@ -1,0 +1,253 @@
+"""A trainer of eight numbers: everything that `runtime` asks of a trainer, without a model."""
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from runtime import run as runs
+from runtime import stop
+from runtime.clock import Clock
+from runtime.log import config_hash, source_hash
+from runtime.machine import Machine
+from runtime.resume import plan_runs
+from runtime.run import Run
+from runtime.settings import RunSettings, setting
+from runtime.stop import Stop
+
+STEPS = 10
+
+
+@dataclass(frozen=True)
+class Config(RunSettings):
+    track: str = setting("tiny", "track")
+    target: float = setting(1.0, "target")
+    steps: int = setting(STEPS, "steps")
+    lr: float = setting(0.1, "learning rate")
+
+
+class Skip(NamedTuple):
+    guard: str
+    value: float
+    tensor: str | None
+
+
+class Guard:
+    """Skips steps whose loss is infinite; a NaN passes."""
+
+    def explain(self, verdict: torch.Tensor) -> Skip | None:
+        return Skip("nonfinite", math.inf, "weights") if verdict.item() else None
+
+    def report(self) -> dict:
+        return {}
+
+
+Hook = Callable[["StubTrainer", int], object]
+
+
+@dataclass
+class StubTrainer:
+    """Descends towards 1 with noise from torch's generator. `at[step]` is called in that step."""
+
+    config: Config
+    source: Path
+    at: dict[int | str, Hook] = field(default_factory=dict)
+    save_every: int = 1  # steps after which no gradients are pending
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(torch.device("cpu"))
+        self.guard = Guard()
+        self.reset(0)
+
+    def reset(self, seed: int) -> None:
+        self.weights, self.momentum = torch.full((8,), float(seed)), torch.zeros(8)
+        self.position = 0
+        self.spoil = 0.0  # added to the next loss
+
+    def header(self, seed: int, trial: int) -> dict:
+        config = asdict(self.config)
+        return {
+            "track": self.config.track, "target": self.config.target, "seed": seed, "trial": trial,
+            "claim": None, "config": config, "config_sha256": config_hash(config),
+            "source_sha256": source_hash(self.source), "world_size": 1, "micro_batch": 4,
+            "grad_accum": 1, "checks": {}, "data": {"train_sha256": "t", "val_sha256": "v"},
+            "env": {"gpu_count": 0, "torch": torch.__version__},
+        }  # fmt: skip
+
+    def state_dict(self) -> dict:
+        return {
+            "model": {"weights": self.weights.clone()},
+            "optim": {"weights.momentum": self.momentum.clone()},
+            "data": {"position": self.position},
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        self.weights.copy_(state["model"]["weights"])
+        self.momentum.copy_(state["optim"]["weights.momentum"])
+        self.position = state["data"]["position"]
+
+    def where(self, step: int) -> dict:
+        return {"shard": "shard_0", "token_offset": 4 * step}
+
+    def mfu(self, tokens_per_s: float) -> float:
+        return 0.5
+
+    def gradients(self, step: int, flags: torch.Tensor) -> torch.Tensor:
+        assert step == self.position, "the data go on where the steps do"
+        self.position += 1
+        noise = torch.randn(8)
+        self.gradient = self.weights - 1 + 0.1 * noise
+        loss = (self.weights - 1).square().mean() + self.spoil
+        self.spoil = 0.0
+        return torch.cat([loss.view(1), flags])
+
+    def update(self, loss: torch.Tensor) -> torch.Tensor:
+        if loss != math.inf:
+            self.momentum.mul_(0.9).add_(self.gradient)
+            self.weights -= self.config.lr * self.momentum
+        return torch.tensor([float(loss == math.inf)], dtype=torch.float64)
+
+    def validate(self, step: int) -> float:
+        self.act(f"validate {step}", step)
+        return (self.weights - 1).square().mean().item()
+
+    def act(self, key: int | str, step: int) -> None:
+        if key in self.at:
+            self.at.pop(key)(self, step)
+
+    def train(self, run: Run) -> float:
+        self.run = run
+        run.start_training()
+        for step in range(run.steps_done, self.config.steps):
+            if step % 5 == 0:
+                self.evaluate(run, step)
+            self.act(step + 1, step)
+            message = self.gradients(step, run.stop.flags())
+            verdict = self.update(message[0])
+            run.stepped(message, verdict, lr_mul=1.0, window=8, stage=0, tokens=4 * (step + 1))
+            if (step + 1) % self.save_every == 0 and run.must_save():
+                run.save()
+        run.settle()
+        return self.evaluate(run, self.config.steps)
+
+    def evaluate(self, run: Run, step: int) -> float:
+        with run.pause("validate"):
+            val_loss = self.validate(step)
+            run.validated(step, val_loss)
+        return val_loss
+
+
+def make_runs(trainer: StubTrainer) -> int:
+    """All runs that are left to make, as train_gpt.py makes them; returns the exit code."""
+    clock = Clock()
+    with clock.phase("setup", timed=False):
+        plans = plan_runs(trainer)
+    with Stop(trainer.machine.device) as stopping:
+        for plan in plans:
+            torch.manual_seed(plan.seed)
+            trainer.reset(plan.seed)
+            with Run(trainer, plan, clock, stopping, source=trainer.source) as run:
+                run.finish(trainer.train(run))
+            if run.code:
+                return run.code
+    return 0
+
+
+def trainer_in(
+    folder: Path, at: dict[int | str, Hook] | None = None, **changed: object
+) -> StubTrainer:
+    """A trainer whose source, logs and checkpoints are in this folder."""
+    source = folder / "source"
+    source.mkdir(parents=True, exist_ok=True)
+    (source / "train_gpt.py").write_text("# eight numbers\n")
+    settings = {"log_dir": str(folder), "checkpoint_dir": str(folder / "checkpoints")}
+    every = {"save_every": changed.pop("save_every", 1)}
+    return StubTrainer(Config(**settings | changed), source, dict(at or {}), **every)
+
+
+def run(folder: Path, at: dict[int | str, Hook] | None = None, **changed: object) -> int:
+    """Make the runs in a folder; returns the exit code, with all signal handlers as before."""
+    before = {number: signal.getsignal(number) for number in stop._heard()}
+    quick = SimpleNamespace(collect=lambda: 0)  # a process that tests run in has much garbage
+    try:
+        with mock.patch.object(runs, "gc", quick):
+            return make_runs(trainer_in(folder, at, **changed))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def signalled(*numbers: int) -> Hook:
+    """A hook: this process gets the signals, and the hook returns when they have been heard."""
+
+    def act(trainer: StubTrainer, step: int) -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        time.sleep(0.05)
+
+    return act
+
+
+def kill(folder: Path, moment: int | str, **changed: object) -> None:
+    """A run that SIGKILL ends at this step, in a process of its own, once what it saved is there.
+    """
+
+    def die(trainer: StubTrainer, step: int) -> None:
+        if trainer.run._writing is not None:
+            trainer.run._writing.result()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(lambda: run(folder, {moment: die}, **changed)) == -signal.SIGKILL
+
+
+def in_child(function: Callable[[], int]) -> int:
+    """The exit code of a forked process that calls it; minus the signal that ended it."""
+    pid = os.fork()
+    if not pid:
+        code = 99
+        try:
+            code = function()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---- Reading what a run left
+
+
+def logs_of(folder: Path) -> list[Path]:
+    """The segments of all runs, each run's in order."""
+    found = [path for path in folder.glob("*.jsonl") if path.name != "registry.jsonl"]
+    return sorted(found, key=lambda path: (path.name.split(".")[0], len(path.name), path.name))
+
+
+def read_events(*paths: Path, kind: str | None = None) -> list[dict]:
+    events = []
+    for path in paths:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.endswith(b"}")]
+        events += [json.loads(line) for line in lines]
+    return [event for event in events if kind in (None, event["event"])]
+
+
+def losses_of(*segments: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Training and validation losses by step: a later segment supersedes steps after its start."""
+    trained: dict[int, float] = {}
+    validated: dict[int, float] = {}
+    for path in segments:
+        after = read_events(path)[0].get("after_step", 0)
+        trained = {step: loss for step, loss in trained.items() if step <= after}
+        validated = {step: loss for step, loss in validated.items() if step < after}
+        for event in read_events(path, kind="step"):
+            assert event["step"] == len(trained) + 1, "steps in order"
+            trained[event["step"]] = event["train_loss"]
+        validated |= {each["step"]: each["val_loss"] for each in read_events(path, kind="val")}
+    return trained, validated

@@ -1,0 +1,173 @@
+"""Records, logs and registries of strangers: no path out, nothing unbounded, no way to steer."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_run
+from small_record import register
+
+from claims.evidence import read_evidence
+from claims.pages import readme
+from claims.runlog import MAX_BYTES, read_run
+from runtime.claim import read_claim
+from runtime.errors import ClaimError
+from runtime.registry import read_registry
+from scripts import record
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "records"
+NAME = "2026-11-21_Record42"
+STEERING = "\x1b[2J\x1b]0;owned\x07\r\u202e"  # clears a terminal, names it, turns text around
+
+
+@pytest.fixture
+def stranger(tmp_path):
+    """A record of two runs among records of its own, as a stranger may send one."""
+    shutil.copytree(RECORDS / "sources", tmp_path / "sources")
+    folder = shutil.copytree(RECORDS / "tiny" / NAME, tmp_path / "tiny" / NAME)
+    for log in sorted((folder / "runs").glob("2*.jsonl"))[2:]:
+        log.unlink()
+    return folder
+
+
+def tool(name: str, *words: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def change_claim(folder: Path, **changed: Any) -> None:
+    path = folder / "claim.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def edit_log(log: Path, event: str, **changed: Any) -> None:
+    """Change fields of the last event of a kind."""
+    events = small_run.read_events(log)
+    [found for found in events if found["event"] == event][-1].update(changed)
+    log.write_text("".join(json.dumps(found) + "\n" for found in events))
+
+
+def test_nothing_is_written_through_a_link_in_a_record(stranger, tmp_path, capsys):
+    victim = tmp_path / "victim"
+    for name in ("README.md", "record.json", "runs/registry_2.jsonl", "NOTES.md"):
+        path = stranger / name
+        kept = path.rename(tmp_path / "kept") if path.exists() else None
+        path.symlink_to(victim)
+        for existing in (False, True):
+            if existing:
+                victim.write_text("precious")
+            assert record.main(["make", str(stranger), str(RECORDS / "tiny" / NAME / "runs")]) == 2
+            assert f"{path} is a link or no regular file" in capsys.readouterr().err
+            assert not victim.exists() or victim.read_text() == "precious"
+        for link in (path, victim):
+            link.unlink()
+        if kept:
+            kept.rename(path)
+
+
+def test_a_pipe_in_a_record_is_refused_and_nobody_waits_for_it(stranger):
+    (stranger / "README.md").unlink()
+    os.mkfifo(stranger / "README.md")
+    done = tool("record.py", "make", stranger)
+    assert (done.returncode, "README.md is a link or no regular file" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["LOG", "registry.jsonl"])
+def test_no_file_from_outside_a_log_folder_gets_into_a_record(name, stranger, tmp_path, capsys):
+    logs = tmp_path / "logs"
+    (stranger / "runs").rename(logs)
+    path = logs / name.replace("LOG", min(found.name for found in logs.glob("2*.jsonl")))
+    path.symlink_to(path.rename(tmp_path / "private"))
+    assert record.main(["make", str(stranger), str(logs)]) == 2
+    assert "is a link: put the file itself there" in capsys.readouterr().err
+    private = (tmp_path / "private").read_bytes()
+    assert private not in [file.read_bytes() for file in stranger.rglob("*") if file.is_file()]
+
+
+@pytest.mark.parametrize(("field", "value", "rule"), [
+    ("source_sha256", "../../elsewhere", "64 hexadecimal digits"),
+    ("config_sha256", STEERING, "64 hexadecimal digits"),
+    ("target", float("nan"), "must lie between"), ("target", 10**400, "must lie between"),
+    ("alpha", float("inf"), "must lie between"), ("about", "x" * 2**20, "bytes"),
+], ids=range(6))
+def test_a_claim_that_names_a_path_or_a_number_out_of_this_world_is_refused(
+    field, value, rule, stranger
+):
+    change_claim(stranger, **{field: value})
+    with pytest.raises(ClaimError, match=rule):
+        read_claim(stranger / "claim.json")
+
+
+def test_logs_and_registries_of_huge_size_are_refused_unread(tmp_path):
+    for name, size, read in (("a.jsonl", MAX_BYTES + 1, read_run),
+                             ("registry.jsonl", 2**40, read_registry)):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(size)  # takes no room on the disk
+        with pytest.raises(ValueError, match=f"{name} has .*bytes"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("run_id", ["../../elsewhere", "/absolute", "sub/name", "..", ""])
+def test_a_run_id_that_is_no_file_name_is_refused_wherever_a_registry_is_read(run_id, tmp_path):
+    register(tmp_path / "registry.jsonl", "start", run_id=run_id)
+    with pytest.raises(ValueError, match="is no file name"):
+        read_registry(tmp_path / "registry.jsonl")
+
+
+def test_no_log_record_or_file_name_steers_the_terminal(stranger):
+    first, second = sorted((stranger / "runs").glob("2*.jsonl"))
+    header = small_run.read_events(first)[0]
+    edit_log(first, "header", claim=STEERING, checks={"causality": STEERING},
+             env=header["env"] | {"torch": STEERING, "compile_flags": [STEERING]},
+             data=header["data"] | {"val_sha256": STEERING})
+    (stranger / f"{STEERING}.txt").write_text("x")
+    second.rename(second.with_name(f"{STEERING}.jsonl"))
+    for words in (["record.py", "verify", stranger], ["significance.py", stranger / "runs"],
+                  ["compare.py", stranger / "runs", stranger / f"{STEERING}.txt"]):
+        done = tool(*words)
+        said = done.stdout + done.stderr
+        assert "Traceback" not in said, said
+        assert all(char.isprintable() or char == "\n" for char in said), said
+        assert r"\x1b[2J" in said
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, 10**400, [], True], ids=repr)
+def test_a_number_of_any_shape_in_claim_or_log_ends_in_a_sentence(value, stranger, capsys):
+    first, second = sorted((stranger / "runs").glob("2*.jsonl"))
+    claim = json.loads((stranger / "claim.json").read_text())
+    change_claim(stranger, config=claim["config"] | {"batch_tokens": value})
+    assert record.main(["verify", str(stranger)]) == 2
+    assert "config must say how many steps of how many tokens" in capsys.readouterr().err
+    change_claim(stranger, config=claim["config"])
+    edit_log(first, "header", data=small_run.read_events(first)[0]["data"] | {"val_tokens": value})
+    edit_log(second, "val", total_steps=value)
+    assert record.main(["verify", str(stranger)]) == 1
+    said = capsys.readouterr().out
+    assert "val_tokens in the header is missing" in said
+    assert "total_steps must be an integer" in said
+
+
+def test_a_command_in_a_page_is_one_command_whatever_the_claim_says(stranger):
+    evidence = read_evidence(stranger.rename(stranger.with_name("x; touch owned")))
+    assert len(evidence.complete) == 2
+    flags = ["--steps", "300; touch owned", "$(touch owned)\ntouch owned"]
+    evidence.claim.flags[:] = flags
+    words = shlex.split(readme(evidence).split("```")[1])
+    assert words[: 2 + len(flags)] == ["python", "train_gpt.py", *flags]
+    assert words[-1] == "records/tiny/x; touch owned"
+
+
+def test_a_page_made_of_hostile_values_has_no_html_and_no_link_of_theirs(stranger):
+    evidence = read_evidence(stranger)
+    hostile = "`|<img src=x>](http://x) <!--"
+    for run in evidence.runs:
+        run.env["cpu"] = hostile
+    page = readme(evidence)
+    assert "| `'\\|<img src=x>](http://x) <!--` |" in page  # as code it is only shown

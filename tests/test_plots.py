@@ -1,0 +1,81 @@
+"""The picture of a track: it shows what the logs say, and comes out the same every time."""
+
+import statistics
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from small_record import make_claim, write_record
+
+from claims.plots import POINTS, draw_losses, loss_curves, plot_losses
+from claims.runlog import read_all
+from claims.runs import Run, Step
+from runtime.errors import Refused
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> list[Run]:
+    losses = [3.0, 3.1, 3.2, 3.3, 3.4]
+    folder = write_record(tmp_path_factory.mktemp("records"), make_claim(n=5), losses)
+    return read_all([folder / "runs"])[0]
+
+
+def trained(run: Run, losses: list[float | None]) -> Run:
+    """The run as if it had these training losses."""
+    steps = [Step(step, 2.0 * step, None, None, False, loss) for step, loss in enumerate(losses, 1)]
+    return replace(run, steps=steps, validations=run.validations[-1:])
+
+
+def test_a_curve_is_the_running_mean_of_the_training_losses(runs):
+    generator = np.random.default_rng(0)
+    losses = [[*generator.normal(3, 1, 100)] for _ in runs]
+    _, curves = loss_curves([trained(run, row) for run, row in zip(runs, losses, strict=True)])
+    for at in (0, 3, 50, 99):
+        means = [statistics.fmean(values[max(0, at - 5) : at + 5]) for values in losses]
+        assert curves[:, at] == pytest.approx(means)
+
+
+def test_only_steps_whose_loss_every_run_knows_are_shown(runs):
+    series = ([3.0, None, 3.0, 3.0], [3.0, 3.0, 3.0, None])
+    steps, _ = loss_curves([trained(run, row) for run, row in zip(runs, series, strict=False)])
+    assert [*steps] == [1, 3]
+
+
+def test_a_long_curve_is_thinned_but_keeps_its_ends(runs):
+    steps, losses = loss_curves([trained(runs[0], [3.0] * 5000)])
+    assert (steps[0], steps[-1], len(steps)) == (1, 5000, POINTS)
+    assert losses == pytest.approx(3.0)
+
+
+def test_the_picture_holds_target_band_and_last_validations(runs):
+    axes = Figure().subplots()
+    flat = [trained(run, [run.final_loss] * 12) for run in runs]
+    draw_losses(axes, {"A": flat}, 0.1)
+    bottom, top = axes.get_ylim()
+    assert bottom < 0.1 < 3.4 < top
+    (last,), (loss,) = axes.lines[1].get_data()
+    assert (last, loss) == (12, pytest.approx(3.2))
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((3.02, 3.38))  # 5 % of four gaps
+
+
+def test_drawing_again_changes_nothing_whatever_the_users_settings(tmp_path, runs):
+    path = tmp_path / "losses.svg"
+    plot_losses({"A$_1$": runs, "B": runs[:2]}, 3.28, path)
+    before = path.read_bytes()
+    nodes = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+    words = {"".join(node.itertext()) for node in nodes}
+    assert {"A$_1$, 5 runs", "B, 2 runs", "target 3.28", "step"} <= words
+    with rc_context({"font.size": 20, "svg.hashsalt": None, "axes.facecolor": "red"}):
+        plot_losses({"A$_1$": runs, "B": runs[:2]}, 3.28, path)
+    assert path.read_bytes() == before
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path, runs):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(Refused, match=r"pip install -r requirements-dev\.txt"):
+        plot_losses({"A": runs}, 3.28, tmp_path / "x.svg")

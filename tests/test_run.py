@@ -1,0 +1,328 @@
+"""One run, with a trainer of eight numbers: what it logs, says and saves, and how it ends."""
+
+import math
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import stub_trainer
+import torch
+from stub_trainer import STEPS, in_child, logs_of, read_events, run, signalled, trainer_in
+
+from runtime import checkpoint, stop
+from runtime import run as runs
+from runtime.checkpoint import checkpoints
+from runtime.errors import Interrupted, Refused
+
+
+def events(folder, kind=None):
+    return read_events(*logs_of(folder), kind=kind)
+
+
+def saved_in(folder):
+    found = [path for each in folder.glob("checkpoints/*") for path in checkpoints(each)]
+    return [int(path.name[5:]) for path in found]
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    """Signal handlers as they were."""
+    before = {number: signal.getsignal(number) for number in (1, 2, 15)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+# ---- Lines
+
+
+def test_a_run_logs_header_phases_steps_validations_and_its_end(tmp_path, capsys):
+    assert run(tmp_path) == 0
+    found = events(tmp_path)
+    assert (found[0]["event"], found[0]["schema"]) == ("header", 2)
+    assert (found[1]["name"], found[1]["timed"]) == ("setup", False)
+    assert [each["step"] for each in found if each["event"] == "step"] == [*range(1, STEPS + 1)]
+    assert [each["step"] for each in found if each["event"] == "val"] == [0, 5, 10]
+    end = found[-1]
+    assert (end["event"], end["status"], end["steps"], end["reached"]) == ("end", "done", 10, True)
+    assert end["val_loss"] == events(tmp_path, "val")[-1]["val_loss"]
+    assert end["peak_mib"] > 10
+    last = capsys.readouterr().out.splitlines()[-1]
+    (log,) = logs_of(tmp_path)
+    seconds = f"{end['train_time_ms'] / 1000:.1f}"
+    assert last == (f"target 1.0 reached: val_loss {end['val_loss']:.4f} at step 10 in {seconds} s "
+                    f"(log {log})")  # fmt: skip
+
+
+def test_timed_phases_sum_up_to_the_train_time_and_times_never_fall(tmp_path):
+    run(tmp_path, checkpoint_every="3")
+    found = events(tmp_path)
+    charged = sum(each["ms"] for each in found if each.get("timed"))
+    assert charged == pytest.approx(found[-1]["train_time_ms"], rel=1e-9)
+    times = [each["train_time_ms"] for each in found if "train_time_ms" in each]
+    assert times == sorted(times)
+    phases = {each["name"]: each["timed"] for each in found if each["event"] == "phase"}
+    assert phases == {"setup": False, "train": True, "validate": False, "checkpoint": True}
+
+
+def test_losses_on_a_gpu_are_read_two_steps_late(tmp_path, monkeypatch):
+    """A stand-in for a GPU: values that arrive when somebody waits for them."""
+    waited = []
+
+    class Event:
+        def record(self):
+            pass
+
+        def synchronize(self):
+            waited.append(True)
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty_like", lambda values, **_: torch.zeros(values.shape).double())
+    monkeypatch.setattr(torch, "cat", lambda parts: torch.concat(parts).as_subclass(OnGpu))
+    written = []
+
+    def look(trainer, step):
+        written.append((step, len(events(tmp_path, "step"))))
+
+    assert run(tmp_path, dict.fromkeys((4, 5, 6, 8), look)) == 0
+    # Before step 6 (5 are done) the clock stopped for a validation, so all lines were written.
+    assert written == [(3, 1), (4, 2), (5, 5), (7, 5)]
+    assert len(events(tmp_path, "step")) == len(waited) == STEPS
+
+
+# ---- Bad steps
+
+
+def spoil(*steps, by=math.inf):
+    def act(trainer, step):
+        trainer.spoil = by
+
+    return dict.fromkeys(steps, act)
+
+
+def test_a_skipped_step_is_told_with_its_shard_and_tokens(tmp_path, capsys):
+    assert run(tmp_path, spoil(4)) == 0
+    (skip,) = events(tmp_path, "skip")
+    assert (skip["step"], skip["guard"], skip["value"]) == (4, "nonfinite", "inf")
+    assert (skip["tensor"], skip["shard"], skip["token_offset"]) == ("weights", "shard_0", 16)
+    assert "step 4 skipped, nonfinite: weights inf (shard shard_0" in capsys.readouterr().out
+    assert [each["skipped"] for each in events(tmp_path, "step")].count(True) == 1
+
+
+def test_skips_in_a_row_end_the_run_after_saving_and_it_can_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runs, "MOST_SKIPS", 3)
+    assert run(tmp_path, spoil(2, 3, 5, 6, 7), save_every=2) == 3
+    assert "3 steps were skipped in a row, the last of them 7" in capsys.readouterr().out
+    assert events(tmp_path, "end")[0]["status"] == "nonfinite"
+    assert saved_in(tmp_path) == [8]
+    assert run(tmp_path, resume="auto") == 0
+
+
+def test_a_loss_that_is_not_finite_in_a_step_that_was_taken_ends_the_run(tmp_path, capsys):
+    assert run(tmp_path, spoil(4, by=math.nan), checkpoint_every="2") == 3
+    out = capsys.readouterr().out
+    assert "training loss is nan at step 4 (shard shard_0, tokens from 16)" in out
+    assert "step_000002, go on with --resume auto" in out
+    assert events(tmp_path, "step")[-1]["train_loss"] == "nan"
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(stub_trainer.StubTrainer, "validate", lambda *_: math.inf)
+    assert run(tmp_path) == 3
+    assert events(tmp_path, "end")[0]["status"] == "nonfinite"
+
+
+def test_an_error_in_the_code_is_logged_and_keeps_its_traceback(tmp_path, capsys):
+    def fail(trainer, step):
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, {4: fail})
+    assert events(tmp_path, "end")[0]["status"] == "error"
+    assert "broke off in step 4, nothing was saved" in capsys.readouterr().out
+
+
+# ---- When to save
+
+
+def saved_steps(folder, monkeypatch, **changed):
+    """The steps at which a run is saved."""
+    steps, submit = [], runs.Run._submit
+
+    def noting(self, taken):
+        steps.append(self.steps_done)
+        submit(self, taken)
+
+    monkeypatch.setattr(runs.Run, "_submit", noting)
+    assert run(folder, **changed) == 0
+    return steps
+
+
+@pytest.mark.parametrize(("every", "save_every", "steps"), [
+    ("0", 2, []), ("4", 2, [4, 8]), ("5", 2, [6, 10]), ("1", 1, [*range(1, 11)]), ("7", 3, [9]),
+    ("500", 2, []),
+])  # fmt: skip
+def test_a_run_is_saved_every_so_many_steps_where_no_gradients_are_pending(
+    every, save_every, steps, tmp_path, monkeypatch
+):
+    found = saved_steps(tmp_path, monkeypatch, checkpoint_every=every, save_every=save_every)
+    assert found == steps
+
+
+@pytest.mark.parametrize(("every", "steps"), [("1m", [3, 6, 9]), ("3m", [7]), ("0m", [])])
+def test_a_run_is_saved_every_so_many_minutes(every, steps, tmp_path, monkeypatch):
+    """A step takes half a minute here. All ranks hear of the time with the step after it."""
+    clock, stepped = SimpleNamespace(now=0.0), runs.Run.stepped
+
+    def half_a_minute(self, *arguments, **named):
+        clock.now += 30
+        return stepped(self, *arguments, **named)
+
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(runs.Run, "stepped", half_a_minute)
+    assert saved_steps(tmp_path, monkeypatch, checkpoint_every=every) == steps
+
+
+def test_a_slow_disk_holds_no_step_up_and_what_waits_gives_way_to_the_newer(tmp_path, monkeypatch):
+    go, begun, save = threading.Event(), [], checkpoint.save
+
+    def slow(folder, snapshot):
+        begun.append(snapshot.state["step"])
+        assert go.wait(60)
+        return save(folder, snapshot)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+
+    def wait_until_begun(trainer, step):
+        while not begun:
+            time.sleep(0.001)
+
+    def let_go(trainer, step):
+        assert begun == [1], "nine steps were done meanwhile"
+        go.set()
+
+    hooks = {2: wait_until_begun, "validate 10": let_go}
+    assert run(tmp_path, hooks, checkpoint_every="1", keep_model=True) == 0
+    assert (begun[0], begun[-1], len(begun) <= 3) == (1, 10, True)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
+    tmp_path, monkeypatch, capsys
+):
+    save = checkpoint.save
+
+    def full_at_4(folder, snapshot):
+        if snapshot.state["step"] == 4:
+            raise OSError(28, "No space left on device")
+        return save(folder, snapshot)
+
+    monkeypatch.setattr(checkpoint, "save", full_at_4)
+
+    def wait(trainer, step):
+        trainer.run._writing.result()
+
+    assert run(tmp_path, {5: wait, 3: wait}, checkpoint_every="2") == 0
+    out = capsys.readouterr().out
+    assert "step 4 could not be written" in out
+    assert "No space left on device; the last one is" in out
+    assert "--checkpoint-dir" in out
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path, capsys):
+    def ruin(trainer, step):
+        trainer.weights[0] = math.nan
+        trainer.spoil = 1.0
+
+    assert run(tmp_path, {4: ruin}, checkpoint_every="2", save_every=2) == 3
+    assert saved_in(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(True, [10]), (False, [])])
+def test_a_run_that_is_done_keeps_its_last_checkpoint_only_if_told(keep, left, tmp_path):
+    run(tmp_path, checkpoint_every="3", keep_model=keep)
+    assert saved_in(tmp_path) == left
+    assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
+
+
+# ---- Before the first step
+
+
+@pytest.mark.parametrize("flag", ["log_dir", "checkpoint_dir"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_run(flag, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match=f"--{flag.replace('_', '-')} .*Not a directory"):
+        run(tmp_path, **{flag: str(tmp_path / "file" / "folder")})
+    assert logs_of(tmp_path) == []
+
+
+def test_a_source_that_was_edited_while_the_run_got_ready_is_refused_and_leaves_no_log(tmp_path):
+    trainer = trainer_in(tmp_path)
+    header = trainer.header(0, 0)
+    trainer.header = lambda seed, trial: header
+    (trainer.source / "train_gpt.py").write_text("# nine numbers\n")
+    with pytest.raises(Refused, match="was edited since the run started"):
+        stub_trainer.make_runs(trainer)
+    assert logs_of(tmp_path) == []
+
+
+# ---- Signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143),
+                                              (signal.SIGHUP, 143)])  # fmt: skip
+def test_a_signal_saves_the_run_and_ends_it(number, code, tmp_path, capsys):
+    assert run(tmp_path, {4: signalled(number)}, save_every=3) == code
+    assert saved_in(tmp_path) == [6]
+    assert events(tmp_path, "end")[0]["status"] == "interrupted"
+    assert "interrupted after step 6, saved in " in capsys.readouterr().out
+
+
+def test_a_hangup_that_is_ignored_as_under_nohup_ends_nothing(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert run(tmp_path, {4: signalled(signal.SIGHUP)}) == 0
+
+
+def test_a_signal_that_comes_again_at_once_is_the_same_one(tmp_path):
+    """A launcher passes on what the terminal has sent to all processes."""
+    assert run(tmp_path, {4: signalled(signal.SIGINT, signal.SIGTERM)}) == 130
+    assert saved_in(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_process_that_hangs(number, tmp_path, monkeypatch):
+    """The main thread waits in a lock, as it would for a rank that never comes."""
+    monkeypatch.setattr(stop, "ECHO_SECONDS", 0.1)
+
+    def hang(trainer, step):
+        def insist():
+            for _ in range(2):
+                os.kill(os.getpid(), number)
+                time.sleep(0.3)
+
+        threading.Thread(target=insist, daemon=True).start()
+        threading.Semaphore(0).acquire(timeout=60)
+
+    begun = time.monotonic()
+    assert in_child(lambda: run(tmp_path, {4: hang})) == 128 + number
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_before_the_runs_a_signal_ends_the_process_with_its_code(number):
+    stop.listen()
+    with pytest.raises(Interrupted) as raised:
+        signal.raise_signal(number)
+    assert raised.value.code == (130 if number == signal.SIGINT else 143)
+    signal.raise_signal(number)  # which does not break into the orderly end
+
+
+def test_a_signal_in_the_last_validation_lets_the_run_finish_and_saves_the_next(tmp_path):
+    assert run(tmp_path, {"validate 10": signalled(signal.SIGTERM)}, trials=2) == 143
+    ends = [(end["status"], end["steps"]) for end in events(tmp_path, "end")]
+    assert ends == [("done", 10), ("interrupted", 1)]

@@ -1,0 +1,129 @@
+"""The store of sources: what went in comes out, byte for byte, and the sources still run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_run import find_logs, read_events, write_data
+
+from claims.sources import (
+    Source,
+    difference,
+    digest,
+    pack,
+    read_files,
+    read_source,
+    source_path,
+    unpack,
+    write_source,
+)
+from runtime.errors import ClaimError
+from runtime.log import source_hash
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "records"
+CLAIMS = {}
+for path in sorted(RECORDS.glob("*/*/claim.json")):
+    claim = json.loads(path.read_text())
+    CLAIMS.setdefault(claim["source_sha256"], claim)
+TRAP = b"file optim/muon.py, 3 bytes\nabc\nsource 00\r\n"
+CONTENT = st.binary(max_size=60) | st.sampled_from([TRAP, b"", b"\n", b"\r\n", b"\xff", b"no end"])
+NAMES = st.sampled_from(["train_gpt.py", "optim/muon.py", "data/x.py", "requirements.txt"])
+
+
+@given(st.dictionaries(NAMES, CONTENT), st.sampled_from([None, "c" * 40]))
+def test_a_source_comes_back_byte_for_byte_whatever_its_files_hold(files, commit):
+    source = unpack(pack(Source(files, commit)))
+    assert (source.files, source.commit) == (files, commit)
+
+
+def test_the_hash_of_a_source_is_the_one_that_the_trainer_logs(tmp_path):
+    files = read_files(ROOT)
+    assert digest(files) == source_hash(ROOT)
+    assert len(files) > 20
+    path = write_source(tmp_path, Source(files, None))
+    assert path == source_path(tmp_path, source_hash(ROOT))
+    assert read_source(tmp_path, source_hash(ROOT)).files == files
+
+
+@given(st.binary(max_size=200), st.integers(0, 400))
+def test_bytes_that_are_no_source_are_refused_in_a_sentence(content, at):
+    text = pack(Source({"train_gpt.py": TRAP, "optim/muon.py": b"x"}, None))
+    start, rest = text[:at], text[at:]
+    for damaged in (content, start + content + rest, start, start + rest[1:]):
+        if damaged != text:
+            with pytest.raises(ClaimError, match=r"\w+"):
+                unpack(damaged)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a b", ".x"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(name):
+    with pytest.raises(ClaimError):
+        unpack(pack(Source({name: b"x"}, None)))
+
+
+def test_a_store_that_is_damaged_or_a_link_or_huge_is_refused(tmp_path):
+    source = Source({"train_gpt.py": b"x"}, None)
+    sha256, path = digest(source.files), write_source(tmp_path, source)
+    kept = path.read_bytes()
+    path.write_bytes(pack(Source({"train_gpt.py": b"y"}, None)))
+    with pytest.raises(ClaimError, match="not the claimed source"):
+        read_source(tmp_path, sha256)
+    with path.open("wb") as file:
+        file.truncate(2**30)  # takes no room on the disk
+    with pytest.raises(ClaimError, match="more than"):
+        read_source(tmp_path, sha256)
+    path.unlink()
+    (tmp_path / "elsewhere").write_bytes(kept)
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ClaimError, match="no regular file"):
+        read_source(tmp_path, sha256)
+
+
+def test_the_diff_names_files_that_changed_came_or_went():
+    before = Source({"a.py": b"1\n2\n", "b.py": b"x\n", "same.py": b"s\n"}, None)
+    after = Source({"a.py": b"1\n3\n", "c.py": b"y\n", "same.py": b"s\n"}, None)
+    lines = difference(before, after)
+    assert [line for line in lines if line[0] in "+-"] == [
+        "--- a.py", "+++ a.py", "-2", "+3", "--- b.py", "+++ b.py", "-x", "--- c.py", "+++ c.py",
+        "+y"]
+    assert difference(before, before) == []
+
+
+def test_every_stored_source_belongs_to_a_record_and_records_with_one_source_share_it():
+    stored = sorted(path.name for path in (RECORDS / "sources").iterdir())
+    assert stored == sorted(f"{sha256[:12]}.txt" for sha256 in CLAIMS)
+
+
+# Settings of a small run that all sources so far know.
+SMALL = {
+    "vocab_size": 64, "bos": 63, "dim": 32, "head_dim": 16, "sequence": 128, "max_document": 64,
+    "batch_tokens": 512, "micro_batch": 512, "val_tokens": 1024, "val_sequence": 256,
+    "val_batch": 512, "val_sha256": "", "steps": 1, "extension": 0, "window_block": 16,
+    "windows": 3, "extension_window": 3, "final_window": 3, "compile": "off", "device": "cpu",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sha256", CLAIMS, ids=lambda sha256: sha256[:12])
+def test_a_stored_source_still_trains_a_step(sha256, tmp_path):
+    claim, source = CLAIMS[sha256], read_source(RECORDS, sha256)
+    for name, content in source.files.items():
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "source" / name).write_bytes(content)
+    folders = {"data_dir": write_data(tmp_path / "data"), "log_dir": tmp_path / "logs"}
+    flags = list(claim["flags"])
+    for name, value in (SMALL | folders).items():
+        if name in claim["config"]:
+            flags += [f"--{name.replace('_', '-')}", str(value)]
+    command = [sys.executable, tmp_path / "source" / "train_gpt.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (log,) = find_logs(tmp_path / "logs")
+    events = read_events(log)
+    assert events[0]["source_sha256"] == sha256
+    assert (events[-1]["status"], events[-1]["steps"]) == ("done", 1)
