@@ -4,20 +4,15 @@ import ast
 import gzip
 import hashlib
 import json
-import os
 import pickle
 import platform
 import re
-import shlex
-import shutil
 import socket
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import small_run
@@ -26,17 +21,10 @@ from test_architecture import LIBRARY, SCRIPTS
 from test_cached_fineweb import Hub, hub, place  # noqa: F401  # fixtures
 from test_fineweb import vocabulary  # noqa: F401  # a fixture
 
-from claims.evidence import read_evidence
-from claims.pages import readme
-from claims.runlog import MAX_BYTES, LogError, read_run
 from data import cached_fineweb, corpus, fineweb
 from runtime import checkpoint
-from runtime.claim import ClaimError, read_claim
-from runtime.registry import RegistryError, read_registry, register
-from scripts import record
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "records" / "tiny" / "2026-11-21_Record42"
 STEERING = "\x1b[2J\x1b]0;owned\x07\r\u202e"  # clears a terminal, names it, overwrites a line, turns text around
 
 
@@ -297,151 +285,6 @@ def test_a_source_json_that_pins_no_commit_is_refused(content, tmp_path):
     (tmp_path / "source.json").write_text(content)
     with pytest.raises(cached_fineweb.BadInput, match="names no dataset and commit"):
         cached_fineweb.read_source(tmp_path / "source.json")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Records, logs and registries of others
-
-
-@pytest.fixture
-def stranger(tmp_path):
-    """A copy of a record of two runs, as a stranger may send one."""
-    folder = shutil.copytree(RECORD, tmp_path / RECORD.name)
-    for log in sorted((folder / "runs").glob("2*.jsonl"))[2:]:
-        log.unlink()
-    return folder
-
-
-def tool(name: str, *words: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def change_claim(folder: Path, **changed: Any) -> None:
-    path = folder / "claim.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-
-
-def contents(path: Path) -> set[bytes]:
-    return {file.read_bytes() for file in (path, *path.rglob("*")) if file.is_file()}
-
-
-def test_nothing_is_written_through_a_link_in_a_record(stranger, tmp_path, capsys):
-    victim = tmp_path / "victim"
-    for name in ("README.md", "record.json", "runs/registry_2.jsonl", "source", "NOTES.md"):
-        path = stranger / name
-        kept = path.rename(tmp_path / "kept") if path.exists() else None
-        path.symlink_to(victim)
-        for existing in (False, True):
-            if existing:
-                victim.write_text("precious")
-            assert record.main(["make", str(stranger), str(RECORD / "runs")]) == 2
-            assert f"{path} is a link or no regular file" in capsys.readouterr().err
-            assert not victim.exists() or victim.read_text() == "precious"
-        for link in (path, victim):
-            link.unlink()
-        if kept:
-            kept.rename(path)
-
-
-def test_a_pipe_in_a_record_is_refused_and_nobody_waits_for_it(stranger):
-    (stranger / "README.md").unlink()
-    os.mkfifo(stranger / "README.md")
-    done = tool("record.py", "make", stranger)
-    assert (done.returncode, "README.md is a link or no regular file" in done.stderr) == (2, True)
-
-
-@pytest.mark.parametrize(
-    "name", ["LOG", "registry.jsonl", "sources/HASH/train_gpt.py", "sources/HASH/optim", "sources/HASH", "sources"])
-def test_no_file_from_outside_a_log_folder_gets_into_a_record(name, stranger, tmp_path, capsys):
-    logs = shutil.copytree(stranger / "runs", tmp_path / "logs")
-    source = json.loads((stranger / "claim.json").read_text())["source_sha256"]
-    shutil.copytree(stranger / "source", logs / "sources" / source)
-    for part in ("runs", "source"):
-        shutil.rmtree(stranger / part)
-    name = name.replace("HASH", source).replace("LOG", min(path.name for path in logs.glob("2*.jsonl")))
-    (logs / name).symlink_to((logs / name).rename(tmp_path / "private"))
-    assert record.main(["make", str(stranger), str(logs)]) == 2
-    assert "is a link or leads out of" in capsys.readouterr().err
-    private = contents(tmp_path / "private")
-    assert private
-    assert not private & contents(stranger)
-
-
-@pytest.mark.parametrize(("field", "value", "rule"), [
-    ("source_sha256", "../../elsewhere", "64 hexadecimal digits"), ("source_sha256", "/", "64 hexadecimal digits"),
-    ("config_sha256", STEERING, "64 hexadecimal digits"), ("target", float("nan"), "must lie between"),
-    ("target", 10**400, "must lie between"), ("alpha", float("inf"), "must lie between"),
-    ("about", "x" * 2**20, "bytes"),
-], ids=range(7))  # fmt: skip
-def test_a_claim_that_names_a_path_or_a_number_out_of_this_world_is_refused(field, value, rule, stranger):
-    change_claim(stranger, **{field: value})
-    with pytest.raises(ClaimError, match=rule):
-        read_claim(stranger / "claim.json")
-
-
-def test_logs_and_registries_of_huge_size_are_refused_unread(tmp_path):
-    for name, size, read, kind in (("a.jsonl", MAX_BYTES + 1, read_run, LogError),
-                                   ("registry.jsonl", 2**40, read_registry, RegistryError)):  # fmt: skip
-        with open(tmp_path / name, "wb") as file:
-            file.truncate(size)  # takes no room on the disk
-        with pytest.raises(kind, match=f"{name} has .*bytes, more than"):
-            read(tmp_path / name)
-
-
-@pytest.mark.parametrize("run_id", ["../../elsewhere", "/absolute", "sub/name", "..", ""])
-def test_a_run_id_that_is_no_file_name_is_refused_wherever_a_registry_is_read(run_id, tmp_path):
-    register(tmp_path / "registry.jsonl", "start", run_id=run_id)
-    with pytest.raises(RegistryError, match="is no file name"):
-        read_registry(tmp_path / "registry.jsonl")
-
-
-def edit_log(log: Path, event: str, **changed: Any) -> None:
-    """Change fields of the last event of a kind."""
-    events = small_run.read_events(log)
-    next(found for found in reversed(events) if found["event"] == event).update(changed)
-    log.write_text("".join(json.dumps(found) + "\n" for found in events))
-
-
-def test_no_log_record_or_file_name_steers_the_terminal(stranger):
-    first, second = sorted((stranger / "runs").glob("2*.jsonl"))
-    header = small_run.read_events(first)[0]
-    edit_log(first, "header", claim=STEERING, env=header["env"] | {"torch": STEERING, "compile_flags": [STEERING]},
-             data=header["data"] | {"val_sha256": STEERING}, checks={"causality": STEERING})
-    (stranger / f"{STEERING}.txt").write_text("x")
-    second.rename(second.with_name(f"{STEERING}.jsonl"))
-    for words in (["record.py", "verify", stranger], ["significance.py", stranger / "runs"],
-                  ["compare.py", stranger / "runs", stranger / f"{STEERING}.txt"]):  # fmt: skip
-        done = tool(*words)
-        said = done.stdout + done.stderr
-        assert "Traceback" not in said, said
-        assert all(char.isprintable() or char == "\n" for char in said), said
-        assert r"\x1b[2J" in said
-
-
-@pytest.mark.parametrize("value", [None, "x", -1, 10**400, [], True], ids=repr)
-def test_a_number_of_any_shape_in_claim_or_log_ends_in_a_sentence(value, stranger, capsys):
-    log, claim = min((stranger / "runs").glob("2*.jsonl")), json.loads((stranger / "claim.json").read_text())
-    change_claim(stranger, config=claim["config"] | {"batch_tokens": value})
-    assert record.main(["verify", str(stranger)]) == 2
-    assert "config must say how many steps of how many tokens" in capsys.readouterr().err
-    change_claim(stranger, config=claim["config"])
-    edit_log(log, "header", data=small_run.read_events(log)[0]["data"] | {"val_tokens": value})
-    edit_log(max((stranger / "runs").glob("2*.jsonl")), "val", total_steps=value)
-    assert record.main(["verify", str(stranger)]) == 1
-    said = capsys.readouterr().out
-    assert "val_tokens in the header must be a number" in said
-    assert "total_steps must be an integer" in said
-
-
-def test_a_command_in_a_page_is_one_command_whatever_the_claim_says(stranger):
-    evidence = read_evidence(stranger.rename(stranger.with_name("x; touch owned")))
-    assert len(evidence.complete) == 2
-    evidence.claim.flags[:] = flags = ["--steps", "300; touch owned", "$(touch owned)\ntouch owned"]
-    commands = readme(evidence).split("```")[1]
-    words = shlex.split(commands)
-    assert words[: 2 + len(flags)] == ["python", "train_gpt.py", *flags]
-    assert words[-1] == "records/tiny/x; touch owned"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
