@@ -22,7 +22,7 @@ all_gather: Any = getattr(dist, "all_gather_single", None)
 all_gather = all_gather or getattr(dist, "all_gather_into_tensor", None)
 
 READ_AT_ONCE = ("cpu",)  # devices where a flag is there as soon as it is computed
-CPU_PIECE = 2**17  # elements that are stepped together on a CPU: a few such float32 stay in cache
+CPU_PIECE = 2**18  # elements that are stepped together on a CPU: a few such float32 stay in cache
 ALIGNMENT = 8  # elements: 16 bytes in bf16
 MESSAGES = 3  # the update of one message's parts overlaps the all-gather of the one before
 
