@@ -647,11 +647,11 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch.
     # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
     # the number of rows: the mean over rows on any number of ranks.
-    ours: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
-        "nonfinite_guard": False,  # the guard below is for both
     }
+    ours = shared | {"nonfinite_guard": False}  # the guard below is for both
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
@@ -670,7 +670,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     nonfinite = config.guard != "off"
-    return optimizers, optim.Guard(optimizers.values(), spike=spike, nonfinite=nonfinite)
+    guard = optim.Guard(optimizers.values(), spike=spike, nonfinite=nonfinite, **shared)
+    return optimizers, guard
 
 
 def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
@@ -798,9 +799,9 @@ class Trainer:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, whole, on the host of rank 0; empty elsewhere. A collective."""
         state: dict[str, dict[str, Any]] = {"model": {}, "optim": {}, "data": {}}
-        for optimizer in self.optimizers.values():
+        for kind, optimizer in self.optimizers.items():
             for name, part in optim.named_state(optimizer, rank=0):
-                state["optim"][name] = part.cpu()
+                state["optim"][f"{kind}.{name}"] = part.cpu()
         if not self.machine.is_main:
             return state
         for name, part in self.guard.state_dict().items():
@@ -815,10 +816,13 @@ class Trainer:
         """Take over the `state_dict` of any number of ranks; ValueError where it does not fit."""
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
         copy_tensors(state["model"], weights)
-        for optimizer in self.optimizers.values():
-            optim.load_named_state(optimizer, state["optim"])
-        guard = {name[6:]: t for name, t in state["optim"].items() if name.startswith("guard.")}
-        self.guard.load_state_dict(guard)
+        parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*self.optimizers, "guard")}
+        for name, tensor in state["optim"].items():
+            kind, _, rest = name.partition(".")
+            parts.setdefault(kind, {})[rest] = tensor
+        for kind, optimizer in self.optimizers.items():
+            optim.load_named_state(optimizer, parts[kind])
+        self.guard.load_state_dict(parts["guard"])
         self.data.train.load_state_dict(state["data"])
 
     def header(self, seed: int, trial: int) -> dict[str, Any]:

@@ -169,6 +169,26 @@ def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
                        f"or give another folder.") from None  # fmt: skip
 
 
+def store_sources(directory: str | Path, root: str | Path) -> None:
+    """Keep one copy of the sources in `sources/<sha256>/`, whole or not at all. LogError."""
+    sources = read_sources(root)  # once, so that the hash names exactly what is stored
+    folder = Path(directory, "sources", digest(sources))
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    if folder.exists():
+        return
+    try:
+        for name, content in sources.items():
+            path = partial / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        partial.rename(folder)
+    except OSError as error:
+        if not folder.exists():  # another run with the same sources may have been first
+            raise LogError(f"cannot write {folder}: {error.strerror}. Free some space.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 class RunLog:
     """One segment of a run's log: the first, or with `history` the one after it.
 
@@ -312,22 +332,3 @@ class RunLog:
                 kept.writelines(self._waiting)
             raise LogError(f"cannot write {self.path}: its last {len(self._waiting)} lines are in "
                            f"{kept.name}. Free some space and append them.")  # fmt: skip
-
-    def store_sources(self, root: str | Path) -> None:
-        """Keep one copy of the sources in `sources/<sha256>/`, whole or not at all. LogError."""
-        sources = read_sources(root)  # once, so that the hash names exactly what is stored
-        folder = self.directory / "sources" / digest(sources)
-        partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-        if self._descriptor is None or folder.exists():
-            return
-        try:
-            for name, content in sources.items():
-                path = partial / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-            partial.rename(folder)
-        except OSError as error:
-            if not folder.exists():  # another run with the same sources may have been first
-                raise self._error(folder, error) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)

@@ -109,6 +109,8 @@ KILL, TERM = signal.SIGKILL, signal.SIGTERM
     (KILL, 8, {"recipe": "adamw", "checkpoint_every": 3}),
     (TERM, 7, {"dtype": "bfloat16", "biases": "on"}),
     (KILL, 7, {"micro_batch": SEQUENCE, "adam_every": 3}),
+    (TERM, 5, {"optimizer": "torch_muon", "checkpoint_every": 0}),
+    (KILL, 7, {"optimizer": "torch_adamw", "matrix_lr": 0.002}),
 ], ids=str)  # fmt: skip
 def test_a_run_that_broke_off_goes_on_bit_for_bit(number, moment, changed, data, whole, tmp_path):
     settings = {name: value for name, value in changed.items() if name != "checkpoint_every"}
