@@ -32,7 +32,6 @@ from claims.plots import plot_losses
 from runtime.claim import Claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest
-from runtime.settings import SETTINGS_OF_A_RUN, flag
 from scripts.command import make_parser, numbers, set_up_output
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,10 +40,6 @@ RECORDS = ROOT / "records"
 
 def ask_trainer(flags: list[str]) -> dict[str, Any]:
     """Every setting that the trainer would run with. Refused for flags that it refuses."""
-    of_a_run = [flag(name) for name in SETTINGS_OF_A_RUN]
-    for word in flags:
-        if word.partition("=")[0] in of_a_run:
-            raise Refused(f"{word} is no part of a claim: see --seed and --n of this command")
     command = [sys.executable, str(ROOT / "train_gpt.py"), *flags, "--print-config"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -67,10 +62,9 @@ def claim(arguments: argparse.Namespace) -> int:
         config_sha256=config_hash(config), config=config, flags=arguments.flags,
         about=arguments.about, created=datetime.now(UTC).isoformat(timespec="seconds"))
     folder = os.path.relpath(write_claim(RECORDS, claim, source))
-    words = ["--claim", f"{folder}/claim.json", *claim.flags]
-    words += ["--seed", str(arguments.seed), "--trials", str(claim.n)]
+    words = shlex.join(["--claim", f"{folder}/claim.json", *claim.flags])
     print(f"{folder}: commit it with records/sources, then make its runs:\n\n"
-          f"    ./run.sh {shlex.join(words)}\n\n"
+          f"    ./run.sh {words} --seed {arguments.seed} --trials {claim.n}\n\n"
           f"then: python scripts/record.py make {folder} logs")
     return 0
 
