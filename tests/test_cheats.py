@@ -35,7 +35,7 @@ from runtime.jsonl import json_line
 from runtime.log import digest
 from scripts import record
 
-LOSSES = 3.2 + 0.012 * np.random.default_rng(0).standard_normal(12)
+LOSSES = list(3.2 + 0.012 * np.random.default_rng(0).standard_normal(6))
 ZERO = "0" * 64
 Change = Callable[[Events], Any]
 
@@ -49,22 +49,17 @@ def contest():
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    """Twelve runs of one claim, and the first four as a claim of four. No test changes them."""
-    root = tmp_path_factory.mktemp("records")
-    for name, n in (("twelve", 12), ("four", 4)):
-        folder = write_record(root / name, make_claim(n=n), list(LOSSES[:n]))
-        assert record.main(["make", str(folder)]) == 0
-    return root
-
-
-def copy(records: Path, name: str, to: Path) -> Path:
-    return next((shutil.copytree(records / name, to / name) / "tiny").iterdir())
+def made(tmp_path_factory):
+    """A record of six runs. No test changes it."""
+    records = tmp_path_factory.mktemp("made")
+    assert record.main(["make", str(write_record(records, make_claim(n=6), LOSSES))]) == 0
+    return records
 
 
 @pytest.fixture
-def four(records, tmp_path):
-    return copy(records, "four", tmp_path)
+def folder(made, tmp_path):
+    records = shutil.copytree(made, tmp_path / "records")
+    return next((records / "tiny").iterdir())
 
 
 def caught(folder: Path, capsys, *patterns: str, made: bool = True) -> None:
@@ -105,17 +100,14 @@ def best(folder: Path) -> list[Run]:
     return sorted(runs_of(folder), key=lambda run: run.final_loss)
 
 
-def forge_claim(folder: Path, **changed: object) -> None:
+def rewrite_claim(folder: Path, **changed: object) -> None:
     path = folder / "claim.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed, indent=2) + "\n")
+
+
+def forge_claim(folder: Path, **changed: object) -> None:
+    rewrite_claim(folder, **changed)
     forge(folder)
-
-
-def claim_only(folder: Path, runs: list[Run]) -> None:
-    """Forge a record of some of its runs."""
-    names = {run.run_id for run in runs}
-    cut(folder, [run for run in runs_of(folder) if run.run_id not in names])
-    forge_claim(folder, n=len(runs), seeds=sorted(run.seed for run in runs), looks=[len(runs)])
 
 
 def edit_loss(path: Path, count: int = 2) -> None:
@@ -128,14 +120,12 @@ def edit_loss(path: Path, count: int = 2) -> None:
 
 
 def keep_best(folder: Path) -> None:
-    cut(folder, best(folder)[8:], lines=False)
+    cut(folder, best(folder)[4:], lines=False)
 
 
 def keep_best_and_claim_them(folder: Path) -> None:
     keep_best(folder)
-    claim = json.loads((folder / "claim.json").read_text())
-    claim |= {"n": 8, "seeds": [run.seed for run in best(folder)], "looks": [8]}
-    (folder / "claim.json").write_text(json.dumps(claim, indent=2) + "\n")
+    rewrite_claim(folder, n=4, seeds=[run.seed for run in best(folder)], looks=[4])
 
 
 def copy_log(folder: Path) -> None:
@@ -201,15 +191,15 @@ def add_file(folder: Path, name: str) -> None:
 CHAIN = r"registry.jsonl, line \d+: it names"
 NOT_WRITTEN = "is not the source .*not as record.py claim wrote it"
 CHEATS: dict[str, tuple] = {
-    "the best 8 of 12": (keep_best, "missing: run .* was started", "missing: seeds"),
-    "the best 8 of 12 under a claim of 8": (
+    "the best 4 of 6": (keep_best, "missing: run .* was started", "missing: seeds"),
+    "the best 4 of 6 under a claim of 4": (
         keep_best_and_claim_them, "extra: the run was not started", "missing: "),
-    "8 of 12 and no lines of the last": (
-        lambda folder: cut(folder, runs_of(folder)[8:]), r"missing: seeds \[1008, 1009, .* 8 runs"),
-    "8 of 12 and no lines of the others": (
-        lambda folder: cut(folder, runs_of(folder)[3:7]), CHAIN),
+    "4 of 6 and no lines of the last": (
+        lambda folder: cut(folder, runs_of(folder)[4:]), r"missing: seeds \[1004, 1005\] .* 4 run"),
+    "4 of 6 and no lines of the others": (
+        lambda folder: cut(folder, runs_of(folder)[2:4]), CHAIN),
     "a killed run": (start_again, "not counted: no end line", "duplicate: .* has the seed"),
-    "a run without its end": (cut_off_end, "not counted: no end line", "missing: .* 3 runs count"),
+    "a run without its end": (cut_off_end, "not counted: no end line", "missing: .* 5 runs count"),
     "a copied log": (copy_log, "has the run id", "has the seed", "has the losses"),
     "a copy with another run id and seed": (
         replace_worst, "duplicate: .* has the losses", "missing: run .* was started",
@@ -258,50 +248,46 @@ for setting in (
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_a_record_is_caught_with(cheat, records, tmp_path, capsys):
-    folder = copy(records, "twelve" if "of 12" in cheat else "four", tmp_path)
+def test_a_record_is_caught_with(cheat, folder, capsys):
     change, *patterns = CHEATS[cheat]
     change(folder)
     caught(folder, capsys, *patterns)
 
 
-def test_what_is_forged_throughout_is_not_caught_so_claims_are_published_before_their_runs(
-    records, tmp_path
-):
-    folder = copy(records, "twelve", tmp_path)
-    claim_only(folder, best(folder)[:8])
+def test_what_is_forged_throughout_is_not_caught_so_claims_are_published_before_their_runs(folder):
+    kept = best(folder)[:4]
+    cut(folder, [run for run in runs_of(folder) if run not in kept])
+    forge_claim(folder, n=4, seeds=sorted(run.seed for run in kept), looks=[4])
     assert record.main(["make", str(folder)]) == 0
 
 
 def test_a_loss_edited_in_log_and_registry_is_caught_by_the_next_line_which_the_last_lacks(
-    four, capsys
+    folder, capsys
 ):
-    def edit_throughout(path: Path) -> None:
+    for number, code in ((5, 0), (4, 2)):
+        path = runs_of(folder)[number].path
         before = hashlib.sha256(path.read_bytes()).hexdigest()
         edit_loss(path)
         after = hashlib.sha256(path.read_bytes()).hexdigest()
-        edit(four / "runs" / "registry.jsonl", before, after)
-
-    edit_throughout(runs_of(four)[3].path)
-    assert call(capsys, "make", four)[0] == 0
-    edit_throughout(runs_of(four)[2].path)
-    caught(four, capsys, CHAIN)
+        edit(folder / "runs" / "registry.jsonl", before, after)
+        assert call(capsys, "make", folder)[0] == code
+    caught(folder, capsys, CHAIN)
 
 
 @pytest.mark.parametrize("name", ["README.md", "record.json"])
-def test_a_page_is_caught_with_another_digit_or_a_line_separator(name, four, capsys):
-    loss = f"{runs_of(four)[2].final_loss:.6f}"[:-1]
-    edit(four / name, loss, loss[:-1] + str((int(loss[-1]) + 1) % 10))
-    caught(four, capsys, f"{name} is not what the logs say", made=False)
-    call(capsys, "make", four)
-    edit(four / name, "3.25", "3.25\u2028")
-    caught(four, capsys, f"{name} is not what the logs say", made=False)
+def test_a_page_is_caught_with_another_digit_or_a_line_separator(name, folder, capsys):
+    loss = f"{runs_of(folder)[2].final_loss:.6f}"[:-1]
+    edit(folder / name, loss, loss[:-1] + str((int(loss[-1]) + 1) % 10))
+    caught(folder, capsys, f"{name} is not what the logs say", made=False)
+    call(capsys, "make", folder)
+    edit(folder / name, "3.25", "3.25\u2028")
+    caught(folder, capsys, f"{name} is not what the logs say", made=False)
 
 
 @pytest.mark.parametrize("name", ["README.md", "runs", "runs/registry.jsonl"])
-def test_a_link_in_place_of_a_file_or_folder_is_caught(name, four, capsys):
-    (four / name).symlink_to((four / name).rename(four.parent / "elsewhere"))
-    code, said = call(capsys, "verify", four)
+def test_a_link_in_place_of_a_file_or_folder_is_caught(name, folder, capsys):
+    (folder / name).symlink_to((folder / name).rename(folder.parent / "elsewhere"))
+    code, said = call(capsys, "verify", folder)
     assert (code, "unexpected file" in said) == (1, True)
 
 
@@ -399,18 +385,18 @@ FORGED: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("cheat", FORGED)
-def test_a_record_is_caught_with_a_run_that_has(cheat, four, capsys):
+def test_a_record_is_caught_with_a_run_that_has(cheat, folder, capsys):
     change, *patterns = FORGED[cheat]
-    forge(four, change)
-    caught(four, capsys, *patterns)
+    forge(folder, change)
+    caught(folder, capsys, *patterns)
 
 
 @pytest.mark.parametrize(
     "name", ["data", "checks", "config", "env", "world_size", "seed", "claim", "run_id"])
-def test_a_header_of_any_shape_ends_in_a_sentence(name, four, capsys):
+def test_a_header_of_any_shape_ends_in_a_sentence(name, folder, capsys):
     for value in (None, 1.5, "x", []):
-        forge(four, put(value, name))
-        assert call(capsys, "make", four)[0] in (1, 2)
+        forge(folder, put(value, name))
+        assert call(capsys, "make", folder)[0] in (1, 2)
 
 
 # ---- Runs that were resumed
@@ -422,17 +408,17 @@ def resume_first(folder: Path, saved: bool = True) -> None:
     write_logs(folder, [resume_at(runs[0][0], 8, saved), *runs[1:]])
 
 
-def test_a_run_that_was_stopped_saved_and_resumed_counts_and_the_page_says_so(four, capsys):
-    resume_first(four)
-    assert call(capsys, "make", four)[0] == 0
-    page = (four / "README.md").read_text()
+def test_a_run_that_was_stopped_saved_and_resumed_counts_and_the_page_says_so(folder, capsys):
+    resume_first(folder)
+    assert call(capsys, "make", folder)[0] == 0
+    page = (folder / "README.md").read_text()
     assert "Seed 1000 was resumed at step 8 (0 ms of lost work on the clock); it counts.\n" in page
 
 
-def test_a_run_that_repeats_steps_is_shown_and_not_counted(four, capsys):
-    resume_first(four, saved=False)
-    caught(four, capsys, "not counted: .*steps after 8 were done twice", "missing: .* 3 runs")
-    page = (four / "README.md").read_text()
+def test_a_run_that_repeats_steps_is_shown_and_not_counted(folder, capsys):
+    resume_first(folder, saved=False)
+    caught(folder, capsys, "not counted: .*steps after 8 were done twice", "missing: .* 5 runs")
+    page = (folder / "README.md").read_text()
     assert "Seed 1000 was resumed at step 8" in page
     assert "| 1000 |" not in page
 
@@ -498,8 +484,8 @@ RESUMED: dict[str, tuple] = {
 
 
 @pytest.mark.parametrize("cheat", RESUMED)
-def test_a_record_with_a_resumed_run_is_caught_with(cheat, four, capsys):
-    resume_first(four)
+def test_a_record_with_a_resumed_run_is_caught_with(cheat, folder, capsys):
+    resume_first(folder)
     change, *patterns = RESUMED[cheat]
-    change(four)
-    caught(four, capsys, *patterns)
+    change(folder)
+    caught(folder, capsys, *patterns)
