@@ -1,7 +1,6 @@
 """The picture of a track: it shows what the logs say, and comes out the same every time."""
 
 import statistics
-import sys
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -14,7 +13,6 @@ from small_record import make_claim, write_record
 from claims.plots import POINTS, draw_losses, loss_curves, plot_losses
 from claims.runlog import read_all
 from claims.runs import Run, Step
-from runtime.errors import Refused
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +66,3 @@ def test_drawing_again_changes_nothing_whatever_the_users_settings(tmp_path, run
     with rc_context({"font.size": 20, "svg.hashsalt": None, "axes.facecolor": "red"}):
         plot_losses({"A$_1$": runs, "B": runs[:2]}, 3.28, path)
     assert path.read_bytes() == before
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path, runs):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(Refused, match=r"pip install -r requirements-dev\.txt"):
-        plot_losses({"A": runs}, 3.28, tmp_path / "x.svg")
