@@ -56,8 +56,9 @@ def find_failures(evidence: Evidence) -> list[Failure]:
 def check_files(evidence: Evidence) -> Iterator[str]:
     """The folder holds the files of a record and no others; none is a link."""
     expected = {evidence.folder / name for name in FILES}
-    expected |= {segment.path for run in evidence.runs for segment in run.segments}
     expected |= set(evidence.folder.glob("runs/registry*.jsonl"))
+    for run in evidence.runs:
+        expected |= {segment.path for segment in run.segments}
     for path in sorted(evidence.folder.rglob("*")):
         if path.is_symlink() or path not in expected:
             yield f"unexpected file {path.relative_to(evidence.folder)}"
@@ -94,14 +95,14 @@ def check_started(evidence: Evidence) -> Iterator[str]:
 
 
 def check_seeds(evidence: Evidence) -> Iterator[str]:
-    """No seed was tried before its claimed run: who has seen the outcome could choose.
+    """No seed was tried before its claimed run: whoever saw the outcome could pick the seed.
 
-    A try on another track or with other settings counts too, as some settings change nothing.
+    A try on another track or with other settings counts too: some settings change nothing.
     """
     claimed = {str(line.get("seed")): line["time"] for line in evidence.starts}
     for line in evidence.registry:
-        first = claimed.get(str(line.get("seed")), "")
-        if line["event"] == "start" and line not in evidence.starts and line["time"] <= first:
+        time = claimed.get(str(line.get("seed")), "")  # ISO times sort as text
+        if line["event"] == "start" and line not in evidence.starts and line["time"] <= time:
             yield f"seed {line['seed']} was run by {line['run_id']} outside the claim"
 
 
