@@ -133,6 +133,11 @@ def why_unfinished(
     for (before, total), (step, other) in pairwise(numbers):
         if step < before or other != total:
             return f"step {step} of {other} follows step {before} of {total}"
+    for last, validation in pairwise(validations):
+        if validation.step == last.step:
+            return f"two validations at step {last.step}"
+        if (validation.train_time_ms or 0) < (last.train_time_ms or 0):
+            return f"less train time at step {validation.step} than at step {last.step}"
     if not validations:
         return "no validation"
     step, total = numbers[-1]

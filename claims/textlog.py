@@ -18,7 +18,7 @@ RULE = "=" * 100
 NUMBER = re.compile(r"s(?:tep)?:([0-9]{1,9})(?:/([0-9]{1,9}))?")
 TIMED = re.compile(r"(?:train_time|step_avg):(?:nan|[0-9.]+)m?s")
 TORCH = re.compile(r"Running [Pp]y[Tt]orch (\S+)")
-WORLD_SIZE = re.compile(r"Running .*with world_size[ =]([0-9]{1,6})")
+GPUS = re.compile(r"Running (?:.* )?on (?:device_name=)?(\S.*?) +with world_size[ =]([0-9]{1,6})")
 BUS_ID = re.compile(r" +[0-9A-F]{8}:", re.IGNORECASE)
 LONGEST_LINE = 300  # of the environment; a pattern may take quadratic time on a longer one
 
@@ -142,11 +142,11 @@ def read_environment(lines: Sequence[str]) -> dict[str, Any]:
         if is_numbered(line):
             break
         head = line[:LONGEST_LINE]
-        torch, ranks, cells = TORCH.match(head), WORLD_SIZE.match(head), head.split("|")
+        torch, gpus, cells = TORCH.match(head), GPUS.match(head), head.split("|")
         if torch:
             env["torch"] = torch[1]
-        if ranks:
-            env["gpu_count"] = int(ranks[1])
+        if gpus:
+            env |= {"gpu": gpus[1], "gpu_count": int(gpus[2])}
         if len(cells) > 3 and BUS_ID.match(cells[2]):
             names.append(" ".join(cells[1].split()[1:-1]))  # | 0  NVIDIA H100  On | 0000004E:...
     if names:

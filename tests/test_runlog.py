@@ -232,12 +232,7 @@ def test_a_resumed_run_counts_only_after_a_saved_stop_at_the_very_step(tmp_path,
     assert read_segments(tmp_path, before, begin_again(1) + REST).counts is counts
 
 
-def test_a_resume_from_the_start_supersedes_everything_and_one_of_the_last_step_only_validates(
-    tmp_path,
-):
-    run = read_segments(tmp_path / "a", SAVED, begin_again(0) + val(0, 0.0) + ONE + REST)
-    assert steps_of(run) == [(1, 10.0), (2, 30.0), (3, 40.0)]
-    assert run.losses == [(0, 9.25), (3, 6.25)]
+def test_a_run_resumed_after_its_last_step_validates_once(tmp_path):
     done = header(2) + val(0, 0.0) + ONE + TWO + THREE
     rest = begin_again(3) + val(3, 30.0) + end()
     run = read_segments(tmp_path / "b", done + end("interrupted", 3, None), rest)
@@ -302,7 +297,7 @@ def test_llm_c_logs_declare_no_total_and_no_times():
 def test_the_world_size_tells_the_number_of_gpus_where_no_table_does():
     block = "Running PyTorch 2.11.0 compiled for CUDA 12.8 on NVIDIA H800    with world_size 8\n"
     (run,) = read(f"{SOURCE}{RULE}\n{block}{RULE}\n{LINES}")
-    assert (run.env, run.gpu_count) == ({"torch": "2.11.0", "gpu_count": 8}, 8)
+    assert (run.env, run.gpu_count) == ({"torch": "2.11.0", "gpu": "NVIDIA H800", "gpu_count": 8}, 8)
 
 
 def test_a_step_0_begins_another_run_of_the_file():
@@ -381,15 +376,6 @@ def test_bytes_of_any_kind_give_runs_or_a_log_error(name, inserted, position, re
     except LogError as error:
         names = [str(error)]
     assert all(name in said for said in names)
-
-
-@pytest.mark.parametrize("hostile", [
-    "=" * 300_000, "step:" * 60_000, "step:1/2 " + "val_los " * 40_000, "s:1 " * 60_000,
-    "\n" * 300_000, "| 0 " + " a" * 50_000, "Running on " * 30_000, "GPU 0: " * 40_000,
-], ids=range(8))  # fmt: skip
-def test_a_line_made_to_stall_a_pattern_does_not(hostile):
-    """Quadratic time would take minutes here."""
-    assert read(f"{hostile}\n{LINES}")[-1].final_loss == 3.2784
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_goes_on(tmp_path, monkeypatch):
