@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims import stats
+from claims.verdict import ALPHA
 from scripts.command import make_parser, numbers, print_json, set_up_output
 
 POWERS = (0.8, 0.9)
@@ -24,21 +25,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--sd", type=float, default=0.0013, help="of single runs, nats (%(default)s)")
     add("--margin", type=float, default=0.001, help="below the target, nats (%(default)s)")
-    add("--alpha", type=float, default=0.01, help="level of the test (%(default)s)")
     add("--looks", type=numbers(int, 2, stats.MOST_RUNS), help="all looks at which one tests")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
-    sd, margin, alpha, looks = given.sd, given.margin, given.alpha, given.looks
+    sd, margin, looks = given.sd, given.margin, given.looks
     try:
         if looks:
-            level, chance = stats.look_level(looks, alpha), stats.true_level(looks, alpha)
+            level, chance = stats.look_level(looks, ALPHA), stats.true_level(looks, ALPHA)
             plan = {"looks": looks, "look_level": level, "unplanned_level": chance}
             text = f"test at p < {level:.3g} at each of the looks {looks}\n"
-            text += f"at p < {alpha:g} each time a change without effect passes in {chance:.2%}"
+            text += f"at p < {ALPHA:g} each time a change without effect passes in {chance:.2%}"
         else:
-            needed = {power: stats.runs_needed(sd, margin, power, alpha) for power in POWERS}
+            needed = {power: stats.runs_needed(sd, margin, power, ALPHA) for power in POWERS}
             plan = {"sd": sd, "margin": margin, "runs_needed": needed}
-            text = f"sd {sd:g}, margin {margin:g}, p < {alpha:g}:"
+            text = f"sd {sd:g}, margin {margin:g}, p < {ALPHA:g}:"
             for power, runs in needed.items():
                 text += f"\n  {runs} runs for a power of {power:g}"
     except ValueError as error:

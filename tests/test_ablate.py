@@ -156,17 +156,6 @@ def test_an_interrupt_ends_the_children_and_the_same_command_resumes(project, tm
     assert (run(out), started(out)) == (0, 5)  # the interrupted one twice
 
 
-def test_a_report_is_made_from_logs_alone_and_loads_no_torch(project, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert run(out) == 0
-    table = capsys.readouterr().out.partition("2 seeds of")[2]
-    code = "import sys; from scripts import ablate; ablate.main(sys.argv[1:]); "
-    code += "assert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", code, "--report", "--out", str(out)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert done.stdout.partition("2 seeds of")[2] == table
-
-
 @pytest.mark.parametrize(
     "words", [["--arms", "no_smeer"], ["--seeds", "a"], ["--", "--seed", "3"]]
 )

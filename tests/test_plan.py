@@ -30,7 +30,6 @@ def test_looks_are_planned_with_their_level_and_their_cost(capsys):
     (["--sd", "0"], "sd is 0.0: it must lie between 0 and inf"),
     (["--looks", "10,5"], "looks are (10, 5): they must be rising numbers of runs"),
     (["--looks", "1.5"], "'1.5' must be whole numbers from 2 to 10000"),
-    (["--alpha", "0"], "alpha is 0.0: it must lie between 0.0001 and 0.5"),
     (["--sd", "1", "--margin", "1e-9"], "more than 10,000 runs are needed"),
     (["--los", "3.2"], "unrecognized arguments: --los"),
 ])  # fmt: skip

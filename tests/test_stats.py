@@ -31,7 +31,6 @@ LOSSES = {name: numbers("3.2", endings) for name, endings in {
     "FP8DownProjection": "775 779 793 791 769 781 772 775 783 775 806 816 773",
     "FP8DownProjection baseline": "821 802 758 769 775 768 780 778 817 767 796 775 766",
     "FuseCE": "800 795 785 794 795",
-    "WindowWarmup": "745 733 810 833 759 735 773",
     "Transpose": "781 784 795 789 793 793",
     "Transpose baseline": "799 789 783 787 798 791",
     "Unified": "794 799 767 781 803 780 767 767",
