@@ -170,7 +170,7 @@ def test_a_field_that_breaks_its_rule_is_an_error_that_names_it(old, new, rule):
 
 @pytest.mark.parametrize(("content", "reason"), [
     (b"", "no header"),
-    (header() + WHOLE, "2 headers in 1 files"),
+    (header() + WHOLE, "2 headers in 1 segment(s)"),
     (header() + end(loss=None), "no validation"),
     (BEGIN + val(2, 20.0) + end(steps=2, loss=7.25), "last validation at step 2 of 3"),
     (BEGIN + val(3, 30.0), "no end line"),
