@@ -158,8 +158,10 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
     headers = [read_header(line) for line in events(lines, "header")]
     ends = events(lines, "end")
     problem = end_problem(ends, validations) or why_unfinished(numbers, validations)
-    if len(headers) != len(segments):
-        problem = f"{len(headers)} headers in {len(segments)} segment(s)" if headers else "no header"
+    if not headers:
+        problem = "no header"
+    elif len(headers) != len(segments):
+        problem = f"{len(headers)} headers in {len(segments)} segment(s)"
     return Run(
         path=segments[0].path, segments=segments, resumes=resumes,
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
