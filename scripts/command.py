@@ -1,6 +1,7 @@
 """What the commands share: lists of numbers, JSON without NaN, safe output, child processes."""
 
 import argparse
+import contextlib
 import io
 import json
 import math
@@ -98,6 +99,7 @@ def run_child(command: str | list[str], console: Path) -> int:
         try:
             return child.wait()
         except Interrupted:
-            os.killpg(child.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it may just have ended
+                os.killpg(child.pid, signal.SIGTERM)
             child.wait()
             raise
