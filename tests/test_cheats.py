@@ -162,7 +162,7 @@ def replace_worst(folder: Path) -> None:
     """By the best run under another run id and seed."""
     first, *_, worst = best(folder)
     events = small_run.read_events(first.path)
-    events[0] |= {"seed": worst.seed, "trial": worst.trial, "run_id": "x"}
+    events[0] |= {"seed": worst.seed, "trial": worst.header["trial"], "run_id": "x"}
     (folder / "runs" / "x.jsonl").write_bytes(b"".join(map(json_line, events)))
     worst.path.unlink()
 
@@ -472,7 +472,7 @@ RESUMED: dict[str, tuple] = {
         r"resumed at step 8 with \['--dim 32'\] changed"),
     "a second segment that begins elsewhere": (
         partial(forge, change=put(7, "after_step"), segment=1),
-        r"edited: its segments begin after steps \[7\]", "11 of 12 steps", "9000 ms in"),
+        r"edited: its segments begin after steps \[7\]"),
     "a clock that was set back at the resume": (
         partial(forge, change=set_back, segment=1), "not counted: less train time", "missing: "),
     "lost work off the clock": (

@@ -36,7 +36,7 @@ def test_the_public_dialect_reads_back_what_was_exported(folder, made, tmp_path,
     for ours, theirs in zip(evidence.complete, runs, strict=True):
         assert (theirs.run_id, theirs.total_steps) == (ours.run_id, ours.total_steps)
         assert [(step, f"{loss:.4f}") for step, loss in ours.losses] == [
-            (val.step, val.printed) for val in theirs.validations]
+            (val.step, f"{val.loss:.4f}") for val in theirs.validations]
         assert [step.step for step in theirs.steps] == [step.step for step in ours.steps]
         assert theirs.train_time_ms == pytest.approx(ours.train_time_ms, abs=0.5)
         assert theirs.complete
