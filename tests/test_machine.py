@@ -70,7 +70,6 @@ def lose(what, victim):
     happens = {
         "dies": partial(os.kill, os.getpid(), signal.SIGKILL),
         "stops": partial(os.kill, os.getpid(), signal.SIGSTOP),
-        "hangs": partial(time.sleep, 1000),
         "has a bug": partial(int, "a bug"),
     }[what]
 
@@ -101,7 +100,6 @@ SCENARIOS = {
     "dies": Scenario(partial(lose, "dies", 1), (0, 1, 2, 3), 4),
     "stops": Scenario(partial(lose, "stops", 1), (0, 1, 2, 3), 4, (1,)),
     "the first stops": Scenario(partial(lose, "stops", 0), (0, 1), 2, (0,)),
-    "hangs": Scenario(partial(lose, "hangs", 1), (0, 1), 2, (1,)),
     "has a bug": Scenario(partial(lose, "has a bug", 1), (0, 1), 2),
     "dies at the end": Scenario(die_at_the_end, (0, 1), 2),
 }
@@ -161,10 +159,8 @@ def test_a_rank_to_which_nobody_comes_is_refused_in_time(left):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scenario", "victim"), [("stops", 1), ("the first stops", 0), ("hangs", 1)]
-)
-def test_a_rank_that_stops_or_hangs_is_named_by_all_others_which_end(left, scenario, victim):
+@pytest.mark.parametrize(("scenario", "victim"), [("stops", 1), ("the first stops", 0)])
+def test_a_rank_that_stops_is_named_by_all_others_which_end(left, scenario, victim):
     for rank in left[scenario]:
         if rank.rank != victim:
             assert (rank.code, errors(rank)) == (1, errors(rank)[:1]), rank
@@ -217,21 +213,10 @@ def test_torchrun_names_a_rank_that_was_killed_and_ends_the_others(tmp_path):
             os.kill(int((tmp_path / rank).read_text()), 0)
 
 
-@pytest.mark.parametrize(
-    ("variables", "rule"),
-    [
-        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5: it must be a whole number from 0 to 1"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: it must be a whole number from 0 to 1"),
-        ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE=x: it must be a whole number from 1"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT"),
-    ],
-)
-def test_ranks_that_cannot_be_are_refused_at_once(monkeypatch, variables, rule):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(Refused, match=f"^{rule}"):
+def test_ranks_without_torchrun_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(Refused, match=r"^rank 0 of 2 could not join the others: .*torchrun"):
         machines.start("cpu")
 
 
@@ -270,8 +255,7 @@ def test_the_processes_of_a_host_say_an_error_once(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("closed", [">&- 2>&-", "2>&1 | true"])
-def test_a_closed_terminal_does_not_change_the_exit_code(closed):
+def test_a_closed_terminal_does_not_change_the_exit_code():
     code = (
         "import time, runtime.machine as m\n"
         "def run():\n"
@@ -279,16 +263,14 @@ def test_a_closed_terminal_does_not_change_the_exit_code(closed):
         "    return 0\n"
         "raise SystemExit(m.leave(m.supervise(run)))\n"
     )
-    words = ["bash", "-c", f'"$0" -c "$1" {closed}; exit ${{PIPESTATUS[0]}}', sys.executable, code]
+    pipe = '"$0" -c "$1" 2>&1 | true; exit ${PIPESTATUS[0]}'
+    words = ["bash", "-c", pipe, sys.executable, code]
     assert subprocess.run(words, cwd=ROOT).returncode == 0
 
 
-def test_the_launch_time_is_that_of_run_sh_and_must_be_a_number(monkeypatch):
+def test_the_launch_time_is_that_of_run_sh(monkeypatch):
     monkeypatch.setenv("RUN_STARTED", "1700000000")
     assert machines.launch_time() == 1.7e9
-    monkeypatch.setenv("RUN_STARTED", "abc")
-    with pytest.raises(Refused, match=r"^RUN_STARTED=abc: it must be seconds since 1970"):
-        machines.launch_time()
 
 
 # ---- Device
@@ -317,13 +299,11 @@ def test_auto_is_bf16_exactly_where_the_machine_has_it_natively(monkeypatch, nat
     assert machines.compute_dtype("float32", CPU) == torch.float32
 
 
-def test_a_gpu_without_bf16_and_a_torch_without_nccl_are_handicaps(monkeypatch):
+def test_a_gpu_without_bf16_is_a_handicap(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    bf16, nccl = machines.handicaps(Machine(CUDA, 0, 2), torch.float32)
-    assert bf16.startswith("no bf16 instructions: float32 is several times slower")
-    assert nccl.startswith("no NCCL")
-    assert machines.handicaps(Machine(CPU, 0, 2), torch.float32) == []
+    [line] = machines.handicaps(Machine(CUDA), torch.float32)
+    assert line.startswith("no bf16 instructions: float32 is several times slower")
+    assert machines.handicaps(ALONE, torch.float32) == []
 
 
 @pytest.mark.parametrize(
@@ -359,18 +339,13 @@ def test_the_log_is_told_versions_and_hardware_but_neither_host_nor_path():
 # ---- Garbage
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_no_garbage_is_collected_inside_and_afterwards_all_is_as_before(on):
+def test_no_garbage_is_collected_inside_and_afterwards_all_is_as_before():
     def block():
         with machines.without_garbage_collection():
             assert not gc.isenabled()
             raise KeyError
 
-    before, frozen = gc.isenabled(), gc.get_freeze_count()
-    try:
-        gc.enable() if on else gc.disable()
-        with pytest.raises(KeyError):
-            block()
-        assert (gc.isenabled(), gc.get_freeze_count()) == (on, frozen)
-    finally:
-        gc.enable() if before else gc.disable()
+    frozen = gc.get_freeze_count()
+    with pytest.raises(KeyError):
+        block()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, frozen)
