@@ -7,14 +7,12 @@
 # Environment, all optional:
 #   PYTHON                  interpreter for .venv, 3.11 or newer (default python3)
 #   NPROC                   processes on this machine (default: one a GPU; tiny takes one)
-#   SHARDS                  FineWeb training shards to fetch (default: what the track needs)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    as torchrun takes them: the same command on each
 #                           machine, with its own .venv and data; NODE_RANK=0 writes the logs
 #
 # Exit codes: those of train_gpt.py (torchrun makes every failure 1) or pytest; 2: nothing started.
 set -euo pipefail
-here=$(dirname "${BASH_SOURCE[0]}") # its own line: a failure must end the script, not cd elsewhere
-cd "$here"
+cd "$(dirname "${BASH_SOURCE[0]}")"
 
 readonly VENV_PYTHON=.venv/bin/python
 readonly NEEDED_MB=2000 # the CPU build unpacks to 1.3 GB, and downloads pass through the disk
@@ -60,15 +58,15 @@ install_and_fetch() { # install_and_fetch TRACK; train_gpt.py explains a track t
     esac
 }
 
-fetch() { # fetch SHARDS
-    local needed=${SHARDS:-$1} folder=data/fineweb10B held
+fetch() { # fetch COUNT: the validation shard of FineWeb and so many training shards
+    local folder=data/fineweb10B held
     held=$(compgen -G "$folder/fineweb_train_*.bin" | wc -l) || true
-    if [[ -e $folder/fineweb_val_000000.bin ]] && ((held >= needed)); then return; fi
-    "$VENV_PYTHON" -m data.cached_fineweb "$needed"
+    if [[ -e $folder/fineweb_val_000000.bin ]] && ((held >= $1)); then return; fi
+    "$VENV_PYTHON" -m data.cached_fineweb "$1"
 }
 
 train() {
-    local track="" data=yes previous="" argument processes cores where=(--standalone)
+    local track="" data=yes previous="" argument processes where=(--standalone)
     [[ ${NNODES:-1} == 1 || (${NODE_RANK:-} && ${MASTER_ADDR:-}) ]] ||
         stop "NNODES=$NNODES: set NODE_RANK, the number of this machine, and MASTER_ADDR"
     for argument in "$@"; do
@@ -92,9 +90,6 @@ train() {
         where=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR"
             --master_port "${MASTER_PORT:-29500}")
     fi
-    # Processes that share the cores must not each start a thread on all of them.
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
     exec "$VENV_PYTHON" -m torch.distributed.run "${where[@]}" --nproc_per_node "$processes" \
         train_gpt.py "$@"
 }
