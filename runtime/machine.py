@@ -138,14 +138,15 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
         return Machine(place)
     if sys.platform == "win32":
         os.environ.setdefault("USE_LIBUV", "0")  # torch for Windows is built without it
-    timeout, backend = timedelta(seconds=rank_timeout), _backend(place)
-    names = [""] * world_size
+    # A torch without NCCL, as on Windows, has gloo for GPUs too.
+    nccl = place.type == "cuda" and dist.is_nccl_available()
+    timeout, names = timedelta(seconds=rank_timeout), [""] * world_size
     try:
         _store, *_ = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(
-            backend, rank=rank, world_size=world_size, timeout=timeout,
+            "nccl" if nccl else "gloo", rank=rank, world_size=world_size, timeout=timeout,
             store=dist.PrefixStore("group", _store),
-            device_id=place if backend == "nccl" else None,  # connects now: errors come here
+            device_id=place if nccl else None,  # connects now: errors come here
         )  # fmt: skip
         dist.all_gather_object(names, f"{platform.node()} pid {os.getpid()}")
     except (RuntimeError, ValueError) as error:  # ValueError: a variable of torchrun is missing
@@ -175,11 +176,6 @@ def _place(device: str) -> torch.device:
     place = torch.device("cuda", index)
     torch.cuda.set_device(place)
     return place
-
-
-def _backend(place: torch.device) -> str:
-    """Return "nccl" for GPUs, "gloo" for CPUs and for a torch without NCCL, as on Windows."""
-    return "nccl" if place.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
 # ---- End

@@ -49,7 +49,7 @@ def verdict(findings: list[Finding]) -> tuple[str, int]:
 
 def environment_findings() -> list[Finding]:
     """Look at Python, packages, disk, devices and compiler."""
-    findings = [*_packages(), *disk_findings(".", GIB)]
+    findings = [*_packages(), disk_finding(".", GIB)]
     if "torch" in sys.modules:  # _packages could import it
         findings += _hardware()
     return findings
@@ -78,30 +78,30 @@ def _hardware() -> Iterator[Finding]:
     from runtime.compile import why_not_compile
     from runtime.machine import native_bf16
 
-    native = "native" if native_bf16(torch.device("cpu")) else "not native"
-    yield Finding("ok", f"CPU, {torch.get_num_threads()} threads, bf16 {native}")
+    yield Finding("ok", f"CPU, {torch.get_num_threads()} threads")
     fix = "float32 takes its place, several times slower; capability 8.0 and newer have bf16"
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         what = f"cuda:{index} {gpu.name}, {gpu.total_memory / GIB:.0f} GiB"
         yield judge(not native_bf16(torch.device("cuda", index)), "warn", what, fix)
-    if not torch.cuda.is_available():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
         yield Finding("ok", f"no GPU that torch can use (built for CUDA {torch.version.cuda})")
-    obstacle = why_not_compile(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    obstacle = why_not_compile(device)
     fix = "install it (Debian: g++ and python3-dev); without it runs are slower"
     yield judge(obstacle is not None, "warn", f"compilation: {obstacle or 'possible'}", fix)
 
 
-def disk_findings(folder: str | Path, needed_bytes: float) -> list[Finding]:
+def disk_finding(folder: str | Path, needed_bytes: float) -> Finding:
     """Check that so many bytes can be written below a folder, which need not exist yet."""
     place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        return [Finding("stop", f"{folder}: {place} cannot be written to", "name another folder")]
+        return Finding("stop", f"{folder}: {place} cannot be written to", "name another folder")
     free = shutil.disk_usage(place).free
     what = f"{folder}: {free / GIB:,.1f} GiB free, {needed_bytes / GIB:,.1f} needed"
-    return [judge(free < needed_bytes, "stop", what, "make room, or name another folder")]
+    return judge(free < needed_bytes, "stop", what, "make room, or name another folder")
 
 
 def report(
@@ -120,16 +120,16 @@ def report(
     rows = [("set-up, compilation and warm-up", ready_ms)]
     for name, (steps, ms) in stage_ms.items():
         rows.append((f"{name}: {steps:,} steps of {ms:,.1f} ms", steps * ms))
-    rows.append((f"{validations:,} validations of {validation_ms:,.1f} ms",
-                 validations * validation_ms))  # fmt: skip
+    name = f"{validations:,} validations of {validation_ms:,.1f} ms"
+    rows.append((name, validations * validation_ms))
     rows.append(("together", sum(ms for _, ms in rows)))
     for name, ms in rows:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
     machine.say(f"peak memory of rank 0: {peak_mib(machine):,.0f} MiB")
     state = trainer.state_dict()
     saved_bytes = sum(t.nbytes for t in [*state["model"].values(), *state["optim"].values()])
-    findings = disk_findings(config.log_dir, GIB / 16)
-    findings += disk_findings(config.checkpoint_dir, CHECKPOINTS_ON_DISK * saved_bytes)
-    text, code = verdict(findings)
+    logs = disk_finding(config.log_dir, GIB / 16)
+    checkpoints = disk_finding(config.checkpoint_dir, CHECKPOINTS_ON_DISK * saved_bytes)
+    text, code = verdict([logs, checkpoints])
     machine.say(text)
     return machine.on_main(lambda: code)

@@ -14,7 +14,7 @@ import torch
 from small_run import STEPS, arguments, run_words, write_data
 
 from runtime import preflight
-from runtime.preflight import GIB, Finding, disk_findings
+from runtime.preflight import GIB, disk_finding
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,11 +97,11 @@ def test_a_full_disk_and_a_path_below_a_file_are_stops(monkeypatch, tmp_path):
     usage = SimpleNamespace(free=GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     folder = tmp_path / "new" / "folder"
-    assert faults(disk_findings(folder, GIB)) == []
-    fault = Finding("stop", f"{folder}: 1.0 GiB free, 2.0 needed", "make room")
-    assert faults(disk_findings(folder, 2 * GIB)) == faults([fault])
+    assert disk_finding(folder, GIB).level == "ok"
+    assert disk_finding(folder, 2 * GIB)[:2] == ("stop", f"{folder}: 1.0 GiB free, 2.0 needed")
     (tmp_path / "file").touch()
-    [(_, what)] = faults(disk_findings(tmp_path / "file" / "logs", 0))
+    level, what, _ = disk_finding(tmp_path / "file" / "logs", 0)
+    assert level == "stop"
     assert what.endswith("file cannot be written to")
     assert not folder.exists()
 
