@@ -198,7 +198,7 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
     except BrokenPipeError:  # `--help | head`
         return 0
     except explained as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # its siblings meet the same error
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this host meet the same error
             _say_error(str(error))
         else:  # torchrun ends all ranks when the first one exits: let rank 0 speak
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -263,10 +263,10 @@ def _roll_call(rank: int, world_size: int, seconds: float = 10.0) -> set[int]:
 
 
 def leave(code: int) -> int:
-    """Return the exit code. With several ranks, end this process instead, and after a success
-    wait for the others first.
+    """Return the exit code. One of several ranks does not return: it ends its process.
 
-    Threads of the process group can abort or hang the interpreter's own exit.
+    After a success it first waits for the others. Threads of the process group can abort or hang
+    the interpreter's own exit.
     """
     if code == 0 and _machine is not None:
         try:

@@ -86,20 +86,6 @@ def test_steps_are_the_trainers_own_bit_for_bit(flags, monkeypatch):
     assert all(map(torch.equal, own, timed))
 
 
-def test_bad_flags_of_the_trainer_are_refused(capsys):
-    refused = machines.supervise(lambda: bench.main(["step", "--", "--dimm", "128"]))
-    assert refused == 2
-    assert "--dimm" in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-def test_a_compiled_step_on_a_gpu_is_measured(flags, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "STEPS", 2)
-    own = [*flags, "--device", "cuda", "--compile", "on", "--dtype", "bfloat16"]
-    assert bench.main(["step", "--rounds", "1", "--json", "--", *own]) == 0
-    assert_medians_lie_in_their_range(json.loads(capsys.readouterr().out)["step"])
-
-
 # ---- Steps of optimizers
 
 

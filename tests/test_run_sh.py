@@ -21,7 +21,7 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 PYTHON_STUB = r"""#!/bin/bash
 [[ ${1-} == -V ]] && { echo "Python ${FAKE_VERSION-3.12.1}"; exit; }
 [[ ${1-} == -c && $2 == *device_count* ]] && { echo "${FAKE_GPUS-1}"; exit; }
-[[ ${1-} == -c ]] && exit "${FAKE_TOO_OLD-0}"
+[[ ${1-} == -c ]] && exit
 [[ ${1-} == -m && $2 == pip && $3 == --version ]] && exit
 line=$(
     printf '['
@@ -185,7 +185,6 @@ def test_another_interpreter_or_a_lost_one_gets_another_environment(clone: Clone
     ("variables", "sentence", "jobs"),
     [
         ({"PYTHON": "python3.99"}, "python3.99 is no Python 3.11 or newer with venv", []),
-        ({"FAKE_TOO_OLD": "1"}, "python3 is no Python 3.11 or newer with venv", []),
         ({"FAKE_FREE_KB": str(1500 * 1024)}, "1500 MB free in", []),
         ({"FAKE_PIP_STATUS": "1"}, "pip could not install requirements.txt", ["venv", "pip"]),
     ],
@@ -218,11 +217,6 @@ def test_an_install_that_was_interrupted_is_repaired(fresh: Clone) -> None:
 def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone, tool: str) -> None:
     if tool == "mkdir":
         (fresh.bin / "flock").unlink(missing_ok=True)
-        sleep = fresh.bin / "sleep"
-        real = os.readlink(sleep)
-        sleep.unlink()
-        sleep.write_text(f"#!/bin/bash\nexec {real} 0.5\n")
-        sleep.chmod(0o755)
     elif not (fresh.bin / "flock").exists():
         pytest.skip("needs flock")
     both = [fresh.start(FAKE_PIP_SECONDS="1") for _ in range(2)]
@@ -237,9 +231,8 @@ def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone, tool: s
 # ---- Settings and data
 
 
-@pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
-def test_several_machines_without_a_place_to_meet_are_refused(fresh: Clone, missing: str) -> None:
-    result = fresh.run(**MACHINES | {missing: ""})
+def test_several_machines_without_a_place_to_meet_are_refused(fresh: Clone) -> None:
+    result = fresh.run(NNODES="2", NODE_RANK="1")
     assert result.returncode == 2
     assert result.stderr.startswith("run.sh: NNODES=2: set NODE_RANK")
     assert fresh.argv() == []
