@@ -198,7 +198,7 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
     except BrokenPipeError:  # `--help | head`
         return 0
     except explained as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this host meet the same error
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # this host says it once
             _say_error(str(error))
         else:  # torchrun ends all ranks when the first one exits: let rank 0 speak
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
