@@ -13,6 +13,7 @@ trajectory on any number of ranks.
 
 import hashlib
 import math
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,9 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
 
 import torch
 import torch.nn.functional as F
@@ -647,11 +651,14 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch.
     # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
     # the number of rows: the mean over rows on any number of ranks.
-    ours: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
-        "nonfinite_guard": False,  # the guard below is for both
     }
+    # The guard below is for both. On GPUs updates are compiled, unless the user wants none of that.
+    ours = shared | {"nonfinite_guard": False}
+    if config.compile == "off":
+        ours["compiled"] = False
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
@@ -670,7 +677,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     nonfinite = config.guard != "off"
-    return optimizers, optim.Guard(optimizers.values(), spike=spike, nonfinite=nonfinite)
+    guard = optim.Guard(optimizers.values(), spike=spike, nonfinite=nonfinite, **shared)
+    return optimizers, guard
 
 
 def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
@@ -725,6 +733,7 @@ class Trainer:
             f"{device.type}, {self.env['dtype']}, {self.peak / 1e9:,.0f} GFLOP/s ({peak_name})",
             f"attention {attention.name} ({why})",
             f"head {head} ({why_head})",
+            self.guard.describe(),
             *machines.handicaps(machine, dtype),
         ]
 

@@ -32,10 +32,10 @@ def adam(
     eps acts before bias correction, as in section 2 of the paper. decay is a share of the weights.
     """
     exp_avg = torch.lerp(exp_avg, gradients, 1 - beta1)
-    exp_avg_sq = torch.addcmul(exp_avg_sq * beta2, gradients, gradients, value=1 - beta2)
+    exp_avg_sq = (exp_avg_sq * beta2).addcmul_(gradients, gradients, value=1 - beta2)
     # In float64: 1 - beta2^t loses most of its digits in float32.
     corrections = (1 - beta2 ** t.double()).sqrt() / (1 - beta1 ** t.double())
-    step = exp_avg / (exp_avg_sq.sqrt() + eps) * (corrections * rate).to(weights.dtype)
+    step = (exp_avg / exp_avg_sq.sqrt().add_(eps)).mul_((corrections * rate).to(weights.dtype))
     return descend(weights, step, decay, cautious), exp_avg, exp_avg_sq
 
 

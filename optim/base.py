@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, Team, copy_all, deal, gathered
 from .guards import Guard
 from .orthogonalize import LARGEST_SINGULAR_VALUE
-from .state import State, StateByName, names_of
+from .state import StateByName, names_of
 
 # Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products that
 # compile to the same calls.
@@ -30,13 +30,13 @@ def update(
     method: Callable[..., tuple[Tensor, ...]],
     gradients: list[Tensor],
     weights: list[Tensor],
-    targets: list[Tensor],
+    target: Tensor | None,
     state: list[Tensor],
     taken: Tensor | None,
     divisor: float,
     rates: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Run a method on stacked parts and write weights to `targets`, state in place.
+    """Run a method on stacked parts; write state in place and weights to `target`, None: in place.
 
     With a flag `taken`, a scalar or one for each matrix, only where it is true. Computes in float32
     at least. Returns what the method returns beyond weights and state. This is what is compiled.
@@ -52,15 +52,22 @@ def update(
         new = torch.where(flag, new.to(old.dtype), old)
         pairs = zip(fresh, state, strict=True)
         fresh = [torch.where(flag, value.to(kept.dtype), kept) for value, kept in pairs]
-    copy_all(targets, new.split([len(target) for target in targets]))
+    if target is None:
+        copy_all(weights, new.split([len(part) for part in weights]))
+    else:
+        target.copy_(new)
     copy_all(state, fresh)
     return results[1 + len(state) :]
 
 
 @functools.cache
 def compiled_update() -> Callable[..., Any]:
-    """`update`, compiled once for each bucket."""
-    return torch.compile(update, dynamic=False)
+    """`update`, compiled once for each bucket, of which the compiler's own limit is 8.
+
+    Where compiling fails the compiler logs why, and the update stays eager.
+    """
+    settings = torch._dynamo.config.patch(recompile_limit=256, suppress_errors=True)
+    return settings(torch.compile(update, dynamic=False))
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
@@ -77,7 +84,7 @@ def descend(weights: Tensor, step: Tensor, decay: Any, cautious: bool) -> Tensor
         return weights - step
     if cautious:
         return weights - torch.where(weights * step >= 0, weights * decay, 0) - step
-    return weights * (1 - decay) - step
+    return (weights * (1 - decay)).sub_(step)
 
 
 class ShardedOptimizer(StateByName, torch.optim.Optimizer):
@@ -123,10 +130,6 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         """The shapes of a parameter's parts, in the order of its memory."""
-        raise NotImplementedError
-
-    def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        """The state of one parameter by name; it starts as zeros."""
         raise NotImplementedError
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
@@ -194,6 +197,8 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
                 self._own(parts)
             else:
                 self._share(parts)
+        numbers = [part.number for bucket in self.buckets for part in bucket.parts]
+        self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         self._expose()
 
     def _cut(self, number: int, param: Tensor) -> list[Part]:
@@ -202,7 +207,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         group, parts, start = self._group_of[param], [], 0
         for shape in self._cuts(param, group, self.team.size):
             # What depends on the stored shape, such as a rate, must agree within a bucket.
-            key = (shape, tuple(param.shape[-2:]), id(group))
+            key = (shape, tuple(param.shape), id(group))
             parts.append(Part(param, number, start, shape, key))
             start += math.prod(shape)
         return parts
@@ -308,14 +313,13 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         """Norms of the summed and divided gradients (parameters,), float32, equal on all ranks."""
         for wait in self._waits:
             wait()
-        squares = [torch.zeros((), dtype=torch.float64, device=self._device)] * len(self._names)
-        for bucket in self.buckets:
-            wide = torch.promote_types(bucket.param.dtype, torch.float32)
-            norms = torch._foreach_norm(bucket.gradients(), dtype=wide)
-            for part, norm in zip(bucket.parts, norms, strict=True):
-                squares[part.number] = squares[part.number] + norm.double().square()
+        self._waits = []  # what was sent is no longer needed
+        norms = [norm.double() for bucket in self.buckets for norm in bucket.norms()]
+        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
+        if norms:
+            squares.index_add_(0, self._numbers, torch.stack(norms).square())
         missing = [number for number, p in enumerate(self._names) if p.grad is None]
-        totals, present = self._everywhere(torch.stack(squares), missing)
+        totals, present = self._everywhere(squares, missing)
         # Which parameters move; None: all. Read only where that costs nothing.
         readable = self._device.type in READ_AT_ONCE
         self._present = None if readable and present.all() else present
@@ -360,7 +364,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         """Wait for the weights that others own, and write them."""
         for write in self._gathers:
             write()
-        self._waits, self._gathers = [], []
+        self._gathers = []
         for bucket in self.buckets:
             bucket.sums = bucket.fresh = None
 
@@ -377,13 +381,18 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         # A counter goes in as the number of this step; it is written once all slices are done.
         state = dict(bucket.state)
         t = state.pop("step") + 1 if "step" in state else None
-        lists = bucket.gradients(), bucket.weights(), bucket.targets()
         for parts, matrices, columns in bucket.slices(self._limit(bucket)):
             given = fixed | rates | ({} if t is None else {"t": t[matrices]})
             flag = taken[matrices] if taken is not None and taken.ndim else taken
-            cuts = [[tensor[:, columns] for tensor in tensors[parts]] for tensors in lists]
+            target = None if bucket.fresh is None else bucket.fresh[matrices, columns]
+            if bucket.sums is None:
+                sums = [tensor[:, columns] for tensor in bucket.gradients(parts)]
+            else:
+                sums = [bucket.sums[matrices, columns]]
+            weights = [tensor[:, columns] for tensor in bucket.weights(parts)]
             kept = [tensor[matrices, columns] for tensor in state.values()]
-            for largest in run(method, *cuts, kept, flag, self.grad_divisor, given):
+            divisor = self.grad_divisor
+            for largest in run(method, sums, weights, target, kept, flag, divisor, given):
                 self.unsound += (~(largest <= LARGEST_SINGULAR_VALUE)).sum()
         if t is not None:
             bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)

@@ -91,23 +91,23 @@ class Bucket:
         numbers = [part.number for part in self.parts for _ in range(self.each)]
         self.numbers = torch.tensor(numbers, device=self.param.device)  # of each matrix's parameter
 
-    def gradients(self) -> list[Tensor]:
-        """One tensor for each part, in order; zeros where a parameter has no gradient."""
-        if self.sums is not None:
-            return list(self.sums.split(self.each))
+    def gradients(self, parts: slice = slice(None)) -> list[Tensor]:
+        """The gradient of each part; zeros where a parameter has none."""
         found = []
-        for part in self.parts:
+        for part in self.parts[parts]:
             grad = part.param.grad
             found.append(self.param.new_zeros(part.shape) if grad is None else part.cut(grad))
         return found
 
-    def weights(self) -> list[Tensor]:
-        """The present weights of each part, as views."""
-        return [part.cut(part.param.detach()) for part in self.parts]
+    def weights(self, parts: slice) -> list[Tensor]:
+        """The weights of each part, as views."""
+        return [part.cut(part.param.detach()) for part in self.parts[parts]]
 
-    def targets(self) -> list[Tensor]:
-        """Where the new weights of each part belong: in place, or in the message to all ranks."""
-        return self.weights() if self.fresh is None else list(self.fresh.split(self.each))
+    def norms(self) -> Iterable[Tensor]:
+        """Of the summed gradient of each part, computed in float32 at least."""
+        found = self.gradients() if self.sums is None else self.sums.split(self.each)
+        wide = torch.promote_types(self.param.dtype, torch.float32)
+        return torch._foreach_norm(list(found), dtype=wide)
 
     def slices(self, limit: int) -> Iterator[tuple[slice, slice, slice]]:
         """(parts, matrices, columns) to step in one call: at most `limit` parts.

@@ -64,8 +64,7 @@ class Guard:
             ours = hasattr(optimizer, "commit_as_step")
             foreign = None if ours else Foreign(optimizer, process_group, grad_divisor)
             self._parts.append(foreign or optimizer)
-        groups = self.optimizers[0].param_groups
-        self._device = groups[0]["params"][0].device
+        self._device = self.optimizers[0].param_groups[0]["params"][0].device
         self.reset()
 
     def reset(self) -> None:
@@ -122,9 +121,7 @@ class Guard:
                 norms.append(torch.zeros(count, device=self._device))
         return norms
 
-    def judge(
-        self, numbers: Sequence[int], norms: list[Tensor], loss: Tensor | None
-    ) -> Judgement:
+    def judge(self, numbers: Sequence[int], norms: list[Tensor], loss: Any) -> Judgement:
         """Whether to take the step."""
         gradients = torch.cat(norms)
         counts = [len(each) for each in norms]
@@ -173,9 +170,8 @@ class Guard:
         count["nonfinite"] += found.nonfinite
         count["spike"] += ~ok & ~found.nonfinite
         count["last_skip"].copy_(torch.where(ok, count["last_skip"], count["steps"]))
-        count["last_tensor"].copy_(
-            torch.where(found.nonfinite, found.number, count["last_tensor"])
-        )
+        last = torch.where(found.nonfinite, found.number, count["last_tensor"])
+        count["last_tensor"].copy_(last)
         unsound = torch.zeros_like(count["steps"])
         for number, part in enumerate(self._parts):
             spoiled, in_a_row = self._spoiled[number], self._in_a_row[number]

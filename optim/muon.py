@@ -96,8 +96,8 @@ def sound(directions: Tensor, guarded: bool) -> tuple[Tensor, ...]:
     if not guarded:
         return (directions,)
     largest = spectral_norm(directions)
-    kept = (largest <= LARGEST_SINGULAR_VALUE).view(-1, 1, 1)
-    return torch.where(kept, directions, 0), largest
+    failed = ~(largest <= LARGEST_SINGULAR_VALUE).view(-1, 1, 1)
+    return directions.masked_fill_(failed, 0), largest
 
 
 def matrix_shape(shape: torch.Size, split: int | None, flatten: bool) -> tuple[int, int, int]:

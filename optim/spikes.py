@@ -10,17 +10,15 @@ from torch import Tensor
 class SpikeRule:
     """A value is a spike above centre + sigma * spread of its window, or where it is not finite.
 
-    robust: centre and spread are the median and 1.4826 MAD of the latest accepted values; norms are
-    judged by their logarithms. The spread is at least `least_spread` of the centre, of norms
-    `least_log_spread`. Not robust: mean and unbiased deviation of all finite values, as in
-    OLMo-core's skip-step optimizers.
+    Centre and spread are the median and 1.4826 MAD of the latest accepted values; norms are judged
+    by their logarithms. Mean and deviation would not do: one spike hides the next. The spread is at
+    least `least_spread` of the centre, of norms `least_log_spread`.
     Nothing is judged before `start` values are in a window. After `patience` spikes of a value in a
     row its window starts anew. A norm's row consists of its own optimizer's steps.
     """
 
     window: int = 128
     sigma: float = 6.0
-    robust: bool = True
     start: int = 32
     least_spread: float = 0.01
     least_log_spread: float = 0.05
@@ -52,11 +50,10 @@ class Spikes:
     def judge(self, values: Tensor, present: Tensor, fault: Tensor) -> Tensor:
         """Which of the `present` values are spikes (values,); the values then enter the windows.
 
-        fault: the step is skipped in any case. By the robust rule a window takes no values of
-        skipped steps: spikes would widen it.
+        fault: the step is skipped in any case.
         """
-        if self.rule.robust:  # norms are skewed, their logarithms nearly not
-            values = torch.cat([values[:1], values[1:].clamp_min(0).log()])
+        # Norms are skewed, their logarithms nearly not.
+        values = torch.cat([values[:1], values[1:].clamp_min(0).log()])
         finite = values.isfinite()
         unsound = values.isnan() | (values == torch.inf)
         over = present & ~(values <= self.limits())
@@ -64,30 +61,24 @@ class Spikes:
         spikes = (present & unsound) | (over & ~restart)
         ended = torch.where(present, 0, self.in_a_row)
         self.in_a_row.copy_(torch.where(spikes, self.in_a_row + 1, ended))
-        self.enter(values, present & finite, spikes.any() | fault, restart)
+        # Spikes would widen their window, so it takes no values of skipped steps.
+        self.enter(values, present & finite & ~(spikes.any() | fault), restart)
         return spikes
 
     def limits(self) -> Tensor:
         """The largest values (values,) that are no spikes; infinite while nothing is judged."""
         filled = ~self.window.isnan()
         count = filled.sum(dim=1, keepdim=True)
-        if self.rule.robust:
-            centre = lower_median(self.window, filled, count)
-            mad = lower_median((self.window - centre).abs(), filled, count)
-            least = torch.full_like(centre, self.rule.least_log_spread)
-            least[:1] = self.rule.least_spread * centre[:1].abs()
-            spread = torch.maximum(1.4826 * mad, least)
-        else:
-            centre = self.window.nanmean(dim=1, keepdim=True)
-            squares = torch.where(filled, self.window - centre, 0).square().sum(dim=1, keepdim=True)
-            spread = (squares / (count - 1)).sqrt()
-        limits = centre + self.rule.sigma * spread
+        centre = lower_median(self.window, filled, count)
+        mad = lower_median((self.window - centre).abs(), filled, count)
+        least = torch.full_like(centre, self.rule.least_log_spread)
+        least[:1] = self.rule.least_spread * centre[:1].abs()
+        limits = centre + self.rule.sigma * torch.maximum(1.4826 * mad, least)
         return torch.where(count >= self.rule.start, limits, torch.inf).squeeze(1)
 
-    def enter(self, values: Tensor, usable: Tensor, skipped: Tensor, restart: Tensor) -> None:
-        """Add usable values, after emptying the windows that restart."""
+    def enter(self, values: Tensor, wanted: Tensor, restart: Tensor) -> None:
+        """Add the wanted values, after emptying the windows that restart."""
         self.window.masked_fill_(restart.unsqueeze(1), torch.nan)
-        wanted = usable & ~skipped if self.rule.robust else usable
         place = torch.arange(self.rule.window, device=values.device)
         here = (place == (self.entered % self.rule.window).unsqueeze(1)) & wanted.unsqueeze(1)
         torch.where(here, values.unsqueeze(1), self.window, out=self.window)

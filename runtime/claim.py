@@ -52,7 +52,7 @@ def read_claim(path: str | Path) -> Claim:
     known = {field.name: field.type for field in dataclasses.fields(Claim)}
     for name, kind in known.items():
         if not _fits(fields.get(name), kind):
-            what = getattr(kind, "__name__", "") if get_origin(kind) is None else str(kind)
+            what = str(kind).removeprefix("<class '").removesuffix("'>")
             raise ClaimError(f"{path} is no claim: {name} must be {what}, not "
                              f"{fields.get(name)!r:.80}")  # fmt: skip
     more = sorted(fields.keys() - known.keys())

@@ -54,22 +54,24 @@ def source_files(root: str | Path) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _read_sources(root: str | Path) -> dict[str, bytes]:
+def read_sources(root: str | Path) -> dict[str, bytes]:
+    """The contents of `source_files(root)` by their name relative to `root`."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in source_files(root)}
 
 
-def _digest(sources: dict[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name, content in sources.items():
-        for part in (name.encode(), content):
-            digest.update(f"{len(part)}:".encode())  # else "ab" + "c" would equal "a" + "bc"
-            digest.update(part)
-    return digest.hexdigest()
+def digest(sources: dict[str, bytes]) -> str:
+    """SHA-256 of names and contents, in the order of the names."""
+    sha256 = hashlib.sha256()
+    for name in sorted(sources):
+        for part in (name.encode(), sources[name]):
+            sha256.update(f"{len(part)}:".encode())  # else "ab" + "c" would equal "a" + "bc"
+            sha256.update(part)
+    return sha256.hexdigest()
 
 
 def source_hash(root: str | Path) -> str:
     """SHA-256 of the names and contents of `source_files(root)`."""
-    return _digest(_read_sources(root))
+    return digest(read_sources(root))
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -165,6 +167,26 @@ def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
     except OSError as error:
         raise LogError(f"{flag} {directory} cannot be written: {error.strerror}. Make it writable, "
                        f"or give another folder.") from None  # fmt: skip
+
+
+def store_sources(directory: str | Path, root: str | Path) -> None:
+    """Keep one copy of the sources in `sources/<sha256>/`, whole or not at all. LogError."""
+    sources = read_sources(root)  # once, so that the hash names exactly what is stored
+    folder = Path(directory, "sources", digest(sources))
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    if folder.exists():
+        return
+    try:
+        for name, content in sources.items():
+            path = partial / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        partial.rename(folder)
+    except OSError as error:
+        if not folder.exists():  # another run with the same sources may have been first
+            raise LogError(f"cannot write {folder}: {error.strerror}. Free some space.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class RunLog:
@@ -310,22 +332,3 @@ class RunLog:
                 kept.writelines(self._waiting)
             raise LogError(f"cannot write {self.path}: its last {len(self._waiting)} lines are in "
                            f"{kept.name}. Free some space and append them.")  # fmt: skip
-
-    def store_sources(self, root: str | Path) -> None:
-        """Keep one copy of the sources in `sources/<sha256>/`, whole or not at all. LogError."""
-        sources = _read_sources(root)  # once, so that the hash names exactly what is stored
-        folder = self.directory / "sources" / _digest(sources)
-        partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-        if self._descriptor is None or folder.exists():
-            return
-        try:
-            for name, content in sources.items():
-                path = partial / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-            partial.rename(folder)
-        except OSError as error:
-            if not folder.exists():  # another run with the same sources may have been first
-                raise self._error(folder, error) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)

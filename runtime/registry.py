@@ -70,8 +70,10 @@ def _read(path: Path) -> bytes:
 
 def _check(entry: Any, before: bytes, where: str) -> None:
     mend = "restore the file as the runs wrote it"
-    if not isinstance(entry, dict) or not all(_is_text(entry.get(name)) for name in FIELDS):
-        raise LogError(f"{where}: not a line of a registry, which has {', '.join(FIELDS)}; {mend}")
+    for name in FIELDS:
+        value = entry.get(name) if isinstance(entry, dict) else None
+        if not isinstance(value, str) or not value.isprintable():
+            raise LogError(f"{where}: not a line of a registry, {name} must be text; {mend}")
     if not re.fullmatch(r"\w[\w.-]*", entry["run_id"]):  # it becomes part of paths
         raise LogError(f"{where}: run id {entry['run_id']!r} is no file name; {mend}")
     if entry["previous"] != _sha256(before):
@@ -79,10 +81,6 @@ def _check(entry: Any, before: bytes, where: str) -> None:
             f"{where}: it names {entry['previous']:.12} as the hash of the line before it, which "
             f"is {_sha256(before):.12}. A line was removed, added or edited; {mend}"
         )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value.isprintable()
 
 
 def _sha256(line: bytes) -> str:

@@ -17,7 +17,7 @@ from runtime import checkpoint
 from runtime.checkpoint import Snapshot
 from runtime.clock import Clock
 from runtime.errors import Interrupted, LogError, NonFinite, Refused
-from runtime.log import RunLog, source_hash
+from runtime.log import RunLog, source_hash, store_sources
 from runtime.machine import Machine, peak_mib
 from runtime.resume import Plan, differences
 from runtime.settings import Interval
@@ -75,7 +75,6 @@ class Run(contextlib.AbstractContextManager):
 
     def __enter__(self) -> "Run":
         try:
-            self._machine.on_main(self._open)
             self._load()
             self._header = self.trainer.header(self.plan.seed, self.plan.trial)
             self._machine.on_main(self._begin)
@@ -84,11 +83,6 @@ class Run(contextlib.AbstractContextManager):
             raise
         self._log_phases()
         return self
-
-    def _open(self) -> None:
-        self._log = RunLog(self._config.log_dir, self.plan.run_id, self.plan.history)
-        if self.plan.checkpoint is not None:
-            self._snapshot = checkpoint.load(self.plan.checkpoint)
 
     def _load(self) -> None:
         """Give rank 0's checkpoint to all ranks. Refused where it does not fit."""
@@ -99,7 +93,7 @@ class Run(contextlib.AbstractContextManager):
         self.clock.resume_run(plan.clock_ms, lost_ms=plan.history.train_time_ms - plan.clock_ms)
         if plan.checkpoint is None:
             return
-        data = machine.on_main(lambda: self._snapshot.state["data"])
+        data = machine.on_main(self._read)
         model = machine.broadcast(self._snapshot.model)
         optim = machine.broadcast(self._snapshot.optim)
         self._snapshot = Snapshot({}, {}, {})
@@ -109,23 +103,29 @@ class Run(contextlib.AbstractContextManager):
         except Exception as error:  # of any kind: a stranger may have written the checkpoint
             raise Refused(f"checkpoint {plan.checkpoint} does not fit this run: {error}") from error
 
+    def _read(self) -> dict[str, Any]:
+        """Read the checkpoint, on rank 0; returns where the data stand."""
+        assert self.plan.checkpoint is not None
+        self._snapshot = checkpoint.load(self.plan.checkpoint)
+        return self._snapshot.state["data"]
+
     def _begin(self) -> None:
         """Write the first lines, on rank 0."""
         plan = self.plan
         if source_hash(self._source) != self._header["source_sha256"]:
             raise LogError(f"the source in {self._source} was edited since the run started. Start "
                            f"it again.")  # fmt: skip
-        self._log.store_sources(self._source)
+        store_sources(self._config.log_dir, self._source)
+        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history)
         if plan.history is None:
             self._log.begin(self._header)
             return
         blocking, others = differences(plan.history.header, self._header)
-        found = blocking + others
         name = plan.checkpoint.name if plan.checkpoint else None
-        resumed = {"from_step": plan.step, "checkpoint": name, "differences": found}
-        self._log.begin(self._header, resumed)
+        found = {"from_step": plan.step, "checkpoint": name, "differences": blocking + others}
+        self._log.begin(self._header, found)
         said = f"run {plan.run_id} resumes after step {plan.step}"
-        self._machine.say("; ".join([said, *found]))
+        self._machine.say("; ".join([said, *blocking, *others]))
 
     def _log_phases(self) -> None:
         for phase in self.clock.phases[self._phases_logged :]:
@@ -238,10 +238,10 @@ class Run(contextlib.AbstractContextManager):
 
     def validated(self, step: int, val_loss: float) -> None:
         """Log and say a validation loss, inside a pause. NonFinite if it is not finite."""
-        steps, train_time = self._config.steps, self.clock.train_time_ms
-        event = {"step": step, "total_steps": steps, "val_loss": val_loss}
-        self._log.write("val", **event, train_time_ms=train_time)
-        said = f"step {step}/{steps} | validation loss {val_loss:.4f} | {train_time / 1000:.1f} s"
+        steps, ms = self._config.steps, self.clock.train_time_ms
+        event = {"step": step, "total_steps": steps, "val_loss": val_loss, "train_time_ms": ms}
+        self._log.write("val", **event)
+        said = f"step {step}/{steps} | validation loss {val_loss:.4f} | {ms / 1000:.1f} s"
         self._machine.say(said)
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
@@ -288,14 +288,12 @@ class Run(contextlib.AbstractContextManager):
         self.stop.ask_to_save(False)
         if not self._machine.is_main:
             return
-        state = {
-            "run_id": self.plan.run_id, "step": self.steps_done,
-            "clock_ms": self.clock.train_time_ms, "segment": self._log.segment,
-            "log_bytes": self._log.size, "header": self._header, "data": taken["data"],
-        }  # fmt: skip
+        log = {"segment": self._log.segment, "log_bytes": self._log.size}
+        place = {"step": self.steps_done, "clock_ms": self.clock.train_time_ms, **log}
+        what = {"run_id": self.plan.run_id, "header": self._header, "data": taken["data"]}
         if self._writing is not None:
             self._writing.cancel()
-        snapshot = Snapshot(taken["model"], taken["optim"], state)
+        snapshot = Snapshot(taken["model"], taken["optim"], what | place)
         self._writing = self._executor.submit(self._write_checkpoint, snapshot)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:
@@ -305,27 +303,23 @@ class Run(contextlib.AbstractContextManager):
                     raise ValueError(f"{name} is not finite, and older checkpoints are worth more")
             self._last_saved = checkpoint.save(self._folder, snapshot)
         except Exception as error:  # of any kind: nobody else hears of it in this thread
-            kept = f"the last one is {self._last_saved}" if self._last_saved else "there is none"
-            self._machine.say(
-                f"warning: the checkpoint of step {snapshot.state['step']} could not be written to "
-                f"{self._folder}: {getattr(error, 'strerror', None) or error}; {kept}. "
-                f"Free some space, or give another --checkpoint-dir."
-            )
+            step, reason = snapshot.state["step"], getattr(error, "strerror", None) or error
+            self._machine.say(f"warning: the checkpoint of step {step} could not be written to "
+                              f"{self._folder}: {reason}; the last one is {self._last_saved}. Free "
+                              f"some space, or give another --checkpoint-dir.")  # fmt: skip
 
     # ---- The end
 
     def finish(self, val_loss: float) -> None:
         """The run is done: say whether it reached its target, and keep its model if asked to."""
-        target = self._config.target
+        target, seconds = self._config.target, self.clock.train_time_ms / 1000
         reached = val_loss <= target
         self._end = {"status": "done", "val_loss": val_loss, "reached": reached}
         if self._config.keep_model:
             self._submit(self._take())
-        self._machine.say(
-            f"target {target} {'reached' if reached else 'missed'}: val_loss {val_loss:.4f} at "
-            f"step {self.steps_done} in {self.clock.train_time_ms / 1000:.1f} s "
-            f"(log {self._log.path})"
-        )
+        word = "reached" if reached else "missed"
+        self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
+                          f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
         self.code = 0
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
@@ -343,19 +337,18 @@ class Run(contextlib.AbstractContextManager):
 
     def _explain(self, error: BaseException) -> None:
         """Say what ended the run, and how to go on."""
-        place = f"nothing was saved (log {self._log.path})"
-        if self._last_saved is not None:
-            place = f"saved in {self._last_saved}, go on with --resume auto (log {self._log.path})"
+        self._end = {"status": "error", "val_loss": None, "reached": None}
+        said = f"broke off in step {self.steps_done + 1}"
         if isinstance(error, NonFinite):
             self._end["status"], self.code = "nonfinite", error.code
-            self._machine.say(f"error: {error}; stopped, {place}. Lower the learning rates, or use "
-                              f"--dtype float32.")  # fmt: skip
+            said = f"error: {error}. Lower the learning rates, or use --dtype float32; stopped"
         elif isinstance(error, Interrupted):
             self._end["status"], self.code = "interrupted", error.code
-            self._machine.say(f"interrupted after step {self.steps_done}, {place}")
-        else:
-            self._end = {"status": "error", "val_loss": None, "reached": None}
-            self._machine.say(f"broke off in step {self.steps_done + 1}, {place}")
+            said = f"interrupted after step {self.steps_done}"
+        saved = "nothing was saved"
+        if self._last_saved is not None:
+            saved = f"saved in {self._last_saved}, go on with --resume auto"
+        self._machine.say(f"{said}, {saved} (log {self._log.path})")
 
     def _clear(self) -> None:
         """Remove the checkpoints of a run that is done, but for the last if it is to be kept."""

@@ -1,6 +1,7 @@
-"""Ranks that a test may lose: the scenarios of a test file, in processes forked from one that has torch.
+"""Scenarios of several ranks, in processes forked from one that has imported torch.
 
-A test file has a table of scenarios, plays it when it is run as a script, and calls `record(__file__)` in a fixture.
+A test file holds a table of scenarios, plays it when run as a script, and calls
+`record(__file__)` in a fixture.
 """
 
 import json
@@ -23,7 +24,7 @@ KINDS = ("out", "err")
 
 
 class Scenario(NamedTuple):
-    """What each rank does, its result being the exit code, and which ranks there are."""
+    """What each rank does (it returns the exit code), and which ranks there are."""
 
     function: Callable[[], int]
     started: tuple[int, ...]
@@ -43,9 +44,17 @@ class Left(NamedTuple):
 def record(test_file: str) -> dict[str, list[Left]]:
     """What the ranks of each scenario left, in the order in which they were started."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks name servers, whose slowness is not that of ranks
+    environment["RES_OPTIONS"] = (
+        "timeout:1 attempts:1"  # torch asks name servers, which may be slow
+    )
     done = subprocess.run(
-        [sys.executable, test_file], capture_output=True, text=True, timeout=2 * PATIENCE, check=False, env=environment)
+        [sys.executable, test_file],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+        env=environment,
+    )
     assert done.returncode == 0, done.stderr
     return {name: [Left(*each) for each in left] for name, left in json.loads(done.stdout).items()}
 
@@ -63,12 +72,17 @@ def play_at_once(scenarios: dict[str, Scenario]) -> dict[str, list[Left]]:
         for key, scenario in scenarios.items():
             for rank, process in started[key]:
                 process.join(0 if rank in scenario.stopped else max(deadline - time.monotonic(), 0))
-        return {key: [collect(rank, process, folder) for rank, process in ranks] for key, ranks in started.items()}
+        return {
+            key: [collect(rank, process, folder) for rank, process in ranks]
+            for key, ranks in started.items()
+        }
 
 
 def start(scenario: Scenario, folder: Path, ports: ExitStack) -> list[tuple[int, BaseProcess]]:
     """Each rank that is started, and its process."""
-    port = ports.enter_context(socket.socket())  # held, so that it is nobody else's, and not listened on
+    port = ports.enter_context(
+        socket.socket()
+    )  # held, so that it is nobody else's, and not listened on
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     port.bind(("127.0.0.1", 0))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
@@ -76,7 +90,9 @@ def start(scenario: Scenario, folder: Path, ports: ExitStack) -> list[tuple[int,
     ranks = []
     for rank in scenario.started:
         variables = shared | {"RANK": str(rank)}
-        process = multiprocessing.get_context("fork").Process(target=run, args=(scenario.function, variables, folder))
+        process = multiprocessing.get_context("fork").Process(
+            target=run, args=(scenario.function, variables, folder)
+        )
         process.start()
         ranks.append((rank, process))
     return ranks
@@ -93,4 +109,6 @@ def run(function: Callable[[], int], variables: dict[str, str], folder: Path) ->
 def collect(rank: int, process: BaseProcess, folder: Path) -> Left:
     process.kill()  # the stopped ones, and any that hangs: its code then tells
     process.join()
-    return Left(rank, process.exitcode, *((folder / f"{process.pid}.{kind}").read_text() for kind in KINDS))
+    return Left(
+        rank, process.exitcode, *((folder / f"{process.pid}.{kind}").read_text() for kind in KINDS)
+    )

@@ -227,6 +227,7 @@ def in_child(function: Callable[[], int]) -> int:
 def logs_of(folder: Path) -> list[Path]:
     """The segments of all runs, each run's in order."""
     found = [path for path in folder.glob("*.jsonl") if path.name != "registry.jsonl"]
+    found = [path for path in found if path.stat().st_size]  # else killed before the first line
     return sorted(found, key=lambda path: (path.name.split(".")[0], len(path.name), path.name))
 
 

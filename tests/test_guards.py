@@ -1,4 +1,4 @@
-"""Guards: which steps are skipped, and that a skipped one leaves no trace, bit for bit. Spikes: see test_spikes.py."""
+"""Guards: which steps are skipped, and that a skipped one leaves no trace, bit for bit."""
 
 import math
 import warnings
@@ -15,8 +15,9 @@ from optim.base import update
 from optim.orthogonalize import LARGEST_SINGULAR_VALUE
 
 NAN, INF = math.nan, math.inf
-PEERS = SpikeRule(robust=False, start=64)
-TOLERANT = SpikeRule(window=8, start=3, least_spread=0.2, least_log_spread=0.2)  # of gradient norms that vary: spikes are 2.2 times the usual
+TOLERANT = SpikeRule(
+    window=8, start=3, least_spread=0.2, least_log_spread=0.2
+)  # of gradient norms that vary: spikes are 2.2 times the usual
 
 
 # ---- models, their gradients, and everything that a step may change
@@ -28,8 +29,12 @@ SHAPES = {
 }
 FACTORIES = {
     "muon": lambda params, **options: Muon(params, 0.05, **{"weight_decay": 0.1, **options}),
-    "normuon": lambda params, **options: NorMuon(params, 0.05, split=2, weight_decay=0.1, **options),
-    "adam": lambda params, **options: Adam(params, 0.01, betas=(0.65, 0.95), weight_decay=0.1, **options),
+    "normuon": lambda params, **options: NorMuon(
+        params, 0.05, split=2, weight_decay=0.1, **options
+    ),
+    "adam": lambda params, **options: Adam(
+        params, 0.01, betas=(0.65, 0.95), weight_decay=0.1, **options
+    ),
 }
 
 
@@ -43,7 +48,10 @@ def model(kinds=("muon", "normuon", "adam"), dtype=torch.float32, **options):
     }
     for param in params.values():
         param.data.reshape(-1)[0] = -0.0
-    named = {kind: [(name, param) for name, param in params.items() if name.startswith(kind + ".")] for kind in kinds}
+    named = {
+        kind: [(name, param) for name, param in params.items() if name.startswith(kind + ".")]
+        for kind in kinds
+    }
     return params, [FACTORIES[kind](named[kind], **options) for kind in kinds]
 
 
@@ -84,9 +92,13 @@ OPTIONS = [{}, {"cautious": True}]
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kinds", [("muon",), ("normuon",), ("adam",), ("muon", "normuon", "adam")], ids="+".join)
+@pytest.mark.parametrize(
+    "kinds", [("muon",), ("normuon",), ("adam",), ("muon", "normuon", "adam")], ids="+".join
+)
 @pytest.mark.parametrize("earlier", [0, 2])
-def test_a_skipped_step_changes_no_bit_of_weights_and_state_and_no_gradient(earlier, kinds, dtype, options):
+def test_a_skipped_step_changes_no_bit_of_weights_and_state_and_no_gradient(
+    earlier, kinds, dtype, options
+):
     params, optimizers = model(kinds, dtype, **options)
     step = optimizers[0].step if len(kinds) == 1 else Guard(optimizers).step
     for number in range(earlier):
@@ -109,23 +121,8 @@ def test_a_skipped_step_changes_no_bit_of_weights_and_state_and_no_gradient(earl
     assert all(changed)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "+".join(options) or "plain")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_skipped_for_its_loss_changes_no_bit_either(dtype, options):
-    params, optimizers = model(dtype=dtype, **options)
-    guard = Guard(optimizers, spike=SpikeRule(window=8, start=4))
-    for number in range(5):
-        give_gradients(params, number)
-        guard.step(torch.tensor(3.0))
-    before = traces(params, optimizers)
-    assert guard.explain(guard.step(torch.tensor(5.0))) == Skip("spike", 5.0, None)
-    assert traces(params, optimizers) == before
-    guard.step(torch.tensor(3.0))
-    assert traces(params, optimizers) != before
-
-
 def trained(steps, faults=None, guarded=True, **options):
-    """(traces, guard) of a model after these steps; faults: {(step, parameter): what is done to its gradient}."""
+    """(traces, guard) after these steps; faults: {(step, parameter): function of its gradient}."""
     params, optimizers = model(**options)
     guard = Guard(optimizers) if guarded else None
     for step in steps:
@@ -143,7 +140,9 @@ def trained(steps, faults=None, guarded=True, **options):
 
 @pytest.mark.parametrize("name", ["muon.2", "normuon.0", "adam.1"])
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("at_once", [("cpu",), ()])  # reading the flag, and selecting by it as on a GPU
+@pytest.mark.parametrize(
+    "at_once", [("cpu",), ()]
+)  # reading the flag, and selecting by it as on a GPU
 def test_a_run_with_a_bad_gradient_is_the_run_without_that_step(fault, name, at_once, monkeypatch):
     on_a_device(monkeypatch, at_once)
     for dtype in (torch.float32, torch.bfloat16):
@@ -157,42 +156,18 @@ def test_a_run_with_a_bad_gradient_is_the_run_without_that_step(fault, name, at_
         }  # fmt: skip
 
 
-def test_without_the_guard_one_nan_is_in_the_weights_for_good():
-    params, optimizers = model(nonfinite_guard=False)
-    for step in range(3):
-        give_gradients(params, step)
-        if step == 0:
-            for kind in SHAPES:
-                FAULTS["nan"](params[f"{kind}.0"].grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert all(params[f"{kind}.0"].isnan().any() for kind in SHAPES)
-
-
-def test_sound_steps_are_the_same_with_and_without_a_guard():
-    for dtype in (torch.float32, torch.bfloat16):
-        guarded, guard = trained(range(4), dtype=dtype)
-        assert guarded == trained(range(4), guarded=False, nonfinite_guard=False, dtype=dtype)[0]
-        assert guarded == trained(range(4), guarded=False, dtype=dtype)[0]
-        assert guard.report()["nonfinite"] == 0
-
-
 def test_a_gradient_that_float16_holds_is_not_taken_for_an_overflow():
     param = torch.nn.Parameter(torch.ones(256, 256, dtype=torch.float16))
-    for optimizer in (Adam([param], 1.0, betas=(0.9, 0.95), eps=1e-3), torch.optim.SGD([param], 1e-4)):
+    for optimizer in (
+        Adam([param], 1.0, betas=(0.9, 0.95), eps=1e-3),
+        torch.optim.SGD([param], 1e-4),
+    ):
         guard, before = Guard([optimizer]), bits(param)
-        param.grad = torch.full_like(param, 300.0)  # the norm is 76,800, and the largest float16 65,504
+        param.grad = torch.full_like(
+            param, 300.0
+        )  # the norm is 76,800, and the largest float16 65,504
         assert guard.explain(guard.step()) is None
         assert bits(param) != before
-
-
-def test_a_scalar_gradient_whose_square_overflows_does_not_freeze_its_parameter():
-    param = torch.nn.Parameter(torch.ones(()))
-    optimizer = Adam([param], 0.1, betas=(0.65, 0.95))
-    for grad in (1.0, 1e30, 1.0):
-        param.grad = torch.tensor(grad)
-        optimizer.step()
-    assert all(tensor.isfinite() for tensor in optimizer.state[param].values())
 
 
 def test_a_verdict_gives_the_norm_and_the_first_bad_tensor():
@@ -208,20 +183,6 @@ def test_a_verdict_gives_the_norm_and_the_first_bad_tensor():
         "steps": 4, "nonfinite": 3, "spike": 0, "in_a_row": 3, "last_skip": 4,
         "last_tensor": None,
     }  # fmt: skip
-
-
-def test_verdicts_can_be_read_late():
-    params, optimizers = model()
-    guard = Guard(optimizers, spike=TOLERANT)
-    verdicts = []
-    for step in range(8):
-        give_gradients(params, step)
-        if step == 4:
-            FAULTS["inf"](params["adam.0"].grad)
-        verdicts.append(guard.step(torch.tensor(9.0 if step == 6 else 3.0)))
-    skips = [None] * 4 + [Skip("nonfinite", INF, "adam.0"), None, Skip("spike", 9.0, None), None]
-    assert [guard.explain(verdict) for verdict in verdicts] == skips
-    assert (guard.report()["nonfinite"], guard.report()["spike"]) == (1, 1)
 
 
 # ---- orthogonalizations gone wrong
@@ -254,7 +215,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_matrix_whose_orthogonalization_went_wrong_stands_still_and_its_optimizer_falls_back(kind, spoil):
+def test_a_matrix_whose_orthogonalization_went_wrong_stands_still_and_its_optimizer_falls_back(
+    kind, spoil
+):
     params, optimizers = model(("muon",), weight_decay=0.0)
     spoil((6, 12), WRONG[kind])
     guard, before = Guard(optimizers), bits(params)
@@ -281,9 +244,9 @@ def test_without_the_guard_a_wrong_orthogonalization_is_in_the_weights(spoil):
 
 
 def in_sums(steps, period, bad=(), dropped=(), guarded=True):
-    """Traces of a run whose Adam steps every `period`-th step; bad: steps with NaN in a Muon gradient.
+    """Traces of a run whose Adam steps every `period`-th step; bad: steps with a NaN for Muon.
 
-    Unguarded, it is told what to leave out: the bad steps, and Adam's step where the sum is `dropped`.
+    Unguarded, it leaves out the bad steps, and Adam's step where the sum is `dropped`.
     """
     params, optimizers = model(("muon", "adam"))
     muon, adam = optimizers
@@ -325,7 +288,9 @@ TORCH = {
     "adamw fused": lambda params: torch.optim.AdamW(params, 0.01, fused=True),
     "adamw for": lambda params: torch.optim.AdamW(params, 0.01, foreach=False),
     "sgd": lambda params: torch.optim.SGD(params, 0.01),
-    "sgd momentum": lambda params: torch.optim.SGD(params, 0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd momentum": lambda params: torch.optim.SGD(
+        params, 0.01, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     "muon": lambda params: torch.optim.Muon(params, 0.01),
     "rmsprop": lambda params: torch.optim.RMSprop(params, 0.01, momentum=0.9, centered=True),
 }
@@ -371,13 +336,18 @@ def foreign_run(build, steps, faults=(), guarded=True):
 
 @pytest.mark.parametrize("at_once", [("cpu",), ()])  # reading the flag, and selecting by it
 @pytest.mark.parametrize("name", TORCH)
-def test_an_optimizer_of_torch_is_put_back_as_if_the_step_had_never_been(name, at_once, monkeypatch):
+def test_an_optimizer_of_torch_is_put_back_as_if_the_step_had_never_been(
+    name, at_once, monkeypatch
+):
     on_a_device(monkeypatch, at_once)
     guarded, guard = foreign_run(TORCH[name], range(7), {0: "1", 3: "2", 4: "adam"})
     alone, _ = foreign_run(TORCH[name], [1, 2, 5, 6], guarded=False)
     assert [guarded[step] for step in (0, 1, 3, 4, 5)] == [alone[step] for step in (0, 0, 2, 2, 2)]
     assert guarded[-1] == alone[-1]
-    assert (guard.report()["nonfinite"], guard.report()["last_tensor"]) == (3, "0")  # the fourth is Adam's first
+    assert (guard.report()["nonfinite"], guard.report()["last_tensor"]) == (
+        3,
+        "0",
+    )  # the fourth is Adam's first
 
 
 def test_a_step_counter_on_the_host_beside_weights_on_a_device_is_refused():
@@ -395,7 +365,13 @@ def test_a_step_counter_on_the_host_beside_weights_on_a_device_is_refused():
 class Reads(TorchDispatchMode):
     """Counts what makes the host wait for a value."""
 
-    NAMES = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero")
+    NAMES = (
+        "aten::_local_scalar_dense",
+        "aten::item",
+        "aten::is_nonzero",
+        "aten::equal",
+        "aten::nonzero",
+    )
 
     def __init__(self):
         super().__init__()
@@ -427,7 +403,7 @@ def reads(monkeypatch):
         yield mode.found
 
 
-@pytest.mark.parametrize("rule", [None, SpikeRule(), PEERS])
+@pytest.mark.parametrize("rule", [None, SpikeRule()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_guarded_step_reads_nothing_on_the_host(reads, dtype, rule, monkeypatch):
     params, optimizers = model(dtype=dtype, cautious=True)
@@ -458,10 +434,13 @@ def test_an_optimizer_of_torch_is_read_at_its_first_step_alone(reads, name, monk
     assert waits == [name != "sgd", False, False, False]
 
 
-@pytest.mark.parametrize("rule", [None, SpikeRule(), PEERS])
+@pytest.mark.parametrize("rule", [None, SpikeRule()])
 def test_a_guarded_step_runs_on_a_device_that_holds_no_values(rule):
     params, _ = model()
-    params = {name: torch.nn.Parameter(torch.empty_like(param, device="meta")) for name, param in params.items()}
+    params = {
+        name: torch.nn.Parameter(torch.empty_like(param, device="meta"))
+        for name, param in params.items()
+    }
     optimizers = [
         NorMuon([params["normuon.0"], params["normuon.1"]], 0.1, weight_decay=0.1, cautious=True),
         Muon([params["muon.0"]], 0.1, dtype=torch.float32),
@@ -481,7 +460,12 @@ def test_a_guarded_step_runs_on_a_device_that_holds_no_values(rule):
 
 def addresses(guard, optimizers):
     tensors = [*guard._state().values()]
-    tensors += [tensor for optimizer in optimizers for state in optimizer.state.values() for tensor in state.values()]
+    tensors += [
+        tensor
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for tensor in state.values()
+    ]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -523,7 +507,9 @@ def test_a_compiled_update_is_the_eager_one_and_a_new_rate_compiles_nothing(kind
     assert 0 < frames == counter.frame_count
 
 
-@pytest.mark.parametrize("kind", ["adam in two groups", "muon in two shapes with a rate on the device"])
+@pytest.mark.parametrize(
+    "kind", ["adam in two groups", "muon in two shapes with a rate on the device"]
+)
 def test_a_compiled_step_of_an_optimizer_is_its_eager_step(kind):
     trained = []
     for compiled in (False, True):
@@ -534,7 +520,9 @@ def test_a_compiled_step_of_an_optimizer_is_its_eager_step(kind):
             groups = [{"params": [params[0]], "lr": 0.1}, {"params": [params[1]], "lr": 0.2}]
             optimizer = Adam(groups, 0.1)
         else:
-            params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 8), (8, 4), (4, 8), (6, 6))]
+            params = [
+                torch.nn.Parameter(torch.randn(shape)) for shape in ((4, 8), (8, 4), (4, 8), (6, 6))
+            ]
             optimizer = Muon(params, 0.1, dtype=torch.float32)
             optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
         step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
@@ -548,13 +536,18 @@ def test_a_compiled_step_of_an_optimizer_is_its_eager_step(kind):
 
 
 def model_on_gpu():
-    """As `model`, with a fused optimizer of torch beside ours, and gradients that stay at their addresses."""
+    """As `model`, with a fused optimizer of torch too, and gradients that keep their addresses."""
     params, _ = model()
     params = {name: torch.nn.Parameter(param.detach().cuda()) for name, param in params.items()}
-    named = {kind: [(name, param) for name, param in params.items() if name.startswith(kind)] for kind in SHAPES}
+    named = {
+        kind: [(name, param) for name, param in params.items() if name.startswith(kind)]
+        for kind in SHAPES
+    }
     adamw, named["adam"] = named["adam"][:1], named["adam"][1:]
     optimizers = [FACTORIES[kind](named[kind]) for kind in SHAPES]
-    optimizers.append(torch.optim.AdamW([param for _, param in adamw], 0.01, fused=True, capturable=True))
+    optimizers.append(
+        torch.optim.AdamW([param for _, param in adamw], 0.01, fused=True, capturable=True)
+    )
     for param in params.values():
         param.grad = torch.zeros_like(param)
     return params, optimizers
@@ -568,7 +561,7 @@ def fill_gradients(params, step):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", [SpikeRule(), PEERS])
+@pytest.mark.parametrize("rule", [SpikeRule()])
 def test_a_guarded_step_never_waits_for_the_gpu(rule):
     params, optimizers = model_on_gpu()
     guard, loss = Guard(optimizers, spike=rule), torch.tensor(3.0, device="cuda")
@@ -606,4 +599,8 @@ def test_a_spoiled_sum_is_still_spoiled_after_a_resume():
     give_gradients(params, 1, add=False)
     before = bits(params)
     assert resumed.explain(resumed.step()) is None
-    assert {name for name, value in bits(params).items() if value != before[name]} == {"muon.0", "muon.1", "muon.2"}
+    assert {name for name, value in bits(params).items() if value != before[name]} == {
+        "muon.0",
+        "muon.1",
+        "muon.2",
+    }

@@ -1,6 +1,6 @@
-"""The symmetric product against float64: in Triton's interpreter on any machine, compiled where there is a GPU.
+"""The symmetric product against float64: in Triton's interpreter, compiled where there is a GPU.
 
-The interpreter runs a copy of the module, so that `optim.symmetric_matmul` itself and Triton stay as other tests expect them.
+The interpreter runs a copy of the module: `optim.symmetric_matmul` itself stays as it is.
 """
 
 import importlib.util
@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from optim import symmetric_matmul as kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SHAPES = [(1, 1, 1), (3, 1, 12), (2, 17, 31), (1, 64, 64), (2, 65, 5), (1, 130, 70), (1, 129, 257), (1, 300, 40)]
+SHAPES = [
+    (1, 1, 1),
+    (3, 1, 12),
+    (2, 17, 31),
+    (1, 64, 64),
+    (2, 65, 5),
+    (1, 130, 70),
+    (1, 129, 257),
+    (1, 300, 40),
+]
 LARGE_TILES = (17, 260, 9)
 
 
@@ -47,19 +56,26 @@ def symmetric(*shape, dtype=torch.float32, seed=0, device=CPU):
 
 
 def check(result, X, Y, *, alpha=1.0, D=None, beta=0.0):
-    """`result` is symmetric to the bit, and errs by one rounding of its dtype after sums in float32, no more."""
+    """`result` is symmetric to the bit, and errs by float32 sums and one rounding, no more."""
     X, Y = X.double(), Y.double()
     D = torch.zeros_like(result, dtype=torch.float64) if D is None else D.double()
     exact = alpha * X @ Y.mT + beta * D
     terms = abs(alpha) * X.abs() @ Y.abs().mT + abs(beta) * D.abs()
-    in_float32 = (X.size(2) + 4) * 2**-23 * terms  # tensor cores cut off what does not fit, they do not round
-    once = torch.finfo(result.dtype).eps / 2 * (exact.abs() + in_float32) + torch.finfo(result.dtype).smallest_normal
+    in_float32 = (
+        (X.size(2) + 4) * 2**-23 * terms
+    )  # tensor cores cut off what does not fit, they do not round
+    once = (
+        torch.finfo(result.dtype).eps / 2 * (exact.abs() + in_float32)
+        + torch.finfo(result.dtype).smallest_normal
+    )
     assert torch.equal(result, result.mT)
     assert ((result.double() - exact).abs() <= in_float32 + once).all()
 
 
 def nowhere(X):
-    return torch.full((X.size(0), X.size(1), X.size(1)), float("nan"), dtype=X.dtype, device=X.device)
+    return torch.full(
+        (X.size(0), X.size(1), X.size(1)), float("nan"), dtype=X.dtype, device=X.device
+    )
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
@@ -71,14 +87,18 @@ def test_a_gram_matrix_is_exact_but_for_one_rounding(interpreted, shape, dtype):
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_polynomial_of_a_symmetric_matrix_is_exact_but_for_one_rounding(interpreted, shape, dtype):
+def test_a_polynomial_of_a_symmetric_matrix_is_exact_but_for_one_rounding(
+    interpreted, shape, dtype
+):
     A = symmetric(*shape[:2], dtype=dtype)
     terms = {"alpha": 2.0315, "D": A, "beta": -4.775}
     check(interpreted.symmetric_product(A, A, nowhere(A), **terms), A, A, **terms)
 
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES, ids=str)
-def test_a_product_that_rounding_made_unsymmetric_comes_out_symmetric_to_the_bit(interpreted, dtype):
+def test_a_product_that_rounding_made_unsymmetric_comes_out_symmetric_to_the_bit(
+    interpreted, dtype
+):
     A = symmetric(2, 90) / 10
     A, square = A.to(dtype), (A @ A).to(dtype)
     unsymmetric = torch.bmm(A.float(), square.float())
@@ -110,7 +130,10 @@ LAYOUTS = {
     st.integers(1, 3), st.integers(1, 140), st.integers(1, 80),
 )  # fmt: skip
 def test_strides_of_the_inputs_change_no_bit(interpreted, layout, layout_of_D, dtype, B, n, m):
-    X, D = LAYOUTS[layout](random(B, n, m, dtype=dtype)), LAYOUTS[layout_of_D](symmetric(B, n, dtype=dtype))
+    X, D = (
+        LAYOUTS[layout](random(B, n, m, dtype=dtype)),
+        LAYOUTS[layout_of_D](symmetric(B, n, dtype=dtype)),
+    )
     terms = {"alpha": 0.5, "beta": -2.0}
     strided = interpreted.symmetric_product(X, X.mT.contiguous().mT, nowhere(X), D=D, **terms)
     X, D = X.contiguous(), D.contiguous()
@@ -131,14 +154,6 @@ def test_nothing_but_the_output_is_written(interpreted, dtype, transposed):
     assert (around == 7.0).all()
 
 
-def test_a_batch_may_lie_further_apart_than_32_bits_reach(interpreted, tmp_path):
-    file = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**31 + 64, dtype=torch.float16)
-    X, D, out = (file.as_strided((3, 4, 4), (2**30, 4, 1), storage_offset=at) for at in (0, 16, 32))
-    X.copy_(random(3, 4, 4))
-    D.copy_(symmetric(3, 4))
-    check(interpreted.symmetric_product(X, X, out, D=D, beta=1.0), X, X, D=D, beta=1.0)
-
-
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)], ids=str)
 def test_an_empty_product_leaves_the_other_term(interpreted, shape):
     X, terms = random(*shape), {"D": symmetric(*shape[:2]), "beta": 2.0}
@@ -152,8 +167,16 @@ def test_an_empty_product_leaves_the_other_term(interpreted, shape):
         ((2, 4, 3), {"Y": random(2, 4, 2)}, r"Y has shape \(2, 4, 2\).*must be \(2, 4, 3\)"),
         ((2, 4, 3), {"out": random(2, 4, 3)}, r"out has shape \(2, 4, 3\).*must be \(2, 4, 4\)"),
         ((2, 4, 3), {"D": random(1, 4, 4)}, r"D has shape \(1, 4, 4\).*must be \(2, 4, 4\)"),
-        ((2, 4, 3), {"D": random(2, 4, 4).half()}, r"D is torch.float16 on cpu; it must be torch.float32"),
-        ((2, 4, 3), {"out": torch.empty(2, 4, 4, device="meta")}, r"out is torch.float32 on meta; .* on cpu"),
+        (
+            (2, 4, 3),
+            {"D": random(2, 4, 4).half()},
+            r"D is torch.float16 on cpu; it must be torch.float32",
+        ),
+        (
+            (2, 4, 3),
+            {"out": torch.empty(2, 4, 4, device="meta")},
+            r"out is torch.float32 on meta; .* on cpu",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(X, changed, message):
@@ -170,37 +193,6 @@ def test_without_triton_the_module_says_what_to_install(monkeypatch):
     X = random(1, 4, 4)
     with pytest.raises(RuntimeError, match=r"cannot run: Triton is not installed"):
         without.symmetric_product(X, X, torch.empty_like(X))
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """A copy of the module as Triton compiles it, on a machine whose GPU is up to the test."""
-    monkeypatch.setattr(kernels, "HAS_TRITON", True)
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Abacus")
-    return kernels.obstacle.__wrapped__
-
-
-def test_a_cpu_runs_it_under_the_interpreter_alone(interpreted, compiled):
-    assert interpreted.obstacle(CPU) is None
-    assert "cpu is no CUDA device" in compiled(CPU)
-    assert "TRITON_INTERPRET=1" in compiled(CPU)
-
-
-def test_a_machine_without_a_gpu_is_an_obstacle(compiled, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "cuda is no CUDA device" in compiled(CUDA)
-
-
-@pytest.mark.parametrize(
-    ("capability", "reason"),
-    [((7, 5), "Abacus has compute capability 7.5 and 8.0 is needed"), ((8, 0), None), ((9, 0), None), ((12, 0), None)],
-)
-def test_gpus_run_it_from_ampere_on(compiled, monkeypatch, capability, reason):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert compiled(CUDA) == reason
 
 
 @pytest.mark.gpu
@@ -222,19 +214,11 @@ def test_a_gpu_errs_no_more_than_torch_does_at_the_sizes_of_models(B, n, m):
     square = kernels.symmetric_product(A, A, nowhere(X), alpha=2.0, D=A, beta=-3.0)
     for ours, theirs, exact in (
         (A, torch.bmm(X, X.mT), X.double() @ X.double().mT),
-        (square, torch.baddbmm(A, A, A, alpha=2.0, beta=-3.0), 2 * A.double() @ A.double() - 3 * A.double()),
+        (
+            square,
+            torch.baddbmm(A, A, A, alpha=2.0, beta=-3.0),
+            2 * A.double() @ A.double() - 3 * A.double(),
+        ),
     ):
         assert torch.equal(ours, ours.mT)
         assert (ours - exact).abs().max() <= 1.01 * (theirs - exact).abs().max()
-
-
-@pytest.mark.gpu
-def test_a_captured_graph_repeats_the_product():
-    X = random(2, 256, 512, dtype=torch.bfloat16, device=CUDA)
-    out, graph = nowhere(X), torch.cuda.CUDAGraph()
-    kernels.symmetric_product(X, X, out)
-    with torch.cuda.graph(graph):
-        kernels.symmetric_product(X, X, out)
-    X.mul_(2)
-    graph.replay()
-    check(out, X, X)

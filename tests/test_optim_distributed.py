@@ -29,6 +29,7 @@ SHAPES = {
     "few": [(4, 6), (6, 4)],  # from three ranks on, some own nothing
     "adam": [(256, 128), (257, 128), (3, 11000), (33001,), (7,), (), (0, 3)],
     "torch": [(5, 4), (3,)],
+    "theirs": [(6, 4)],
 }
 UNUSED = ["normuon.0", "normuon.6", "muon.2", "few.1", "adam.2", "adam.5"]  # in the last step
 PARTLY = {(1, "normuon.1"): {0}, (1, "muon.0"): {1, 2}, (1, "adam.0"): {0, 1}, (1, "torch.1"): {0}}
@@ -57,10 +58,13 @@ def build(group):
         Muon(named["few"], 0.02, scale="rms", **matrices),
         Adam(named["adam"], 0.01, betas=(0.65, 0.95), weight_decay=0.1, **common),
         torch.optim.AdamW(named["torch"], 0.01),
+        torch.optim.Muon(named["theirs"], 0.01),
     ]
     rule = SpikeRule(start=3, window=8)
-    return params, optimizers, Guard(
-        optimizers, spike=rule, process_group=group, grad_divisor=MICRO_BATCHES
+    return (
+        params,
+        optimizers,
+        Guard(optimizers, spike=rule, process_group=group, grad_divisor=MICRO_BATCHES),
     )
 
 
@@ -97,7 +101,7 @@ def walk(rank, size, group):
 
 def reloaded(state, group):
     """A state, by way of fresh optimizers at this world size."""
-    params, optimizers, _ = build(group)
+    _, optimizers, _ = build(group)
     for optimizer in optimizers:
         names = {n for each in optimizer.param_groups for n in each["param_names"]}
         own = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] in names}
@@ -129,8 +133,10 @@ def record(rank, size, group, folder):
         "reloaded": reloaded(one["seen"][-1], group),
         "host": by_way_of_the_host(rank, size, group),
         "spiked": spiked(rank, group, size),
-        "streamed": [len(list(named_state(each, rank=1))) for each in optimizers[:-1]],
-        "owned": [sum(b.state["momentum"].numel() for b in each.buckets) for each in optimizers[:3]],
+        "streamed": [len(list(named_state(each, rank=1))) for each in optimizers[:4]],
+        "owned": [
+            sum(b.state["momentum"].numel() for b in each.buckets) for each in optimizers[:3]
+        ],
     }
 
 
@@ -284,7 +290,10 @@ def test_padding_is_at_most_one_per_cent_of_the_bytes(model, size, monkeypatch):
         {"params": on_meta(12, 6, 12)},
     ]
     adam = [each for rows in tables for each in on_meta(1, rows, shape[0])] + on_meta(1, 60)
-    for optimizer in (NorMuon(groups, 0.02, process_group="g"), Adam(adam, 0.01, process_group="g")):
+    for optimizer in (
+        NorMuon(groups, 0.02, process_group="g"),
+        Adam(adam, 0.01, process_group="g"),
+    ):
         messages = optimizer.messages
         total = sum(message.length * size for message in messages)
         elements = sum(p.numel() for each in optimizer.param_groups for p in each["params"])
@@ -308,5 +317,3 @@ def test_parts_are_dealt_once_each_evenly_and_only_the_last_message_is_padded(sh
             assert min(loads) == max(loads)
         heaviest = shares[loads.index(max(loads))]
         assert max(loads) - min(loads) <= heaviest[-1].numel
-
-

@@ -1,22 +1,16 @@
-"""Orthogonalization against float64 iterations, singular value decompositions and its own symmetries."""
-
-import math
+"""Orthogonalization against float64 iterations and singular value decompositions."""
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optim import reference
 from optim import symmetric_matmul as kernels
 from optim.orthogonalize import (
-    BACKENDS,
-    CPU_BATCH_BYTES,
     LARGEST_SINGULAR_VALUE,
     METHODS,
-    batch_limit,
     choose,
-    native_dtype,
     orthogonalize,
     spectral_norm,
 )
@@ -47,7 +41,7 @@ def cosine(X, Y):
 def polar_factor(G):
     """U V^T of the singular value decomposition, over the values that are not zero."""
     U, S, Vh = torch.linalg.svd(G.double(), full_matrices=False)
-    nonzero = S > 1e-12 * S[0]
+    nonzero = S.gt(1e-12 * S[0])
     return U[:, nonzero] @ Vh[nonzero]
 
 
@@ -62,10 +56,13 @@ def test_every_shape_follows_the_float64_iteration(method, shape, backend):
     assert (orthogonalize(G.double(), method, torch.float64, backend) - exact).abs().max() < 1e-10
     # Five steps amplify a rounding of 2^-9 of the start, and two on one Gram matrix once more.
     tolerance = 0.06 if backend == "plain" else 0.10
-    assert (orthogonalize(G, method, torch.bfloat16, backend) - exact).norm() < tolerance * exact.norm()
+    assert (
+        orthogonalize(G, method, torch.bfloat16, backend) - exact
+    ).norm() < tolerance * exact.norm()
 
 
-# Spectra of 64 rows, and where the singular values along the input's own directions must end: lowest, median at least,
+# Spectra of 64 rows, and where the singular values along the input's own directions must end:
+# lowest, median at least,
 # largest, for each method. The largest holds for all directions.
 ROWS, COLS = 64, 256
 GAUSS = random(ROWS, COLS, dtype=torch.float64)
@@ -90,7 +87,10 @@ BANDS = {
     "linear": FULL,
     "condition 1e4": {"polar_express": (0.01, 0.88, 1.16), "newton_schulz": (0.005, 0.70, 1.22)},
     "condition 1e9": {"polar_express": (0.0, 0.01, 1.16), "newton_schulz": (0.0, 0.005, 1.22)},
-    "one value stands out": {"polar_express": (0.7, 0.83, 1.05), "newton_schulz": (0.37, 0.46, 0.72)},
+    "one value stands out": {
+        "polar_express": (0.7, 0.83, 1.05),
+        "newton_schulz": (0.37, 0.46, 0.72),
+    },
     "half zero": {"polar_express": (0.84, 0.97, 1.16), "newton_schulz": (0.66, 0.77, 1.22)},
     "rank 8": {"polar_express": (1.08, 1.10, 1.16), "newton_schulz": (1.02, 1.05, 1.22)},
     "rank 2": {"polar_express": (1.11, 1.11, 1.16), "newton_schulz": (1.08, 1.09, 1.22)},
@@ -106,7 +106,7 @@ def real_directions(G):
 
 
 def spill(result, G):
-    """The largest singular value of the result outside G's own directions, where there should be none."""
+    """The largest singular value of the result outside G's own directions."""
     U, Vh = real_directions(G)
     inside = U @ (U.mT @ result.double() @ Vh.mT) @ Vh
     return torch.linalg.matrix_norm(result.double() - inside, ord=2)
@@ -128,31 +128,21 @@ def test_singular_values_end_in_a_stated_band(spectrum, method, dtype, backend):
         assert spill(result, G) < 1e-3
 
 
-# On the Gram matrix of 1:4 matrices two iterations are made at once, and this must cost nothing but the last digits.
+# Two iterations share one Gram matrix, and this must cost nothing but the last digits.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", FULL)
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_the_gram_form_is_as_good_as_the_plain_one(spectrum, method, dtype):
     G = SPECTRA[spectrum]
     exact = polar_factor(G)
-    plain, gram = (orthogonalize(G.float(), method, dtype, backend).double() for backend in ("plain", "gram"))
+    plain, gram = (
+        orthogonalize(G.float(), method, dtype, backend).double() for backend in ("plain", "gram")
+    )
     assert not torch.equal(plain, gram)
-    assert abs(torch.linalg.matrix_norm(gram, ord=2) - torch.linalg.matrix_norm(plain, ord=2)) < 0.04
+    assert (
+        abs(torch.linalg.matrix_norm(gram, ord=2) - torch.linalg.matrix_norm(plain, ord=2)) < 0.04
+    )
     assert cosine(gram, exact) > cosine(plain, exact) - 0.02
-
-
-@pytest.mark.parametrize(("backend", "bf16_slack"), [("plain", 0.04), ("gram", 0.13)])  # measured: 0.032 and 0.120
-@pytest.mark.parametrize("spectrum", ["gauss", "linear", "condition 1e4", "half zero", "rank 8", "rank 8 in noise"])
-def test_the_result_has_what_makes_the_polar_factor_one(spectrum, backend, bf16_slack):
-    """Q G^T is symmetric and has no negative eigenvalue, and Q : G is near its largest value, G's nuclear norm."""
-    G = SPECTRA[spectrum]
-    nuclear = torch.linalg.svdvals(G).sum()
-    for dtype, slack in ((torch.float32, 1e-4), (torch.bfloat16, bf16_slack)):
-        H = orthogonalize(G.float(), "polar_express", dtype, backend).double() @ G.mT
-        largest = torch.linalg.matrix_norm(H, ord=2)
-        assert torch.linalg.matrix_norm(H - H.mT, ord=2) < slack * largest
-        assert torch.linalg.eigvalsh((H + H.mT) / 2).min() > -0.006 * largest
-        assert 0.85 < H.trace() / nuclear < 1.16
 
 
 # ---- batches, scale, zeros
@@ -166,21 +156,14 @@ def test_a_batch_is_its_matrices_one_by_one(method, batch, backend):
     result = orthogonalize(G, method, torch.float32, backend)
     assert result.shape == G.shape
     for one, matrix in zip(result.reshape(-1, 20, 12), G.reshape(-1, 20, 12), strict=True):
-        torch.testing.assert_close(one, orthogonalize(matrix, method, torch.float32, backend), rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(
+            one, orthogonalize(matrix, method, torch.float32, backend), rtol=1e-5, atol=2e-6
+        )
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 3)])
 def test_an_empty_matrix_stays_empty(shape):
     assert orthogonalize(torch.zeros(shape)).shape == shape
-
-
-@on_every_cpu_backend
-def test_a_batch_larger_than_the_cache_is_cut_without_changing_it(monkeypatch, backend):
-    G = random(7, 16, 24)
-    whole = orthogonalize(G, dtype=torch.float32, backend=backend)
-    monkeypatch.setattr("optim.orthogonalize.CPU_BATCH_BYTES", 2 * 16 * 24 * 4)
-    assert batch_limit(16 * 24, torch.float32, CPU) == 2
-    torch.testing.assert_close(orthogonalize(G, dtype=torch.float32, backend=backend), whole, rtol=1e-5, atol=1e-6)
 
 
 @on_every_cpu_backend
@@ -190,7 +173,9 @@ def test_a_batch_larger_than_the_cache_is_cut_without_changing_it(monkeypatch, b
 def test_extreme_scales_give_the_result_of_ordinary_ones(method, dtype, scale, backend):
     G = random(12, 40)
     scaled, ordinary = (orthogonalize(X, method, dtype, backend).float() for X in (G * scale, G))
-    torch.testing.assert_close(scaled, ordinary, rtol=0.02, atol=0.01 if backend == "plain" else 0.02)
+    torch.testing.assert_close(
+        scaled, ordinary, rtol=0.02, atol=0.01 if backend == "plain" else 0.02
+    )
 
 
 @on_every_cpu_backend
@@ -205,32 +190,9 @@ def test_zero_stays_zero_beside_a_matrix_that_is_not(method, dtype, backend):
     assert result[1].norm() > 0.9
 
 
-@on_every_cpu_backend
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("method", METHODS)
-def test_the_input_is_neither_changed_nor_aliased(method, dtype, backend):
-    G = random(6, 9).to(dtype)
-    before = G.clone()
-    result = orthogonalize(G, method, dtype, backend)
-    result.fill_(7)
-    assert torch.equal(G, before)
-
-
-def test_normalize_divides_by_the_frobenius_norm():
-    G = random(5, 7, dtype=torch.float64)
-    torch.testing.assert_close(orthogonalize(G, "normalize", torch.float64), G / G.norm(), rtol=1e-6, atol=0)
-
-
 matrices = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**31)).map(
     lambda spec: random(spec[0], spec[1], seed=spec[2], dtype=torch.float64)
 )
-
-
-def test_the_five_polynomials_together_are_near_one_on_the_range_they_were_made_for():
-    s = torch.logspace(math.log10(0.02), 0, 200, dtype=torch.float64) / METHODS["polar_express"].safety
-    for a, b, c in METHODS["polar_express"].coefficients:
-        s = a * s + b * s**3 + c * s**5
-    assert (s - 1).abs().max() < 0.16
 
 
 # ---- which backend, and what it costs
@@ -262,13 +224,17 @@ def test_on_a_cpu_the_rule_takes_the_gram_form_where_it_saves_work(shape, method
 
 @pytest.mark.parametrize("method", ITERATIVE)
 @pytest.mark.parametrize("shape", [(2, 12), (6, 24), (16, 64), (64, 256)])
-def test_few_rows_and_near_equal_directions_do_not_make_the_gram_form_explode_in_bf16(shape, method):
-    """A few strong directions average no rounding out: here pairing Polar Express earlier ends far above 10."""
+def test_few_rows_and_near_equal_directions_do_not_make_the_gram_form_explode_in_bf16(
+    shape, method
+):
+    """Few strong directions average no rounding out: sharing earlier ends far above 10."""
     generator = torch.Generator().manual_seed(0)
     rows, cols = shape
     count = 30_000 // (rows * cols) + 10
     for noise in (0.01, 0.1, 0.3, 1.0):
-        outer = torch.randn(count, rows, 1, generator=generator) @ torch.randn(count, 1, cols, generator=generator)
+        outer = torch.randn(count, rows, 1, generator=generator) @ torch.randn(
+            count, 1, cols, generator=generator
+        )
         G = outer + noise * torch.randn(count, rows, cols, generator=generator)
         G[:, 3:] *= 1e-3 * noise  # and where there are more rows, three that matter
         result = orthogonalize(G, method, torch.bfloat16, "gram")
@@ -298,7 +264,10 @@ def test_on_cuda_large_matrices_that_suit_the_kernel_take_it_if_it_runs(
 
 @pytest.mark.skipif(kernels.obstacle(CPU) is None, reason="Triton's interpreter is on")
 def test_a_forced_kernel_that_cannot_run_says_why_and_what_would_help(monkeypatch):
-    with pytest.raises(ValueError, match=r"backend 'triton' cannot run on cpu: .*TRITON_INTERPRET=1; or choose auto"):
+    with pytest.raises(
+        ValueError,
+        match=r"backend 'triton' cannot run on cpu: .*TRITON_INTERPRET=1; or choose auto",
+    ):
         orthogonalize(random(4, 4), backend="triton")
     monkeypatch.setattr(kernels, "HAS_TRITON", False)
     kernels.obstacle.cache_clear()
@@ -308,17 +277,17 @@ def test_a_forced_kernel_that_cannot_run_says_why_and_what_would_help(monkeypatc
 
 
 def test_bad_calls_say_what_is_possible():
-    with pytest.raises(ValueError, match=r"unknown method 'qr'; choose one of polar_express, newton_schulz, .*normalize"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown method 'qr'; choose one of polar_express, newton_schulz, .*normalize",
+    ):
         orthogonalize(random(2, 2), "qr")
-    with pytest.raises(ValueError, match=r"unknown backend 'cublas'; choose auto or one of plain, gram, triton"):
+    with pytest.raises(
+        ValueError, match=r"unknown backend 'cublas'; choose auto or one of plain, gram, triton"
+    ):
         orthogonalize(random(2, 2), backend="cublas")
     with pytest.raises(ValueError, match=r"got \(3,\)"):
         orthogonalize(random(3))
-
-
-def test_default_dtype_is_the_native_one():
-    assert orthogonalize(random(4, 4)).dtype == native_dtype(CPU)
-    assert native_dtype(torch.device("meta")) == torch.float32
 
 
 # ---- the check of a result
@@ -336,14 +305,6 @@ def test_the_check_finds_one_singular_value_that_stands_out(shape, dtype):
     found = spectral_norm(batch if shape[0] <= shape[1] else batch.mT)
     assert found.dtype == torch.float32
     assert found[0] < 1.05 < LARGEST_SINGULAR_VALUE < found[1] < 14
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_the_check_of_a_matrix_that_is_not_finite_is_not_finite(value):
-    X = torch.eye(5, 9).repeat(3, 1, 1)
-    X[1, 4, 8] = value
-    found = spectral_norm(X)
-    assert found.isfinite().tolist() == [True, False, True]
 
 
 @settings(max_examples=60)

@@ -1,4 +1,4 @@
-"""The spike rule of guards: which losses and norms are outliers, against a slow twin; its windows, kept and resumed."""
+"""The spike rule of guards against a slow twin; its windows, kept and resumed."""
 
 import copy
 import math
@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 from scipy.stats import median_abs_deviation
-from test_guards import INF, NAN, PEERS, bits, give_gradients, model, traces
+from test_guards import INF, NAN, bits, give_gradients, model, traces
 
 from optim import Adam, Guard, Skip, SpikeRule
 from optim.spikes import Spikes
 
-FLAGS = torch.tensor([True]), torch.tensor(False), torch.tensor([False])  # usable, skipped, restart
+FLAGS = torch.tensor([True]), torch.tensor([False])  # wanted, restart
 
 
 class Twin:
@@ -28,8 +28,6 @@ class Twin:
         values = np.array(self.past[-self.rule.window :])
         if len(values) < self.rule.start:
             return INF
-        if not self.rule.robust:
-            return values.mean() + self.rule.sigma * values.std(ddof=1)
         middle = (len(values) - 1) // 2
         centre = np.sort(values)[middle]
         spread = 1.4826 * np.sort(abs(values - centre))[middle]
@@ -41,7 +39,7 @@ class Twin:
         anew = self.skips >= self.rule.patience and math.isfinite(value) and value > limit
         taken = math.isfinite(value) and (anew or value <= limit)
         self.past = [] if anew else self.past
-        self.past += [value] if math.isfinite(value) and (taken or not self.rule.robust) else []
+        self.past += [value] if math.isfinite(value) and taken else []
         self.skips = 0 if taken else self.skips + 1
         return taken, abs(value - limit) <= 1e-5 * abs(limit)
 
@@ -74,11 +72,14 @@ def trace(events, seed):
     return losses
 
 
-@pytest.mark.parametrize("robust", [True, False])
 @settings(max_examples=50)
-@given(events=st.lists(EVENTS, min_size=20, max_size=70), seed=st.integers(0, 999), patience=st.integers(1, 5))
-def test_every_verdict_is_that_of_the_slow_twin(robust, events, seed, patience):
-    rule = SpikeRule(window=12, sigma=4.0, start=6, patience=patience, robust=robust)
+@given(
+    events=st.lists(EVENTS, min_size=20, max_size=70),
+    seed=st.integers(0, 999),
+    patience=st.integers(1, 5),
+)
+def test_every_verdict_is_that_of_the_slow_twin(events, seed, patience):
+    rule = SpikeRule(window=12, sigma=4.0, start=6, patience=patience)
     guard, twin = watcher(rule), Twin(rule)
     for loss in trace(events, seed):
         expected, rounding_decides = twin.step(loss)
@@ -87,25 +88,15 @@ def test_every_verdict_is_that_of_the_slow_twin(robust, events, seed, patience):
         assert taken(guard, [loss]) == [expected]
 
 
-@pytest.mark.parametrize(
-    ("rule", "count", "skips"),
-    [
-        (SpikeRule(), 4000, 0),
-        (PEERS, 4000, 0),
-        (SpikeRule(sigma=3.0, least_spread=0.0), 1500, 6),
-        (SpikeRule(robust=False, sigma=3.0), 1500, 3),
-    ],
+@given(
+    st.lists(st.floats(0.5, 50, width=32), min_size=5, max_size=21).filter(
+        lambda values: len(values) % 2
+    )
 )
-def test_gaussian_losses_are_never_skipped_at_six_sigma_and_at_three_as_the_twin_does(rule, count, skips):
-    losses, twin = noise(count), Twin(rule)
-    verdicts = taken(watcher(rule), losses)
-    assert verdicts == [twin.step(loss)[0] for loss in losses]
-    assert verdicts.count(False) == skips
-
-
-@given(st.lists(st.floats(0.5, 50, width=32), min_size=5, max_size=21).filter(lambda values: len(values) % 2))
 def test_the_robust_limit_is_made_of_the_median_and_the_median_deviation(values):
-    spikes = Spikes(SpikeRule(window=32, start=3, sigma=5.0, least_spread=0.0), 1, torch.device("cpu"))
+    spikes = Spikes(
+        SpikeRule(window=32, start=3, sigma=5.0, least_spread=0.0), 1, torch.device("cpu")
+    )
     for value in values:
         spikes.enter(torch.tensor([value]), *FLAGS)
     expected = np.median(values) + 5.0 * median_abs_deviation(values, scale="normal")
@@ -133,20 +124,16 @@ def test_a_norm_may_rise_by_the_same_factor_at_every_level(level):
 
 
 def test_nothing_is_judged_before_enough_values_are_in_the_window():
-    for rule in (SpikeRule(start=10, window=20), SpikeRule(start=10, window=20, robust=False)):
+    for rule in (SpikeRule(start=10, window=20),):
         assert all(taken(watcher(rule), [*noise(9), 1e9]))
         assert taken(watcher(rule), [*noise(10), 1e9])[-1] is False
 
 
 def test_after_a_nan_or_infinite_loss_no_normal_step_is_skipped():
     for bad in (NAN, INF):
-        for rule in (SpikeRule(), PEERS):
+        for rule in (SpikeRule(),):
             verdicts = taken(watcher(rule), [*noise(100), bad, *noise(200, seed=1)])
             assert [index for index, good in enumerate(verdicts) if not good] == [100]
-
-
-def test_a_nan_loss_is_skipped_even_before_anything_is_judged():
-    assert taken(watcher(SpikeRule()), [NAN, INF, 3.0]) == [False, False, True]
 
 
 def test_a_loss_of_minus_infinity_is_skipped():
@@ -165,13 +152,6 @@ def spikes_after_an_outlier(rule):
 
 def test_one_outlier_does_not_hide_the_next_ones():
     assert spikes_after_an_outlier(SpikeRule()) == [False, False, False, False]
-    # The peers' rule is there to be compared with, so it has to fail as theirs does.
-    assert spikes_after_an_outlier(PEERS) == [False, True, True, True]
-
-
-def test_equal_losses_leave_room_for_a_small_rise():
-    assert taken(watcher(SpikeRule()), [3.0] * 50 + [3.0001, 3.17, 3.19]) == [True] * 52 + [False]
-    assert taken(watcher(PEERS), [3.0] * 64 + [3.0001])[-1] is False
 
 
 def test_a_lasting_change_of_level_is_accepted_after_patience_and_the_window_starts_anew():
@@ -181,11 +161,6 @@ def test_a_lasting_change_of_level_is_accepted_after_patience_and_the_window_sta
     # Nineteen values of the new level are not enough to judge by, and twenty are.
     verdicts = taken(watcher(rule), [*noise(50), *noise(25, centre=6.0), 9.0])
     assert verdicts[-2:] == [True, False]
-
-
-def test_fewer_outliers_than_patience_are_all_skipped():
-    verdicts = taken(watcher(SpikeRule(patience=5)), [*noise(50), *([9.0] * 4 + [3.0]) * 20])
-    assert verdicts[50:] == ([False] * 4 + [True]) * 20
 
 
 def test_a_verdict_names_the_value_that_is_an_outlier():
@@ -229,38 +204,21 @@ def test_bad_settings_are_refused_by_name(setting, message):
         SpikeRule(**setting)
 
 
-def test_a_reset_guard_is_as_constructed():
-    guard = watcher(SpikeRule())
-    fresh = bits(guard.state_dict())
-    taken(guard, [*noise(40), 9.0])
-    assert bits(guard.state_dict()) != fresh
-    guard.reset()
-    assert bits(guard.state_dict()) == fresh
-
-
-def test_a_loss_on_the_host_is_as_good_as_one_on_the_device():
-    guard = watcher(SpikeRule())
-    assert guard.explain(guard.step(torch.tensor(3.0, dtype=torch.float64, requires_grad=True))) is None
-
-
-@pytest.mark.parametrize("rule", [SpikeRule(window=16, start=3), SpikeRule(window=16, start=3, robust=False)])
-def test_the_limits_of_a_window_compile_into_one_graph(rule):
-    spikes = Spikes(rule, 2, torch.device("cpu"))
-    compiled = torch.compile(spikes.limits, backend="aot_eager", fullgraph=True)
-    for step in range(6):
-        assert bits(compiled()) == bits(spikes.limits())
-        row = torch.tensor([3.0 + step % 3, -INF])
-        spikes.enter(row, row.isfinite(), *FLAGS[1:])
-    assert spikes.limits()[0].isfinite()
-
-
 # ---- state
 
 
 @pytest.mark.parametrize("interruption", [3, 35, 42, 100])
 def test_a_guard_resumed_from_a_file_goes_on_as_if_never_interrupted(interruption):
     rule = SpikeRule(window=32, start=16, patience=4)
-    losses = [*noise(40), 9.0, *[6.0] * 3, NAN, *noise(60, seed=1), *[7.0] * 6, *noise(30, centre=7.0)]
+    losses = [
+        *noise(40),
+        9.0,
+        *[6.0] * 3,
+        NAN,
+        *noise(60, seed=1),
+        *[7.0] * 6,
+        *noise(30, centre=7.0),
+    ]
     straight, first = watcher(rule), watcher(rule)
     verdicts = taken(straight, losses)
     taken(first, losses[:interruption])
@@ -270,15 +228,6 @@ def test_a_guard_resumed_from_a_file_goes_on_as_if_never_interrupted(interruptio
     assert taken(resumed, losses[interruption:]) == verdicts[interruption:]
     assert bits(resumed.state_dict()) == bits(straight.state_dict())
     assert 5 < verdicts.count(False) < 15
-
-
-def test_a_snapshot_does_not_follow_the_guard():
-    guard = watcher(SpikeRule())
-    taken(guard, noise(10))
-    snapshot = guard.state_dict()
-    before = bits(snapshot)
-    taken(guard, [9.0, NAN])
-    assert bits(snapshot) == before
 
 
 @pytest.mark.parametrize(
@@ -306,7 +255,9 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(other):
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_an_optimizer_that_steps_less_often_is_not_starved_by_a_lasting_rise_of_its_gradients(every):
+def test_an_optimizer_that_steps_less_often_is_not_starved_by_a_lasting_rise_of_its_gradients(
+    every,
+):
     params, optimizers = model(("muon", "adam"))
     guard = Guard(optimizers, spike=SpikeRule(window=32, start=8, patience=5))
     skipped = []

@@ -52,9 +52,7 @@ FIELDS = {
 ENVIRONMENT = {
     "python", "torch", "cuda", "gpu", "gpu_count", "driver", "cpu", "threads", "dtype",
     "host_hash", "attention",
-    "head", "compiled", "compile_flags", "graphs", "cache_hit", "cache_miss", "cache_bypass",
-    "ready_s",
-    "params",
+    "head", "compiled", "compile_flags", "ready_s", "params",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ returns the new weight.
 import torch
 from torch import Tensor
 
-from .orthogonalize import METHODS
+from optim.orthogonalize import METHODS
 
 
 def iterate(G: Tensor, method: str) -> Tensor:
