@@ -13,6 +13,7 @@ same trajectory up to rounding.
 
 import hashlib
 import math
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,9 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
 
 import torch
 import torch.nn.functional as F
@@ -115,6 +119,8 @@ STAGES = {
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
 # `section` opens a group of them in --help. The defaults are the `short` track.
 
+METHODS = ("polar_express", "newton_schulz", "newton_schulz_12", "normalize")
+BACKENDS = ("auto", "plain", "gram", "triton")
 OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
 
 
@@ -173,8 +179,8 @@ class Config(RunSettings):
     matrix_lr: float = setting(0.03, "learning rate of hidden matrices")
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon, and of adam on matrices")
-    matrix_method: str = setting("polar_express", "or newton_schulz, newton_schulz_12, normalize")
-    orthogonalization: str = setting("plain", "backend: auto, plain, gram or triton")
+    matrix_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
+    orthogonalization: str = setting("plain", "its backend", one_of=BACKENDS)
     mlp_up_lr_mul: float = setting(2.0, "multiplier for the MLPs' first matrices")
     adam_lr: float = setting(0.008, "learning rate of all other parameters")
     adam_betas: tuple[float, float] = setting((0.65, 0.95), "of Adam")
@@ -194,6 +200,8 @@ class Config(RunSettings):
         require(self, {"recipe": (self.recipe in recipes, f"one of {', '.join(recipes)}")})
         require(self, {"target": (math.isfinite(self.target), "a finite number")})
         super().__post_init__()  # the rules that stand beside the settings
+        shares = sum(stage.share for stage in STAGES[self.stages])
+        require(self, {"stages": (abs(shares - 1) < 1e-6, "a table of shares that add up to 1")})
 
     @property
     def padded_vocab(self) -> int:
@@ -370,11 +378,16 @@ class GPT(nn.Module):
         wide = torch.promote_types(dtype, torch.float32)
         table_dtype = wide if config.keep_float32 == "all" else dtype
         head_dtype = dtype if config.keep_float32 == "none" else wide
-        value_tables = {layer.value_embed for layer in self.table} - {None}
+        value_tables = 0
+        for layer in self.table:
+            if layer.value_embed is not None:
+                value_tables = max(value_tables, layer.value_embed + 1)
         table_shape = (config.padded_vocab, config.dim)
         with device:
             self.embed = nn.Parameter(torch.empty(table_shape, dtype=table_dtype))
-            self.value_embeds = nn.ParameterList(torch.empty_like(self.embed) for _ in value_tables)
+            self.value_embeds = nn.ParameterList(
+                torch.empty_like(self.embed) for _ in range(value_tables)
+            )
             self.smear_gate = optional(config.smear, 1, GATE_CHANNELS, dtype=table_dtype)
             self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
             self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=head_dtype))
@@ -600,6 +613,11 @@ def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
     return frequency, scale
 
 
+def adam_steps(config: Config, step: int) -> bool:
+    """Whether Adam takes a step, on the gradients of the last `adam_every` steps."""
+    return (step + 1) % config.adam_every == 0
+
+
 def validates(config: Config, step: int) -> bool:
     """Whether to validate before this step. After its last step a run always validates."""
     every = config.val_every
@@ -656,7 +674,10 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
-    ours = shared | {"nonfinite_guard": False}  # the guard below judges both
+    # The guard below judges both. On GPUs `update` is compiled, unless --compile is off.
+    ours = shared | {"nonfinite_guard": False}
+    if config.compile == "off":
+        ours["compiled"] = False
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
@@ -669,7 +690,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "muon": partial(optim.Muon, **muon),
         "adam": partial(optim.Adam, **adam, **ours),
         "torch_muon": partial(torch.optim.Muon, **matrix),
-        "torch_adamw": partial(torch.optim.AdamW, **adam),
+        # The guard undoes a step by selection, so on a GPU all state must lie there: capturable.
+        "torch_adamw": partial(torch.optim.AdamW, capturable=machine.device.type == "cuda", **adam),
     }
     named = {"matrix": factories[config.optimizer], "adam": partial(optim.Adam, **rest)}
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
@@ -731,6 +753,7 @@ class Trainer:
             f"{device.type}, {self.env['dtype']}, {self.peak / 1e9:,.0f} GFLOP/s ({peak_name})",
             f"attention {attention.name} ({why})",
             f"head {head} ({why_head})",
+            self.guard.describe(),
             *machines.handicaps(machine, dtype),
         ]
 
@@ -780,17 +803,13 @@ class Trainer:
         loss: the mean over all ranks. Returns the guard's verdict, unread, so nothing waits.
         """
         set_schedule(self.config, self.optimizers, step)
-        stepping = [self.optimizers["matrix"]]
-        if self.may_save(step):
-            stepping.append(self.optimizers["adam"])
+        stepping = list(self.optimizers.values())
+        if not adam_steps(self.config, step):
+            stepping.remove(self.optimizers["adam"])
         verdict = self.guard.step(loss, only=stepping)
         for optimizer in stepping:
             optimizer.zero_grad(set_to_none=True)
         return verdict
-
-    def may_save(self, step: int) -> bool:
-        """Whether Adam steps at this step, so that no gradients are left for a later one."""
-        return (step + 1) % self.config.adam_every == 0
 
     @torch.no_grad()
     def validate(self, step: int, batches: list[Batch] | None = None) -> float:
@@ -860,11 +879,11 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
     config, machine = trainer.config, trainer.machine
     before, random = trainer.state_dict(), torch.get_rng_state()
     with clock.phase("compile", timed=False):
-        first_call = partial(probe, trainer)
+        first_call = partial(find_micro_batch, trainer)
         trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, first_call)
         if obstacle is not None:
             machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
-        find_micro_batch(trainer)
+            find_micro_batch(trainer, trainer.model)
         trainer.env |= {"compiled": obstacle is None, **compile_facts()}
     with clock.phase("warmup", timed=False):
         rehearse(trainer)
@@ -872,25 +891,26 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
         trainer.reset(config.seed)
         after = trainer.state_dict()
         same = same_bits(before, after) and torch.equal(random, torch.get_rng_state())
-        restored = all(machine.gather(same))
+        causal, restored = all(machine.gather(causal)), all(machine.gather(same))
     trainer.checks |= {"causality": causal, "warmup_restored": restored}
     if not (causal and restored):
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
 
 
-def find_micro_batch(trainer: Trainer) -> None:
+def find_micro_batch(trainer: Trainer, loss: Any) -> None:
     """With --micro-batch auto, halve the micro-batch until `probe` fits in memory."""
-    data, sequence = trainer.data, trainer.config.sequence
-    while not fits(partial(probe, trainer, trainer.loss), trainer.machine):
-        if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
-            raise MemoryError("a micro-batch does not fit")
-        data.split(data.train.micro_rows // 2 * sequence)
-        trainer.machine.say(f"out of memory: micro-batch {data.train.micro_rows * sequence:,}")
-
-
-def probe(trainer: Trainer, loss: Any) -> None:
-    """Run what needs most memory: a micro-batch with gradients present, and a validation batch."""
     trainer.loss = loss
+    data, sequence = trainer.data, trainer.config.sequence
+    while not fits(partial(probe, trainer), trainer.machine):
+        tokens = data.train.micro_rows * sequence
+        if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
+            raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
+        trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
+        data.split(tokens // 2)
+
+
+def probe(trainer: Trainer) -> None:
+    """Run what needs most memory: a micro-batch with gradients present, and a validation batch."""
     trainer.enter(0)
     trainer.data.train.reset()
     batch = next(trainer.data.train)[0]
@@ -940,11 +960,11 @@ def dry_run(trainer: Trainer, clock: Clock) -> int:
     """Time real steps of each stage and say what a run would take. Returns 0: go, 2: no-go."""
     config, together = trainer.config, 3 * trainer.config.adam_every
     stages: dict[str, tuple[int, float]] = {}
-    for index, stage in enumerate(STAGES[config.stages]):
+    for index in range(len(STAGES[config.stages])):
         first, end = first_step(config, index), first_step(config, index + 1)
         with clock.phase("train", timed=True):
             take_steps(trainer, first, together)
-        stages[f"window {stage.window}"] = (end - first, clock.phases[-1].ms / together)
+        stages[f"stage {index}"] = (end - first, clock.phases[-1].ms / together)
     with clock.phase("validate", timed=False):
         trainer.validate(config.steps)
     count = 1 + sum(validates(config, step) for step in range(config.steps))
@@ -974,8 +994,8 @@ def train(trainer: Trainer, run: Run) -> float:
             stage=stage_at(config, step),
         )  # fmt: skip
 
-        # save: when it is time, or because a signal or a failure ends the run
-        if trainer.may_save(step) and run.must_save():
+        # save: when it is time, or the run must end; never while Adam still sums gradients
+        if adam_steps(config, step) and run.must_save():
             run.save()
     run.settle()
     return evaluate(trainer, run, config.steps)

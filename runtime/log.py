@@ -54,22 +54,24 @@ def source_files(root: str | Path) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _read_sources(root: str | Path) -> dict[str, bytes]:
+def read_sources(root: str | Path) -> dict[str, bytes]:
+    """The contents of `source_files(root)` by their name relative to `root`."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in source_files(root)}
 
 
-def _digest(sources: dict[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name, content in sources.items():
-        for part in (name.encode(), content):
-            digest.update(f"{len(part)}:".encode())  # else "ab" + "c" would equal "a" + "bc"
-            digest.update(part)
-    return digest.hexdigest()
+def digest(sources: dict[str, bytes]) -> str:
+    """SHA-256 of names and contents, in the order of the names."""
+    sha256 = hashlib.sha256()
+    for name in sorted(sources):
+        for part in (name.encode(), sources[name]):
+            sha256.update(f"{len(part)}:".encode())  # else "ab" + "c" would equal "a" + "bc"
+            sha256.update(part)
+    return sha256.hexdigest()
 
 
 def source_hash(root: str | Path) -> str:
     """SHA-256 of the names and contents of `source_files(root)`."""
-    return _digest(_read_sources(root))
+    return digest(read_sources(root))
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -169,8 +171,8 @@ def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
 
 def store_sources(directory: str | Path, root: str | Path) -> None:
     """Copy the sources to `sources/<sha256>/`, all or none. LogError if the disk refuses."""
-    sources = _read_sources(root)  # once, so that the hash names exactly what is stored
-    folder = Path(directory, "sources", _digest(sources))
+    sources = read_sources(root)  # once, so that the hash names exactly what is stored
+    folder = Path(directory, "sources", digest(sources))
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     if folder.exists():
         return
