@@ -15,7 +15,7 @@ CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen",
          "torch.load", "np.load", "numpy.load"}
 METHODS = {"exec_module", "import_module", "unpack_archive", "extractall"}  # of any object
 KNOWN = {
-    ("bench.py", "runpy"), ("compare.py", "shell"),  # --against FILE and --run COMMAND
+    ("bench.py", "runpy"), ("command.py", "shell"),  # --against FILE and compare --run COMMAND
     ("preflight.py", "import_module"),  # whether the packages of requirements.txt can be imported
 }
 
