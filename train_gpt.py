@@ -794,7 +794,7 @@ class Trainer:
             loss.backward()
             total += loss.detach()
         message = self.machine.all_reduce(torch.cat([total.view(1), flags]))
-        message[0] /= self.config.batch_tokens
+        message[0] /= self.config.batch_tokens  # the flags stay sums
         return message
 
     def update(self, step: int, loss: Tensor) -> Tensor:
@@ -808,13 +808,14 @@ class Trainer:
             stepping.remove(self.optimizers["adam"])
         verdict = self.guard.step(loss, only=stepping)
         for optimizer in stepping:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)  # skipped gradients go too
         return verdict
 
     @torch.no_grad()
     def validate(self, step: int, batches: list[Batch] | None = None) -> float:
         """Mean loss over the validation tokens, in nats, with the windows of this step."""
         self.enter(step)
+        # float64: adding ten million token losses in float32 would cost digits.
         total = torch.zeros((), dtype=torch.float64, device=self.machine.device)
         for batch in self.data.validation if batches is None else batches:
             total += self.batch_loss(batch, self.data.val_longest)

@@ -43,7 +43,7 @@ def update(
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     old, sums = stack(weights), stack(gradients).to(wide)
-    if divisor != 1:
+    if divisor != 1:  # once, in float32: dividing each bf16 gradient would lose bits
         sums = sums / divisor
     results = method(sums, old.to(wide), *[tensor.to(wide) for tensor in state], **rates)
     new, *fresh = results[: 1 + len(state)]
@@ -350,7 +350,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         if ok is not None and ok.device.type in READ_AT_ONCE:
             if not ok:
                 return
-            ok = None
+            ok = None  # a CPU reads the flag for free, and then needs no selection
         if self.team.size == 1:
             for bucket in self.buckets:
                 self._step(bucket, ok)
@@ -394,7 +394,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
             kept = [tensor[matrices, columns] for tensor in state.values()]
             divisor = self.grad_divisor
             for largest in run(method, sums, weights, target, kept, flag, divisor, given):
-                self.unsound += (~(largest <= LARGEST_SINGULAR_VALUE)).sum()
+                self.unsound += (~(largest <= LARGEST_SINGULAR_VALUE)).sum()  # NaN counts too
         if t is not None:
             bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)
 

@@ -90,7 +90,7 @@ class Foreign:
                 self.optimizer.step()
             return
         weights = [(p.detach(), p.detach().clone()) for p in self.params if p.grad is not None]
-        before = {key: value.clone() for key, value in self._state().items()}
+        before = {key: value.clone() for key, value in self._state().items()}  # step() overwrites
         self.optimizer.step()
         after = self._state()
         for weight, old in weights:

@@ -128,7 +128,7 @@ class Guard:
         # A spoiled sum holds gradients of an earlier, skipped step.
         stale = torch.cat([s.expand(n) for s, n in zip(self._spoiled, counts, strict=True)])
         bad = ~gradients.square().isfinite() & ~stale
-        first = bad.to(torch.int8).argmax()
+        first = bad.to(torch.int8).argmax()  # torch has no argmax of bool
         nonfinite = bad.any() & self.nonfinite
         if self._spikes is None:
             return Judgement(~nonfinite, nonfinite, pick(gradients, first), first)
