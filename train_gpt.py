@@ -13,6 +13,7 @@ trajectory on any number of ranks.
 
 import hashlib
 import math
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,9 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
 
 import torch
 import torch.nn.functional as F
@@ -651,7 +655,10 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
-    ours = shared | {"nonfinite_guard": False}  # the guard below is for both
+    # The guard below is for both. On GPUs updates are compiled, unless the user wants none of that.
+    ours = shared | {"nonfinite_guard": False}
+    if config.compile == "off":
+        ours["compiled"] = False
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
@@ -726,6 +733,7 @@ class Trainer:
             f"{device.type}, {self.env['dtype']}, {self.peak / 1e9:,.0f} GFLOP/s ({peak_name})",
             f"attention {attention.name} ({why})",
             f"head {head} ({why_head})",
+            self.guard.describe(),
             *machines.handicaps(machine, dtype),
         ]
 

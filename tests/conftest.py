@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from runtime import machine
+from runtime import machine, run
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
@@ -53,5 +53,5 @@ def _quick_collection() -> Iterator[None]:
     quick = SimpleNamespace(
         collect=lambda: gc.collect(0), **{name: getattr(gc, name) for name in names}
     )
-    with mock.patch.object(machine, "gc", quick):
+    with mock.patch.object(machine, "gc", quick), mock.patch.object(run, "gc", quick):
         yield

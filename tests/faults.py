@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50, help="how often [50]")
     kills = parser.parse_args(argv).kills
-    if kills < 1 or not (ROOT / "data/corpus").glob("*.bin"):
+    if kills < 1 or not any((ROOT / "data/corpus").glob("*.bin")):
         parser.error("give one kill or more, and build the data first: ./run.sh data tiny")
     with tempfile.TemporaryDirectory() as name:
         whole, killed = Path(name, "whole"), Path(name, "killed")

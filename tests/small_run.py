@@ -21,6 +21,7 @@ from data.shards import write_shard
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, BOS = 64, 63
 ROWS, SEQUENCE = 4, 128
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STEPS = 12
 SIZES = {
     "vocab-size": VOCABULARY, "bos": BOS, "dim": 32, "head-dim": 16, "sequence": SEQUENCE,
@@ -111,7 +112,7 @@ def run_words(words: list[str], logs: Path) -> Outcome:
 @contextlib.contextmanager
 def restored_settings() -> Iterator[None]:
     """What a run sets for the whole process, put back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         yield
