@@ -43,7 +43,7 @@ install() { # install the requirements in $1 into .venv; .venv/$1 holds those in
         "$python" -m venv --clear .venv || stop "cannot make $PWD/.venv"
     fi
     echo "installing $1, a minute or more"
-    "$VENV_PYTHON" -m pip install --no-input --disable-pip-version-check -r "$1" ||
+    "$VENV_PYTHON" -m pip install --quiet --no-input --disable-pip-version-check -r "$1" ||
         stop "pip could not install $1, for the reason above; check network and disk, start again"
     cp "$1" ".venv/$1"
 }

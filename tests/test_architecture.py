@@ -14,14 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1000,
-    "optim": 1500,
+    "train_gpt.py": 1075,
+    "optim": 2180,
     "kernels": 600,
     "data": 850,
-    "runtime": 2300,
-    "claims": 1600,
-    "scripts": 850,
-    "run.sh": 140,
+    "runtime": 2520,
+    "claims": 2220,
+    "scripts": 1000,
+    "run.sh": 110,
     ".ci/run": 40,
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
