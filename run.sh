@@ -7,14 +7,12 @@
 # Environment, all optional:
 #   PYTHON                  interpreter for .venv, 3.11 or newer (default python3)
 #   NPROC                   processes on this machine (default: one a GPU; tiny takes one)
-#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several machines: the same command on each, with a
-#                           .venv and data of its own; NODE_RANK=0 writes logs and checkpoints
-#   SHARDS                  FineWeb training shards to fetch (default: what the track needs)
+#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    as torchrun takes them: the same command on each
+#                           machine, with its own .venv and data; NODE_RANK=0 writes the logs
 #
 # Exit codes: those of train_gpt.py (torchrun makes every failure 1) or pytest; 2: nothing started.
 set -euo pipefail
-here=$(dirname "${BASH_SOURCE[0]}") # its own line: a failure must end the script, not cd elsewhere
-cd "$here"
+cd "$(dirname "${BASH_SOURCE[0]}")"
 
 readonly VENV_PYTHON=.venv/bin/python
 readonly NEEDED_MB=2000 # the CPU build unpacks to 1.3 GB, and downloads pass through the disk
@@ -24,22 +22,7 @@ stop() {
     exit 2
 }
 
-require() { # require NAME VALUE LEAST MOST
-    [[ $2 =~ ^(0|[1-9][0-9]{0,5})$ ]] && (($2 >= $3 && $2 <= $4)) ||
-        stop "$1='$2': it must be a whole number from $3 to $4"
-}
-
-check_settings() {
-    require NPROC "${NPROC:-1}" 1 9999
-    require SHARDS "${SHARDS:-1}" 1 103
-    require NNODES "${NNODES:-1}" 1 9999
-    ((${NNODES:-1} > 1)) || return 0
-    require NODE_RANK "${NODE_RANK:-}" 0 $((NNODES - 1))
-    require MASTER_PORT "${MASTER_PORT:-29500}" 1024 65535
-    [[ ${MASTER_ADDR:-} ]] || stop "NNODES=$NNODES needs MASTER_ADDR, the address of NODE_RANK=0"
-}
-
-alone() { # run a function while no other ./run.sh of this clone does
+alone() { # run a function; other starts of this clone wait until it ends
     if command -v flock >/dev/null; then
         (flock 9; "$@") 9<.
     else # macOS; mkdir says what it waits for
@@ -48,7 +31,7 @@ alone() { # run a function while no other ./run.sh of this clone does
     fi
 }
 
-install() { # bring .venv to the requirements in $1; .venv/$1 is what was installed last
+install() { # install the requirements in $1 into .venv; .venv/$1 holds those installed last
     local python=${PYTHON:-python3} free_mb
     if [[ ${PYTHON:-} && $("$python" -V 2>&1) != $("$VENV_PYTHON" -V 2>&1) ]]; then rm -rf .venv; fi
     if [[ -x $VENV_PYTHON ]] && cmp -s "$1" ".venv/$1"; then return; fi
@@ -75,15 +58,17 @@ install_and_fetch() { # install_and_fetch TRACK; train_gpt.py explains a track t
     esac
 }
 
-fetch() { # fetch SHARDS
-    local needed=${SHARDS:-$1} folder=data/fineweb10B held
+fetch() { # fetch COUNT: the validation shard of FineWeb and so many training shards
+    local folder=data/fineweb10B held
     held=$(compgen -G "$folder/fineweb_train_*.bin" | wc -l) || true
-    if [[ -e $folder/fineweb_val_000000.bin ]] && ((held >= needed)); then return; fi
-    "$VENV_PYTHON" -m data.cached_fineweb "$needed"
+    if [[ -e $folder/fineweb_val_000000.bin ]] && ((held >= $1)); then return; fi
+    "$VENV_PYTHON" -m data.cached_fineweb "$1"
 }
 
 train() {
-    local track="" data=yes previous="" argument processes cores where=(--standalone)
+    local track="" data=yes previous="" argument processes where=(--standalone)
+    [[ ${NNODES:-1} == 1 || (${NODE_RANK:-} && ${MASTER_ADDR:-}) ]] ||
+        stop "NNODES=$NNODES: set NODE_RANK, the number of this machine, and MASTER_ADDR"
     for argument in "$@"; do
         [[ $previous != --track ]] || track=$argument
         case $argument in
@@ -105,14 +90,11 @@ train() {
         where=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR"
             --master_port "${MASTER_PORT:-29500}")
     fi
-    # Processes that share the cores must not each start a thread on all of them.
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
     exec "$VENV_PYTHON" -m torch.distributed.run "${where[@]}" --nproc_per_node "$processes" \
         train_gpt.py "$@"
 }
 
-check_code() { # pytest comes last: its closing line ends the output
+check_code() { # pytest comes last, so that its closing line ends the output
     local status=0
     alone install requirements.txt
     alone install requirements-dev.txt
@@ -125,5 +107,4 @@ check_code() { # pytest comes last: its closing line ends the output
 }
 
 export RUN_STARTED=${EPOCHSECONDS:-} # the trainer counts from here; old bash has none
-check_settings
 if [[ ${1:-} == test ]]; then check_code "${@:2}"; else train "$@"; fi

@@ -5,10 +5,10 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py --track short
 
 A run is set-up, compilation and warm-up, then steps with a validation now and then. The clock
-counts data loading and training steps. It does not count set-up, compilation, warm-up (which
-restores all state and compares it bit for bit) and validation. The log names every phase, timed
-or untimed. The recipe is record 42 of modded-nanogpt. Up to rounding, a run takes the same
-trajectory on any number of ranks.
+counts training steps, data loading and checkpoints. It does not count set-up, compilation, warm-up
+or validation. Warm-up restores all state and compares it bit for bit. The log names every phase,
+timed or untimed. The recipe is record 42 of modded-nanogpt. On any number of ranks a run takes the
+same trajectory up to rounding.
 """
 
 import hashlib
@@ -94,12 +94,12 @@ class Stage:
 
     share: float  # of the steps
     window: int  # of long layers, in blocks; short layers see half of it
-    extension: bool = False  # behind the schedule: the learning rate stays at its floor
+    extension: bool = False  # after the schedule: the learning rate stays at its floor
     last_window: int | None = None  # of long layers in the last validation
 
 
 def record42_stages(extension: float, last_window: int) -> list[Stage]:
-    """Three equal parts with growing windows, then an extension of this share of the steps."""
+    """Three equal stages with growing windows, then an extension; its share is of all steps."""
     third = (1 - extension) / 3
     return [
         Stage(third, window=3),
@@ -119,12 +119,14 @@ STAGES = {
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
 # `section` opens a group of them in --help. The defaults are the `short` track.
 
+METHODS = ("polar_express", "newton_schulz", "newton_schulz_12", "normalize")
+BACKENDS = ("auto", "plain", "gram", "triton")
 OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
 
 
 @dataclass(frozen=True)
 class Config(RunSettings):
-    track: str = setting("short", "preset of all below", section="What is run, and where")
+    track: str = setting("short", "preset for all settings below", section="What is run, and where")
     recipe: str = setting("record42", "changes to the track; on tiny also muon and adamw")
     target: float = setting(3.28, "validation loss to reach, nats per token")
     device: str = setting("auto", "where to compute", one_of=("auto", "cpu", "cuda"))
@@ -139,19 +141,19 @@ class Config(RunSettings):
     align: bool = setting(True, "rows begin with a document, attention stays inside documents")
     batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", multiple_of="sequence")
     sequence: int = setting(32_768, "tokens of a row, the unit that ranks share", at_least=1)
-    micro_batch: int | None = setting(32_768, "most tokens taken at once", at_least="sequence")
+    micro_batch: int | None = setting(32_768, "most tokens of a micro-batch", at_least="sequence")
     max_document: int = setting(2048, "training documents are cut to this length", at_least=1)
     val_tokens: int = setting(10_485_760, "validation tokens used", multiple_of="val_sequence")
     val_sequence: int = setting(262_144, "tokens of a validation row", at_least=1)
-    val_batch: int = setting(262_144, "most validation targets taken at once", at_least="sequence")
-    val_sha256: str = setting("", "how the SHA-256 of the validation tokens begins")
+    val_batch: int = setting(262_144, "targets validated at once, at most", at_least="sequence")
+    val_sha256: str = setting("", "first digits of the validation tokens' SHA-256")
     val_every: int = setting(250, "steps between validations; 0: only the last", at_least=0)
-    val_every_late: int = setting(0, "the same in the last tenth; 0: no change", at_least=0)
+    val_every_late: int = setting(0, "val_every in the last tenth; 0: no change", at_least=0)
 
     layers: str = setting("record42", "table of layers", one_of=tuple(LAYERS), section="Model")
     dim: int = setting(768, "model dimension", at_least=12, multiple_of="head_dim")
     head_dim: int = setting(128, "dimension of an attention head", at_least=2, multiple_of=2)
-    keep_float32: str = setting("none", "stored so under bf16", one_of=("none", "head", "all"))
+    keep_float32: str = setting("none", "bf16: what stays float32", one_of=("none", "head", "all"))
     attention_scale: float = setting(0.1, "factor on query-key products, before YaRN")
     value_embeds: bool = setting(True, "token embeddings added to the values of some layers")
     smear: bool = setting(True, "each embedding takes a gated share of the one before it")
@@ -166,31 +168,31 @@ class Config(RunSettings):
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
     stages: str = setting("record42", "table of stages", one_of=tuple(STAGES))
     window_block: int = setting(128, "tokens in a block, the unit of windows; 0: none", at_least=0)
-    warmup: int = setting(0, "first steps, in which the learning rate rises", at_least=0)
-    cooldown: float = setting(0.5, "share of the steps in which it falls", at_least=0, at_most=1)
+    warmup: int = setting(0, "steps in which the learning rate rises", at_least=0)
+    cooldown: float = setting(0.5, "share of the steps with a falling rate", at_least=0, at_most=1)
     final_lr: float = setting(0.1, "learning rate after the cooldown, as a share of its peak")
     momentum: tuple[float, float] = setting((0.85, 0.95), "of matrices: at the ends, in between")
-    momentum_warmup: int = setting(300, "first steps, in which momentum rises", at_least=0)
-    momentum_cooldown: int = setting(50, "last steps, in which momentum falls", at_least=0)
+    momentum_warmup: int = setting(300, "steps in which momentum rises", at_least=0)
+    momentum_cooldown: int = setting(50, "steps in which momentum falls", at_least=0)
 
     optimizer: str = setting("normuon", "of matrices", one_of=OPTIMIZERS, section="Optimizers")
     matrix_lr: float = setting(0.03, "learning rate of hidden matrices")
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon, and of adam on matrices")
-    matrix_method: str = setting("polar_express", "or newton_schulz, newton_schulz_12, normalize")
-    orthogonalization: str = setting("plain", "backend: auto, plain, gram or triton")
+    matrix_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
+    orthogonalization: str = setting("plain", "its backend", one_of=BACKENDS)
     mlp_up_lr_mul: float = setting(2.0, "multiplier for the MLPs' first matrices")
     adam_lr: float = setting(0.008, "learning rate of all other parameters")
     adam_betas: tuple[float, float] = setting((0.65, 0.95), "of Adam")
-    adam_eps: float = setting(1e-8, "of Adam; gradients are those of a row's token sum")
+    adam_eps: float = setting(1e-8, "of Adam, for gradients summed over a row")
     adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times their rates")
     adam_every: int = setting(2, "steps whose gradients Adam sums before it steps", at_least=1)
     embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
     value_embed_lr_mul: float = setting(75.0, "multiplier for the value embeddings")
     head_lr_mul: float = setting(1.0, "multiplier for the output head")
     vector_lr_mul: float = setting(5.0, "multiplier for scalars, biases and gains")
-    guard: str = setting("spikes", "steps it skips", one_of=("spikes", "nonfinite", "off"))
-    spike_sigma: float = setting(6.0, "spreads beyond which a loss or norm is a spike", at_least=1)
+    guard: str = setting("spikes", "which steps to skip", one_of=("spikes", "nonfinite", "off"))
+    spike_sigma: float = setting(6.0, "spreads above the median that make a spike", at_least=1)
 
     def __post_init__(self) -> None:
         require(self, {"track": (self.track in TRACKS, f"one of {', '.join(TRACKS)}")})
@@ -198,6 +200,8 @@ class Config(RunSettings):
         require(self, {"recipe": (self.recipe in recipes, f"one of {', '.join(recipes)}")})
         require(self, {"target": (math.isfinite(self.target), "a finite number")})
         super().__post_init__()  # the rules that stand beside the settings
+        shares = sum(stage.share for stage in STAGES[self.stages])
+        require(self, {"stages": (abs(shares - 1) < 1e-6, "a table of shares that add up to 1")})
 
     @property
     def padded_vocab(self) -> int:
@@ -252,7 +256,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def preset(given: dict[str, Any]) -> dict[str, Any]:
-    """Settings below the given ones: those of the track, and over them those of the recipe."""
+    """Defaults for settings that are not given: the track's, overridden by the recipe's."""
     track = given.get("track", "short" if torch.cuda.is_available() else "tiny")
     recipe = given.get("recipe", "record42")
     return {"track": track} | TRACKS.get(track, {}) | RECIPES.get(track, {}).get(recipe, {})
@@ -267,6 +271,7 @@ Windows = dict[str, Any]  # of "short" and of "long" layers, as the attention ba
 
 
 def optional(when: Any, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter | None:
+    """A parameter that exists only `when` its piece is switched on; `GPT.initialize` fills it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype)) if when else None
 
 
@@ -306,6 +311,7 @@ class SelfAttention(nn.Module):
 
         qkv = F.linear(x_BTC, w_4CC[:3].flatten(0, 1), qkv_bias)
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
+        # Normed queries and keys bound the scores, whatever the weights (arXiv:2010.04245).
         q_BTHD = rotate(norm(q_BTHD), cos, sin) * scale
         k_BTHD = rotate(norm(k_BTHD), cos, sin)
         if mix[0] is not None:
@@ -335,6 +341,7 @@ class MLP(nn.Module):
         up_bias, down_bias = None, None
         if self.up_bias is not None and self.down_bias is not None:
             up_bias, down_bias = self.up_bias.to(x_BTC.dtype), self.down_bias.to(x_BTC.dtype)
+        # relu^2 instead of GELU: So et al., Primer, arXiv:2109.08668.
         hidden = F.linear(x_BTC, up.T, up_bias).relu().square()
         return F.linear(hidden, down, down_bias)
 
@@ -367,15 +374,20 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
         self.table = layer_table(config)
-        # Embeddings and gates are stored as they are used, in `dtype`, unless the track says not.
+        # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
         wide = torch.promote_types(dtype, torch.float32)
         table_dtype = wide if config.keep_float32 == "all" else dtype
         head_dtype = dtype if config.keep_float32 == "none" else wide
-        value_tables = {layer.value_embed for layer in self.table} - {None}
+        value_tables = 0
+        for layer in self.table:
+            if layer.value_embed is not None:
+                value_tables = max(value_tables, layer.value_embed + 1)
         table_shape = (config.padded_vocab, config.dim)
         with device:
             self.embed = nn.Parameter(torch.empty(table_shape, dtype=table_dtype))
-            self.value_embeds = nn.ParameterList(torch.empty_like(self.embed) for _ in value_tables)
+            self.value_embeds = nn.ParameterList(
+                torch.empty_like(self.embed) for _ in range(value_tables)
+            )
             self.smear_gate = optional(config.smear, 1, GATE_CHANNELS, dtype=table_dtype)
             self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
             self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=head_dtype))
@@ -391,7 +403,7 @@ class GPT(nn.Module):
             self.register_buffer("scale", torch.empty(()), persistent=False)
 
     def set_rotary(self, frequency: Tensor, scale: Tensor) -> None:
-        """Take over what `rotary_at` gives; in place, so that compiled graphs see it."""
+        """Write the tables for what `rotary_at` returns, in place: compiled graphs hold them."""
         positions = torch.arange(self.cos.size(0), device=self.cos.device)
         angle = torch.outer(positions, frequency.to(self.cos.device)).unsqueeze(1)
         self.cos.copy_(angle.cos())
@@ -400,7 +412,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Set every parameter from `seed`, alike on any device. Each name needs a rule below."""
+        """Set every parameter from `seed`, the same on any device, by the rules of `_initial`."""
         for name, parameter in self.named_parameters():
             # Each name has a random stream of its own, so switching one piece off moves no other.
             stream = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
@@ -444,6 +456,7 @@ class GPT(nn.Module):
 
         x_BTC = F.embedding(inputs_BT, self.embed).to(self.dtype)
         if self.smear_gate is not None:
+            # The first token of a document takes from the document before, as in record 42.
             gate = F.linear(x_BTC[:, 1:, :GATE_CHANNELS], self.smear_gate.to(self.dtype))
             smeared = x_BTC[:, 1:] + scalar["smear"] * torch.sigmoid(gate) * x_BTC[:, :-1]
             x_BTC = torch.cat([x_BTC[:, :1], smeared], dim=1)
@@ -451,7 +464,7 @@ class GPT(nn.Module):
         values = [F.embedding(inputs_BT, table).to(self.dtype) for table in self.value_embeds]
 
         needed = {layer.skip_from for layer in self.table}
-        outputs: dict[int, Tensor] = {}  # of the layers that later ones skip from
+        outputs: dict[int, Tensor] = {}  # of layers that a later one reads as skip_from
         backed_out = None
         for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
             if layer.skip_from is not None:
@@ -479,19 +492,19 @@ class GPT(nn.Module):
         self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor, windows: Windows,
         longest: int,
     ) -> Tensor:  # fmt: skip
-        """targets_BT may be fewer than inputs: those of the last tokens of each row."""
+        """The loss, summed. If targets are fewer than inputs, they are those of each row's end."""
         x_BTC = self.hidden(inputs_BT, cu_seqlens, windows, longest)[:, -targets_BT.size(1) :]
         x, targets = x_BTC.flatten(0, 1), targets_BT.flatten()
         softcap = SOFTCAPS[self.config.softcap]
         if self.head == "plain":
             bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
             return plain_cross_entropy(x, self.lm_head.to(x.dtype), bias, targets, softcap)
-        fp8 = self.head == "fp8" and torch.is_grad_enabled()  # validation is exact
+        fp8 = self.head == "fp8" and torch.is_grad_enabled()  # validation uses no FP8
         precision = "fp8" if fp8 else "plain"
         return linear_cross_entropy(x, self.lm_head, targets, softcap=softcap, precision=precision)
 
     def flops_per_token(self) -> int:
-        """6 a weight of matrices and head: forward and backward, attention scores left out."""
+        """6 for each weight of matrices and head, backward included; attention scores left out."""
         matrices = ("qkvo", "up", "down", "lm_head")
         return 6 * sum(p.numel() for name, p in self.named_parameters() if name.endswith(matrices))
 
@@ -520,7 +533,7 @@ def initial_scalars(config: Config) -> dict[str, float]:
         if layer.value_embed is not None:
             scalars[f"value_embed{i}"] = 0.5
         if layer.skip_from is not None:
-            scalars[f"skip{i}"] = -1.5
+            scalars[f"skip{i}"] = -1.5  # sigmoid: a skip begins at a share of 0.18
     if config.smear:
         scalars["smear"] = 0.0
     if any(layer.backout for layer in table):
@@ -528,11 +541,11 @@ def initial_scalars(config: Config) -> dict[str, float]:
     return scalars
 
 
-# ---- Schedules: pure functions of the step. Step s is the one after s steps are done.
+# ---- Schedules: pure functions of the step. At step s, s steps are done.
 
 
 def first_step(config: Config, index: int) -> int:
-    """The step with which the stage of this index begins."""
+    """The first step of the stage with this index."""
     before = sum(stage.share for stage in STAGES[config.stages][:index])
     return math.ceil(before * config.steps - 1e-6)  # 1e-6 undoes the rounding of the sum
 
@@ -551,6 +564,7 @@ def learning_rate(config: Config, step: int) -> float:
     if step < config.warmup:
         return (step + 1) / config.warmup
     scheduled = sum(not stage.extension for stage in STAGES[config.stages])
+    # 0.9999 as in record 42. It also keeps `left` above a cooldown of 0, so nothing divides by 0.
     left = 1 - min(step / first_step(config, scheduled), 0.9999)
     if left > config.cooldown:
         return 1.0
@@ -580,10 +594,10 @@ def windows_at(config: Config, step: int) -> dict[str, int]:
 
 
 def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
-    """(D / 2,) radians a token, half of them 0, and the () factor on queries, both float32.
+    """Radians a token for each pair (D / 2,), half of them 0, and the factor () on queries.
 
-    Where the long window grows, YaRN (arXiv:2309.00071) slows frequencies that turn less than
-    once in it, keeps those that turn more than 32 times, and raises the factor.
+    Both are float32. When the long window grows, YaRN (arXiv:2309.00071) slows the frequencies that
+    turn less than once in the old window, keeps those over 32 turns, and raises the factor.
     """
     pairs = config.head_dim // 2
     turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2)
@@ -599,8 +613,13 @@ def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
     return frequency, scale
 
 
+def adam_steps(config: Config, step: int) -> bool:
+    """Whether Adam takes a step, on the gradients of the last `adam_every` steps."""
+    return (step + 1) % config.adam_every == 0
+
+
 def validates(config: Config, step: int) -> bool:
-    """Whether the loss is validated before this step; after the last one it always is."""
+    """Whether to validate before this step. After its last step a run always validates."""
     every = config.val_every
     if config.val_every_late and step >= 0.9 * config.steps:
         every = config.val_every_late
@@ -608,7 +627,7 @@ def validates(config: Config, step: int) -> bool:
 
 
 def reach(config: Config) -> int:
-    """How many tokens before its own an output can depend on: windows add up over the layers."""
+    """How many earlier tokens an output can depend on: the windows of all layers, added up."""
     stages = range(len(STAGES[config.stages]))
     windows = [windows_at(config, first_step(config, index)) for index in stages]
     windows.append(windows_at(config, config.steps))
@@ -616,15 +635,15 @@ def reach(config: Config) -> int:
     for layer in LAYERS[config.layers]:
         if layer.attention:
             tokens += max(window[layer.window] for window in windows)
-    return math.ceil(tokens / 128) * 128  # kernels like such lengths
+    return math.ceil(tokens / 128) * 128  # kernels are fastest at multiples of 128
 
 
 # ---- Optimizers
 
 
 def optimizer_table(config: Config) -> list[optim.Row]:
-    """Which optimizer takes a parameter, by its name. Each parameter must match exactly one row."""
-    # A row of a piece that is switched off matches nothing.
+    """Names of parameters and their optimizer. Each parameter must match exactly one row."""
+    # If a piece is switched off, its row matches nothing.
     split = {"split": 4} if config.optimizer in ("normuon", "muon") else {}
     return [
         optim.Row("blocks.*.attention.qkvo", "matrix", split),
@@ -642,7 +661,7 @@ def optimizer_table(config: Config) -> list[optim.Row]:
 
 
 def multiplied(lr_mul: float) -> dict[str, float]:
-    """Options of a row of Adam, whose weights decay with their own learning rate."""
+    """Options of an Adam row: one factor on its learning rate and on its weight decay."""
     return {"lr_mul": lr_mul, "wd_mul": lr_mul}
 
 
@@ -655,7 +674,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
-    # The guard below is for both. On GPUs updates are compiled, unless the user wants none of that.
+    # The guard below judges both. On GPUs `update` is compiled, unless --compile is off.
     ours = shared | {"nonfinite_guard": False}
     if config.compile == "off":
         ours["compiled"] = False
@@ -671,7 +690,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "muon": partial(optim.Muon, **muon),
         "adam": partial(optim.Adam, **adam, **ours),
         "torch_muon": partial(torch.optim.Muon, **matrix),
-        "torch_adamw": partial(torch.optim.AdamW, **adam),
+        # The guard undoes a step by selection, so on a GPU all state must lie there: capturable.
+        "torch_adamw": partial(torch.optim.AdamW, capturable=machine.device.type == "cuda", **adam),
     }
     named = {"matrix": factories[config.optimizer], "adam": partial(optim.Adam, **rest)}
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
@@ -695,7 +715,7 @@ def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
 
 
 class Trainer:
-    """Model, optimizers, guard and data. Refused where they cannot work together."""
+    """Model, optimizers, guard and data. ValueError if they cannot work together."""
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
@@ -708,16 +728,16 @@ class Trainer:
             config.head, device, dtype, config.dim, config.padded_vocab, config.biases
         )
         place = (machine.rank, machine.world_size)
-        # One process of each host reads all tokens and the source; all hosts must have the same.
+        # One process a host hashes all tokens and the source, as all hosts must have the same.
         data, found = open_audited(asdict(config), *place, audited=machine.first_of_its_host)
         self.data = data.in_parts(config.val_batch, reach(config))
         if found is not None:
             found = {**found, "source_sha256": source_hash(SOURCE)}
         self.found = machine.gather_equal(found)
         self.model = GPT(config, dtype, device, attention, head)
-        self.loss: Any = self.model  # warm_up replaces it by the compiled model
+        self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
-        self.stage = -1  # the one that the rotary tables are of
+        self.stage = -1  # stage of the rotary tables; -1: not set
         self.peak, peak_name = machines.peak_flops(machine, dtype)
         self.source_sha256 = self.found.pop("source_sha256")
         self.checks = {"overlap": self.found.pop("overlap")}
@@ -738,11 +758,11 @@ class Trainer:
         ]
 
     def reset(self, seed: int) -> None:
-        """Put everything that a run changes back to where it is before the first step."""
+        """Set everything that a run changes to its value before the first step of this seed."""
         self.model.initialize(seed)
         for parameter in self.model.parameters():
             parameter.grad = None
-            if self.machine.world_size > 1:
+            if self.machine.world_size > 1:  # hosts may draw other bits from one seed
                 torch.distributed.broadcast(parameter.data, 0)
         for optimizer in self.optimizers.values():
             optim.reset(optimizer)
@@ -759,7 +779,7 @@ class Trainer:
         self.windows = {kind: self.model.attention.window(count) for kind, count in tokens.items()}
 
     def batch_loss(self, batch: Batch, longest: int) -> Tensor:
-        """Loss summed over the targets; kernels want to know the longest document, in tokens."""
+        """Loss summed over the targets. longest: tokens of the longest document, at most."""
         return self.loss(*batch.to(self.machine.device), self.windows, longest)
 
     def gradients(self, step: int, flags: Tensor) -> Tensor:
@@ -774,38 +794,35 @@ class Trainer:
             loss.backward()
             total += loss.detach()
         message = self.machine.all_reduce(torch.cat([total.view(1), flags]))
-        message[0] /= self.config.batch_tokens
+        message[0] /= self.config.batch_tokens  # the flags stay sums
         return message
 
     def update(self, step: int, loss: Tensor) -> Tensor:
         """Step the hidden matrices, and on every `adam_every`-th step the other parameters.
 
-        The guard needs the loss of all ranks. Returns its verdict, unread.
+        loss: the mean over all ranks. Returns the guard's verdict, unread, so nothing waits.
         """
         set_schedule(self.config, self.optimizers, step)
-        stepping = [self.optimizers["matrix"]]
-        if self.may_save(step):
-            stepping.append(self.optimizers["adam"])
+        stepping = list(self.optimizers.values())
+        if not adam_steps(self.config, step):
+            stepping.remove(self.optimizers["adam"])
         verdict = self.guard.step(loss, only=stepping)
         for optimizer in stepping:
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)  # skipped gradients go too
         return verdict
-
-    def may_save(self, step: int) -> bool:
-        """Whether after this step no gradients wait for a later one."""
-        return (step + 1) % self.config.adam_every == 0
 
     @torch.no_grad()
     def validate(self, step: int, batches: list[Batch] | None = None) -> float:
         """Mean loss over the validation tokens, in nats, with the windows of this step."""
         self.enter(step)
+        # float64: adding ten million token losses in float32 would cost digits.
         total = torch.zeros((), dtype=torch.float64, device=self.machine.device)
         for batch in self.data.validation if batches is None else batches:
             total += self.batch_loss(batch, self.data.val_longest)
         return self.machine.all_reduce(total).item() / self.config.val_tokens
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """All that a run changes, whole, on the host of rank 0; empty elsewhere. A collective."""
+        """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
         state: dict[str, dict[str, Any]] = {"model": {}, "optim": {}, "data": {}}
         for kind, optimizer in self.optimizers.items():
             for name, part in optim.named_state(optimizer, rank=0):
@@ -821,7 +838,7 @@ class Trainer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Take over the `state_dict` of any number of ranks; ValueError where it does not fit."""
+        """Load a `state_dict` of any number of ranks. ValueError if it does not fit."""
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
         copy_tensors(state["model"], weights)
         parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*self.optimizers, "guard")}
@@ -834,7 +851,7 @@ class Trainer:
         self.data.train.load_state_dict(state["data"])
 
     def header(self, seed: int, trial: int) -> dict[str, Any]:
-        """What the log says of a run before its first step."""
+        """The fields of the log's header for this run."""
         config, rows = self.config, self.data.train.micro_rows
         settings = asdict(config)
         return {
@@ -859,15 +876,15 @@ class Trainer:
 
 
 def warm_up(trainer: Trainer, clock: Clock) -> None:
-    """Take every kind of step and validation, check causality, restore all state and check that."""
+    """Run every kind of step and validation, check causality, then restore and compare state."""
     config, machine = trainer.config, trainer.machine
     before, random = trainer.state_dict(), torch.get_rng_state()
     with clock.phase("compile", timed=False):
-        first_call = partial(probe, trainer)
+        first_call = partial(find_micro_batch, trainer)
         trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, first_call)
         if obstacle is not None:
             machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
-        find_micro_batch(trainer)
+            find_micro_batch(trainer, trainer.model)
         trainer.env |= {"compiled": obstacle is None, **compile_facts()}
     with clock.phase("warmup", timed=False):
         rehearse(trainer)
@@ -875,25 +892,26 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
         trainer.reset(config.seed)
         after = trainer.state_dict()
         same = same_bits(before, after) and torch.equal(random, torch.get_rng_state())
-        restored = all(machine.gather(same))
+        causal, restored = all(machine.gather(causal)), all(machine.gather(same))
     trainer.checks |= {"causality": causal, "warmup_restored": restored}
     if not (causal and restored):
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
 
 
-def find_micro_batch(trainer: Trainer) -> None:
-    """With --micro-batch auto, halve the micro-batch until what takes most memory fits."""
-    data, sequence = trainer.data, trainer.config.sequence
-    while not fits(partial(probe, trainer, trainer.loss), trainer.machine):
-        if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
-            raise MemoryError("a micro-batch does not fit")
-        data.split(data.train.micro_rows // 2 * sequence)
-        trainer.machine.say(f"out of memory: micro-batch {data.train.micro_rows * sequence:,}")
-
-
-def probe(trainer: Trainer, loss: Any) -> None:
-    """A micro-batch beside the gradients of another one, then the largest validation batch."""
+def find_micro_batch(trainer: Trainer, loss: Any) -> None:
+    """With --micro-batch auto, halve the micro-batch until `probe` fits in memory."""
     trainer.loss = loss
+    data, sequence = trainer.data, trainer.config.sequence
+    while not fits(partial(probe, trainer), trainer.machine):
+        tokens = data.train.micro_rows * sequence
+        if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
+            raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
+        trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
+        data.split(tokens // 2)
+
+
+def probe(trainer: Trainer) -> None:
+    """Run what needs most memory: a micro-batch with gradients present, and a validation batch."""
     trainer.enter(0)
     trainer.data.train.reset()
     batch = next(trainer.data.train)[0]
@@ -906,7 +924,7 @@ def probe(trainer: Trainer, loss: Any) -> None:
 
 
 def rehearse(trainer: Trainer) -> None:
-    """Steps of every stage and validation batches of every shape, none of them part of a run."""
+    """Take steps of every stage and validate batches of every shape: all graphs compile here."""
     config = trainer.config
     take_steps(trainer, 0, 2 * config.adam_every)  # some gradients are 0 until the head has moved
     for index in range(len(STAGES[config.stages])):
@@ -916,7 +934,7 @@ def rehearse(trainer: Trainer) -> None:
 
 
 def take_steps(trainer: Trainer, first: int, count: int) -> None:
-    """`count` steps of the stage of step `first`, on the first tokens of the run."""
+    """Take `count` steps in the stage of step `first`, on the first tokens of the run."""
     trainer.data.train.reset()
     flags = torch.zeros(0, device=trainer.machine.device)
     for step in range(count):
@@ -925,7 +943,7 @@ def take_steps(trainer: Trainer, first: int, count: int) -> None:
 
 
 def sees_no_future(trainer: Trainer) -> bool:
-    """Whether random weights make the same stream of a row's first half, whatever follows it."""
+    """Whether, with random weights, the second half of a row leaves the first unchanged."""
     config, model, device = trainer.config, trainer.model, trainer.machine.device
     length = min(config.sequence, config.val_sequence)
     inputs = next(trainer.data.train)[0].inputs[:1, :length].to(device)
@@ -940,14 +958,14 @@ def sees_no_future(trainer: Trainer) -> bool:
 
 
 def dry_run(trainer: Trainer, clock: Clock) -> int:
-    """Say what a run would take, from real steps of each stage; 0 to go, 2 not to."""
+    """Time real steps of each stage and say what a run would take. Returns 0: go, 2: no-go."""
     config, together = trainer.config, 3 * trainer.config.adam_every
     stages: dict[str, tuple[int, float]] = {}
-    for index, stage in enumerate(STAGES[config.stages]):
+    for index in range(len(STAGES[config.stages])):
         first, end = first_step(config, index), first_step(config, index + 1)
         with clock.phase("train", timed=True):
             take_steps(trainer, first, together)
-        stages[f"window {stage.window}"] = (end - first, clock.phases[-1].ms / together)
+        stages[f"stage {index}"] = (end - first, clock.phases[-1].ms / together)
     with clock.phase("validate", timed=False):
         trainer.validate(config.steps)
     count = 1 + sum(validates(config, step) for step in range(config.steps))
@@ -958,7 +976,7 @@ def dry_run(trainer: Trainer, clock: Clock) -> int:
 
 
 def train(trainer: Trainer, run: Run) -> float:
-    """Take a run from where it stands to its end; returns the last validation loss."""
+    """Train from the run's current step to its last. Returns the last validation loss."""
     config = trainer.config
     run.start_training()
     for step in range(run.steps_done, config.steps):
@@ -977,15 +995,15 @@ def train(trainer: Trainer, run: Run) -> float:
             stage=stage_at(config, step),
         )  # fmt: skip
 
-        # save now and then, or because somebody wants the run to end
-        if trainer.may_save(step) and run.must_save():
+        # save: when it is time, or the run must end; never while Adam still sums gradients
+        if adam_steps(config, step) and run.must_save():
             run.save()
     run.settle()
     return evaluate(trainer, run, config.steps)
 
 
 def evaluate(trainer: Trainer, run: Run, step: int) -> float:
-    """The validation loss before this step, off the clock; raises NonFinite."""
+    """Validate before this step, off the clock. Returns the loss; NonFinite if it is not finite."""
     with run.pause("validate"):
         val_loss = trainer.validate(step)
         run.validated(step, val_loss)
@@ -993,7 +1011,7 @@ def evaluate(trainer: Trainer, run: Run, step: int) -> float:
 
 
 def make_runs(config: Config, started: float) -> int:
-    """Make all runs that are left to make, one after the other; returns the exit code."""
+    """Make all planned runs, one after the other. Returns the exit code."""
     machine = machines.start(config.device, config.rank_timeout)
     clock = Clock(machine.synchronize)
     with machines.signs_of_life("getting ready", machine.say), clock.phase("setup", timed=False):
@@ -1019,15 +1037,16 @@ def make_runs(config: Config, started: float) -> int:
 
 
 def set_up(config: Config, machine: Machine) -> Trainer:
-    """A trainer before its first step. Refused, before anything costs time, if it cannot work."""
+    """Build a trainer. Refused if it cannot work, before anything costs time."""
     if machine.device.type == "cpu":
+        # A resumed run must end in the same bits. Filling new memory would only cost time.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     machine.on_main(lambda: require_writable(config.log_dir))
     check_compile(config.compile, machine.device)
     try:
         trainer = Trainer(config, machine)
-    except ValueError as error:  # of kernels, optimizers and data, which know no Refused
+    except ValueError as error:  # kernels, optimizers and data do not know Refused
         many = config.track == "tiny" and machine.world_size > 1
         hint = " For more ranks there is --track short." if many else ""
         raise Refused(f"{error}{hint}") from error
@@ -1041,7 +1060,7 @@ def main(argv: list[str] | None = None) -> int:
     listen()
 
     def run() -> int:
-        started = machines.launch_time()  # run.sh counts from its own start
+        started = machines.launch_time()  # under run.sh: when run.sh started
         config = parse(Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
         return make_runs(config, started)
 

@@ -2,20 +2,20 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 from claims.arms import group_runs, leave_out_repeats, name_of
 from claims.runlog import read_all
 from claims.runs import LogError, Run
 from claims.stats import Difference, paired, welch
-from claims.steptimes import Explanation, account, explain
+from claims.steptimes import Account, account
 
-FINGERPRINT = (
-    "gpu", "gpu_count", "driver", "bus_ids", "cuda", "torch", "triton", "python", "cpu",
-    "host_hash", "threads", "dtype", "compiled",
-)  # fmt: skip
+FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
+               "threads", "dtype", "compiled")  # fmt: skip
 
 
 @dataclass
@@ -23,26 +23,32 @@ class Side:
     """One arm of a comparison."""
 
     path: str  # of its logs, or its command
-    seconds: list[float] = field(default_factory=list)  # of its runs
-    logs: list[Run] = field(default_factory=list)  # empty for a command that leaves none
+    runs: list[Run] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [(run.train_time_ms or 0.0) / 1000 for run in self.runs]
 
     def add(self, run: Run) -> None:
         """LogError for a run that does not count, or has no times."""
         if run.left_out or run.train_time_ms is None:
             problem = run.left_out or "it has no training times"
             raise LogError(f"{name_of(run)}: {problem}; only complete runs with times are compared")
-        self.seconds.append(run.train_time_ms / 1000)
-        self.logs.append(run)
+        self.runs.append(run)
 
 
-@dataclass
-class Comparison:
+class Comparison(NamedTuple):
+    """`steps`, `step_time` and `stutters` are the parts of `seconds`."""
+
     seconds: Difference
+    steps: float  # seconds by more or fewer steps, at the mean step time of both arms
+    step_time: Difference  # seconds by a slower or faster step, at the mean number of steps
+    stutters: Difference  # seconds
+    stutters_at: list[list[int]]  # the steps, in A and in B
+    loss: Difference
     consistent: dict[str, str]  # what both arms say of machine and software
     differs: list[str]
-    loss: Difference | None = None
-    explanation: Explanation | None = None  # where all runs left logs
 
 
 def read_side(spec: str) -> Side:
@@ -50,43 +56,68 @@ def read_side(spec: str) -> Side:
 
     HASH begins the hash of a source or configuration. Raises LogError for no arm, or several.
     """
-    path, mark, prefix = spec.rpartition("@")
-    if not mark or Path(spec).exists():
-        path, prefix = spec, ""
+    path, prefix = spec, ""
+    if not Path(spec).exists() and "@" in spec:
+        path, _, prefix = spec.rpartition("@")
     runs, errors = read_all([path])
-    left_out = [f"{name_of(run)}: {run.left_out}" for run in runs if run.left_out]
-    left_out += map(str, errors)
+    side = Side(spec, left_out=list(map(str, errors)))
+    side.left_out += [f"{name_of(run)}: {run.left_out}" for run in runs if run.left_out]
     arms, found = [], []
     for key, members in group_runs([run for run in runs if run.counts]).items():
-        if f"{key.source}".startswith(prefix) or f"{key.config_sha256}".startswith(prefix):
+        hashes = str(key.source), str(key.config_sha256)
+        if any(text.startswith(prefix) for text in hashes):
             arms.append(members)
-            found.append(f"source {key.source!s:.12}, configuration {key.config_sha256!s:.12}")
+            found.append(f"source {hashes[0]:.12}, configuration {hashes[1]:.12}")
     if len(arms) != 1:
         rule = f"{spec} means {len(arms)} arms where one is needed; choose by PATH@HASH"
-        raise LogError("\n  ".join([rule, *(found or left_out)]))
+        raise LogError("\n  ".join([rule, *found, *side.left_out]))
     kept, repeats = leave_out_repeats(arms[0])
-    side = Side(spec, left_out=left_out + repeats)
+    side.left_out += repeats
     for run in kept:
         side.add(run)
     return side
 
 
-def compare_sides(a: Side, b: Side, level: float, in_turn: bool) -> Comparison:
-    """The difference and its parts, with intervals of this level. LogError for a shared log.
+def compare_sides(a: Side, b: Side, in_turn: bool) -> Comparison:
+    """The difference and its parts. LogError for a shared log.
 
     Runs made in turn are compared as pairs: a drift of the machine falls on both arms alike.
     """
-    shared = {run.path.resolve() for run in a.logs} & {run.path.resolve() for run in b.logs}
+    shared = {run.path.resolve() for run in a.runs} & {run.path.resolve() for run in b.runs}
     if shared:
         raise LogError(f"{min(shared)} is in both arms: a run is not compared with itself")
-    test = partial(paired if in_turn else welch, level=level)
-    found = Comparison(test(b.seconds, a.seconds), *compare_machines(a, b))
-    if a.logs and b.logs:
-        losses = [[run.final_loss or math.nan for run in side.logs] for side in (a, b)]
-        found.loss = test(losses[1], losses[0])
-        accounts = [[account(run) for run in side.logs] for side in (a, b)]
-        found.explanation = explain(accounts[0], accounts[1], test)
-    return found
+    test = paired if in_turn else welch
+    steps, step_time, stutters = explain(
+        list(map(account, a.runs)), list(map(account, b.runs)), test
+    )
+    consistent, differs = compare_machines(a, b)
+    return Comparison(
+        test(b.seconds, a.seconds), steps, step_time, stutters, [stuttering(a), stuttering(b)],
+        test(final_losses(b), final_losses(a)), consistent, differs,
+    )  # fmt: skip
+
+
+def explain(
+    a: list[Account], b: list[Account], test: Callable[[list[float], list[float]], Difference]
+) -> tuple[float, Difference, Difference]:
+    """Seconds by steps, step time and stutters; `test` takes (new, old).
+
+    The runs of an arm have one number of steps.
+    """
+    count = (a[0].steps + b[0].steps) / 2
+    of_a = [run.step_ms / 1000 for run in a]
+    of_b = [run.step_ms / 1000 for run in b]
+    steps = (b[0].steps - a[0].steps) * (fmean(of_a) + fmean(of_b)) / 2
+    step_time = test([count * each for each in of_b], [count * each for each in of_a])
+    return steps, step_time, test([run.lost for run in b], [run.lost for run in a])
+
+
+def stuttering(side: Side) -> list[int]:
+    return sorted({step for run in side.runs for step in account(run).stutters})
+
+
+def final_losses(side: Side) -> list[float]:
+    return [run.final_loss or math.nan for run in side.runs]
 
 
 def compare_machines(a: Side, b: Side) -> tuple[dict[str, str], list[str]]:
@@ -96,10 +127,11 @@ def compare_machines(a: Side, b: Side) -> tuple[dict[str, str], list[str]]:
     """
     consistent, differs = {}, []
     for key in FINGERPRINT:
-        sides = [Counter(str(run.env.get(key)) for run in side.logs) for side in (a, b)]
-        values = {*sides[0], *sides[1]}
+        in_a = Counter(str(run.env.get(key)) for run in a.runs)
+        in_b = Counter(str(run.env.get(key)) for run in b.runs)
+        values = {*in_a, *in_b}
         if len(values - {"None"}) > 1:
-            differs.append(f"{key}: {dict(sides[0])} in A, {dict(sides[1])} in B")
+            differs.append(f"{key}: {dict(in_a)} in A, {dict(in_b)} in B")
         elif values and "None" not in values:
             consistent[key] = values.pop()
     return consistent, differs

@@ -1,30 +1,29 @@
-"""Read the run logs of this trainer: one JSON object a line, in one file or in segments.
+"""Read the run logs of this trainer: one JSON object a line.
 
-schema 1    one file; a `resume` event says from which byte on it supersedes the lines before it
-schema 2    `<run_id>.jsonl`, then `<run_id>.2.jsonl` for the process that resumed the run, and so
-            on; a segment supersedes what the segments before it say of steps after its start
+A process that resumes a run supersedes what was logged of the steps after its start.
+
+schema 2    it writes a file of its own, a segment: `<run_id>.jsonl`, `<run_id>.2.jsonl`, ...
+schema 1    it writes on in the one file; its first line is the `resume` event, with a `log_offset`
 """
 
 import hashlib
-import io
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from claims.runs import LogError, Phase, Resume, Run, Segment, Step, Validation, why_unfinished
 
 SCHEMAS = (1, 2)
-DECODER = json.JSONDecoder(parse_constant=int)  # int() refuses NaN and Infinity: they are not JSON
-NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings
+NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings: JSON has no such numbers
 KINDS = {str: "a string", int: "an integer of at least 0", float: "a number", bool: "true or false",
          dict: "an object", list: "a list"}  # fmt: skip
 OPTIONAL = {"target", "peak_mib", "window", "stage", "train_loss", "checkpoint", "registry_sha256"}
-HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "trial": int,
-          "config_sha256": str, "env": dict}  # fmt: skip
+HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha256": str,
+          "env": dict}  # fmt: skip
 STEP = {"step": int, "train_time_ms": float, "window": int, "stage": int, "skipped": bool,
         "train_loss": float}  # fmt: skip
 PHASE = {"name": str, "timed": bool, "ms": float, "t_ms": float}
@@ -36,24 +35,20 @@ def fits(value: Any, kind: type) -> bool:
         return type(value) is int and 0 <= value < 2**53
     if kind is float and isinstance(value, str):
         return value in NOT_FINITE
-    if kind is float:
+    if kind is float:  # a huge integer would not fit a float, 1e999 is read as infinity
         return type(value) in (int, float) and abs(value) <= sys.float_info.max
-    if kind is str:  # unprintable text could steer a terminal
-        return isinstance(value, str) and value.isprintable()
     return isinstance(value, kind)
 
 
 class Line(NamedTuple):
-    """One line of a log. `event` is None for a line that is no event, such as a torn one."""
+    """One line of a log. Of one that is no event, such as a torn one, `fields` is empty."""
 
     where: str  # file and line, for messages
-    start: int  # its first byte in the file
-    raw: bytes
     fields: dict[str, Any]
 
     @property
     def event(self) -> str | None:
-        return self.fields["event"]
+        return self.fields.get("event")
 
     def get(self, name: str, kind: type) -> Any:
         """A field; numbers as float, None for an optional one that is missing. Raises LogError."""
@@ -67,53 +62,67 @@ class Line(NamedTuple):
     def get_all(self, kinds: dict[str, type]) -> dict[str, Any]:
         return {name: self.get(name, kind) for name, kind in kinds.items()}
 
-    def digits(self, name: str) -> str:
-        """A number as it stands in the line."""
-        return str(json.loads(self.raw, parse_float=str, parse_int=str).get(name))
+
+def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
+    """The run in these segments, in order.
+
+    Raises LogError for a line that is no event, unless torn off at the end, and for a field of the
+    wrong type.
+    """
+    segments: list[Segment] = []
+    processes: list[list[Line]] = []
+    for path, data in files:
+        lines = split_lines(path, data)
+        header = events(lines, "header")[:1]
+        digest = hashlib.sha256(data).hexdigest()
+        segments.append(Segment(path, digest, header[0].fields if header else {}))
+        processes += split_processes(lines)
+    refuse_garbage(processes)
+    kept, resumes = processes[0], []
+    for before, lines in pairwise(processes):
+        for line in events(lines, "resume"):
+            resumes.append(read_resume(line, before))
+            kept = keep_until(kept, resumes[-1].from_step)
+        kept = [line for line in kept if line.event != "end"] + lines
+    run = to_run(kept, segments, resumes)
+    torn = bool(processes[-1]) and not processes[-1][-1].event
+    return replace(run, unfinished="torn last line") if torn else run
 
 
 def split_lines(path: Path, data: bytes) -> list[Line]:
     lines = []
-    start = 0
-    for number, raw in enumerate(io.BytesIO(data), 1):
+    for number, raw in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
         try:
-            fields = DECODER.decode(raw.decode())
+            fields = json.loads(raw.decode())
         except (ValueError, RecursionError):
-            fields = None
+            fields = {}
         if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
-            fields = {"event": None}
-        lines.append(Line(f"{path}, line {number}", start, raw, fields))
-        start += len(raw)
-    return lines
+            fields = {}
+        lines.append(Line(f"{path}, line {number}", fields))
+    return lines if data else []
 
 
-def drop_superseded(lines: list[Line]) -> list[Line]:
-    """The lines of a file that no resume of schema 1 supersedes.
-
-    A resume may itself be superseded. So the walk goes backwards and skips what a resume that
-    stands jumps over.
-    """
-    starts = {line.start for line in lines}
-    end = sys.maxsize
-    kept = []
-    for line in reversed(lines):
-        if line.start >= end:
-            continue
-        kept.append(line)
-        if line.event == "resume" and "log_offset" in line.fields:
-            end = line.get("log_offset", int)
-            if end not in starts or end > line.start:
-                raise LogError(f"{line.where}: log_offset {end} begins no earlier line")
-    return kept[::-1]
+def events(lines: Sequence[Line], event: str) -> list[Line]:
+    return [line for line in lines if line.event == event]
 
 
-def is_torn(lines: list[Line]) -> bool:
-    """Whether a crash tore the last line. LogError for any other line that is no event."""
+def split_processes(lines: Sequence[Line]) -> list[list[Line]]:
+    """The lines of one file by the process that wrote them."""
+    processes: list[list[Line]] = [[]]
     for line in lines:
-        if line.event is None and line.raw.endswith(b"\n"):
-            rule = 'every line must be one JSON object with an "event"'
-            raise LogError(f"{line.where}: {rule}, not {line.raw!r:.80}")
-    return bool(lines) and lines[-1].event is None
+        if line.event == "resume" and "log_offset" in line.fields:
+            processes.append([])
+        processes[-1].append(line)
+    return processes
+
+
+def refuse_garbage(processes: Sequence[Sequence[Line]]) -> None:
+    """LogError for a line that is no event, unless a crash may have torn it."""
+    for lines in processes:
+        for line in lines[:-1]:
+            if not line.event:
+                rule = 'every line must be one JSON object with an "event"'
+                raise LogError(f"{line.where}: {rule}")
 
 
 def keep_until(lines: list[Line], after_step: int) -> list[Line]:
@@ -139,57 +148,25 @@ def read_resume(line: Line, before: list[Line]) -> Resume:
     return resume._replace(repeats=not (stopped and at_step and nothing_lost))
 
 
-def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
-    """The run in these files, in order.
-
-    Raises LogError for a line that is no event, unless torn off at the end, and for a field of the
-    wrong type.
-    """
-    kept: list[Line] = []
-    resumes: list[Resume] = []
-    segments: list[Segment] = []
-    before: list[Line] = []  # what the process before wrote
-    for path, data in files:
-        everything = split_lines(path, data)
-        lines = drop_superseded(everything)
-        torn = is_torn(lines)
-        headers = [line for line in lines if line.event == "header"]
-        if segments and headers:
-            kept = keep_until(kept, headers[0].get("after_step", int))
-        for index, line in enumerate(everything):
-            if line.event == "resume":
-                resumes.append(read_resume(line, before or everything[:index]))
-        kept = [line for line in kept if line.event != "end"] + lines
-        header = headers[0].fields if headers else {}
-        segments.append(Segment(path, hashlib.sha256(data).hexdigest(), header))
-        before = everything or before
-    run = to_run(kept, segments, resumes)
-    return replace(run, unfinished="torn last line") if torn else run
-
-
 def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) -> Run:
-    events: dict[str | None, list[Line]] = {}
-    for line in lines:
-        events.setdefault(line.event, []).append(line)
     validations = []
     numbers = []
-    for line in events.get("val", []):
+    for line in events(lines, "val"):
         step, loss = line.get("step", int), line.get("val_loss", float)
-        ms = line.get("train_time_ms", float)
-        validations.append(Validation(step, loss, ms, line.digits("val_loss")))
+        validations.append(Validation(step, loss, line.get("train_time_ms", float)))
         numbers.append((step, line.get("total_steps", int)))
-    headers = [read_header(line) for line in events.get("header", [])]
-    ends = events.get("end", [])
-    expected = sum(bool(segment.header) for segment in segments)
-    if len(headers) == expected > 0:
-        problem = end_problem(ends, validations) or why_unfinished(numbers, validations)
-    else:
-        problem = f"{len(headers)} headers in {len(segments)} file(s)" if headers else "no header"
+    headers = [read_header(line) for line in events(lines, "header")]
+    ends = events(lines, "end")
+    problem = end_problem(ends, validations) or why_unfinished(numbers, validations)
+    if not headers:
+        problem = "no header"
+    elif len(headers) != len(segments):
+        problem = f"{len(headers)} headers in {len(segments)} segment(s)"
     return Run(
-        path=segments[0].path, dialect="jsonl", segments=segments, resumes=resumes,
+        path=segments[0].path, segments=segments, resumes=resumes,
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
-        steps=[Step(**line.get_all(STEP)) for line in events.get("step", [])],
-        phases=[Phase(**line.get_all(PHASE)) for line in events.get("phase", [])],
+        steps=[Step(**line.get_all(STEP)) for line in events(lines, "step")],
+        phases=[Phase(**line.get_all(PHASE)) for line in events(lines, "phase")],
         peak_mib=ends[-1].get("peak_mib", float) if ends else None,
         status=ends[-1].get("status", str) if ends else None, unfinished=problem,
         **(headers[0] if headers else {"run_id": segments[0].path.stem}),
@@ -205,11 +182,7 @@ def read_header(line: Line) -> dict[str, Any]:
     fields["header"] = line.fields
     fields["source"] = line.get("source_sha256", str)
     fields["gpu_count"] = line._replace(fields=fields["env"]).get("gpu_count", int)
-    try:  # the trainer's run ids begin with the time in UTC
-        start = datetime.strptime(fields["run_id"][:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
-    except ValueError:
-        return fields
-    return fields | {"started": start.isoformat()}
+    return fields
 
 
 def end_problem(ends: list[Line], validations: list[Validation]) -> str | None:
@@ -219,7 +192,7 @@ def end_problem(ends: list[Line], validations: list[Validation]) -> str | None:
     status = ends[0].get("status", str)
     if status != "done":
         return f"ended with status {status}"
-    last = validations[-1].printed if validations else "None"
-    if ends[0].digits("val_loss") not in ("None", last):
+    loss = ends[0].fields.get("val_loss")
+    if validations and loss not in (None, validations[-1].loss):
         return "the end line has another val_loss than the last validation"
     return None

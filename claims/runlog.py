@@ -9,13 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from claims.jsonlog import read_jsonl
-from claims.runs import LogError, Phase, Resume, Run, Segment, Step, Validation
+from claims.runs import LogError as LogError
+from claims.runs import Run as Run
 from claims.textlog import read_text
-
-__all__ = [
-    "LogError", "Phase", "Resume", "Run", "Segment", "Step", "Validation",
-    "find_runs", "read_all", "read_run", "read_runs",
-]  # fmt: skip
 
 SUFFIXES = (".jsonl", ".txt", ".log", ".stdout", ".out")
 SEGMENT = re.compile(r"(.+)\.([2-9]|[1-9][0-9]{1,5})\.jsonl")  # <run_id>.2.jsonl

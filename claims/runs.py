@@ -1,8 +1,7 @@
-"""What a run log tells: a `Run`, its steps, validations, phases, segments and resumes."""
+"""What a run log tells: a `Run`, its validations, steps, phases, segments and resumes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,18 +15,13 @@ class Validation(NamedTuple):
     step: int
     loss: float  # nats per token
     train_time_ms: float | None
-    printed: str  # the loss, its digits as in the log
-
-    @property
-    def exact(self) -> Decimal:
-        return Decimal(self.printed)
 
 
 class Step(NamedTuple):
     """A training step, counted from 1. Text logs tell neither window nor stage nor skips."""
 
     step: int
-    train_time_ms: float | None  # of the clock when the step was done
+    train_time_ms: float | None  # on the clock when the step was done
     window: int | None = None
     stage: int | None = None
     skipped: bool = False
@@ -38,7 +32,7 @@ class Phase(NamedTuple):
     name: str
     timed: bool
     ms: float
-    t_ms: float  # when it closed
+    t_ms: float  # when it ended
 
 
 class Segment(NamedTuple):
@@ -63,26 +57,23 @@ class Run:
 
     path: Path  # of the first segment
     index: int = 0  # which run of the file
-    dialect: str  # jsonl, step or llm.c
     run_id: str  # of a text log the file's stem, with #index where it holds several runs
     header: dict[str, Any] = field(default_factory=dict)  # empty for a text log
     track: str | None = None
     target: float | None = None
     seed: int | None = None
-    trial: int | None = None
     source: str | None = None  # SHA-256 of the source
     config_sha256: str | None = None
     gpu_count: int | None = None
+    env: dict[str, Any] = field(default_factory=dict)
     total_steps: int | None  # as the log declares it
     validations: list[Validation]
     steps: list[Step] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)  # of a log of ours
-    env: dict[str, Any] = field(default_factory=dict)
     peak_mib: float | None = None
     status: str | None = None  # of the end line
-    started: str | None = None  # ISO 8601
     unfinished: str | None  # why the run did not go to its end; None if it did
 
     @property
@@ -90,15 +81,20 @@ class Run:
         return self.unfinished is None
 
     @property
+    def repeats(self) -> str | None:
+        """The resume after which steps were done twice, in words."""
+        for resume in self.resumes:
+            if resume.repeats:
+                return f"steps after {resume.from_step} were done twice: it did not stop there"
+        return None
+
+    @property
     def left_out(self) -> str | None:
         """Why the run does not count in a claim; None if it does.
 
         Who does steps twice could keep the better outcome: such a run is shown and not counted.
         """
-        for resume in self.resumes:
-            if resume.repeats and self.complete:
-                return f"steps after {resume.from_step} were done twice: it did not stop there"
-        return self.unfinished
+        return self.unfinished or self.repeats
 
     @property
     def counts(self) -> bool:
@@ -107,8 +103,7 @@ class Run:
     @property
     def stopped_early(self) -> bool:
         """In order, but over before its declared total: usable at a step that it reached."""
-        repeated = any(resume.repeats for resume in self.resumes)
-        return str(self.unfinished).startswith(STOPPED) and not repeated
+        return str(self.unfinished).startswith(STOPPED) and not self.repeats
 
     @property
     def losses(self) -> list[tuple[int, float]]:
@@ -150,4 +145,6 @@ def why_unfinished(
         return "declares no total number of steps"
     if validations[-1].step < total:
         return f"{STOPPED} {validations[-1].step} of {total}"
-    return None if step == total else f"step {step} of {total}"
+    if step > total:
+        return f"step {step} of {total}"
+    return None

@@ -7,9 +7,7 @@ functions reproduce are in tests/test_stats.py.
 
 import math
 import warnings
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
-from decimal import Decimal
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -24,7 +22,7 @@ K = TypeVar("K", bound=Hashable)
 
 NAN, INF = math.nan, math.inf
 STEPS_BOUND = Fraction("0.004")  # of track 3: (target - mean) * sqrt(n) must reach it
-MOST_RUNS = 10**9  # a plan that needs more holds a slip of the pen
+MOST_RUNS = 10_000  # a plan that needs more holds a slip of the pen
 CERTAIN = 1e5  # an effect of so many standard errors has power 1; beyond, nctdtr is only noise
 SEQUENCES = 10**6  # simulated for planned looks: a level of 0.01 comes out to about 1 %
 
@@ -48,69 +46,61 @@ class Result(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The mean of the first sample minus that of the second; its interval is low to high."""
+    """The mean of the first sample minus that of the second, with its 95 % interval."""
 
-    n_a: int
-    n_b: int
     mean: float
-    t: float = NAN
-    df: float = NAN
     p_less: float = NAN  # one-sided: the first mean is the smaller one
     p_two_sided: float = NAN
     low: float = NAN
     high: float = NAN
 
 
-def moments(values: Sequence[float]) -> tuple[int, float, float]:
-    """Number, mean and sample sd.
+def moments(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample sd.
 
     Equal values have exactly no spread: with the rounding error of their mean p would vanish.
     """
-    n = len(values)
     with np.errstate(all="ignore"):
-        mean = float(np.mean(values)) if n else NAN
-        sd = float(np.std(values, ddof=1)) if n > 1 else NAN
+        mean = float(np.mean(values)) if values else NAN
+        sd = float(np.std(values, ddof=1)) if len(values) > 1 else NAN
     if not math.isfinite(sd):
-        return n, mean, NAN
-    return n, mean, 0.0 if min(values) == max(values) else sd
+        return mean, NAN
+    return mean, 0.0 if min(values) == max(values) else sd
 
 
 def one_sample(losses: Sequence[float], target: float) -> Result:
     """One-sided one-sample t-test of whether the mean loss lies below `target`."""
-    n, mean, sd = moments(losses)
+    mean, sd = moments(losses)
     if not sd > 0:
-        return Result(n, mean, sd, NAN, NAN, NAN)
+        return Result(len(losses), mean, sd, NAN, NAN, NAN)
     test = ttest_1samp(losses, target, alternative="less")
     upper = test.confidence_interval(0.99).high
-    return Result(n, mean, sd, float(test.statistic), float(test.pvalue), float(upper))
+    return Result(len(losses), mean, sd, *map(float, (test.statistic, test.pvalue, upper)))
 
 
-def welch(new: Sequence[float], old: Sequence[float], level: float = 0.95) -> Difference:
+def welch(new: Sequence[float], old: Sequence[float]) -> Difference:
     """mean(new) - mean(old) of independent samples; their spreads may differ (Welch, 1947)."""
-    check(0, 1, level=level)
-    (n_a, mean_a, sd_a), (n_b, mean_b, sd_b) = moments(new), moments(old)
-    if not sd_a + sd_b > 0:
-        return Difference(n_a, n_b, mean_a - mean_b)
+    (mean_new, sd_new), (mean_old, sd_old) = moments(new), moments(old)
+    if not sd_new + sd_old > 0:
+        return Difference(mean_new - mean_old)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of scipy, if one sample has no spread
-        test = ttest_ind(new, old, equal_var=False)
-    return Difference(n_a, n_b, mean_a - mean_b, *figures(test, level))
+        return difference(mean_new - mean_old, ttest_ind(new, old, equal_var=False))
 
 
-def paired(new: Sequence[float], old: Sequence[float], level: float = 0.95) -> Difference:
+def paired(new: Sequence[float], old: Sequence[float]) -> Difference:
     """mean(new - old) of runs that belong together, as those of one seed or made in turn."""
-    check(0, 1, level=level)
-    n, mean, sd = moments([a - b for a, b in zip(new, old, strict=True)])
+    mean, sd = moments([a - b for a, b in zip(new, old, strict=True)])
     if not sd > 0:
-        return Difference(n, n, mean)
-    return Difference(n, n, mean, *figures(ttest_rel(new, old), level))
+        return Difference(mean)
+    return difference(mean, ttest_rel(new, old))
 
 
-def figures(test: Any, level: float) -> list[float]:
-    """Of a test by scipy, in the order of `Difference`."""
+def difference(mean: float, test: Any) -> Difference:
+    """`test` is a two-sided one by scipy."""
     p_less = student.cdf(test.statistic, test.df)
-    low, high = test.confidence_interval(level)
-    return list(map(float, (test.statistic, test.df, p_less, test.pvalue, low, high)))
+    low, high = test.confidence_interval(0.95)
+    return Difference(mean, *map(float, (p_less, test.pvalue, low, high)))
 
 
 def equivalence(new: Sequence[float], old: Sequence[float], margin: float) -> tuple[float, float]:
@@ -132,17 +122,20 @@ def holm(p_values: dict[K, float]) -> dict[K, float]:
     return adjusted
 
 
+def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:
+    """The rule of track 3: (target - mean) * sqrt(n), and whether it reaches 0.004.
+
+    Decided in fractions of the printed decimals: in doubles four losses of 3.278, exactly on the
+    bound, would fail.
+    """
+    n = len(losses)
+    if not n or not all(map(math.isfinite, losses)):
+        return NAN, False
+    margin = Fraction(repr(target)) - sum(Fraction(repr(loss)) for loss in losses) / n
+    return float(margin) * math.sqrt(n), margin > 0 and margin**2 * n >= STEPS_BOUND**2
+
+
 # ---- Planning
-
-
-def smallest_n(enough: Callable[[int], bool], start: int = 2) -> int:
-    """The smallest n from `start` on that is enough; all larger ones must be enough too."""
-    high = start
-    while not enough(high):
-        if high >= MOST_RUNS:
-            raise ValueError(f"more than {MOST_RUNS:,} runs are needed: the margin is too small")
-        high = min(2 * high, MOST_RUNS)
-    return start + bisect_left(range(start, high), True, key=enough)
 
 
 def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
@@ -161,20 +154,10 @@ def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
 def runs_needed(sd: float, margin: float, chance: float = 0.8, alpha: float = 0.01) -> int:
     """The fewest runs with this power."""
     check(alpha, 1, power=chance)
-    return smallest_n(lambda n: power(n, sd, margin, alpha) >= chance)
-
-
-def runs_to_pass(result: Result, target: float, alpha: float = 0.01) -> int | None:
-    """How many runs would pass at this mean and sd; None where no number would."""
-    effect = (result.mean - target) / result.sd if result.sd > 0 else NAN
-
-    def passes(n: int) -> bool:
-        return effect * math.sqrt(n) < student.ppf(alpha, n - 1)
-
-    return smallest_n(passes, result.n) if passes(MOST_RUNS) else None
-
-
-# ---- Planned looks
+    for n in range(2, MOST_RUNS + 1):
+        if power(n, sd, margin, alpha) >= chance:
+            return n
+    raise ValueError(f"more than {MOST_RUNS:,} runs are needed: the margin is too small")
 
 
 @cache
@@ -213,18 +196,3 @@ def true_level(looks: Sequence[int], alpha: float = 0.01) -> float:
     """The chance to pass without an effect when testing at alpha at each of these looks."""
     smallest = smallest_p_values(tuple(looks), alpha)
     return float(np.mean(smallest < alpha)) if len(looks) > 1 else alpha
-
-
-# ---- The rule of track 3
-
-
-def steps_rule(losses: Sequence[Decimal], target: Decimal) -> tuple[float, bool]:
-    """(target - mean) * sqrt(n), and whether it reaches 0.004.
-
-    Decided in fractions: in doubles four losses of 3.278, exactly on the bound, would fail.
-    """
-    n = len(losses)
-    if not n or not all(loss.is_finite() for loss in losses):
-        return NAN, False
-    margin = Fraction(target) - sum(map(Fraction, losses), Fraction()) / n
-    return float(margin) * math.sqrt(n), margin > 0 and margin**2 * n >= STEPS_BOUND**2

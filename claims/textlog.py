@@ -1,59 +1,33 @@
 """Read the text logs of the public NanoGPT speedruns.
 
-step     step:N/TOTAL val_loss:X train_time:Yms, after the source and the environment, between
-         lines of 100 "="; a file may hold several runs, each begins at step 0
-llm.c    s:N tel:X (validation) and s:N trl:X (training): no times, no total, no source
+    step:N/TOTAL val_loss:X train_time:Yms      after the source and the environment, between lines
+                                                of 100 "="; each step 0 begins another run
+    s:N tel:X (validation), s:N trl:X           llm.c: no times, no total, no source
 """
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from claims.runs import LogError, Run, Step, Validation, why_unfinished
 
-MAX_HEAD = 2**16  # characters before the first step that are searched for the environment
-
-# Logs are hostile input: each repeat that could run into the next one is bounded, so that no line
-# makes a search take quadratic time. SEPARATOR begins with its literal, which is fast.
-SEPARATOR = re.compile("=" * 100 + r"(?=\r?\n|\r?\Z)(?<![^\n]={100})\r?\n?")
-LEFT_OUT = re.compile(r"# source text left out; its sha256: ([0-9a-f]{64})\s*")
-LINE = re.compile(  # step, total, the words after them; or what looks like a validation and is none
-    r"^s(?:tep)?:([0-9]{1,9})(?:/([0-9]{1,9}))?(?= )([^\r\n]*)"
-    r"|^(step:[^\n]*val_loss:[^\n]*|s:[^\n]* tel:[^\n]*)",
-    re.M,
-)
-ENDS_WITH_TIME = re.compile(r" (?:train_time|step_avg):(?:nan|[0-9.]+)m?s$")
-VALIDATION = re.compile(r"(?<!\S)(?:val_loss|tel):(\S*)")
-TRAINING = re.compile(r"(?<!\S)(?:train_loss|trl):(\S*)")
-TIME = re.compile(r"(?<!\S)train_time:(\S*)")
-LOSS = re.compile(r"-?[0-9]{1,20}(?:\.[0-9]{1,20})?(?:e[+-]?[0-9]{1,2})?|nan|-?inf")
-DURATION = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(m?s)")
-ENVIRONMENT = {
-    "python": r"^Running [Pp]ython (\S+)",
-    "torch": r"^Running [Pp]y[Tt]orch (\S+)",
-    "cuda": r"^Running [Pp]y[Tt]orch \S+ compiled for CUDA (\S+)",
-    "triton": r"^Running Triton version (\S+)",
-    "gpu": r"^Running (?:PyTorch \S+ compiled for CUDA \S+ )?on (?:device_name=)?(\S[^\n]{0,80}?)"
-    r" +with world_size",
-    "gpu_count": r"^Running [^\n]*with world_size[ =]([0-9]{1,6})",
-    "driver": r"Driver Version: (\S+)",
-}
-GPUS = (  # name and bus id: the table of nvidia-smi, its list, and the table printed without it
-    r"^\| {1,9}[0-9]{1,3} {1,9}(\S[^|\n]{0,60}?) {1,60}\S{1,9} {1,20}\| {1,20}"
-    r"([0-9A-Fa-f]{8}:[0-9A-Fa-f:.]{7,9})",
-    r"^GPU [0-9]{1,3}: ([^(\n]{1,80}?)() \(UUID",
-    r"^[0-9]{1,3} {1,9}(NVIDIA [^\n]{1,60}?)() {2,60}[0-9]",
-)
+RULE = "=" * 100
+NUMBER = re.compile(r"s(?:tep)?:([0-9]{1,9})(?:/([0-9]{1,9}))?")
+TIMED = re.compile(r"(?:train_time|step_avg):(?:nan|[0-9.]+)m?s")
+TORCH = re.compile(r"Running [Pp]y[Tt]orch (\S+)")
+GPUS = re.compile(r"Running (?:.* )?on (?:device_name=)?(\S.*?) +with world_size[ =]([0-9]{1,6})")
+BUS_ID = re.compile(r" +[0-9A-F]{8}:", re.IGNORECASE)
+LONGEST_LINE = 300  # of the environment; a pattern may take quadratic time on a longer one
 
 
 @dataclass
 class Trace:
-    """The numbered lines of one run."""
+    """What the numbered lines of one run tell."""
 
-    start: int  # where they begin in the text
+    source: str | None
     numbers: list[tuple[int, int | None]] = field(default_factory=list)  # step and declared total
     validations: list[Validation] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -61,118 +35,120 @@ class Trace:
 
 def read_text(path: Path, data: bytes) -> list[Run]:
     """The runs in a text log. LogError for what is no text, has no line of a step or a bad one."""
-    text = decode(path, data)
-    source, start = find_source(text)
-    traces = read_traces(path, text, start)
-    env = read_environment(text[start : min(traces[0].start, start + MAX_HEAD)])
-    appended = SEPARATOR.search(text, traces[0].start)  # maybe a log with another source
+    lines = decode(path, data)
+    source, start = find_source(lines)
+    traces = read_traces(path, lines, source, start)
+    env = read_environment(lines[start:])
     runs = []
     for index, trace in enumerate(traces):
         first, total = trace.numbers[0][0], trace.numbers[-1][1]
         unfinished = why_unfinished(trace.numbers, trace.validations)
         if not unfinished and source is None and total and 2 * first > total:
-            unfinished = f"begins at step {first} of {total}"  # an excerpt
-        source_of_run = None if appended and appended.start() < trace.start else source
+            unfinished = f"begins at step {first} of {total}"  # the end of another log, copied
         runs.append(Run(
-            path=path, index=index,
-            dialect="llm.c" if text.startswith("s:", trace.start) else "step",
-            run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}", total_steps=total,
-            source=source_of_run, env=env, gpu_count=env.get("gpu_count"),
-            validations=trace.validations, steps=trace.steps, unfinished=unfinished,
+            path=path, index=index, source=trace.source, env=env, gpu_count=env.get("gpu_count"),
+            run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}",
+            total_steps=total, validations=trace.validations, steps=trace.steps,
+            unfinished=unfinished,
         ))  # fmt: skip
     return runs
 
 
-def decode(path: Path, data: bytes) -> str:
-    """The text, without a last line that may have been cut short."""
+def decode(path: Path, data: bytes) -> list[str]:
+    """The lines of the text. A last line that may have been cut short is left out."""
     try:
         if b"\0" in data:
             raise ValueError("it has NUL bytes")
-        text = data.decode("utf-8-sig")
+        lines = data.decode("utf-8-sig").split("\n")
     except ValueError as error:
         raise LogError(f"{path} is not text in UTF-8: {error}. Convert it to UTF-8") from None
-    whole, newline, last = text.rpartition("\n")
-    if last.startswith(("step:", "s:")) and not ENDS_WITH_TIME.search(last):
-        return whole + newline
-    return text
+    if is_numbered(lines[-1]) and not TIMED.fullmatch(lines[-1].split()[-1]):
+        lines.pop()
+    return lines
 
 
-def find_source(text: str) -> tuple[str | None, int]:
-    """SHA-256 of the source at the head of a log, and where what follows it begins."""
-    start = 0
-    separator = SEPARATOR.search(text)
-    if separator and separator.start() == 0:
-        start = separator.end()
-        separator = SEPARATOR.search(text, start)
-    if not separator:
-        return None, 0
-    stated = LEFT_OUT.fullmatch(text, start, separator.start())
-    if stated:
-        return stated[1], separator.end()
-    return hashlib.sha256(text[: separator.end()].encode()).hexdigest(), separator.end()
+def is_numbered(line: str) -> bool:
+    return line.startswith(("step:", "s:"))
 
 
-def read_traces(path: Path, text: str, start: int) -> list[Trace]:
-    """The runs in the text, each from a step 0 to the next."""
+def is_rule(line: str) -> bool:
+    return line.rstrip("\r") == RULE
+
+
+def find_source(lines: Sequence[str]) -> tuple[str | None, int]:
+    """SHA-256 of the source at the head of a log, rules included, and the index of what follows.
+
+    The source ends at the first rule, or at the second where the log begins with one.
+    """
+    for index, line in enumerate(lines):
+        if is_rule(line) and index > 0:
+            text = "\n".join(lines[: index + 1]) + "\n"
+            return hashlib.sha256(text.encode()).hexdigest(), index + 1
+    return None, 0
+
+
+def read_traces(path: Path, lines: list[str], source: str | None, start: int) -> list[Trace]:
+    """The runs in the lines from `start` on."""
     traces: list[Trace] = []
-    for match in LINE.finditer(text, start):
-        step, words = int(match[1] or 0), match[3] or ""
-        found = VALIDATION.search(words) if "val_loss:" in words or "tel:" in words else None
-        last = traces[-1] if traces else None
-        if not last or (step == 0 and (last.numbers[-1][0] > 0 or (found and last.validations))):
-            traces.append(Trace(match.start()))
-        trace = traces[-1]
-        trace.numbers.append((step, int(match[2]) if match[2] else None))
-        try:
-            if match[4]:
-                raise ValueError(f"{match[4].strip()!r:.80} is no step:N/TOTAL with whole numbers")
-            if found:
-                loss = read_loss(found[1])
-                trace.validations.append(Validation(step, loss, read_time(words), found[1]))
-                continue
-            done = step + text.startswith("s:", match.start())  # llm.c counts from 0
-            found = TRAINING.search(words)
-            loss_of_step = read_loss(found[1]) if found else None
-            trace.steps.append(Step(done, read_time(words), train_loss=loss_of_step))
-        except ValueError as error:
-            number = text.count("\n", 0, match.start()) + 1
-            raise LogError(f"{path}, line {number}: {error}") from None
+    for index in range(start, len(lines)):
+        if is_rule(lines[index]) and traces:
+            source = None  # another log was appended: its runs may have another source
+        if is_numbered(lines[index]):
+            try:
+                read_line(lines[index].split(), traces, source)
+            except ValueError as error:
+                raise LogError(f"{path}, line {index + 1}: {error}") from None
     if not traces:
         rule = "it has neither JSON events nor a line like step:0/1750 val_loss:10.8258"
         raise LogError(f"{path} is no run log: {rule}")
     return traces
 
 
-def read_loss(word: str) -> float:
-    if not LOSS.fullmatch(word):
-        raise ValueError(f"a loss must be a number, not {word!r:.80}")
-    return float(word)
+def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> None:
+    """Add a numbered line to the last run; a step 0 begins another one. Raises ValueError."""
+    named = dict(word.split(":", 1) for word in words if ":" in word)
+    val_loss = named.get("val_loss", named.get("tel"))
+    train_loss = named.get("train_loss", named.get("trl"))
+    number = NUMBER.fullmatch(words[0])
+    if not number:
+        if val_loss is not None:
+            raise ValueError(f"{' '.join(words)!r:.80} is no step:N/TOTAL with whole numbers")
+        return
+    step = int(number[1])
+    if not traces or (step == 0 and traces[-1].numbers[-1][0] > 0):
+        traces.append(Trace(source))
+    traces[-1].numbers.append((step, int(number[2]) if number[2] else None))
+    ms = to_ms(named["train_time"]) if "train_time" in named else None
+    if val_loss is not None:
+        traces[-1].validations.append(Validation(step, float(val_loss), ms))
+        return
+    done = step + 1 if words[0].startswith("s:") else step  # llm.c counts from 0
+    loss = float(train_loss) if train_loss else None
+    traces[-1].steps.append(Step(done, ms, train_loss=loss))
 
 
-def read_time(words: str) -> float | None:
-    """The training time in milliseconds, exact to the last printed digit."""
-    word = TIME.search(words)
-    if not word:
-        return None
-    parts = DURATION.fullmatch(word[1])
-    if not parts:
-        raise ValueError(f"train_time must be a number and ms or s, not {word[1]!r:.80}")
-    return float(Decimal(parts[1]).scaleb(0 if parts[2] == "ms" else 3))
+def to_ms(word: str) -> float:
+    """Milliseconds of `6009ms` or `6.009s`. Raises ValueError."""
+    if word.endswith("ms"):
+        return float(word.removesuffix("ms"))
+    return 1000 * float(word.removesuffix("s"))
 
 
-def read_environment(head: str) -> dict[str, Any]:
-    """What the lines before the first step say of the machine."""
+def read_environment(lines: Sequence[str]) -> dict[str, Any]:
+    """What the lines before the first step say of the machine: torch, gpu, gpu_count."""
     env: dict[str, Any] = {}
-    for pattern in GPUS:
-        gpus = re.findall(pattern, head, re.M)
-        if gpus:
-            env = {"gpu": " + ".join(sorted({name for name, _ in gpus})), "gpu_count": len(gpus)}
-            bus_ids = [bus_id for _, bus_id in gpus if bus_id]
-            if bus_ids:
-                env["bus_ids"] = bus_ids
+    names = []  # of the GPUs in the table of nvidia-smi, a line each
+    for line in lines:
+        if is_numbered(line):
             break
-    for name, pattern in ENVIRONMENT.items():
-        found = re.search(pattern, head, re.M)
-        if found:
-            env[name] = int(found[1]) if name == "gpu_count" else found[1]
+        head = line[:LONGEST_LINE]
+        torch, gpus, cells = TORCH.match(head), GPUS.match(head), head.split("|")
+        if torch:
+            env["torch"] = torch[1]
+        if gpus:
+            env |= {"gpu": gpus[1], "gpu_count": int(gpus[2])}
+        if len(cells) > 3 and BUS_ID.match(cells[2]):
+            names.append(" ".join(cells[1].split()[1:-1]))  # | 0  NVIDIA H100  On | 0000004E:...
+    if names:
+        env = {"gpu": " + ".join(sorted(set(names))), "gpu_count": len(names)} | env
     return env

@@ -1,1 +1,1 @@
-"""Token shards: their format, the loader, and where tokens come from."""
+"""Token shards: their format, the loader, and the programs that make them."""

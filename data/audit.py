@@ -1,4 +1,4 @@
-"""Open the data of a run and check them: every token, their hashes, and what the splits share."""
+"""Open the data of a run and check them: all tokens, hashes, documents in both splits."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from data.loader import Data, open_data
 from data.shards import Shard, ShardError, verify_shard
 
 PREFIX = 64  # first tokens of a document that identify it
-FIXES = {  # by track; the numbers of shards are those that run.sh fetches
+FIXES = {  # by track; run.sh fetches the same numbers of shards
     "tiny": "To build the data in seconds: python -m data.corpus",
     "short": "To fetch 2.0 GB: ./run.sh --track short, or python -m data.cached_fineweb 9",
     "medium": "To fetch 7.4 GB: ./run.sh --track medium, or python -m data.cached_fineweb 36",
@@ -22,9 +22,9 @@ FIXES = {  # by track; the numbers of shards are those that run.sh fetches
 def open_audited(
     settings: Mapping[str, Any], rank: int, world_size: int, audited: bool
 ) -> tuple[Data, dict[str, Any] | None]:
-    """Return the data of one rank and, if `audited`, what `audit` finds.
+    """Return the data of one rank and, if `audited`, what `audit` returns.
 
-    Raises as open_data and audit do; a ShardError names the command that makes the data.
+    Raises what open_data and audit raise. A ShardError names the command that makes the data.
     """
     try:
         train_files, val_files = _find(settings, "train"), _find(settings, "val")
@@ -51,7 +51,7 @@ def audit(
     """Read all shards; return {train_sha256, val_sha256, overlap}.
 
     overlap: share of validation documents whose first 64 tokens also begin a training document.
-    Raises ShardError for a token >= vocab_size, or a val_sha256 not as expected_val begins.
+    ShardError for a token >= vocab_size, or if val_sha256 does not begin with expected_val.
     """
     train_sha256, val_sha256 = _sha256(train_files, vocab_size), _sha256(val_files, vocab_size)
     if not val_sha256.startswith(expected_val):

@@ -3,8 +3,8 @@
     python -m data.cached_fineweb        # the validation shard and 9 training shards: 2.0 GB
     python -m data.cached_fineweb 103    # the whole 10B sample: 20.8 GB
 
-The same command continues after an interruption. HF_ENDPOINT names another hub; no hub is sent a
-token. Exit codes: 0 done, 1 the download failed, 2 bad input.
+Run the same command again after an interruption. HF_ENDPOINT names another hub. No access token is
+ever sent. Exit codes: 0 done, 1 the download failed, 2 bad input.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from huggingface_hub import snapshot_download
 from data.shards import verify_shard
 
 DATASET, TRAINING_SHARDS = "kjj0/fineweb10B-gpt2", 103
-REVISION = "889765ea1f903759787add96995d81171b632d0c"  # a commit: the hub cannot change the data
+REVISION = "889765ea1f903759787add96995d81171b632d0c"  # a commit, which no hub can change
 VOCAB_SIZE, SHARD_GB = 50257, 0.2
 
 
 def fetch(count: int, folder: Path) -> None:
-    """Bring the validation shard and the first `count` training shards into `folder`.
+    """Download the validation shard and the first `count` training shards into `folder`.
 
-    Raises ValueError for a bad count, ShardError for a damaged shard, what the library raises.
+    ValueError for a bad count, ShardError for a damaged shard, and whatever the library raises.
     """
     if not 1 <= count <= TRAINING_SHARDS:
         raise ValueError(f"N is {count}; {DATASET} has 1 to {TRAINING_SHARDS} training shards.")
@@ -48,13 +48,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         fetch(arguments.shards, arguments.out)
-    except Exception as error:  # of many kinds; a hub must not steer the terminal by one
+    except Exception as error:  # a hub's message must not steer the terminal
         print("error:", *filter(str.isprintable, str(error).splitlines()), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1  # ShardError is a ValueError
     return 0
 
 
 if __name__ == "__main__":
-    # The library's threads would finish their files before Python raises KeyboardInterrupt.
+    # Else Python raises KeyboardInterrupt only after the library's threads finish their files.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main())

@@ -3,8 +3,8 @@
     python -m data.corpus    # writes data/corpus: train_000000.bin, then val_000000.bin
 
 The text is the Python source of mpmath, networkx and sympy (BSD licences). The vocabulary and the
-list of near duplicates that validation leaves out ship beside this file: see docs/corpus.md.
-Nothing depends on file order, locale, hash seed or Unicode tables. Exit codes: 0 built, 2 not.
+near duplicates that validation leaves out are listed beside this file: see docs/corpus.md. Nothing
+depends on file order, locale, hash seed or Unicode tables. Exit codes: 0 built, 2 not built.
 """
 
 import argparse
@@ -26,23 +26,23 @@ LEFT_OUT = Path(__file__).with_name("left_out.txt")
 MIN_CHARACTERS = 500  # shorter files are empty modules and re-exports
 MAX_DIGIT_SHARE = 0.12  # above it a file is a table of numbers, not text
 VAL_BELOW = 16  # first byte of a file's SHA-256: one file in 16 is validation
-DOCUMENT_CHARACTERS = 1_250  # whole files have 7,000 tokens, and rows drop the tail of a document
+DOCUMENT_CHARACTERS = 1_250  # a whole file has 7,000 tokens, and a row drops the tail
 TRAIN, VAL = "train_000000.bin", "val_000000.bin"
 PINS = {  # SHA-256 of the tokens
     TRAIN: "77e6e4d2acaa19c335e3d1748fa9e8cdeb7bb2f2000e212b7042c60380a15fbf",
     VAL: "61a7bae6fab302b9368d92228dd5e750f71281b9068a73babfb4a7310d4209cc",
 }
-# Letters, digits or other characters, each run with one leading space, and white space. Only ASCII
-# is classified, so that no version of the Unicode tables can move a boundary.
+# Runs of letters, of digits and of other characters, each with one leading space, and white space.
+# The classes are ASCII alone, so that no version of the Unicode tables can move a boundary.
 PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^A-Za-z0-9 \t\r\n]+|[ \t\r\n]+(?![^ \t\r\n])|[ \t\r\n]+"
-# Where a document may end, best last: at a line, before an indented block, before a top-level one.
+# Where a document may end, best last: after a line, before an indented or a top-level block.
 BOUNDARIES = [re.compile(kind) for kind in (r"\n", r"\n\n(?=    [^ \t\n])", r"\n\n(?=[^ \t\n])")]
 
 
 def read_sources() -> list[tuple[bytes, str, str]]:
-    """Return (SHA-256 of its bytes, name, text) of each file of the corpus, sorted.
+    """Return (SHA-256 of its bytes, name, text) for each file of the corpus, sorted by hash.
 
-    Raises ImportError for a package that is not installed. No package is imported.
+    ImportError if a package is not installed. No package is imported.
     """
     files = []
     for package in PACKAGES:
@@ -58,7 +58,7 @@ def read_sources() -> list[tuple[bytes, str, str]]:
 
 
 def split_documents(text: str) -> list[str]:
-    """Cut a file into documents of at most DOCUMENT_CHARACTERS; together they are the file.
+    """Cut a file into documents of at most DOCUMENT_CHARACTERS; joined, they are the file.
 
     A document ends at the last boundary of the best kind in the second half of the limit.
     """
@@ -74,7 +74,7 @@ def split_documents(text: str) -> list[str]:
 
 
 def read_vocabulary() -> tiktoken.Encoding:
-    """Return the tokenizer of VOCABULARY; <|endoftext|> is the id after the last line's."""
+    """Return the tokenizer of VOCABULARY. <|endoftext|> has the id after the last one there."""
     ranks = {}  # tiktoken's own reader would keep a copy of the file in a cache
     for line in VOCABULARY.read_bytes().splitlines():
         token, rank = line.split()
@@ -92,7 +92,7 @@ def encode(documents: list[str], tokenizer: tiktoken.Encoding) -> Tokens:
 
 
 def build(folder: Path) -> None:
-    """Write both shards into `folder`; raises ValueError, ImportError or OSError."""
+    """Write both shards into `folder`. ValueError if a hash is wrong; ImportError, OSError."""
     tokenizer = read_vocabulary()
     left_out = LEFT_OUT.read_text().split()
     train, val = [], []
@@ -102,7 +102,7 @@ def build(folder: Path) -> None:
         elif name not in left_out:
             val += split_documents(text)
     folder.mkdir(parents=True, exist_ok=True)
-    # Validation comes last: a folder that has it has both.
+    # Validation comes last, so a folder that has it has both.
     for shard, documents in ((TRAIN, train), (VAL, val)):
         tokens = encode(documents, tokenizer)
         found = hashlib.sha256(tokens.data).hexdigest()

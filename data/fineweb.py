@@ -2,8 +2,8 @@
 
     python -m data.fineweb sample/10BT/*.parquet --out data/mine
 
-<|endoftext|> stands before each document. The first shard is validation; a document may straddle
-two shards, as in the public sets. Parquet files need pyarrow. Exit codes: 0 done, 2 not.
+<|endoftext|> precedes each document. The first shard is for validation. A document may straddle
+two shards, as in the public sets. Parquet files need pyarrow. Exit codes: 0 done, 2 failed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from data.shards import Tokens, write_shard
 
 
 def read_documents(paths: Iterable[Path], field: str) -> Iterator[str]:
-    """Yield the text of every row that has any; ValueError names a row that cannot be read."""
+    """Yield the text of every row, but no empty text. ValueError names a row without the field."""
     for path in paths:
         for number, row in enumerate(_rows(path, field), start=1):
             text = row.get(field) if isinstance(row, dict) else None
@@ -42,14 +42,14 @@ def _rows(path: Path, field: str) -> Iterator[Any]:
         return
     with path.open("rb") as file:
         for line in filter(bytes.strip, file):  # without blank lines
-            row = None  # a line that is no JSON in UTF-8 has no text
+            row = None  # stays so if the line is not JSON in UTF-8
             with suppress(ValueError, RecursionError):
                 row = json.loads(line)
             yield row
 
 
 def tokenize(documents: Iterator[str], encoding: tiktoken.Encoding, size: int) -> Iterator[Tokens]:
-    """Yield all tokens in vectors of `size`, the last one maybe shorter."""
+    """Yield all tokens in vectors of `size`; the last one may be shorter."""
     waiting = np.empty(0, np.uint16)
     while batch := list(islice(documents, 1_000)):
         waiting = np.concatenate([waiting, encode(batch, encoding)])
@@ -61,7 +61,7 @@ def tokenize(documents: Iterator[str], encoding: tiktoken.Encoding, size: int) -
 
 
 def write_shards(shards: Iterator[Tokens], folder: Path) -> int:
-    """Write one validation shard, then training shards; return how many those are."""
+    """Write one validation shard and the training shards. Returns the number of the latter."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.glob("*.bin")):
         raise ValueError(f"{folder} has shards already. Delete them, or set another --out.")
@@ -70,7 +70,7 @@ def write_shards(shards: Iterator[Tokens], folder: Path) -> int:
         write_shard(folder / f"train_{count:06d}.bin", tokens)
     if validation is None or count == 0:
         raise ValueError("The documents fill one shard at most. Lower --shard-tokens.")
-    # Last, so that an interrupted set lacks it and is refused.
+    # Written last: the trainer refuses an interrupted set, which lacks it.
     write_shard(folder / "val_000000.bin", validation)
     return count
 

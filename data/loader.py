@@ -1,9 +1,9 @@
-"""Batches of tokens: document-aligned training steps, contiguous validation, and a plan of the run.
+"""Batches of tokens: document-aligned training steps, contiguous validation, and a run's plan.
 
 A row is `sequence` tokens and their targets. A step is `batch_tokens / sequence` rows, the same at
 every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
 of pieces: ranges [start, end) of a shard with `sequence + 1` tokens in all, the last one a target.
-Source of the row rule: modded-nanogpt, record 42.
+The row rule is that of modded-nanogpt, record 42.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from data.shards import Shard, ShardError, Tokens
 
-SCAN_BLOCK = 1 << 20  # tokens searched for document starts at once: 2 MiB fit a processor's cache
+SCAN_BLOCK = 1 << 20  # tokens searched for document starts at once: 2 MiB fit the cache
 
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
@@ -29,11 +29,11 @@ Step = tuple[list[Row], "Position"]
 
 @dataclass(frozen=True)
 class Order:
-    """What decides, with the shards, which tokens stand in which row of which step."""
+    """Settings that decide, with the shards, which tokens are in which row of which step."""
 
     batch_tokens: int  # of a step, all ranks together; a multiple of `sequence`
     sequence: int  # tokens of a row
-    max_document: int  # a longer document is cut to so many tokens
+    max_document: int  # longer documents are cut to this many tokens
     bos: int  # the token before each document
     align: bool = True  # rows begin with a document; False: contiguous rows
 
@@ -42,7 +42,7 @@ class Order:
         return self.batch_tokens // self.sequence
 
     def rows_of_rank(self, world_size: int) -> int:
-        """Return the rows that each rank owns; ValueError if the ranks cannot own equally many."""
+        """Return how many rows each rank owns. ValueError if the ranks cannot own equally many."""
         if self.rows % world_size:
             sizes = [str(size) for size in range(1, self.rows + 1) if self.rows % size == 0]
             raise ValueError(
@@ -67,7 +67,7 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 class Batch(NamedTuple):
-    """One micro-batch, on the host in pinned memory where CUDA is available."""
+    """One micro-batch on the host, in pinned memory if CUDA is available."""
 
     inputs: torch.Tensor  # int32 (rows, sequence)
     targets: torch.Tensor  # int64 (rows, sequence)
@@ -79,13 +79,13 @@ class Batch(NamedTuple):
 
 
 def capacity_for(rows: int, documents_per_row: int) -> int:
-    """Return the length of cu_seqlens for `rows` rows of at most so many documents each."""
+    """Return the length of cu_seqlens for `rows` rows of at most `documents_per_row` each."""
     entries = rows * documents_per_row + 1  # the end of the last document
-    return -(-entries // 32) * 32  # few lengths mean few compiled graphs
+    return -(-entries // 32) * 32  # few different lengths, so few compiled graphs
 
 
 def _make_batch(rows: Tokens, starts: Sequence[int] | NDArray, capacity: int) -> Batch:
-    """Make a batch of tokens (rows, sequence + 1); `starts` are places in the flattened inputs."""
+    """Make a batch from tokens (rows, sequence + 1). starts: places in the flattened inputs."""
     count, sequence = rows.shape[0], rows.shape[1] - 1
     pin = torch.cuda.is_available()
     inputs = torch.empty((count, sequence), dtype=torch.int32, pin_memory=pin)
@@ -115,7 +115,7 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator
                 step += 1
                 yield rows, Position(step, index, end)
                 rows = []
-        offset = 0  # no step spans two shards: what remains of one is dropped
+        offset = 0  # no step spans two shards: the rest of a shard is dropped
     rule = f"documents that start with token {order.bos}" if order.align else "contiguous rows"
     raise ShardError(
         f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read as {rule}. "
@@ -124,7 +124,7 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator
 
 
 def _aligned_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
-    """Yield rows of whole or cut documents, and where the next row begins to read."""
+    """Yield rows of whole or cut documents, each with the offset where the next row begins."""
     row: Row = []
     missing = order.sequence + 1
     for start, stop in _documents(tokens, order.bos, offset):
@@ -137,7 +137,7 @@ def _aligned_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Ro
 
 
 def _documents(tokens: Shard, bos: int, offset: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each document from `offset` on; reads a block when it gets there."""
+    """Yield (start, end) of each document from `offset` on. Reads block by block, as needed."""
     starts: list[int] = []
     for first in range(offset, len(tokens), SCAN_BLOCK):
         block = tokens[first : first + SCAN_BLOCK]
@@ -157,23 +157,23 @@ def _document_starts(row: Row, sequence: int) -> list[int]:
     """Return where documents start among the inputs of a row."""
     starts, length = [], 0
     for start, end in row:
-        if length < sequence:  # a last piece of one token is only a target
+        if length < sequence:  # the last token of a row is only a target
             starts.append(length)
         length += end - start
     return starts
 
 
 class Plan(NamedTuple):
-    """What the steps of a run read."""
+    """How much the steps of a run read, and where they end."""
 
-    tokens_needed: int  # all that the steps pass, dropped tails included
+    tokens_needed: int  # tokens read or passed over by the steps
     tokens_available: int
     max_documents: int  # most documents in one row
     end: Position
 
 
 def plan_run(files: Files, order: Order, steps: int) -> Plan:
-    """Walk as TrainLoader will, without building batches; ShardError if the data do not suffice."""
+    """Walk the data as TrainLoader will, without batches. ShardError if they do not suffice."""
     shards = [Shard(file) for file in files]
     walk = _walk(shards, order, Position())
     end, most = Position(), 0
@@ -188,8 +188,8 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
 class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
     """Iterator over steps; `next(loader)` is the list of this rank's micro-batches.
 
-    A background thread builds the next step. Data that end raise ShardError, never StopIteration,
-    so that a for loop cannot end in silence. `max_documents` is the plan's, for cu_seqlens.
+    A background thread builds the next step. When the data end, it raises ShardError and not
+    StopIteration, which would end a for loop in silence. max_documents: the plan's, for cu_seqlens.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         self._rank, self._world_size = rank, world_size
         self._shards = [Shard(file) for file in files]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        self._position = Position()  # of the next step to hand out, whatever is built ahead of it
+        self._position = Position()  # of the next step to hand out, not of the one built ahead
         self.split(order.batch_tokens)
 
     def split(self, micro_batch: int) -> None:
@@ -230,7 +230,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         return batches
 
     def _build(self, steps: Iterator[Step]) -> tuple[list[Batch], dict[str, Any], Position]:
-        # `steps` is an argument: a build that a seek overtakes must advance the old walk.
+        # `steps` is an argument, so that a build still running at a seek advances the old walk.
         rows, end = next(steps)
         shard = self._shards[end.shard]
         batches = [self._micro_batch(shard, rows[own]) for own in self._own]
@@ -246,18 +246,18 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         return _make_batch(np.stack(filled), starts, self._capacity)
 
     def where(self, step: int) -> dict[str, Any]:
-        """Return {"shard": name, "token_offset": start} of a step, from 1, since the last seek."""
+        """Return {"shard", "token_offset"} of a step, counted from 1, read since the last seek."""
         return self._places[step]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next step and the order, as JSON data equal on all ranks."""
+        """Return the next step's position and the order, as JSON data equal on all ranks."""
         order: dict[str, Any] = asdict(self._order)
         for index, shard in enumerate(self._shards):
             order[f"shard {index}"] = f"{shard.path.name} of {len(shard):,} tokens"
         return {"position": self._position._asdict(), "order": order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, at any world size; ValueError names what differs."""
+        """Continue at a saved position, at any world size. ValueError names what differs."""
         here = self.state_dict()["order"]
         for name, was in state["order"].items():
             if was != here.get(name):  # shards may have been added
@@ -278,8 +278,8 @@ def validation_batches(
 ) -> list[Batch]:
     """Return this rank's share of the first `tokens` tokens, contiguous across shards.
 
-    A batch has at most `most` tokens, or one row of `sequence`; ranks may differ by one row. In
-    aligned orders documents begin at each BOS too. Raises ShardError if the tokens do not suffice.
+    A batch has at most `most` tokens, or one row of `sequence`. Ranks may differ by one row. In
+    aligned orders a document also begins at each BOS. ShardError if the tokens do not suffice.
     """
     stream = np.concatenate([Shard(file)[: tokens + 1] for file in files])[: tokens + 1]
     if len(stream) <= tokens:
@@ -292,7 +292,7 @@ def validation_batches(
         starts = np.union1d(starts, np.flatnonzero(stream[:-1] == order.bos))
     count = tokens // sequence
     rows = largest_divisor(count // world_size, most // sequence)
-    edges = [tokens]  # of the batches of all ranks, whose cu_seqlens have one length
+    edges = [tokens]  # of batches on all ranks: all cu_seqlens get one length
     for each in range(world_size):
         edges += [batch.start * sequence for batch in _deal(count, rows, each, world_size)]
     fullest = np.diff(np.searchsorted(starts, np.sort(edges))).max()
@@ -320,7 +320,7 @@ class Data:
         self.train.split(micro_batch)
 
     def in_parts(self, val_batch: int, reach: int) -> "Data":
-        """Return the data with validation rows in parts, whose inputs begin `reach` earlier."""
+        """Return the data with validation rows in parts; inputs start `reach` tokens earlier."""
         parts = []
         for batch in self.validation:
             sequence = batch.targets.size(1)
@@ -329,7 +329,7 @@ class Data:
                 continue
             for start in range(0, sequence, val_batch):
                 first, end = max(start - reach, 0), min(start + val_batch, sequence)
-                # Boundaries before the part become 0, those after it its end: empty documents.
+                # Boundaries outside the part become its start or its end: empty documents.
                 ends = (batch.cu_seqlens - first).clamp(0, end - first)
                 parts.append(Batch(batch.inputs[:, first:end], batch.targets[:, start:end], ends))
         return replace(self, validation=parts)
@@ -338,11 +338,11 @@ class Data:
 def open_data(
     train_files: Files, val_files: Files, settings: Mapping[str, Any], rank: int, world_size: int
 ) -> Data:
-    """Open one rank's data; ShardError for shards that do not suffice, ValueError for a world size
-    that does not divide the rows. `settings` are the run's; micro_batch None: all rows at once.
+    """Open one rank's data. settings: the run's; with micro_batch None, all rows are one batch.
+    ShardError if the shards do not suffice, ValueError if the world size does not divide the rows.
     """
     order = Order(**{field.name: settings[field.name] for field in fields(Order)})
-    order.rows_of_rank(world_size)  # checked before the walk, which may lack data
+    order.rows_of_rank(world_size)  # checked first: the walk may run out of data
     plan = plan_run(train_files, order, settings["steps"])
     train = TrainLoader(train_files, order, plan.max_documents, rank, world_size)
     train.split(settings["micro_batch"] or order.batch_tokens)

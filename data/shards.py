@@ -19,7 +19,7 @@ Tokens = NDArray[np.uint16]
 
 
 class ShardError(ValueError):
-    """A shard, or a set of shards, that cannot be used; names the file, the value, rule and fix."""
+    """A shard or set of shards cannot be used. The message names file, value, rule and fix."""
 
 
 def write_shard(path: str | Path, tokens: ArrayLike) -> None:
@@ -35,7 +35,7 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
             f"{values!r}. Use a vocabulary of at most 65,536 tokens."
         )
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    header[:3] = MAGIC, VERSION, values.size  # numpy refuses a size beyond int32
+    header[:3] = MAGIC, VERSION, values.size  # numpy raises if the size exceeds int32
     # In the same folder: a rename is atomic only within a file system.
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -50,11 +50,11 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
 
 
 class Shard:
-    """The tokens of an open shard: `len(shard)` counts them, `shard[start:stop]` reads (m,) uint16.
+    """An open shard: `len(shard)` is its number of tokens, `shard[start:stop]` reads (m,) uint16.
 
-    A slice raises ShardError when the file cannot be read or has changed in size; a deleted file
-    still reads. The file is not mapped into memory: touching a mapped page that the disk has lost
-    kills the process by SIGBUS. One thread at a time may read.
+    A slice raises ShardError if the file cannot be read or has changed in size. A deleted file can
+    still be read. The file is not mapped into memory, since a mapped page that the disk has lost
+    kills the process by SIGBUS. Only one thread at a time may read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -89,7 +89,7 @@ class Shard:
 
 
 def _token_count(path: Path, header: bytes, size: int) -> int:
-    """Return the token count of a header that agrees with the size of its file."""
+    """Return the token count in a header. ShardError if it does not fit the size of the file."""
     padded = header.ljust(HEADER_BYTES, b"\0")
     magic, version, count = np.frombuffer(padded, dtype="<i4", count=3).tolist()
     expected = HEADER_BYTES + TOKEN_BYTES * count
@@ -110,7 +110,7 @@ def _token_count(path: Path, header: bytes, size: int) -> int:
 
 
 def verify_shard(path: str | Path, vocab_size: int) -> Tokens:
-    """Return all tokens; raises ShardError as Shard does, and for a token >= `vocab_size`."""
+    """Return all tokens. ShardError as Shard raises it, and for a token >= `vocab_size`."""
     tokens = Shard(path)[:]
     if tokens.max() >= vocab_size:
         place = int((tokens >= vocab_size).argmax())

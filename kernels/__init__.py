@@ -1,1 +1,1 @@
-"""Attention and output head: the backends that the model chooses from when a run starts."""
+"""Attention and output head: backends, one of which the trainer chooses at start."""

@@ -1,15 +1,15 @@
-"""Causal attention inside documents and a sliding window: one interface, a backend per machine.
+"""Causal attention within documents and a sliding window: one interface, several backends.
 
 B rows, T tokens a row, H heads, D head dim. Query t of a row sees the keys s of that row with
-max(start of t's document, t - window) <= s <= t. The caller scales the queries. A backend offers
+max(start of t's document, t - window) <= s <= t. The caller scales the queries. A backend has
 
     name                                    one of ATTENTIONS, without "auto"
     window(tokens)                          a 0-d CPU tensor: one compiled graph takes every window
-    documents(cu_seqlens, rows, sequence)   boundaries as the call wants them, once a forward pass
+    documents(cu_seqlens, rows, sequence)   boundaries for the call; made once a forward pass
     (q, k, v, documents, window, longest)   attention, (B, T, H, D) like q, k and v
 
-cu_seqlens: int32 positions of document boundaries in the flat stream of rows, 0 and the ends of
-rows included, repetitions allowed. longest: an int that no document's number of tokens exceeds.
+cu_seqlens: int32 positions of document boundaries in the flat stream of rows. They include 0 and
+the end of each row, and may repeat. longest: an int, at least the tokens of the longest document.
 """
 
 import torch
@@ -28,9 +28,9 @@ FASTER = {9: ("flash3", "flash4"), 10: ("flash4",)}
 def choose_attention(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128
 ) -> tuple[Attention, str]:
-    """The backend `name` ("auto": the fastest that runs here) and the reason for the choice.
+    """The backend `name` ("auto": the fastest that runs here), and why it was chosen.
 
-    Raises ValueError if the named backend cannot run here.
+    ValueError if the named backend cannot run here.
     """
     if name == "portable":
         return PortableAttention(), "as asked"

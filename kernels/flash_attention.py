@@ -1,7 +1,7 @@
-"""FlashAttention on NVIDIA GPUs: torch's operator, over one of three kernels.
+"""FlashAttention on NVIDIA GPUs: torch's operator with one of three kernels behind it.
 
-The kernels take all rows as one flat stream of documents. N tokens of all rows together, B rows of
-T tokens, H heads, D head dim. Sources: FlashAttention-2 (arXiv:2307.08691), which is part of torch;
+The kernels take all rows as one flat stream of documents. N tokens in all rows, B rows of T
+tokens, H heads, D head dim. Sources: FlashAttention-2 (arXiv:2307.08691), which is part of torch;
 FlashAttention-3 (arXiv:2407.08608) and -4 from github.com/Dao-AILab/flash-attention.
 """
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import attention as registry
 
-# Name in torch's registry (None: what torch is built with), major compute capabilities of the GPUs
-# that have both passes, and how to get it.
+# Name in torch's registry (None: the kernel built into torch), major compute capabilities that have
+# forward and backward passes, and how to install it.
 KERNELS: dict[str, tuple[str | None, range, str]] = {
     "flash4": ("FA4", range(9, 11),
                "pip install flash-attn-4 (95 MB; it compiles its kernels in the first steps)"),
@@ -23,7 +23,7 @@ KERNELS: dict[str, tuple[str | None, range, str]] = {
 
 
 def activate(impl: str | None) -> None:
-    """Make torch's operator use this kernel, in the whole process. Raises whatever packages do."""
+    """Make torch's operator use this kernel in the whole process. A package may raise anything."""
     if registry.current_flash_attention_impl() != impl:
         if impl is None:
             registry.restore_flash_attention_impl()
@@ -34,7 +34,7 @@ def activate(impl: str | None) -> None:
 
 
 def why_not_flash(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """What keeps this kernel from running here and how to get it, or None. Activates it to see."""
+    """Why this kernel cannot run here, with the fix; None if it can. Activates it to find out."""
     impl, known, install = KERNELS[name]
     if device.type != "cuda" or torch.version.hip:
         return "it needs an NVIDIA GPU with CUDA"
@@ -55,7 +55,7 @@ def why_not_flash(name: str, device: torch.device, dtype: torch.dtype, head_dim:
 
 
 def _reach(cu_seqlens: Tensor, window: Tensor, longest: int) -> tuple[tuple, dict[str, Any]]:
-    """What a query sees, as torch's operators take it."""
+    """Arguments of torch's operators for documents, window and causality."""
     whole = int(window) >= longest  # no document is longer than the window
     left = -1 if whole else int(window)
     options = {"scale": 1.0, "window_size_left": left, "window_size_right": 0}
@@ -63,8 +63,8 @@ def _reach(cu_seqlens: Tensor, window: Tensor, longest: int) -> tuple[tuple, dic
     return (cu_seqlens, cu_seqlens, longest, longest, dropout, causal), options
 
 
-# An operator of our own, because a window that the compiler saw as an int would cost one
-# compilation for each.
+# An operator of our own hides the window from the compiler, which would compile a graph for each
+# value of an int.
 @torch.library.custom_op("speedrun::flash_attention", mutates_args=())
 def _flash_attention(
     q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, cu_seqlens: Tensor, window: Tensor, longest: int
@@ -112,7 +112,7 @@ _flash_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 class FlashAttention:
-    """The backend `name` of KERNELS. The one made last decides for the whole process."""
+    """The backend `name` of KERNELS. Trap: the last one made sets the kernel for the process."""
 
     window = staticmethod(torch.tensor)
 

@@ -1,8 +1,8 @@
 """The output head: projection, soft cap and cross entropy over chunks of tokens, plain or in FP8.
 
-A chunk's logits exist once. The forward pass turns them into the gradients of x and weight at once
-(as Liger Kernel does, arXiv:2410.10989), so that the backward pass only scales these. The FP8
-formats and scales are modded-nanogpt's. N tokens, n tokens of a chunk, C model dim, V vocabulary.
+The logits of a chunk are computed once. As in Liger Kernel (arXiv:2410.10989), the forward pass
+also computes the gradients of x and weight, and the backward pass only scales them. FP8 formats and
+scales are modded-nanogpt's. N tokens, n tokens of a chunk, C model dim, V vocabulary.
 """
 
 import functools
@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HEADS = ("auto", "fp8", "chunked", "plain")
-# Tokens of a chunk. 8192 are 0.8 GB of bf16 logits at a vocabulary of 50,304; an eager chunk takes
-# five times as much, in float32. Each further chunk costs a pass over the weight's gradient.
+# Tokens of a chunk. 8192 tokens have 0.8 GB of bf16 logits at a vocabulary of 50,304. Eager code
+# takes five times as much, in float32. Each chunk costs a pass over the weight's gradient.
 CHUNK, EAGER_CHUNK, ROOMY_CHUNK, PLAIN_CHUNK = 8192, 2048, 32_768, 32_768
-ROOMY = 60 * 2**30  # bytes of GPU memory from which on ROOMY_CHUNK is used
+ROOMY = 60 * 2**30  # bytes of GPU memory above which ROOMY_CHUNK is used
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_LIMIT = torch.finfo(E4M3).max
 WEIGHT_SCALE = 2**-9
-GRADIENT_SCALE = 1 / 448  # gradients by logits of a loss that is summed over tokens: in [-1, 1]
+GRADIENT_SCALE = 1 / 448  # a summed loss has gradients in [-1, 1] by its logits
 FP8_MULTIPLE = 16  # FP8 matrix units read rows of whole 16 bytes
 FP8_CAPABILITY = (8, 9)
 
 # (kind, height, width): "sigmoid" is height sigmoid(z / width), "rsqrt" is height z / sqrt(z^2 +
-# width^2). Heights above 70 overflow, as the losses take exp(height); FP8 needs slopes up to 1.
+# width^2). Heights above 70 overflow in exp(height). FP8 needs slopes of at most 1.
 Softcap = tuple[str, float, float]
 
 
@@ -38,7 +38,7 @@ def capped(z: Tensor, softcap: Softcap) -> Tensor:
 
 
 def _slope(capped_z: Tensor, softcap: Softcap) -> Tensor:
-    """The derivative of `capped` by z, from its value."""
+    """The derivative of `capped` by z, computed from the capped value."""
     kind, height, width = softcap
     if kind == "sigmoid":
         return capped_z * (height - capped_z) / (height * width)
@@ -52,14 +52,14 @@ def _summed(dtype: torch.dtype) -> torch.dtype:
 def _cross_entropy(
     z_nV: Tensor, targets_n: Tensor, softcap: Softcap, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, summed over tokens, and its gradient by z where `gradient` asks for it."""
+    """The loss, summed over tokens, and its gradient by z, or None without `gradient`."""
     y = capped(z_nV.to(_summed(z_nV.dtype)), softcap)
-    e = y.exp()  # no cap is high enough for an overflow, so no pass has to find the largest logit
+    e = y.exp()  # the cap prevents overflow, so no pass has to find the largest logit
     total, target = e.sum(-1, keepdim=True), targets_n.unsqueeze(1)
     loss = (total.log() - y.gather(1, target)).sum()
     if not gradient:
         return loss, None
-    p = e.mul_(total.reciprocal())  # divisions would slow a kernel that is bound by arithmetic
+    p = e.mul_(total.reciprocal())  # arithmetic bounds this kernel: no divisions
     hit = torch.arange(p.size(1), device=p.device) == target
     return loss, torch.where(hit, p - 1, p).mul_(_slope(y, softcap))
 
@@ -70,26 +70,26 @@ def _quantize(x: Tensor, scale: float) -> Tensor:
 
 
 def _transpose(x: Tensor) -> Tensor:
-    """x^T; in FP8 contiguous and with zeros after each row, as the matrix units need it."""
+    """x^T; in FP8 contiguous, with rows padded by zeros, as the matrix units require."""
     if x.dtype not in (E4M3, E5M2):
         return x.T
     return F.pad(x.T, (0, -x.size(0) % FP8_MULTIPLE)).contiguous()
 
 
 def _product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """a b^T; of FP8 operands times `scale`, as `dtype`."""
+    """a b^T; for FP8 operands times `scale` and in `dtype`."""
     if a.dtype not in (E4M3, E5M2):
         return a @ b.T
     scale_a, one = (torch.full((), s, dtype=torch.float32, device=a.device) for s in (scale, 1.0))
     return torch._scaled_mm(a, b.T, scale_a, one, out_dtype=dtype, use_fast_accum=fast)
 
 
-# The operator's four stages, a compiled graph each. Loss and gradients in one graph would make a
-# pass over rows write the transpose of dz too, element by element.
+# The operator's four stages, each a compiled graph. With loss and gradients in one,
+# a pass over rows would also write the transpose of dz, element by element.
 def _operands(
     weight_VC: Tensor, dtype: torch.dtype, precision: str, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The weight as products take it, (V, C), and for gradients its transpose, (C, V)."""
+    """The weight as an operand, (V, C), and with `gradient` its transpose, (C, V)."""
     w_VC = _quantize(weight_VC, WEIGHT_SCALE) if precision == "fp8" else weight_VC.to(dtype)
     return w_VC, _transpose(w_VC) if gradient else None
 
@@ -97,7 +97,7 @@ def _operands(
 def _losses(
     x_nC: Tensor, targets_n: Tensor, w_VC: Tensor, x_scale: float, softcap: Softcap, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss of a chunk and, as products take them, its tokens and the gradient by its logits."""
+    """Loss of a chunk, and as operands: its tokens, and the gradient by its logits or None."""
     fp8 = w_VC.dtype == E4M3
     a_nC = _quantize(x_nC, x_scale) if fp8 else x_nC
     z_nV = _product(a_nC, w_VC, x_scale * WEIGHT_SCALE, x_nC.dtype, fast=True)
@@ -110,8 +110,8 @@ def _losses(
 def _gradients(
     a_nC: Tensor, dz_nV: Tensor, w_CV: Tensor, dw: Tensor | None, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """dx of a chunk, and dweight^T of this chunk and those before it; `scale` is that of a."""
-    # x^T dz, not dz^T x: in FP8 the faster one where V is many times C (modded-nanogpt).
+    """dx of a chunk, and dweight^T summed over chunks so far. scale: the one of a."""
+    # x^T dz, not dz^T x: faster in FP8 if V is many times C (modded-nanogpt).
     sums = _summed(dtype)
     dw_CV = _product(_transpose(a_nC), _transpose(dz_nV), scale * GRADIENT_SCALE, sums)
     dw = dw_CV.to(sums) if dw is None else dw.add_(dw_CV)
@@ -137,15 +137,15 @@ def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, kind: str, height: float, width: float,
     chunk: int, precision: str, compiled: bool, gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, dx and dweight; the latter two are empty without `gradients`."""
+    """Loss, dx and dweight. Without `gradients` dx and dweight are empty."""
     stages: tuple[Callable, ...] = (_operands, _losses, _gradients, _as_weight)
     operands, losses, gradients_of, as_weight = map(_compiled, stages) if compiled else stages
     chunk, softcap = chunk or _chunk_size(x.device, compiled), (kind, height, width)
     x_scale = x.size(1) ** 0.5 / E4M3_LIMIT  # after an RMS norm no element exceeds sqrt(C)
     loss, dx, dw_CV = x.new_zeros((), dtype=_summed(x.dtype)), [], None
-    # The model's graph calls this with other dispatch keys in its first run than later. Without
-    # the guard each stage is compiled for both: 0.6 s in the second step (CPU, code in the cache),
-    # and twice as near to the 8 graphs a function beyond which torch gives up.
+    # Trap: the model's graph calls this with other dispatch keys in its first run than later.
+    # Without the guard each stage would be compiled for both, which costs 0.6 s in the second step
+    # (CPU, code in the cache) and uses up twice as many of the 8 graphs that torch allows.
     with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
         w_VC, w_CV = operands(weight, x.dtype, precision, gradients)
         for x_nC, targets_n in zip(x.split(chunk), targets.split(chunk), strict=True):
@@ -168,7 +168,7 @@ def _(x, weight, targets, kind, height, width, chunk, precision, compiled, gradi
 
 def _save(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # of dx and dweight, by which nobody differentiates
+    ctx.set_materialize_grads(False)  # none for dx and dweight, which have no gradients
     ctx.save_for_backward(*output[1:])
 
 
@@ -184,11 +184,11 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, softcap: Softcap, chunk: int = 0,
     precision: str = "plain",
 ) -> Tensor:  # fmt: skip
-    """Cross entropy of capped(x weight^T), summed over tokens: () float32, or float64 where x is.
+    """Cross entropy of capped(x weight^T), summed over tokens: () float32, or float64 if x is.
 
-    x: (N, C); for FP8 bf16 and from an RMS norm. weight: (V, C), read as x's dtype. targets: (N,)
-    int64. chunk: tokens; 0: by memory. precision: "plain", or "fp8" where `fp8_obstacle` finds
-    none.
+    x: (N, C); for FP8 it must be bf16 and come from an RMS norm. weight: (V, C), cast to x's dtype.
+    targets: (N,) int64. chunk: tokens; 0: chosen by memory. precision: "plain", or "fp8" if
+    `fp8_obstacle` returns None.
     """
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     options = chunk, precision, torch.compiler.is_compiling(), gradients
@@ -198,7 +198,7 @@ def linear_cross_entropy(
 def plain_cross_entropy(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: Softcap
 ) -> Tensor:
-    """The same by autograd, which keeps all logits; bias: (V,) or None."""
+    """The same loss by autograd, which keeps all logits. bias: (V,) or None."""
     losses = []
     for part, target in zip(x.split(PLAIN_CHUNK), targets.split(PLAIN_CHUNK), strict=True):
         logits = capped(F.linear(part, weight, bias).float(), softcap)
@@ -207,7 +207,7 @@ def plain_cross_entropy(
 
 
 def fp8_obstacle(device: torch.device, dtype: torch.dtype, dim: int, vocab: int) -> str | None:
-    """What keeps the FP8 head from running here, or None."""
+    """Why the FP8 head cannot run here; None if it can."""
     nvidia = device.type == "cuda" and not torch.version.hip
     if not nvidia or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return "it needs an NVIDIA GPU of compute capability 8.9 or newer"
@@ -221,9 +221,9 @@ def fp8_obstacle(device: torch.device, dtype: torch.dtype, dim: int, vocab: int)
 def choose_head(
     name: str, device: torch.device, dtype: torch.dtype, dim: int, vocab: int, bias: bool = False
 ) -> tuple[str, str]:
-    """The head `name` ("auto": FP8 where it runs, else chunked) and the reason for the choice.
+    """The head `name` ("auto": FP8 if it runs here, else chunked), and why it was chosen.
 
-    Raises ValueError where the named head cannot run. Only "plain" has a bias.
+    ValueError if the named head cannot run here. Only "plain" has a bias.
     """
     obstacle = "it has no bias" if bias else fp8_obstacle(device, dtype, dim, vocab)
     if name == "auto" and bias:

@@ -1,9 +1,9 @@
 """Causal windowed attention in plain tensor operations: any device, any float dtype.
 
-Each block of queries meets the span of keys that its window reaches, so the cost grows with
-T * window and not with T^2. B rows, T tokens a row, H heads, D head dim, N blocks of b consecutive
-queries, n of them in a slice, s keys in a span; `back` is the number of blocks before its own that
-a block sees, so s = (back + 1) * b.
+Each block of queries is multiplied with the span of keys in its window, so the cost grows with
+T * window, not with T^2. B rows, T tokens a row, H heads, D head dim, N blocks of b consecutive
+queries, n of them in a slice, s keys in a span. A block sees itself and `back` blocks before it, so
+s = (back + 1) * b.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from torch import Tensor
 
 # Small blocks mask fewer scores, large ones multiply faster: measured at windows of 48 to 352.
 SMALL_BLOCK, LARGE_BLOCK = 64, 128
-# Scores in one slice of blocks: its few temporaries stay in a core's cache.
+# Scores in one slice of blocks, so that its few temporaries fit a core's cache.
 SLICE_SCORES = 1 << 21
-# Probabilities that a call keeps for its backward pass. Above this limit the backward pass computes
-# them again: a long window would keep T * span numbers for each head and layer.
+# A call keeps at most this many probabilities for its backward pass, which else recomputes them: a
+# long window would keep T * span numbers for each head and layer.
 KEPT_SCORES = 1 << 24
 
 
 def document_starts(cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
-    """The position in its row at which each token's document starts, (rows, sequence) int64."""
+    """For each token, where in its row its document starts: (rows, sequence) int64."""
     boundaries = cu_seqlens.to(torch.int64)
     position = torch.arange(rows * sequence, device=cu_seqlens.device)
     document = torch.bucketize(position, boundaries[1:], right=True)
@@ -44,13 +44,13 @@ def _rows(x_BHNbD: Tensor, length: int) -> Tensor:
 
 
 def _spans(padded_BHNbD: Tensor, first: int, count: int, back: int) -> Tensor:
-    """The keys or values that blocks first to first + count see, (B, H, n, s, D)."""
+    """Keys or values that `count` blocks from `first` on see, (B, H, n, s, D)."""
     shifted = [padded_BHNbD[:, :, first + i : first + i + count] for i in range(back + 1)]
     return torch.cat(shifted, dim=3)
 
 
 def _add_spans(total_BHNbD: Tensor, grad_BHnsD: Tensor, first: int, back: int) -> None:
-    """Add the gradients of spans to those of their blocks, in place: the adjoint of `_spans`."""
+    """Add gradients of spans to those of blocks, in place: the adjoint of `_spans`."""
     count, block = grad_BHnsD.size(2), total_BHNbD.size(3)
     for i in range(back + 1):
         part = grad_BHnsD[..., i * block : (i + 1) * block, :]
@@ -74,7 +74,7 @@ def _probabilities(q: Tensor, k: Tensor, hidden: Tensor, out: Tensor | None = No
 
 
 def _room(q_BTHD: Tensor, longest: int) -> int:
-    """Room for the probabilities of any window, as one graph serves them all; 0: keep none."""
+    """Size of the kept probabilities; enough for any window, as one graph serves all. 0: none."""
     B, T, H, _ = q_BTHD.shape
     queries, keys = (-(-tokens // LARGE_BLOCK) * LARGE_BLOCK for tokens in (T, min(longest, T)))
     room = B * H * queries * (keys + LARGE_BLOCK)
@@ -82,7 +82,7 @@ def _room(q_BTHD: Tensor, longest: int) -> int:
 
 
 def _slices(q_BHNbD: Tensor, back: int, kept: Tensor) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Runs of blocks with at most SLICE_SCORES scores: first block, count, kept (B, H, n, b, s)."""
+    """Yield slices of at most SLICE_SCORES scores: first block, count, kept (B, H, n, b, s)."""
     B, H, N, block, _ = q_BHNbD.shape
     scores = B * H * block * (back + 1) * block  # of one block
     step = max(1, SLICE_SCORES // scores)
@@ -100,7 +100,7 @@ def _geometry(window: Tensor, longest: int) -> tuple[int, int, int]:
     return tokens, block, -(-tokens // block)
 
 
-# An operator, so that a compiled graph takes any window and none of the loop's many small graphs.
+# An operator, so that one compiled graph takes any window and the loop is not unrolled into it.
 @torch.library.custom_op("speedrun::windowed_attention", mutates_args=())
 def _windowed_attention(
     q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor, longest: int,
@@ -167,7 +167,7 @@ _windowed_attention.register_autograd(_differentiate, setup_context=_save)
 
 
 class PortableAttention:
-    """The backend "portable"."""
+    """The backend "portable": runs everywhere."""
 
     name = "portable"
     window = staticmethod(torch.tensor)

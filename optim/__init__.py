@@ -1,4 +1,4 @@
-"""Optimizers for 1..N ranks that know tensors and process groups, and no model."""
+"""Optimizers for one or many ranks. They know tensors and process groups, but no model."""
 
 from .adam import Adam
 from .groups import Row, build_optimizers

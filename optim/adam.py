@@ -1,4 +1,4 @@
-"""Adam with decoupled decay, on 1..N ranks."""
+"""Adam with decoupled weight decay, on one or many ranks."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from .base import ShardedOptimizer, decay_of, descend
 from .buckets import CPU_PIECE, Bucket
 from .state import State
 
-LARGE = 2**15  # elements; every rank owns a share of a parameter this large
+LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 
 
 def adam(
@@ -27,9 +27,10 @@ def adam(
     eps: float,
     cautious: bool,
 ) -> tuple[Tensor, ...]:
-    """(weights, exp_avg, exp_avg_sq) after step t (k, 1), counted from 1, on stacks (k, n).
+    """One step of Adam on stacks (k, n). Returns new (weights, exp_avg, exp_avg_sq).
 
-    eps acts before bias correction, as in section 2 of the paper. decay is a share of the weights.
+    t (k, 1): number of this step, from 1. eps acts before bias correction, as in section 2 of the
+    paper. decay: a share of the weights, or None.
     """
     exp_avg = torch.lerp(exp_avg, gradients, 1 - beta1)
     exp_avg_sq = (exp_avg_sq * beta2).addcmul_(gradients, gradients, value=1 - beta2)
@@ -43,9 +44,9 @@ class Adam(ShardedOptimizer):
     """Adam (Kingma & Ba, arXiv:1412.6980) with decoupled decay: p -= lr' m / (sqrt(v) + eps).
 
     lr' = lr lr_mul sqrt(1 - beta2^t) / (1 - beta1^t). Group keys: lr, lr_mul, betas, eps,
-    weight_decay, wd_mul. Computes in float32 at least; state_dtype None stores the moments as the
-    parameter. cautious: no decay against the step.
-    State, on the owning rank alone: exp_avg and exp_avg_sq as the parameter, step (), int64.
+    weight_decay, wd_mul. Computes in float32 at least. state_dtype: dtype of the moments; None: the
+    parameter's. cautious: no decay where it works against the step. State, on the owning rank only:
+    exp_avg and exp_avg_sq, shaped as the parameter, and step (), int64.
     ValueError for an impossible setting, TypeError for a DTensor.
     """
 

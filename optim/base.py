@@ -1,8 +1,8 @@
-"""What Muon, NorMuon and Adam share: checked groups, buckets, a step, state of any world size.
+"""What Muon, NorMuon and Adam share: group checks, buckets, the step, and whole state.
 
-A method is a pure function on stacks. `update` runs it, selects new or old values by the guard's
-flag and writes them. A step is `launch` (gradients travel), `measure` (their norms), the guard's
-judgement, `commit` (update; weights travel) and `finish`.
+A method is a pure function on stacks of parts. `update` runs it and writes new or old values, as
+the guard's flag says. A step is `launch` (send gradients), `measure` (their norms), the guard's
+judgement, `commit` (update, send weights) and `finish` (receive weights).
 """
 
 import functools
@@ -36,14 +36,14 @@ def update(
     divisor: float,
     rates: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Run a method on stacked parts; write state in place and weights to `target`, None: in place.
+    """Run a method on stacked parts. Writes state in place, and weights to `target` or in place.
 
-    With a flag `taken`, a scalar or one for each matrix, only where it is true. Computes in float32
-    at least. Returns what the method returns beyond weights and state. This is what is compiled.
+    taken: a flag, or one a matrix; where it is false, old values stay. Computes in float32 at
+    least. Returns what the method returns after weights and state. This function is compiled.
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     old, sums = stack(weights), stack(gradients).to(wide)
-    if divisor != 1:
+    if divisor != 1:  # once, in float32: dividing each bf16 gradient would lose bits
         sums = sums / divisor
     results = method(sums, old.to(wide), *[tensor.to(wide) for tensor in state], **rates)
     new, *fresh = results[: 1 + len(state)]
@@ -62,23 +62,24 @@ def update(
 
 @functools.cache
 def compiled_update() -> Callable[..., Any]:
-    """`update`, compiled once for each bucket, of which the compiler's own limit is 8.
+    """`update`, compiled once for each kind of bucket; torch's own limit would be 8 graphs.
 
-    Where compiling fails the compiler logs why, and the update stays eager.
+    If compiling fails, the compiler logs why and the update stays eager.
     """
     settings = torch._dynamo.config.patch(recompile_limit=256, suppress_errors=True)
     return settings(torch.compile(update, dynamic=False))
 
 
 def stack(tensors: list[Tensor]) -> Tensor:
-    """Parts (n, ...) joined; a single one is not copied."""
+    """Join parts (n, ...) along their first dimension. A single part is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def descend(weights: Tensor, step: Tensor, decay: Any, cautious: bool) -> Tensor:
-    """weights - step after decoupled decay; cautious: none where it works against the step.
+    """The weights after decoupled decay and the step.
 
-    decay is a share of the weights, None for none. Cautious decay: Liang et al., arXiv:2411.16085.
+    decay: a share of the weights, or None. cautious: no decay where it works against the step
+    (Liang et al., arXiv:2411.16085).
     """
     if decay is None:
         return weights - step
@@ -91,11 +92,11 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
     """Base of Muon, NorMuon and Adam.
 
     A subclass cuts parameters into parts (`_cuts`), describes their state (`_states`) and names its
-    method (`_method`). process_group None is one process alone. Gradients are summed over the ranks
-    and divided once by grad_divisor. compiled: whether to compile `update`; None: on CUDA devices.
+    method (`_method`). process_group: None for one process. Gradients are summed over the ranks
+    and divided once by grad_divisor. compiled: whether to compile `update`; None: only on CUDA.
     """
 
-    RANGES: ClassVar[dict[str, tuple[float, float, float]]] = {  # lowest, below, a usual value
+    RANGES: ClassVar[dict[str, tuple[float, float, float]]] = {  # least, bound, usual
         "lr": (0, math.inf, 0.02),
         "lr_mul": (0, math.inf, 1.0),
         "weight_decay": (0, math.inf, 0.0),
@@ -122,26 +123,26 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         self.team = Team.of(process_group)
         keep_freed_memory()
         self._build()
-        self._inside = False  # a step of its own
-        self._flag: tuple[Tensor | None] | None = None  # that of a guard which steps this optimizer
+        self._inside = False  # whether `step` itself calls the guard
+        self._flag: tuple[Tensor | None] | None = None  # `ok` of a guard above this optimizer
         self.guard = Guard([self], nonfinite=nonfinite_guard)
 
     # ---- what a subclass says
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
-        """The shapes of a parameter's parts, in the order of its memory."""
+        """Shapes of the parts that a parameter is cut into, in the order of its memory."""
         raise NotImplementedError
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
-        """The pure function, its fixed options, and its rates, which change from step to step."""
+        """The method, its fixed options, and its rates, which may change at every step."""
         raise NotImplementedError
 
     def _limit(self, bucket: Bucket) -> int:
-        """How many parts to step in one call."""
+        """How many parts one call of the method takes."""
         raise NotImplementedError
 
     def _check(self, group: dict[str, Any], names: list[str]) -> None:
-        """ValueError or TypeError for a setting or a parameter that cannot work."""
+        """Raise ValueError or TypeError for a setting or parameter that cannot work."""
         for name, (low, below, usual) in self.RANGES.items():
             if not low <= group[name] < below:
                 value = f"{name} must be in [{low}, {below}), got {group[name]!r}"
@@ -157,7 +158,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
     # ---- construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; the state of the others stays. On several ranks a collective.
+        """Add a group of parameters and keep the state of the others. Collective.
 
         ValueError for an impossible setting or parameter, TypeError for a DTensor.
         """
@@ -174,7 +175,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """Cut and deal again after parameters were added or changed their dtype; keep the state."""
+        """Cut and deal again, because parameters were added or changed dtype. Keeps the state."""
         kept = dict(self.named_state())
         self._build()
         self._load(kept)
@@ -202,18 +203,18 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         self._expose()
 
     def _cut(self, number: int, param: Tensor) -> list[Part]:
-        if param.numel() == 0:  # it has state, and nothing to step
+        if param.numel() == 0:  # nothing to step, though it has state
             return []
         group, parts, start = self._group_of[param], [], 0
         for shape in self._cuts(param, group, self.team.size):
-            # What depends on the stored shape, such as a rate, must agree within a bucket.
+            # The rate depends on the stored shape, so a bucket holds parameters of one shape.
             key = (shape, tuple(param.shape), id(group))
             parts.append(Part(param, number, start, shape, key))
             start += math.prod(shape)
         return parts
 
     def _share(self, parts: list[Part]) -> None:
-        """Deal parts of one dtype to the ranks, and make the messages that carry them."""
+        """Deal parts of one dtype to the ranks and build the messages that carry them."""
         keys = list(dict.fromkeys(part.key for part in parts))
         for shares in deal(parts, self.team.size):
             for rank, share in enumerate(shares):
@@ -241,7 +242,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         return buckets
 
     def _expose(self) -> None:
-        """Fill torch's `self.state` with views, where parameters are owned whole."""
+        """Fill torch's `self.state` with views of the buckets, if this process owns everything."""
         self.state = defaultdict(dict)
         if self.team.size > 1:
             return
@@ -255,18 +256,18 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._expose()  # a copied view is no view of the copied bucket
+        self._expose()  # pickling turned the views into copies
 
     # ---- a step
 
-    @run_eagerly  # the compiler sets no guards on what is found by a parameter; it gets `update`
+    @run_eagerly  # in a compiled caller, dicts keyed by parameters would go stale without a word
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient on any rank; the others stay as they are.
+        """Update every parameter that has a gradient on any rank. Returns the closure's loss.
 
-        All ranks of the process group must call this. Gradients are only read. With nonfinite_guard
-        the step is taken whole or not at all: on a CPU a skip is warned of, elsewhere
-        `guard.explain(verdict)` tells. TypeError for a sparse gradient.
+        Collective. Gradients are not changed. With nonfinite_guard a step is taken whole or not at
+        all. A skip gives a warning on a CPU; elsewhere ask `guard.explain(self.verdict)`, which
+        waits for the device. TypeError for a sparse gradient.
         """
         if self._flag is not None:
             self.commit(*self._flag)
@@ -285,7 +286,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         return loss
 
     def commit_as_step(self, ok: Tensor | None) -> None:
-        """`commit` by way of `step`, so that its hooks run and lr_scheduler sees it."""
+        """`commit`, called through `step` so that hooks run and torch's lr_scheduler counts it."""
         if self._inside:
             self.commit(ok)
             return
@@ -297,20 +298,20 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Send all gradients to their owners, in an order that no missing gradient changes."""
+        """Send all gradients to their owners. Messages are the same if a gradient is missing."""
         if any((param.dtype, param.device) != kind for param, kind in self._kinds.items()):
             self._rebuild()
         for param, name in self._names.items():
             if param.grad is not None and param.grad.layout != torch.strided:
                 fix = "build its module with sparse=False or give it to torch.optim.SparseAdam"
                 raise TypeError(f"parameter {name} has a sparse gradient; {fix}")
-        # Hooks that send each gradient early gain nothing: a compiled backward is one node of
-        # autograd, after which all gradients come at once.
+        # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
+        # autograd node, which delivers all gradients at its end.
         self._waits = [message.reduce() for message in self.messages]
 
     @torch.no_grad()
     def measure(self) -> Tensor:
-        """Norms of the summed and divided gradients (parameters,), float32, equal on all ranks."""
+        """Norm of each parameter's mean gradient (parameters,), float32, equal on all ranks."""
         for wait in self._waits:
             wait()
         self._waits = []  # what was sent is no longer needed
@@ -320,7 +321,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
             squares.index_add_(0, self._numbers, torch.stack(norms).square())
         missing = [number for number, p in enumerate(self._names) if p.grad is None]
         totals, present = self._everywhere(squares, missing)
-        # Which parameters move; None: all. Read only where that costs nothing.
+        # Which parameters have a gradient; None: all. Read on the host only where that is free.
         readable = self._device.type in READ_AT_ONCE
         self._present = None if readable and present.all() else present
         if self.team.size == 1 and not missing:
@@ -328,9 +329,9 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         return (totals.sqrt() / self.grad_divisor).float()
 
     def _everywhere(self, squares: Tensor, missing: list[int]) -> tuple[Tensor, Tensor]:
-        """Sums of squares over the ranks, and which parameters have a gradient on any of them.
+        """Squares summed over the ranks, and whether any rank has a gradient; (parameters,) each.
 
-        They are gathered and then added in one order, so that all ranks judge the same bits.
+        Each rank gathers and adds in the same order, so that all ranks judge the same bits.
         """
         flags = torch.ones_like(squares)
         for number in missing:
@@ -342,14 +343,14 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
 
     @torch.no_grad()
     def commit(self, ok: Tensor | None) -> None:
-        """Step all buckets where `ok` is true, and send the new weights; None: unguarded."""
+        """Step all buckets where `ok` is true (None: everywhere) and send the new weights."""
         self._gathers: list[Callable[[], None]] = []
         self.unsound = torch.zeros((), dtype=torch.int64, device=self._device)
         self._guarded = ok is not None
         if ok is not None and ok.device.type in READ_AT_ONCE:
             if not ok:
                 return
-            ok = None
+            ok = None  # a CPU reads the flag for free, and then needs no selection
         if self.team.size == 1:
             for bucket in self.buckets:
                 self._step(bucket, ok)
@@ -361,7 +362,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the weights that others own, and write them."""
+        """Receive the weights that other ranks own, and write them into the parameters."""
         for write in self._gathers:
             write()
         self._gathers = []
@@ -378,7 +379,7 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         if self.compiled or (self.compiled is None and self._device.type in COMPILED_ON):
             run = compiled_update()
             rates = {name: as_tensor(rate, bucket.param) for name, rate in rates.items()}
-        # A counter goes in as the number of this step; it is written once all slices are done.
+        # The method sees the number of this step. The counter itself rises after the last slice.
         state = dict(bucket.state)
         t = state.pop("step") + 1 if "step" in state else None
         for parts, matrices, columns in bucket.slices(self._limit(bucket)):
@@ -393,12 +394,12 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
             kept = [tensor[matrices, columns] for tensor in state.values()]
             divisor = self.grad_divisor
             for largest in run(method, sums, weights, target, kept, flag, divisor, given):
-                self.unsound += (~(largest <= LARGEST_SINGULAR_VALUE)).sum()
+                self.unsound += (~(largest <= LARGEST_SINGULAR_VALUE)).sum()  # NaN counts too
         if t is not None:
             bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)
 
     def reset(self) -> None:
-        """Back to the constructed optimizer, in place: zero state and the given hyperparameters."""
+        """Restore the optimizer as constructed, in place: zero state, original hyperparameters."""
         for group, constructed in zip(self.param_groups, self._constructed, strict=True):
             group.update(constructed)
         for bucket in self.buckets:
@@ -409,10 +410,10 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
     # ---- what the optimizer says of itself
 
     def fall_back(self) -> None:
-        """What to do after an update went wrong although its gradient is sound."""
+        """React to an update that failed although its gradient was finite; here: nothing."""
 
     def describe(self) -> str:
-        """What this rank owns and what is sent in a step."""
+        """One line: what this rank owns and what a step sends."""
         text = f"{type(self).__name__}: {sum(param.numel() for param in self._names):,} parameters"
         if self.team.size == 1:
             return f"{text} in {len(self.buckets)} buckets"
@@ -423,14 +424,14 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
 
 
 def decay_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The rate `decay`: the share of the weights that a step takes away, None for none."""
+    """{"decay": share of the weights that a step takes away, or None}."""
     if not group["weight_decay"]:
         return {"decay": None}
     return {"decay": group["lr"] * group["weight_decay"] * group["wd_mul"]}
 
 
 def as_tensor(rate: Any, like: Tensor) -> Any:
-    """A rate on the device, so that its change compiles nothing again; filled without a wait."""
+    """The rate as a tensor on the device: a new value then needs no new compilation."""
     if rate is None:
         return None
     wide = torch.promote_types(like.dtype, torch.float32)
@@ -440,8 +441,8 @@ def as_tensor(rate: Any, like: Tensor) -> Any:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what this process frees: fresh pages cost more than the arithmetic.
+    """Make glibc keep freed memory: getting fresh pages costs more than the arithmetic.
 
-    Freeing one block of 32 MiB makes it keep up to twice that much instead of a few hundred KiB.
+    After it has freed one block of 32 MiB, glibc keeps up to 64 MiB, not a few hundred KiB.
     """
     torch.empty(2**25 - 2**16, dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""Who owns which part of a parameter, and how gradients and weights travel between ranks.
+"""Which rank owns which part of a parameter, and how gradients and weights travel.
 
 A parameter is cut into parts: matrices for Muon, stretches of elements for Adam. Each part has one
-owner, which alone holds its state and computes its new weights. `Bucket` is the owned parts of one
-kind, stacked. `Message` carries the parts of several buckets: gradients to their owners in one
-reduce-scatter, new weights to everyone in one all-gather.
+owner, the only rank that holds its state and computes its new weights. A `Bucket` stacks owned
+parts of one kind. A `Message` carries the parts of several buckets: one reduce-scatter takes
+gradients to their owners, one all-gather takes new weights to everyone.
 """
 
 import math
@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.12 renames these two. A build of torch without distributed has neither name.
+# torch 2.12 renamed these two. A build of torch without distributed has neither name.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None)
 reduce_scatter = reduce_scatter or getattr(dist, "reduce_scatter_tensor", None)
 all_gather: Any = getattr(dist, "all_gather_single", None)
 all_gather = all_gather or getattr(dist, "all_gather_into_tensor", None)
 
-READ_AT_ONCE = ("cpu",)  # devices where a flag is there as soon as it is computed
-CPU_PIECE = 2**18  # elements that are stepped together on a CPU: a few such float32 stay in cache
+READ_AT_ONCE = ("cpu",)  # devices whose flags the host can read without a wait
+CPU_PIECE = 2**18  # elements a CPU steps at once: a few such float32 pieces fit its cache
 ALIGNMENT = 8  # elements: 16 bytes in bf16
-MESSAGES = 3  # the update of one message's parts overlaps the all-gather of the one before
+MESSAGES = 3  # updating one message's parts overlaps the all-gather of the one before
 
 
 class Team(NamedTuple):
@@ -36,7 +36,7 @@ class Team(NamedTuple):
 
     @classmethod
     def of(cls, process_group: Any) -> "Team":
-        """One process alone for None. ValueError where this process is no member."""
+        """The team of a process group; None: this process alone. ValueError if not a member."""
         if process_group is None:
             return cls(None, 0, 1)
         rank = dist.get_rank(process_group)
@@ -47,7 +47,7 @@ class Team(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """`shape` elements of a parameter's memory from `start` on; shape[0] counts matrices."""
+    """A stretch of a parameter's memory: `shape` elements from `start`; shape[0] is matrices."""
 
     param: Tensor
     number: int  # of the parameter in its optimizer
@@ -61,9 +61,9 @@ class Part:
         return math.prod(self.shape)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This part's view of the parameter, of its gradient, or of one of its state tensors.
+        """This part of the parameter, of its gradient, or of one of its state tensors, as a view.
 
-        A smaller state tensor, with one number a row say, is cut in proportion.
+        A smaller state tensor, such as one number a row, is cut in proportion.
         """
         if whole.ndim == 0 and self.param.ndim:
             return whole.view(1)
@@ -75,12 +75,12 @@ class Part:
 
 @dataclass(eq=False)
 class Bucket:
-    """Owned parts of one shape, dtype and param group; `state` is stacked along their matrices."""
+    """Owned parts of one shape, dtype and group. `state` is stacked in the same order."""
 
     parts: list[Part]
     group: dict[str, Any]
     state: dict[str, Tensor]
-    # On several ranks, its stretch of a message: gradient sums that came, weights that go out.
+    # With several ranks, stretches of a message: received gradient sums, new weights to send.
     sums: Tensor | None = None
     fresh: Tensor | None = None
 
@@ -89,7 +89,7 @@ class Bucket:
         self.each = self.parts[0].shape[0]
         self.shape = (len(self.parts) * self.each, *self.parts[0].shape[1:])
         numbers = [part.number for part in self.parts for _ in range(self.each)]
-        self.numbers = torch.tensor(numbers, device=self.param.device)  # of each matrix's parameter
+        self.numbers = torch.tensor(numbers, device=self.param.device)  # parameter of each matrix
 
     def gradients(self, parts: slice = slice(None)) -> list[Tensor]:
         """The gradient of each part; zeros where a parameter has none."""
@@ -104,15 +104,15 @@ class Bucket:
         return [part.cut(part.param.detach()) for part in self.parts[parts]]
 
     def norms(self) -> Iterable[Tensor]:
-        """Of the summed gradient of each part, computed in float32 at least."""
+        """Norm of each part's summed gradient, computed in float32 at least."""
         found = self.gradients() if self.sums is None else self.sums.split(self.each)
         wide = torch.promote_types(self.param.dtype, torch.float32)
         return torch._foreach_norm(list(found), dtype=wide)
 
     def slices(self, limit: int) -> Iterator[tuple[slice, slice, slice]]:
-        """(parts, matrices, columns) to step in one call: at most `limit` parts.
+        """Yield (parts, matrices, columns) for each call of the method: at most `limit` parts.
 
-        A limit of one part cuts a flat stack (k, n) further, into columns that stay in the cache.
+        With a limit of one part, flat stacks (k, n) are also cut into columns that fit the cache.
         """
         width = self.shape[-1]
         stretch = CPU_PIECE if limit == 1 and len(self.shape) == 2 else width
@@ -125,7 +125,7 @@ class Bucket:
 
 
 class Message:
-    """Parts of one dtype: a segment for each rank, which holds the parts that it owns."""
+    """Parts of one dtype, laid out as one segment a rank: the parts that this rank owns."""
 
     def __init__(self, shares: list[list[Part]], team: Team):
         self.shares, self.team = shares, team
@@ -136,7 +136,7 @@ class Message:
         self.buckets: list[Bucket] = []  # of this rank, in the order of its segment
 
     def places(self, message: Tensor) -> Iterator[tuple[Part, Tensor]]:
-        """Every part and its place in a message (ranks, length)."""
+        """Yield every part and its place in a message (ranks, length)."""
         for rank, share in enumerate(self.shares):
             begin = 0
             for part in share:
@@ -144,7 +144,7 @@ class Message:
                 begin += part.numel
 
     def stacks(self, segment: Tensor) -> Iterator[tuple[Bucket, Tensor]]:
-        """This rank's buckets and their stretches of its segment."""
+        """Yield this rank's buckets and their stretches of its segment."""
         begin = 0
         for bucket in self.buckets:
             end = begin + math.prod(bucket.shape)
@@ -189,7 +189,7 @@ class Message:
 def launched(
     collective: Callable[..., Any], received: Tensor, *sent: Tensor, group: Any
 ) -> Callable[[], None]:
-    """Begin collective(received, *sent); the returned function waits until `received` is filled."""
+    """Start collective(received, *sent). The returned function waits for `received`."""
     tensors = [received, *sent]
     if dist.get_backend(group) == "gloo":
         # gloo copies CUDA tensors to the host anyway; on Windows its own copy fails (torch 2.12).
@@ -205,23 +205,23 @@ def launched(
 
 
 def gathered(mine: Tensor, team: Team) -> Tensor:
-    """The tensors of all ranks, (ranks, ...)."""
+    """All-gather a tensor, (ranks, ...)."""
     everyone = mine.new_empty(team.size, *mine.shape)
     launched(all_gather, everyone.view(-1), mine.view(-1), group=team.group)()
     return everyone
 
 
 def copy_all(targets: list[Tensor], sources: Iterable[Tensor]) -> None:
-    """Copy each source into its target in one call; multi-tensor operations refuse empty lists."""
+    """Copy each source into its target in one call; torch's call refuses empty lists."""
     if targets:
         torch._foreach_copy_(targets, list(sources))
 
 
 def deal(parts: list[Part], size: int) -> list[list[list[Part]]]:
-    """Parts to ranks, the largest first, each to the rank with least; shares[message][rank].
+    """Deal parts to ranks: the largest first, each to the least loaded rank.
 
-    A message ends where all ranks have equal shares, once it holds its part of the whole. So only
-    the last message is padded.
+    Returns shares[message][rank]. A message ends when it holds 1 / MESSAGES of the whole and all
+    ranks have equal shares, so only the last message is padded.
     """
     enough = sum(part.numel for part in parts) / MESSAGES
     dealt: list[list[list[Part]]] = []

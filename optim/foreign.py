@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim under a guard."""
+"""Lets a guard step the optimizers of torch.optim."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from .state import names_of, params_of
 
 
 class Foreign:
-    """Steps one of torch's optimizers where a flag is true, in the phases of ours.
+    """Steps one of torch's optimizers if a flag is true, through the same calls as ours.
 
-    Its gradients are summed over the ranks and divided in place, and every rank takes the whole
-    step. On a CPU the flag is read before the step. Elsewhere the step is taken, and weights and
-    state are selected from copies made before: `describe` tells what these cost. Its state must
-    then lie on the device (capturable=True or fused=True).
+    It sums gradients over the ranks and divides them in place; every rank steps all parameters. On
+    a CPU it reads the flag before the step. Elsewhere it copies weights and state, takes the step
+    and selects new or old values: `describe` tells the cost. State must then be on the device
+    (capturable=True or fused=True).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any, grad_divisor: float):
@@ -27,10 +27,10 @@ class Foreign:
         self.unsound = torch.zeros((), dtype=torch.int64, device=self.params[0].device)
 
     def fall_back(self) -> None:
-        """There is nothing to fall back to."""
+        """Do nothing: there is no other backend."""
 
     def describe(self) -> str:
-        """What stepping it costs beyond the step."""
+        """One line: what a step costs beyond the optimizer's own."""
         mebibytes = sum(param.numel() * param.element_size() for param in self.params) / 2**20
         text = f"{type(self.optimizer).__name__} of torch: every rank steps all parameters"
         if self.team.size > 1:
@@ -40,7 +40,7 @@ class Foreign:
         return text
 
     def launch(self) -> None:
-        """Send the gradients, and for each parameter whether there is one here."""
+        """Send the gradients, and one flag a parameter that says whether this rank has one."""
         if self.team.size == 1:
             return
         self._messages: list[tuple[Tensor, list[Tensor], Callable[[], None]]] = []
@@ -57,7 +57,7 @@ class Foreign:
             self._messages.append((message, members, wait))
 
     def measure(self) -> Tensor:
-        """Norms of the summed and divided gradients (parameters,), float32."""
+        """Norm of each parameter's mean gradient (parameters,), float32."""
         if self.team.size > 1:
             for message, members, wait in self._messages:
                 wait()
@@ -84,20 +84,20 @@ class Foreign:
                 param.grad = total.view_as(param).clone()
 
     def commit_as_step(self, ok: Tensor | None) -> None:
-        """Take the step where `ok` is true; None: take it."""
+        """Take the step if `ok` is true or None."""
         if ok is None or ok.device.type in READ_AT_ONCE:
             if ok is None or ok:
                 self.optimizer.step()
             return
         weights = [(p.detach(), p.detach().clone()) for p in self.params if p.grad is not None]
-        before = {key: value.clone() for key, value in self._state().items()}
+        before = {key: value.clone() for key, value in self._state().items()}  # step() overwrites
         self.optimizer.step()
         after = self._state()
         for weight, old in weights:
             weight.copy_(torch.where(ok, weight, old))
         for key, old in before.items():
             after[key].copy_(torch.where(ok, after[key], old))
-        # State that this step created can only be thrown away. The flag is read, once in a run.
+        # A first step creates state, which has no old values. Reading the flag waits, but once.
         created = [key for key in after if key not in before]
         if created and not ok:
             for param, name in created:
@@ -106,10 +106,10 @@ class Foreign:
                     del self.optimizer.state[param]
 
     def finish(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: no weights are on their way."""
 
     def _state(self) -> dict[tuple[Tensor, str], Tensor]:
-        """State of the parameters with a gradient. TypeError for what the device cannot select."""
+        """State of the parameters with a gradient. TypeError for state on the host."""
         found = {}
         for name, param in zip(names_of(self.optimizer), self.params, strict=True):
             if param.grad is None:

@@ -1,4 +1,4 @@
-"""From a visible table to optimizers: which parameter goes where, complete and unambiguous."""
+"""Builds optimizers from a table that sends each parameter to exactly one of them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from .base import ShardedOptimizer
 class Row:
     """Parameters whose names match `pattern` form one group of the named optimizer.
 
-    "*" and "?" stand for any text and any character. options are keys of the group: lr_mul, split.
+    "*" matches any text, "?" any character. options: keys of the group, such as lr_mul and split.
     """
 
     pattern: str
@@ -28,11 +28,11 @@ def build_optimizers(
     rows: Iterable[Row],
     factories: Mapping[str, Callable[[list[dict[str, Any]]], Optimizer]],
 ) -> dict[str, Optimizer]:
-    """One optimizer for each name in the table, built by its factory from param groups, one a row.
+    """Return {name: optimizer} for the names in the table. A factory gets one group for each row.
 
-    Sets group["initial_lr"], which a schedule multiplies. An optimizer of torch knows no lr_mul and
-    wd_mul: they become part of its lr and weight_decay.
-    A row may match nothing. ValueError where a parameter matches no row or several.
+    Sets group["initial_lr"], which a schedule multiplies. torch's own optimizers do not know lr_mul
+    and wd_mul, so these are multiplied into lr and weight_decay.
+    A row may match nothing. ValueError if a parameter matches no row or several.
     """
     named, table = list(named_parameters), list(rows)
     problems: list[str] = []
@@ -63,8 +63,9 @@ def build_optimizers(
 
 
 def _fold(group: dict[str, Any]) -> None:
+    """Multiply lr_mul and wd_mul into lr and weight_decay, for an optimizer of torch."""
     lr_mul, wd_mul = group.pop("lr_mul", 1.0), group.pop("wd_mul", 1.0)
     group["lr"] *= lr_mul
     if group.get("weight_decay") and lr_mul:
-        # torch decays by lr * weight_decay, in which lr now has the factor lr_mul.
+        # torch decays by lr * weight_decay, and lr now contains lr_mul.
         group["weight_decay"] *= wd_mul / lr_mul

@@ -1,7 +1,7 @@
-"""A guard takes the step of several optimizers whole or not at all, and never waits for the device.
+"""A guard lets several optimizers step together or not at all, and never waits for the device.
 
-Whether a step counts is a flag on the device, by which the optimizers select new or old values.
-What happened is counted on the device too, and read when somebody asks.
+Its decision is a flag on the device: the optimizers select new or old values by it. It counts on
+the device too; `explain` and `report` read what happened.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,20 +15,20 @@ from .foreign import Foreign
 from .spikes import SpikeRule, Spikes
 from .state import names_of
 
-TAKEN, NONFINITE, SPIKE = range(3)  # what a verdict begins with
+TAKEN, NONFINITE, SPIKE = range(3)  # first number of a verdict
 COUNTERS = ("steps", "nonfinite", "spike", "last_skip", "last_tensor")
 
 
 class Skip(NamedTuple):
-    """Why a step was not taken."""
+    """Why a step was skipped."""
 
     guard: str  # nonfinite or spike
-    value: float  # the loss or norm that is a spike, or the norm of the first bad gradient
-    tensor: str | None  # the parameter of that gradient
+    value: float  # the spike (a loss or norm), or the norm of the first bad gradient
+    tensor: str | None  # parameter of that gradient
 
 
 class Judgement(NamedTuple):
-    """What the guard thinks of a step; tensors on the device."""
+    """The guard's decision on a step, as tensors on the device."""
 
     ok: Tensor
     nonfinite: Tensor
@@ -37,13 +37,13 @@ class Judgement(NamedTuple):
 
 
 class Guard:
-    """Steps several optimizers, on all ranks or on none, if loss and gradients are sound.
+    """Steps several optimizers if loss and gradients are sound, on all ranks or on none.
 
-    nonfinite: skip where the square of a gradient's norm is not finite in float32. spike: a rule
-    for the loss and for gradient norms, one norm for each optimizer, over all ranks.
-    Optimizers of torch are stepped too: see `Foreign`. Of those the guard sums gradients over
-    process_group (None: one process) and divides them once by grad_divisor; ours have settings of
-    their own for that. ValueError without an optimizer.
+    nonfinite: skip a step if the square of a gradient's norm is not finite in float32. spike: rule
+    for the loss and for one gradient norm an optimizer, over all ranks.
+    For torch's own optimizers (see `Foreign`) the guard sums gradients over process_group (None:
+    one process) and divides them once by grad_divisor. Ours take these two settings themselves.
+    ValueError without an optimizer.
     """
 
     def __init__(
@@ -68,29 +68,29 @@ class Guard:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the constructed guard."""
+        """Restore the guard as constructed."""
         device, count = self._device, len(self._parts)
         self._counters = {
             name: torch.zeros((), dtype=torch.int64, device=device) for name in COUNTERS
         }
-        # Of each optimizer: its own steps in a row that were not taken, and whether the gradients
-        # that it sums over several steps include those of a skipped one.
+        # For each optimizer: how many of its latest steps were skipped, and whether the gradients
+        # it sums over several steps contain those of a skipped step.
         self._in_a_row = torch.zeros(count, dtype=torch.int64, device=device)
         self._spoiled = torch.zeros(count, dtype=torch.bool, device=device)
         self._spikes = None if self.spike is None else Spikes(self.spike, 1 + count, device)
 
     # ---- a step
 
-    @run_eagerly  # compiled, it would be wrong without a word: see ShardedOptimizer.step
+    @run_eagerly  # see ShardedOptimizer.step
     @torch.no_grad()
     def step(
         self, loss: Tensor | None = None, only: Iterable[torch.optim.Optimizer] | None = None
     ) -> Tensor:
-        """Step all optimizers, or `only` some, if all is sound; returns a verdict for `explain`.
+        """Step all optimizers, or `only` some, if all is sound. Returns a verdict for `explain`.
 
-        loss: a scalar for the spike rule, the same on all ranks. An optimizer that is left out
-        because it sums the gradients of several steps loses the whole sum if one of these steps is
-        skipped. ValueError for an optimizer that is not of this guard.
+        loss: a scalar for the spike rule, the same on all ranks. An optimizer that is left out sums
+        gradients over several steps; if one of these steps is skipped, it drops the whole sum.
+        ValueError for an optimizer that this guard was not built with.
         """
         chosen = self.optimizers if only is None else list(only)
         numbers = []
@@ -125,10 +125,10 @@ class Guard:
         """Whether to take the step."""
         gradients = torch.cat(norms)
         counts = [len(each) for each in norms]
-        # What is in a spoiled sum says nothing about this step.
+        # A spoiled sum holds gradients of an earlier, skipped step.
         stale = torch.cat([s.expand(n) for s, n in zip(self._spoiled, counts, strict=True)])
         bad = ~gradients.square().isfinite() & ~stale
-        first = bad.to(torch.int8).argmax()
+        first = bad.to(torch.int8).argmax()  # torch has no argmax of bool
         nonfinite = bad.any() & self.nonfinite
         if self._spikes is None:
             return Judgement(~nonfinite, nonfinite, pick(gradients, first), first)
@@ -141,12 +141,12 @@ class Guard:
     def _watched(
         self, numbers: Sequence[int], norms: list[Tensor], loss: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Loss and norms (1 + optimizers,), and which of them this step has."""
+        """Loss and norms (1 + optimizers,), and which of them to judge at this step."""
         absent = torch.full((), -torch.inf, device=self._device)
         values, present = [absent], [torch.zeros_like(absent, dtype=torch.bool)]
         if loss is not None:
             given = torch.as_tensor(loss).detach().to(self._device, torch.float32).reshape(())
-            values[0] = torch.where(given.isfinite(), given, given.abs())  # -inf is no good loss
+            values[0] = torch.where(given.isfinite(), given, given.abs())  # -inf would pass as low
             present[0] = torch.ones_like(present[0])
         for number, (found, spoiled) in enumerate(zip(norms, self._spoiled, strict=True)):
             stepping = number in numbers
@@ -155,16 +155,16 @@ class Guard:
         return torch.stack(values), torch.stack(present)
 
     def commit(self, numbers: Sequence[int], ok: Tensor | None) -> None:
-        """Let the optimizers step where `ok` is true; None: unguarded."""
+        """Let the optimizers step if `ok` is true; None: always."""
         parts = [self._parts[number] for number in numbers]
         for number, part in zip(numbers, parts, strict=True):
-            # A sum that holds gradients of a skipped step is dropped.
+            # Drop a sum that holds gradients of a skipped step.
             part.commit_as_step(None if ok is None else ok & ~self._spoiled[number])
         for part in parts:  # the update of one overlaps the messages of the others
             part.finish()
 
     def record(self, numbers: Sequence[int], found: Judgement) -> Tensor:
-        """Count what happened; returns the verdict (4,): code, value, first bad number, unsound."""
+        """Count the step. Returns the verdict (4,): code, value, first bad number, unsound."""
         ok, count = found.ok, self._counters
         count["steps"] += 1
         count["nonfinite"] += found.nonfinite
@@ -189,9 +189,9 @@ class Guard:
     # ---- what is read afterwards
 
     def explain(self, verdict: Tensor) -> Skip | None:
-        """Read a verdict: None if the step was taken. Waits for the device.
+        """Why a step was skipped; None if it was taken. Waits for the device.
 
-        After a failed orthogonalization its matrix stands still for the step, and the optimizers
+        A failed orthogonalization leaves its matrix unchanged at this step. The optimizers then
         fall back to the plain backend, with a warning.
         """
         code, value, number, unsound = verdict.tolist()
@@ -205,9 +205,9 @@ class Guard:
         return Skip("nonfinite", value, self._tensor_names()[int(number)])
 
     def report(self) -> dict[str, Any]:
-        """Steps seen, skips of each kind, the last skipped step and bad tensor. Waits.
+        """Steps seen, skips of each kind, last skipped step and last bad tensor. Waits.
 
-        in_a_row: how many of its own latest steps an optimizer missed, of all the largest number.
+        in_a_row: latest steps that an optimizer skipped in a row; the largest number of all.
         """
         found: dict[str, Any] = {name: int(count) for name, count in self._counters.items()}
         found["in_a_row"] = int(self._in_a_row.max())
@@ -227,11 +227,11 @@ class Guard:
     # ---- state
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the windows and counters: tensors alone, the same on all ranks."""
+        """Copies of windows and counters as tensors, the same on all ranks."""
         return {name: tensor.clone() for name, tensor in self._state().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over a `state_dict`; ValueError, and nothing changed, where it does not fit."""
+        """Load a `state_dict`. ValueError, with nothing changed, if it does not fit."""
         own = self._state()
         expected = {name: tuple(tensor.shape) for name, tensor in own.items()}
         given = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -250,5 +250,5 @@ class Guard:
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:
-    """One of several values, without reading the index on the host."""
+    """values[index], without reading the index on the host."""
     return values.gather(0, index.unsqueeze(0)).squeeze(0)

@@ -1,4 +1,4 @@
-"""Muon and NorMuon: momentum whose update is made nearly orthogonal, matrix by matrix."""
+"""Muon and NorMuon: momentum whose update is orthogonalized, matrix by matrix."""
 
 import math
 import warnings
@@ -21,17 +21,17 @@ from .orthogonalize import (
 )
 from .state import State
 
-# How the step of a (rows, cols) matrix depends on its stored shape.
+# Factor on the step of a matrix, by its stored shape (rows, cols).
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, cols: max(1.0, rows / cols) ** 0.5,  # Jordan et al.: spectral norm lr
     "rms": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,  # Liu et al., arXiv:2502.16982
     "none": lambda rows, cols: 1.0,
 }
 AXES = ("stored", "rows", "cols")
-VOCABULARY = 20_000  # a side this long, and six times the other, is probably one of tokens
+VOCABULARY = 20_000  # a side this long, and six times the other, is probably a vocabulary
 
 
-# ---- The methods, on stacks (k, rows, cols). reference.py has the same for one matrix.
+# ---- The methods, on stacks (k, rows, cols). tests/reference.py has them for one matrix.
 
 
 def muon(
@@ -47,9 +47,9 @@ def muon(
     choice: Choice,
     guarded: bool,
 ) -> tuple[Tensor, ...]:
-    """(weights, momentum) after one step of Muon, and the largest singular values if guarded.
+    """One step of Muon. Returns (weights, momentum) and, if guarded, largest singular values.
 
-    rate is the learning rate times the shape's scale; decay a share of the weights or None.
+    rate: learning rate times the scale of the shape. decay: a share of the weights, or None.
     """
     momentum = torch.lerp(momentum, gradients, 1 - beta)
     update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
@@ -73,26 +73,26 @@ def normuon(
     choice: Choice,
     guarded: bool,
 ) -> tuple[Tensor, ...]:
-    """(weights, momentum, variance) after one step of NorMuon, and the rest as `muon`.
+    """One step of NorMuon. Returns (weights, momentum, variance), and the rest as `muon` does.
 
-    variance is the running mean square along `axis`: (k, rows, 1) for -1, (k, 1, cols) for -2.
+    variance: running mean square along `axis`, (k, rows, 1) for -1 and (k, 1, cols) for -2.
     """
     momentum = torch.lerp(momentum, gradients, 1 - beta)
     update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
     direction, *largest = sound(orthogonalized(update, choice), guarded)
     squares = direction.to(update.dtype).square().sum(axis, keepdim=True)
     variance = torch.lerp(variance, squares / direction.shape[axis], 1 - beta2)
-    factor = variance.clamp_min(1e-10).rsqrt()
-    # The Frobenius norms before and after follow from the sums of squares alone.
+    factor = variance.clamp_min(1e-10).rsqrt()  # 1e-10: rows that never had a gradient
+    # The norm is kept. Both Frobenius norms follow from the sums of squares: no second pass.
     before = squares.sum((-2, -1), keepdim=True).sqrt()
     after = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
     factor = factor * (rate * before / after.clamp_min(1e-10))
-    # The factor is float32, so the step is too: rounding it to bf16 once more cost loss.
+    # Trap: a float32 factor keeps the step float32. Rounded to bf16, the step cost loss.
     return descend(weights, direction * factor, decay, cautious), momentum, variance, *largest
 
 
 def sound(directions: Tensor, guarded: bool) -> tuple[Tensor, ...]:
-    """Directions, failed ones zero, and their largest singular values (k,), if guarded."""
+    """Directions; if guarded, failed ones set to zero, and the largest singular values (k,)."""
     if not guarded:
         return (directions,)
     largest = spectral_norm(directions)
@@ -101,7 +101,7 @@ def sound(directions: Tensor, guarded: bool) -> tuple[Tensor, ...]:
 
 
 def matrix_shape(shape: torch.Size, split: int | None, flatten: bool) -> tuple[int, int, int]:
-    """(matrices, rows, cols) that a parameter's memory is viewed as; split cuts the longer side."""
+    """How a parameter's memory is viewed: (matrices, rows, cols). split cuts the longer side."""
     if flatten and len(shape) > 2:
         shape = torch.Size((shape[0], math.prod(shape[1:])))
     *batch, rows, cols = shape
@@ -115,10 +115,10 @@ class Muon(ShardedOptimizer):
 
     For hidden weights (..., rows, cols); give embeddings, heads, gains and biases to Adam. Group
     keys: lr, lr_mul, momentum, weight_decay, wd_mul, method and backend (see `orthogonalize`),
-    split (view each matrix's memory as that many: 4 for Q, K, V, O packed as (C, 4C)), flatten
-    (view (out, in, height, width) as (out, rest), for convolutions).
-    scale: "spectral", "rms", "none". cautious: no decay against the step. dtype of the products:
-    "auto" is bf16 where native. State, on the owning rank alone: momentum, as the parameter.
+    split (number of matrices packed in one: 4 for Q, K, V, O as (C, 4C)), flatten (view a
+    convolution's (out, in, height, width) as (out, rest)). scale: "spectral", "rms" or "none".
+    cautious: no decay where it works against the step. dtype of the products: "auto" is bf16 where
+    native. State, on the owning rank only: momentum, shaped as the parameter.
     ValueError for an impossible setting or a backend that cannot run, TypeError for a DTensor.
     """
 
@@ -151,7 +151,7 @@ class Muon(ShardedOptimizer):
         super().__init__(params, {**defaults, **self._extra_defaults()}, **options)
 
     def _extra_defaults(self) -> dict[str, Any]:
-        """Group keys that a subclass adds."""
+        """Group keys, with defaults, that a subclass adds."""
         return {}
 
     def _check(self, group: dict[str, Any], names: list[str]) -> None:
@@ -180,7 +180,7 @@ class Muon(ShardedOptimizer):
         return choose(short, long, group["method"], dtype, device, group["backend"])
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
-        # Several ranks can share a parameter's matrices; one rank has fewer tensors to handle.
+        # Several ranks can share the matrices of a parameter. One rank alone handles fewer tensors.
         count, rows, cols = matrix_shape(param.shape, group["split"], group["flatten"])
         return [(count, rows, cols)] if ranks == 1 else [(1, rows, cols)] * count
 
@@ -205,7 +205,7 @@ class Muon(ShardedOptimizer):
         return muon, fixed, rates
 
     def fall_back(self) -> None:
-        """Use the plain backend from now on, and say so once."""
+        """Use the plain backend from now on, with one warning."""
         forced = [group for group in self.param_groups if group["backend"] != "plain"]
         for group in forced:
             group["backend"] = "plain"
@@ -217,7 +217,7 @@ class Muon(ShardedOptimizer):
             )
 
     def describe(self) -> str:
-        """What orthogonalizes matrices of each shape, and what `ShardedOptimizer` says."""
+        """One line a shape: method, backend, dtype. Then the line of `ShardedOptimizer`."""
         lines: dict[str, None] = {}
         for param, group in self._group_of.items():
             _, rows, cols = matrix_shape(param.shape, group["split"], group["flatten"])
@@ -228,12 +228,12 @@ class Muon(ShardedOptimizer):
 
 
 class NorMuon(Muon):
-    """Muon whose update is divided by a running RMS and keeps its norm (arXiv:2510.05491).
+    """Muon with the update divided by a running RMS, at unchanged norm (arXiv:2510.05491).
 
-    axis "rows": one RMS a row of each matrix; "cols": one a column; "stored": a row if the stored
-    shape has rows >= cols, else a column, as in modded-nanogpt. beta2, a group key too, is the
-    weight of the past. There is no bias correction: a row whose gradients return after a pause
-    takes a step 1 / sqrt(1 - beta2) times as long. The rest is Muon's.
+    axis "rows": one RMS for each row of a matrix; "cols": for each column; "stored": for each row
+    if the stored shape has rows >= cols, else for each column, as in modded-nanogpt. beta2, also a
+    group key: weight of the past. There is no bias correction: when gradients return to a row after
+    a pause, its step is 1 / sqrt(1 - beta2) times as long. The rest is Muon's.
     State besides momentum: variance, (matrices, rows, 1) or (matrices, 1, cols).
     """
 

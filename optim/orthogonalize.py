@@ -1,8 +1,8 @@
-"""Nearly orthogonal matrices from matrix products alone: Newton-Schulz and Polar Express.
+"""Orthogonalizes matrices with matrix products alone: Newton-Schulz and Polar Express.
 
 Both methods push every singular value towards 1 with a few odd polynomials
-p(s) = a s + b s^3 + c s^5 and keep the singular vectors. A method is data: one triple of
-coefficients an iteration, and how the matrix is scaled first.
+p(s) = a s + b s^3 + c s^5 and keep the singular vectors. A method is data: coefficients (a, b, c)
+for each iteration, and how the matrix is scaled first.
 """
 
 import functools
@@ -21,20 +21,20 @@ Coefficients = tuple[tuple[float, float, float], ...]  # (a, b, c) of each itera
 
 
 class Method(NamedTuple):
-    """Coefficients, and the start X / (safety * Frobenius norm + eps)."""
+    """Coefficients of the iterations, which start at X / (safety * Frobenius norm + eps)."""
 
     coefficients: Coefficients
     safety: float = 1.0
     eps: float = 1e-7
-    # How many iterations may share one Gram matrix. The rounding of its small eigenvalues grows
-    # with each. In bf16 these runs kept the largest singular value below 1.25 on every spectrum
+    # How many iterations share each Gram matrix. Every shared one adds rounding of its small
+    # eigenvalues. In bf16, these runs kept the largest singular value below 1.25 on every spectrum
     # tried; sharing the first two of Polar Express let it reach 14.
     runs: tuple[int, ...] = ()
 
 
 METHODS = {
     # Amsel et al., "The Polar Express" (arXiv:2505.16932), for five iterations. The safety
-    # factor keeps singular values below 1 after rounding to bf16.
+    # factor keeps singular values below 1 even after rounding to bf16.
     "polar_express": Method(
         (
             (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -55,11 +55,11 @@ METHODS = {
 }
 
 BACKENDS = ("plain", "gram", "triton")
-# Below 512 rows a product is bound by its launch. Triton loads other multiples than 16 slowly.
+# Below 512 rows launching a product costs most. Triton loads sides that 16 divides fastest.
 TRITON_LEAST, TRITON_MULTIPLE = 512, 16
-# A CPU is fastest when a batch stays in its inner caches: 2 MiB is one 768 x 768 matrix in bf16.
+# A CPU is fastest when a batch fits its inner caches. 2 MiB hold one 768 x 768 matrix in bf16.
 CPU_BATCH_BYTES = 2 * 2**20
-# Every method ends below 1.25, rounding to bf16 included. Anything above 1.5 is a failed product.
+# Every method ends below 1.25, rounding to bf16 included. Above 1.5, a product has failed.
 LARGEST_SINGULAR_VALUE = 1.5
 
 
@@ -72,12 +72,12 @@ def batch_limit(numel: int, dtype: torch.dtype, device: torch.device) -> int:
 
 @functools.cache
 def native_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where `device` multiplies it in hardware, else float32."""
+    """bfloat16 if `device` multiplies it in hardware, else float32."""
     native = False
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device)[0] >= 8
     elif device.type == "cpu":
-        # These probes are private to torch: a missing one counts as a no.
+        # These probes are private to torch, so a missing one means no.
         for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
             native = native or getattr(torch.cpu, name, bool)()
     return torch.bfloat16 if native else torch.float32
@@ -96,10 +96,10 @@ class Choice(NamedTuple):
 def choose(
     rows: int, cols: int, method: str, dtype: torch.dtype, device: torch.device, backend: str
 ) -> Choice:
-    """The backend for matrices (rows, cols), rows <= cols: the named one, or the fastest.
+    """How to orthogonalize matrices (rows, cols), rows <= cols, by the named or best backend.
 
-    It is a rule and no measurement, so that a run can be repeated. Each choice is logged once.
-    ValueError: an unknown method or backend, or a backend that cannot run on `device`.
+    "auto" follows a rule, not a measurement, so that a run can be repeated. Each choice is logged
+    once. ValueError: an unknown method or backend, or a backend that cannot run on `device`.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
@@ -113,7 +113,7 @@ def choose(
         aligned = rows % TRITON_MULTIPLE == cols % TRITON_MULTIPLE == 0
         suits = rows >= TRITON_LEAST and aligned and dtype.itemsize == 2 and device.type == "cuda"
         backend = "triton" if suits and obstacle is None else "gram"
-    # Sharing costs three more products of Gram matrices and saves two with the matrix itself.
+    # Sharing a Gram matrix adds three small products and saves two with the whole matrix.
     shares = cols > 1.5 * rows and backend != "plain"
     if backend == "gram" and not shares:
         backend = "plain"
@@ -129,10 +129,10 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The nearly orthogonal matrices with the singular vectors of G (..., rows, cols).
+    """Matrices with the singular vectors of G (..., rows, cols) and singular values near 1.
 
     Returns a new tensor of G's shape in `dtype` (None: `native_dtype`), the dtype of the products.
-    The scale of G does not matter from 1e-30 to 1e30, and zero stays zero. Gradients do not flow.
+    The scale of G has no effect from 1e-30 to 1e30. Zero stays zero. Gradients do not flow.
     ValueError: fewer than two dimensions, or what `choose` refuses.
     """
     if G.ndim < 2:
@@ -146,7 +146,7 @@ def orthogonalize(
 
 
 def orthogonalized(G: Tensor, choice: Choice) -> Tensor:
-    """`orthogonalize` for a stack (k, rows, cols) whose choice is made."""
+    """`orthogonalize` for a stack (k, rows, cols) and a given choice."""
     limit = batch_limit(G[0].numel(), choice.dtype, G.device)
     if len(G) <= limit:
         return iterate(G, choice)
@@ -159,7 +159,7 @@ def iterate(G: Tensor, choice: Choice) -> Tensor:
     Matrices with rows > cols use X <- X (a I + b A + c A^2) with the smaller A = X^T X.
     """
     method = METHODS[choice.method]
-    # On a CPU a bf16 product with other strides than row-major is slower by orders of magnitude.
+    # Trap: on a CPU, a bf16 product of anything but row-major is orders of magnitude slower.
     X = scaled(G, method).to(choice.dtype).contiguous()
     tall = X.shape[-2] > X.shape[-1]
     symmetric = choice.backend == "triton"
@@ -185,10 +185,10 @@ def iterate(G: Tensor, choice: Choice) -> Tensor:
 def continued(
     coefficients: Coefficients, A: Tensor, B: Tensor, product: Callable[..., Tensor]
 ) -> Tensor:
-    """The polynomial of several iterations, from the first one's A and B = b A + c A^2.
+    """The joint polynomial of several iterations, from the first one's A and B = b A + c A^2.
 
     Overwrites A and B. The next iteration's Gram matrix is (a I + B) A (a I + B), a product of
-    small matrices. B is kept without a I, beside which bf16 would round the rest of it away.
+    small matrices. a I is added as late as possible: beside it, bf16 would round B away.
     """
     spare, total, other = (torch.empty_like(A) for _ in range(3))
     latest, a = B, coefficients[0][0]
@@ -214,9 +214,9 @@ def plain_product(
 
 
 def scaled(G: Tensor, method: Method) -> Tensor:
-    """A copy of G in float32 at least, with singular values in (0, 1]."""
+    """A copy of G in float32 at least, scaled so that no singular value exceeds 1."""
     X = G.to(torch.promote_types(G.dtype, torch.float32))
-    # Squares overflow or vanish long before their matrix does: bring the largest element to 1.
+    # Squares overflow or vanish long before the matrix does, so bring the largest element to 1.
     low, high = X.amin(dim=(-2, -1), keepdim=True), X.amax(dim=(-2, -1), keepdim=True)
     X = X / torch.maximum(high, -low).clamp_min(torch.finfo(X.dtype).tiny)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
@@ -226,12 +226,12 @@ def scaled(G: Tensor, method: Method) -> Tensor:
 def spectral_norm(X: Tensor) -> Tensor:
     """A lower estimate (k,) float32 of the largest singular values of X (k, rows, cols).
 
-    It costs two products with a vector, and is NaN or infinite where X is. Of n values near 1 a
-    single one must reach (5 n)^(1/4), about 8 for 768, to lift the estimate above 1.5: enough to
-    see a failed product, which ends far above.
+    It costs two products with a vector and is NaN or infinite if X is. If n - 1 of n values are
+    near 1, the last one must reach (5 n)^(1/4), about 8 for 768, to lift the estimate above 1.5.
+    A failed product ends far above that.
     """
     X = X.mT if X.shape[-2] > X.shape[-1] else X
     index = torch.arange(X.shape[-2], device=X.device)
-    signs = index * (index + 1) * 40503 // 65536 % 2 * 2 - 1  # fixed, and they look random
+    signs = index * (index + 1) * 40503 // 65536 % 2 * 2 - 1  # fixed, but irregular
     image = torch.bmm(torch.bmm(signs.to(X.dtype).expand(len(X), 1, -1), X), X.mT).float()
     return (torch.linalg.vector_norm(image, dim=(1, 2)) / len(index) ** 0.5).sqrt()

@@ -1,4 +1,4 @@
-"""Which losses and gradient norms are spikes: a rule, and the windows that it judges by."""
+"""Which losses and gradient norms are spikes: a rule, and the windows it judges by."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SpikeRule:
-    """A value is a spike above centre + sigma * spread of its window, or where it is not finite.
+    """A value is a spike if it is above centre + sigma * spread of its window, or not finite.
 
-    Centre and spread are the median and 1.4826 MAD of the latest accepted values; norms are judged
+    Centre and spread are the median and 1.4826 MAD of the latest accepted values. Norms are judged
     by their logarithms. Mean and deviation would not do: one spike hides the next. The spread is at
-    least `least_spread` of the centre, of norms `least_log_spread`.
-    Nothing is judged before `start` values are in a window. After `patience` spikes of a value in a
-    row its window starts anew. A norm's row consists of its own optimizer's steps.
+    least `least_spread` times the centre, or `least_log_spread` for norms.
+    A window with fewer than `start` values judges nothing. After `patience` spikes in a row it
+    starts anew; for a norm, only the steps of its own optimizer count.
     """
 
     window: int = 128
@@ -48,11 +48,11 @@ class Spikes:
         self.in_a_row = torch.zeros(values, dtype=torch.int64, device=device)
 
     def judge(self, values: Tensor, present: Tensor, fault: Tensor) -> Tensor:
-        """Which of the `present` values are spikes (values,); the values then enter the windows.
+        """Which of the `present` values are spikes (values,). Sound values then enter the windows.
 
-        fault: the step is skipped in any case.
+        fault: whether the step is skipped anyway.
         """
-        # Norms are skewed, their logarithms nearly not.
+        # Norms have a long upper tail; their logarithms hardly have one.
         values = torch.cat([values[:1], values[1:].clamp_min(0).log()])
         finite = values.isfinite()
         unsound = values.isnan() | (values == torch.inf)
@@ -61,12 +61,12 @@ class Spikes:
         spikes = (present & unsound) | (over & ~restart)
         ended = torch.where(present, 0, self.in_a_row)
         self.in_a_row.copy_(torch.where(spikes, self.in_a_row + 1, ended))
-        # Spikes would widen their window, so it takes no values of skipped steps.
+        # Spikes would widen the window, so values of skipped steps do not enter it.
         self.enter(values, present & finite & ~(spikes.any() | fault), restart)
         return spikes
 
     def limits(self) -> Tensor:
-        """The largest values (values,) that are no spikes; infinite while nothing is judged."""
+        """The largest values (values,) that are not spikes; infinite while nothing is judged."""
         filled = ~self.window.isnan()
         count = filled.sum(dim=1, keepdim=True)
         centre = lower_median(self.window, filled, count)
@@ -86,6 +86,6 @@ class Spikes:
 
 
 def lower_median(values: Tensor, filled: Tensor, count: Tensor) -> Tensor:
-    """Medians (rows, 1) of the filled places of (rows, columns), the lower one of two."""
+    """Median of the filled places of each row, (rows, 1): of two middle values the lower."""
     ordered = torch.where(filled, values, torch.inf).sort(dim=1).values
     return ordered.gather(1, (count - 1).clamp_min(0) // 2)

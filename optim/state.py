@@ -1,4 +1,4 @@
-"""Whole state by name, of any world size, for ours and for the optimizers of torch."""
+"""Optimizer state by name, whole at any world size, for our optimizers and torch's own."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from .buckets import Bucket, Part, Team
 
 
 class State(NamedTuple):
-    """One state tensor of a parameter: its whole shape, and what each stacked matrix has of it."""
+    """One state tensor of a parameter: its whole shape, and its shape for each stacked matrix."""
 
     shape: tuple[int, ...]
     each: tuple[int, ...] | None  # None: as the matrix itself
@@ -19,7 +19,7 @@ class State(NamedTuple):
 
 
 class StateByName:
-    """What our optimizers do with their whole state."""
+    """Gives our optimizers methods that save and load their whole state."""
 
     team: Team
     param_groups: list[dict[str, Any]]
@@ -31,14 +31,14 @@ class StateByName:
     _place: dict[Part, tuple[Bucket, slice]]
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        """The state of one parameter by name; it starts as zeros."""
+        """{name: State} for one parameter. State starts as zeros."""
         raise NotImplementedError
 
     @torch.no_grad()
     def named_state(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """("parameter.state", whole tensor) one after the other, on that rank (None: on all).
+        """Yield ("parameter.state", whole tensor) pairs, only on `rank` if one is given.
 
-        Tensors alone, ready to be written as safetensors. A collective: all ranks must exhaust it.
+        All values are tensors, ready for safetensors. Collective: all ranks must exhaust it.
         """
         for param, group in self._group_of.items():
             for name, kind in self._states(param, group).items():
@@ -56,9 +56,9 @@ class StateByName:
 
     @torch.no_grad()
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a `named_state` of any world size and grouping, converted to the dtypes here.
+        """Load a `named_state` of any world size and grouping, converted to the dtypes here.
 
-        ValueError, and nothing changed, where names or shapes differ.
+        ValueError, with nothing changed, if names or shapes differ.
         """
         shapes = {}
         for param, group in self._group_of.items():
@@ -81,9 +81,9 @@ class StateByName:
                     stacked[place].copy_(part.cut(whole).view_as(stacked[place]))
 
     def state_dict(self) -> dict[str, Any]:
-        """A snapshot in torch's form with the whole state of every parameter, equal on all ranks.
+        """The whole state in torch's form, copied and equal on all ranks.
 
-        A collective. It loads at any world size.
+        Collective. It loads at any world size.
         """
         numbers = {name: number for number, name in enumerate(self._names.values())}
         state: dict[int, dict[str, Tensor]] = {}
@@ -94,11 +94,11 @@ class StateByName:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a `state_dict`; Muon takes torch.optim.Muon's too, Adam torch.optim.AdamW's.
+        """Load a `state_dict`. Muon also loads torch.optim.Muon's, Adam torch.optim.AdamW's.
 
-        State goes by parameter name, or by position where there are no names. Hyperparameters are
-        taken over if the groups hold the same parameters; else this optimizer keeps its own.
-        ValueError, and nothing changed, where it does not fit.
+        State goes to the parameter of the same name, or position if there are no names.
+        Hyperparameters are loaded if the groups hold the same parameters, else kept as they are.
+        ValueError, with nothing changed, if it does not fit.
         """
         groups, tensors, members = state_dict["param_groups"], {}, []
         for group in groups:
@@ -114,7 +114,7 @@ class StateByName:
             raise ValueError(f"the state has groups of {sizes}; name parameters to regroup them")
         self.load_named_state(tensors)
         if members == own:
-            # A backend is a choice of the machine, not of the state.
+            # The backend depends on the machine, so it is not loaded.
             known = {*self.defaults, "initial_lr"} - {"backend"}
             for group, saved in zip(self.param_groups, groups, strict=True):
                 group.update({key: saved[key] for key in known if key in saved})
@@ -126,16 +126,15 @@ def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Their names, or their numbers where none were given."""
+    """Names of all parameters, or their numbers if they have no names."""
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     return names or [str(number) for number in range(len(params_of(optimizer)))]
 
 
 def named_state(optimizer: Any, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-    """("parameter.state", whole tensor) of any optimizer, one after the other.
+    """Yield ("parameter.state", whole tensor) pairs of any optimizer, only on `rank` if given.
 
-    With a rank, only there, where other ranks own state. A collective: all ranks must exhaust it.
-    TypeError for state that is no tensor.
+    Collective: all ranks must exhaust it. TypeError for state that is not a tensor.
     """
     if hasattr(optimizer, "named_state"):
         yield from optimizer.named_state(rank)
@@ -152,7 +151,7 @@ def named_state(optimizer: Any, rank: int | None = None) -> Iterator[tuple[str, 
 
 
 def load_named_state(optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Take over a `named_state`. ValueError where a parameter is unknown."""
+    """Load a `named_state`. ValueError for an unknown parameter."""
     if hasattr(optimizer, "load_named_state"):
         optimizer.load_named_state(tensors)
         return
@@ -163,13 +162,13 @@ def load_named_state(optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
         if name not in numbers:
             raise ValueError(f"the state has an unknown {key}; build the optimizer as it was")
         state.setdefault(numbers[name], {})[kind] = tensor.clone()
-    # torch itself knows on which device and in which dtype it wants each tensor.
+    # torch's own loader picks the device and dtype of each tensor.
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def reset(optimizer: Any) -> None:
-    """Back to the constructed optimizer: no state, and the learning rate that was given."""
+    """Restore an optimizer as constructed: no state, and its initial learning rate."""
     if hasattr(optimizer, "reset"):
         optimizer.reset()
         return

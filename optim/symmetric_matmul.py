@@ -1,8 +1,8 @@
-"""Products known to be symmetric, for half the work: compute one triangle of tiles, mirror it.
+"""Symmetric products for half the work: compute one triangle of tiles and mirror it.
 
-The idea is public in flash-muon and in the logs of record runs. The kernel is written in Triton:
-it runs on CUDA devices, and on a CPU in Triton's interpreter to be checked. Without Triton this
-module can still be imported.
+The idea comes from flash-muon and from the logs of public record runs. The Triton kernel runs on
+CUDA devices; tests run it on a CPU in Triton's interpreter. The module can be imported without
+Triton.
 """
 
 import functools
@@ -22,8 +22,8 @@ if HAS_TRITON:
 
     INTERPRETED = bool(triton.knobs.runtime.interpret)
 
-    # Builtins of the language only: its library functions are compiled or interpreted by what
-    # held when Triton itself was imported.
+    # Trap: use only builtins of the language. Triton's library functions are compiled or
+    # interpreted as TRITON_INTERPRET said when Triton was imported, not when this kernel is.
     @triton.jit
     def _mirrored_tile(
         X, Y, D, out, n, m, alpha, beta,
@@ -31,9 +31,8 @@ if HAS_TRITON:
         d_batch, d_row, d_col, out_batch, out_row, out_col,
         TILE: tl.constexpr, DEPTH: tl.constexpr,
     ):  # fmt: skip
-        # A triangle with T tiles to a side folds into rows of T + 1: the T - i tiles of its row i,
-        # then the i + 1 of its row T - 1 - i. Neighbouring programs then share rows of X and Y in
-        # the cache.
+        # The triangle has T tiles a side. Folded row i holds T + 1 tiles: the T - i of row i, then
+        # the i + 1 of row T - 1 - i. So neighbouring programs share rows of X and Y in the cache.
         T = (n + TILE - 1) // TILE
         tiles = T * (T + 1) // 2
         batch = (tl.program_id(0) // tiles).to(tl.int64)  # a batch may exceed 2^31 elements
@@ -59,7 +58,7 @@ if HAS_TRITON:
             d = tl.load(D + batch * d_batch + rows * d_row + cols * d_col, mask=inside, other=0.0)
             total += beta * d.to(tl.float32)
         result = total.to(out.dtype.element_ty)
-        if row_tile == col_tile:  # the two halves of this tile may have been rounded differently
+        if row_tile == col_tile:  # its two halves may be rounded differently
             result = tl.where(rows <= cols, result, tl.trans(result))
         out += batch * out_batch
         tl.store(out + rows * out_row + cols * out_col, result, mask=inside)
@@ -68,7 +67,7 @@ if HAS_TRITON:
 
 @functools.cache
 def obstacle(device: torch.device) -> str | None:
-    """Why the kernel cannot run on `device` and what would help, or None if it can."""
+    """Why the kernel cannot run on `device`, with the fix; None if it can."""
     if not HAS_TRITON:
         return 'Triton is not installed: pip install "triton>=3.6"'
     if INTERPRETED:
@@ -89,10 +88,10 @@ def obstacle(device: torch.device) -> str | None:
 def symmetric_product(
     X: Tensor, Y: Tensor, out: Tensor, *, D: Tensor | None = None, alpha: float = 1, beta: float = 0
 ) -> Tensor:
-    """out = alpha X Y^T + beta D, known to be symmetric: Y is X, or both are symmetric and commute.
+    """out = alpha X Y^T + beta D, which must be symmetric: Y is X, or X and Y commute.
 
-    X, Y (B, n, m); D, out (B, n, n); one dtype of DTYPES, any strides. `out` shares no memory with
-    the others. The upper triangle is computed in float32, rounded once and mirrored bit for bit.
+    X, Y (B, n, m), symmetric if they differ; D, out (B, n, n); one dtype of DTYPES, any strides.
+    `out` must not share memory. The upper triangle is summed in float32, rounded once and mirrored.
     ValueError: shapes, dtypes or devices that do not fit. RuntimeError: no kernel, see `obstacle`.
     """
     _check(X, Y, D, out)
@@ -101,7 +100,7 @@ def symmetric_product(
     if out.numel() == 0:
         return out
     if INTERPRETED and X.dtype == torch.bfloat16:
-        # The interpreter multiplies bf16 as integers; float32 holds every bf16.
+        # Trap: the interpreter multiplies bf16 as integers. float32 holds every bf16 value.
         wide = torch.empty_like(out, dtype=torch.float32)
         D = None if D is None else D.float()
         symmetric_product(X.float(), Y.float(), wide, alpha=alpha, D=D, beta=beta)
@@ -131,15 +130,15 @@ def _check(X: Tensor, Y: Tensor, D: Tensor | None, out: Tensor) -> None:
 
 
 def _triangle(n: int, tile: int) -> int:
-    """How many tiles the upper triangle of an n x n matrix has, the diagonal included."""
+    """Number of tiles in the upper triangle of an n x n matrix, with the diagonal."""
     side = -(-n // tile)
     return side * (side + 1) // 2
 
 
 def _tiling(B: int, n: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Large tiles read less for each product, if there are enough to fill 108 to 132 processors.
+    """Tile sizes: large tiles read less, but need enough of them to fill 108 to 132 processors.
 
-    float32 is multiplied outside the tensor cores, where small tiles are enough.
+    Small tiles are enough for float32, which does not use the tensor cores.
     """
     if dtype.itemsize == 2 and B * _triangle(n, 128) >= 100:
         return {"TILE": 128, "DEPTH": 64, "num_warps": 8, "num_stages": 3}

@@ -1,11 +1,11 @@
-"""Checkpoints: tensors and text alone, so that reading one executes nothing.
+"""Checkpoints. They hold only tensors and text, so that reading one executes nothing.
 
     <checkpoint_dir>/<run_id>/step_000123/model.safetensors    parameters by name
                                           optim.safetensors    optimizers, guard, random generators
                                           state.json           what the run is and where it stands
                                           checksums.json       SHA-256 of the three
 
-A checkpoint appears under its name when all of it is on the disk. It fits any number of ranks.
+A checkpoint gets its name only when all of it is on the disk. It fits any number of ranks.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ FIELDS = {
     "run_id": str, "step": int, "clock_ms": float, "segment": int, "log_bytes": int, "data": dict,
 }  # fmt: skip
 AGAIN = "Resume from another checkpoint."
-KEPT = 2  # if a power cut spoils the newest, there is the one before
+KEPT = 2  # the one before replaces a newest that a power cut damaged
 MOST_JSON_BYTES = 2**26
 
 
 class Snapshot(NamedTuple):
-    """A run between two steps. Tensors on the host; `state` in the types of JSON."""
+    """A run between two steps. Tensors are on the host; `state` is JSON data."""
 
     model: dict[str, Tensor]
     optim: dict[str, Tensor]
@@ -45,13 +45,13 @@ class Snapshot(NamedTuple):
 
 
 def save(folder: Path, snapshot: Snapshot) -> Path:
-    """Write a checkpoint into the run's folder and remove all but the two newest.
+    """Write a checkpoint into the run's folder, then remove all but the two newest.
 
-    OSError or SafetensorError where the disk refuses; older checkpoints then stay.
+    OSError or SafetensorError if the disk refuses. Older checkpoints then stay.
     """
     path = folder / f"step_{snapshot.state['step']:06d}"
     partial = folder / f".{path.name}"
-    for left in folder.glob(".step_*"):  # by a process that was killed
+    for left in folder.glob(".step_*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -62,13 +62,13 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
         (partial / SUMS).write_bytes(json_line(sums))
         for name in (*sums, SUMS, "."):
             _sync(partial / name)
-        remove(path)  # the same step, before the run was resumed from an earlier one
+        remove(path)  # of the same step, if the run has since resumed from an earlier one
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _sync(folder)
     found = checkpoints(folder)
-    upto = found[: found.index(path) + 1]  # later ones were given up by resuming before them
+    upto = found[: found.index(path) + 1]  # a resume from an earlier one gave up those after it
     for other in found:
         if other not in upto[-KEPT:]:
             remove(other)
@@ -76,7 +76,7 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. Its name goes first: a kill must not leave half of it under its name."""
+    """Remove a checkpoint. Rename it first: a kill must not leave half of it under its name."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
 
@@ -88,7 +88,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def check(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint. Refused for anything that is not as it was written."""
+    """Verify a checkpoint and return its state. Refused if anything has changed since."""
     try:
         sums = _read_json(path / SUMS)
         for name in (MODEL, OPTIM, STATE):
@@ -114,7 +114,7 @@ def check(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path) -> Snapshot:
-    """The snapshot in a checkpoint, checked."""
+    """Verify and read a checkpoint. Refused if it is damaged."""
     state = check(path)
     try:
         return Snapshot(load_file(path / MODEL), load_file(path / OPTIM), state)
@@ -148,7 +148,7 @@ def _sha256(path: Path) -> str:
 
 def _sync(path: Path) -> None:
     """Force a file, or the names in a folder, to the disk."""
-    if sys.platform == "win32" and path.is_dir():  # where a folder cannot be opened
+    if sys.platform == "win32" and path.is_dir():  # Windows cannot open a folder
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:

@@ -1,4 +1,4 @@
-"""Checks on a model and its state: it sees no future, and what was restored is what was there."""
+"""Checks on a model and its state: it sees no future, and state was restored bit for bit."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,10 +16,10 @@ def is_causal(
     tokens: Tensor,
     vocab_size: int,
 ) -> bool:
-    """Whether `stream` gives the same for the first half of a row, whatever stands in the second.
+    """Whether the first half of a stream stays the same when the second half of the row changes.
 
-    tokens: (1, T). stream: tokens to (1, T, C). Adds noise to the parameters, in place: weights
-    that are zero would hide a leak.
+    tokens: (1, T). stream: maps tokens to (1, T, C). Adds noise to the parameters, in place, since
+    weights that are zero would hide a leak.
     """
     generator = torch.Generator().manual_seed(0)
     for parameter in parameters:
@@ -32,19 +32,19 @@ def is_causal(
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Whether two values, dicts of them to any depth included, are equal; tensors in every bit."""
+    """Whether two values or nested dicts of values are equal, tensors in every bit."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return bool(a == b)
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    # As bytes: NaN equals itself, and -0 differs from 0.
+    # Compare bytes: NaN then equals itself, and -0 differs from 0.
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def copy_tensors(given: dict[str, Tensor], into: dict[str, Tensor]) -> None:
-    """Copy tensors by name. Refused, with nothing copied, where names, shapes or dtypes differ."""
+    """Copy tensors by name. Refused, with nothing copied, if names, shapes or dtypes differ."""
     theirs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in given.items()}
     ours = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in into.items()}
     wrong = []

@@ -1,4 +1,4 @@
-"""A claim: what will be shown, by which source, configuration and seeds, written before the runs.
+"""A claim: what runs of one source, configuration and seeds will show, written before the runs.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from runtime.jsonl import json_hash
 from runtime.log import config_hash, source_hash
 
 SCHEMA = 1
-LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may lie close by chance
+LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may agree by chance
 MOST_BYTES = 2**20
 NAME = r"[A-Z][A-Za-z0-9]{1,60}"
 SHA256 = "[0-9a-f]{64}"
@@ -23,7 +23,7 @@ TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"
 
 @dataclass(frozen=True)
 class Claim:
-    """n runs, one a seed, show at level alpha that the mean loss lies below the target."""
+    """n runs, one for each seed, show at level alpha that the mean loss is below the target."""
 
     name: str
     track: str
@@ -31,7 +31,7 @@ class Claim:
     alpha: float
     n: int
     seeds: list[int]
-    looks: list[int]  # numbers of runs after which the test is made; [n]: once, at the end
+    looks: list[int]  # numbers of runs after which to test; [n]: once, at the end
     source_sha256: str
     config_sha256: str
     config: dict[str, Any]
@@ -42,12 +42,12 @@ class Claim:
 
     @property
     def id(self) -> str:
-        """SHA-256 of all that the claim says. Headers of runs carry it, so it was there first."""
+        """SHA-256 of all fields. Headers of runs hold it: the claim came before the runs."""
         return json_hash(dataclasses.asdict(self))
 
 
 def read_claim(path: str | Path) -> Claim:
-    """The claim in a file. ClaimError names the file and the rule for anything that is none."""
+    """Read a claim. ClaimError names the file and the rule that it breaks."""
     fields = _read(Path(path))
     known = {field.name: field.type for field in dataclasses.fields(Claim)}
     for name, kind in known.items():
@@ -96,7 +96,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _rules(claim: Claim) -> Iterator[tuple[bool, str]]:
-    """What a claim must keep, and the sentence for one that does not."""
+    """Yield (whether a rule holds, the rule as a sentence) for every rule of a claim."""
     n, seeds, looks = claim.n, claim.seeds, claim.looks
     yield (
         LEAST_RUNS <= n == len(set(seeds)) == len(seeds) <= MOST_RUNS,
@@ -120,7 +120,7 @@ def _rules(claim: Claim) -> Iterator[tuple[bool, str]]:
 
 
 def admit(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:
-    """The id of the claim at `path`, None for no path. ClaimError if these runs cannot show it."""
+    """The id of the claim at `path`, None without a path. ClaimError if these runs do not fit."""
     if not path:
         return None
     claim = read_claim(path)

@@ -1,4 +1,4 @@
-"""The clock of a process: a ledger of phases, each timed or untimed by a line in the code."""
+"""The clock of a process: a list of phases, each timed or untimed."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +13,10 @@ class Phase(NamedTuple):
 
 
 class Clock:
-    """Measures phases one at a time, from device idle to device idle.
+    """Measures phases, one at a time.
 
-    `synchronize()` waits for the device at both ends of a phase. `phases` are those of getting
-    ready and then those of the current run. RuntimeError where phases nest or none is open.
+    `synchronize()` waits for the device at both ends of a phase. `phases` holds the phases before
+    the first run, then those of the current run. RuntimeError if phases nest or none is open.
     """
 
     def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
@@ -27,15 +27,15 @@ class Clock:
         self._timed_ns = 0
 
     def begin_run(self) -> None:
-        """Set the clock to zero for the next run. Its phases begin with those of getting ready."""
+        """Set the clock to zero for the next run. Keep the phases before the first run."""
         if self._ready is None:
             self._ready = self.phases
         self.phases = [*self._ready]
         self._timed_ns = 0
 
     def resume_run(self, train_time_ms: float, lost_ms: float) -> None:
-        """Set the clock to a checkpoint's train time, and charge the steps lost after it."""
-        lost_ms = max(lost_ms, 0.0)  # a checkpoint may know of time that no line of the log tells
+        """Set the clock to a checkpoint's training time, and charge the steps lost after it."""
+        lost_ms = max(lost_ms, 0.0)  # a checkpoint may be later than the last line of the log
         self.phases.append(Phase("lost", True, lost_ms))
         self._timed_ns = round(1e6 * (train_time_ms + lost_ms))
 
@@ -46,7 +46,7 @@ class Clock:
         self._open = (name, timed, time.perf_counter_ns())
 
     def stop(self, *, wait: bool = True) -> None:
-        """Close the open phase, without `wait` even if the device never comes to rest."""
+        """Close the open phase. wait: first for the device, which after a failure may hang."""
         if self._open is None:
             raise RuntimeError("no phase is open: call start() before stop()")
         if wait:
@@ -73,7 +73,7 @@ class Clock:
 
     @property
     def train_time_ms(self) -> float:
-        """Milliseconds in timed phases of this run, the open one included. Waits for nothing."""
+        """Milliseconds in timed phases of this run, with the open one. Does not wait."""
         time_ns = self._timed_ns
         if self._open is not None and self._open[1]:
             time_ns += time.perf_counter_ns() - self._open[2]

@@ -1,4 +1,4 @@
-"""torch.compile where it works, with the reason where it does not, and what the log says of it."""
+"""torch.compile where it works, and the reason where it does not."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ import torch
 from runtime.errors import Refused
 from runtime.machine import Machine, first_line, out_of_memory
 
-# A graph for each shape: --micro-batch auto tries several, validation rows come in many parts.
+# One graph a shape: --micro-batch auto tries several, and validation rows come in many parts.
 MOST_GRAPHS = 1024
 
 
@@ -32,7 +32,7 @@ def why_not_compile(device: torch.device) -> str | None:
 
 
 def check_compile(mode: str, device: torch.device) -> None:
-    """Raise Refused if compilation is demanded ("on") where it cannot work."""
+    """Raise Refused if `mode` is "on" where compilation cannot work."""
     obstacle = why_not_compile(device) if mode == "on" else None
     if obstacle:
         raise Refused(f"--compile on: {obstacle}. Install it, or use --compile auto.")
@@ -41,16 +41,14 @@ def check_compile(mode: str, device: torch.device) -> None:
 def try_compile(
     function: Callable[..., Any], mode: str, machine: Machine, first_call: Callable[[Any], object]
 ) -> tuple[Callable[..., Any], str | None]:
-    """Return `function` compiled and None, or as it is and the reason; the same on all ranks.
+    """Return `function` compiled and None, or `function` itself and the reason.
 
-    `first_call` must work with the compiled function; like `fits` it raises on all ranks or on
-    none. `mode` "off" does not try, "auto" falls back, "on" raises Refused. Lack of memory is
-    raised as it is: it is no obstacle to compilation.
+    `first_call` must work with the compiled function. If it fails, `mode` "auto" falls back and
+    "on" raises Refused; "off" does not try. Lack of memory is raised as it is.
     """
     obstacle = "as asked" if mode == "off" else why_not_compile(machine.device)
-    for rank, found in enumerate(machine.gather(obstacle)):
-        if found is not None:
-            return function, f"{machine.name(rank)}: {found}" if rank else found
+    if obstacle:
+        return function, obstacle
     machine.say("compiling: tens of seconds the first time, then cached")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
@@ -68,33 +66,27 @@ def try_compile(
 
 
 def fits(function: Callable[[], object], machine: Machine) -> bool:
-    """Call `function` on every rank; return whether memory sufficed on all of them.
+    """Call `function` on every rank. Return whether memory sufficed on all of them.
 
-    `function` must not wait for other ranks. Any other error is raised on every rank.
+    `function` must not wait for other ranks.
     """
-    failure, short = None, False
+    short = False
     try:
         function()
     except Exception as error:
-        short = out_of_memory(error)
-        failure = None if short else error
+        if not out_of_memory(error):
+            raise
+        short = True
         traceback.clear_frames(error.__traceback__)  # they hold tensors: make room for what follows
     if machine.device.type == "cuda":
         torch.cuda.empty_cache()
-    word = None if failure is None else f"{type(failure).__name__}: {first_line(failure)}"
-    shorts, words = zip(*machine.gather((short, word)), strict=True)
-    if failure is not None:
-        raise failure
-    for rank, word in enumerate(words):
-        if word is not None:
-            raise RuntimeError(f"{machine.name(rank)}: {word}")
-    return not any(shorts)
+    return not any(machine.gather(short))
 
 
 def compile_facts() -> dict[str, list[str]]:
-    """Return, for the log, the compiler's settings that differ from their defaults.
+    """Return for the log the compiler settings that code or environment changed.
 
-    By code and by environment; the contests' tracks allow none. Imports nothing.
+    The contest's tracks allow none. Imports nothing.
     """
     config: Any = sys.modules.get("torch._inductor.config")
     lines = config.codegen_config().splitlines() if config else []
@@ -106,7 +98,7 @@ def compile_facts() -> dict[str, list[str]]:
 
 
 def _is_default(config: Any, line: str) -> bool:
-    """Whether a line of `codegen_config` states a default: compiling itself writes some of them."""
+    """Return whether a line of `codegen_config` states a default. Compiling writes some of them."""
     name, _, value = line.removeprefix("torch._inductor.config.").partition(" = ")
     entry = config._config.get(name)
     return entry is not None and repr(entry.default) == value

@@ -1,6 +1,6 @@
-"""The exceptions that end a run or a command, each with its exit code.
+"""Exceptions that end a run or a command, each with its exit code.
 
-1 is left to errors in the code, which keep their traceback.
+Code 1 is for all others: errors in the code, which keep their traceback.
 """
 
 
@@ -11,15 +11,15 @@ class Refused(ValueError):
 
 
 class LogError(Refused):
-    """A run log or registry that cannot be read, or does not say what it must."""
+    """A run log or registry that cannot be read or written, or breaks its rules."""
 
 
 class ClaimError(Refused):
-    """A claim that does not fit its runs."""
+    """A claim that breaks its rules or does not fit its runs."""
 
 
 class NonFinite(RuntimeError):
-    """A loss, or twenty gradients in a row, that are no finite numbers."""
+    """A loss is not finite, or the guard skipped twenty steps in a row."""
 
     code = 3
 
@@ -27,7 +27,7 @@ class NonFinite(RuntimeError):
 class Interrupted(BaseException):
     """A signal asked the process to end.
 
-    Not an `Exception`, as `KeyboardInterrupt` is none: no `except Exception` may swallow it.
+    Like KeyboardInterrupt it is not an `Exception`: no `except Exception` may swallow it.
     """
 
     def __init__(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Lines of JSON in files that are only appended to."""
+"""JSON lines, in files that only grow."""
 
 import contextlib
 import hashlib
@@ -12,9 +12,9 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """The value in the types of JSON. Floats keep every digit; NaN and infinities become text.
+    """The value as JSON data. Floats keep every digit; NaN and infinities become text.
 
-    TypeError for anything else, tensors included: reading one would make each log line wait for
+    TypeError for anything else, also for tensors: reading one would make every log line wait for
     the device.
     """
     if isinstance(value, np.generic):
@@ -33,12 +33,12 @@ def plain(value: Any) -> Any:
 
 
 def json_line(record: dict[str, Any]) -> bytes:
-    """One line of a log."""
+    """One log line, as bytes with its line end."""
     return json.dumps(plain(record), allow_nan=False).encode() + b"\n"
 
 
 def json_hash(value: Any) -> str:
-    """SHA-256 of the value as JSON, the same whatever the order of keys."""
+    """SHA-256 of the value as JSON, whatever the order of its keys."""
     text = json.dumps(plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -50,7 +50,7 @@ def append(descriptor: int, line: bytes) -> None:
         while written < len(line):
             written += os.write(descriptor, line[written:])
     except OSError:
-        if written:  # a full disk takes the part that still fits
+        if written:  # a full disk takes what still fits
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR) - written)
         raise

@@ -1,4 +1,4 @@
-"""The run log: what a run was, step by step, in lines of JSON that survive whatever ends it.
+"""The run log: one JSON line an event, written so that it survives whatever ends the run.
 
     logs/<run_id>.jsonl        one event a line, written as it happens
     logs/<run_id>.2.jsonl      the second segment: a process that resumes the run writes its own
@@ -6,8 +6,8 @@
     logs/registry.jsonl        a line for each start, resume and end of a run
 
 A process only appends, and only to its own segment. The header of a later segment names the step
-after which it begins and the hash of the segment before: it supersedes what earlier segments say
-after the checkpoint of that step.
+after which it begins, and the hash of the segment before. What earlier segments say of later steps
+no longer counts.
 """
 
 import contextlib
@@ -33,20 +33,20 @@ from runtime.jsonl import append, json_hash, json_line
 from runtime.registry import BINARY, REGISTRY, register
 from runtime.settings import SETTINGS_OF_A_RUN
 
-SCHEMA = 2  # raised whenever the meaning of an event or a field changes
+SCHEMA = 2  # goes up when an event or field changes its meaning
 SOURCE_FILES = (
     "train_gpt.py", "requirements.txt", "data/vocabulary.tiktoken", "data/left_out.txt",
 )  # fmt: skip
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
-SYNCED_EVENTS = {"header", "val", "end"}  # claims rest on these: they survive a power cut too
+SYNCED_EVENTS = {"header", "val", "end"}  # claims rest on these, so they must survive a power cut
 
 
 # ---- What identifies a run
 
 
 def source_files(root: str | Path) -> list[Path]:
-    """The files that decide what a run computes, sorted by their name relative to `root`."""
+    """The files that decide what a run computes, sorted by name relative to `root`."""
     root = Path(root)
     files = [root / name for name in SOURCE_FILES if (root / name).is_file()]
     for package in SOURCE_PACKAGES:
@@ -54,22 +54,24 @@ def source_files(root: str | Path) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _read_sources(root: str | Path) -> dict[str, bytes]:
+def read_sources(root: str | Path) -> dict[str, bytes]:
+    """The contents of `source_files(root)` by their name relative to `root`."""
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in source_files(root)}
 
 
-def _digest(sources: dict[str, bytes]) -> str:
-    digest = hashlib.sha256()
-    for name, content in sources.items():
-        for part in (name.encode(), content):
-            digest.update(f"{len(part)}:".encode())  # else "ab" + "c" would equal "a" + "bc"
-            digest.update(part)
-    return digest.hexdigest()
+def digest(sources: dict[str, bytes]) -> str:
+    """SHA-256 of names and contents, in the order of the names."""
+    sha256 = hashlib.sha256()
+    for name in sorted(sources):
+        for part in (name.encode(), sources[name]):
+            sha256.update(f"{len(part)}:".encode())  # else "ab" + "c" would equal "a" + "bc"
+            sha256.update(part)
+    return sha256.hexdigest()
 
 
 def source_hash(root: str | Path) -> str:
     """SHA-256 of the names and contents of `source_files(root)`."""
-    return _digest(_read_sources(root))
+    return digest(read_sources(root))
 
 
 def config_hash(config: dict[str, Any]) -> str:
@@ -84,17 +86,17 @@ def new_run_id(track: str, seed: int, trial: int) -> str:
     return f"{now:%Y%m%d-%H%M%S}_{track}_s{seed}_t{trial}_{secrets.token_hex(3)}"
 
 
-# ---- What there is of a run
+# ---- Reading what a run has logged
 
 
 class History(NamedTuple):
-    """What the segments of a run say to the process that resumes it."""
+    """What a process that resumes a run needs to know of its segments."""
 
     header: dict[str, Any]  # of the newest segment
     sizes: tuple[int, ...]  # bytes of each segment
     sha256: str  # of the newest segment, a torn last line included
-    status: str | None  # from its end line; None where the process was killed
-    train_time_ms: float  # the largest that any segment tells
+    status: str | None  # from the end line; None if the process was killed
+    train_time_ms: float  # the largest in any segment
     t_ms: float  # likewise
 
 
@@ -104,7 +106,7 @@ def segment_path(directory: str | Path, run_id: str, number: int) -> Path:
 
 
 def read_history(directory: str | Path, run_id: str) -> History | None:
-    """What there is of a run; None if not even its header was written. LogError for no log."""
+    """The history of a run, or None if it has no header yet. LogError if a file is not its log."""
     history = None
     train_time_ms = t_ms = 0.0
     sizes: tuple[int, ...] = ()
@@ -127,7 +129,7 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
 
 
 def _read_segment(path: Path) -> bytes | None:
-    """A segment's bytes; None if there is none or its process died before the first line."""
+    """Bytes of a segment; None if there is none, or its process died before the first line."""
     if not os.path.lexists(path):
         return None
     if path.is_symlink() or not path.is_file():  # reading a pipe would wait for ever
@@ -140,7 +142,7 @@ def _read_segment(path: Path) -> bytes | None:
 
 
 def _event(line: bytes) -> dict[str, Any]:
-    """The event of a line; {} for a torn one."""
+    """The event in a line; {} if the line is torn."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -157,7 +159,7 @@ def _milliseconds(event: dict[str, Any], name: str) -> float:
 
 
 def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
-    """Create the folder. LogError, before hours are spent, if no file can be written there."""
+    """Create the folder. LogError at once, not after hours, if no file can be written there."""
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -168,9 +170,9 @@ def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
 
 
 def store_sources(directory: str | Path, root: str | Path) -> None:
-    """Keep one copy of the sources in `sources/<sha256>/`, whole or not at all. LogError."""
-    sources = _read_sources(root)  # once, so that the hash names exactly what is stored
-    folder = Path(directory, "sources", _digest(sources))
+    """Copy the sources to `sources/<sha256>/`, all or none. LogError if the disk refuses."""
+    sources = read_sources(root)  # once, so that the hash names exactly what is stored
+    folder = Path(directory, "sources", digest(sources))
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     if folder.exists():
         return
@@ -181,7 +183,7 @@ def store_sources(directory: str | Path, root: str | Path) -> None:
             path.write_bytes(content)
         partial.rename(folder)
     except OSError as error:
-        if not folder.exists():  # another run with the same sources may have been first
+        if not folder.exists():  # else another run with the same sources was first
             raise LogError(f"cannot write {folder}: {error.strerror}. Free some space.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -190,9 +192,9 @@ def store_sources(directory: str | Path, root: str | Path) -> None:
 class RunLog:
     """One segment of a run's log: the first, or with `history` the one after it.
 
-    A line is with the operating system when `write` returns, so it survives the death of the
-    process. A line that the system refuses (full disk) does not end the run: it waits in memory
-    and is tried again before each later one. With `enabled=False` nothing is written.
+    When `write` returns, the operating system has the line, so it survives the death of the
+    process. A full disk does not end the run: lines wait in memory, and each later write tries
+    them again. With `enabled=False` nothing is written.
     """
 
     def __init__(
@@ -202,8 +204,8 @@ class RunLog:
         self.directory, self.run_id, self.history = Path(directory), run_id, history
         self.segment = len(history.sizes) + 1 if history else 1
         self.path = segment_path(directory, run_id, self.segment)
-        self.size = 0  # bytes, those that wait included
-        self._sha256 = hashlib.sha256()  # likewise
+        self.size = 0  # bytes, waiting lines included
+        self._sha256 = hashlib.sha256()  # of the same bytes
         self._waiting: list[bytes] = []
         self._refusal: OSError | None = None  # the first
         self._start_ns = time.monotonic_ns()
@@ -233,7 +235,7 @@ class RunLog:
                            f"process, or give a --log-dir that can be written.") from error
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event with the milliseconds since the run started, interruptions left out."""
+        """Append one event. Its t_ms leaves out the pauses between segments."""
         if self._descriptor is None:
             return
         self._append(self._line(event, fields))
@@ -256,7 +258,7 @@ class RunLog:
             del self._waiting[0]
 
     def _try(self, action: Callable[[int], object]) -> None:
-        """Do it to the file. A refusal is said once."""
+        """Call action(descriptor). The first OSError prints a warning; later ones are silent."""
         assert self._descriptor is not None
         try:
             action(self._descriptor)
@@ -268,7 +270,7 @@ class RunLog:
                           f"free some space before it ends.", file=sys.stderr, flush=True)
 
     def begin(self, header: dict[str, Any], resumed: dict[str, Any] | None = None) -> None:
-        """Register the start of a run, or its resume, and write the first lines. LogError.
+        """Register a start or a resume, and write the first lines. LogError if the disk refuses.
 
         `resumed` is the resume event: from_step, checkpoint (its name or None), differences.
         """
@@ -280,7 +282,7 @@ class RunLog:
             after = {"segment": self.segment, "after_step": resumed["from_step"]}
             header = header | after | {"previous_sha256": before}
             entry, registered = "resume", after | {"log_sha256": before}
-        # The registry first: no run may be forgotten. The header vouches for its line there.
+        # The registry comes first, so that no run is forgotten. The header holds its line's hash.
         sha256 = {"registry_sha256": self._register(entry, registered)}
         lines = self._line("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
         if resumed:
@@ -291,7 +293,7 @@ class RunLog:
             raise self._error(self.path, self._refusal)
 
     def finish(self, end: dict[str, Any]) -> None:
-        """Write how the run ended, to the log and the registry, and close. LogError if refused."""
+        """Log and register how the run ended, and close. LogError if the disk refuses."""
         if self._descriptor is None:
             return
         self.write("end", **end)
@@ -313,7 +315,7 @@ class RunLog:
                         f"space or give another --log-dir, and start again.")  # fmt: skip
 
     def close(self) -> None:
-        """LogError if lines still wait; it names the file elsewhere that keeps them."""
+        """Close the log. If lines still wait, a LogError names the temporary file that has them."""
         if self._descriptor is None:
             return
         self._try(self._flush)
@@ -321,7 +323,7 @@ class RunLog:
         empty = os.fstat(self._descriptor).st_size == 0
         os.close(self._descriptor)
         self._descriptor = None
-        if empty:  # the run never began, and an empty log would be an error to readers
+        if empty:  # the run never began; readers would refuse an empty log
             self.path.unlink(missing_ok=True)
         self._lock.release()
         Path(self._lock.lock_file).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The machine under a run: device, ranks, what they tell each other, and how a process ends."""
+"""The device of a run and its ranks: how they start, talk to each other, and end."""
 
 import contextlib
 import gc
@@ -24,13 +24,12 @@ from torch import Tensor
 
 from runtime.errors import Interrupted, NonFinite, Refused
 
-# Dense bf16 rates in TFLOP/s from the datasheets, by words of the device name; first match counts.
+# Dense bf16 TFLOP/s of the datasheets, by words of the device name. The first match counts.
 DATASHEET_TFLOPS = {
-    "H100 PCIe": 756.0, "H100": 989.4, "GH200": 989.4, "H200": 989.4, "H800": 989.4, "H20": 148.0,
-    "B200": 2250.0, "GB200": 2500.0, "A100": 312.0, "A800": 312.0, "A40": 149.7, "L40S": 362.0,
-    "L40": 181.0, "L4": 121.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0,
+    "H100 PCIe": 756.0, "H100": 989.4, "H200": 989.4, "GH200": 989.4, "H20": 148.0, "B200": 2250.0,
+    "A100": 312.0, "L40S": 362.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0,
 }  # fmt: skip
-GEMM_SIZE = 1024  # side of the square product that is the peak of a device without a datasheet rate
+GEMM_SIZE = 1024  # side of the square matrices that measure the peak of any other device
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Machine:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place, and return it."""
         if self.world_size > 1:
-            # Through the host with gloo: its own sum of CUDA tensors kills a process on Windows.
+            # gloo crashes on Windows when it sums CUDA tensors, so they pass through the host.
             wire = tensor.cpu() if dist.get_backend() == "gloo" else tensor
             dist.all_reduce(wire)
             tensor.copy_(wire)
@@ -81,9 +80,9 @@ class Machine:
         return values
 
     def on_main(self, function: Callable[[], Any]) -> Any:
-        """Return on every rank what rank 0, the only one that calls `function`, gets from it.
+        """Call `function` on rank 0 alone and return its result on every rank.
 
-        Raises Refused on every rank where rank 0 gets a ValueError.
+        If rank 0 gets a ValueError, every rank raises Refused with its message.
         """
         holder: list[Any] = [None, None]
         if self.is_main:
@@ -99,13 +98,13 @@ class Machine:
         return result
 
     def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return rank 0's tensors on every rank, bit for bit; what others give is not read."""
+        """Return rank 0's tensors on every rank, bit for bit. Other ranks may pass {}."""
         return self.on_main(lambda: tensors)
 
     def gather_equal(self, facts: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the facts that ranks have found; a rank that did not look gives None.
+        """Return the facts that the ranks agree on. A rank that did not look passes None.
 
-        Raises Refused on every rank, naming two ranks and the first fact in which they differ.
+        If two ranks differ, every rank raises Refused with their names and the differing fact.
         """
         known = {rank: found for rank, found in enumerate(self.gather(facts)) if found is not None}
         first = min(known)
@@ -122,59 +121,44 @@ class Machine:
 # ---- Start
 
 
-_machine: Any = None  # where there are other ranks
-_store: Any = None  # of all ranks: it answers where a collective no longer does
+_machine: Any = None  # set when there are other ranks
+_store: Any = None  # key-value store of all ranks: it still answers when a collective has failed
 
 
 def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
-    """Choose the device and join the other ranks if a launcher such as torchrun started several.
+    """Choose the device, and join the other ranks if torchrun started several.
 
-    `rank_timeout` (seconds) is how long ranks wait for one another, now and in every collective.
-    Raises Refused for a device that is not there and for ranks that do not come together.
+    `rank_timeout`: seconds that ranks wait for one another, here and in every collective.
+    Raises Refused if the device is missing or the ranks cannot meet.
     """
     global _machine, _store
-    world_size = _number("WORLD_SIZE", 1, least=1)
-    rank = _number("RANK", 0, most=world_size - 1)
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     place = _place(device)
     if world_size == 1:
         return Machine(place)
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise Refused(f"WORLD_SIZE={world_size} without {', '.join(missing)}. Start with torchrun.")
     if sys.platform == "win32":
         os.environ.setdefault("USE_LIBUV", "0")  # torch for Windows is built without it
-    patience, backend = timedelta(seconds=rank_timeout), _backend(place)
-    names = [""] * world_size
+    # A torch without NCCL, as on Windows, has gloo for GPUs too.
+    nccl = place.type == "cuda" and dist.is_nccl_available()
+    timeout, names = timedelta(seconds=rank_timeout), [""] * world_size
     try:
-        _store, *_ = next(dist.rendezvous("env://", timeout=patience))
+        _store, *_ = next(dist.rendezvous("env://", timeout=timeout))
         dist.init_process_group(
-            backend, rank=rank, world_size=world_size, timeout=patience,
+            "nccl" if nccl else "gloo", rank=rank, world_size=world_size, timeout=timeout,
             store=dist.PrefixStore("group", _store),
-            device_id=place if backend == "nccl" else None,  # connects now: errors come here
+            device_id=place if nccl else None,  # connects now: errors come here
         )  # fmt: skip
         dist.all_gather_object(names, f"{platform.node()} pid {os.getpid()}")
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: a variable of torchrun is missing
         raise Refused(f"rank {rank} of {world_size} could not join the others: {first_line(error)}."
-                      f" What they printed says more.") from error  # fmt: skip
+                      f" Start all ranks with torchrun.") from error  # fmt: skip
     _machine = Machine(place, rank, world_size, tuple(names))
     return _machine
 
 
-def _number(name: str, default: int, least: int = 0, most: int = 10**6) -> int:
-    """Read a whole number from the environment. Raises Refused."""
-    text = os.environ.get(name, str(default))
-    if not re.fullmatch(r"\d{1,6}", text) or not least <= int(text) <= most:
-        raise Refused(f"{name}={text}: it must be a whole number from {least} to {most}. "
-                      f"torchrun sets it.")  # fmt: skip
-    return int(text)
-
-
 def launch_time() -> float:
-    """Return when run.sh or, without it, this call started the run; seconds since 1970."""
-    text = os.environ.get("RUN_STARTED") or str(time.time())
-    if not re.fullmatch(r"\d{1,12}(\.\d+)?", text):
-        raise Refused(f"RUN_STARTED={text}: it must be seconds since 1970. Unset it.")
-    return float(text)
+    """Return when run.sh started, or else this call, in seconds since 1970."""
+    return float(os.environ.get("RUN_STARTED") or time.time())
 
 
 def _place(device: str) -> torch.device:
@@ -182,21 +166,16 @@ def _place(device: str) -> torch.device:
         raise Refused("--device cuda: torch finds no GPU. Use --device auto or install CUDA torch.")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    index, gpus = _number("LOCAL_RANK", 0), torch.cuda.device_count()
-    processes = max(_number("LOCAL_WORLD_SIZE", 1), index + 1)
+    index, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    processes = max(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), index + 1)
     if processes > gpus:
         raise Refused(f"{processes} processes on a machine with {gpus} GPUs. Set NPROC={gpus}.")
-    # Before the first allocation: segments that grow leave fewer gaps.
+    # Before the first allocation. Growing segments leave fewer gaps in memory.
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     place = torch.device("cuda", index)
     torch.cuda.set_device(place)
     return place
-
-
-def _backend(place: torch.device) -> str:
-    """nccl between GPUs; gloo between CPUs, and where torch has no NCCL, as on Windows."""
-    return "nccl" if place.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
 # ---- End
@@ -205,9 +184,9 @@ def _backend(place: torch.device) -> str:
 def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] = ()) -> int:
     """Return the exit code of `function()`, or of the error that ended it.
 
-    One sentence on stderr for what is no fault of the code: 2 for Refused and the classes in
-    `refused`, 3 for NonFinite, 1 for lack of memory and for a lost rank; 128 + its number for a
-    signal. Any other exception prints its traceback and gives 1.
+    2 for Refused and the classes in `refused`, 3 for NonFinite, 1 for lack of memory and for a
+    lost rank, each with one sentence on stderr. 128 + number for a signal. Any other exception
+    prints its traceback and gives 1.
     """
     explained: tuple[type[Exception], ...] = (Refused, NonFinite, *refused)
     try:
@@ -216,12 +195,12 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
         return error.code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # a reader of --help, such as head, has seen enough
+    except BrokenPipeError:  # `--help | head`
         return 0
     except explained as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this host meet the same
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # this host says it once
             _say_error(str(error))
-        else:  # they must not end first: torchrun would end the one that says it
+        else:  # torchrun ends all ranks when the first one exits: let rank 0 speak
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         return getattr(error, "code", 2)
@@ -242,49 +221,52 @@ def _say_error(text: str) -> None:
 
 
 def _lost_ranks(error: Exception) -> str:
-    """Return a sentence on the rank that is lost if `error` is that of a collective, else ""."""
+    """Return a sentence that names the lost ranks if a collective raised `error`, else ""."""
     if _machine is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
         return ""
     reason = first_line(error)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from torchrun, which ends what is left
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank exits
     if not re.search("timed out|timeout", reason, re.IGNORECASE):  # a connection was closed
-        time.sleep(2)  # torchrun calls the first rank that ends the cause
+        time.sleep(2)  # torchrun blames the rank that exits first: let the dead one be it
         return f"another rank ended; torchrun or its own output says which, and why ({reason})"
-    there = _roll_call(_machine.rank, _machine.world_size)
-    lost = [rank for rank in range(_machine.world_size) if rank not in there]
-    if not there:  # without torchrun the store lives in rank 0
-        lost = [0]
+    present = _roll_call(_machine.rank, _machine.world_size)
+    lost = [rank for rank in range(_machine.world_size) if rank not in present]
     if not lost:
         return f"the ranks lost their connection, but all of them answer ({reason})"
+    if not present:  # the store is gone: without torchrun it lives in rank 0
+        lost = [0]
     names = ", ".join(_machine.name(rank) for rank in lost)
     return f"{names} does not answer: it hangs, was stopped, or its machine is lost"
 
 
 def _roll_call(rank: int, world_size: int, seconds: float = 10.0) -> set[int]:
-    """Answer, and return the ranks that answer in time.
+    """Answer through the store, and return the ranks that answer within `seconds`.
 
-    All ranks in a collective time out together. `monitored_barrier` would accuse rank 0 as well.
+    Ranks in one collective time out together. `monitored_barrier` would blame rank 0 as well.
     """
-    there: set[int] = set()
+    present: set[int] = set()
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone
             _store.set(f"here/{rank}", "")
-            while len(there) < world_size:
-                there.update(each for each in range(world_size) if _store.check([f"here/{each}"]))
+            while len(present) < world_size:
+                for other in range(world_size):
+                    if _store.check([f"here/{other}"]):
+                        present.add(other)
                 time.sleep(0.1)
 
-    # In a thread, as the store of a process that was stopped never answers.
+    # In a thread, because the store of a stopped process never answers.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(seconds)
-    return set(there)
+    return set(present)
 
 
 def leave(code: int) -> int:
-    """Return the exit code; with several ranks end the process with it, after a success together.
+    """Return the exit code. One of several ranks does not return: it ends its process.
 
-    Threads of the process group can abort or hang the interpreter's own exit.
+    After a success it first waits for the others. Threads of the process group can abort or hang
+    the interpreter's own exit.
     """
     if code == 0 and _machine is not None:
         try:
@@ -294,9 +276,9 @@ def leave(code: int) -> int:
             code = 1
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:  # as it is where it was closed before Python began
+            if stream is not None:  # None if it was closed before Python began
                 stream.flush()
-        except OSError:  # nobody reads it any more, which must not change the exit code
+        except OSError:  # nobody reads it any more: that must not change the exit code
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if _machine is not None:
         os._exit(code)
@@ -317,7 +299,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def signs_of_life(what: str, say: Callable[[str], None], seconds: float = 5.0) -> Iterator[None]:
-    """Say every few seconds that `what` still goes on."""
+    """Say every few seconds that `what` is still going on."""
     over, begun = threading.Event(), time.monotonic()
 
     def tell() -> None:
@@ -335,9 +317,10 @@ def signs_of_life(what: str, say: Callable[[str], None], seconds: float = 5.0) -
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switch the cycle collector off: its pauses make single steps slow, and steps leave no cycles
-    that hold tensors."""
-    before = gc.isenabled()
+    """Switch off the collector of reference cycles, whose pauses make single steps slow.
+
+    Steps leave no cycles that hold tensors.
+    """
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -345,18 +328,17 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-        if before:
-            gc.enable()
+        gc.enable()
 
 
-# ---- What the hardware can do, and what the log says of it
+# ---- Hardware
 
 
 def native_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bf16 matrix products."""
+    """Return whether the device has instructions for bf16 matrix products."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
-    # Private in torch, so they may go.
+    # Private functions of torch, which a new version may drop.
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
@@ -365,37 +347,32 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype called `name`; "auto" is bf16 where the device has it, else float32."""
     if name == "auto":
         return torch.bfloat16 if native_bf16(device) else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    return getattr(torch, name)
 
 
 def handicaps(machine: Machine, dtype: torch.dtype) -> list[str]:
-    """Return a line for each thing that this GPU or this torch lacks, with its cost."""
-    if machine.device.type != "cuda":
+    """Return a line if this GPU has no bf16 instructions."""
+    if machine.device.type != "cuda" or native_bf16(machine.device):
         return []
-    lines = []
-    if not native_bf16(machine.device):
-        lines.append(f"no bf16 instructions: {_short(dtype)} is several times slower than bf16 on "
-                     f"GPUs of compute capability 8.0 and newer")  # fmt: skip
-    if machine.world_size > 1 and _backend(machine.device) == "gloo":
-        lines.append("no NCCL in this torch: gradients go through the CPU, which is slower")
-    return lines
+    return [f"no bf16 instructions: {_short(dtype)} is several times slower than bf16 on GPUs of "
+            f"compute capability 8.0 and newer"]  # fmt: skip
 
 
 def peak_flops(machine: Machine, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the FLOP/s of all ranks together that MFU refers to, and where they are from."""
+    """Return the peak FLOP/s of all ranks together, to which MFU refers, and its source."""
     if machine.device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(machine.device)
         for part, tflops in DATASHEET_TFLOPS.items():
-            # Cards such as a "4090 D" have a rate of their own.
+            # Cards such as the "4090 D" have another rate.
             if re.search(rf"\b{part}\b(?! (?:Ti|SUPER|D|Laptop)\b)", name):
                 return tflops * 1e12 * machine.world_size, f"{part} datasheet bf16"
     rate = torch.tensor(measured_gemm_flops(machine.device, dtype), device=machine.device)
-    # The sum counts shared cores once: ranks of one CPU measure at the same time.
+    # Ranks on one CPU measure at the same time, so the sum counts shared cores once.
     return machine.all_reduce(rate).item(), f"measured {GEMM_SIZE}^3 GEMM {_short(dtype)}"
 
 
 def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = GEMM_SIZE) -> float:
-    """FLOP/s of a square matrix product, the best of a fifth of a second."""
+    """Return the FLOP/s of a square matrix product: the best of those made in 0.2 s."""
     a = torch.randn(size, size, device=device).to(dtype)
     best, end = float("inf"), time.perf_counter() + 0.2
     while time.perf_counter() < end:
@@ -406,7 +383,7 @@ def measured_gemm_flops(device: torch.device, dtype: torch.dtype, size: int = GE
 
 
 def peak_mib(machine: Machine) -> float:
-    """Most MiB held so far: allocated on a GPU, resident on a CPU; nan on Windows."""
+    """Return the peak memory in MiB: allocated on a GPU, resident on a CPU, nan on Windows."""
     if machine.device.type == "cuda":
         return torch.cuda.max_memory_allocated(machine.device) / 2**20
     try:

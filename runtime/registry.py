@@ -1,7 +1,7 @@
 """The registry of a log folder: a line for each start, resume and end of a run.
 
-Each line holds the SHA-256 of the line before it, and a run's header that of its own start line.
-Removing, adding or editing a line breaks this chain; only the last lines can be cut unseen.
+Each line holds the SHA-256 of the line before it. A segment's header holds that of its own line
+here. Removing, adding or editing a line breaks the chain; only the last lines can go unseen.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ from runtime.errors import LogError
 from runtime.jsonl import append, json_line
 
 REGISTRY = "registry.jsonl"
-FIELDS = ("event", "time", "run_id", "previous")  # of every line, all text
-TAIL_BYTES = 2**16  # more than one line has
-MOST_BYTES = 2**28  # about 500,000 lines; a wrong file must not fill the memory
+FIELDS = ("event", "time", "run_id", "previous")  # in every line, all text
+TAIL_BYTES = 2**16  # no line is longer
+MOST_BYTES = 2**28  # about 500,000 lines; a wrong file must not fill memory
 BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes the line ends
 
 
 def register(path: Path, event: str, **fields: Any) -> str:
-    """Append a line and return its SHA-256. Runs that share a folder take turns. OSError."""
+    """Append a line and return its SHA-256. A lock lets runs share a folder. OSError."""
     with FileLock(f"{path}.lock"):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o644)
         try:
             last = _last_line(descriptor)
             now = datetime.now(UTC).isoformat(timespec="seconds")
             line = json_line({"event": event, "time": now, **fields, "previous": _sha256(last)})
-            # A crash may have torn the last line. It stays as it is, and ends here.
+            # A crash may have torn the last line. It stays in the chain, with a line end.
             torn = b"\n" if last and not last.endswith(b"\n") else b""
             append(descriptor, torn + line)
             os.fsync(descriptor)
@@ -49,7 +49,7 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
-            before = line  # torn by a crash; the next line holds its hash as it stands
+            before = line  # torn by a crash; the next line holds the hash of what is left
             continue
         _check(entry, before, f"{path}, line {number}")
         entries.append(entry | {"sha256": _sha256(line)})
@@ -84,7 +84,7 @@ def _check(entry: Any, before: bytes, where: str) -> None:
 
 
 def _sha256(line: bytes) -> str:
-    # Without the line end: a torn line gets its own only when the next line is written.
+    # Without the line end, which a torn line gets only when the next line is written.
     return hashlib.sha256(line.removesuffix(b"\n")).hexdigest()
 
 

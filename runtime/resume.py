@@ -1,4 +1,4 @@
-"""Which runs a process makes: new ones, and those that broke off, from where they stopped."""
+"""Which runs a process makes: new runs, and interrupted ones from their checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from runtime.log import History, new_run_id, read_history, require_writable
 from runtime.registry import REGISTRY, read_registry
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
-# Beside the settings of the experiment: where these differ, it is another run.
+# If one of these or a setting of the experiment differs, it is another run.
 BLOCKING = ("source_sha256", "train_sha256", "val_sha256")
-# Settings that change nothing but rounding. After an out-of-memory error they have to change.
+# Settings that change only rounding. After an out-of-memory error they have to change.
 ROUNDING = ("micro_batch", "val_batch", "recompute")
 RECORDED = (
     "torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "head", "compiled",
@@ -24,7 +24,7 @@ HEADER = {"seed": int, "trial": int, "config": dict, "env": dict, "data": dict}
 
 @dataclass(frozen=True)
 class Plan:
-    """One run to make. With a history it is resumed: from its checkpoint, or from the start."""
+    """One run to make. With a history it resumes, from its checkpoint or from the start."""
 
     seed: int
     trial: int
@@ -36,7 +36,7 @@ class Plan:
 
 
 def plan_runs(trainer: Any) -> list[Plan]:
-    """The runs that are left to make, as --resume wants it, the same on all ranks. Refused."""
+    """The runs to make under --resume, the same on all ranks. Refused if --resume cannot work."""
     return trainer.machine.on_main(lambda: _plan(trainer))
 
 
@@ -63,14 +63,14 @@ def _plan(trainer: Any) -> list[Plan]:
 
 @dataclass(frozen=True)
 class Finder:
-    """Finds runs that broke off. `header` is that of a new run."""
+    """Finds interrupted runs. header: the one a new run would write."""
 
     config: Any
     header: dict[str, Any]
     say: Callable[[str], None]
 
     def broken_off(self, new: Plan) -> Plan | None:
-        """The last run of this seed, `new` if there is none, None if it is done."""
+        """The interrupted run of this seed, `new` if there is none, None if the seed is done."""
         for entry in self._starts(new.seed):
             run_id = entry["run_id"]
             history = self._history(run_id)
@@ -85,14 +85,14 @@ class Finder:
             if not done:
                 return self._resume(run_id, history, Path(self.config.checkpoint_dir, run_id))
             if entry.get("source_sha256") != self.header["source_sha256"]:
-                break  # by another source: it is not this run, nor is what broke off before it
+                break  # done with another source; older runs do not count either
             self.say(f"seed {new.seed} is done: run {run_id}")
             return None
         self.say(f"seed {new.seed}: nothing to resume in {self.config.log_dir}, a new run starts")
         return new
 
     def _starts(self, seed: int) -> list[dict[str, Any]]:
-        """Registered starts of this seed on this track under this claim, the latest first."""
+        """Registry lines of starts with this seed, track and claim, the latest first."""
         path = Path(self.config.log_dir, REGISTRY)
         if not path.exists():
             if any(path.parent.glob("*.jsonl")):
@@ -114,7 +114,7 @@ class Finder:
         return history
 
     def named(self, path: Path) -> Plan:
-        """The run of a folder of checkpoints, or of one checkpoint."""
+        """The plan for a run's folder of checkpoints, or for one checkpoint."""
         folder = path.resolve()
         if not checkpoints(folder):  # then it must be one itself
             folder = folder.parent
@@ -125,7 +125,7 @@ class Finder:
         return self._resume(folder.name, history, path)
 
     def _resume(self, run_id: str, history: History, path: Path) -> Plan:
-        """From `path` or the newest whole checkpoint in it; from the start if none was saved."""
+        """Resume from `path` or its newest whole checkpoint; from the start if none was saved."""
         if history.status == "done":
             raise Refused(f"run {run_id} is done. Start a new run without --resume.")
         anyway = self.config.resume_anyway
@@ -153,7 +153,7 @@ class Finder:
         return plan
 
     def _from(self, plan: Plan, history: History, path: Path, state: dict[str, Any]) -> Plan:
-        """The plan from a whole checkpoint. Refused where run, steps or log do not fit it."""
+        """The plan with this whole checkpoint. Refused if run, steps or log do not fit it."""
         if state["run_id"] != plan.run_id:
             raise Refused(f"{path} is of run {state['run_id']!r:.80}, not of {plan.run_id}. A "
                           f"folder was renamed.")  # fmt: skip
@@ -169,7 +169,7 @@ class Finder:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What two headers differ in: what changes the experiment, and the rest."""
+    """What differs in two headers: (what changes the experiment, the rest)."""
     blocking, others = [], []
     for name in {**then["config"], **now["config"]}:
         was, here = _text(then["config"].get(name)), _text(now["config"].get(name))

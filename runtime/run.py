@@ -1,4 +1,4 @@
-"""One run: its log, its clock, its checkpoints, and how it ends, whatever ends it."""
+"""One run: its log, clock and checkpoints, and its orderly end, whatever ends it."""
 
 import contextlib
 import gc
@@ -23,27 +23,27 @@ from runtime.resume import Plan, differences
 from runtime.settings import Interval
 from runtime.stop import SAVE, Stop
 
-LAG = 2  # steps by which a GPU's loss is read late; the same on all ranks, so they act alike
-MOST_SKIPS = 20  # in a row; then nothing is learned any more
+LAG = 2  # a GPU's loss is read so many steps late, on all ranks alike, so that they act alike
+MOST_SKIPS = 20  # in a row; after that the run has stopped learning
 SECONDS_BETWEEN_LINES = 1.0
 
 
 class Trainer(Protocol):
-    """What a run needs of what it trains."""
+    """What a run needs from the trainer."""
 
     config: Any  # RunSettings, target and steps
     machine: Machine
     guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None
 
     def header(self, seed: int, trial: int) -> dict[str, Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...  # copies on rank 0's host: model, optim, data
+    def state_dict(self) -> dict[str, Any]: ...  # model, optim, data: copies on rank 0's host
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def where(self, step: int) -> dict[str, Any]: ...  # shard and token_offset of its batch
     def mfu(self, tokens_per_s: float) -> float: ...
 
 
 class Run(contextlib.AbstractContextManager):
-    """A run, new or resumed. Leaving it writes how it ended and sets the exit code `code`."""
+    """A new or resumed run. Leaving it logs how it ended and sets the exit code `code`."""
 
     def __init__(
         self, trainer: Trainer, plan: Plan, clock: Clock, stop: Stop, *, source: Path
@@ -57,7 +57,7 @@ class Run(contextlib.AbstractContextManager):
         self._log = RunLog(self._config.log_dir, plan.run_id, plan.history, enabled=False)
         self._phases_logged = 0
         self._stepped_at = 0.0  # train time
-        # Steps whose values are on their way from the device: event, values, CUDA event.
+        # Steps whose values have not been read yet: event, values, CUDA event or None.
         self._late: list[tuple[dict[str, Any], Tensor, Any]] = []
         self._said_at = -math.inf
         self._skips = 0  # in a row; starts at zero after a resume
@@ -66,7 +66,7 @@ class Run(contextlib.AbstractContextManager):
         self._saved_at, self._saved_time = plan.step, time.monotonic()
         self._save_wanted = False
         self._folder = Path(self._config.checkpoint_dir, plan.run_id)
-        self._snapshot = Snapshot({}, {}, {})  # as read by rank 0
+        self._snapshot = Snapshot({}, {}, {})  # filled on rank 0 alone
         self._last_saved = plan.checkpoint
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
@@ -85,7 +85,7 @@ class Run(contextlib.AbstractContextManager):
         return self
 
     def _load(self) -> None:
-        """Give rank 0's checkpoint to all ranks. Refused where it does not fit."""
+        """Load rank 0's checkpoint on all ranks. Refused if it does not fit."""
         plan, machine = self.plan, self._machine
         self.clock.begin_run()
         if plan.history is None:
@@ -104,13 +104,13 @@ class Run(contextlib.AbstractContextManager):
             raise Refused(f"checkpoint {plan.checkpoint} does not fit this run: {error}") from error
 
     def _read(self) -> dict[str, Any]:
-        """Read the checkpoint, on rank 0; returns where the data stand."""
+        """Read the checkpoint, on rank 0. Returns the state of the data loader."""
         assert self.plan.checkpoint is not None
         self._snapshot = checkpoint.load(self.plan.checkpoint)
         return self._snapshot.state["data"]
 
     def _begin(self) -> None:
-        """Write the first lines, on rank 0."""
+        """Open the log and write its first lines, on rank 0."""
         plan = self.plan
         if source_hash(self._source) != self._header["source_sha256"]:
             raise LogError(f"the source in {self._source} was edited since the run started. Start "
@@ -140,27 +140,27 @@ class Run(contextlib.AbstractContextManager):
         self._stepped_at = self.clock.train_time_ms
 
     def _stop_training(self) -> None:
-        """Stop the clock and write the steps that are still late."""
+        """Stop the clock and write the steps that are not written yet."""
         if self.clock.running:
             self.clock.stop()
         self._write_late(wait=True)
         self._log_phases()
 
     def settle(self) -> None:
-        """All steps are done: stop the clock. Raises NonFinite if they ended in skips."""
+        """Stop the clock after the last step. NonFinite if too many steps in a row were skipped."""
         self._stop_training()
         if self._failure is not None:
             raise self._failure
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """An untimed phase. If the clock runs, it stops for it."""
+        """An untimed phase. A running clock stops for it and starts again."""
         training = self.clock.running
         self._stop_training()
         with self.clock.phase(name, timed=False):
             yield
         self._log_phases()
-        gc.collect()  # off the clock; during steps there is no garbage collection
+        gc.collect()  # here, off the clock; it is disabled during steps
         if training:
             self.start_training()
 
@@ -168,7 +168,7 @@ class Run(contextlib.AbstractContextManager):
         self, message: Tensor, verdict: Tensor, *, lr_mul: float, window: int, stage: int,
         tokens: int,
     ) -> None:  # fmt: skip
-        """Log a step. Its line is written when its loss has arrived: nobody waits for the device.
+        """Log a step. Its line is written once its loss has arrived, so nothing waits.
 
         message (1 + flags,): mean loss and the flags of `Stop`, summed over ranks. verdict: the
         guard's. tokens: of all steps so far.
@@ -191,7 +191,7 @@ class Run(contextlib.AbstractContextManager):
         self._write_late()
 
     def _write_late(self, wait: bool = False) -> None:
-        """Write the steps whose values are here; with `wait` all of them."""
+        """Write the steps whose values have arrived, or with `wait` all."""
         while self._late and (wait or self._late[0][2] is None or len(self._late) > LAG):
             event, values, arrived = self._late.pop(0)
             if arrived is not None:
@@ -237,7 +237,7 @@ class Run(contextlib.AbstractContextManager):
         )
 
     def validated(self, step: int, val_loss: float) -> None:
-        """Log and say a validation loss, inside a pause. NonFinite if it is not finite."""
+        """Log and print a validation loss, inside a pause. NonFinite if it is not finite."""
         steps, ms = self._config.steps, self.clock.train_time_ms
         event = {"step": step, "total_steps": steps, "val_loss": val_loss, "train_time_ms": ms}
         self._log.write("val", **event)
@@ -249,19 +249,19 @@ class Run(contextlib.AbstractContextManager):
     # ---- Checkpoints
 
     def must_save(self) -> bool:
-        """Whether to save after this step: the same on all ranks."""
+        """Whether to save after this step; the same answer on all ranks."""
         minutes = (time.monotonic() - self._saved_time) / 60
         if self._machine.is_main and 0 < self._every.minutes <= minutes:
-            self.stop.ask_to_save()  # all ranks hear it with a later step
+            self.stop.ask_to_save()  # clocks differ, so all ranks hear it with a later step
         every = self._every.steps
         due = every > 0 and self.steps_done // every > self._saved_at // every
         ends = self.stop.number is not None or self._failure is not None
         return due or ends or self._save_wanted
 
     def save(self) -> None:
-        """Copy the run to the host, on the clock; a thread writes the checkpoint.
+        """Copy the run to the host, on the clock. A thread writes the checkpoint.
 
-        Then raises what ends the run, if anything does: NonFinite or Interrupted.
+        Then raises NonFinite or Interrupted, if one of them ends the run.
         """
         self._stop_training()
         with self.clock.phase("checkpoint", timed=True):
@@ -275,14 +275,14 @@ class Run(contextlib.AbstractContextManager):
         self.start_training()
 
     def _take(self) -> dict[str, Any]:
-        """The trainer's state and each rank's random generators, on the host of rank 0."""
+        """The trainer's state and all ranks' random generators, on rank 0's host."""
         state = self.trainer.state_dict()
         for states in self._machine.gather(random_state(self._machine)):
             state["optim"] |= states
         return state
 
     def _submit(self, taken: dict[str, Any]) -> None:
-        """Write the checkpoint in the background; one that still waits gives way to it."""
+        """Write the checkpoint in the background. It replaces one that has not started yet."""
         self._saved_at, self._saved_time = self.steps_done, time.monotonic()
         self._save_wanted = False
         self.stop.ask_to_save(False)
@@ -302,7 +302,7 @@ class Run(contextlib.AbstractContextManager):
                 if not weight.isfinite().all():
                     raise ValueError(f"{name} is not finite, and older checkpoints are worth more")
             self._last_saved = checkpoint.save(self._folder, snapshot)
-        except Exception as error:  # of any kind: nobody else hears of it in this thread
+        except Exception as error:  # of any kind: an error in this thread would be silent
             step, reason = snapshot.state["step"], getattr(error, "strerror", None) or error
             self._machine.say(f"warning: the checkpoint of step {step} could not be written to "
                               f"{self._folder}: {reason}; the last one is {self._last_saved}. Free "
@@ -311,7 +311,7 @@ class Run(contextlib.AbstractContextManager):
     # ---- The end
 
     def finish(self, val_loss: float) -> None:
-        """The run is done: say whether it reached its target, and keep its model if asked to."""
+        """End a run that is done: say whether it reached its target, and save a model to keep."""
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         reached = val_loss <= target
         self._end = {"status": "done", "val_loss": val_loss, "reached": reached}
@@ -336,7 +336,7 @@ class Run(contextlib.AbstractContextManager):
         return self._end["status"] in ("nonfinite", "interrupted")
 
     def _explain(self, error: BaseException) -> None:
-        """Say what ended the run, and how to go on."""
+        """Say what ended the run and how to resume it."""
         self._end = {"status": "error", "val_loss": None, "reached": None}
         said = f"broke off in step {self.steps_done + 1}"
         if isinstance(error, NonFinite):
@@ -347,11 +347,11 @@ class Run(contextlib.AbstractContextManager):
             said = f"interrupted after step {self.steps_done}"
         saved = "nothing was saved"
         if self._last_saved is not None:
-            saved = f"saved in {self._last_saved}, go on with --resume auto"
+            saved = f"saved in {self._last_saved}, resume it with --resume auto"
         self._machine.say(f"{said}, {saved} (log {self._log.path})")
 
     def _clear(self) -> None:
-        """Remove the checkpoints of a run that is done, but for the last if it is to be kept."""
+        """Remove the checkpoints of a finished run, except the last with --keep-model."""
         if not self._config.keep_model:
             shutil.rmtree(self._folder, ignore_errors=True)
         for path in checkpoint.checkpoints(self._folder):
@@ -360,7 +360,7 @@ class Run(contextlib.AbstractContextManager):
 
 
 def random_state(machine: Machine) -> dict[str, Tensor]:
-    """The states of this rank's torch generators, by names that hold the rank."""
+    """States of this rank's torch generators. Their names contain the rank."""
     states = {f"random.{machine.rank}.cpu": torch.get_rng_state()}
     if machine.device.type == "cuda":
         states[f"random.{machine.rank}.cuda"] = torch.cuda.get_rng_state(machine.device)
@@ -368,7 +368,7 @@ def random_state(machine: Machine) -> dict[str, Tensor]:
 
 
 def set_random_state(machine: Machine, saved: dict[str, Tensor]) -> None:
-    """Restore this rank's generators. A rank that the checkpoint does not know keeps its own."""
+    """Restore this rank's generators. A rank that is not in the checkpoint keeps its own."""
     for name in random_state(machine).keys() & saved.keys():
         if name.endswith("cpu"):
             torch.set_rng_state(saved[name])

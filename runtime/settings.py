@@ -1,6 +1,6 @@
-"""Settings are dataclass fields: each becomes a flag, a line of --help and a check.
+"""Settings: dataclass fields that become flags, --help and checks.
 
-`RunSettings` holds the settings that do not belong to the experiment.
+`RunSettings` has those that do not belong to the experiment.
 """
 
 import argparse
@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
@@ -18,24 +19,22 @@ from runtime.errors import Refused
 Settings = TypeVar("Settings")
 
 
-Bound = float | str  # a number, or the name of the setting that has it
-HOLDS: dict[str, Callable[[Any, Any], bool]] = {
+RULES: dict[str, Callable[[Any, Any], bool]] = {
+    "one_of": lambda value, choices: value in choices,
     "at_least": operator.ge,
     "at_most": operator.le,
     "below": operator.lt,
-    "multiple_of": lambda value, unit: value > 0 and value % unit == 0,
+    "multiple_of": lambda value, unit: 0 < unit <= value and value % unit == 0,
 }
 
 
-def setting(
-    default: Any, about: str, *, section: str = "", one_of: Sequence[str] = (), **bounds: Bound
-) -> Any:
+def setting(default: Any, about: str, *, section: str = "", **rules: Any) -> Any:
     """Return a dataclass field with its --help text and the rules that `check_fields` applies.
 
-    `section` titles a new group of flags in --help, for this field and those after it. `bounds`
-    are any of at_least, at_most, below and multiple_of.
+    `section` titles a new group of flags in --help, for this field and those after it. `rules` are
+    any of RULES with a limit: numbers, the name of another setting, or choices for one_of.
     """
-    facts = {"about": about, "section": section, "one_of": one_of, "bounds": bounds}
+    facts = {"about": about, "section": section, "rules": rules}
     return dataclasses.field(default=default, metadata=facts)
 
 
@@ -48,35 +47,28 @@ def require(settings: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def check_fields(settings: Any) -> None:
-    """Raise Refused for the first value that is none of its choices or outside its bounds."""
-    fields = dataclasses.fields(settings)
-    for field in fields:
-        choices = field.metadata["one_of"]
-        if choices:
-            holds = getattr(settings, field.name) in choices
-            require(settings, {field.name: (holds, f"one of {', '.join(choices)}")})
-    # Bounds that are settings themselves come last, when those have been checked.
-    for named in (False, True):
-        for field in fields:
-            for kind, bound in field.metadata["bounds"].items():
-                if isinstance(bound, str) == named:
-                    _check_bound(settings, field.name, kind, bound)
+    """Raise Refused for the first field whose value breaks one of its rules."""
+    for by_setting in (False, True):  # a setting must be checked before it limits others
+        for field in dataclasses.fields(settings):
+            for rule, limit in field.metadata["rules"].items():
+                if isinstance(limit, str) == by_setting:
+                    _check(settings, field.name, rule, limit)
 
 
-def _check_bound(settings: Any, name: str, kind: str, bound: Bound) -> None:
-    value, limit, words = getattr(settings, name), bound, str(bound)
-    if value is None:
-        return
-    if isinstance(bound, str):
-        limit = getattr(settings, bound)
-        words = f"{flag(bound)} {limit}"
-    rule = kind.replace("_", " ").replace("multiple", "a multiple")
-    require(settings, {name: (HOLDS[kind](value, limit), f"{rule} {words}")})
+def _check(settings: Any, name: str, rule: str, limit: Any) -> None:
+    words = ", ".join(limit) if rule == "one_of" else str(limit)
+    if isinstance(limit, str):
+        words = f"{flag(limit)} {getattr(settings, limit)}"
+        limit = getattr(settings, limit)
+    value = getattr(settings, name)
+    holds = value is None or RULES[rule](value, limit)
+    start = rule.replace("_", " ").replace("multiple", "a multiple")
+    require(settings, {name: (holds, f"{start} {words}")})
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings that do not belong to the experiment."""
+    """Settings that do not belong to the experiment."""
 
     seed: int = setting(0, "of the first trial; trial i takes seed + i", at_least=0, section="Runs")
     trials: int = setting(1, "runs in this process, after one compilation", at_least=1)
@@ -96,13 +88,13 @@ class RunSettings:
         Interval.parse(self.checkpoint_every)
 
 
-# Two runs that differ in these alone are runs of one experiment.
+# Runs of one experiment may differ in these.
 SETTINGS_OF_A_RUN = tuple(field.name for field in dataclasses.fields(RunSettings))
 
 
 @dataclass(frozen=True)
 class Interval:
-    """How often a run is saved: every so many steps or minutes; never where both are 0."""
+    """How often a run saves a checkpoint: steps or minutes between two; both 0: never."""
 
     steps: int = 0
     minutes: float = 0.0
@@ -110,14 +102,11 @@ class Interval:
     @classmethod
     def parse(cls, text: str) -> "Interval":
         """Read "500" (steps), "10m" (minutes) or "0" (never). Raises Refused."""
-        number = text.removesuffix("m")
-        try:
-            interval = cls(int(text)) if number == text else cls(minutes=float(number))
-        except ValueError:
-            interval = cls(steps=-1)
-        if interval.steps < 0 or not 0 <= interval.minutes < float("inf"):
-            raise Refused(f"--checkpoint-every {text}: it must be steps (500), minutes (10m) or 0.")
-        return interval
+        if re.fullmatch(r"\d+", text):
+            return cls(steps=int(text))
+        if re.fullmatch(r"\d+(\.\d+)?m", text):
+            return cls(minutes=float(text[:-1]))
+        raise Refused(f"--checkpoint-every {text}: it must be steps (500), minutes (10m) or 0.")
 
 
 # ---- Flags
@@ -137,32 +126,30 @@ def as_text(value: Any) -> str:
 
 
 def from_text(kind: Any, text: str) -> Any:
-    """Invert `as_text` for bool, int, float, str, a tuple of one of them, or X | None.
+    """Invert `as_text` for bool, int, float, str, int | None and tuple[float, float].
 
-    Raises ValueError for other text.
+    Raises ValueError for any other text.
     """
     if isinstance(kind, UnionType):
-        return None if text == "auto" else from_text(kind.__args__[0], text)
+        return None if text == "auto" else int(text)
     if kind is bool:
         if text not in ("on", "off"):
             raise ValueError(text)
         return text == "on"
     if kind in (int, float, str):
         return kind(text)
-    parts = text.split(",")
-    if kind.__args__[-1] is not Ellipsis and len(parts) != len(kind.__args__):
-        raise ValueError(text)
-    return tuple(from_text(kind.__args__[0], part) for part in parts)
+    first, second = text.split(",")
+    return float(first), float(second)
 
 
 def parse(
     kind: Callable[..., Settings], argv: Sequence[str],
     preset: Callable[[dict[str, Any]], dict[str, Any]], description: str,
 ) -> Settings:  # fmt: skip
-    """Return an instance of the dataclass `kind` from flags.
+    """Return an instance of the dataclass `kind`, made from flags.
 
-    `preset(given)` returns the values of settings without a flag, from those that have one.
-    Raises Refused, naming the rule or the nearest flag; SystemExit(0) after --help.
+    `preset(given)` returns the defaults that belong to the given flags. Raises Refused, which names
+    the rule or the nearest flag, and SystemExit(0) after --help and --print-config.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     known, unknown = _parser(kind, {}, description).parse_known_args(argv)
@@ -175,7 +162,7 @@ def parse(
         if (text := getattr(known, name)) is not None:
             given[name] = _read(field, text)
     values = preset(given) | given
-    if known.help:  # before the rules are checked: help is there for settings that break them
+    if known.help:  # before the rules are checked, so that broken settings can be looked up
         print(_parser(kind, values, description).format_help())
         raise SystemExit(0)
     settings = kind(**values)
@@ -189,8 +176,8 @@ def _read(field: dataclasses.Field, text: str) -> Any:
     try:
         return from_text(field.type, text)
     except ValueError:
-        kind, example = getattr(field.type, "__name__", field.type), as_text(field.default)
-        rule = f"it takes a value like {example} ({kind})"
+        kind = getattr(field.type, "__name__", field.type)
+        rule = f"it takes a value like {as_text(field.default)} ({kind})"
         raise Refused(f"{flag(field.name)} {text}: {rule}.") from None
 
 
@@ -200,7 +187,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(kind: Any, shown: dict[str, Any], description: str) -> argparse.ArgumentParser:
-    """A group of flags for each section; --help shows the values in `shown`."""
+    """Return a parser with a group for each section, whose --help shows the values in `shown`."""
     parser = _Parser(
         usage="train_gpt.py [flags]", description=description, allow_abbrev=False, add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -213,11 +200,11 @@ def _parser(kind: Any, shown: dict[str, Any], description: str) -> argparse.Argu
             group = parser.add_argument_group(field.metadata["section"])
         value = as_text(shown.get(field.name, field.default))
         about = f"{field.metadata['about']} [{value}]".replace("%", "%%")
-        alone: Any = {"nargs": "?", "const": "on"} if field.type is bool else {}  # --flag is on
+        alone: Any = {"nargs": "?", "const": "on"} if field.type is bool else {}  # --flag means on
         group.add_argument(flag(field.name), metavar=_values(field), help=about, **alone)
     return parser
 
 
 def _values(field: dataclasses.Field) -> str:
-    choices = ("on", "off") if field.type is bool else field.metadata["one_of"]
+    choices = ("on", "off") if field.type is bool else field.metadata["rules"].get("one_of", ())
     return "|".join(choices) or ("auto|X" if isinstance(field.type, UnionType) else "X")

@@ -1,4 +1,4 @@
-"""Signals: before the runs one ends the process; during them all ranks save and end together."""
+"""Signals. Before the runs, one ends the process; during runs, all ranks save and end together."""
 
 import contextlib
 import os
@@ -15,8 +15,8 @@ from runtime.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HANGUP = getattr(signal, "SIGHUP", None)  # a closed terminal or ssh session; not on Windows
-SAVE = len(SIGNALS)  # index of the request to save, behind those of the signals
-ECHO_SECONDS = 2.0  # a launcher passes on what the terminal has sent to every process already
+SAVE = len(SIGNALS)  # index of the request to save, after the signals
+ECHO_SECONDS = 2.0  # a launcher repeats a signal that the terminal sent to all
 
 
 def listen() -> None:
@@ -26,7 +26,7 @@ def listen() -> None:
 
 
 def _heard() -> list[int]:
-    if HANGUP is None or signal.getsignal(HANGUP) is signal.SIG_IGN:  # as nohup leaves it
+    if HANGUP is None or signal.getsignal(HANGUP) is signal.SIG_IGN:  # as under nohup
         return [*SIGNALS]
     return [*SIGNALS, HANGUP]
 
@@ -38,10 +38,10 @@ def _raise(number: int, frame: Any) -> None:
 
 
 class Stop(contextlib.AbstractContextManager):
-    """What one rank asks of all: to end, because of a signal, or to save. Around all runs.
+    """Carries the requests of one rank to all: end because of a signal, or save. Around all runs.
 
-    A second signal more than 2 s later ends the process at once, even if its main thread waits
-    for a rank that never comes.
+    A second signal more than 2 s after the first ends the process at once, even if its main thread
+    waits for a rank that never comes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Stop(contextlib.AbstractContextManager):
         self._asked[SAVE] = wanted
 
     def flags(self) -> Tensor:
-        """(3,) float32 on the device, to be summed over ranks together with the loss."""
+        """The requests (3,) as float32 on the device, to be summed over ranks with the loss."""
         for index, asked in enumerate(self._asked):
             if asked != self._sent[index]:
                 self._flags[index].fill_(float(asked))  # no wait for the device
@@ -62,15 +62,15 @@ class Stop(contextlib.AbstractContextManager):
         return self._flags
 
     def hear(self, flags: list[float]) -> bool:
-        """Take in the summed flags of a step. Returns whether a rank asked to save."""
+        """Read the summed flags of a step. Returns whether a rank asked to save."""
         for number, flag in zip(SIGNALS, flags, strict=False):
             if flag and self.number is None:
                 self.number = number
         return bool(flags[SAVE])
 
     def __enter__(self) -> "Stop":
-        # Python calls handlers in the main thread alone, which may wait for other ranks. It
-        # writes the number to a socket at once, though, and a thread reads it there.
+        # Python calls handlers only in the main thread, which may wait for other ranks. But it
+        # writes the signal's number to a socket at once, and a thread reads it there.
         self._ear, self._mouth = socket.socketpair()
         self._mouth.setblocking(False)
         signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
@@ -81,7 +81,7 @@ class Stop(contextlib.AbstractContextManager):
 
     def __exit__(self, *exception: object) -> None:
         signal.set_wakeup_fd(-1)
-        self._mouth.close()  # which ends the thread
+        self._mouth.close()  # ends the thread
         if not any(self._asked[:SAVE]):  # else nothing may break into the orderly end
             listen()
 
@@ -99,4 +99,4 @@ class Stop(contextlib.AbstractContextManager):
 
 
 def _let_pass(number: int, frame: Any) -> None:
-    """The thread of `Stop` hears the signal."""
+    """Do nothing: the thread of `Stop` handles the signal."""

@@ -1,7 +1,6 @@
 """Which pieces of the recipe help? Each is switched off or exchanged, on the baseline's seeds.
 
-    python scripts/ablate.py --list                          the arms
-    python scripts/ablate.py --seeds 0,1,2,3 --jobs 2        run them; the same command resumes
+    python scripts/ablate.py --seeds 0,1,2,3                 all arms; the same command resumes
     python scripts/ablate.py --arms no_smear -- --steps 200  one arm, with flags of train_gpt.py
     python scripts/ablate.py --report                        only print the table of the logs
 
@@ -11,7 +10,6 @@ run failed, 2 bad input, 130 or 143 interrupted.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from claims.runlog import Run, read_runs
 from claims.stats import holm, paired
 from runtime.errors import Interrupted
 from runtime.log import config_hash, source_hash
-from scripts.command import listen, make_parser, numbers, set_up_output
+from scripts.command import listen, make_parser, numbers, run_child, set_up_output
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"
@@ -75,23 +73,25 @@ def report(out: Path) -> str:
     base = arms.pop(BASELINE, {})
     if not base:
         raise ValueError(f"{out} has no finished run of the baseline: run one, or name an --out")
-    found = {}
+    pairs, found = {}, {}
     for arm, runs in arms.items():
-        seeds = [seed for seed in runs if seed in base and runs[seed].complete]
-        seeds = [seed for seed in seeds if base[seed].complete]
-        found[arm] = paired(last_losses(runs, seeds), last_losses(base, seeds))
+        pairs[arm] = [seed for seed in runs if seed in base and runs[seed].complete]
+        pairs[arm] = [seed for seed in pairs[arm] if base[seed].complete]
+        found[arm] = paired(last_losses(runs, pairs[arm]), last_losses(base, pairs[arm]))
     adjusted = holm({arm: one.p_two_sided for arm, one in found.items() if one.p_two_sided >= 0})
-    sources = {run.source for runs in (base, *arms.values()) for run in runs.values()}
+    sources = {str(run.source) for runs in (base, *arms.values()) for run in runs.values()}
     lines = [f"{len(base)} seeds of the baseline: {', '.join(map(str, sorted(base)))}", ""]
-    lines += [f"- source {source}" for source in sorted(map(str, sources))]
+    lines += [f"- source {source}" for source in sorted(sources)]
     lines += ["", "| arm | flags | pairs | difference | 95 % interval | diverged | Holm p |"]
     lines.append("|-|-|-|-|-|-|-|")
-    for arm, one in sorted(found.items(), key=lambda item: (not item[1].n_a, -item[1].mean)):
+    for arm in sorted(found, key=lambda arm: (not pairs[arm], -found[arm].mean)):
+        one = found[arm]
         diverged = sum(not run.complete for run in arms[arm].values())
         p = f"{adjusted[arm]:.2g}" if arm in adjusted else ""
-        cells = [arm, f"`{ARMS.get(arm, 'no longer an arm')}`", f"{one.n_a}", f"{one.mean:+.4f}"]
-        cells += [f"{one.low:+.4f} to {one.high:+.4f}", f"{diverged}", p]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(
+            f"| {arm} | `{ARMS.get(arm, 'no longer an arm')}` | {len(pairs[arm])} "
+            f"| {one.mean:+.4f} | {one.low:+.4f} to {one.high:+.4f} | {diverged} | {p} |"
+        )
     return "\n".join([*lines, "", READING])
 
 
@@ -104,52 +104,32 @@ def last_losses(runs: dict[int, Run], seeds: list[int]) -> list[float]:
 
 def find_jobs(given: argparse.Namespace) -> list[tuple[str, int]]:
     """(arm, seed) of what is not done, seed by seed, so that what is done is balanced."""
+    done, source = read_arms(given.out), source_hash(ROOT)
     hashes = {}
     for arm in given.arms:
         hashes[arm] = config_hash(configuration(given.extra + ARMS[arm].split()))
-    done = read_arms(given.out)
     jobs = []
     for seed in given.seeds:
         for arm in given.arms:
             run = done.get(arm, {}).get(seed)
-            useful = arm == BASELINE or hashes[arm] != hashes[BASELINE]
-            if useful and (run is None or run.config_sha256 != hashes[arm]):
+            if run is None or (run.config_sha256, run.source) != (hashes[arm], source):
                 jobs.append((arm, seed))
     return jobs
 
 
-def start(given: argparse.Namespace, arm: str, seed: int) -> subprocess.Popen:
-    folder = given.out.resolve() / "runs" / arm
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "train_gpt.py"), *given.extra, *ARMS[arm].split()]
-    command += ["--seed", str(seed), "--log-dir", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
-    with (folder / f"seed_{seed}.console").open("w") as out:
-        # In a group of its own: Ctrl-C reaches the child through this process only, not twice.
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=out, process_group=0
-        )
-
-
 def run_all(given: argparse.Namespace) -> int:
-    """Run what is missing, `--jobs` side by side; returns how many runs failed."""
-    jobs, source, failed = find_jobs(given), source_hash(ROOT), 0
+    """Run what is missing; returns how many runs failed."""
+    jobs, failed = find_jobs(given), 0
     print(f"{len(jobs)} runs to do", flush=True)
-    for place in range(0, len(jobs), given.jobs):
-        if source_hash(ROOT) != source:
-            raise ValueError("the source changed during the experiment: begin a new --out")
-        running: list[tuple[str, subprocess.Popen]] = []
-        try:
-            for arm, seed in jobs[place : place + given.jobs]:
-                running.append((f"{arm}, seed {seed}", start(given, arm, seed)))
-            for name, child in running:
-                code = child.wait()
-                failed += code not in (0, 3)  # 3: the run diverged, which is a result
-                print(f"{name}: exit code {code}", flush=True)
-        finally:
-            for _, child in running:
-                child.terminate()  # does nothing to one that has ended
-                child.wait()
+    for arm, seed in jobs:
+        folder = given.out.resolve() / "runs" / arm
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(ROOT / "train_gpt.py"), *given.extra, *ARMS[arm].split()]
+        command += ["--seed", str(seed), "--log-dir", str(folder)]
+        code = run_child(command, folder / f"seed_{seed}.console")
+        if code not in (0, 3):  # 3: the run diverged, which is a result
+            failed += 1
+        print(f"{arm}, seed {seed}: exit code {code}", flush=True)
     return failed
 
 
@@ -159,28 +139,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("logs/ablation"), help="folder of the runs (%(default)s)")
     add("--seeds", type=numbers(int, 0, 10**9), default=[0, 1, 2, 3], help="(%(default)s)")
     add("--arms", default=",".join(ARMS), help="names with commas; the baseline always runs")
-    add("--jobs", type=int, default=2, help="runs side by side (%(default)s)")
-    add("--threads", type=int, default=1, help="threads of each run (%(default)s)")
-    add("--list", action="store_true", help="print the arms and stop")
     add("--report", action="store_true", help="print the table of the logs and stop")
     add("extra", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for each run")
     given = parser.parse_args(argv)
     given.arms = list(dict.fromkeys([BASELINE, *given.arms.split(",")]))
     for arm in given.arms:
         if arm not in ARMS:
-            parser.error(f"--arms {arm}: no such arm; --list prints them")
+            parser.error(f"--arms {arm}: no such arm; there are {', '.join(ARMS)}")
     if {"--seed", "--trials", "--log-dir"} & {word.partition("=")[0] for word in given.extra}:
         parser.error("--seed, --trials and --log-dir are given to each run by this script")
-    if min(given.jobs, given.threads) < 1:
-        parser.error("--jobs and --threads must be at least 1")
     return given
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = parse_arguments(argv)
-    if given.list:
-        print("\n".join(f"{arm:20} {flags}" for arm, flags in ARMS.items()))
-        return 0
     try:
         failed = 0 if given.report else run_all(given)
         print(report(given.out))

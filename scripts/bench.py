@@ -4,11 +4,11 @@
     torchrun --nproc_per_node=8 scripts/bench.py step --profile -- --track short
     python scripts/bench.py optim --sets gpt2s         our optimizers beside torch.optim's
 
-Flags of train_gpt.py follow --. Every round takes each row of a table, starting with another row
+Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
 each time. Figures are medians over the rounds in milliseconds; ratios are taken round by round.
---against FILE.py adds others' code: for `step` it defines build(config), which returns a function
-that takes one training step of config.batch_tokens tokens; for `optim` build(parameters), which
-returns step functions by name. MFU counts 6 FLOPs for each weight of the matrices and the head.
+--against FILE.py times other code beside ours. For `step` it defines build(config), which returns
+a function that takes a training step; for `optim` build(parameters), which returns step functions
+by name. MFU counts 6 FLOPs for each weight of the matrices and the head.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import json
 import os
 import runpy
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -29,42 +28,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from any folder
 
 import optim
 import train_gpt
 from data.shards import ShardError
 from runtime import machine as machines
 from runtime.clock import Clock
-from runtime.resume import plan_runs
-from runtime.run import Run
 from runtime.settings import parse
-from runtime.stop import Stop
 from train_gpt import Trainer
 
 WARM_UP = 2  # rounds that do not count
-STEPS = 12  # timed at once: a multiple of adam_every, so that no gradient waits for Adam
+STEPS = 12  # timed at once; a multiple of adam_every, so that no gradient waits for Adam
 BLOCK = [(256, 256)] * 4 + [(1024, 256), (256, 1024)]
 SETS = {"gpt2s": [(3 * rows, 3 * cols) for rows, cols in BLOCK] * 12, "tiny": BLOCK * 6}
-OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # small: all share the weights
-FIELDS: dict[str, Any] = {"lr_mul": 1.0, "window": 1, "stage": 0, "tokens": 1}  # of a log line
+OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # all share weights: move them little
 Steps = dict[str, Callable[..., Any]]
 Times = dict[str, list[float]]  # milliseconds, by row and round
 Rows = dict[str, dict[str, float]]
 
 
-def timed(steps: Steps, prepare: Callable, rounds: int, machine: Any, times: int = 1) -> Times:
-    """Milliseconds of a step. A row of a round takes `times` steps, after `prepare`, untimed."""
+def timed(steps: Steps, prepare: Callable, rounds: int, machine: Any, count: int = 1) -> Times:
+    """Return milliseconds a step. `steps` take `count` steps each, after an untimed `prepare()`."""
     names, ms, clock = list(steps), defaultdict(list), Clock(machine.synchronize)
     for done in range(WARM_UP + rounds):
         first = done % len(names)
         for name in names[first:] + names[:first]:
             prepare()
             with clock.phase(name, timed=False):
-                for _ in range(times):
-                    steps[name]()
-            ms[name].append(clock.phases[-1].ms / times)
-    return {name: ms[name][WARM_UP:] for name in names}
+                steps[name]()
+            ms[name].append(clock.phases[-1].ms / count)
+    return {name: times[WARM_UP:] for name, times in ms.items()}
 
 
 def figures(ms: Times, reference: str) -> Rows:
@@ -86,98 +80,62 @@ def as_text(title: str, rows: Rows) -> str:
 
 
 def prepare(trainer: Trainer) -> None:
-    """Go back to the first batches, with the next one prefetched, as in a run."""
+    """Go back to the first batches. The second one is prefetched, as in a run."""
     trainer.guard.reset()
     trainer.data.train.reset()
     next(trainer.data.train)
 
 
-def step(trainer: Trainer, run: Run, first: int, guard: optim.Guard) -> None:
-    """One step of the trainer, with the windows of step `first`."""
+def take_steps(trainer: Trainer, guard: optim.Guard, first: int) -> None:
+    """Take STEPS steps of the trainer, with the windows of step `first`."""
     trainer.guard = guard
-    message = trainer.gradients(first, run.stop.flags())
-    verdict = trainer.update(run.steps_done % STEPS, message[0])
-    run.stepped(message, verdict, **FIELDS)
+    flags = torch.zeros(0, device=trainer.machine.device)
+    for index in range(STEPS):
+        message = trainer.gradients(first, flags)
+        trainer.update(index, message[0])
 
 
-def parts(trainer: Trainer, run: Run, first: int, steps: int) -> dict[str, float]:
-    """Milliseconds of the parts of a step, each from idle device to idle device, and their sum.
-
-    The sum exceeds the step by what overlaps in it.
-    """
-    clock, machine = Clock(trainer.machine.synchronize), trainer.machine
-    part = partial(clock.phase, timed=False)
-    prepare(trainer)
-    trainer.enter(first)
-    for _ in range(steps):
-        total = torch.zeros(1, device=machine.device)
-        with part("data"):
-            batches = next(trainer.data.train)
-        for batch in batches:
-            with part("forward"):
-                loss = trainer.batch_loss(batch, trainer.data.longest)
-            with part("backward"):
-                loss.backward()
-            total += loss.detach()
-        with part("reduce"):
-            message = machine.all_reduce(torch.cat([total, run.stop.flags()]))
-        message[0] /= trainer.config.batch_tokens
-        with part("update"):
-            verdict = trainer.update(run.steps_done % STEPS, message[0])
-        with part("logging"):
-            run.stepped(message, verdict, **FIELDS)
-    means = dict.fromkeys((phase.name for phase in clock.phases), 0.0)
-    for phase in clock.phases:
-        means[phase.name] += phase.ms / steps
-    return means | {"sum": sum(means.values())}
+def repeat(step: Callable[[], object]) -> None:
+    for _ in range(STEPS):
+        step()
 
 
-def step_tables(trainer: Trainer, run: Run, given: argparse.Namespace) -> dict[str, Rows]:
-    config, guard, machine = trainer.config, trainer.guard, trainer.machine
-    bare = copy.copy(guard)
-    bare.nonfinite, bare.spike = False, None
-    steps, lengths, in_parts = Steps(), {}, {}
+def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
+    config, guard = trainer.config, trainer.guard
+    unguarded = copy.copy(guard)
+    unguarded.nonfinite, unguarded.spike = False, None
+    steps, shares = Steps(), {}
     for index, stage in enumerate(train_gpt.STAGES[config.stages]):
         name, first = f"window {stage.window}", train_gpt.first_step(config, index)
-        lengths[name] = train_gpt.first_step(config, index + 1) - first
-        steps[name] = partial(step, trainer, run, first, guard)
-        in_parts[name] = parts(trainer, run, first, given.rounds * STEPS)
-    steps[f"{name}, no guards"] = partial(step, trainer, run, first, bare)
+        shares[name] = (train_gpt.first_step(config, index + 1) - first) / config.steps
+        steps[name] = partial(take_steps, trainer, guard, first)
+    steps[f"{name}, no guards"] = partial(take_steps, trainer, unguarded, first)
     if given.against:
-        steps[given.against] = runpy.run_path(given.against)["build"](config)
-    if given.profile:  # the last stage
+        steps[given.against] = partial(repeat, runpy.run_path(given.against)["build"](config))
+    if given.profile:
+        prepare(trainer)
         with torch.profiler.profile() as found:
-            parts(trainer, run, first, STEPS)
+            steps[name]()
         print(found.key_averages().table(sort_by="self_cpu_time_total"), file=sys.stderr)
-    ready = partial(prepare, trainer)
-    ms = timed(steps, ready, given.rounds, machine, STEPS)
-    shares = torch.tensor(list(lengths.values()), dtype=torch.float64) / config.steps
-    by_round = torch.tensor([ms[name] for name in lengths], dtype=torch.float64).T
-    ms["schedule"] = (by_round @ shares).tolist()
+    ms = timed(steps, partial(prepare, trainer), given.rounds, trainer.machine, STEPS)
+    schedule = torch.zeros(given.rounds)
+    for name, share in shares.items():
+        schedule += share * torch.tensor(ms[name])
+    ms["schedule"] = schedule.tolist()
     rows = figures(ms, "schedule")
     for row in rows.values():
         row["tokens/s"] = 1000 * config.batch_tokens / row["median"]
         row["MFU"] = trainer.mfu(row["tokens/s"])
-    save = timed({"on the clock": run.save}, ready, given.rounds, machine)
-    return {"step": rows, "parts": in_parts, "checkpoint": figures(save, "on the clock")}
+    return rows
 
 
 def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
-    """The tables; empty if the losses became NaN, which the run has said."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*flags, "--log-dir", folder, "--checkpoint-dir", folder]
-        config = parse(train_gpt.Config, words, train_gpt.preset, "")
-        machine = machines.start(config.device, config.rank_timeout)
-        clock, stop = Clock(machine.synchronize), Stop(machine.device)
-        trainer = train_gpt.set_up(config, machine)
-        plan = plan_runs(trainer)[0]
-        with trainer.data.train:
-            train_gpt.warm_up(trainer, clock)
-            with Run(trainer, plan, clock, stop, source=train_gpt.SOURCE) as run:
-                run.start_training()
-                with contextlib.redirect_stdout(None):  # lines of steps that are part of no run
-                    return step_tables(trainer, run, given)
-    return {}
+    config = parse(train_gpt.Config, flags, train_gpt.preset, "")
+    machine = machines.start(config.device, config.rank_timeout)
+    trainer = train_gpt.set_up(config, machine)
+    with trainer.data.train:
+        train_gpt.warm_up(trainer, Clock(machine.synchronize))
+        return {"step": step_table(trainer, given)}
 
 
 # ---- A step of optimizers
@@ -229,15 +187,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
-    with contextlib.redirect_stdout(sys.stderr):  # the trainer speaks too: stdout is for figures
-        if given.what == "step":
-            tables = bench_step(given, words[cut + 1 :])
-        else:
-            tables = bench_optim(given)
+    with contextlib.redirect_stdout(sys.stderr):  # the trainer prints; stdout is for the figures
+        step = given.what == "step"
+        tables = bench_step(given, words[cut + 1 :]) if step else bench_optim(given)
     texts = [as_text(title, rows) for title, rows in tables.items()]
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(tables, indent=2) if given.json else "\n\n".join(texts))
-    return 0 if tables else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""What the command lines share: lists of numbers, JSON without NaN, output that is safe to read."""
+"""What the commands share: lists of numbers, JSON without NaN, safe output, child processes."""
 
 import argparse
+import contextlib
 import io
 import json
 import math
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from runtime.errors import Interrupted
@@ -81,3 +85,21 @@ def listen() -> None:
 
 def raise_interrupted(number: int, frame: Any) -> None:
     raise Interrupted(number)
+
+
+def run_child(command: str | list[str], console: Path) -> int:
+    """Run a command, its output in the file `console`; returns its exit code.
+
+    It has a process group of its own, so that Ctrl-C reaches it once: when Interrupted is raised
+    here, the whole group gets SIGTERM.
+    """
+    shell = isinstance(command, str)
+    with console.open("wb") as out:
+        child = subprocess.Popen(command, shell=shell, stdout=out, stderr=out, process_group=0)
+        try:
+            return child.wait()
+        except Interrupted:
+            with contextlib.suppress(ProcessLookupError):  # it may just have ended
+                os.killpg(child.pid, signal.SIGTERM)
+            child.wait()
+            raise

@@ -29,22 +29,17 @@ from claims.export import export
 from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import derived, differences, leaderboard
 from claims.plots import plot_losses
-from claims.sources import digest
-from runtime.claim import Claim, read_claim
+from runtime.claim import Claim
 from runtime.errors import Refused
-from runtime.log import config_hash
-from runtime.settings import SETTINGS_OF_A_RUN, flag
-from scripts.command import numbers, set_up_output
+from runtime.log import config_hash, digest
+from scripts.command import make_parser, numbers, set_up_output
 
 ROOT = Path(__file__).resolve().parent.parent
+RECORDS = ROOT / "records"
 
 
 def ask_trainer(flags: list[str]) -> dict[str, Any]:
-    """Every setting that the trainer would run with. Raises Refused for flags that it refuses."""
-    of_a_run = [flag(name) for name in SETTINGS_OF_A_RUN]
-    for word in flags:
-        if word.partition("=")[0] in of_a_run:
-            raise Refused(f"{word} is no part of a claim: see --seed and --n of this command")
+    """Every setting that the trainer would run with. Refused for flags that it refuses."""
     command = [sys.executable, str(ROOT / "train_gpt.py"), *flags, "--print-config"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -57,30 +52,28 @@ def claim(arguments: argparse.Namespace) -> int:
     """Write claim.json and say how to make its runs."""
     config = ask_trainer(arguments.flags)
     source = working_source(ROOT)
-    seeds = list(range(arguments.seed, arguments.seed + arguments.n))
     target = TRACKS[config["track"]].target
     if config["target"] != target:
         raise Refused(f"--target {config['target']}: that of the track is {target}. Leave it out.")
     claim = Claim(
         name=arguments.name, track=config["track"], target=target, alpha=ALPHA, n=arguments.n,
-        seeds=seeds, looks=arguments.looks or [arguments.n], source_sha256=digest(source.files),
+        seeds=list(range(arguments.seed, arguments.seed + arguments.n)),
+        looks=arguments.looks or [arguments.n], source_sha256=digest(source.files),
         config_sha256=config_hash(config), config=config, flags=arguments.flags,
         about=arguments.about, created=datetime.now(UTC).isoformat(timespec="seconds"))
-    folder = os.path.relpath(write_claim(arguments.records, claim, source))
-    words = ["--claim", f"{folder}/claim.json", *claim.flags]
-    words += ["--seed", str(arguments.seed), "--trials", str(claim.n)]
+    folder = os.path.relpath(write_claim(RECORDS, claim, source))
+    words = shlex.join(["--claim", f"{folder}/claim.json", *claim.flags])
     print(f"{folder}: commit it with records/sources, then make its runs:\n\n"
-          f"    ./run.sh {shlex.join(words)}\n\n"
+          f"    ./run.sh {words} --seed {arguments.seed} --trials {claim.n}\n\n"
           f"then: python scripts/record.py make {folder} logs")
     return 0
 
 
 def make(arguments: argparse.Namespace) -> int:
-    """Bring together what belongs to a claim, write the pages, and say whether it holds."""
+    """Copy the logs of a claim's runs, write the pages, and say whether the record holds."""
     folder = arguments.folder
     require_plain(folder)
-    for logs in arguments.logs:
-        copy_runs(read_claim(folder / "claim.json"), logs, folder)
+    copy_runs(folder, arguments.logs)
     evidence = read_evidence(folder)
     for name, content in derived(evidence).items():
         (folder / name).write_bytes(content)
@@ -105,65 +98,64 @@ def judge(evidence: Evidence) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    return max(judge(read_evidence(folder)) for folder in arguments.folders)
+    return max([judge(read_evidence(folder)) for folder in arguments.folders])
 
 
 def write_leaderboard(arguments: argparse.Namespace) -> int:
-    """Write the page and the pictures of all records, if every record holds."""
-    records = arguments.records
-    found = [read_evidence(path.parent) for path in sorted(records.glob("*/*/claim.json"))]
+    """Write the page and the pictures of all records, if nothing speaks against any of them."""
+    found = [read_evidence(path.parent) for path in sorted(RECORDS.glob("*/*/claim.json"))]
     made = sorted((one for one in found if one.runs), key=lambda one: one.claim.created)
-    refused = [one for one in made if find_failures(one) or list(differences(one))]
-    if refused:
-        return max(map(judge, refused))
-    for track in {evidence.claim.track for evidence in made}:
+    for one in made:
+        if find_failures(one) or list(differences(one)):
+            return judge(one)
+    for track in {one.claim.track for one in made}:
         claims = {one.claim.name: one.complete for one in made if one.claim.track == track}
-        plot_losses(claims, TRACKS[track].target, records / track / "losses.svg")
-    (records / "README.md").write_text(leaderboard(records, made))
-    print(f"{records / 'README.md'}: {len(made)} claims")
+        plot_losses(claims, TRACKS[track].target, RECORDS / track / "losses.svg")
+    (RECORDS / "README.md").write_text(leaderboard(made))
+    print(f"{RECORDS / 'README.md'}: {len(made)} claims")
     return 0
 
 
 def write_export(arguments: argparse.Namespace) -> int:
-    print(*export(read_evidence(arguments.folder), arguments.to), sep="\n")
-    return 0
+    """Write the contest's form of a record that holds."""
+    evidence = read_evidence(arguments.folder)
+    code = judge(evidence)
+    if code == 0:
+        print(*export(evidence, arguments.to), sep="\n")
+    return code
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
     """The arguments; `flags` has what stands behind -- for the trainer."""
     cut = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
+    parser = make_parser(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
     sub = commands.add_parser("claim", help="write a claim; the flags of its runs follow --")
-    sub.set_defaults(run=claim)
     sub.add_argument("name", help="CamelName of the record")
     sub.add_argument("--about", required=True, help="what is changed and why it should help")
     sub.add_argument("--n", type=int, default=10, help="runs, at least 4 (%(default)s)")
     sub.add_argument("--seed", type=int, default=1000, help="of the first run (%(default)s)")
     sub.add_argument("--looks", type=numbers(int, 2, 10**6), help="test after, such as 5,10 (--n)")
-    sub.add_argument("--records", type=Path, default=ROOT / "records", help="(%(default)s)")
     sub = commands.add_parser("make", help="make the record of a claim from its runs")
-    sub.set_defaults(run=make)
     sub.add_argument("folder", type=Path, help="folder of claim.json")
     sub.add_argument("logs", type=Path, nargs="*", help="log folders; none: write the pages again")
     sub = commands.add_parser("verify", help="check records against their logs")
-    sub.set_defaults(run=verify)
     sub.add_argument("folders", type=Path, nargs="+", metavar="folder")
-    sub = commands.add_parser("leaderboard", help="write the page of all records, with pictures")
-    sub.set_defaults(run=write_leaderboard)
-    sub.add_argument("--records", type=Path, default=ROOT / "records", help="(%(default)s)")
+    commands.add_parser("leaderboard", help="write the page of all records, with pictures")
     sub = commands.add_parser("export", help="write a record in the form of the public contest")
-    sub.set_defaults(run=write_export)
     sub.add_argument("folder", type=Path)
-    sub.add_argument("--to", type=Path, required=True, help="folder to write, new or empty")
+    sub.add_argument("--to", type=Path, required=True, help="a new folder")
     return parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))
+
+
+COMMANDS = {"claim": claim, "make": make, "verify": verify, "leaderboard": write_leaderboard,
+            "export": write_export}
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        return arguments.run(arguments)
+        return COMMANDS[arguments.command](arguments)
     except (Refused, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

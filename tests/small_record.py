@@ -11,11 +11,12 @@ from small_run import read_events
 
 from claims.evidence import Track
 from claims.making import write_claim
-from claims.sources import Source, digest
+from claims.sources import Source
 from runtime import registry as registries
 from runtime.claim import Claim, read_claim
 from runtime.jsonl import json_line
-from runtime.log import REGISTERED, config_hash
+from runtime.log import REGISTERED, config_hash, digest
+from scripts import record
 
 Events = list[dict[str, Any]]  # of one segment
 TARGET, STEPS, VOCABULARY, BATCH, VAL_TOKENS = 3.25, 12, 64, 512, 1024
@@ -161,3 +162,16 @@ def forge(folder: Path, change: Callable[[Events], Any] = len, segment: int = 0)
             events[0] |= {"claim": claim.id, "source_sha256": claim.source_sha256}
     change(runs[0][segment])
     write_logs(folder, runs)
+
+
+def call(capsys: Any, *words: object) -> tuple[int, str]:
+    """Exit code and output of record.py."""
+    capsys.readouterr()
+    code = record.main([str(word) for word in words])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ttest_ind, ttest_rel
+from scipy.stats import ttest_ind
 
-from claims.comparison import FINGERPRINT
+from claims.comparison import explain
 from claims.runlog import read_run
 from claims.stats import welch
-from claims.steptimes import Account, account, explain
+from claims.steptimes import Account, account
 from scripts import compare
 
 SCRIPT = Path(compare.__file__)
 
 
 def write_log(
-    path: Path, ms: Sequence[float], *, stages: Sequence[int] | None = None, begin: str = "000000",
-    source: str = "ab", wait: float = 0.0, timed: bool = True, status: str = "done", **env: object,
+    path: Path, ms: Sequence[float], *, begin: str = "000000", source: str = "ab",
+    wait: float = 0.0, timed: bool = True, status: str = "done", **env: object,
 ) -> Path:  # fmt: skip
     """A log of ours of steps that take so many milliseconds, validated half-way and at the end.
 
@@ -43,9 +43,8 @@ def write_log(
     for step, own in enumerate(ms, 1):
         now += own
         if timed:
-            stage = stages[step - 1] if stages else 0
-            events.append({"event": "step", "step": step, "train_time_ms": now, "stage": stage,
-                           "window": 128 * (stage + 1), "skipped": False})  # fmt: skip
+            events.append({"event": "step", "step": step, "train_time_ms": now, "stage": 0,
+                           "window": 128, "skipped": False})  # fmt: skip
         if step in (total // 2, total):
             now += wait
             events.append({"event": "val", "step": step, "total_steps": total, "val_loss": 3.2,
@@ -79,12 +78,12 @@ def report(capsys, *words: object) -> dict:
 def test_the_difference_is_that_of_welch_and_decides_the_exit_code(tmp_path, capsys):
     a = write_arm(tmp_path / "a", noisy(0, 4, 60, 30))
     b = write_arm(tmp_path / "b", noisy(1, 5, 60, 29), first=10, source="b")
-    found = report(capsys, a, b, "--level", 0.99)
+    found = report(capsys, a, b)
     test = ttest_ind(found["b"], found["a"], equal_var=False)
-    interval = test.confidence_interval(0.99)
+    interval = test.confidence_interval(0.95)
     seconds = found["seconds"]
     assert (seconds["low"], seconds["high"]) == pytest.approx((interval.low, interval.high))
-    assert (seconds["t"], seconds["df"]) == pytest.approx((test.statistic, test.df))
+    assert seconds["p_two_sided"] == pytest.approx(test.pvalue)
     assert (compare.main([a, b]), compare.main([b, a])) == (0, 1)
 
 
@@ -95,7 +94,7 @@ def test_fewer_steps_a_faster_step_and_fewer_stutters_are_told_apart(tmp_path, c
         ms[40] += 500
     a = write_arm(tmp_path / "a", slow)
     b = write_arm(tmp_path / "b", noisy(1, 4, 90, 28), first=10, source="b")
-    why = report(capsys, a, b)["explanation"]
+    why = report(capsys, a, b)
     assert why["steps"] == pytest.approx(-0.29, abs=0.005)
     assert why["step_time"]["mean"] == pytest.approx(-0.19, abs=0.01)
     assert why["stutters"]["mean"] == pytest.approx(-0.50, abs=0.005)
@@ -115,35 +114,26 @@ def test_the_parts_sum_to_the_difference_of_the_means(a, b):
     means = []
     for side in sides:
         means.append(np.mean([one.steps * one.step_ms / 1000 + one.lost for one in side]))
-    why = explain(*sides, welch)
-    total = why.steps + why.step_time.mean + why.stutters.mean
+    steps, step_time, stutters = explain(*sides, welch)
+    total = steps + step_time.mean + stutters.mean
     assert total == pytest.approx(means[1] - means[0], rel=1e-9, abs=1e-6)
 
 
 def test_slower_even_steps_later_stages_and_waits_before_validations_are_no_stutters(tmp_path):
-    ms = [20.0, 60.0] * 60 + [50.0, 150.0] * 60
-    stages = [0] * 120 + [1] * 120
-    found = account(read_run(write_log(tmp_path / "a.jsonl", ms, stages=stages, wait=100.0)))
-    assert not found.stutters
-    assert [stage[:2] for stage in found.stages.values()] == [(128, 120), (256, 120)]
-    assert [stage.ms for stage in found.stages.values()] == pytest.approx([40.0, 100.0])
-    assert found.step_ms == pytest.approx((sum(ms) + 200.0) / 240)
-
-
-def test_stutters_are_found_to_the_step(tmp_path):
-    ms = np.concatenate([np.tile([28.0, 34.0], 120), np.tile([53.0, 59.0], 120)])
-    ms += np.random.default_rng(0).normal(0, 0.8, len(ms))
-    ms[[60, 61, 300]] += 900
-    found = account(read_run(write_log(tmp_path / "a.jsonl", ms.tolist())))
-    assert found.stutters == pytest.approx({61: 0.9, 62: 0.9, 301: 0.9}, abs=0.01)
+    ms = np.concatenate([np.tile([20.0, 60.0], 60), np.tile([50.0, 150.0], 60)])
+    plain = account(read_run(write_log(tmp_path / "a.jsonl", ms.tolist(), wait=100.0)))
+    assert not plain.stutters
+    assert plain.step_ms == pytest.approx((sum(ms) + 200.0) / 240)
+    ms[[60, 61, 200]] += 900
+    found = account(read_run(write_log(tmp_path / "b.jsonl", ms.tolist())))
+    assert found.stutters == pytest.approx({61: 0.9, 62: 0.9, 201: 0.9}, abs=0.01)
 
 
 def test_logs_that_do_not_time_every_step_still_tell_steps_from_speed(tmp_path, capsys):
     a = write_arm(tmp_path / "a", [[30] * 100, [31] * 100], timed=False)
     b = write_arm(tmp_path / "b", [[28] * 90, [29] * 90], first=10, source="b", timed=False)
-    why = report(capsys, a, b)["explanation"]
+    why = report(capsys, a, b)
     assert (why["steps"], why["step_time"]["mean"]) == pytest.approx((-0.295, -0.190))
-    assert why["stages"] == {}
 
 
 # ---- Machines and arms
@@ -156,14 +146,6 @@ def test_other_software_is_refused_unless_allowed_and_named(tmp_path, capsys):
     assert "torch: {'2.13': 3} in A, {'2.9': 3} in B" in capsys.readouterr().err
     assert compare.main([a, b, "--allow-mismatch"]) == 0
     assert "DIFFERS in torch" in capsys.readouterr().out
-
-
-def test_only_what_all_logs_say_is_called_alike(tmp_path, capsys):
-    a = write_arm(tmp_path / "a", noisy(0, 3, 50, 30))
-    b = write_arm(tmp_path / "b", noisy(1, 3, 50, 29), first=10, cpu="EPYC")
-    found = report(capsys, a, b)
-    assert found["consistent"] == {"gpu": "H100", "gpu_count": "8", "torch": "2.13"}
-    assert (found["differs"], "cpu" in FINGERPRINT) == ([], True)
 
 
 def test_arms_of_one_folder_are_chosen_by_their_hash(tmp_path, capsys):
@@ -194,7 +176,8 @@ def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(tmp_path, caps
 def test_commands_run_in_turn_and_their_logs_give_the_times(tmp_path, capsys):
     commands = []
     for name, ms in (("a", 30.0), ("b", 20.0)):
-        commands.append(f"cp {write_log(tmp_path / f'{name}.jsonl', [ms] * 50)} {{log_dir}}")
+        log = write_log(tmp_path / f"{name}.jsonl", [ms] * 50)
+        commands.append(f"copy() {{ cp {log} $2; }}; copy")  # $1 is --log-dir
     words = ["--run", *commands, "--rounds", "2", "--out", str(tmp_path / "out"), "--json"]
     assert compare.main(words) == 1
     captured = capsys.readouterr()
@@ -204,17 +187,8 @@ def test_commands_run_in_turn_and_their_logs_give_the_times(tmp_path, capsys):
     assert turns == ["A", "B", "B", "A"]
 
 
-def test_commands_without_logs_are_timed_by_the_clock_on_the_wall(tmp_path, capsys):
-    words = ["--run", "sleep 0.3; : {log_dir}", "true {log_dir}", "--rounds", "3"]
-    assert compare.main([*words, "--out", str(tmp_path / "out"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    test = ttest_rel(found["b"], found["a"])  # as pairs: a drift falls on both arms alike
-    assert found["seconds"]["p_two_sided"] == pytest.approx(test.pvalue)
-    assert found["explanation"] is None
-
-
 def test_a_command_that_fails_is_told_with_the_end_of_its_output(tmp_path, capsys):
-    words = ["--run", "echo out of coffee; false {log_dir}", "true {log_dir}"]
+    words = ["--run", "echo out of coffee; false", "true"]
     assert compare.main([*words, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "exit code 1" in error
@@ -223,7 +197,7 @@ def test_a_command_that_fails_is_told_with_the_end_of_its_output(tmp_path, capsy
 
 def test_a_signal_ends_the_command_that_runs_too(tmp_path):
     pid = tmp_path / "pid"
-    slow = f"echo $$ > {pid}; sleep 60; : {{log_dir}}"
+    slow = f"echo $$ > {pid}; sleep 60; :"
     words = [sys.executable, str(SCRIPT), "--run", slow, slow, "--out", str(tmp_path / "out")]
     process = subprocess.Popen(words)
     for _ in range(600):
@@ -238,10 +212,8 @@ def test_a_signal_ends_the_command_that_runs_too(tmp_path):
 
 @pytest.mark.parametrize(("words", "sentence"), [
     ([], "name two arms, A and B, or --run two commands"),
-    (["logs"], "name two arms"),
     (["logs", "logs", "--run", "a", "b"], "name two arms"),
     (["absent", "absent"], "absent does not exist"),
-    (["{a}", "{b}", "--level", "95"], "level is 95.0: it must lie between 0 and 1"),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_and_a_sentence(tmp_path, capsys, words, sentence):
     a, b = write_arm(tmp_path / "a", [[1.0] * 9]), write_arm(tmp_path / "b", [[2.0] * 9], first=5)

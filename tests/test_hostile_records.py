@@ -44,7 +44,7 @@ def tool(name: str, *words: object) -> subprocess.CompletedProcess:
 
 def change_claim(folder: Path, **changed: Any) -> None:
     path = folder / "claim.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed, indent=2) + "\n")
 
 
 def edit_log(log: Path, event: str, **changed: Any) -> None:
@@ -54,29 +54,24 @@ def edit_log(log: Path, event: str, **changed: Any) -> None:
     log.write_text("".join(json.dumps(found) + "\n" for found in events))
 
 
-def test_nothing_is_written_through_a_link_in_a_record(stranger, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["README.md", "record.json", "runs/registry_2.jsonl", "NOTES.md"])
+def test_nothing_is_written_through_a_link_in_a_record(name, stranger, tmp_path, capsys):
     victim = tmp_path / "victim"
-    for name in ("README.md", "record.json", "runs/registry_2.jsonl", "NOTES.md"):
-        path = stranger / name
-        kept = path.rename(tmp_path / "kept") if path.exists() else None
-        path.symlink_to(victim)
-        for existing in (False, True):
-            if existing:
-                victim.write_text("precious")
-            assert record.main(["make", str(stranger), str(RECORDS / "tiny" / NAME / "runs")]) == 2
-            assert f"{path} is a link or no regular file" in capsys.readouterr().err
-            assert not victim.exists() or victim.read_text() == "precious"
-        for link in (path, victim):
-            link.unlink()
-        if kept:
-            kept.rename(path)
+    (stranger / name).unlink(missing_ok=True)
+    (stranger / name).symlink_to(victim)
+    for content in (None, "precious"):
+        if content:
+            victim.write_text(content)
+        assert record.main(["make", str(stranger), str(RECORDS / "tiny" / NAME / "runs")]) == 2
+        assert f"{stranger / name} is a link or no regular file" in capsys.readouterr().err
+        assert (victim.read_text() if victim.exists() else None) == content
 
 
-def test_a_pipe_in_a_record_is_refused_and_nobody_waits_for_it(stranger):
+def test_a_pipe_in_a_record_is_refused_and_nobody_waits_for_it(stranger, capsys):
     (stranger / "README.md").unlink()
     os.mkfifo(stranger / "README.md")
-    done = tool("record.py", "make", stranger)
-    assert (done.returncode, "README.md is a link or no regular file" in done.stderr) == (2, True)
+    assert record.main(["make", str(stranger)]) == 2
+    assert "README.md is a link or no regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["LOG", "registry.jsonl"])
@@ -124,9 +119,8 @@ def test_a_run_id_that_is_no_file_name_is_refused_wherever_a_registry_is_read(ru
 def test_no_log_record_or_file_name_steers_the_terminal(stranger):
     first, second = sorted((stranger / "runs").glob("2*.jsonl"))
     header = small_run.read_events(first)[0]
-    edit_log(first, "header", claim=STEERING, checks={"causality": STEERING},
-             env=header["env"] | {"torch": STEERING, "compile_flags": [STEERING]},
-             data=header["data"] | {"val_sha256": STEERING})
+    env = header["env"] | {"torch": STEERING, "compile_flags": [STEERING]}
+    edit_log(first, "header", claim=STEERING, checks={"causality": STEERING}, env=env)
     (stranger / f"{STEERING}.txt").write_text("x")
     second.rename(second.with_name(f"{STEERING}.jsonl"))
     for words in (["record.py", "verify", stranger], ["significance.py", stranger / "runs"],
@@ -144,14 +138,14 @@ def test_a_number_of_any_shape_in_claim_or_log_ends_in_a_sentence(value, strange
     claim = json.loads((stranger / "claim.json").read_text())
     change_claim(stranger, config=claim["config"] | {"batch_tokens": value})
     assert record.main(["verify", str(stranger)]) == 2
-    assert "config must say how many steps of how many tokens" in capsys.readouterr().err
+    assert "batch_tokens in config must be a positive whole number" in capsys.readouterr().err
     change_claim(stranger, config=claim["config"])
     edit_log(first, "header", data=small_run.read_events(first)[0]["data"] | {"val_tokens": value})
-    edit_log(second, "val", total_steps=value)
     assert record.main(["verify", str(stranger)]) == 1
-    said = capsys.readouterr().out
-    assert "val_tokens in the header is missing" in said
-    assert "total_steps must be an integer" in said
+    assert f"validated on {value!s:.20} tokens, not 262144" in capsys.readouterr().out
+    edit_log(second, "val", total_steps=value)
+    assert record.main(["verify", str(stranger)]) == 2
+    assert "total_steps must be an integer" in capsys.readouterr().err
 
 
 def test_a_command_in_a_page_is_one_command_whatever_the_claim_says(stranger):
@@ -164,10 +158,12 @@ def test_a_command_in_a_page_is_one_command_whatever_the_claim_says(stranger):
     assert words[-1] == "records/tiny/x; touch owned"
 
 
-def test_a_page_made_of_hostile_values_has_no_html_and_no_link_of_theirs(stranger):
+def test_a_page_made_of_hostile_words_has_no_html_and_no_link_of_theirs(stranger):
+    hostile = "x <!-- **Shown**: p | [a](b) ` &lt;"
     evidence = read_evidence(stranger)
-    hostile = "`|<img src=x>](http://x) <!--"
-    for run in evidence.runs:
-        run.env["cpu"] = hostile
+    evidence.complete[0].env["cpu"] = hostile
+    object.__setattr__(evidence.claim, "about", hostile)
+    escaped = r"x \<!-- \*\*Shown\*\*: p \| \[a\](b) \` \&lt;"
     page = readme(evidence)
-    assert "| `'\\|<img src=x>](http://x) <!--` |" in page  # as code it is only shown
+    assert (f"> {escaped}" in page, f"1 x {escaped} and" in page, hostile in page) == (
+        True, True, False)

@@ -65,21 +65,14 @@ def same_bits(one, other):
     return one.dtype == other.dtype and repr(one.tolist()) == repr(other.tolist())
 
 
-def lose(what, victim):
-    """Many collectives, in which something happens to the victim."""
-    happens = {
-        "dies": partial(os.kill, os.getpid(), signal.SIGKILL),
-        "stops": partial(os.kill, os.getpid(), signal.SIGSTOP),
-        "hangs": partial(time.sleep, 1000),
-        "has a bug": partial(int, "a bug"),
-    }[what]
-
+def lose(number, victim):
+    """Many collectives, in which the victim gets a signal."""
     def run():
         machine = machines.start("cpu", 10.0)
         for step in range(1000):
             machine.all_reduce(torch.ones(100))
             if machine.rank == victim and step == 5:
-                happens()
+                os.kill(os.getpid(), number)
         return 0
 
     return machines.leave(supervise(run))
@@ -91,18 +84,11 @@ def die_at_the_end():
     return machines.leave(0)
 
 
-def wait_for_nobody():
-    return machines.leave(supervise(lambda: machines.start("cpu", 2.0).rank))
-
-
 SCENARIOS = {
-    "nobody comes": Scenario(wait_for_nobody, (0,), 2),
     "meet": Scenario(meet, (0, 1, 2), 3),
-    "dies": Scenario(partial(lose, "dies", 1), (0, 1, 2, 3), 4),
-    "stops": Scenario(partial(lose, "stops", 1), (0, 1, 2, 3), 4, (1,)),
-    "the first stops": Scenario(partial(lose, "stops", 0), (0, 1), 2, (0,)),
-    "hangs": Scenario(partial(lose, "hangs", 1), (0, 1), 2, (1,)),
-    "has a bug": Scenario(partial(lose, "has a bug", 1), (0, 1), 2),
+    "dies": Scenario(partial(lose, signal.SIGKILL, 1), (0, 1, 2), 3),
+    "stops": Scenario(partial(lose, signal.SIGSTOP, 1), (0, 1, 2), 3, (1,)),
+    "the first stops": Scenario(partial(lose, signal.SIGSTOP, 0), (0, 1), 2, (0,)),
     "dies at the end": Scenario(die_at_the_end, (0, 1), 2),
 }
 
@@ -154,17 +140,8 @@ def test_one_process_is_a_group_of_itself():
 
 
 @pytest.mark.slow
-def test_a_rank_to_which_nobody_comes_is_refused_in_time(left):
-    (alone,) = left["nobody comes"]
-    assert alone.code == 2
-    assert errors(alone)[0].startswith("rank 0 of 2 could not join the others: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scenario", "victim"), [("stops", 1), ("the first stops", 0), ("hangs", 1)]
-)
-def test_a_rank_that_stops_or_hangs_is_named_by_all_others_which_end(left, scenario, victim):
+@pytest.mark.parametrize(("scenario", "victim"), [("stops", 1), ("the first stops", 0)])
+def test_a_rank_that_stops_is_named_by_all_others_which_end(left, scenario, victim):
     for rank in left[scenario]:
         if rank.rank != victim:
             assert (rank.code, errors(rank)) == (1, errors(rank)[:1]), rank
@@ -172,12 +149,10 @@ def test_a_rank_that_stops_or_hangs_is_named_by_all_others_which_end(left, scena
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["dies", "has a bug"])
-def test_all_ranks_end_when_one_dies_and_say_so_once(left, scenario):
-    for rank in left[scenario]:
+def test_all_ranks_end_when_one_dies_and_say_so_once(left):
+    for rank in left["dies"]:
         if rank.rank == 1:
-            assert rank.code == (1 if scenario == "has a bug" else -signal.SIGKILL)
-            assert ("ValueError: invalid literal" in rank.err) == (scenario == "has a bug")
+            assert rank.code == -signal.SIGKILL
         else:
             assert (rank.code, len(errors(rank))) == (1, 1), rank
             assert errors(rank)[0].startswith("another rank ended; torchrun or its own output")
@@ -203,7 +178,7 @@ def test_torchrun_names_a_rank_that_was_killed_and_ends_the_others(tmp_path):
         f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
         "import test_machine\n"
         "open(os.environ['RANK'], 'w').write(str(os.getpid()))\n"
-        "test_machine.lose('dies', 1)\n"
+        "test_machine.lose(signal.SIGKILL, 1)\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
@@ -217,21 +192,10 @@ def test_torchrun_names_a_rank_that_was_killed_and_ends_the_others(tmp_path):
             os.kill(int((tmp_path / rank).read_text()), 0)
 
 
-@pytest.mark.parametrize(
-    ("variables", "rule"),
-    [
-        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5: it must be a whole number from 0 to 1"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: it must be a whole number from 0 to 1"),
-        ({"RANK": "0", "WORLD_SIZE": "x"}, "WORLD_SIZE=x: it must be a whole number from 1"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2 without MASTER_ADDR, MASTER_PORT"),
-    ],
-)
-def test_ranks_that_cannot_be_are_refused_at_once(monkeypatch, variables, rule):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(Refused, match=f"^{rule}"):
+def test_ranks_without_torchrun_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(Refused, match=r"^rank 0 of 2 could not join the others: .*torchrun"):
         machines.start("cpu")
 
 
@@ -270,8 +234,7 @@ def test_the_processes_of_a_host_say_an_error_once(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("closed", [">&- 2>&-", "2>&1 | true"])
-def test_a_closed_terminal_does_not_change_the_exit_code(closed):
+def test_a_closed_terminal_does_not_change_the_exit_code():
     code = (
         "import time, runtime.machine as m\n"
         "def run():\n"
@@ -279,16 +242,9 @@ def test_a_closed_terminal_does_not_change_the_exit_code(closed):
         "    return 0\n"
         "raise SystemExit(m.leave(m.supervise(run)))\n"
     )
-    words = ["bash", "-c", f'"$0" -c "$1" {closed}; exit ${{PIPESTATUS[0]}}', sys.executable, code]
+    pipe = '"$0" -c "$1" 2>&1 | true; exit ${PIPESTATUS[0]}'
+    words = ["bash", "-c", pipe, sys.executable, code]
     assert subprocess.run(words, cwd=ROOT).returncode == 0
-
-
-def test_the_launch_time_is_that_of_run_sh_and_must_be_a_number(monkeypatch):
-    monkeypatch.setenv("RUN_STARTED", "1700000000")
-    assert machines.launch_time() == 1.7e9
-    monkeypatch.setenv("RUN_STARTED", "abc")
-    with pytest.raises(Refused, match=r"^RUN_STARTED=abc: it must be seconds since 1970"):
-        machines.launch_time()
 
 
 # ---- Device
@@ -317,13 +273,11 @@ def test_auto_is_bf16_exactly_where_the_machine_has_it_natively(monkeypatch, nat
     assert machines.compute_dtype("float32", CPU) == torch.float32
 
 
-def test_a_gpu_without_bf16_and_a_torch_without_nccl_are_handicaps(monkeypatch):
+def test_a_gpu_without_bf16_is_a_handicap(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    bf16, nccl = machines.handicaps(Machine(CUDA, 0, 2), torch.float32)
-    assert bf16.startswith("no bf16 instructions: float32 is several times slower")
-    assert nccl.startswith("no NCCL")
-    assert machines.handicaps(Machine(CPU, 0, 2), torch.float32) == []
+    [line] = machines.handicaps(Machine(CUDA), torch.float32)
+    assert line.startswith("no bf16 instructions: float32 is several times slower")
+    assert machines.handicaps(ALONE, torch.float32) == []
 
 
 @pytest.mark.parametrize(
@@ -344,7 +298,9 @@ def test_a_known_gpu_has_its_datasheet_rate_times_the_ranks_and_others_are_measu
 
 
 def test_the_peak_and_the_memory_of_a_cpu_are_measured():
-    assert 1e6 < machines.measured_gemm_flops(CPU, torch.float32, size=128) < 1e15
+    flops, source = machines.peak_flops(ALONE, torch.float32)
+    assert 1e6 < flops < 1e15
+    assert source.startswith("measured")
     assert 50 < machines.peak_mib(ALONE) < 100_000
 
 
@@ -359,18 +315,13 @@ def test_the_log_is_told_versions_and_hardware_but_neither_host_nor_path():
 # ---- Garbage
 
 
-@pytest.mark.parametrize("on", [True, False])
-def test_no_garbage_is_collected_inside_and_afterwards_all_is_as_before(on):
+def test_no_garbage_is_collected_inside_and_afterwards_all_is_as_before():
     def block():
         with machines.without_garbage_collection():
             assert not gc.isenabled()
             raise KeyError
 
-    before, frozen = gc.isenabled(), gc.get_freeze_count()
-    try:
-        gc.enable() if on else gc.disable()
-        with pytest.raises(KeyError):
-            block()
-        assert (gc.isenabled(), gc.get_freeze_count()) == (on, frozen)
-    finally:
-        gc.enable() if before else gc.disable()
+    frozen = gc.get_freeze_count()
+    with pytest.raises(KeyError):
+        block()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, frozen)

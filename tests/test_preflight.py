@@ -1,7 +1,6 @@
-"""Before a run: a fit machine is a go, each fault has its fix, and --dry-run leaves nothing."""
+"""A fit machine is a go, each fault has its fix, and --dry-run leaves nothing behind."""
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -15,8 +14,7 @@ import torch
 from small_run import STEPS, arguments, run_words, write_data
 
 from runtime import preflight
-from runtime.preflight import GIB, Finding, disk_findings, environment_findings, exit_code
-from scripts import check_env
+from runtime.preflight import GIB, disk_finding
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,40 +41,22 @@ def test_this_machine_is_a_go_from_any_folder_and_nothing_is_left_behind(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["raise ModuleNotFoundError('no torch')", "import torch.nn", "1 / 0",
-     "raise OSError('one\\n two \\x1b[31m' + 1000 * 'x')"],
-)  # fmt: skip
+@pytest.mark.parametrize("code", ["raise ModuleNotFoundError('none')", "raise OSError('\\x1b')"])
 def test_a_torch_that_is_missing_or_broken_is_a_no_go_and_no_traceback(tmp_path, code):
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "torch.py").write_text(code)
     done = check_env_py(tmp_path, PYTHONPATH=str(broken))
     assert (done.returncode, done.stderr) == (2, "")
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("stop")]
-    assert line.startswith("stop  torch cannot be imported: ")
-    assert len(line) < 300
-    assert "\x1b" not in line
-    assert "fix: pip install -r requirements.txt" in done.stdout
-    assert "ok    numpy" in done.stdout
+    assert "\nstop  torch cannot be imported: " in done.stdout
+    assert "\n      fix: pip install -r requirements.txt" in done.stdout
+    assert "\x1b" not in done.stdout
     assert done.stdout.splitlines()[-1] == "no-go"
-
-
-def test_json_holds_the_verdict_and_every_finding(monkeypatch, capsys):
-    findings = [Finding("ok", "disk"), Finding("stop", "torch is broken", "install it")]
-    monkeypatch.setattr(check_env, "environment_findings", lambda: findings)
-    assert check_env.main(["--json"]) == 2
-    facts = json.loads(capsys.readouterr().out)
-    assert not facts["go"]
-    assert [Finding(**finding) for finding in facts["findings"]] == findings
 
 
 @pytest.mark.parametrize("path", ["runtime/preflight", "scripts/command", "scripts/check_env"])
 def test_an_old_python_can_read_what_tells_it_so(path, monkeypatch):
-    tree = ast.parse((ROOT / f"{path}.py").read_text(), feature_version=(3, 9))
-    imported = [node.names[0].name for node in tree.body if isinstance(node, ast.Import)]
-    assert "torch" not in imported
+    ast.parse((ROOT / f"{path}.py").read_text(), feature_version=(3, 9))
     monkeypatch.setattr(sys, "version_info", (3, 10, 14))
     assert next(preflight._packages()).level == "stop"
 
@@ -99,64 +79,30 @@ def test_another_version_than_the_pinned_one_is_a_warning_unless_torch_is_known_
     assert faults(preflight._packages()) == [("warn", torch_too), ("warn", numpy)]
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    """gpus(...) makes this a machine with two GPUs."""
-
-    def make(usable=True, cuda="13.0", capability=(9, 0)):
-        memory = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GIB)
-        stubs = {
-            "is_available": lambda: usable, "device_count": lambda: 2,
-            "get_device_properties": lambda device: memory,
-            "get_device_capability": lambda device: capability,
-        }  # fmt: skip
-        for name, stub in stubs.items():
-            monkeypatch.setattr(torch.cuda, name, stub)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(preflight, "_gpus_of_the_driver", lambda: 2)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr("runtime.compile.why_not_compile", lambda device: None)
-
-    return make
-
-
-def test_gpus_are_listed_and_one_without_bf16_is_a_warning(gpus):
-    gpus()
-    findings = list(preflight._hardware())
-    assert Finding("ok", "cuda:1 NVIDIA H100, 80 GiB, bf16 native") in findings
-    assert faults(findings) == []
-    gpus(capability=(7, 5))
-    assert [level for level, _ in faults(preflight._hardware())] == ["warn", "warn"]
-
-
-@pytest.mark.parametrize(("cuda", "level"), [("13.0", "stop"), (None, "warn")])
-def test_gpus_that_torch_cannot_use_are_a_fault_unless_they_are_hidden(
-    gpus, monkeypatch, cuda, level
-):
-    gpus(usable=False, cuda=cuda)
-    what = f"GPUs: the driver has 2, torch is built for CUDA {cuda}"
-    assert faults(preflight._hardware()) == [(level, what)]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert faults(preflight._hardware()) == []
-
-
-def test_a_check_that_fails_is_a_warning_and_not_a_traceback(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: 1 / 0)
-    findings = environment_findings()
-    assert faults(findings) == [("warn", "hardware: ZeroDivisionError: division by zero")]
-    assert exit_code(findings) == 0
+@pytest.mark.parametrize(("capability", "level"), [((9, 0), "ok"), ((7, 5), "warn")])
+def test_gpus_are_listed_and_one_without_bf16_is_a_warning(monkeypatch, capability, level):
+    memory = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GIB)
+    stubs = {
+        "is_available": True, "device_count": 2, "get_device_properties": memory,
+        "get_device_capability": capability,
+    }  # fmt: skip
+    for name, value in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    _, *gpus, _ = preflight._hardware()
+    listed = [(gpu.level, gpu.what) for gpu in gpus]
+    assert listed == [(level, f"cuda:{i} NVIDIA H100, 80 GiB") for i in range(2)]
 
 
 def test_a_full_disk_and_a_path_below_a_file_are_stops(monkeypatch, tmp_path):
     usage = SimpleNamespace(free=GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     folder = tmp_path / "new" / "folder"
-    assert faults(disk_findings(folder, GIB)) == []
-    (fault,) = faults(disk_findings(folder, 2 * GIB))
-    assert fault == ("stop", f"{folder}: 1.0 GiB free, 2.0 needed")
+    assert disk_finding(folder, GIB).level == "ok"
+    assert disk_finding(folder, 2 * GIB)[:2] == ("stop", f"{folder}: 1.0 GiB free, 2.0 needed")
     (tmp_path / "file").touch()
-    (fault,) = faults(disk_findings(tmp_path / "file" / "logs", 0))
-    assert fault[1].endswith("file cannot be written to")
+    level, what, _ = disk_finding(tmp_path / "file" / "logs", 0)
+    assert level == "stop"
+    assert what.endswith("file cannot be written to")
     assert not folder.exists()
 
 

@@ -21,16 +21,16 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 PYTHON_STUB = r"""#!/bin/bash
 [[ ${1-} == -V ]] && { echo "Python ${FAKE_VERSION-3.12.1}"; exit; }
 [[ ${1-} == -c && $2 == *device_count* ]] && { echo "${FAKE_GPUS-1}"; exit; }
-[[ ${1-} == -c ]] && exit "${FAKE_TOO_OLD-0}"
+[[ ${1-} == -c ]] && exit
 [[ ${1-} == -m && $2 == pip && $3 == --version ]] && exit
 line=$(
-    printf '{"threads": "%s", "argv": [' "${OMP_NUM_THREADS-}"
+    printf '['
     separator=
     for word in "$@"; do
         printf '%s"' "$separator"; printf '%s' "$word" | od -An -v -tx1 | tr -d ' \n'; printf '"'
         separator=', '
     done
-    printf ']}'
+    printf ']'
 )
 printf '%s\n' "$line" >>"$CALLS" # at once: two starts may write at the same time
 case "${1-} ${2-}" in
@@ -60,7 +60,7 @@ class Clone:
         for tool in (*TOOLS, "tr", "wc"):
             if path := shutil.which(tool):
                 (self.bin / tool).symlink_to(path)
-        stubs = {"python3": PYTHON_STUB, "df": DF_STUB, "nproc": "#!/bin/bash\necho 8\n"}
+        stubs = {"python3": PYTHON_STUB, "df": DF_STUB}
         for name, text in stubs.items():
             (self.bin / name).write_text(text)
             (self.bin / name).chmod(0o755)
@@ -77,17 +77,11 @@ class Clone:
         out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def calls(self) -> list[dict]:
+    def argv(self) -> list[list[str]]:
         """Calls of Python since the last call of this method."""
         lines = self.record.read_text().splitlines() if self.record.exists() else []
         self.record.unlink(missing_ok=True)
-        calls = [json.loads(line) for line in lines]
-        for call in calls:
-            call["argv"] = [bytes.fromhex(word).decode() for word in call["argv"]]
-        return calls
-
-    def argv(self) -> list[list[str]]:
-        return [call["argv"] for call in self.calls()]
+        return [[bytes.fromhex(word).decode() for word in json.loads(line)] for line in lines]
 
     def jobs(self) -> list[str]:
         """The same calls as the module or file that each ran."""
@@ -123,7 +117,6 @@ def test_a_fresh_clone_makes_the_environment_then_the_corpus_then_trains_tiny(fr
     ("words", "variables", "processes"),
     [
         ((), {"FAKE_GPUS": "8"}, 1),  # tiny is too small for more
-        (SHORT, {"FAKE_GPUS": "1"}, 1),
         (SHORT, {"FAKE_GPUS": "4"}, 4),
         (SHORT, {"FAKE_GPUS": "4", "NPROC": "1"}, 1),
         ((), {"NPROC": "2"}, 2),
@@ -148,13 +141,6 @@ def test_several_machines_meet_at_the_master(clone: Clone) -> None:
     assert clone.argv() == [[*TORCHRUN, *meeting, "train_gpt.py", *SHORT]]
 
 
-def test_processes_share_the_cores_unless_told_otherwise(clone: Clone) -> None:
-    clone.run(NPROC="3")
-    clone.run(NPROC="16")
-    clone.run(NPROC="2", OMP_NUM_THREADS="5")
-    assert [call["threads"] for call in clone.calls()] == ["2", "1", "5"]  # of 8 cores
-
-
 def test_arguments_arrive_as_they_were_given(clone: Clone) -> None:
     odd = ["--name", "two words", "it's", '"quoted"', "$HOME", "*", "", "back\\slash", "new\nline"]
     clone.run(*odd)
@@ -163,9 +149,8 @@ def test_arguments_arrive_as_they_were_given(clone: Clone) -> None:
     assert plain[-len(odd) :] == torchrun[-len(odd) :] == odd
 
 
-@pytest.mark.parametrize("status", ["1", "2", "3", "130"])
-def test_the_exit_code_of_the_trainer_is_passed_on(clone: Clone, status: str) -> None:
-    assert clone.run(FAKE_TRAINER_STATUS=status).returncode == int(status)
+def test_the_exit_code_of_the_trainer_is_passed_on(clone: Clone) -> None:
+    assert clone.run(FAKE_TRAINER_STATUS="3").returncode == 3
 
 
 @pytest.mark.parametrize("script", ["run.sh", ".ci/run"])
@@ -200,7 +185,6 @@ def test_another_interpreter_or_a_lost_one_gets_another_environment(clone: Clone
     ("variables", "sentence", "jobs"),
     [
         ({"PYTHON": "python3.99"}, "python3.99 is no Python 3.11 or newer with venv", []),
-        ({"FAKE_TOO_OLD": "1"}, "python3 is no Python 3.11 or newer with venv", []),
         ({"FAKE_FREE_KB": str(1500 * 1024)}, "1500 MB free in", []),
         ({"FAKE_PIP_STATUS": "1"}, "pip could not install requirements.txt", ["venv", "pip"]),
     ],
@@ -214,10 +198,6 @@ def test_an_environment_that_cannot_be_made_is_explained_and_made_at_the_next_st
     assert fresh.jobs() == jobs
     assert fresh.run().returncode == 0
     assert fresh.jobs()[-3:] == ["pip", "data.corpus", "train_gpt.py"]
-
-
-def test_a_start_with_nothing_to_install_needs_no_room(clone: Clone) -> None:
-    assert clone.run(FAKE_FREE_KB="0").returncode == 0
 
 
 def test_an_install_that_was_interrupted_is_repaired(fresh: Clone) -> None:
@@ -237,11 +217,6 @@ def test_an_install_that_was_interrupted_is_repaired(fresh: Clone) -> None:
 def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone, tool: str) -> None:
     if tool == "mkdir":
         (fresh.bin / "flock").unlink(missing_ok=True)
-        sleep = fresh.bin / "sleep"
-        real = os.readlink(sleep)
-        sleep.unlink()
-        sleep.write_text(f"#!/bin/bash\nexec {real} 0.5\n")
-        sleep.chmod(0o755)
     elif not (fresh.bin / "flock").exists():
         pytest.skip("needs flock")
     both = [fresh.start(FAKE_PIP_SECONDS="1") for _ in range(2)]
@@ -256,24 +231,11 @@ def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone, tool: s
 # ---- Settings and data
 
 
-@pytest.mark.parametrize(
-    ("variables", "rule"),
-    [
-        ({"NPROC": "0"}, "NPROC='0': it must be a whole number from 1 to 9999"),
-        ({"NNODES": "two"}, "NNODES='two': it must be a whole number from 1"),
-        ({"SHARDS": "08"}, "SHARDS='08': it must be a whole number from 1 to 103"),
-        (MACHINES | {"NODE_RANK": "2"}, "NODE_RANK='2': it must be a whole number from 0 to 1"),
-        (MACHINES | {"MASTER_PORT": "ssh"}, "MASTER_PORT='ssh': it must be a whole number"),
-        (MACHINES | {"MASTER_ADDR": ""}, "NNODES=2 needs MASTER_ADDR"),
-    ],
-)
-def test_a_setting_that_cannot_be_is_refused_before_anything_is_made(
-    fresh: Clone, variables: dict[str, str], rule: str
-) -> None:
-    result = fresh.run(**variables)
+def test_several_machines_without_a_place_to_meet_are_refused(fresh: Clone) -> None:
+    result = fresh.run(NNODES="2", NODE_RANK="1")
     assert result.returncode == 2
-    assert result.stderr.startswith(f"run.sh: {rule}")
-    assert fresh.calls() == []
+    assert result.stderr.startswith("run.sh: NNODES=2: set NODE_RANK")
+    assert fresh.argv() == []
 
 
 @pytest.mark.parametrize(
@@ -301,9 +263,10 @@ def test_fineweb_is_fetched_only_while_shards_are_missing(clone: Clone) -> None:
     folder = clone.root / "data/fineweb10B"
     folder.mkdir(parents=True)
     (folder / "fineweb_val_000000.bin").touch()
-    for shard in (1, 2):
+    for shard in range(1, 10):
         (folder / f"fineweb_train_{shard:06d}.bin").touch()
-        clone.run("--track", "short", SHARDS="2")
+        if shard >= 8:
+            clone.run("--track", "short")
     assert clone.jobs() == ["data.cached_fineweb", "train_gpt.py", "train_gpt.py"]
 
 

@@ -31,7 +31,6 @@ LOSSES = {name: numbers("3.2", endings) for name, endings in {
     "FP8DownProjection": "775 779 793 791 769 781 772 775 783 775 806 816 773",
     "FP8DownProjection baseline": "821 802 758 769 775 768 780 778 817 767 796 775 766",
     "FuseCE": "800 795 785 794 795",
-    "WindowWarmup": "745 733 810 833 759 735 773",
     "Transpose": "781 784 795 789 793 793",
     "Transpose baseline": "799 789 783 787 798 791",
     "Unified": "794 799 767 781 803 780 767 767",
@@ -45,19 +44,14 @@ VE_TUNED = {f"H{i}": numbers("3.", endings) for i, endings in enumerate([
 TIMES = {name: [ms / 1000 for ms in numbers("", endings)] for name, endings in {
     "XSA": "85188 85258 85313 85251 85299 85198 85206 85260 85213 85123 85081",
     "XSA prior": "85993 85850 85967 85919 85890 85905 85788",
-    "FP8Down": "79532 79682 80231 79536 79641 79593 79653 79658 79814 79629 79539 79656 79740",
-    "FP8Down prior":
-        "80694 80720 80659 80818 80747 80795 80763 80678 80610 80693 80710 80840 80745",
     "muon-beta2": "86774 86759 86815 86755",
     "muon-beta2 prior": "86694 86743 86702 86821 86697 86796 86701 86766",
     "PairedHead": "92710 92235 92554 92872 92475 92557 92834 92770",
     "PairedHead at 1490": "92928 92871 93043 93240",
 }.items()}  # fmt: skip
 STEPS = {row: [Decimal(f"3.2{ending}") for ending in endings.split()] for row, endings in {
-    8: "7840 7714 7855 7941 7780 7778 7839 7732 7830 7668",
     10: "7854 7942 8064 8056 7858 7976 7827 7754 7825 7800 "
         "7909 7893 7924 7835 7882 7758 7866 8032 7840 7855",
-    25: "7865 7937 7805 7673 7793",
 }.items()}  # fmt: skip
 
 
@@ -85,20 +79,15 @@ def test_the_public_records_get_their_figures(name, n, mean, sd, t, p, upper99):
     assert (found.mean, found.p, found.upper99) == (rounded(mean), rounded(p), rounded(upper99))
 
 
-@pytest.mark.parametrize(("new", "old", "mean", "t", "df", "p", "level", "interval"), [
-    ("XSA", "XSA prior", "-0.6844", "-20.359", "13.09", "1.36e-11", 0.95, ("-0.757", "-0.612")),
-    ("FP8Down", "FP8Down prior", "-1.0437", "-19.394", "15.00", "2.46e-12", 0.99,
-     ("-1.202", "-0.885")),
-    ("muon-beta2", "muon-beta2 prior", "0.036", "1.604", "9.72", "0.930", 0.95,
-     ("-0.014", "0.086")),
-    ("PairedHead", "PairedHead at 1490", "-0.395", "-3.559", "7.86", "0.00382", 0.95,
-     ("-0.651", "-0.138")),
+@pytest.mark.parametrize(("new", "old", "mean", "p", "interval"), [
+    ("XSA", "XSA prior", "-0.6844", "1.36e-11", ("-0.757", "-0.612")),
+    ("muon-beta2", "muon-beta2 prior", "0.036", "0.930", ("-0.014", "0.086")),
+    ("PairedHead", "PairedHead at 1490", "-0.395", "0.00382", ("-0.651", "-0.138")),
 ])  # fmt: skip
-def test_the_public_times_get_their_welch_test(new, old, mean, t, df, p, level, interval):
-    found = stats.welch(TIMES[new], TIMES[old], level)
-    assert (found.n_a, found.n_b) == (len(TIMES[new]), len(TIMES[old]))
-    assert (found.mean, found.t, found.df) == (rounded(mean), rounded(t), rounded(df))
-    assert (found.p_less, found.low, found.high) == tuple(map(rounded, (p, *interval)))
+def test_the_public_times_get_their_welch_test(new, old, mean, p, interval):
+    found = stats.welch(TIMES[new], TIMES[old])
+    assert (found.mean, found.p_less) == (rounded(mean), rounded(p))
+    assert (found.low, found.high) == tuple(map(rounded, interval))
 
 
 @pytest.mark.parametrize(("name", "margin", "p"), [
@@ -109,11 +98,6 @@ def test_systems_changes_get_their_equivalence_test(name, margin, p):
     new, old = LOSSES[name], LOSSES[f"{name} baseline"]
     assert stats.equivalence(new, old, margin)[1] == rounded(p)
     assert stats.equivalence(old, new, margin)[1] == rounded(p)
-
-
-def test_a_loss_that_is_no_worse_is_shown_more_easily_than_an_equal_one():
-    new, old = LOSSES["Transpose"], LOSSES["Transpose baseline"]
-    assert stats.equivalence(new, old, 0.001) == (rounded(".0029"), rounded(".021"))
 
 
 def test_holm_leaves_no_arm_of_ve_tuned_significant():
@@ -138,19 +122,18 @@ samples = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=20)
 samples = samples.filter(lambda values: np.std(values) > 1e-6)
 
 
-@given(samples, samples, st.floats(0.5, 0.999))
+@given(samples, samples)
 @settings(max_examples=100, deadline=None)
-def test_the_t_tests_are_those_of_scipy(a, b, level):
+def test_the_t_tests_are_those_of_scipy(a, b):
     def agrees(found, test):
-        low, high = test.confidence_interval(level)
-        expected = pytest.approx((test.statistic, test.df, test.pvalue, low, high))
-        assert (found.t, found.df, found.p_two_sided, found.low, found.high) == expected
-        assert found.p_less == pytest.approx(student.cdf(test.statistic, test.df))
+        low, high = test.confidence_interval(0.95)
+        p_less = student.cdf(test.statistic, test.df)
+        assert found[1:] == pytest.approx((p_less, test.pvalue, low, high))
 
-    agrees(stats.welch(a, b, level), ttest_ind(a, b, equal_var=False))
+    agrees(stats.welch(a, b), ttest_ind(a, b, equal_var=False))
     c = a[: len(b)] + b[len(a) :]
     if np.std(np.subtract(c, b)) > 1e-6:
-        agrees(stats.paired(c, b, level), ttest_rel(c, b))
+        agrees(stats.paired(c, b), ttest_rel(c, b))
     one = ttest_1samp(a, 1.0, alternative="less")
     expected = (one.statistic, one.pvalue, one.confidence_interval(0.99).high)
     assert stats.one_sample(a, 1.0)[3:] == pytest.approx(expected)
@@ -176,25 +159,17 @@ def test_values_without_a_spread_have_no_test(values):
     assert math.isnan(stats.one_sample(values, 3.28).p)
     assert math.isnan(stats.welch(values, values).p_less)
     assert math.isnan(stats.paired(values, values).low)
-    assert stats.runs_to_pass(stats.one_sample(values, 3.28), 3.28) is None
-
-
-def test_one_arm_without_a_spread_is_compared_by_the_spread_of_the_other():
-    found = stats.welch([1.0, 2.0, 3.0], [5.0, 5.0])
-    assert (found.mean, found.df, found.t) == pytest.approx((-3.0, 2.0, -3.0 * math.sqrt(3)))
 
 
 @pytest.mark.parametrize(("call", "rule"), [
     (lambda: stats.power(10, 0.0, 0.001), "sd is 0.0: it must lie between 0 and inf"),
     (lambda: stats.runs_needed(0.001, -0.001), "margin is -0.001"),
     (lambda: stats.runs_needed(0.001, 0.001, 1.0), "power is 1.0: it must lie between 0.01 and 1"),
-    (lambda: stats.runs_needed(1.0, 1e-6), "more than 1,000,000,000 runs"),
+    (lambda: stats.runs_needed(1.0, 1e-6), "more than 10,000 runs"),
     (lambda: stats.power(10, 0.001, 0.001, alpha=0.7), "alpha is 0.7"),
     (lambda: stats.equivalence([1, 2], [1, 2], 0), "margin is 0"),
-    (lambda: stats.welch([1, 2], [1, 2], 95), "level is 95: it must lie between 0 and 1"),
     (lambda: stats.look_level([]), "looks are (): they must be rising numbers of runs"),
     (lambda: stats.look_level([1, 5]), "looks are (1, 5)"),
-    (lambda: stats.true_level([5, 5]), "looks are (5, 5)"),
 ])  # fmt: skip
 def test_a_setting_that_makes_no_sense_is_named(call, rule):
     with pytest.raises(ValueError) as error:  # noqa: PT011
@@ -214,31 +189,10 @@ def test_the_runs_needed_are_those_of_the_published_table(sd, row):
         assert f"{stats.runs_needed(sd, margin)}/{stats.runs_needed(sd, margin, 0.9)}" == cell
 
 
-@given(st.integers(2, 200), st.floats(1e-4, 10), st.floats(0.3, 0.99))
-@settings(max_examples=30, deadline=None)
-def test_the_runs_needed_are_the_fewest_with_the_power_that_was_asked_for(n, sd, chance):
-    margin = sd * 3 / n**0.5
-    needed = stats.runs_needed(sd, margin, chance)
-    assert stats.power(needed, sd, margin) >= chance
-    assert needed == 2 or stats.power(needed - 1, sd, margin) < chance
-
-
 def test_fewer_than_two_runs_have_no_power_and_a_huge_effect_has_all_of_it():
     assert stats.power(2, 1e-9, 1e9, 1.1e-4) == pytest.approx(1)
     assert math.isnan(stats.power(1, 0.0013, 0.001))
     assert stats.power(10, 0.0013, 0.00154) == pytest.approx(0.8, abs=0.005)  # as published
-
-
-@pytest.mark.parametrize(("name", "runs"), [
-    ("FP8MLPUpProj", 10), ("FuseCE", 8), ("WindowWarmup", 12), ("BosAlign", 20),
-])  # fmt: skip
-def test_the_runs_that_would_pass_are_told(name, runs):
-    found = stats.one_sample(LOSSES[name], TARGET)
-    assert stats.runs_to_pass(found, TARGET) == runs
-    spread = np.arange(runs) - (runs - 1) / 2
-    sample = found.mean + found.sd * spread / spread.std(ddof=1)
-    assert stats.one_sample(sample.tolist(), TARGET).p < 0.01
-    assert stats.runs_to_pass(found, found.mean - 0.001) is None
 
 
 # ---- Planned looks
@@ -271,28 +225,18 @@ def test_testing_at_the_look_level_keeps_the_level_in_runs_drawn_one_by_one():
 
 
 def test_four_losses_of_3278_lie_on_the_bound_that_doubles_miss():
-    target = Decimal("3.28")
     assert not (3.28 - 3.278) * 4**0.5 >= 0.004
-    assert stats.steps_rule([Decimal("3.278")] * 4, target) == (0.004, True)
-    assert stats.steps_rule([Decimal("3.276")], target) == (0.004, True)
-    assert not stats.steps_rule([Decimal("3.27800000000000000000000000001")] * 4, target)[1]
-    assert not stats.steps_rule([Decimal("3.2840"), Decimal("3.2841")], target)[1]
-
-
-@pytest.mark.parametrize(("row", "statistic"), [(8, ".00640"), (10, ".00503"), (25, ".00415")])
-def test_the_steps_table_gets_its_statistics(row, statistic):
-    assert stats.steps_rule(STEPS[row], Decimal("3.28")) == (rounded(statistic), True)
+    assert stats.steps_rule([3.278] * 4, 3.28) == (0.004, True)
+    assert not stats.steps_rule([3.278] * 3 + [3.27800000001], 3.28)[1]
+    assert not stats.steps_rule([3.2840, 3.2841], 3.28)[1], "above the target"
+    for losses in ([], [3.2, math.nan]):
+        assert not stats.steps_rule(losses, 3.28)[1]
+    statistic = stats.steps_rule(list(map(float, STEPS[10])), 3.28)
+    assert statistic == (rounded(".00503"), True), "as published"
 
 
 @given(st.lists(st.integers(327_000, 328_999), min_size=1, max_size=30))
 def test_the_steps_rule_is_decided_as_in_whole_numbers(losses):
     margin = sum(328_000 - loss for loss in losses)  # n times the mean one, in units of 1e-5
     expected = margin > 0 and margin**2 >= 400**2 * len(losses)
-    decimals = [Decimal(loss) / 100_000 for loss in losses]
-    assert stats.steps_rule(decimals, Decimal("3.28"))[1] is expected
-
-
-@pytest.mark.parametrize("losses", [[], [Decimal("3.2"), Decimal("nan")], [Decimal("-inf")]])
-def test_losses_that_are_missing_or_not_finite_fail_the_steps_rule(losses):
-    statistic, passes = stats.steps_rule(losses, Decimal("3.28"))
-    assert (math.isnan(statistic), passes) == (True, False)
+    assert stats.steps_rule([loss / 100_000 for loss in losses], 3.28)[1] is expected
