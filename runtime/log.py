@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from runtime.errors import LogError
-from runtime.jsonl import append, json_hash, json_line
+from runtime.jsonl import append, check_regular, json_hash, json_line
 from runtime.registry import BINARY, REGISTRY, register
 from runtime.settings import SETTINGS_OF_A_RUN
 
@@ -130,12 +130,11 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
 
 def _read_segment(path: Path) -> bytes | None:
     """Bytes of a segment; None if there is none, or its process died before the first line."""
-    if not os.path.lexists(path):
-        return None
-    if path.is_symlink() or not path.is_file():  # reading a pipe would wait for ever
-        raise LogError(f"run log {path} must be a regular file. Put the run's own file there.")
     try:
+        check_regular(path)
         content = path.read_bytes()
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise LogError(f"cannot read run log {path}: {error.strerror}. Make it readable.") from None
     return content if b"\n" in content else None
@@ -299,7 +298,8 @@ class RunLog:
         self.write("end", **end)
         registered = {"status": end["status"], "val_loss": end["val_loss"]}
         try:
-            self._register("end", registered | {"log_sha256": self._sha256.hexdigest()})
+            if not self._waiting:  # else the run counts as broken off, and can be resumed
+                self._register("end", registered | {"log_sha256": self._sha256.hexdigest()})
         finally:
             self.close()
 
@@ -315,7 +315,7 @@ class RunLog:
                         f"space or give another --log-dir, and start again.")  # fmt: skip
 
     def close(self) -> None:
-        """Close the log. If lines still wait, a LogError names the temporary file that has them."""
+        """Close the log. LogError if lines still wait: they are lost."""
         if self._descriptor is None:
             return
         self._try(self._flush)
@@ -328,7 +328,5 @@ class RunLog:
         self._lock.release()
         Path(self._lock.lock_file).unlink(missing_ok=True)
         if self._waiting:
-            with tempfile.NamedTemporaryFile(suffix=".jsonl", delete=False) as kept:
-                kept.writelines(self._waiting)
-            raise LogError(f"cannot write {self.path}: its last {len(self._waiting)} lines are in "
-                           f"{kept.name}. Free some space and append them.")  # fmt: skip
+            raise LogError(f"cannot write {self.path}: its last {len(self._waiting)} lines are "
+                           f"lost. Free some space and resume the run.")  # fmt: skip

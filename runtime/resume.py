@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import check, checkpoints
-from runtime.errors import LogError, Refused
+from runtime.errors import Refused
 from runtime.log import History, new_run_id, read_history, require_writable
 from runtime.registry import REGISTRY, read_registry
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
@@ -19,7 +19,6 @@ RECORDED = (
     "torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "head", "compiled",
     "compile_flags", "world_size", *ROUNDING,
 )  # fmt: skip
-HEADER = {"seed": int, "trial": int, "config": dict, "env": dict, "data": dict}
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Finder:
         """The interrupted run of this seed, `new` if there is none, None if the seed is done."""
         for entry in self._starts(new.seed):
             run_id = entry["run_id"]
-            history = self._history(run_id)
+            history = read_history(self.config.log_dir, run_id)
             if history is None:  # killed before its first line
                 continue
             done = history.status == "done"
@@ -103,22 +102,12 @@ class Finder:
         wanted["claim"] = self.header.get("claim")
         return [entry for entry in read_registry(path)[::-1] if wanted.items() <= entry.items()]
 
-    def _history(self, run_id: str) -> History | None:
-        history = read_history(self.config.log_dir, run_id)
-        if history is None:
-            return None
-        for name, kind in HEADER.items():
-            if type(history.header.get(name)) is not kind:
-                raise LogError(f"the log of run {run_id}: {name} in its header must be a "
-                               f"{kind.__name__}. Restore the log.")  # fmt: skip
-        return history
-
     def named(self, path: Path) -> Plan:
         """The plan for a run's folder of checkpoints, or for one checkpoint."""
         folder = path.resolve()
         if not checkpoints(folder):  # then it must be one itself
             folder = folder.parent
-        history = self._history(folder.name)
+        history = read_history(self.config.log_dir, folder.name)
         if history is None:
             raise Refused(f"--resume {path}: no log of run {folder.name} in {self.config.log_dir}. "
                           f"Give the folder of a run or of one checkpoint, and its --log-dir.")

@@ -66,7 +66,6 @@ class Run(contextlib.AbstractContextManager):
         self._saved_at, self._saved_time = plan.step, time.monotonic()
         self._save_wanted = False
         self._folder = Path(self._config.checkpoint_dir, plan.run_id)
-        self._snapshot = Snapshot({}, {}, {})  # filled on rank 0 alone
         self._last_saved = plan.checkpoint
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
@@ -91,23 +90,16 @@ class Run(contextlib.AbstractContextManager):
         if plan.history is None:
             return
         self.clock.resume_run(plan.clock_ms, lost_ms=plan.history.train_time_ms - plan.clock_ms)
-        if plan.checkpoint is None:
+        path = plan.checkpoint
+        if path is None:
             return
-        data = machine.on_main(self._read)
-        model = machine.broadcast(self._snapshot.model)
-        optim = machine.broadcast(self._snapshot.optim)
-        self._snapshot = Snapshot({}, {}, {})
+        model, optim, state = machine.on_main(lambda: checkpoint.load(path))
         try:
+            data = state["data"]
             self.trainer.load_state_dict({"model": model, "optim": optim, "data": data})
             set_random_state(machine, optim)
         except Exception as error:  # of any kind: a stranger may have written the checkpoint
-            raise Refused(f"checkpoint {plan.checkpoint} does not fit this run: {error}") from error
-
-    def _read(self) -> dict[str, Any]:
-        """Read the checkpoint, on rank 0. Returns the state of the data loader."""
-        assert self.plan.checkpoint is not None
-        self._snapshot = checkpoint.load(self.plan.checkpoint)
-        return self._snapshot.state["data"]
+            raise Refused(f"checkpoint {path} does not fit this run: {error}") from error
 
     def _begin(self) -> None:
         """Open the log and write its first lines, on rank 0."""
