@@ -57,7 +57,8 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     check_regular(path)
     size = path.stat().st_size
     if size > most_bytes:
-        raise OSError(errno.EFBIG, f"{size:,} bytes, and {most_bytes:,} at most", str(path))
+        told = f"{path.name} has {size:,} bytes, and {most_bytes:,} are the most"
+        raise OSError(errno.EFBIG, told, str(path))
     return path.read_bytes()
 
 

@@ -160,24 +160,23 @@ class Finder:
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What differs in two headers: (what changes the experiment, the rest)."""
     blocking, others = [], []
-    for name in {**then["config"], **now["config"]}:
-        was, here = _text(then["config"].get(name)), _text(now["config"].get(name))
-        if was != here and name not in (*SETTINGS_OF_A_RUN, *ROUNDING):
-            blocking.append(f"{flag(name)} {was} -> {here}")
-    for name in BLOCKING:
-        was, here = (str((header["data"] | header).get(name)) for header in (then, now))
-        if was != here:
-            blocking.append(f"{name} {was:.12} -> {here:.12}")
-    for name in RECORDED:
-        was, here = (_recorded(header, name) for header in (then, now))
-        if was != here:
-            others.append(f"{name} {was} -> {here}")
+    was, here = _facts(then), _facts(now)
+    for name in {**was, **here}:
+        if was.get(name) != here.get(name):
+            found = others if name in RECORDED else blocking
+            found.append(f"{name} {was.get(name)} -> {here.get(name)}")
     return blocking, others
 
 
-def _recorded(header: dict[str, Any], name: str) -> Any:
-    return (header["config"] | header["env"] | header).get(name)
-
-
-def _text(value: Any) -> str:
-    return as_text(tuple(value) if isinstance(value, list) else value)
+def _facts(header: dict[str, Any]) -> dict[str, str]:
+    """What decides whether a run is the same: settings by their flags, hashes, the machine."""
+    everything = header["config"] | header["env"] | header["data"] | header
+    facts = {}
+    for name, value in header["config"].items():
+        if name not in (*SETTINGS_OF_A_RUN, *ROUNDING):
+            facts[flag(name)] = as_text(tuple(value) if isinstance(value, list) else value)
+    for name in BLOCKING:
+        facts[name] = f"{everything.get(name)!s:.12}"
+    for name in RECORDED:
+        facts[name] = str(everything.get(name))
+    return facts
