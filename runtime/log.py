@@ -21,7 +21,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ SOURCE_FILES = (
 )  # fmt: skip
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
-SYNCED_EVENTS = {"header", "val", "end"}  # claims rest on these, so they must survive a power cut
+SYNCED_EVENTS = {"val", "end"}  # claims rest on these, so they must survive a power cut
 
 
 # ---- What identifies a run
@@ -237,30 +236,27 @@ class RunLog:
         """Append one event. Its t_ms leaves out the pauses between segments."""
         if self._descriptor is None:
             return
-        self._append(self._line(event, fields))
-        if event in SYNCED_EVENTS:
-            self._try(os.fsync)
+        self._append(self._line(event, fields), sync=event in SYNCED_EVENTS)
 
     def _line(self, event: str, fields: dict[str, Any]) -> bytes:
         t_ms = (time.monotonic_ns() - self._start_ns) / 1e6
         return json_line({"event": event, "t_ms": t_ms, **fields})
 
-    def _append(self, line: bytes) -> None:
-        self._waiting.append(line)
-        self.size += len(line)
-        self._sha256.update(line)
-        self._try(self._flush)
+    def _append(self, lines: bytes, sync: bool) -> None:
+        self._waiting.append(lines)
+        self.size += len(lines)
+        self._sha256.update(lines)
+        self._flush(sync)
 
-    def _flush(self, descriptor: int) -> None:
-        while self._waiting:
-            append(descriptor, self._waiting[0])
-            del self._waiting[0]
-
-    def _try(self, action: Callable[[int], object]) -> None:
-        """Call action(descriptor). The first OSError prints a warning; later ones are silent."""
+    def _flush(self, sync: bool) -> None:
+        """Write what waits. The first OSError prints a warning; later ones are silent."""
         assert self._descriptor is not None
         try:
-            action(self._descriptor)
+            while self._waiting:
+                append(self._descriptor, self._waiting[0])
+                del self._waiting[0]
+            if sync:
+                os.fsync(self._descriptor)
         except OSError as error:
             if self._refusal is None:
                 self._refusal = error
@@ -286,8 +282,7 @@ class RunLog:
         lines = self._line("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
         if resumed:
             lines += self._line("resume", resumed | sha256)
-        self._append(lines)
-        self._try(os.fsync)
+        self._append(lines, sync=True)  # both or none
         if self._refusal is not None:
             raise self._error(self.path, self._refusal)
 
@@ -318,8 +313,7 @@ class RunLog:
         """Close the log. LogError if lines still wait: they are lost."""
         if self._descriptor is None:
             return
-        self._try(self._flush)
-        self._try(os.fsync)
+        self._flush(sync=True)
         empty = os.fstat(self._descriptor).st_size == 0
         os.close(self._descriptor)
         self._descriptor = None
