@@ -269,8 +269,6 @@ class RunLog:
 
         `resumed` is the resume event: from_step, checkpoint (its name or None), differences.
         """
-        if self._descriptor is None:
-            return
         entry, registered = "start", {name: header.get(name) for name in REGISTERED}
         if self.history and resumed:
             before = self.history.sha256

@@ -159,7 +159,8 @@ class Finder:
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What differs in two headers: (what changes the experiment, the rest)."""
-    blocking, others = [], []
+    blocking: list[str] = []
+    others: list[str] = []
     was, here = _facts(then), _facts(now)
     for name in {**was, **here}:
         if was.get(name) != here.get(name):
