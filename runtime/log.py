@@ -243,14 +243,11 @@ class RunLog:
         return json_line({"event": event, "t_ms": t_ms, **fields})
 
     def _append(self, lines: bytes, sync: bool) -> None:
+        """Write what waits and these. The first OSError prints a warning; later ones are silent."""
+        assert self._descriptor is not None
         self._waiting.append(lines)
         self.size += len(lines)
         self._sha256.update(lines)
-        self._flush(sync)
-
-    def _flush(self, sync: bool) -> None:
-        """Write what waits. The first OSError prints a warning; later ones are silent."""
-        assert self._descriptor is not None
         try:
             while self._waiting:
                 append(self._descriptor, self._waiting[0])
@@ -311,7 +308,6 @@ class RunLog:
         """Close the log. LogError if lines still wait: they are lost."""
         if self._descriptor is None:
             return
-        self._flush(sync=True)
         empty = os.fstat(self._descriptor).st_size == 0
         os.close(self._descriptor)
         self._descriptor = None
