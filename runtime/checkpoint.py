@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime.errors import Refused
-from runtime.jsonl import json_line
+from runtime.jsonl import check_regular, json_line, read_regular
 
 SCHEMA = 2
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
@@ -92,7 +92,7 @@ def check(path: Path) -> dict[str, Any]:
     try:
         sums = _read_json(path / SUMS)
         for name in (MODEL, OPTIM, STATE):
-            found = _sha256(_regular(path / name))
+            found = _sha256(path / name)
             if found != sums.get(name):
                 raise Refused(f"{path / name} has SHA-256 {found:.12}, not the one that {SUMS} "
                               f"names: {sums.get(name)!r:.14}. {AGAIN}")  # fmt: skip
@@ -123,11 +123,8 @@ def load(path: Path) -> Snapshot:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    size = _regular(path).stat().st_size
     try:
-        if size > MOST_JSON_BYTES:
-            raise ValueError(f"{size:,} bytes")
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_regular(path, MOST_JSON_BYTES))
         if not isinstance(value, dict):
             raise ValueError(f"a {type(value).__name__}")
     except (ValueError, RecursionError) as error:
@@ -135,13 +132,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _regular(path: Path) -> Path:
-    if path.is_symlink() or not path.is_file():  # reading a pipe would wait for ever
-        raise Refused(f"{path} is missing or no regular file. {AGAIN}")
-    return path
-
-
 def _sha256(path: Path) -> str:
+    check_regular(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from runtime.errors import ClaimError
-from runtime.jsonl import json_hash
+from runtime.jsonl import json_hash, read_regular
 from runtime.log import config_hash, source_hash
 
 SCHEMA = 1
@@ -68,18 +68,11 @@ def read_claim(path: str | Path) -> Claim:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
-        if not path.is_file():  # reading a pipe would wait for ever
-            raise ClaimError(f"cannot read the claim {path}: it is no regular file")
-        if size > MOST_BYTES:
-            raise ClaimError(f"{path} is no claim: {size:,} bytes, and {MOST_BYTES:,} at most")
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_regular(path, MOST_BYTES))
         json_hash(fields)  # as the id will be
     except OSError as error:
         raise ClaimError(f"cannot read the claim {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ClaimError):
-            raise
+    except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
         raise ClaimError(f"{path} is no claim: write it with scripts/record.py claim")

@@ -32,5 +32,4 @@ class Interrupted(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by signal {number}")
-        self.number = number
         self.code = 128 + number  # what a shell reports for a process that a signal ended

@@ -1,11 +1,12 @@
 """JSON lines, in files that only grow."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,24 @@ def json_hash(value: Any) -> str:
     """SHA-256 of the value as JSON, whatever the order of its keys."""
     text = json.dumps(plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_regular(path: Path) -> None:
+    """OSError for a link or anything but a file: reading a pipe would wait for ever."""
+    if path.is_symlink():
+        raise OSError(errno.EINVAL, "it is a link: put the file itself there", str(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The content of a regular file. OSError if it is larger: it must not fill memory."""
+    check_regular(path)
+    size = path.stat().st_size
+    if size > most_bytes:
+        told = f"{path.name} has {size:,} bytes, and {most_bytes:,} are the most"
+        raise OSError(errno.EFBIG, told, str(path))
+    return path.read_bytes()
 
 
 def append(descriptor: int, line: bytes) -> None:

@@ -21,7 +21,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from runtime.errors import LogError
-from runtime.jsonl import append, json_hash, json_line
+from runtime.jsonl import append, check_regular, json_hash, json_line
 from runtime.registry import BINARY, REGISTRY, register
 from runtime.settings import SETTINGS_OF_A_RUN
 
@@ -39,7 +38,7 @@ SOURCE_FILES = (
 )  # fmt: skip
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
-SYNCED_EVENTS = {"header", "val", "end"}  # claims rest on these, so they must survive a power cut
+SYNCED_EVENTS = {"val", "end"}  # claims rest on these, so they must survive a power cut
 
 
 # ---- What identifies a run
@@ -130,12 +129,11 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
 
 def _read_segment(path: Path) -> bytes | None:
     """Bytes of a segment; None if there is none, or its process died before the first line."""
-    if not os.path.lexists(path):
-        return None
-    if path.is_symlink() or not path.is_file():  # reading a pipe would wait for ever
-        raise LogError(f"run log {path} must be a regular file. Put the run's own file there.")
     try:
+        check_regular(path)
         content = path.read_bytes()
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise LogError(f"cannot read run log {path}: {error.strerror}. Make it readable.") from None
     return content if b"\n" in content else None
@@ -238,30 +236,24 @@ class RunLog:
         """Append one event. Its t_ms leaves out the pauses between segments."""
         if self._descriptor is None:
             return
-        self._append(self._line(event, fields))
-        if event in SYNCED_EVENTS:
-            self._try(os.fsync)
+        self._append(self._line(event, fields), sync=event in SYNCED_EVENTS)
 
     def _line(self, event: str, fields: dict[str, Any]) -> bytes:
         t_ms = (time.monotonic_ns() - self._start_ns) / 1e6
         return json_line({"event": event, "t_ms": t_ms, **fields})
 
-    def _append(self, line: bytes) -> None:
-        self._waiting.append(line)
-        self.size += len(line)
-        self._sha256.update(line)
-        self._try(self._flush)
-
-    def _flush(self, descriptor: int) -> None:
-        while self._waiting:
-            append(descriptor, self._waiting[0])
-            del self._waiting[0]
-
-    def _try(self, action: Callable[[int], object]) -> None:
-        """Call action(descriptor). The first OSError prints a warning; later ones are silent."""
+    def _append(self, lines: bytes, sync: bool) -> None:
+        """Write what waits and these. The first OSError prints a warning; later ones are silent."""
         assert self._descriptor is not None
+        self._waiting.append(lines)
+        self.size += len(lines)
+        self._sha256.update(lines)
         try:
-            action(self._descriptor)
+            while self._waiting:
+                append(self._descriptor, self._waiting[0])
+                del self._waiting[0]
+            if sync:
+                os.fsync(self._descriptor)
         except OSError as error:
             if self._refusal is None:
                 self._refusal = error
@@ -274,8 +266,6 @@ class RunLog:
 
         `resumed` is the resume event: from_step, checkpoint (its name or None), differences.
         """
-        if self._descriptor is None:
-            return
         entry, registered = "start", {name: header.get(name) for name in REGISTERED}
         if self.history and resumed:
             before = self.history.sha256
@@ -287,8 +277,7 @@ class RunLog:
         lines = self._line("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
         if resumed:
             lines += self._line("resume", resumed | sha256)
-        self._append(lines)
-        self._try(os.fsync)
+        self._append(lines, sync=True)  # both or none
         if self._refusal is not None:
             raise self._error(self.path, self._refusal)
 
@@ -299,7 +288,8 @@ class RunLog:
         self.write("end", **end)
         registered = {"status": end["status"], "val_loss": end["val_loss"]}
         try:
-            self._register("end", registered | {"log_sha256": self._sha256.hexdigest()})
+            if not self._waiting:  # else the run counts as broken off, and can be resumed
+                self._register("end", registered | {"log_sha256": self._sha256.hexdigest()})
         finally:
             self.close()
 
@@ -315,11 +305,9 @@ class RunLog:
                         f"space or give another --log-dir, and start again.")  # fmt: skip
 
     def close(self) -> None:
-        """Close the log. If lines still wait, a LogError names the temporary file that has them."""
+        """Close the log. LogError if lines still wait: they are lost."""
         if self._descriptor is None:
             return
-        self._try(self._flush)
-        self._try(os.fsync)
         empty = os.fstat(self._descriptor).st_size == 0
         os.close(self._descriptor)
         self._descriptor = None
@@ -328,7 +316,5 @@ class RunLog:
         self._lock.release()
         Path(self._lock.lock_file).unlink(missing_ok=True)
         if self._waiting:
-            with tempfile.NamedTemporaryFile(suffix=".jsonl", delete=False) as kept:
-                kept.writelines(self._waiting)
-            raise LogError(f"cannot write {self.path}: its last {len(self._waiting)} lines are in "
-                           f"{kept.name}. Free some space and append them.")  # fmt: skip
+            raise LogError(f"cannot write {self.path}: its last {len(self._waiting)} lines are "
+                           f"lost. Free some space and resume the run.")  # fmt: skip

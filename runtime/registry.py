@@ -15,12 +15,12 @@ from typing import Any
 from filelock import FileLock
 
 from runtime.errors import LogError
-from runtime.jsonl import append, json_line
+from runtime.jsonl import append, json_line, read_regular
 
 REGISTRY = "registry.jsonl"
 FIELDS = ("event", "time", "run_id", "previous")  # in every line, all text
 TAIL_BYTES = 2**16  # no line is longer
-MOST_BYTES = 2**28  # about 500,000 lines; a wrong file must not fill memory
+MOST_BYTES = 2**28  # about 500,000 lines
 BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes the line ends
 
 
@@ -45,7 +45,11 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
     """The lines in order, each with its own "sha256". LogError for a broken chain."""
     entries: list[dict[str, Any]] = []
     before = b""
-    for number, line in enumerate(_read(path).splitlines(keepends=True), 1):
+    try:
+        content = read_regular(path, MOST_BYTES)
+    except OSError as error:
+        raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
@@ -55,17 +59,6 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
         entries.append(entry | {"sha256": _sha256(line)})
         before = line
     return entries
-
-
-def _read(path: Path) -> bytes:
-    try:
-        size = path.stat().st_size
-        if size > MOST_BYTES or not path.is_file():  # reading a pipe would wait for ever
-            raise LogError(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}, or is no regular "
-                           f"file. Put the runs' registry there.")  # fmt: skip
-        return path.read_bytes()
-    except OSError as error:
-        raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None
 
 
 def _check(entry: Any, before: bytes, where: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import check, checkpoints
-from runtime.errors import LogError, Refused
+from runtime.errors import Refused
 from runtime.log import History, new_run_id, read_history, require_writable
 from runtime.registry import REGISTRY, read_registry
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
@@ -19,7 +19,6 @@ RECORDED = (
     "torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "head", "compiled",
     "compile_flags", "world_size", *ROUNDING,
 )  # fmt: skip
-HEADER = {"seed": int, "trial": int, "config": dict, "env": dict, "data": dict}
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Finder:
         """The interrupted run of this seed, `new` if there is none, None if the seed is done."""
         for entry in self._starts(new.seed):
             run_id = entry["run_id"]
-            history = self._history(run_id)
+            history = read_history(self.config.log_dir, run_id)
             if history is None:  # killed before its first line
                 continue
             done = history.status == "done"
@@ -103,22 +102,12 @@ class Finder:
         wanted["claim"] = self.header.get("claim")
         return [entry for entry in read_registry(path)[::-1] if wanted.items() <= entry.items()]
 
-    def _history(self, run_id: str) -> History | None:
-        history = read_history(self.config.log_dir, run_id)
-        if history is None:
-            return None
-        for name, kind in HEADER.items():
-            if type(history.header.get(name)) is not kind:
-                raise LogError(f"the log of run {run_id}: {name} in its header must be a "
-                               f"{kind.__name__}. Restore the log.")  # fmt: skip
-        return history
-
     def named(self, path: Path) -> Plan:
         """The plan for a run's folder of checkpoints, or for one checkpoint."""
         folder = path.resolve()
         if not checkpoints(folder):  # then it must be one itself
             folder = folder.parent
-        history = self._history(folder.name)
+        history = read_history(self.config.log_dir, folder.name)
         if history is None:
             raise Refused(f"--resume {path}: no log of run {folder.name} in {self.config.log_dir}. "
                           f"Give the folder of a run or of one checkpoint, and its --log-dir.")
@@ -170,25 +159,25 @@ class Finder:
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What differs in two headers: (what changes the experiment, the rest)."""
-    blocking, others = [], []
-    for name in {**then["config"], **now["config"]}:
-        was, here = _text(then["config"].get(name)), _text(now["config"].get(name))
-        if was != here and name not in (*SETTINGS_OF_A_RUN, *ROUNDING):
-            blocking.append(f"{flag(name)} {was} -> {here}")
-    for name in BLOCKING:
-        was, here = (str((header["data"] | header).get(name)) for header in (then, now))
-        if was != here:
-            blocking.append(f"{name} {was:.12} -> {here:.12}")
-    for name in RECORDED:
-        was, here = (_recorded(header, name) for header in (then, now))
-        if was != here:
-            others.append(f"{name} {was} -> {here}")
+    blocking: list[str] = []
+    others: list[str] = []
+    was, here = _facts(then), _facts(now)
+    for name in {**was, **here}:
+        if was.get(name) != here.get(name):
+            found = others if name in RECORDED else blocking
+            found.append(f"{name} {was.get(name)} -> {here.get(name)}")
     return blocking, others
 
 
-def _recorded(header: dict[str, Any], name: str) -> Any:
-    return (header["config"] | header["env"] | header).get(name)
-
-
-def _text(value: Any) -> str:
-    return as_text(tuple(value) if isinstance(value, list) else value)
+def _facts(header: dict[str, Any]) -> dict[str, str]:
+    """What decides whether a run is the same: settings by their flags, hashes, the machine."""
+    everything = header["config"] | header["env"] | header["data"] | header
+    facts = {}
+    for name, value in header["config"].items():
+        if name not in (*SETTINGS_OF_A_RUN, *ROUNDING):
+            facts[flag(name)] = as_text(tuple(value) if isinstance(value, list) else value)
+    for name in BLOCKING:
+        facts[name] = f"{everything.get(name)!s:.12}"
+    for name in RECORDED:
+        facts[name] = str(everything.get(name))
+    return facts

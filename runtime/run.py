@@ -66,7 +66,6 @@ class Run(contextlib.AbstractContextManager):
         self._saved_at, self._saved_time = plan.step, time.monotonic()
         self._save_wanted = False
         self._folder = Path(self._config.checkpoint_dir, plan.run_id)
-        self._snapshot = Snapshot({}, {}, {})  # filled on rank 0 alone
         self._last_saved = plan.checkpoint
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future | None = None
@@ -91,23 +90,16 @@ class Run(contextlib.AbstractContextManager):
         if plan.history is None:
             return
         self.clock.resume_run(plan.clock_ms, lost_ms=plan.history.train_time_ms - plan.clock_ms)
-        if plan.checkpoint is None:
+        path = plan.checkpoint
+        if path is None:
             return
-        data = machine.on_main(self._read)
-        model = machine.broadcast(self._snapshot.model)
-        optim = machine.broadcast(self._snapshot.optim)
-        self._snapshot = Snapshot({}, {}, {})
+        model, optim, state = machine.on_main(lambda: checkpoint.load(path))
         try:
+            data = state["data"]
             self.trainer.load_state_dict({"model": model, "optim": optim, "data": data})
             set_random_state(machine, optim)
         except Exception as error:  # of any kind: a stranger may have written the checkpoint
-            raise Refused(f"checkpoint {plan.checkpoint} does not fit this run: {error}") from error
-
-    def _read(self) -> dict[str, Any]:
-        """Read the checkpoint, on rank 0. Returns the state of the data loader."""
-        assert self.plan.checkpoint is not None
-        self._snapshot = checkpoint.load(self.plan.checkpoint)
-        return self._snapshot.state["data"]
+            raise Refused(f"checkpoint {path} does not fit this run: {error}") from error
 
     def _begin(self) -> None:
         """Open the log and write its first lines, on rank 0."""
@@ -288,12 +280,14 @@ class Run(contextlib.AbstractContextManager):
         self.stop.ask_to_save(False)
         if not self._machine.is_main:
             return
-        log = {"segment": self._log.segment, "log_bytes": self._log.size}
-        place = {"step": self.steps_done, "clock_ms": self.clock.train_time_ms, **log}
-        what = {"run_id": self.plan.run_id, "header": self._header, "data": taken["data"]}
+        state = {
+            "run_id": self.plan.run_id, "header": self._header, "data": taken["data"],
+            "step": self.steps_done, "clock_ms": self.clock.train_time_ms,
+            "segment": self._log.segment, "log_bytes": self._log.size,
+        }  # fmt: skip
         if self._writing is not None:
             self._writing.cancel()
-        snapshot = Snapshot(taken["model"], taken["optim"], what | place)
+        snapshot = Snapshot(taken["model"], taken["optim"], state)
         self._writing = self._executor.submit(self._write_checkpoint, snapshot)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:
@@ -314,12 +308,12 @@ class Run(contextlib.AbstractContextManager):
         """End a run that is done: say whether it reached its target, and save a model to keep."""
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         reached = val_loss <= target
-        self._end = {"status": "done", "val_loss": val_loss, "reached": reached}
         if self._config.keep_model:
             self._submit(self._take())
         word = "reached" if reached else "missed"
         self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
+        self._end = {"status": "done", "val_loss": val_loss, "reached": reached}
         self.code = 0
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
@@ -337,7 +331,6 @@ class Run(contextlib.AbstractContextManager):
 
     def _explain(self, error: BaseException) -> None:
         """Say what ended the run and how to resume it."""
-        self._end = {"status": "error", "val_loss": None, "reached": None}
         said = f"broke off in step {self.steps_done + 1}"
         if isinstance(error, NonFinite):
             self._end["status"], self.code = "nonfinite", error.code

@@ -48,7 +48,6 @@ class Stop(contextlib.AbstractContextManager):
         self.number: int | None = None  # of the signal that all ranks have heard
         self._flags = torch.zeros(SAVE + 1, device=device)
         self._asked = [False] * (SAVE + 1)
-        self._sent = [False] * (SAVE + 1)
 
     def ask_to_save(self, wanted: bool = True) -> None:
         self._asked[SAVE] = wanted
@@ -56,9 +55,7 @@ class Stop(contextlib.AbstractContextManager):
     def flags(self) -> Tensor:
         """The requests (3,) as float32 on the device, to be summed over ranks with the loss."""
         for index, asked in enumerate(self._asked):
-            if asked != self._sent[index]:
-                self._flags[index].fill_(float(asked))  # no wait for the device
-                self._sent[index] = asked
+            self._flags[index].fill_(float(asked))  # no wait for the device
         return self._flags
 
     def hear(self, flags: list[float]) -> bool:

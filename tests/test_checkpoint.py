@@ -1,6 +1,5 @@
 """Checkpoints: bit for bit what was taken, whole or not there; damaged or hostile ones named."""
 
-import errno
 import json
 import os
 import pickle
@@ -15,10 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from runtime import checkpoint
 from runtime.checkpoint import (
@@ -204,7 +200,7 @@ def pipe(path):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [flip, cut, remove, pipe])
+@pytest.mark.parametrize("damage", [flip, cut, remove, link, pipe])
 def test_a_damaged_file_is_named(damage, name, tmp_path):
     path = save(tmp_path, snapshot())
     damage(path / name)
@@ -213,24 +209,6 @@ def test_a_damaged_file_is_named(damage, name, tmp_path):
             read(path)
     # A flipped bit in the sums may name another file, or the sum of another.
     assert name in str(raised.value) or (name, damage) == (SUMS, flip)
-
-
-def test_a_link_in_a_checkpoint_is_refused(tmp_path):
-    path = save(tmp_path, snapshot())
-    link(path / MODEL)
-    with pytest.raises(Refused, match="missing or no regular file"):
-        load(path)
-
-
-def test_an_error_of_the_disk_is_a_sentence(tmp_path, monkeypatch):
-    path = save(tmp_path, snapshot())
-
-    def fail(file, method):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(checkpoint.hashlib, "file_digest", fail)
-    with pytest.raises(Refused, match=r"Input/output error\. Resume from another"):
-        load(path)
 
 
 # ---- Reading what is hostile: the sums are right, as whoever made it can make them
@@ -286,7 +264,7 @@ def test_a_huge_json_file_is_refused_unread(name, tmp_path):
     os.truncate(path / name, checkpoint.MOST_JSON_BYTES + 1)  # sparse
     if name == STATE:
         seal(path)
-    with pytest.raises(Refused, match=rf"{name} is no JSON object .*[\d,]+ bytes"):
+    with pytest.raises(Refused, match=rf"67,108,865 bytes, .*{name}"):
         load(path)
 
 
@@ -299,27 +277,13 @@ def test_a_state_that_does_not_say_where_the_run_stands_is_refused(name, value, 
     assert len(str(raised.value)) < 300 + len(str(tmp_path))
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
-STATES = st.builds(lambda name, value: {"schema": 2, **PLACE, name: value},
-                   st.sampled_from(["schema", *PLACE]), JSON)  # fmt: skip
-DEEP = st.sampled_from([b"[" * 100_000, b'{"schema": ' + b"9" * 5000 + b"}"])
-
-
-@given(text=st.binary(max_size=60) | DEEP | STATES.map(json.dumps).map(str.encode))
-def test_any_text_is_a_state_of_this_schema_or_a_sentence(text, tmp_path_factory):
-    path = tmp_path_factory.mktemp("any") / "step_000001"
-    path.mkdir()
-    for name in (MODEL, OPTIM):
-        save_file({}, path / name)
-    (path / STATE).write_bytes(text)
-    seal(path)
-    try:
-        state = load(path).state
-    except Refused:
-        return
-    assert state == json.loads(text) or "NaN" in text.decode()
-    assert state["schema"] == 2
+@pytest.mark.parametrize("text", [
+    b"", b"\xff", b"[]", b"null", b"[" * 100_000, b'{"schema": ' + b"9" * 5000 + b"}",
+])  # fmt: skip
+@pytest.mark.parametrize("name", [STATE, SUMS])
+def test_text_that_is_no_json_object_is_refused(name, text, tmp_path):
+    path = forge(tmp_path, STATE, text)
+    if name == SUMS:
+        (path / SUMS).write_bytes(text)
+    with pytest.raises(Refused, match=rf"{name} is no JSON object"):
+        load(path)
