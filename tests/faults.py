@@ -30,8 +30,8 @@ import train_gpt  # noqa: E402
 FORK = multiprocessing.get_context("fork")  # the parent has torch already: seconds less each time
 STEPS = 120
 FLAGS = {
-    "track": "tiny", "data-dir": ROOT / "data/corpus", "steps": STEPS, "val-tokens": 65_536,
-    "val-every": 30, "val-sha256": "", "compile": "off", "device": "cpu", "checkpoint-every": 4,
+    "track": "tiny", "data-dir": ROOT / "data/corpus", "steps": STEPS, "val-tokens": 16_384,
+    "val-every": 50, "val-sha256": "", "compile": "off", "device": "cpu", "checkpoint-every": 4,
     "resume": "auto",
 }  # fmt: skip
 IN_SET_UP = 0.2  # share of the kills that come before the first step
@@ -71,7 +71,7 @@ def kill_again_and_again(folder: Path, kills: int, set_up: float, training: floa
         else:
             wait_for_steps(process, folder)
             # On average a bit more than the run needs to end in so many pieces: steps are lost too.
-            time.sleep(moments.uniform(0, 3 * training / kills))
+            time.sleep(moments.uniform(0, 5 * training / kills))
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
         if process.exitcode != -signal.SIGKILL:
