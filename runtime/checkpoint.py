@@ -123,6 +123,7 @@ def load(path: Path) -> Snapshot:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    check_regular(path)
     try:
         value = json.loads(read_regular(path, MOST_JSON_BYTES))
         if not isinstance(value, dict):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from pathlib import Path, PurePath
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
@@ -46,18 +47,17 @@ def json_hash(value: Any) -> str:
 
 def check_regular(path: Path) -> None:
     """OSError for a link or anything but a file: reading a pipe would wait for ever."""
-    if path.is_symlink():
-        raise OSError(errno.EINVAL, "it is a link: put the file itself there", str(path))
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    if not S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "it is a link or no regular file", str(path))
 
 
 def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The content of a regular file. OSError if it is larger: it must not fill memory."""
-    check_regular(path)
-    size = path.stat().st_size
-    if size > most_bytes:
-        told = f"{path.name} has {size:,} bytes, and {most_bytes:,} are the most"
+    """The content of a file, also through a link. OSError if larger: it must not fill memory."""
+    found = path.stat()
+    if not S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    if found.st_size > most_bytes:
+        told = f"{path.name} has {found.st_size:,} bytes, and {most_bytes:,} are the most"
         raise OSError(errno.EFBIG, told, str(path))
     return path.read_bytes()
 
