@@ -133,6 +133,9 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
     """
     global _machine, _store
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < world_size:
+        rule = f"RANK must be from 0 to {world_size - 1}"
+        raise Refused(f"RANK={rank} WORLD_SIZE={world_size}: {rule}. Start ranks with torchrun.")
     place = _place(device)
     if world_size == 1:
         return Machine(place)
@@ -158,7 +161,12 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
 
 def launch_time() -> float:
     """Return when run.sh started, or else this call, in seconds since 1970."""
-    return float(os.environ.get("RUN_STARTED") or time.time())
+    text = os.environ.get("RUN_STARTED") or str(time.time())
+    try:
+        return float(text)
+    except ValueError:
+        rule = "it must be a time in seconds since 1970"
+        raise Refused(f"RUN_STARTED={text}: {rule}. Unset it.") from None
 
 
 def _place(device: str) -> torch.device:

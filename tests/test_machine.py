@@ -325,3 +325,16 @@ def test_no_garbage_is_collected_inside_and_afterwards_all_is_as_before():
     with pytest.raises(KeyError):
         block()
     assert (gc.isenabled(), gc.get_freeze_count()) == (True, frozen)
+
+
+def test_a_rank_beyond_the_world_is_refused_at_once(monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refused, match="RANK=5 WORLD_SIZE=2"):
+        machines.start("cpu")
+
+
+def test_a_start_that_is_no_time_is_refused_by_its_name(monkeypatch):
+    monkeypatch.setenv("RUN_STARTED", "abc")
+    with pytest.raises(Refused, match="RUN_STARTED=abc"):
+        machines.launch_time()
