@@ -97,10 +97,6 @@ class Machine:
             raise Refused(message)
         return result
 
-    def broadcast(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return rank 0's tensors on every rank, bit for bit. Other ranks may pass {}."""
-        return self.on_main(lambda: tensors)
-
     def gather_equal(self, facts: dict[str, Any] | None) -> dict[str, Any]:
         """Return the facts that the ranks agree on. A rank that did not look passes None.
 
