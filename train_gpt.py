@@ -171,6 +171,7 @@ class Config(RunSettings):
     warmup: int = setting(0, "steps in which the learning rate rises", at_least=0)
     cooldown: float = setting(0.5, "share of the steps with a falling rate", at_least=0, at_most=1)
     final_lr: float = setting(0.1, "learning rate after the cooldown, as a share of its peak")
+    # Adam on matrices has one momentum (its beta1): the second.
     momentum: tuple[float, float] = setting((0.85, 0.95), "of matrices: at the ends, in between")
     momentum_warmup: int = setting(300, "steps in which momentum rises", at_least=0)
     momentum_cooldown: int = setting(50, "steps in which momentum falls", at_least=0)
@@ -249,7 +250,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 660},
         "adamw": PLAIN | {
             "optimizer": "adam", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0,
-            "adam_lr": 0.008, "embed_lr_mul": 40.0, "steps": 740,
+            "momentum": (0.9, 0.9), "adam_lr": 0.008, "embed_lr_mul": 40.0, "steps": 740,
         },
     },
 }  # fmt: skip
@@ -681,7 +682,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
-    adam = matrix | {"betas": (0.9, config.matrix_beta2), "eps": config.adam_eps}
+    adam = matrix | {"betas": (config.momentum[1], config.matrix_beta2), "eps": config.adam_eps}
     rest = ours | {"lr": config.adam_lr, "weight_decay": config.adam_wd}
     rest |= {"betas": config.adam_betas, "eps": config.adam_eps}
     # Another optimizer is one more line here. Any torch.optim.Optimizer will do.
