@@ -127,7 +127,7 @@ OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
 @dataclass(frozen=True)
 class Config(RunSettings):
     track: str = setting("short", "preset for all settings below", section="What is run, and where")
-    recipe: str = setting("record42", "changes to the track; on tiny also muon and adamw")
+    recipe: str = setting("record42", "changes to the track; on tiny modern, muon or adamw")
     target: float = setting(3.28, "validation loss to reach, nats per token")
     device: str = setting("auto", "where to compute", one_of=("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "of the forward pass", one_of=("auto", "bfloat16", "float32"))
@@ -161,6 +161,8 @@ class Config(RunSettings):
     backout: bool = setting(True, "subtract a share of a middle layer's output at the end")
     x0_mixing: bool = setting(True, "each layer mixes the token embedding back in")
     attention_gates: bool = setting(True, "a sigmoid gate on each head's output")
+    key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
+    tie_keys: bool = setting(False, "long layers begin with keys equal to queries")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
     softcap: str = setting("sigmoid", "soft cap of the logits", one_of=("sigmoid", "rsqrt"))
     init: str = setting("uniform", "of the hidden matrices", one_of=("uniform", "normal"))
@@ -197,7 +199,7 @@ class Config(RunSettings):
 
     def __post_init__(self) -> None:
         require(self, {"track": (self.track in TRACKS, f"one of {', '.join(TRACKS)}")})
-        recipes = ("record42", *RECIPES.get(self.track, ()))
+        recipes = tuple(RECIPES.get(self.track, ["record42"]))
         require(self, {"recipe": (self.recipe in recipes, f"one of {', '.join(recipes)}")})
         require(self, {"target": (math.isfinite(self.target), "a finite number")})
         super().__post_init__()  # the rules that stand beside the settings
@@ -236,7 +238,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "vector_lr_mul": 0.015 / 0.7,
     },
     "tiny": {
-        "target": 3.39, "val_sha256": "61a7bae6fab302b9", "data_dir": "data/corpus",
+        "recipe": "modern", "target": 3.39, "val_sha256": "61a7bae6fab302b9", "data_dir": "data/corpus",
         "vocab_size": 1024, "bos": 1023, "head": "plain", "layers": "tiny", "dim": 256,
         "keep_float32": "all", "batch_tokens": 2048, "sequence": 512, "micro_batch": 2048,
         "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
@@ -247,6 +249,8 @@ TRACKS: dict[str, dict[str, Any]] = {
 
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
+        "modern": {"key_offset": True, "tie_keys": True, "adam_every": 1, "steps": 120},
+        "record42": {},
         "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 660},
         "adamw": PLAIN | {
             "optimizer": "adam", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0,
@@ -259,8 +263,9 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 def preset(given: dict[str, Any]) -> dict[str, Any]:
     """Defaults for settings that are not given: the track's, overridden by the recipe's."""
     track = given.get("track", "short" if torch.cuda.is_available() else "tiny")
-    recipe = given.get("recipe", "record42")
-    return {"track": track} | TRACKS.get(track, {}) | RECIPES.get(track, {}).get(recipe, {})
+    settings = {"track": track, "recipe": "record42"} | TRACKS.get(track, {})
+    recipe = given.get("recipe", settings["recipe"])
+    return settings | RECIPES.get(track, {}).get(recipe, {})
 
 
 # ---- Model. B rows, T tokens a row, H heads, D head dimension, C model dimension.
@@ -287,12 +292,25 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos[:T] + b * sin[:T], b * cos[:T] - a * sin[:T]], dim=-1)
 
 
+def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
+    """Replace the channels of keys that do not turn by those of the token before.
+
+    A query that finds its own token among the keys then reads the token that followed it, so one
+    layer can copy; without the offset that takes two (record 49). A document's first key stays.
+    """
+    D = k_BTHD.size(-1)
+    still_D = torch.arange(D, device=k_BTHD.device) % (D // 2) >= D // 4
+    before_BTHD = torch.cat([k_BTHD[:, :1], k_BTHD[:, :-1]], dim=1)
+    return torch.where(still_D & ~begins_BT11, before_BTHD, k_BTHD)
+
+
 class SelfAttention(nn.Module):
     """Causal attention over the window of its layer."""
 
-    def __init__(self, config: Config, gate_dtype: torch.dtype):
+    def __init__(self, config: Config, layer: Layer, gate_dtype: torch.dtype):
         super().__init__()
         self.head_dim = config.head_dim
+        self.key_offset = config.key_offset and layer.window == "long"
         # Q, K, V and O in one parameter, read as four (C, C) matrices: few tensors to communicate.
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
@@ -300,10 +318,10 @@ class SelfAttention(nn.Module):
         self.bias = optional(config.biases, 4 * config.dim)
 
     def forward(
-        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, rotary: Any, attend: Any
+        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, place: Any, attend: Any
     ) -> Tensor:
-        """mix: learned factors on values and on value embeddings; rotary: cos, sin and scale."""
-        cos, sin, scale = rotary
+        """mix: learned factors on values and on value embeddings; place: see `GPT.hidden`."""
+        cos, sin, scale, begins_BT11 = place
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C).to(x_BTC.dtype)
         qkv_bias, o_bias = None, None
@@ -315,6 +333,8 @@ class SelfAttention(nn.Module):
         # Normed queries and keys bound the scores, whatever the weights (arXiv:2010.04245).
         q_BTHD = rotate(norm(q_BTHD), cos, sin) * scale
         k_BTHD = rotate(norm(k_BTHD), cos, sin)
+        if self.key_offset:
+            k_BTHD = offset_keys(k_BTHD, begins_BT11)
         if mix[0] is not None:
             v_BTHD = mix[0] * v_BTHD
         if value_BTC is not None:
@@ -350,7 +370,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: Config, layer: Layer, gate_dtype: torch.dtype):
         super().__init__()
-        self.attention = SelfAttention(config, gate_dtype) if layer.attention else None
+        self.attention = SelfAttention(config, layer, gate_dtype) if layer.attention else None
         self.mlp = MLP(config)
         self.attention_gain = optional(config.biases and layer.attention, config.dim)
         self.mlp_gain = optional(config.biases, config.dim)
@@ -425,6 +445,8 @@ class GPT(nn.Module):
         if kind == "qkvo":
             qkvo = self._hidden((4, shape[0], shape[0]), generator)
             qkvo[3] = 0  # layers begin as the identity
+            if self.config.tie_keys and self.table[int(name.split(".")[1])].window == "long":
+                qkvo[1] = qkvo[0]  # a query finds its own token from the first step on
             return qkvo.view(shape)
         if kind == "up":
             return self._hidden(shape, generator)
@@ -453,7 +475,9 @@ class GPT(nn.Module):
         learned = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
         scalar = dict(zip(self.scalar_init, learned, strict=True))
         documents = self.attention.documents(cu_seqlens, B, T)
-        rotary = (self.cos, self.sin, self.scale)
+        begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
+        begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
+        place = (self.cos, self.sin, self.scale, begins_BT11)
 
         x_BTC = F.embedding(inputs_BT, self.embed).to(self.dtype)
         if self.smear_gate is not None:
@@ -476,7 +500,7 @@ class GPT(nn.Module):
             attend = partial(self.attention, documents=documents, window=window, longest=longest)
             mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}"))
             value_BTC = None if layer.value_embed is None else values[layer.value_embed]
-            inputs = (x_BTC, value_BTC, mix, rotary, attend)
+            inputs = (x_BTC, value_BTC, mix, place, attend)
             if self.config.recompute:
                 x_BTC = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -636,6 +660,7 @@ def reach(config: Config) -> int:
     for layer in LAYERS[config.layers]:
         if layer.attention:
             tokens += max(window[layer.window] for window in windows)
+            tokens += int(config.key_offset and layer.window == "long")
     return math.ceil(tokens / 128) * 128  # kernels are fastest at multiples of 128
 
 
