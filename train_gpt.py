@@ -16,7 +16,7 @@ import math
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,9 +33,10 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from data.audit import open_audited
 from data.loader import Batch
+from data.probes import REPEATED, is_copied, repeated_tokens
 from data.shards import ShardError
 from kernels.attention import ATTENTIONS, Attention, choose_attention
-from kernels.head import HEADS, choose_head, linear_cross_entropy, plain_cross_entropy
+from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import machine as machines
 from runtime import preflight
 from runtime.checks import copy_tensors, is_causal, same_bits
@@ -95,24 +96,23 @@ class Stage:
     share: float  # of the steps
     window: int  # of long layers, in blocks; short layers see half of it
     extension: bool = False  # after the schedule: the learning rate stays at its floor
-    last_window: int | None = None  # of long layers in the last validation
 
 
-def record42_stages(extension: float, last_window: int) -> list[Stage]:
+def record42_stages(extension: float) -> list[Stage]:
     """Three equal stages with growing windows, then an extension; its share is of all steps."""
     third = (1 - extension) / 3
     return [
         Stage(third, window=3),
         Stage(third, window=7),
         Stage(third, window=11),
-        Stage(extension, window=13, extension=True, last_window=last_window),
+        Stage(extension, window=13, extension=True),
     ]
 
 
 STAGES = {
-    "record42": record42_stages(extension=40 / 2285, last_window=20),
-    "medium": record42_stages(extension=40 / 4740, last_window=23),
-    "tiny": record42_stages(extension=10 / 350, last_window=20),
+    "record42": record42_stages(extension=40 / 2285),
+    "medium": record42_stages(extension=40 / 4740),
+    "tiny": record42_stages(extension=10 / 350),
     "constant": [Stage(1.0, window=20)],
 }
 
@@ -153,6 +153,7 @@ class Config(RunSettings):
     layers: str = setting("record42", "table of layers", one_of=tuple(LAYERS), section="Model")
     dim: int = setting(768, "model dimension", at_least=12, multiple_of="head_dim")
     head_dim: int = setting(128, "dimension of an attention head", at_least=2, multiple_of=2)
+    mlp_ratio: int = setting(4, "width of an MLP, as a multiple of dim", at_least=1)
     keep_float32: str = setting("none", "bf16: what stays float32", one_of=("none", "head", "all"))
     attention_scale: float = setting(0.1, "factor on query-key products, before YaRN")
     value_embeds: bool = setting(True, "token embeddings added to the values of some layers")
@@ -170,6 +171,7 @@ class Config(RunSettings):
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
     stages: str = setting("record42", "table of stages", one_of=tuple(STAGES))
     window_block: int = setting(128, "tokens in a block, the unit of windows; 0: none", at_least=0)
+    val_window: int = setting(2560, "tokens that long layers see in the last validation")
     warmup: int = setting(0, "steps in which the learning rate rises", at_least=0)
     cooldown: float = setting(0.5, "share of the steps with a falling rate", at_least=0, at_most=1)
     final_lr: float = setting(0.1, "learning rate after the cooldown, as a share of its peak")
@@ -203,6 +205,9 @@ class Config(RunSettings):
         require(self, {"recipe": (self.recipe in recipes, f"one of {', '.join(recipes)}")})
         require(self, {"target": (math.isfinite(self.target), "a finite number")})
         super().__post_init__()  # the rules that stand beside the settings
+        if changed := off_track(self):
+            rule = f"empty: no claim can be made, as {', '.join(changed)} differ from the track's"
+            require(self, {"claim": (not self.claim, rule)})
         shares = sum(stage.share for stage in STAGES[self.stages])
         require(self, {"stages": (abs(shares - 1) < 1e-6, "a table of shares that add up to 1")})
 
@@ -222,7 +227,8 @@ TRACKS: dict[str, dict[str, Any]] = {
     "short": {},
     "medium": {
         "target": 2.92, "head": "chunked", "layers": "medium", "dim": 1024, "steps": 4740,
-        "batch_tokens": 524_288, "max_document": 4096, "stages": "medium", "cooldown": 0.7,
+        "batch_tokens": 524_288, "max_document": 4096, "stages": "medium", "val_window": 2944,
+        "cooldown": 0.7,
         "matrix_lr": 0.015, "adam_lr": 0.004, "adam_betas": (0.8, 0.95), "vector_lr_mul": 2.0,
     },
     # Track 3 of the public contest: fewest steps of a plain GPT-2 with Muon.
@@ -238,8 +244,9 @@ TRACKS: dict[str, dict[str, Any]] = {
         "vector_lr_mul": 0.015 / 0.7,
     },
     "tiny": {
-        "recipe": "modern", "target": 3.39, "val_sha256": "61a7bae6fab302b9", "data_dir": "data/corpus",
-        "vocab_size": 1024, "bos": 1023, "head": "plain", "layers": "tiny", "dim": 256,
+        "recipe": "modern", "target": 3.39, "val_sha256": "61a7bae6fab302b9",
+        "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "head": "plain",
+        "layers": "tiny", "dim": 256, "val_window": 320,
         "keep_float32": "all", "batch_tokens": 2048, "sequence": 512, "micro_batch": 2048,
         "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
         "val_every": 100, "steps": 350, "stages": "tiny", "window_block": 16,
@@ -258,6 +265,23 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
 }  # fmt: skip
+
+# What a claim on a track may not change, beside its data. Windows of training steps, lookup tables,
+# gates and scalars are free.
+FIXED = {
+    "tiny": (
+        "target", "vocab_size", "bos", "align", "batch_tokens", "val_tokens", "val_sequence",
+        "val_window", "layers", "dim", "head_dim", "mlp_ratio",
+    ),
+    "steps": ("target", "vocab_size", "batch_tokens", "sequence", "layers", "dim", "mlp_ratio"),
+}  # fmt: skip
+
+
+def off_track(config: Config) -> list[str]:
+    """The settings that the track fixes and that differ here."""
+    track = {field.name: field.default for field in fields(Config)} | TRACKS[config.track]
+    fixed = FIXED.get(config.track, ())
+    return [name for name in fixed if getattr(config, name) != track[name]]
 
 
 def preset(given: dict[str, Any]) -> dict[str, Any]:
@@ -352,9 +376,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.up = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
-        self.down = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
-        self.up_bias = optional(config.biases, 4 * config.dim)
+        width = config.mlp_ratio * config.dim
+        self.up = nn.Parameter(torch.empty(config.dim, width))
+        self.down = nn.Parameter(torch.empty(config.dim, width))
+        self.up_bias = optional(config.biases, width)
         self.down_bias = optional(config.biases, config.dim)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -528,6 +553,17 @@ class GPT(nn.Module):
         precision = "fp8" if fp8 else "plain"
         return linear_cross_entropy(x, self.lm_head, targets, softcap=softcap, precision=precision)
 
+    def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor, *context: Any) -> Tensor:
+        """The loss of each target, float32 (B, T). The arguments are those of `forward`."""
+        x = self.hidden(inputs_BT, *context)[:, -targets_BT.size(1) :].flatten(0, 1)
+        bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
+        losses = []
+        for part, targets in zip(x.split(4096), targets_BT.flatten().split(4096), strict=True):
+            logits = F.linear(part, self.lm_head.to(x.dtype), bias).float()
+            logits = capped(logits, SOFTCAPS[self.config.softcap])
+            losses.append(F.cross_entropy(logits, targets, reduction="none"))
+        return torch.cat(losses).view_as(targets_BT)
+
     def flops_per_token(self) -> int:
         """6 for each weight of matrices and head, backward included; attention scores left out."""
         matrices = ("qkvo", "up", "down", "lm_head")
@@ -609,13 +645,11 @@ def momentum(config: Config, step: int) -> float:
 def windows_at(config: Config, step: int) -> dict[str, int]:
     """Tokens that "short" and "long" layers see. The last validation may see more."""
     stage = STAGES[config.stages][stage_at(config, step)]
-    short, long = max(stage.window // 2, 1), stage.window
-    if step == config.steps:
-        long = STAGES[config.stages][-1].last_window or long
     if config.window_block == 0:
         unlimited = max(config.sequence, config.val_sequence)
         return {"short": unlimited, "long": unlimited}
-    return {"short": short * config.window_block, "long": long * config.window_block}
+    long = config.val_window if step == config.steps else stage.window * config.window_block
+    return {"short": max(stage.window // 2, 1) * config.window_block, "long": long}
 
 
 def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
@@ -739,6 +773,8 @@ def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
 
 # ---- Trainer: what a run changes, and what changes it
 
+PROBED = 16_384  # validation tokens, at least, that the probes read
+
 
 class Trainer:
     """Model, optimizers, guard and data. ValueError if they cannot work together."""
@@ -782,6 +818,8 @@ class Trainer:
             self.guard.describe(),
             *machines.handicaps(machine, dtype),
         ]
+        if changed := off_track(config):
+            self.facts.append(f"off the track, no claim can be made: {', '.join(changed)} differ")
 
     def reset(self, seed: int) -> None:
         """Set everything that a run changes to its value before the first step of this seed."""
@@ -846,6 +884,38 @@ class Trainer:
         for batch in self.data.validation if batches is None else batches:
             total += self.batch_loss(batch, self.data.val_longest)
         return self.machine.all_reduce(total).item() / self.config.val_tokens
+
+    @torch.no_grad()
+    def probe(self) -> dict[str, float]:
+        """Whether the model copies from its context: mean losses on rank 0's tokens, in nats.
+
+        copy_loss and new_loss: on validation tokens that repeat a pair of their document, and on
+        the others. induction: on the second reading of random tokens, less that on the first.
+        """
+        config, device = self.config, self.machine.device
+        self.enter(config.steps)
+        losses, copied = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
+        for batch in self.data.validation:
+            if sum(map(len, losses)) < PROBED:
+                part = self.model.token_losses(
+                    *batch.to(device), self.windows, self.data.val_longest
+                )
+                tokens = torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
+                losses.append(part.flatten().cpu())
+                copied.append(is_copied(tokens, config.bos)[:, -part.size(1) :].flatten())
+        loss, copy = torch.cat(losses), torch.cat(copied)
+
+        text = repeated_tokens(16, config.vocab_size, config.bos).to(device)
+        rows = torch.arange(0, text[:, 1:].numel() + 1, 2 * REPEATED, dtype=torch.int32)
+        random = self.model.token_losses(
+            text[:, :-1].int(), text[:, 1:], rows.to(device), self.windows, 2 * REPEATED
+        )
+        first, second = random.split(REPEATED, dim=1)
+        return {
+            "copy_loss": loss[copy].mean().item(),
+            "new_loss": loss[~copy].mean().item(),
+            "induction": (second.mean() - first.mean()).item(),
+        }
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
@@ -1056,7 +1126,10 @@ def make_runs(config: Config, started: float) -> int:
             for plan in plans:
                 trainer.reset(plan.seed)
                 with Run(trainer, plan, clock, stop, source=SOURCE) as run:
-                    run.finish(train(trainer, run))
+                    val_loss = train(trainer, run)
+                    with run.pause("probe"):
+                        probes = machine.on_main(trainer.probe)
+                    run.finish(val_loss, probes)
                 if run.code != 0:
                     return run.code
     return 0

@@ -17,7 +17,7 @@ from runtime.log import REGISTERED, config_hash
 
 FILES = ("claim.json", "record.json", "README.md", "NOTES.md", "runs")  # beside the logs
 STARTUP = {"setup", "compile", "warmup"}
-UNTIMED = STARTUP | {"validate"}
+UNTIMED = STARTUP | {"validate", "probe"}
 TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume did again
 MOST_UNACCOUNTED = 0.01  # share of the training time that may lie in no phase
 SLACK_MS = 50  # added for each validation, whose log line waits for the disk

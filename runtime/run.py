@@ -304,16 +304,19 @@ class Run(contextlib.AbstractContextManager):
 
     # ---- The end
 
-    def finish(self, val_loss: float) -> None:
+    def finish(self, val_loss: float, probes: dict[str, float]) -> None:
         """End a run that is done: say whether it reached its target, and save a model to keep."""
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         reached = val_loss <= target
         if self._config.keep_model:
             self._submit(self._take())
         word = "reached" if reached else "missed"
+        copied, new, induction = probes.values()
+        self._machine.say(f"probes: loss {copied:.2f} on copied tokens, {new:.2f} on new ones, "
+                          f"{induction:+.2f} on random tokens read twice")
         self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
-        self._end = {"status": "done", "val_loss": val_loss, "reached": reached}
+        self._end = {"status": "done", "val_loss": val_loss, "reached": reached, "probes": probes}
         self.code = 0
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:

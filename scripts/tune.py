@@ -129,7 +129,8 @@ def report(plan: dict[str, Any], results: Results) -> str:
     rungs = [f"{rung['steps']} steps, {len(rung['seeds'])} seed(s)" for rung in plan["rungs"]]
     lines = [f"- source {source}" for source in sorted(results.sources)]
     lines += [f"- {len(lacking)} runs of the next rung are missing"] if lacking else []
-    lines += ["", "| # | " + " | ".join(names + rungs) + " |", "|-" * (1 + len(names + rungs)) + "|"]
+    titles = ["#", *names, *rungs]
+    lines += ["", f"| {' | '.join(titles)} |", "|-" * len(titles) + "|"]
     order: list[int] = []
     for rows in reversed(table):  # who came furthest stands first
         order += [number for number, _ in rows if number not in order]
