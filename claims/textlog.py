@@ -2,7 +2,7 @@
 
     step:N/TOTAL val_loss:X train_time:Yms      after the source and the environment, between lines
                                                 of 100 "="; each step 0 begins another run
-    s:N tel:X (validation), s:N trl:X           llm.c: no times, no total, no source
+    s:N tel:X                                   llm.c: no times, no total, no source
 """
 
 import hashlib
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from claims.runs import LogError, Run, Step, Validation, why_unfinished
+from claims.runs import Run, Step, Validation, why_unfinished
+from runtime.errors import LogError
 
 RULE = "=" * 100
 NUMBER = re.compile(r"s(?:tep)?:([0-9]{1,9})(?:/([0-9]{1,9}))?")
@@ -108,7 +109,6 @@ def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> 
     """Add a numbered line to the last run; a step 0 begins another one. Raises ValueError."""
     named = dict(word.split(":", 1) for word in words if ":" in word)
     val_loss = named.get("val_loss", named.get("tel"))
-    train_loss = named.get("train_loss", named.get("trl"))
     number = NUMBER.fullmatch(words[0])
     if not number:
         if val_loss is not None:
@@ -119,12 +119,10 @@ def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> 
         traces.append(Trace(source))
     traces[-1].numbers.append((step, int(number[2]) if number[2] else None))
     ms = to_ms(named["train_time"]) if "train_time" in named else None
-    if val_loss is not None:
+    if val_loss is None:
+        traces[-1].steps.append(Step(step, ms, None))
+    else:
         traces[-1].validations.append(Validation(step, float(val_loss), ms))
-        return
-    done = step + 1 if words[0].startswith("s:") else step  # llm.c counts from 0
-    loss = float(train_loss) if train_loss else None
-    traces[-1].steps.append(Step(done, ms, train_loss=loss))
 
 
 def to_ms(word: str) -> float:

@@ -18,7 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from claims.runlog import Run, read_runs
+from claims.runlog import read_runs
+from claims.runs import Run
 from claims.stats import holm, paired
 from runtime.errors import Interrupted
 from runtime.log import config_hash, source_hash

@@ -1,12 +1,10 @@
 """Which of two arms is faster, by how much, and why: from run logs, or from runs made here in turn.
 
     python scripts/compare.py OLD NEW                        logs: files or folders, A and B
-    python scripts/compare.py logs@3f2a logs@9c01            arms of one folder, by their hashes
     python scripts/compare.py --run "CMD_A" "CMD_B" --rounds 6            A B, B A, ... made here
 
-A hash begins that of a source or a configuration. --run appends --log-dir and a folder to each
-command. The same command twice shows the noise. Compare times only between runs on the same
-machine. Differences are B - A, intervals 95 %.
+--run appends --log-dir and a folder to each command. The same command twice shows the noise.
+Compare times only between runs on the same machine. Differences are B - A, intervals 95 %.
 
 Exit code: 0 B is faster (its whole interval lies below 0), 1 that is not shown, 2 bad input or A
 and B differ in machine or software, 130 or 143 interrupted.
@@ -24,9 +22,9 @@ from statistics import fmean, stdev
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims.comparison import Comparison, Side, compare_sides, read_side
-from claims.runlog import LogError, read_all
+from claims.runlog import read_all
 from claims.stats import Difference
-from runtime.errors import Interrupted
+from runtime.errors import Interrupted, LogError
 from scripts.command import listen, make_parser, print_json, run_child, set_up_output
 
 TAIL_LINES = 15  # of the output of a failing command
@@ -80,7 +78,6 @@ def to_text(a: Side, b: Side, found: Comparison) -> str:
         word = "slower than A"
     if found.seconds.high < 0:
         word = "faster than A"
-    known = ", ".join(f"{key} {value:.40}" for key, value in found.consistent.items())
     lines = side_lines("A", a, found.stutters_at[0]) + side_lines("B", b, found.stutters_at[1])
     lines += [
         f"B is {word}: {found.seconds.mean:+.3f} s (95 % interval {interval(found.seconds)} s)",
@@ -88,7 +85,6 @@ def to_text(a: Side, b: Side, found: Comparison) -> str:
         f"  {found.step_time.mean:+.3f} s from the time of a step ({interval(found.step_time)})",
         f"  {found.stutters.mean:+.3f} s from stutters ({interval(found.stutters)})",
         f"loss: {found.loss.mean:+.5f} ({interval(found.loss, '+.5f')})",
-        f"machine: alike in {known or 'nothing that the logs tell'}",
         *[f"DIFFERS in {what}" for what in found.differs],
         "this interval holds for one machine: time both arms on a second one too",
     ]

@@ -189,7 +189,7 @@ def add_file(folder: Path, name: str) -> None:
 
 
 CHAIN = r"registry.jsonl, line \d+: it names"
-NOT_WRITTEN = "is not the source .*not as record.py claim wrote it"
+NOT_WRITTEN = "source is not as record.py claim wrote it"
 CHEATS: dict[str, tuple] = {
     "the best 4 of 6": (keep_best, "missing: run .* was started", "missing: seeds"),
     "the best 4 of 6 under a claim of 4": (
@@ -198,11 +198,11 @@ CHEATS: dict[str, tuple] = {
         lambda folder: cut(folder, runs_of(folder)[4:]), r"missing: seeds \[1004, 1005\] .* 4 run"),
     "4 of 6 and no lines of the others": (
         lambda folder: cut(folder, runs_of(folder)[2:4]), CHAIN),
-    "a killed run": (start_again, "not counted: no end line", "duplicate: .* has the seed"),
+    "a killed run": (start_again, "not counted: no end line", "repeats seed 1003"),
     "a run without its end": (cut_off_end, "not counted: no end line", "missing: .* 5 runs count"),
-    "a copied log": (copy_log, "has the run id", "has the seed", "has the losses"),
+    "a copied log": (copy_log, "20991231.jsonl is a duplicate of"),
     "a copy with another run id and seed": (
-        replace_worst, "duplicate: .* has the losses", "missing: run .* was started",
+        replace_worst, "is a duplicate of", "missing: run .* was started",
         "its start is not in the registry", "its end is not in the registry"),
     "a digit of a loss": (
         lambda folder: edit_loss(runs_of(folder)[0].path), "edited: the log is not"),
@@ -233,7 +233,7 @@ CHEATS: dict[str, tuple] = {
     "a longer source": (partial(edit_source, old=b"1.0\n", new=b"1.0#\n"), NOT_WRITTEN),
     "another source under the hash": (partial(edit_source, old=b"1.0\n", new=b"2.0\n"),
                                       NOT_WRITTEN),
-    "no source": (remove_source, "is not the source .*there is no regular file"),
+    "no source": (remove_source, "cannot read the source .*No such file"),
 }  # fmt: skip
 for name in ("weights.bin", ".hidden", "runs/notes.txt", "source/data.bin", "runs/more/a.jsonl"):
     CHEATS[f"a file {name}"] = (partial(add_file, name=name), "unexpected file")

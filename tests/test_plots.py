@@ -10,7 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from small_record import make_claim, write_record
 
-from claims.plots import POINTS, draw_losses, loss_curves, plot_losses
+from claims.plots import draw_losses, loss_curves, plot_losses
 from claims.runlog import read_all
 from claims.runs import Run, Step
 
@@ -24,7 +24,7 @@ def runs(tmp_path_factory) -> list[Run]:
 
 def trained(run: Run, losses: list[float | None]) -> Run:
     """The run as if it had these training losses."""
-    steps = [Step(step, 2.0 * step, train_loss=loss) for step, loss in enumerate(losses, 1)]
+    steps = [Step(step, 2.0 * step, loss) for step, loss in enumerate(losses, 1)]
     return replace(run, steps=steps, validations=run.validations[-1:])
 
 
@@ -35,14 +35,6 @@ def test_a_point_of_a_curve_is_the_mean_over_a_tenth_of_the_run_up_to_it(runs):
     for at in (0, 3, 90):
         means = [statistics.fmean(row[at : at + 10]) for row in losses]
         assert curves[:, at] == pytest.approx(means)
-
-
-def test_only_steps_whose_loss_every_run_knows_are_shown_and_of_many_a_part_with_both_ends(runs):
-    series = ([3.0, None, 3.0, 3.0], [3.0, 3.0, 3.0, None])
-    steps, _ = loss_curves([trained(runs[0], row) for row in series])
-    assert [*steps] == [1, 3]
-    steps, _ = loss_curves([trained(runs[0], [3.0] * 5000)])
-    assert (steps[0], steps[-1], len(steps)) == (500, 5000, POINTS)
 
 
 def test_the_picture_holds_target_band_and_last_validations(runs):
