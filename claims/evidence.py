@@ -88,6 +88,11 @@ class Evidence:
         return statistics.median([run.train_time_ms or 0.0 for run in self.complete] or [0.0])
 
     @property
+    def score(self) -> float:
+        """What a record beats another by: milliseconds, or steps where only steps count."""
+        return self.median_ms if self.track.in_time else self.claim.config["steps"]
+
+    @property
     def shown(self) -> bool:
         return self.result.n in self.claim.looks and self.result.p < self.level
 

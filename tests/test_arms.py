@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from claims.arms import common_target, group_runs, leave_out_repeats, missing_seeds, track_of
+from claims.arms import group_runs, leave_out_repeats, missing_seeds
 from claims.runs import Run, Step, Validation
-from runtime.errors import LogError
 
 
 def make_run(
@@ -91,22 +90,3 @@ def test_an_unfinished_run_is_put_with_every_arm_that_it_may_belong_to():
 ])  # fmt: skip
 def test_gaps_in_a_numbering_are_found_where_there_is_one(seeds, missing):
     assert missing_seeds([make_run("a", LONG, seed=seed) for seed in seeds]) == missing
-
-
-HEADER = {"event": "header"}
-
-
-@pytest.mark.parametrize(("folder", "facts", "track", "target"), [
-    ("records/track_1_short/2025-07-12_Name/runs", {}, "track_1_short", 3.28),
-    ("records/track_2_medium/2025-07-12_Name", {}, "track_2_medium", 2.92),
-    ("logs", {"track": "tiny", "target": 3.39, "header": HEADER}, "tiny", 3.39),
-    ("logs", {}, None, None),
-])  # fmt: skip
-def test_the_target_is_that_of_the_header_or_of_the_public_folder(folder, facts, track, target):
-    run = make_run("a", LONG, folder=folder, **facts)
-    assert track_of(run) == track
-    if target:
-        assert common_target([run, run]) == target
-    else:
-        with pytest.raises(LogError, match="name no target"):
-            common_target([run])

@@ -1,6 +1,5 @@
 """The reader takes from a log what is there and no more: a torn, mixed or foreign one is named."""
 
-import json
 import os
 import pickle
 import tempfile
@@ -16,6 +15,7 @@ from claims import runlog
 from claims.runlog import find_runs, read_run, read_runs
 from claims.runs import Phase, Run, Step, Validation
 from runtime.errors import LogError
+from runtime.jsonl import json_line
 
 RULE = "=" * 100
 SOURCE = f"""import torch
@@ -53,7 +53,7 @@ LOG = f"{SOURCE}\n{RULE}\n{SMI}\n{RULE}\n{LINES}peak memory allocated: 31286 MiB
 
 
 def line(event: str, **fields: object) -> bytes:
-    return json.dumps({"event": event, "t_ms": 1.5, **fields}).encode() + b"\n"
+    return json_line({"event": event, "t_ms": 1.5, **fields})
 
 
 def header(schema: int = 1, **more: object) -> bytes:
@@ -126,8 +126,7 @@ def test_every_field_of_a_complete_log_is_read():
 
 @given(st.floats())
 def test_any_loss_that_the_trainer_logs_is_read_to_the_last_digit(loss):
-    text = json.dumps(loss if abs(loss) < float("inf") else str(loss)).encode()
-    run = read_json(WHOLE.replace(b'"val_loss": 6.25', b'"val_loss": ' + text))
+    run = read_json(WHOLE.replace(b'"val_loss": 6.25', json_line({"val_loss": loss})[1:-2]))
     assert str(run.final_loss) == str(loss), "nan is nan"
 
 
