@@ -5,7 +5,7 @@ Nothing that is read is executed. `jsonlog.py` and `textlog.py` know the formats
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from claims.jsonlog import read_jsonl
@@ -59,7 +59,7 @@ def read_run(path: str | Path) -> Run:
     return runs[0]
 
 
-def find_runs(paths: Iterable[str | Path]) -> list[Path]:
+def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     """The first files of the runs that the paths name, each once.
 
     A folder is read without its subfolders: files with a log's suffix that are no registry.
@@ -79,16 +79,19 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     return list(found.values())
 
 
-def read_all(paths: Iterable[str | Path]) -> tuple[list[Run], list[LogError]]:
-    """All runs of files and folders, and an error for each file that is no run log.
+def read_all(paths: Sequence[str | Path]) -> tuple[list[Run], list[LogError]]:
+    """All runs of files and folders, and an error for each file in a folder that is no run log.
 
-    Raises what `find_runs` raises.
+    Raises LogError for a file that was named and is none.
     """
+    named = set(map(Path, paths))
     runs: list[Run] = []
     errors = []
     for path in find_runs(paths):
         try:
             runs += read_runs(path)
         except LogError as error:
+            if path in named:
+                raise
             errors.append(error)
     return runs, errors

@@ -42,15 +42,11 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     env = read_environment(lines[start:])
     runs = []
     for index, trace in enumerate(traces):
-        first, total = trace.numbers[0][0], trace.numbers[-1][1]
-        unfinished = why_unfinished(trace.numbers, trace.validations)
-        if not unfinished and source is None and total and 2 * first > total:
-            unfinished = f"begins at step {first} of {total}"  # the end of another log, copied
         runs.append(Run(
             path=path, index=index, source=trace.source, env=env, gpu_count=env.get("gpu_count"),
             run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}",
-            total_steps=total, validations=trace.validations, steps=trace.steps,
-            unfinished=unfinished,
+            total_steps=trace.numbers[-1][1], validations=trace.validations, steps=trace.steps,
+            unfinished=why_unfinished(trace.numbers, trace.validations),
         ))  # fmt: skip
     return runs
 
@@ -58,10 +54,8 @@ def read_text(path: Path, data: bytes) -> list[Run]:
 def decode(path: Path, data: bytes) -> list[str]:
     """The lines of the text. A last line that may have been cut short is left out."""
     try:
-        if b"\0" in data:
-            raise ValueError("it has NUL bytes")
         lines = data.decode("utf-8-sig").split("\n")
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise LogError(f"{path} is not text in UTF-8: {error}. Convert it to UTF-8") from None
     if is_numbered(lines[-1]) and not TIMED.fullmatch(lines[-1].split()[-1]):
         lines.pop()

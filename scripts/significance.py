@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims.arms import ALPHA, Arm, apply_holm, judge_all, judge_typed
-from claims.runlog import read_all, read_runs
+from claims.runlog import read_all
 from claims.runs import Run
 from runtime.errors import LogError
 from scripts.command import make_parser, numbers, print_json, set_up_output
@@ -25,9 +25,6 @@ from scripts.command import make_parser, numbers, print_json, set_up_output
 
 def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
     """All runs, and why other files of the folders were not read."""
-    for path in paths:
-        if not Path(path).is_dir():
-            read_runs(path)  # raises LogError: a file that is named must be a log
     runs, errors = read_all(paths)
     if not runs:
         raise LogError("\n".join(["no run log can be read", *map(str, errors)]))

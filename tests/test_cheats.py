@@ -140,6 +140,14 @@ def end_again(folder: Path) -> None:
     register(folder / "runs" / "registry.jsonl", "end", run_id=run.run_id, log_sha256=sha256)
 
 
+def edit_with_end_line(folder: Path, number: int, change: Callable[[Path], None]) -> None:
+    """Change a log, and in the registry the hash of it. Only the next line there can tell."""
+    run = runs_of(folder)[number]
+    change(run.path)
+    sha256 = hashlib.sha256(run.path.read_bytes()).hexdigest()
+    edit(folder / "runs" / "registry.jsonl", run.segments[0].sha256, sha256)
+
+
 def try_before(folder: Path, track: str) -> None:
     """A claimed seed in the registry of another log folder, with other settings and no claim."""
     register(folder / "runs" / "registry_2.jsonl", "start", time="2020-01-01T00:00:00+00:00",
@@ -209,6 +217,9 @@ CHEATS: dict[str, tuple] = {
     "a digit of one loss": (
         lambda folder: edit_loss(runs_of(folder)[0].path, 1), "edited: the log is not",
         "not counted: the end line has another", "missing: "),
+    "another trial in the header of the last run": (
+        partial(edit_with_end_line, number=5, change=partial(edit, old='l": 5', new='l": 6')),
+        "its header differs from its line in the registry"),
     "an edited log with an end line of its own": (
         end_again, "its lines in the registry are start end end, which no "),
     "a seed that was tried with other settings": (
@@ -265,11 +276,7 @@ def test_a_loss_edited_in_log_and_registry_is_caught_by_the_next_line_which_the_
     folder, capsys
 ):
     for number, code in ((5, 0), (4, 2)):
-        path = runs_of(folder)[number].path
-        before = hashlib.sha256(path.read_bytes()).hexdigest()
-        edit_loss(path)
-        after = hashlib.sha256(path.read_bytes()).hexdigest()
-        edit(folder / "runs" / "registry.jsonl", before, after)
+        edit_with_end_line(folder, number, edit_loss)
         assert call(capsys, "make", folder)[0] == code
     caught(folder, capsys, CHAIN)
 

@@ -300,7 +300,6 @@ def test_a_log_appended_to_another_has_a_source_of_its_own():
      "last validation at step 5 of 9"),
     ("step:0 val_loss:10.8\nstep:9 val_loss:3.2\n", "declares no total number of steps"),
     ("step:0/9 val_loss:10.8\nstep:9/9 val_loss:3.3\nstep:10/9 train_time:3ms\n", "step 10 of 9"),
-    ("step:8/9 val_loss:3.3\nstep:9/9 val_loss:3.2\n", "begins at step 8 of 9"),
 ])  # fmt: skip
 def test_a_text_run_that_cannot_stand_in_a_claim_says_why(lines, reason):
     assert read(lines)[0].unfinished == reason
@@ -357,7 +356,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(tmp_path, monkeypatch
     bad = {
         "empty.txt": b"", "notes.out": b"see README\n", "binary.log": bytes(range(256)),
         "pickle.txt": pickle.dumps(exploit), "utf16.stdout": LOG.encode("utf-16"),
-        "nul.txt": LOG.encode().replace(b"torch", b"to\0ch"), "huge.txt": LOG.encode() * 90,
+        "huge.txt": LOG.encode() * 90,
         "deep.txt": b"[" * 90_000, "deep.jsonl": b"[" * 90_000 + b"\n{}",
     }  # fmt: skip
     for name, content in bad.items():
