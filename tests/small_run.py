@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -107,6 +108,18 @@ def run_words(words: list[str], logs: Path) -> Outcome:
     return Outcome(
         code, out.getvalue(), err.getvalue(), [log for log in find_logs(logs) if log not in before]
     )
+
+
+@contextlib.contextmanager
+def small_layers() -> Iterator[None]:
+    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
+    last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
+    layers = [train_gpt.Layer(value_embed=0), last]
+    with (
+        mock.patch.dict(train_gpt.LAYERS, tiny=layers),
+        mock.patch("runtime.machine.measured_gemm_flops", return_value=1e9),
+    ):
+        yield
 
 
 @contextlib.contextmanager
