@@ -8,13 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
-from runtime import run as runs
 from runtime.clock import Clock
 from runtime.log import config_hash, source_hash
 from runtime.machine import Machine
@@ -174,10 +171,8 @@ def trainer_in(
 def run(folder: Path, at: dict[int | str, Hook] | None = None, **changed: object) -> int:
     """Make the runs in a folder; returns the exit code, with all signal handlers as before."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    quick = SimpleNamespace(collect=lambda: 0)  # a process that tests run in has much garbage
     try:
-        with mock.patch.object(runs, "gc", quick):
-            return make_runs(trainer_in(folder, at, **changed))
+        return make_runs(trainer_in(folder, at, **changed))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

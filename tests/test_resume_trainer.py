@@ -218,13 +218,13 @@ def test_kills_at_random_moments_cost_no_loss(kills, steps, tmp_path):
             before = len(logs_of(folder))
             while child.is_alive() and len(logs_of(folder)) == before:
                 time.sleep(0.01)
-            time.sleep(moments.uniform(0, 4 * training / kills))
+            time.sleep(moments.uniform(0, 2 * training / kills))
         child.kill()
         child.join()
     assert in_child(lambda: run(data, folder, **how).code) == 0
     assert losses_of(*logs_of(folder)) == expected
     assert len(expected[0]) == steps
-    assert len(logs_of(folder)) > kills / 3, "most kills came while the run was training"
+    assert len(logs_of(folder)) > kills / 4, "kills that came while it trained"
 
 
 @pytest.mark.parametrize("moment", [
