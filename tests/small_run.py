@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -142,12 +141,3 @@ def start(words: list[str], launcher: tuple[str, ...] = (), **environment: str) 
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
-
-
-def start_ranks(count: int, words: list[str]) -> list[subprocess.Popen]:
-    """The processes that a launcher would start on one machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [start(words, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(count)]

@@ -173,3 +173,22 @@ def test_only_the_first_rank_needs_folders_for_logs_and_checkpoints(whole):
     for folder in whole.values():
         assert not rank_folder(folder, 1).exists()
         assert len(logs_of(folder)) == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_ends_the_others_in_time_and_the_run_goes_on(data, tmp_path):
+    how = {"steps": 80, "val_every": 0, "rank_timeout": 10, "checkpoint_every": 2}
+    ranks = start(2, data, tmp_path, **how)
+    deadline = time.monotonic() + PATIENCE
+    while not list(tmp_path.glob("checkpoints/*/step_*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks[1].kill()
+    ended = finish(ranks, tmp_path)
+    assert ended.codes == [1, -signal.SIGKILL], ended
+    assert "rank" in ended.err[0]  # torchrun names the one that died
+    assert "Traceback" not in ended.err[0]
+    assert read_events(*logs_of(tmp_path), kind="end")[0]["status"] == "error"
+    again = run(1, data, tmp_path, **how)
+    assert again.codes == [0], again
+    assert "resumes after step" in again.out[0]
+    assert len(losses_of(*logs_of(tmp_path))[0]) == 80

@@ -11,16 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from small_run import (
-    SEQUENCE,
-    STEPS,
-    arguments,
-    run,
-    small_layers,
-    start,
-    start_ranks,
-    write_data,
-)
+from small_run import SEQUENCE, STEPS, run, small_layers, write_data
 from stub_trainer import in_child, logs_of, losses_of, read_events
 
 import train_gpt
@@ -31,7 +22,6 @@ from runtime.run import Run
 
 EVERY = {"checkpoint_every": 2, "keep_model": "on"}
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
-PATIENCE = 120  # seconds
 FORK = multiprocessing.get_context("fork")
 
 
@@ -325,27 +315,3 @@ def test_a_shard_that_was_cut_is_refused_before_the_run_goes_on(data, broken, tm
     before = saved(broken)
     assert "s_train_0.bin" in resume(tmp_path / "data", broken, code=2).err
     assert saved(broken) == before
-
-
-# ---- Ranks
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_lost_ends_the_others_in_time_and_the_run_goes_on(tmp_path):
-    data = write_data(tmp_path / "data", train_documents=1500)
-    how = {"steps": 80, "val_every": 0, "rank_timeout": 10} | EVERY
-    ranks = start_ranks(2, arguments(data, tmp_path / "logs", **how))
-    deadline = time.monotonic() + PATIENCE
-    while not list(tmp_path.glob("logs/checkpoints/*/step_*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    ranks[1].kill()
-    _, err = ranks[0].communicate(timeout=PATIENCE)
-    assert ranks[0].returncode == 1, err
-    assert "rank" in err  # torchrun names the one that died
-    assert "Traceback" not in err
-    assert read_events(*logs_of(tmp_path / "logs"), kind="end")[0]["status"] == "error"
-    again = start(arguments(data, tmp_path / "logs", **how, resume="auto"))
-    out, err = again.communicate(timeout=PATIENCE)
-    assert again.returncode == 0, err
-    assert "resumes after step" in out
-    assert len(losses_of(*logs_of(tmp_path / "logs"))[0]) == 80
