@@ -180,9 +180,7 @@ class RunLog:
     wait in memory, and each later write tries them again.
     """
 
-    def __init__(
-        self, directory: str | Path, run_id: str, history: History | None = None
-    ) -> None:
+    def __init__(self, directory: str | Path, run_id: str, history: History | None = None) -> None:
         self.directory, self.run_id, self.history = Path(directory), run_id, history
         self.segment = len(history.sizes) + 1 if history else 1
         self.path = segment_path(directory, run_id, self.segment)
