@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import json
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
@@ -75,38 +74,19 @@ class RunSettings:
     data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
     log_dir: str = setting("logs", "folder of the run logs")
     claim: str = setting("", "claim.json that the runs must fit: source, configuration and seeds")
-    checkpoint_every: str = setting("10m", "steps (500) or minutes (10m); 0: only when interrupted")
+    checkpoint_every: int = setting(2500, "steps between saves; 0: only on a signal", at_least=0)
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
     keep_model: bool = setting(False, "keep the last checkpoint of a finished run")
-    resume: str = setting("", "auto: the unfinished runs of these settings; or a checkpoint folder")
-    resume_anyway: bool = setting(False, "resume even with another source or configuration")
+    resume: str = setting("", "auto: the unfinished runs of these settings; or checkpoints/RUN")
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        Interval.parse(self.checkpoint_every)
 
 
 # Runs of one experiment may differ in these.
 SETTINGS_OF_A_RUN = tuple(field.name for field in dataclasses.fields(RunSettings))
-
-
-@dataclass(frozen=True)
-class Interval:
-    """How often a run saves a checkpoint: steps or minutes between two; both 0: never."""
-
-    steps: int = 0
-    minutes: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> "Interval":
-        """Read "500" (steps), "10m" (minutes) or "0" (never). Raises Refused."""
-        if re.fullmatch(r"\d+", text):
-            return cls(steps=int(text))
-        if re.fullmatch(r"\d+(\.\d+)?m", text):
-            return cls(minutes=float(text[:-1]))
-        raise Refused(f"--checkpoint-every {text}: it must be steps (500), minutes (10m) or 0.")
 
 
 # ---- Flags
@@ -122,7 +102,7 @@ def as_text(value: Any) -> str:
         return "auto"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def from_text(kind: Any, text: str) -> Any:

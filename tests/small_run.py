@@ -5,12 +5,12 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -110,6 +110,18 @@ def run_words(words: list[str], logs: Path) -> Outcome:
 
 
 @contextlib.contextmanager
+def small_layers() -> Iterator[None]:
+    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
+    last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
+    layers = [train_gpt.Layer(value_embed=0), last]
+    with (
+        mock.patch.dict(train_gpt.LAYERS, tiny=layers),
+        mock.patch("runtime.machine.measured_gemm_flops", return_value=1e9),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def restored_settings() -> Iterator[None]:
     """What a run sets for the whole process, put back."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -129,12 +141,3 @@ def start(words: list[str], launcher: tuple[str, ...] = (), **environment: str) 
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
-
-
-def start_ranks(count: int, words: list[str]) -> list[subprocess.Popen]:
-    """The processes that a launcher would start on one machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [start(words, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(count)]

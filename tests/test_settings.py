@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from runtime.errors import Refused
 from runtime.settings import (
     SETTINGS_OF_A_RUN,
-    Interval,
     RunSettings,
     as_text,
     from_text,
@@ -76,7 +75,6 @@ def test_a_value_written_as_text_is_read_back_unchanged(data, kind):
         ("--kind odd", "--kind odd: it must be one of new, old."),
         ("--width 12", "--width 12: it must be a multiple of --size 8."),
         ("--part 8", "--part 8: it must be below --size 8."),
-        ("--checkpoint-every soon", "--checkpoint-every soon: it must be steps (500), minutes"),
     ],
 )
 def test_an_input_that_cannot_work_is_refused_with_flag_value_and_rule(argv, message):
@@ -111,12 +109,3 @@ def test_print_config_is_json_from_which_the_same_settings_follow(capsys):
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in shown.items()}
     assert Config(**values) == config("--seed", "5")
     assert set(SETTINGS_OF_A_RUN) < set(values)
-
-
-def test_an_interval_is_of_steps_or_of_minutes():
-    assert Interval.parse("500") == Interval(steps=500)
-    assert Interval.parse("2.5m") == Interval(minutes=2.5)
-    assert Interval.parse("0") == Interval()
-    for text in ("-1", "-1m", "infm", "nanm", "m", ""):
-        with pytest.raises(Refused):
-            Interval.parse(text)
