@@ -74,7 +74,7 @@ class RunSettings:
     data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
     log_dir: str = setting("logs", "folder of the run logs")
     claim: str = setting("", "claim.json that the runs must fit: source, configuration and seeds")
-    checkpoint_every: int = setting(2500, "steps between saves; 0: only on a signal", at_least=0)
+    checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal", at_least=0)
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
     keep_model: bool = setting(False, "keep the last checkpoint of a finished run")
     resume: str = setting("", "auto: the unfinished runs of these settings; or checkpoints/RUN")

@@ -75,7 +75,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest(words, parts, data, tmp_pat
         ("attention", "flash", ["--attention flash", "auto, flash4, flash3, varlen, portable"]),
         ("attention", "varlen", ["--attention varlen", "CUDA", "--attention portable"]),
         ("device", "tpu", ["--device tpu", "one of auto, cpu, cuda"]),
-        ("checkpoint_every", "10m", ["--checkpoint-every 10m", "2500 (int)"]),
+        ("checkpoint_every", "10m", ["--checkpoint-every 10m", "1000 (int)"]),
         ("val_tokens", 2**20, ["1,048,577", "--val-tokens"]),
         ("steps", 1000, ["after 46 steps", "at most 46"]),
     ],
