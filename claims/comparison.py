@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +23,7 @@ class Side:
 
     path: str  # of its logs, or its command
     runs: list[Run] = field(default_factory=list)
+    accounts: list[Account] = field(default_factory=list)  # of the runs
     left_out: list[str] = field(default_factory=list)
 
     @property
@@ -36,6 +36,7 @@ class Side:
             problem = run.left_out or "it has no training times"
             raise LogError(f"{name_of(run)}: {problem}; only complete runs with times are compared")
         self.runs.append(run)
+        self.accounts.append(account(run))
 
 
 class Comparison(NamedTuple):
@@ -87,51 +88,43 @@ def compare_sides(a: Side, b: Side, in_turn: bool) -> Comparison:
     if shared:
         raise LogError(f"{min(shared)} is in both arms: a run is not compared with itself")
     test = paired if in_turn else welch
-    steps, step_time, stutters = explain(
-        list(map(account, a.runs)), list(map(account, b.runs)), test
-    )
-    consistent, differs = compare_machines(a, b)
+    steps_a, steps_b = a.accounts[0].steps, b.accounts[0].steps  # of all runs of an arm
+    step_a = [one.step_ms / 1000 for one in a.accounts]
+    step_b = [one.step_ms / 1000 for one in b.accounts]
+    steps = (steps_a + steps_b) / 2
+    consistent, differs = compare_machines(a.runs, b.runs)
     return Comparison(
-        test(b.seconds, a.seconds), steps, step_time, stutters, [stuttering(a), stuttering(b)],
-        test(final_losses(b), final_losses(a)), consistent, differs,
-    )  # fmt: skip
-
-
-def explain(
-    a: list[Account], b: list[Account], test: Callable[[list[float], list[float]], Difference]
-) -> tuple[float, Difference, Difference]:
-    """Seconds by steps, step time and stutters; `test` takes (new, old).
-
-    The runs of an arm have one number of steps.
-    """
-    count = (a[0].steps + b[0].steps) / 2
-    of_a = [run.step_ms / 1000 for run in a]
-    of_b = [run.step_ms / 1000 for run in b]
-    steps = (b[0].steps - a[0].steps) * (fmean(of_a) + fmean(of_b)) / 2
-    step_time = test([count * each for each in of_b], [count * each for each in of_a])
-    return steps, step_time, test([run.lost for run in b], [run.lost for run in a])
+        seconds=test(b.seconds, a.seconds),
+        steps=(steps_b - steps_a) * (fmean(step_a) + fmean(step_b)) / 2,
+        step_time=test([steps * each for each in step_b], [steps * each for each in step_a]),
+        stutters=test([one.lost for one in b.accounts], [one.lost for one in a.accounts]),
+        stutters_at=[stuttering(a), stuttering(b)],
+        loss=test(final_losses(b), final_losses(a)),
+        consistent=consistent,
+        differs=differs,
+    )
 
 
 def stuttering(side: Side) -> list[int]:
-    return sorted({step for run in side.runs for step in account(run).stutters})
+    return sorted({step for one in side.accounts for step in one.stutters})
 
 
 def final_losses(side: Side) -> list[float]:
     return [run.final_loss or math.nan for run in side.runs]
 
 
-def compare_machines(a: Side, b: Side) -> tuple[dict[str, str], list[str]]:
+def compare_machines(a: list[Run], b: list[Run]) -> tuple[dict[str, str], list[str]]:
     """What all logs say alike of hardware and software, and where they differ.
 
     Equal entries do not prove that the machine is the same.
     """
     consistent, differs = {}, []
     for key in FINGERPRINT:
-        in_a = Counter(str(run.env.get(key)) for run in a.runs)
-        in_b = Counter(str(run.env.get(key)) for run in b.runs)
+        in_a = Counter(str(run.env.get(key)) for run in a)
+        in_b = Counter(str(run.env.get(key)) for run in b)
         values = {*in_a, *in_b}
         if len(values - {"None"}) > 1:
             differs.append(f"{key}: {dict(in_a)} in A, {dict(in_b)} in B")
-        elif values and "None" not in values:
+        elif "None" not in values:
             consistent[key] = values.pop()
     return consistent, differs
