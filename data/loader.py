@@ -8,7 +8,6 @@ The row rule is that of modded-nanogpt, record 42.
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -103,6 +102,9 @@ class Position(NamedTuple):
     offset: int = 0  # token of the shard where the next step begins to read
 
 
+START = Position()
+
+
 def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator[Step]:
     """Yield (rows of all ranks, position after them) for each step, then raise ShardError."""
     find_rows = _aligned_rows if order.align else _dense_rows
@@ -175,8 +177,8 @@ class Plan(NamedTuple):
 def plan_run(files: Files, order: Order, steps: int) -> Plan:
     """Walk the data as TrainLoader will, without batches. ShardError if they do not suffice."""
     shards = [Shard(file) for file in files]
-    walk = _walk(shards, order, Position())
-    end, most = Position(), 0
+    walk = _walk(shards, order, START)
+    end, most = START, 0
     for _ in range(steps):
         rows, end = next(walk)
         for row in rows:
@@ -185,7 +187,7 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
     return Plan(passed, sum(map(len, shards)), most, end)
 
 
-class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
+class TrainLoader(Iterator[list[Batch]]):
     """Iterator over steps; `next(loader)` is the list of this rank's micro-batches.
 
     A background thread builds the next step. When the data end, it raises ShardError and not
@@ -201,7 +203,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         self._rank, self._world_size = rank, world_size
         self._shards = [Shard(file) for file in files]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        self._position = Position()  # of the next step to hand out, not of the one built ahead
+        self._position = START  # of the next step to hand out, not of the one built ahead
         self.split(order.batch_tokens)
 
     def split(self, micro_batch: int) -> None:
@@ -209,13 +211,10 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         self.micro_rows = largest_divisor(self.rows, micro_batch // self._order.sequence)
         self._capacity = capacity_for(self.micro_rows, self._max_documents)
         self._own = _deal(self._order.rows, self.micro_rows, self._rank, self._world_size)
-        self._seek(self._position)
+        self.reset(self._position)
 
-    def reset(self) -> None:
-        """Go back to the first step."""
-        self._seek(Position())
-
-    def _seek(self, position: Position) -> None:
+    def reset(self, position: Position = START) -> None:
+        """Drop what was built ahead; hand out the step at `position` next."""
         self._position = position
         self._steps = _walk(self._shards, self._order, position)
         self._pending: Future | None = None
@@ -230,7 +229,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         return batches
 
     def _build(self, steps: Iterator[Step]) -> tuple[list[Batch], dict[str, Any], Position]:
-        # `steps` is an argument, so that a build still running at a seek advances the old walk.
+        # `steps` is an argument, so that a build still running at a reset advances the old walk.
         rows, end = next(steps)
         shard = self._shards[end.shard]
         batches = [self._micro_batch(shard, rows[own]) for own in self._own]
@@ -246,7 +245,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
         return _make_batch(np.stack(filled), starts, self._capacity)
 
     def where(self, step: int) -> dict[str, Any]:
-        """Return {"shard", "token_offset"} of a step, counted from 1, read since the last seek."""
+        """Return {"shard", "token_offset"} of a step, counted from 1, read since the last reset."""
         return self._places[step]
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,12 +264,7 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
                     f"the saved data position does not fit this run: {name} was {was} and is "
                     f"{here.get(name, 'absent')}. Resume with the saved run's settings and shards."
                 )
-        self._seek(Position(**state["position"]))
-
-    def __exit__(self, *exception: object) -> None:
-        """Stop the background thread; the loader cannot be used afterwards."""
-        self._pending = None
-        self._worker.shutdown(cancel_futures=True)
+        self.reset(Position(**state["position"]))
 
 
 def validation_batches(
@@ -314,10 +308,6 @@ class Data:
     plan: Plan
     longest: int  # tokens of the longest document in a training row, at most
     val_longest: int  # the same for this rank's validation rows
-
-    def split(self, micro_batch: int) -> None:
-        """From the next step on, train in equal micro-batches of at most `micro_batch` tokens."""
-        self.train.split(micro_batch)
 
     def in_parts(self, val_batch: int, reach: int) -> "Data":
         """Return the data with validation rows in parts; inputs start `reach` tokens earlier."""

@@ -131,9 +131,8 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
     config = parse(train_gpt.Config, flags, train_gpt.preset, "")
     machine = machines.start(config.device, config.rank_timeout)
     trainer = train_gpt.set_up(config, machine)
-    with trainer.data.train:
-        train_gpt.warm_up(trainer, Clock(machine.synchronize))
-        return {"step": step_table(trainer, given)}
+    train_gpt.warm_up(trainer, Clock(machine.synchronize))
+    return {"step": step_table(trainer, given)}
 
 
 # ---- A step of optimizers

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -30,16 +29,13 @@ class Hub:
             tokens = np.random.default_rng(seed).integers(0, 50257, 300_000)
             write_shard(folder / name, tokens)
             self.files[name] = (folder / name).read_bytes()
-        self.stalling = ""  # the name of a file of which only half is sent
         self.gets = Counter()
         self.authorized = False
-        self.stalled, self.released = threading.Event(), threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self):
-        self.released.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -78,10 +74,7 @@ class Hub:
                 self.send_header("Content-Length", str(len(content or b"")))
                 self.end_headers()
                 if body and content:
-                    self.wfile.write(content[:300_000] if name == hub.stalling else content)
-                if body and name == hub.stalling:
-                    hub.stalled.set()
-                    hub.released.wait(30)
+                    self.wfile.write(content)
 
         return Handler
 
@@ -95,76 +88,57 @@ def hub(tmp_path):
 
 
 @pytest.fixture
-def start(tmp_path, hub):
-    """Starts a download of N shards from the hub into tmp_path/out."""
+def fetch(tmp_path, hub):
+    """Downloads N shards from the hub into tmp_path/out; returns exit code, stdout and stderr."""
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "token").write_text("hf_secret")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     environment |= {"NO_PROXY": "127.0.0.1", "HF_TOKEN": "hf_secret"}
 
-    def start(count):
+    def fetch(count):
         command = [sys.executable, "-m", "data.cached_fineweb", str(count)]
         command += ["--out", str(tmp_path / "out")]
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=environment, cwd=ROOT, **streams)
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout, done.stderr
 
-    return start
-
-
-def finish(process):
-    out, err = process.communicate(timeout=100)
-    assert "Traceback" not in err
-    return process.returncode, out, err
+    return fetch
 
 
 def shards_in(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-def test_shards_arrive_whole_from_the_pinned_commit_and_are_fetched_once(hub, start, tmp_path):
-    code, out, err = finish(start(1))
+def test_shards_arrive_whole_from_the_pinned_commit_and_are_fetched_once(hub, fetch, tmp_path):
+    code, out, err = fetch(1)
     assert code == 0, err
     assert f"fetching 2 shards, 0.4 GB, into {tmp_path / 'out'}" in out
     assert set(shards_in(tmp_path / "out")) == {NAMES[0], NAMES[2]}
-    code, out, err = finish(start(2))
+    code, out, err = fetch(2)
     assert code == 0, err
     assert "fetching 1 shards" in out
     assert shards_in(tmp_path / "out") == hub.files
     assert hub.gets == dict.fromkeys(NAMES, 1)
     hub.close()
-    assert finish(start(2))[0] == 0, "with all shards in place no hub is needed"
+    assert fetch(2)[0] == 0, "with all shards in place no hub is needed"
 
 
-def test_no_hub_is_sent_a_token(hub, start):
-    assert finish(start(1))[0] == 0
+def test_no_hub_is_sent_a_token(hub, fetch):
+    assert fetch(1)[0] == 0
     assert hub.gets.total() == 2
     assert not hub.authorized
 
 
-def test_a_cut_shard_is_refused_and_fetched_again_once_it_is_deleted(hub, start, tmp_path):
-    assert finish(start(1))[0] == 0
+def test_a_cut_shard_is_refused_and_fetched_again_once_it_is_deleted(hub, fetch, tmp_path):
+    assert fetch(1)[0] == 0
     os.truncate(tmp_path / "out" / NAMES[0], 5000)
-    code, _, err = finish(start(1))
+    code, _, err = fetch(1)
     assert code == 2
     assert f"{NAMES[0]}: 300,000 tokens take" in err
     assert "Delete the file" in err
     (tmp_path / "out" / NAMES[0]).unlink()
-    assert finish(start(1))[0] == 0
-    assert shards_in(tmp_path / "out")[NAMES[0]] == hub.files[NAMES[0]]
-
-
-def test_an_interrupt_ends_at_once_and_the_next_call_goes_on(hub, start, tmp_path):
-    hub.stalling = NAMES[0]
-    process = start(1)
-    assert hub.stalled.wait(60)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
-    assert process.returncode == -signal.SIGINT
-    assert NAMES[0] not in shards_in(tmp_path / "out")
-    hub.stalling = ""
-    hub.released.set()
-    assert finish(start(1))[0] == 0
+    assert fetch(1)[0] == 0
     assert shards_in(tmp_path / "out")[NAMES[0]] == hub.files[NAMES[0]]
 
 

@@ -45,24 +45,16 @@ def test_built_files_have_the_pinned_hashes(built):
     assert vocabulary == "6b12be81afa8f1528671ba7899bddfb30c576e51e6617d7a7b9256fc57fd1413"
 
 
-# The hashes above also hold every cut between documents: nothing else is tested of them.
-
-
 def test_every_file_is_whole_in_the_split_that_its_hash_says(built):
-    sources = corpus.read_sources()
     left_out = corpus.LEFT_OUT.read_text().split()
-    tokenizer = corpus.read_vocabulary()
-    train, val = [], []
-    for digest, name, text in sources:
-        if digest[0] >= 16:
-            train.append(text)
-        elif name not in left_out:
-            val.append(text)
-    for shard, texts in (("train_000000.bin", train), ("val_000000.bin", val)):
+    texts = {"train_000000.bin": "", "val_000000.bin": ""}
+    for digest, name, text in corpus.read_sources():
+        if name not in left_out:
+            texts["train_000000.bin" if digest[0] >= 16 else "val_000000.bin"] += text
+    for shard, text in texts.items():
         tokens = Shard(built / shard)[:]
         assert tokens[0] == END
-        assert tokenizer.decode(tokens[tokens != END].tolist()) == "".join(texts)
-    assert {name for digest, name, _ in sources if digest[0] < 16} > set(left_out)
+        assert corpus.read_vocabulary().decode(tokens[tokens != END].tolist()) == text
 
 
 def windows(tokens):
