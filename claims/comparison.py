@@ -48,8 +48,7 @@ class Comparison(NamedTuple):
     stutters: Difference  # seconds
     stutters_at: list[list[int]]  # the steps, in A and in B
     loss: Difference
-    consistent: dict[str, str]  # what both arms say of machine and software
-    differs: list[str]
+    differs: list[str]  # of machine and software, in words
 
 
 def read_side(spec: str) -> Side:
@@ -92,7 +91,6 @@ def compare_sides(a: Side, b: Side, in_turn: bool) -> Comparison:
     step_a = [one.step_ms / 1000 for one in a.accounts]
     step_b = [one.step_ms / 1000 for one in b.accounts]
     steps = (steps_a + steps_b) / 2
-    consistent, differs = compare_machines(a.runs, b.runs)
     return Comparison(
         seconds=test(b.seconds, a.seconds),
         steps=(steps_b - steps_a) * (fmean(step_a) + fmean(step_b)) / 2,
@@ -100,8 +98,7 @@ def compare_sides(a: Side, b: Side, in_turn: bool) -> Comparison:
         stutters=test([one.lost for one in b.accounts], [one.lost for one in a.accounts]),
         stutters_at=[stuttering(a), stuttering(b)],
         loss=test(final_losses(b), final_losses(a)),
-        consistent=consistent,
-        differs=differs,
+        differs=differences(a.runs, b.runs),
     )
 
 
@@ -113,18 +110,12 @@ def final_losses(side: Side) -> list[float]:
     return [run.final_loss or math.nan for run in side.runs]
 
 
-def compare_machines(a: list[Run], b: list[Run]) -> tuple[dict[str, str], list[str]]:
-    """What all logs say alike of hardware and software, and where they differ.
-
-    Equal entries do not prove that the machine is the same.
-    """
-    consistent, differs = {}, []
+def differences(a: list[Run], b: list[Run]) -> list[str]:
+    """Where the logs differ in hardware or software. None does not prove one machine."""
+    differs = []
     for key in FINGERPRINT:
         in_a = Counter(str(run.env.get(key)) for run in a)
         in_b = Counter(str(run.env.get(key)) for run in b)
-        values = {*in_a, *in_b}
-        if len(values - {"None"}) > 1:
+        if len({*in_a, *in_b} - {"None"}) > 1:
             differs.append(f"{key}: {dict(in_a)} in A, {dict(in_b)} in B")
-        elif "None" not in values:
-            consistent[key] = values.pop()
-    return consistent, differs
+    return differs

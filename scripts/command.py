@@ -1,5 +1,7 @@
 """What the commands share: errors, arguments, output, the trainer's settings, child processes."""
 
+from __future__ import annotations  # check_env must start on an old Python, to say that it is old
+
 import argparse
 import functools
 import io

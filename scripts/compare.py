@@ -84,14 +84,12 @@ def to_text(a: Side, b: Side, found: Comparison) -> str:
         word = "slower than A"
     if found.seconds.high < 0:
         word = "faster than A"
-    known = ", ".join(f"{key} {value:.40}" for key, value in found.consistent.items())
     lines += [
         f"B is {word}: {in_words(found.seconds, '+.3f')} s",
         f"  {found.steps:+.3f} s from more or fewer steps",
         f"  {in_words(found.step_time, '+.3f')} s from the time of a step",
         f"  {in_words(found.stutters, '+.3f')} s from stutters",
         f"loss: {in_words(found.loss, '+.5f')}",
-        f"machine: alike in {known or 'nothing that the logs tell'}",
         *[f"DIFFERS in {what}" for what in found.differs],
         "this interval holds for one machine: time both arms on a second one too",
     ]
