@@ -102,9 +102,6 @@ class Position(NamedTuple):
     offset: int = 0  # token of the shard where the next step begins to read
 
 
-START = Position()
-
-
 def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator[Step]:
     """Yield (rows of all ranks, position after them) for each step, then raise ShardError."""
     find_rows = _aligned_rows if order.align else _dense_rows
@@ -177,8 +174,8 @@ class Plan(NamedTuple):
 def plan_run(files: Files, order: Order, steps: int) -> Plan:
     """Walk the data as TrainLoader will, without batches. ShardError if they do not suffice."""
     shards = [Shard(file) for file in files]
-    walk = _walk(shards, order, START)
-    end, most = START, 0
+    walk = _walk(shards, order, Position())
+    end, most = Position(), 0
     for _ in range(steps):
         rows, end = next(walk)
         for row in rows:
@@ -203,7 +200,7 @@ class TrainLoader(Iterator[list[Batch]]):
         self._rank, self._world_size = rank, world_size
         self._shards = [Shard(file) for file in files]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        self._position = START  # of the next step to hand out, not of the one built ahead
+        self._position = Position()  # of the next step to hand out, not of the one built ahead
         self.split(order.batch_tokens)
 
     def split(self, micro_batch: int) -> None:
@@ -211,10 +208,13 @@ class TrainLoader(Iterator[list[Batch]]):
         self.micro_rows = largest_divisor(self.rows, micro_batch // self._order.sequence)
         self._capacity = capacity_for(self.micro_rows, self._max_documents)
         self._own = _deal(self._order.rows, self.micro_rows, self._rank, self._world_size)
-        self.reset(self._position)
+        self._seek(self._position)
 
-    def reset(self, position: Position = START) -> None:
-        """Drop what was built ahead; hand out the step at `position` next."""
+    def reset(self) -> None:
+        """Go back to the first step."""
+        self._seek(Position())
+
+    def _seek(self, position: Position) -> None:
         self._position = position
         self._steps = _walk(self._shards, self._order, position)
         self._pending: Future | None = None
@@ -229,7 +229,7 @@ class TrainLoader(Iterator[list[Batch]]):
         return batches
 
     def _build(self, steps: Iterator[Step]) -> tuple[list[Batch], dict[str, Any], Position]:
-        # `steps` is an argument, so that a build still running at a reset advances the old walk.
+        # `steps` is an argument, so that a build still running at a seek advances the old walk.
         rows, end = next(steps)
         shard = self._shards[end.shard]
         batches = [self._micro_batch(shard, rows[own]) for own in self._own]
@@ -245,7 +245,7 @@ class TrainLoader(Iterator[list[Batch]]):
         return _make_batch(np.stack(filled), starts, self._capacity)
 
     def where(self, step: int) -> dict[str, Any]:
-        """Return {"shard", "token_offset"} of a step, counted from 1, read since the last reset."""
+        """Return {"shard", "token_offset"} of a step, counted from 1, read since the last seek."""
         return self._places[step]
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class TrainLoader(Iterator[list[Batch]]):
                     f"the saved data position does not fit this run: {name} was {was} and is "
                     f"{here.get(name, 'absent')}. Resume with the saved run's settings and shards."
                 )
-        self.reset(Position(**state["position"]))
+        self._seek(Position(**state["position"]))
 
 
 def validation_batches(
