@@ -16,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from claims.runlog import Run, read_run
+from claims.runlog import read_run
+from claims.runs import Run
 from claims.stats import holm, paired
 from runtime.log import config_hash, source_hash
 from scripts.command import ask_trainer, command, make_parser, run_child, start, whole_numbers

@@ -1,12 +1,10 @@
 """Which of two arms is faster, by how much, and why: from run logs, or from runs made here in turn.
 
     python scripts/compare.py OLD NEW                        logs: files or folders, A and B
-    python scripts/compare.py logs@3f2a logs@9c01            arms of one folder, by their hashes
     python scripts/compare.py --run "CMD_A" "CMD_B" --rounds 6            A B, B A, ... made here
 
-A hash begins that of a source or a configuration. --run appends --log-dir and a folder to each
-command. The same command twice shows the noise. Compare times only between runs on the same
-machine. Differences are B - A, intervals 95 %.
+--run appends --log-dir and a folder to each command. The same command twice shows the noise.
+Compare times only between runs on the same machine. Differences are B - A, intervals 95 %.
 
 Exit code: 0 B is faster (its whole interval lies below 0), 1 that is not shown, 2 bad input or A
 and B differ in machine or software, 130 or 143 interrupted.
@@ -23,8 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims.comparison import Comparison, Side, compare_sides, read_side
-from claims.runlog import LogError, read_all
+from claims.runlog import read_all
 from claims.stats import Difference, moments
+from runtime.errors import LogError
 from scripts.command import command, make_parser, print_json, run_child, start
 
 

@@ -5,7 +5,6 @@
     python scripts/record.py make records/tiny/<date>_CamelName logs
     python scripts/record.py verify records/tiny/<date>_CamelName ...
     python scripts/record.py leaderboard            records/README.md and the pictures beside it
-    python scripts/record.py export records/tiny/<date>_CamelName --to FOLDER       for the contest
 
 Commit the claim before its runs: the history then shows that the claim was first.
 Exit code: 0 done or verified, 1 the record does not hold, 2 bad input.
@@ -21,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from any folder
 
+from claims.arms import ALPHA
 from claims.checks import find_failures
-from claims.evidence import ALPHA, TRACKS, Evidence, read_evidence
-from claims.export import export
+from claims.evidence import TRACKS, Evidence, read_evidence
 from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import derived, differences, leaderboard
 from claims.plots import plot_losses
@@ -104,15 +103,6 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write_export(arguments: argparse.Namespace) -> int:
-    """Write the contest's form of a record that holds."""
-    evidence = read_evidence(arguments.folder)
-    code = judge(evidence)
-    if code == 0:
-        print(*export(evidence, arguments.to), sep="\n")
-    return code
-
-
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     """The arguments, with the command as `run`; `flags` has what stands behind -- for the trainer.
     """
@@ -135,10 +125,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     sub.add_argument("folders", type=Path, nargs="+", metavar="folder")
     sub = commands.add_parser("leaderboard", help="write the page of all records, with pictures")
     sub.set_defaults(run=write_leaderboard)
-    sub = commands.add_parser("export", help="write a record in the form of the public contest")
-    sub.set_defaults(run=write_export)
-    sub.add_argument("folder", type=Path)
-    sub.add_argument("--to", type=Path, required=True, help="a new folder")
     return parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_ind
 
+from claims.comparison import account
 from claims.runlog import read_run
-from claims.steptimes import account
 from scripts import compare
 
 SCRIPT = Path(compare.__file__)
@@ -125,18 +125,6 @@ def test_other_software_is_refused_unless_allowed_and_named(tmp_path, capsys):
     assert "torch: {'2.13': 3} in A, {'2.9': 3} in B" in capsys.readouterr().err
     assert compare.main([a, b, "--allow-mismatch"]) == 0
     assert "DIFFERS in torch" in capsys.readouterr().out
-
-
-def test_arms_of_one_folder_are_chosen_by_their_hash(tmp_path, capsys):
-    write_arm(tmp_path, noisy(0, 2, 50, 30), source="aa11")
-    for i, ms in enumerate(noisy(1, 2, 50, 29)):
-        write_log(tmp_path / f"b{i}.jsonl", ms, begin=f"001{i}00", source="bb22")
-    assert compare.main([f"{tmp_path}@aa", f"{tmp_path}@bb"]) == 0
-    capsys.readouterr()
-    assert compare.main([f"{tmp_path}@aa", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "means 2 arms where one is needed" in error
-    assert "source bb22" in error
 
 
 def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(tmp_path, capsys):
