@@ -907,7 +907,7 @@ def find_micro_batch(trainer: Trainer, loss: Any) -> None:
         if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
             raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
         trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
-        data.split(tokens // 2)
+        data.train.split(tokens // 2)
 
 
 def probe(trainer: Trainer) -> None:
@@ -1019,20 +1019,19 @@ def make_runs(config: Config, started: float) -> int:
         plans = plan_runs(trainer)
     if not plans:
         return 0
-    with trainer.data.train:
-        with machines.signs_of_life("warming up", machine.say):
-            warm_up(trainer, clock)
-        if config.dry_run:
-            return dry_run(trainer, clock)
-        trainer.env["ready_s"] = time.time() - started
-        machine.say(f"ready for the first step after {trainer.env['ready_s']:.0f} s")
-        with Stop(machine.device) as stop, machines.without_garbage_collection():
-            for plan in plans:
-                trainer.reset(plan.seed)
-                with Run(trainer, plan, clock, stop, source=SOURCE) as run:
-                    run.finish(train(trainer, run))
-                if run.code != 0:
-                    return run.code
+    with machines.signs_of_life("warming up", machine.say):
+        warm_up(trainer, clock)
+    if config.dry_run:
+        return dry_run(trainer, clock)
+    trainer.env["ready_s"] = time.time() - started
+    machine.say(f"ready for the first step after {trainer.env['ready_s']:.0f} s")
+    with Stop(machine.device) as stop, machines.without_garbage_collection():
+        for plan in plans:
+            trainer.reset(plan.seed)
+            with Run(trainer, plan, clock, stop, source=SOURCE) as run:
+                run.finish(train(trainer, run))
+            if run.code != 0:
+                return run.code
     return 0
 
 

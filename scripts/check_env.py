@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # starts from any folder
 
 from runtime.preflight import environment_findings, verdict
-from scripts.command import make_parser, set_up_output
+from scripts.command import make_parser, start
 
 
 def main() -> int:
@@ -24,5 +24,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    set_up_output()
-    sys.exit(main())
+    start(main)

@@ -20,7 +20,7 @@ from claims.arms import ALPHA, Arm, apply_holm, judge_all, judge_typed
 from claims.runlog import read_all
 from claims.runs import Run
 from runtime.errors import LogError
-from scripts.command import make_parser, numbers, print_json, set_up_output
+from scripts.command import command, decimals, make_parser, print_json, start, whole_numbers
 
 
 def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -54,18 +54,13 @@ def title(arm: Arm) -> str:
     return f"{arm.path}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
 
 
-def verdict_line(arm: Arm) -> str:
-    if arm.result.n < 2:
-        return f"FAIL: n = {arm.result.n}, no verdict possible"
-    word = "PASS" if arm.passes else "FAIL"
-    negation = "" if arm.passes else "not "
-    return f"{word}: a mean loss below {arm.target:g} at p < {ALPHA:g} is {negation}shown"
-
-
 def to_text(arm: Arm) -> str:
     n, mean, sd, t, p, upper99 = arm.result
     figures = f"n {n}   mean {mean:.6f}   sd {sd:.6f}   t {t:.4f}   p {p:.3g}"
-    lines = [title(arm), f"{figures}   99 % upper bound {upper99:.5f}", verdict_line(arm)]
+    word = "PASS" if arm.passes else "FAIL"
+    shown = "shown" if arm.passes else "not shown"
+    lines = [title(arm), f"{figures}   99 % upper bound {upper99:.5f}"]
+    lines.append(f"{word}: a mean loss below {arm.target:g} at p < {ALPHA:g} is {shown}")
     lines += [f"warning: {warning}" for warning in arm.warnings]
     for run in arm.incomplete:
         lines.append(f"left out: {run['path']}: {run['reason']} (loss {run['last_loss']})")
@@ -77,13 +72,14 @@ def to_text(arm: Arm) -> str:
     return "\n  ".join(lines)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+@command
+def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help="run logs, or folders of run logs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
-    add("--losses", type=numbers(float, 1e-9, 1e9), help="losses typed by hand; needs --target")
-    add("--at-step", type=numbers(int, 1, 10**9), default=[], help="judge the losses at these")
+    add("--losses", type=decimals, help="losses typed by hand; needs --target")
+    add("--at-step", type=whole_numbers, default=[], help="judge the losses at these")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     if bool(given.paths) == bool(given.losses):
@@ -92,16 +88,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--losses needs --target: typed losses name none")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
-    return given
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parse_arguments(argv)
-    try:
-        arms, unread = judge(given)
-    except LogError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arms, unread = judge(given)
     if given.json:
         print_json({"arms": [arm.documented for arm in arms], "warnings": unread})
     else:
@@ -110,5 +97,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    set_up_output()
-    sys.exit(main())
+    start(main)

@@ -118,7 +118,7 @@ def test_a_folder_of_two_sources_is_two_arms_and_says_so(tmp_path, capsys):
     assert (code, [arm["n"] for arm in arms]) == (1, [20, 1])
     assert [arm["passes"] for arm in arms] == [True, False]
     assert all(warned(arm, "2 sources in these logs") for arm in arms)
-    assert "FAIL: n = 1, no verdict possible" in text_of(capsys, folder)
+    assert "FAIL: a mean loss below 3.28 at p < 0.01 is not shown" in text_of(capsys, folder)
 
 
 def test_arms_that_pass_alone_fail_as_a_family(tmp_path, capsys):
@@ -236,7 +236,7 @@ def test_what_is_no_log_in_a_folder_is_named_and_the_rest_goes_on(tmp_path, caps
     ([], "name run logs, or type losses"),
     (["--losses", "3.1,3.2"], "--losses needs --target"),
     (["--losses", "3.1", "--target", "3.28", "--at-step", "5"], "--at-step needs run logs"),
-    (["logs", "--at-step", "5,x"], "--at-step: '5,x' must be whole numbers from 1"),
+    (["logs", "--at-step", "5,x"], "--at-step: invalid whole_numbers value: '5,x'"),
     (["{folder}/absent"], "cannot read {folder}/absent: No such file"),
     (["{folder}"], "no run logs"),
     (["{folder}/mixed"], "name different targets: give one with --target"),
