@@ -13,7 +13,7 @@ from scipy.ndimage import percentile_filter
 from claims.arms import group_runs, leave_out_repeats, name_of
 from claims.runlog import read_all
 from claims.runs import Run, Step, Validation
-from claims.stats import Difference, paired, welch
+from claims.stats import Difference, equivalence, paired, welch
 from runtime.errors import LogError
 
 FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
@@ -129,10 +129,11 @@ class Comparison(NamedTuple):
     stutters: Difference  # seconds
     stutters_at: list[list[int]]  # the steps, in A and in B
     loss: Difference
+    equal_loss: float | None  # p-value of "the losses differ by less than the margin"
     differs: list[str]  # in machine or software
 
 
-def compare_sides(a: Side, b: Side, in_turn: bool) -> Comparison:
+def compare_sides(a: Side, b: Side, in_turn: bool, margin: float | None = None) -> Comparison:
     """The difference and its parts. LogError for a shared log.
 
     Runs made in turn are compared as pairs: a drift of the machine falls on both arms alike.
@@ -145,8 +146,9 @@ def compare_sides(a: Side, b: Side, in_turn: bool) -> Comparison:
     steps, step_time, stutters = explain(*accounts, test)
     stutters_at = [stuttering(accounts[0]), stuttering(accounts[1])]
     seconds, loss = test(b.seconds, a.seconds), test(b.losses, a.losses)
+    equal = None if margin is None else equivalence(test, b.losses, a.losses, margin)
     differs = compare_machines(a, b)
-    return Comparison(seconds, steps, step_time, stutters, stutters_at, loss, differs)
+    return Comparison(seconds, steps, step_time, stutters, stutters_at, loss, equal, differs)
 
 
 def explain(

@@ -7,7 +7,7 @@ functions reproduce are in tests/test_stats.py.
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -97,6 +97,22 @@ def difference(mean: float, test: Any) -> Difference:
     """`test` is a two-sided one by scipy."""
     low, high = test.confidence_interval(0.95)
     return Difference(mean, float(test.pvalue), float(low), float(high))
+
+
+def equivalence(
+    test: Callable[..., Difference], new: Sequence[float], old: Sequence[float], margin: float
+) -> float:
+    """p-value of "the means differ by less than margin": two one-sided tests (Schuirmann, 1987).
+
+    test: `welch` or `paired`.
+    """
+    check(0, INF, margin=margin)
+    worst = 0.0
+    for sign in (1, -1):  # against a difference of +margin or more, then of -margin or less
+        shifted = test([value - sign * margin for value in new], old)
+        half = shifted.p_two_sided / 2
+        worst = max(worst, half if sign * shifted.mean < 0 else 1 - half)
+    return worst
 
 
 def holm(p_values: dict[Any, float]) -> dict[Any, float]:

@@ -58,7 +58,7 @@ def compare(given: argparse.Namespace) -> tuple[Side, Side, Comparison]:
         a, b = run_in_turn(given.run, given.rounds)
     else:
         a, b = read_side(given.paths[0]), read_side(given.paths[1])
-    found = compare_sides(a, b, in_turn=bool(given.run))
+    found = compare_sides(a, b, in_turn=bool(given.run), margin=given.margin)
     if found.differs and not given.allow_mismatch:
         rule = "A and B differ in machine or software: time both on one, or --allow-mismatch"
         raise LogError("\n  ".join([rule, *found.differs]))
@@ -92,6 +92,8 @@ def to_text(a: Side, b: Side, found: Comparison) -> str:
         *[f"DIFFERS in {what}" for what in found.differs],
         "this interval holds for one machine: time both arms on a second one too",
     ]
+    if found.equal_loss is not None:
+        lines.append(f"that the losses differ by less than the margin: p = {found.equal_loss:.3g}")
     return "\n".join(lines)
 
 
@@ -108,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
     add("paths", nargs="*", metavar="A B", help="logs or folders of the old arm and the new one")
     add("--run", nargs=2, metavar=("CMD_A", "CMD_B"), help="commands to run in turn")
     add("--rounds", type=int, default=5, help="runs of each command (%(default)s)")
+    add("--margin", type=float, help="test whether the losses differ by less, in nats per token")
     add("--allow-mismatch", action="store_true", help="compare across machines, and say so")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)

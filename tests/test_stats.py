@@ -163,3 +163,14 @@ def test_the_steps_rule_is_decided_as_in_whole_numbers(losses):
     margin = sum(328_000 - loss for loss in losses)  # n times the mean one, in units of 1e-5
     expected = margin > 0 and margin**2 >= 400**2 * len(losses)
     assert stats.steps_rule([loss / 100_000 for loss in losses], 3.28)[1] is expected
+
+
+@pytest.mark.parametrize("test", [stats.welch, stats.paired])
+def test_losses_are_equivalent_where_their_90_percent_interval_lies_within_the_margin(test):
+    new, old = [3.281, 3.279, 3.283, 3.280], [3.280, 3.278, 3.281, 3.2805]
+    scipys = ttest_rel(new, old) if test is stats.paired else ttest_ind(new, old, equal_var=False)
+    low, high = scipys.confidence_interval(0.90)
+    edge = max(-low, high)
+    for margin, shown in ((1.001 * edge, True), (0.999 * edge, False)):
+        assert (stats.equivalence(test, new, old, margin) < 0.05) is shown
+        assert (stats.equivalence(test, old, new, margin) < 0.05) is shown
