@@ -20,7 +20,7 @@ from runtime.errors import Interrupted, LogError, NonFinite, Refused
 from runtime.log import RunLog, source_hash, store_sources
 from runtime.machine import Machine, peak_mib
 from runtime.resume import Plan, differences
-from runtime.settings import Interval
+from runtime.settings import read_interval
 from runtime.stop import SAVE, Stop
 
 LAG = 2  # a GPU's loss is read so many steps late, on all ranks alike, so that they act alike
@@ -39,7 +39,7 @@ class Trainer(Protocol):
     def state_dict(self) -> dict[str, Any]: ...  # model, optim, data: copies on rank 0's host
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def where(self, step: int) -> dict[str, Any]: ...  # shard and token_offset of its batch
-    def mfu(self, tokens_per_s: float) -> float: ...
+    def mfu(self, tokens_per_s: float) -> float | None: ...
 
 
 class Run(contextlib.AbstractContextManager):
@@ -62,7 +62,7 @@ class Run(contextlib.AbstractContextManager):
         self._said_at = -math.inf
         self._skips = 0  # in a row; starts at zero after a resume
         self._failure: NonFinite | None = None
-        self._every = Interval.parse(self._config.checkpoint_every)
+        self._every_steps, self._every_minutes = read_interval(self._config.checkpoint_every)
         self._saved_at, self._saved_time = plan.step, time.monotonic()
         self._save_wanted = False
         self._folder = Path(self._config.checkpoint_dir, plan.run_id)
@@ -221,10 +221,12 @@ class Run(contextlib.AbstractContextManager):
         step, steps = event["step"], self._config.steps
         seconds = event["train_time_ms"] / 1000
         rate = event["tokens"] / seconds
+        used = self.trainer.mfu(rate)
+        mfu = "" if used is None else f"MFU {used:.2f} | "
         return (
             f"step {step}/{steps} {step / steps:4.0%} | train loss {loss:.4f} | "
             f"lr x{event['lr_mul']:.3f} | window {event['window']} | {rate:,.0f} tok/s | "
-            f"MFU {self.trainer.mfu(rate):.2f} | {seconds:.1f} s | "
+            f"{mfu}{seconds:.1f} s | "
             f"ETA {seconds / step * (steps - step):.0f} s"
         )
 
@@ -243,9 +245,9 @@ class Run(contextlib.AbstractContextManager):
     def must_save(self) -> bool:
         """Whether to save after this step; the same answer on all ranks."""
         minutes = (time.monotonic() - self._saved_time) / 60
-        if self._machine.is_main and 0 < self._every.minutes <= minutes:
+        if self._machine.is_main and 0 < self._every_minutes <= minutes:
             self.stop.ask_to_save()  # clocks differ, so all ranks hear it with a later step
-        every = self._every.steps
+        every = self._every_steps
         due = every > 0 and self.steps_done // every > self._saved_at // every
         ends = self.stop.number is not None or self._failure is not None
         return due or ends or self._save_wanted

@@ -8,7 +8,7 @@ Flags of train_gpt.py follow --. Every round times each row of a table, starting
 each time. Figures are medians over the rounds in milliseconds; ratios are taken round by round.
 --against FILE.py times other code beside ours. For `step` it defines build(config), which returns
 a function that takes a training step; for `optim` build(parameters), which returns step functions
-by name. MFU counts 6 FLOPs for each weight of the matrices and the head.
+by name. MFU, on a GPU of known peak, counts 6 FLOPs for each weight of the matrices and the head.
 """
 
 import argparse
@@ -125,7 +125,9 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     rows = figures(ms, "schedule")
     for row in rows.values():
         row["tokens/s"] = 1000 * config.batch_tokens / row["median"]
-        row["MFU"] = trainer.mfu(row["tokens/s"])
+        used = trainer.mfu(row["tokens/s"])
+        if used is not None:
+            row["MFU"] = used
     return rows
 
 

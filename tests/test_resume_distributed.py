@@ -16,7 +16,6 @@ import torch
 from small_run import STEPS, arguments, write_data
 from stub_trainer import logs_of, losses_of, read_events
 
-import runtime.machine
 import train_gpt
 from runtime import stop as stops
 from runtime.checkpoint import checkpoints, load
@@ -31,12 +30,11 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture(scope="module", autouse=True)
 def _fast():
-    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
+    """Two layers with all that layers can have."""
     layer = train_gpt.Layer
     last = layer(window="long", value_embed=1, skip_from=0, backout=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(train_gpt.LAYERS, "tiny", [layer(value_embed=0), last])
-        patch.setattr(runtime.machine, "measured_gemm_flops", lambda device, dtype: 1e9)
         yield
 
 
@@ -192,7 +190,7 @@ def test_a_checkpoint_of_another_model_ends_all_ranks_with_one_message(data, tmp
     folder = checkpoints_of(tmp_path)[0].parent
     ended = run(2, data, tmp_path, resume=folder, resume_anyway="on", dim=48)
     assert ended.codes == [2, 2], ended
-    assert "does not fit this run: another model" in ended.err[0]
+    assert "does not fit this run" in ended.err[0]
     assert "Traceback" not in "".join(ended.err)
 
 
