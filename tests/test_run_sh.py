@@ -1,6 +1,5 @@
 """run.sh in a scratch copy: every program that it starts is a stub that notes how it was called."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,25 +12,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 SHORT = ("--track", "short", "--data-dir", "elsewhere")  # a track for all GPUs; its data are there
-TOOLS = ("bash", "cmp", "cp", "dirname", "flock", "mkdir", "od", "rm", "sleep", "tr", "wc")
+TOOLS = ("bash", "cmp", "cp", "dirname", "flock", "mkdir", "rm", "sleep", "wc")
 TORCHRUN = ["-m", "torch.distributed.run"]
 
-# Stands for python3 and, copied by its own `-m venv`, for .venv/bin/python. Each call becomes a
-# line of JSON in $CALLS, its words in hexadecimal, so that no quoting can hide a fault.
+# Stands for python3 and, copied by its own `-m venv`, for .venv/bin/python. It notes the words of
+# each call in $CALLS, in one write, because two starts may note at the same time.
 PYTHON_STUB = r"""#!/bin/bash
 [[ ${1-} == -c && $2 == *device_count* ]] && { echo "${FAKE_GPUS-1}"; exit; }
 [[ ${1-} == -c ]] && exit
 [[ ${1-} == -m && $2 == pip && $3 == --version ]] && exit
-line=$(
-    printf '['
-    separator=
-    for word in "$@"; do
-        printf '%s"' "$separator"; printf '%s' "$word" | od -An -v -tx1 | tr -d ' \n'; printf '"'
-        separator=', '
-    done
-    printf ']'
-)
-printf '%s\n' "$line" >>"$CALLS" # at once: two starts may write at the same time
+printf '%s\x1f' "$@" $'\x1e' >>"$CALLS"
 case "${1-} ${2-}" in
     "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
     "-m pip") sleep "${FAKE_PIP_SECONDS-0}"; exit "${FAKE_PIP_STATUS-0}" ;;
@@ -75,9 +65,9 @@ class Clone:
 
     def argv(self) -> list[list[str]]:
         """Calls of Python since the last call of this method."""
-        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        text = self.record.read_text() if self.record.exists() else ""
         self.record.unlink(missing_ok=True)
-        return [[bytes.fromhex(word).decode() for word in json.loads(line)] for line in lines]
+        return [call.split("\x1f")[:-1] for call in text.split("\x1e\x1f")[:-1]]
 
     def jobs(self) -> list[str]:
         """The same calls as the module or file that each ran."""
@@ -107,6 +97,7 @@ def test_a_fresh_clone_makes_the_environment_then_the_corpus_then_trains_tiny(fr
     assert train == ["train_gpt.py", "--track", "tiny", "--steps", "5"]
     assert fresh.run("--track=tiny").returncode == 0
     assert fresh.argv() == [["train_gpt.py", "--track=tiny"]]
+    assert fresh.run(FAKE_TRAINER_STATUS="3").returncode == 3
 
 
 @pytest.mark.parametrize(
@@ -145,21 +136,16 @@ def test_arguments_arrive_as_they_were_given(clone: Clone) -> None:
     assert plain[-len(odd) :] == torchrun[-len(odd) :] == odd
 
 
-def test_the_exit_code_of_the_trainer_is_passed_on(clone: Clone) -> None:
-    assert clone.run(FAKE_TRAINER_STATUS="3").returncode == 3
-
-
 # ---- The environment
 
 
-def test_changed_requirements_are_installed_into_the_same_environment(clone: Clone) -> None:
+def test_changed_requirements_and_a_lost_interpreter_are_mended_at_the_next_start(
+    clone: Clone,
+) -> None:
     (clone.root / "requirements.txt").write_text("torch==2.13.0\nnumpy==2.4.6\n")
     clone.run()
     clone.run()
     assert clone.jobs() == ["pip", "train_gpt.py", "train_gpt.py"]
-
-
-def test_a_lost_interpreter_gets_another_environment(clone: Clone) -> None:
     (clone.root / ".venv/bin/python").unlink()
     clone.run()
     assert clone.jobs() == ["venv", "pip", "train_gpt.py"]
@@ -186,7 +172,7 @@ def test_an_environment_that_cannot_be_made_is_explained_and_made_at_the_next_st
 def test_an_install_that_was_interrupted_is_repaired(fresh: Clone) -> None:
     process = fresh.start(FAKE_PIP_SECONDS="30")
     deadline = time.monotonic() + 30
-    while not (fresh.record.exists() and fresh.record.read_text().count("\n") == 2):
+    while not (fresh.record.exists() and fresh.record.read_text().count("\x1e") == 2):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
@@ -230,22 +216,17 @@ def test_data_of_ones_own_unknown_tracks_and_help_fetch_nothing(
     ("words", "shards"),
     [("--track short", 9), ("--track=medium", 36), ("--track tiny --track steps", 18)],
 )
-def test_large_tracks_fetch_as_much_of_fineweb_as_they_read(
+def test_large_tracks_fetch_as_much_of_fineweb_as_they_read_and_lack(
     clone: Clone, words: str, shards: int
 ) -> None:
     assert clone.run(*words.split(), FAKE_DOWNLOAD_STATUS="1").returncode == 1  # and train nothing
     assert clone.argv() == [["-m", "data.cached_fineweb", str(shards)]]
-
-
-def test_fineweb_is_fetched_only_while_shards_are_missing(clone: Clone) -> None:
     folder = clone.root / "data/fineweb10B"
     folder.mkdir(parents=True)
-    (folder / "fineweb_val_000000.bin").touch()
-    for shard in range(1, 10):
-        (folder / f"fineweb_train_{shard:06d}.bin").touch()
-        if shard >= 8:
-            clone.run("--track", "short")
-    assert clone.jobs() == ["data.cached_fineweb", "train_gpt.py", "train_gpt.py"]
+    for name in ["val_000000", *(f"train_{shard:06d}" for shard in range(1, shards + 1))]:
+        (folder / f"fineweb_{name}.bin").touch()
+    clone.run(*words.split())
+    assert clone.jobs() == ["train_gpt.py"]
 
 
 # ---- ./run.sh test
