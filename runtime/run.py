@@ -39,7 +39,7 @@ class Trainer(Protocol):
     def state_dict(self) -> dict[str, Any]: ...  # model, optim, data: copies on rank 0's host
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def where(self, step: int) -> dict[str, Any]: ...  # shard and token_offset of its batch
-    def mfu(self, tokens_per_s: float) -> float: ...
+    def mfu(self, tokens_per_s: float) -> float | None: ...
 
 
 class Run(contextlib.AbstractContextManager):
@@ -212,10 +212,12 @@ class Run(contextlib.AbstractContextManager):
         step, steps = event["step"], self._config.steps
         seconds = event["train_time_ms"] / 1000
         rate = event["tokens"] / seconds
+        used = self.trainer.mfu(rate)
+        mfu = "" if used is None else f"MFU {used:.2f} | "
         return (
             f"step {step}/{steps} {step / steps:4.0%} | train loss {loss:.4f} | "
             f"lr x{event['lr_mul']:.3f} | window {event['window']} | {rate:,.0f} tok/s | "
-            f"MFU {self.trainer.mfu(rate):.2f} | {seconds:.1f} s | "
+            f"{mfu}{seconds:.1f} s | "
             f"ETA {seconds / step * (steps - step):.0f} s"
         )
 

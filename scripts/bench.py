@@ -9,7 +9,7 @@ each time. Figures are medians over the rounds in milliseconds; ratios are taken
 the last window or to torch.optim.Muon.
 --against FILE.py times other code beside ours. For `step` it defines build(config), which returns
 a function that takes a training step; for `optim` build(parameters), which returns step functions
-by name. MFU counts 6 FLOPs for each weight of the matrices and the head.
+by name. MFU, on a GPU of known peak, counts 6 FLOPs for each weight of the matrices and the head.
 """
 
 import argparse
@@ -123,7 +123,9 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     rows = figures(ms, name)
     for row in rows.values():
         row["tokens/s"] = 1000 * config.batch_tokens / row["median"]
-        row["MFU"] = trainer.mfu(row["tokens/s"])
+        used = trainer.mfu(row["tokens/s"])
+        if used is not None:
+            row["MFU"] = used
     return rows
 
 

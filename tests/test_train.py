@@ -52,7 +52,7 @@ FIELDS = {
 ENVIRONMENT = {
     "python", "torch", "cuda", "gpu", "gpu_count", "driver", "cpu", "threads", "dtype",
     "host_hash", "attention",
-    "head", "compiled", "compile_flags", "ready_s", "params",
+    "head", "compiled", "compile_flags", "params",
 }  # fmt: skip
 
 
