@@ -706,8 +706,9 @@ def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
-            if "momentum" in group:
-                group["momentum"] = momentum(config, step)
+    for group in optimizers["matrix"].param_groups:
+        if "momentum" in group:  # those of Adam have betas instead
+            group["momentum"] = momentum(config, step)
 
 
 # ---- Trainer: what a run changes, and what changes it
