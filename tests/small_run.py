@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,6 +34,18 @@ SIZES = {
     "dtype": "float32", "device": "cpu", "target": 1.0,
     "val-sha256": "",
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def two_layers() -> Iterator[None]:
+    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
+    first = train_gpt.Layer(value_embed=0)
+    last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
+    with (
+        mock.patch.dict(train_gpt.LAYERS, tiny=[first, last]),
+        mock.patch("runtime.machine.measured_gemm_flops", return_value=1e9),
+    ):
+        yield
 
 
 def documents(seed: int, count: int) -> np.ndarray:

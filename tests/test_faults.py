@@ -14,24 +14,14 @@ from small_run import arguments as flags_of
 from small_run import run, start, start_ranks, write_data
 from stub_trainer import in_child, logs_of, losses_of, read_events
 
-import runtime.machine
 import train_gpt
 from runtime.checkpoint import checkpoints
 from runtime.run import Run
 
+pytestmark = pytest.mark.usefixtures("two_layers")
+
 EVERY = {"checkpoint_every": 2, "keep_model": "on"}
 PATIENCE = 120  # seconds
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast():
-    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
-    layer = train_gpt.Layer
-    last = layer(window="long", value_embed=1, skip_from=0, backout=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(train_gpt.LAYERS, "tiny", [layer(value_embed=0), last])
-        patch.setattr(runtime.machine, "measured_gemm_flops", lambda device, dtype: 1e9)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,28 +16,18 @@ import torch
 from small_run import STEPS, arguments, write_data
 from stub_trainer import logs_of, losses_of, read_events
 
-import runtime.machine
 import train_gpt
 from runtime import stop as stops
 from runtime.checkpoint import checkpoints, load
 from runtime.checks import same_bits
 from runtime.run import Run
 
+pytestmark = pytest.mark.usefixtures("two_layers")
+
 PATIENCE = 120  # seconds that processes on a busy machine may take
 TOLERANCES = {"record42": 2e-4, "adamw": 2e-6}  # of every loss in float32
 MANY = 400  # steps of a run that a signal breaks off
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast():
-    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
-    layer = train_gpt.Layer
-    last = layer(window="long", value_embed=1, skip_from=0, backout=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(train_gpt.LAYERS, "tiny", [layer(value_embed=0), last])
-        patch.setattr(runtime.machine, "measured_gemm_flops", lambda device, dtype: 1e9)
-        yield
 
 
 @pytest.fixture(scope="module")

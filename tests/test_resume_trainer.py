@@ -11,12 +11,13 @@ import torch
 from small_run import SEQUENCE, STEPS, run, write_data
 from stub_trainer import in_child, logs_of, losses_of, read_events
 
-import runtime.machine
 import train_gpt
 from optim import SpikeRule
 from runtime.checkpoint import checkpoints, load
 from runtime.checks import same_bits
 from runtime.run import Run
+
+pytestmark = pytest.mark.usefixtures("two_layers")
 
 EVERY = {"checkpoint_every": 2, "keep_model": "on"}
 
@@ -25,17 +26,6 @@ EVERY = {"checkpoint_every": 2, "keep_model": "on"}
 def data(tmp_path_factory):
     """Two shards; the run passes from one to the other after step 7."""
     return write_data(tmp_path_factory.mktemp("data"), train_documents=190)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast():
-    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
-    layer = train_gpt.Layer
-    last = layer(window="long", value_embed=1, skip_from=0, backout=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(train_gpt.LAYERS, "tiny", [layer(value_embed=0), last])
-        patch.setattr(runtime.machine, "measured_gemm_flops", lambda device, dtype: 1e9)
-        yield
 
 
 @pytest.fixture(scope="module")
