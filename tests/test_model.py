@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_model import EVERY_RECIPE, MACHINE, SEQUENCE, VOCABULARY, configure, make_model, small
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
@@ -495,25 +494,6 @@ def test_every_parameter_has_one_optimizer(track, recipe):
         for group in optimizer.param_groups:
             taken += map(id, group["params"])
     assert sorted(taken) == sorted(map(id, model.parameters()))
-
-
-@pytest.mark.usefixtures("two_layers")
-def test_one_compiled_graph_serves_all_windows_and_the_rotary_tables_that_go_with_them():
-    model, given = build(small("tiny")), batch()
-    counter = CompileCounterWithBackend("aot_eager")
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
-    for stage, window in enumerate((3, 7)):
-        model.set_rotary(*rotary_at(model.config, first_step(model.config, stage)))
-        wide = windows(8 * (window // 2), 8 * window)
-        wanted = gradients(model, given, windows=wide)
-        model.zero_grad()
-        loss = loss_of(compiled, given, wide)
-        loss.backward()
-        torch.testing.assert_close(loss.detach(), wanted[0], rtol=1e-6, atol=0)
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, wanted[1][name], rtol=1e-4, atol=1e-4)
-    assert counter.frame_count == 1
 
 
 def test_dividing_the_loss_by_another_number_loses_what_dividing_the_sum_keeps():
