@@ -144,6 +144,16 @@ def start(words: list[str], launcher: tuple[str, ...] = (), **environment: str) 
     )  # fmt: skip
 
 
+def signal_after_step_5(process: subprocess.Popen, number: int) -> tuple[str, str]:
+    """Send a signal to a run of 400 steps. Returns what it then says on stdout and stderr."""
+    said = ""
+    while "step 5/400 | validation" not in said:
+        said = process.stdout.readline()
+        assert said, process.stderr.read()
+    process.send_signal(number)
+    return process.communicate(timeout=300)
+
+
 def start_ranks(count: int, words: list[str]) -> list[subprocess.Popen]:
     """The processes that a launcher would start on one machine."""
     with socket.socket() as free:

@@ -18,6 +18,7 @@ from small_run import (
     read_events,
     run,
     run_words,
+    signal_after_step_5,
     start,
     write_data,
 )
@@ -353,12 +354,7 @@ def test_a_validation_that_is_no_number_stops_the_run(data, tmp_path, monkeypatc
 def test_a_signal_ends_the_process_in_order(tmp_path):
     data = write_data(tmp_path / "data", train_documents=6000)
     process = start(arguments(data, tmp_path / "logs", steps=400))
-    said = ""
-    while "step 5/400 | validation" not in said:
-        said = process.stdout.readline()
-        assert said, process.stderr.read()
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
+    out, err = signal_after_step_5(process, signal.SIGINT)
     assert process.returncode == 130
     assert "interrupted" in out
     assert "Traceback" not in out + err
