@@ -75,33 +75,27 @@ def relative_error(found, wanted):
 def flat(monkeypatch):
     """The flash backend, over torch's operators made to compute on the CPU."""
 
-    def forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug,
-        *, scale, window_size_left, window_size_right,
-    ):  # fmt: skip
-        check(cu_q, max_q, dropout, causal, scale, window_size_left, window_size_right)
-        window = len(q) if causal else window_size_left
-        out, lse = dense(q, k, v, visible(cu_q, window))
+    def seen(cu_seqlens, longest, dropout, causal, scale, window_size_left, window_size_right):
+        assert (cu_seqlens.dtype, dropout, scale, window_size_right) == (torch.int32, 0.0, 1.0, 0)
+        assert longest >= cu_seqlens.diff().max()
+        assert causal == (window_size_left == -1)
+        return visible(cu_seqlens, int(cu_seqlens[-1]) if causal else window_size_left)
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **options):
+        out, lse = dense(q, k, v, seen(cu_q, max_q, dropout, causal, **options))
         state = torch.zeros(2, dtype=torch.uint64)
         return out, lse.float(), state, torch.zeros((), dtype=torch.uint64), q.new_empty(0)
 
     def backward(
-        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, unused,
-        *, scale, window_size_left, window_size_right,
-    ):  # fmt: skip
-        check(cu_q, max_q, dropout, causal, scale, window_size_left, window_size_right)
-        seen = visible(cu_q, len(q) if causal else window_size_left)
-        scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~seen, -math.inf)
+        grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, state, unused, **options
+    ):
+        hidden = ~seen(cu_q, max_q, dropout, causal, **options)
+        scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(hidden, -math.inf)
         p = (scores - lse.unsqueeze(-1)).exp()  # from what the forward pass saved
         mean = (grad * out).sum(-1).T.unsqueeze(-1)
         ds = p * (torch.einsum("qhd,khd->hqk", grad, v) - mean)
         dk, dv = (torch.einsum("hqk,qhd->khd", a, b) for a, b in ((ds, q), (p, grad)))
         return torch.einsum("hqk,khd->qhd", ds, k), dk, dv
-
-    def check(cu_seqlens, longest, dropout, causal, scale, left, right):
-        assert (cu_seqlens.dtype, dropout, scale, right) == (torch.int32, 0.0, 1.0, 0)
-        assert longest >= cu_seqlens.diff().max()
-        assert causal == (left == -1)
 
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     library = torch.library.Library("aten", "IMPL")
