@@ -1,11 +1,9 @@
 """What all tests share: one thread, fixed seeds, small layers, and why a GPU test is skipped."""
 
-import gc
 import os
 import random
 import signal
 from collections.abc import Iterator
-from unittest import mock
 
 # Before torch reads it. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,9 +40,9 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_collection() -> Iterator[None]:
-    """A run collects all garbage first, which takes long in a process that imported all this."""
-    collect = gc.collect
-    with mock.patch.object(gc, "collect", lambda generation=0: collect(generation)):
+    from small_run import quick_collection
+
+    with quick_collection():
         yield
 
 

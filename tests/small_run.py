@@ -1,6 +1,7 @@
 """A run small enough for a test: structured documents, and a model that learns them in a second."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -34,6 +35,14 @@ SIZES = {
     "dtype": "float32", "device": "cpu", "target": 1.0,
     "val-sha256": "",
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def quick_collection() -> Iterator[None]:
+    """A run collects all garbage first, which takes long in a process that imported all this."""
+    collect = gc.collect
+    with mock.patch.object(gc, "collect", lambda generation=0: collect(generation)):
+        yield
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from small_run import (
     STEPS,
     arguments,
     find_logs,
+    quick_collection,
     read_events,
     run,
     signal_after_step_5,
@@ -46,7 +47,7 @@ def train(name, changed):
     """What each rank does when this file is run as a script, in the folder that the tests name."""
     folder = Path(os.environ["FOLDER_OF_THE_TESTS"])
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
-    with two_layers():
+    with two_layers(), quick_collection():
         return train_gpt.main(arguments(folder / "data", folder / name, **changed))
 
 
