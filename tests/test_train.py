@@ -167,6 +167,7 @@ def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_
     monkeypatch.setitem(train_gpt.LAYERS, "tiny", [train_gpt.Layer(window="long")])
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     changed = {"recipe": "adamw", "sequence": 256, "steps": 8}
+    torch.compiler.reset()  # graphs of other tests
     counters.clear()
     compiled = run(data, tmp_path, compile="on", seed=3, trials=2, **changed)
     assert compiled.code == 0, compiled.err
