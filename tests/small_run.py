@@ -1,6 +1,7 @@
 """A run small enough for a test: structured documents, and a model that learns them in a second."""
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -33,6 +34,23 @@ SIZES = {
     "dtype": "float32", "device": "cpu", "target": 1.0,
     "val-sha256": "",
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def quick_collection() -> Iterator[None]:
+    """A run collects all garbage first, which takes long in a process that imported all this."""
+    collect = gc.collect
+    with mock.patch.object(gc, "collect", lambda generation=0: collect(generation)):
+        yield
+
+
+@contextlib.contextmanager
+def two_layers() -> Iterator[None]:
+    """Two layers with all that layers can have."""
+    first = train_gpt.Layer(value_embed=0)
+    last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
+    with mock.patch.dict(train_gpt.LAYERS, tiny=[first, last]):
+        yield
 
 
 def documents(seed: int, count: int) -> np.ndarray:
@@ -110,15 +128,6 @@ def run_words(words: list[str], logs: Path) -> Outcome:
 
 
 @contextlib.contextmanager
-def small_layers() -> Iterator[None]:
-    """Two layers with all that layers can have."""
-    last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
-    layers = [train_gpt.Layer(value_embed=0), last]
-    with mock.patch.dict(train_gpt.LAYERS, tiny=layers):
-        yield
-
-
-@contextlib.contextmanager
 def restored_settings() -> Iterator[None]:
     """What a run sets for the whole process, put back."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -138,3 +147,13 @@ def start(words: list[str], launcher: tuple[str, ...] = (), **environment: str) 
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )  # fmt: skip
+
+
+def signal_after_step_5(process: subprocess.Popen, number: int) -> tuple[str, str]:
+    """Send a signal to a run of 400 steps. Returns what it then says on stdout and stderr."""
+    said = ""
+    while "step 5/400 | validation" not in said:
+        said = process.stdout.readline()
+        assert said, process.stderr.read()
+    process.send_signal(number)
+    return process.communicate(timeout=300)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import small_run
 import torch
-from small_run import STEPS, arguments, small_layers, write_data
+from small_run import STEPS, arguments, write_data
 from stub_trainer import logs_of, losses_of, read_events
 
 import train_gpt
@@ -21,16 +21,12 @@ from runtime.checkpoint import checkpoints, load
 from runtime.checks import same_bits
 from runtime.run import Run
 
+pytestmark = pytest.mark.usefixtures("two_layers")
+
 PATIENCE = 120  # seconds that processes on a busy machine may take
 TOLERANCES = {"record42": 2e-4, "adamw": 2e-6}  # of every loss in float32
 MANY = 400  # steps of a run that a signal breaks off
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast():
-    with small_layers():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from small_run import SEQUENCE, STEPS, run, small_layers, write_data
+from small_run import SEQUENCE, STEPS, run, write_data
 from stub_trainer import in_child, logs_of, losses_of, read_events
 
 import train_gpt
@@ -20,15 +20,11 @@ from runtime.checkpoint import checkpoints, load
 from runtime.checks import same_bits
 from runtime.run import Run
 
+pytestmark = pytest.mark.usefixtures("two_layers")
+
 EVERY = {"checkpoint_every": 2, "keep_model": "on"}
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast():
-    with small_layers():
-        yield
 
 
 @pytest.fixture(scope="module")
