@@ -13,19 +13,9 @@ LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 
 
 def adam(
-    gradients: Tensor,
-    weights: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    t: Tensor,
-    rate: Any,
-    decay: Any,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    cautious: bool,
-) -> tuple[Tensor, ...]:
+    gradients: Tensor, weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
+    t: Tensor, rate: Any, decay: Any, beta1: float, beta2: float, eps: float, cautious: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """One step of Adam on stacks (k, n). Returns new (weights, exp_avg, exp_avg_sq).
 
     t (k, 1): number of this step, from 1. eps acts before bias correction, as in section 2 of the
@@ -48,7 +38,7 @@ class Adam(ShardedOptimizer):
     int64. ValueError for an impossible setting.
     """
 
-    RANGES: ClassVar = {**ShardedOptimizer.RANGES, "eps": (0, float("inf"))}
+    RANGES: ClassVar = {**ShardedOptimizer.RANGES, "eps": (0, float("inf")), "betas": (0, 1)}
     at_once = 2**18  # a few such float32 pieces fit a CPU's cache
 
     def __init__(
@@ -63,13 +53,6 @@ class Adam(ShardedOptimizer):
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, **options)
-
-    def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
-        super()._check(name, param, group)
-        betas = group["betas"]
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            value = f"got {betas!r} for parameter {name}"
-            raise ValueError(f"betas must be two numbers in [0, 1), {value}")
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         if ranks == 1 or param.numel() < LARGE:

@@ -29,14 +29,9 @@ class State(NamedTuple):
 
 def update(
     method: Callable[..., tuple[Tensor, ...]],
-    gradients: list[Tensor],
-    weights: list[Tensor],
-    target: Tensor | None,
-    state: list[Tensor],
-    taken: Tensor | None,
-    divisor: float,
-    rates: dict[str, Any],
-) -> None:
+    gradients: list[Tensor], weights: list[Tensor], target: Tensor | None, state: list[Tensor],
+    taken: Tensor | None, divisor: float, rates: dict[str, Any],
+) -> None:  # fmt: skip
     """Run a method on stacked parts. Writes state in place, and weights to `target` or in place.
 
     taken: a flag, or one a matrix; where it is false, old values stay. Computes in float32 at
@@ -139,9 +134,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Raise ValueError for a parameter or a setting of its group that cannot work."""
         for setting, (least, bound) in self.RANGES.items():
-            if not least <= group[setting] < bound:
-                value = f"got {group[setting]!r} for parameter {name}"
-                raise ValueError(f"{setting} must be in [{least}, {bound}), {value}")
+            given = group[setting]
+            values = given if isinstance(given, (tuple, list)) else [given]
+            if not all(least <= value < bound for value in values):
+                rule = f"{setting} must be in [{least}, {bound})"
+                raise ValueError(f"{rule}, got {given!r} for parameter {name}")
         if not param.is_contiguous():
             raise ValueError(f"parameter {name} is not contiguous; build it from .contiguous()")
 

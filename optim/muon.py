@@ -1,7 +1,7 @@
 """Muon and NorMuon: momentum whose update is orthogonalized, matrix by matrix."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -22,17 +22,9 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 def muon(
-    gradients: Tensor,
-    weights: Tensor,
-    momentum: Tensor,
-    *,
-    rate: Any,
-    decay: Any,
-    beta: Any,
-    nesterov: bool,
-    cautious: bool,
-    choice: Choice,
-) -> tuple[Tensor, ...]:
+    gradients: Tensor, weights: Tensor, momentum: Tensor, *,
+    rate: Any, decay: Any, beta: Any, nesterov: bool, cautious: bool, choice: Choice,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """One step of Muon. Returns new (weights, momentum).
 
     rate: learning rate times the scale of the shape. decay: a share of the weights, or None.
@@ -44,20 +36,10 @@ def muon(
 
 
 def normuon(
-    gradients: Tensor,
-    weights: Tensor,
-    momentum: Tensor,
-    variance: Tensor,
-    *,
-    rate: Any,
-    decay: Any,
-    beta: Any,
-    beta2: float,
-    axis: int,
-    nesterov: bool,
-    cautious: bool,
-    choice: Choice,
-) -> tuple[Tensor, ...]:
+    gradients: Tensor, weights: Tensor, momentum: Tensor, variance: Tensor, *,
+    rate: Any, decay: Any, beta: Any, nesterov: bool, cautious: bool, choice: Choice,
+    beta2: float, axis: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """One step of NorMuon. Returns new (weights, momentum, variance).
 
     variance: running mean square along `axis`, (k, rows, 1) for -1 and (k, 1, cols) for -2.
@@ -96,6 +78,7 @@ class Muon(ShardedOptimizer):
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "momentum": (0, 1)}
+    more_defaults: Mapping[str, Any] = {}  # group keys that a subclass adds
 
     def __init__(
         self,
@@ -118,11 +101,7 @@ class Muon(ShardedOptimizer):
         self.at_once = CPU_BATCH_BYTES // (dtype or native_dtype(torch.device("cpu"))).itemsize
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         defaults |= {"split": split, "method": method, "backend": backend}
-        super().__init__(params, {**defaults, **self._extra_defaults()}, **options)
-
-    def _extra_defaults(self) -> dict[str, Any]:
-        """Group keys, with defaults, that a subclass adds."""
-        return {}
+        super().__init__(params, {**defaults, **self.more_defaults}, **options)
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         super()._check(name, param, group)
@@ -183,11 +162,8 @@ class NorMuon(Muon):
     RANGES: ClassVar = {**Muon.RANGES, "beta2": (0, 1)}
 
     def __init__(self, params: Iterable[Any], lr: float, *, beta2: float = 0.95, **options: Any):
-        self._beta2 = beta2
+        self.more_defaults = {"beta2": beta2}  # before the constructor, which reads it
         super().__init__(params, lr, **options)
-
-    def _extra_defaults(self) -> dict[str, Any]:
-        return {"beta2": self._beta2}
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
         count, rows, cols = matrix_shape(param.shape, group["split"])
