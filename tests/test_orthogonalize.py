@@ -154,38 +154,25 @@ def test_zero_stays_zero_beside_a_matrix_that_is_not(method, dtype, backend):
 
 
 @pytest.mark.parametrize(
-    ("shape", "method", "expected"),
+    ("device", "shape", "method", "obstacle", "backend", "runs"),
     [
-        ((768, 3072), "polar_express", ("gram", (1, 1, 1, 2))),
-        ((768, 3072), "newton_schulz", ("gram", (1, 2, 2))),
-        ((768, 3072), "newton_schulz_12", ("gram", (2,) * 6)),
-        ((768, 768), "polar_express", ("plain", (1,) * 5)),  # all products cost the same here
+        ("cpu", (768, 3072), "polar_express", "no GPU", "gram", (1, 1, 1, 2)),
+        ("cpu", (768, 3072), "newton_schulz", "no GPU", "gram", (1, 2, 2)),
+        ("cpu", (768, 768), "polar_express", "no GPU", "plain", (1,) * 5),  # all cost the same here
+        ("cuda", (1024, 4096), "polar_express", None, "triton", (1, 1, 1, 2)),
+        ("cuda", (1024, 4096), "polar_express", "no compiler", "gram", (1, 1, 1, 2)),
+        ("cuda", (64, 256), "polar_express", None, "gram", (1, 1, 1, 2)),
+        ("cuda", (1001, 4096), "polar_express", None, "gram", (1, 1, 1, 2)),
     ],
 )
-def test_on_a_cpu_the_rule_takes_the_gram_form_where_it_saves_work(shape, method, expected):
-    choice = choose(*shape, method, torch.bfloat16, CPU, "auto")
-    assert (choice.backend, choice.runs) == expected
-    assert sum(choice.runs) == len(METHODS[method].coefficients)
-    assert choose(*shape, method, torch.bfloat16, CPU, "plain").backend == "plain"
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "obstacle", "backend"),
-    [
-        ((1024, 4096), torch.bfloat16, None, "triton"),
-        ((1024, 4096), torch.bfloat16, "no compiler", "gram"),
-        ((1024, 4096), torch.float32, None, "gram"),
-        ((64, 256), torch.bfloat16, None, "gram"),
-        ((1001, 4096), torch.bfloat16, None, "gram"),
-    ],
-)
-def test_on_cuda_large_matrices_that_suit_the_kernel_take_it_if_it_runs(
-    shape, dtype, obstacle, backend, monkeypatch
+def test_the_rule_takes_the_kernel_where_it_suits_and_shares_products_where_that_saves_work(
+    device, shape, method, obstacle, backend, runs, monkeypatch
 ):
     monkeypatch.setattr(kernels, "obstacle", lambda device: obstacle)
     uncached = choose.__wrapped__
-    choice = uncached(*shape, "polar_express", dtype, torch.device("cuda"), "auto")
-    assert choice.backend == backend
+    choice = uncached(*shape, method, torch.bfloat16, torch.device(device), "auto")
+    assert (choice.backend, choice.runs) == (backend, runs)
+    assert sum(runs) == len(METHODS[method].coefficients)
 
 
 @pytest.mark.skipif(kernels.obstacle(CPU) is None, reason="Triton's interpreter is on")

@@ -99,12 +99,6 @@ def test_a_norm_may_rise_by_the_same_factor_at_every_level(level):
     assert verdicts == [True] * 41 + [False]
 
 
-def test_nothing_is_judged_before_enough_values_are_in_the_window():
-    rule = SpikeRule(start=10, window=20)
-    assert skipped(rule, [*noise(9), 1e9]) == []
-    assert skipped(rule, [*noise(10), 1e9]) == [10]
-
-
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_loss_that_is_not_finite_is_skipped_and_no_normal_step_after_it(bad):
     assert skipped(SpikeRule(), [*noise(100), bad, *noise(200, seed=1)]) == [100]
