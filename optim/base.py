@@ -324,7 +324,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)
 
     def describe(self) -> str:
-        """One line for each optimizer, and for Muon one for each shape."""
+        """One line: how many parameters, and on how many ranks."""
         count = sum(param.numel() for param in self._names)
         return f"{type(self).__name__}: {count:,} parameters on {self.team.size} rank(s)"
 
