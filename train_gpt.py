@@ -118,7 +118,7 @@ STAGES = {
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
 # `section` opens a group of them in --help. The defaults are the `short` track.
 
-METHODS = ("polar_express", "newton_schulz", "newton_schulz_12", "normalize")
+METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
 BACKENDS = ("auto", "plain", "gram", "triton")
 OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
 
@@ -673,10 +673,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
-    # The guard below judges both. On GPUs `update` is compiled, unless --compile is off.
-    ours = shared | {"nonfinite_guard": False}
-    if config.compile == "off":
-        ours["compiled"] = False
+    # On GPUs the update is compiled, unless --compile is off.
+    ours = shared | {"compiled": False if config.compile == "off" else None}
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.matrix_method, "backend": config.orthogonalization}

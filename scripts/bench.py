@@ -149,9 +149,9 @@ def optimizer_steps(weights: list[Tensor]) -> Steps:
     products: dict[str, Any] = {"dtype": torch.bfloat16}  # as torch.optim.Muon does
     for kind, options in ((optim.Muon, products), (optim.NorMuon, products), (optim.Adam, {})):
         name, build = kind.__name__, partial(kind, weights, **OPTIONS, **options)
-        guard = optim.Guard([build(nonfinite_guard=False)], spike=optim.SpikeRule())
-        steps[f"{name}, no guard"] = build(nonfinite_guard=False).step
-        steps[f"{name}, nonfinite guard"] = build().step
+        guard = optim.Guard([build()], spike=optim.SpikeRule())
+        steps[f"{name}, no guard"] = build().step
+        steps[f"{name}, nonfinite guard"] = optim.Guard([build()]).step
         steps[f"{name}, both guards"] = partial(guard.step, loss)
     return steps
 
