@@ -137,7 +137,7 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
     [
         (["Few", "--n", "3"], TARGET, "n = 3 must be 4 to 10000"),
         (["Few"], 3.3, "--target 3.3: that of the track is 3.25"),
-        (["../Few"], TARGET, "name '../Few' must be letters and digits"),
+        (["../Few"], TARGET, "name '../Few' must be a CamelName"),
         (["Good"], TARGET, "File exists"),
     ],
 )

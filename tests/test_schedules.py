@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_model import MACHINE, configure, make_model, small
 
+import optim
 from train_gpt import (
     STAGES,
     TRACKS,
@@ -225,7 +226,7 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
         assert not torch.equal(matrix, before[1])
         assert matrix.grad is None, "a hidden matrix sees the gradients of one step"
     rows, beta1 = 2, 0.65
-    mean = trainer.optimizers["adam"].state[embed]["exp_avg"]
+    mean = dict(optim.named_state(trainer.optimizers["adam"]))["embed.exp_avg"]
     torch.testing.assert_close(mean, torch.full_like(mean, (1 - beta1) * (1 + 2) / rows))
 
 
