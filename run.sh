@@ -5,38 +5,25 @@
 #   ./run.sh test [args]    ruff, mypy and pytest, without the tests marked slow
 #
 # Environment, all optional:
-#   PYTHON                  interpreter for .venv, 3.11 or newer (default python3)
+#   PYTHON                  interpreter that makes .venv, 3.11 or newer (default python3)
 #   NPROC                   processes on this machine (default: one a GPU; tiny takes one)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    as torchrun takes them: the same command on each
 #                           machine, with its own .venv and data; NODE_RANK=0 writes the logs
 #
-# Exit codes: those of train_gpt.py (torchrun makes every failure 1) or pytest; 2: nothing started.
+# Exit codes: those of train_gpt.py (torchrun makes every failure 1) or pytest; 2: no environment.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 readonly VENV_PYTHON=.venv/bin/python
-readonly NEEDED_MB=2000 # the CPU build unpacks to 1.3 GB, and downloads pass through the disk
 
 stop() {
     printf 'run.sh: %s\n' "$*" >&2
     exit 2
 }
 
-alone() { # run a function; other starts of this clone wait until it ends
-    if command -v flock >/dev/null; then
-        (flock 9; "$@") 9<.
-    else # macOS; mkdir says what it waits for
-        until mkdir .venv.lock; do sleep 5; done
-        (trap 'rmdir .venv.lock' EXIT; "$@")
-    fi
-}
-
 install() { # install the requirements in $1 into .venv; .venv/$1 holds those installed last
-    local python=${PYTHON:-python3} free_mb
-    if [[ ${PYTHON:-} && $("$python" -V 2>&1) != $("$VENV_PYTHON" -V 2>&1) ]]; then rm -rf .venv; fi
+    local python=${PYTHON:-python3}
     if [[ -x $VENV_PYTHON ]] && cmp -s "$1" ".venv/$1"; then return; fi
-    free_mb=$(df -Pk . | awk 'NR == 2 { print int($4 / 1024) }')
-    ((free_mb >= NEEDED_MB)) || stop "$free_mb MB free in $PWD, $NEEDED_MB needed: make room"
     if ! "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then
         "$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
             stop "$python is no Python 3.11 or newer with venv (Debian: python3-venv); set PYTHON"
@@ -44,11 +31,12 @@ install() { # install the requirements in $1 into .venv; .venv/$1 holds those in
     fi
     echo "installing $1, a minute or more"
     "$VENV_PYTHON" -m pip install --quiet --no-input --disable-pip-version-check -r "$1" ||
-        stop "pip could not install $1, for the reason above; check network and disk, start again"
+        stop "pip could not install $1, for the reason above; mend it and start again"
     cp "$1" ".venv/$1"
 }
 
-install_and_fetch() { # install_and_fetch TRACK; train_gpt.py explains a track that does not exist
+prepare() { # prepare TRACK: environment and data; train_gpt.py explains an unknown track
+    if command -v flock >/dev/null; then flock 9; fi # another start of this clone may be at it
     install requirements.txt
     case $1 in
         tiny) [[ -e data/corpus/val_000000.bin ]] || "$VENV_PYTHON" -m data.corpus ;;
@@ -56,7 +44,7 @@ install_and_fetch() { # install_and_fetch TRACK; train_gpt.py explains a track t
         medium) fetch 36 ;;
         steps) fetch 18 ;;
     esac
-}
+} 9<. # the lock ends with the function
 
 fetch() { # fetch COUNT: the validation shard of FineWeb and so many training shards
     local folder=data/fineweb10B held
@@ -67,8 +55,6 @@ fetch() { # fetch COUNT: the validation shard of FineWeb and so many training sh
 
 train() {
     local track="" data=yes previous="" argument processes where=(--standalone)
-    [[ ${NNODES:-1} == 1 || (${NODE_RANK:-} && ${MASTER_ADDR:-}) ]] ||
-        stop "NNODES=$NNODES: set NODE_RANK, the number of this machine, and MASTER_ADDR"
     for argument in "$@"; do
         [[ $previous != --track ]] || track=$argument
         case $argument in
@@ -80,24 +66,25 @@ train() {
     done
     [[ $track ]] || set -- --track tiny "$@"
     track=${track:-tiny}
-    alone install_and_fetch "${data:+$track}"
+    if ((${NNODES:-1} > 1)); then
+        where=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?is the number of this machine}"
+            --master_addr "${MASTER_ADDR:?is where NODE_RANK=0 runs}"
+            --master_port "${MASTER_PORT:-29500}")
+    fi
+    prepare "${data:+$track}"
     processes=${NPROC:-1}
     if [[ -z ${NPROC:-} && $track != tiny ]]; then # its batch of four rows needs one process
         processes=$("$VENV_PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     fi
     ((processes * ${NNODES:-1} > 1)) || exec "$VENV_PYTHON" train_gpt.py "$@"
-    if ((${NNODES:-1} > 1)); then
-        where=(--nnodes "$NNODES" --node_rank "$NODE_RANK" --master_addr "$MASTER_ADDR"
-            --master_port "${MASTER_PORT:-29500}")
-    fi
     exec "$VENV_PYTHON" -m torch.distributed.run "${where[@]}" --nproc_per_node "$processes" \
         train_gpt.py "$@"
 }
 
 check_code() { # pytest comes last, so that its closing line ends the output
     local status=0
-    alone install requirements.txt
-    alone install requirements-dev.txt
+    prepare ""
+    install requirements-dev.txt
     "$VENV_PYTHON" -m ruff check || status=1
     "$VENV_PYTHON" -m mypy || status=1
     echo "tests marked slow are left out: $VENV_PYTHON -m pytest -m slow runs them"
@@ -106,5 +93,4 @@ check_code() { # pytest comes last, so that its closing line ends the output
     exit "$status"
 }
 
-export RUN_STARTED=${EPOCHSECONDS:-} # the trainer counts from here; old bash has none
 if [[ ${1:-} == test ]]; then check_code "${@:2}"; else train "$@"; fi

@@ -15,7 +15,6 @@ import hashlib
 import math
 import signal
 import sys
-import time
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -39,10 +38,10 @@ from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import machine as machines
 from runtime import preflight
-from runtime.checks import copy_tensors, is_causal, same_bits
+from runtime.checks import is_causal, same_bits
 from runtime.claim import admit
 from runtime.clock import Clock
-from runtime.compile import check_compile, compile_facts, fits, try_compile
+from runtime.compile import compile_flags, fits, try_compile
 from runtime.errors import Refused
 from runtime.log import config_hash, require_writable, source_hash
 from runtime.machine import Machine
@@ -119,7 +118,7 @@ STAGES = {
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
 # `section` opens a group of them in --help. The defaults are the `short` track.
 
-METHODS = ("polar_express", "newton_schulz", "newton_schulz_12", "normalize")
+METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
 BACKENDS = ("auto", "plain", "gram", "triton")
 OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
 
@@ -139,11 +138,11 @@ class Config(RunSettings):
     vocab_size: int = setting(50257, "tokens of the vocabulary", at_least=1, section="Data")
     bos: int = setting(50256, "token that precedes each document", at_least=0, below="vocab_size")
     align: bool = setting(True, "rows begin with a document, attention stays inside documents")
-    batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", multiple_of="sequence")
+    batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", a_multiple_of="sequence")
     sequence: int = setting(32_768, "tokens of a row, the unit that ranks share", at_least=1)
     micro_batch: int | None = setting(32_768, "most tokens of a micro-batch", at_least="sequence")
     max_document: int = setting(2048, "training documents are cut to this length", at_least=1)
-    val_tokens: int = setting(10_485_760, "validation tokens used", multiple_of="val_sequence")
+    val_tokens: int = setting(10_485_760, "validation tokens used", a_multiple_of="val_sequence")
     val_sequence: int = setting(262_144, "tokens of a validation row", at_least=1)
     val_batch: int = setting(262_144, "targets validated at once, at most", at_least="sequence")
     val_sha256: str = setting("", "first digits of the validation tokens' SHA-256")
@@ -151,8 +150,8 @@ class Config(RunSettings):
     val_every_late: int = setting(0, "val_every in the last tenth; 0: no change", at_least=0)
 
     layers: str = setting("record42", "table of layers", one_of=tuple(LAYERS), section="Model")
-    dim: int = setting(768, "model dimension", at_least=12, multiple_of="head_dim")
-    head_dim: int = setting(128, "dimension of an attention head", at_least=2, multiple_of=2)
+    dim: int = setting(768, "model dimension", at_least=12, a_multiple_of="head_dim")
+    head_dim: int = setting(128, "dimension of an attention head", at_least=2, a_multiple_of=2)
     mlp_ratio: int = setting(4, "width of an MLP, as a multiple of dim", at_least=1)
     keep_float32: str = setting("none", "bf16: what stays float32", one_of=("none", "head", "all"))
     attention_scale: float = setting(0.1, "factor on query-key products, before YaRN")
@@ -200,16 +199,16 @@ class Config(RunSettings):
     spike_sigma: float = setting(6.0, "spreads above the median that make a spike", at_least=1)
 
     def __post_init__(self) -> None:
-        require(self, {"track": (self.track in TRACKS, f"one of {', '.join(TRACKS)}")})
+        require(self, "track", self.track in TRACKS, f"one of {', '.join(TRACKS)}")
         recipes = tuple(RECIPES.get(self.track, ["record42"]))
-        require(self, {"recipe": (self.recipe in recipes, f"one of {', '.join(recipes)}")})
-        require(self, {"target": (math.isfinite(self.target), "a finite number")})
+        require(self, "recipe", self.recipe in recipes, f"one of {', '.join(recipes)}")
+        require(self, "target", math.isfinite(self.target), "a finite number")
         super().__post_init__()  # the rules that stand beside the settings
         if changed := off_track(self):
             rule = f"empty: no claim can be made, as {', '.join(changed)} differ from the track's"
-            require(self, {"claim": (not self.claim, rule)})
+            require(self, "claim", not self.claim, rule)
         shares = sum(stage.share for stage in STAGES[self.stages])
-        require(self, {"stages": (abs(shares - 1) < 1e-6, "a table of shares that add up to 1")})
+        require(self, "stages", abs(shares - 1) < 1e-6, "a table of shares that add up to 1")
 
     @property
     def padded_vocab(self) -> int:
@@ -734,10 +733,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
-    # The guard below judges both. On GPUs `update` is compiled, unless --compile is off.
-    ours = shared | {"nonfinite_guard": False}
-    if config.compile == "off":
-        ours["compiled"] = False
+    # On GPUs the update is compiled, unless --compile is off.
+    ours = shared | {"compiled": False if config.compile == "off" else None}
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
@@ -767,8 +764,9 @@ def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
-            if "momentum" in group:
-                group["momentum"] = momentum(config, step)
+    for group in optimizers["matrix"].param_groups:
+        if "momentum" in group:  # those of Adam have betas instead
+            group["momentum"] = momentum(config, step)
 
 
 # ---- Trainer: what a run changes, and what changes it
@@ -800,7 +798,7 @@ class Trainer:
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
         self.stage = -1  # stage of the rotary tables; -1: not set
-        self.peak, peak_name = machines.peak_flops(machine, dtype)
+        self.peak = machines.peak_flops(machine, dtype)
         self.source_sha256 = self.found.pop("source_sha256")
         self.checks = {"overlap": self.found.pop("overlap")}
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
@@ -812,11 +810,10 @@ class Trainer:
             f"rank(s) x {header['grad_accum']} micro-step(s) x {header['micro_batch']:,}",
             f"{config.data_dir}: training on {plan.tokens_needed:,} of {plan.tokens_available:,} "
             f"tokens, validating on {config.val_tokens:,}",
-            f"{device.type}, {self.env['dtype']}, {self.peak / 1e9:,.0f} GFLOP/s ({peak_name})",
+            f"{device.type}, {self.env['dtype']}",
             f"attention {attention.name} ({why})",
             f"head {head} ({why_head})",
             self.guard.describe(),
-            *machines.handicaps(machine, dtype),
         ]
         if changed := off_track(config):
             self.facts.append(f"off the track, no claim can be made: {', '.join(changed)} differ")
@@ -934,9 +931,8 @@ class Trainer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Load a `state_dict` of any number of ranks. ValueError if it does not fit."""
-        weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
-        copy_tensors(state["model"], weights)
+        """Load a `state_dict` of any number of ranks. An error says what does not fit."""
+        self.model.load_state_dict(state["model"])
         parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*self.optimizers, "guard")}
         for name, tensor in state["optim"].items():
             kind, _, rest = name.partition(".")
@@ -963,9 +959,9 @@ class Trainer:
         """Shard and token offset from which this step, counted from 1, was read."""
         return self.data.train.where(step)
 
-    def mfu(self, tokens_per_s: float) -> float:
-        """Model FLOPs utilization: share of the peak rate of all ranks."""
-        return tokens_per_s * self.model.flops_per_token() / self.peak
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """Model FLOPs utilization: share of the peak rate of all ranks, where that is known."""
+        return tokens_per_s * self.model.flops_per_token() / self.peak if self.peak else None
 
 
 # ---- Warm-up, off the clock: every graph is compiled and run once, then all state is restored
@@ -981,7 +977,7 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
         if obstacle is not None:
             machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
             find_micro_batch(trainer, trainer.model)
-        trainer.env |= {"compiled": obstacle is None, **compile_facts()}
+        trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}
     with clock.phase("warmup", timed=False):
         rehearse(trainer)
         causal = sees_no_future(trainer)
@@ -1003,7 +999,7 @@ def find_micro_batch(trainer: Trainer, loss: Any) -> None:
         if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
             raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
         trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
-        data.split(tokens // 2)
+        data.train.split(tokens // 2)
 
 
 def probe(trainer: Trainer) -> None:
@@ -1106,32 +1102,28 @@ def evaluate(trainer: Trainer, run: Run, step: int) -> float:
     return val_loss
 
 
-def make_runs(config: Config, started: float) -> int:
+def make_runs(config: Config) -> int:
     """Make all planned runs, one after the other. Returns the exit code."""
     machine = machines.start(config.device, config.rank_timeout)
     clock = Clock(machine.synchronize)
-    with machines.signs_of_life("getting ready", machine.say), clock.phase("setup", timed=False):
+    with clock.phase("setup", timed=False):
         trainer = set_up(config, machine)
         plans = plan_runs(trainer)
     if not plans:
         return 0
-    with trainer.data.train:
-        with machines.signs_of_life("warming up", machine.say):
-            warm_up(trainer, clock)
-        if config.dry_run:
-            return dry_run(trainer, clock)
-        trainer.env["ready_s"] = time.time() - started
-        machine.say(f"ready for the first step after {trainer.env['ready_s']:.0f} s")
-        with Stop(machine.device) as stop, machines.without_garbage_collection():
-            for plan in plans:
-                trainer.reset(plan.seed)
-                with Run(trainer, plan, clock, stop, source=SOURCE) as run:
-                    val_loss = train(trainer, run)
-                    with run.pause("probe"):
-                        probes = machine.on_main(trainer.probe)
-                    run.finish(val_loss, probes)
-                if run.code != 0:
-                    return run.code
+    warm_up(trainer, clock)
+    if config.dry_run:
+        return dry_run(trainer, clock)
+    with Stop(machine.device) as stop, machines.without_garbage_collection():
+        for plan in plans:
+            trainer.reset(plan.seed)
+            with Run(trainer, plan, clock, stop, source=SOURCE) as run:
+                val_loss = train(trainer, run)
+                with run.pause("probe"):
+                    probes = machine.on_main(trainer.probe)
+                run.finish(val_loss, probes)
+            if run.code != 0:
+                return run.code
     return 0
 
 
@@ -1142,7 +1134,6 @@ def set_up(config: Config, machine: Machine) -> Trainer:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     machine.on_main(lambda: require_writable(config.log_dir))
-    check_compile(config.compile, machine.device)
     try:
         trainer = Trainer(config, machine)
     except ValueError as error:  # kernels, optimizers and data do not know Refused
@@ -1159,9 +1150,8 @@ def main(argv: list[str] | None = None) -> int:
     listen()
 
     def run() -> int:
-        started = machines.launch_time()  # under run.sh: when run.sh started
         config = parse(Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
-        return make_runs(config, started)
+        return make_runs(config)
 
     return machines.leave(machines.supervise(run, refused=(ShardError,)))
 

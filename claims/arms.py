@@ -1,17 +1,27 @@
-"""Which runs are judged together, which of them count, and against which target.
+"""Arms: which runs are judged together, which of them count, and the verdict.
 
-Nothing here looks at whether a loss is good.
+Does the mean loss of an arm lie below the target, at p < 0.01? Which runs count never depends on
+their losses.
 """
 
 import math
 import os
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from claims.runs import LogError, Run
+from claims import stats
+from claims.runs import Run, Validation
+from runtime.errors import LogError
 
 PUBLIC_TARGETS = {"track_1_short": 3.28, "track_2_medium": 2.92, "track_3_optimization": 3.28}
+STEPS_TRACKS = {"steps", "track_3_optimization"}  # judged by their own rule, too
+ALPHA = 0.01
+FEW_RUNS = 4  # fewer losses can lie close together by chance
+
+
+# ---- Which runs make an arm
 
 
 class ArmKey(NamedTuple):
@@ -52,23 +62,26 @@ def name_of(run: Run) -> str:
 
 def marks(run: Run) -> Iterator[tuple[Hashable, ...]]:
     """What independent runs cannot share. Runs that share one that is no seed are copies."""
+    trained = [step.train_loss for step in run.steps if step.train_loss is not None]
     if run.header:
         yield "id", run.run_id
+    if trained:
+        yield "losses", *trained
     if run.train_time_ms:
-        yield "log", *run.validations  # with their times
+        yield "log", *run.validations  # with their times: four digits of loss may agree by chance
     if run.seed is not None:
         yield "seed", run.seed
 
 
 def leave_out_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """The runs that count as independent, and a warning for each of the others.
+    """The runs that count as independent, and a sentence on each of the others.
 
     Of copies and of runs with one seed the first by run id counts. Ids sort by start time or are
     random, so the choice cannot depend on the losses.
     """
     kept: list[Run] = []
     owners: dict[tuple[Hashable, ...], Run] = {}
-    warnings = []
+    repeats = []
     for run in sorted(runs, key=lambda run: (run.run_id.partition("#")[0], run.index, run.path)):
         shared = [mark for mark in marks(run) if mark in owners]
         if shared:
@@ -76,12 +89,12 @@ def leave_out_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
             rule = f"is a duplicate of {first}"
             if kind == "seed":
                 rule = f"(loss {run.final_loss}) repeats seed {run.seed} of {first}"
-            warnings.append(f"left out: {name_of(run)} {rule}")
+            repeats.append(f"{name_of(run)} {rule}")
         else:
             kept.append(run)
         for mark in marks(run):
             owners.setdefault(mark, run)
-    return kept, warnings
+    return kept, repeats
 
 
 def missing_seeds(runs: Sequence[Run]) -> list[int]:
@@ -119,3 +132,120 @@ def common_target(runs: Sequence[Run]) -> float:
             return target
     problem = "name different targets" if len(targets) > 1 else "name no target"
     raise LogError(f"the runs in {common_folder(runs)} {problem}: give one with --target")
+
+
+# ---- The verdict on an arm
+
+
+@dataclass
+class Arm:
+    """Runs that are judged together and what follows from their losses."""
+
+    key: ArmKey
+    path: str | None  # common folder of the logs; None for losses typed by hand
+    at_step: int | None  # whose validations are judged; None: the last ones
+    names: list[str]  # of the runs
+    points: list[Validation]  # one a run
+    target: float  # nats per token
+    warnings: list[str]  # what makes p say less than it seems to
+    incomplete: list[dict[str, Any]] = field(default_factory=list)  # path, reason, last_loss
+    notes: list[str] = field(default_factory=list)  # what other tests say
+
+    def __post_init__(self) -> None:
+        self.losses = [point.loss for point in self.points]
+        self.result = stats.one_sample(self.losses, self.target)
+        self.passes = self.result.p < ALPHA
+        n = self.result.n
+        if 0 < n < FEW_RUNS:
+            rule = f"too few runs to know their spread, make {FEW_RUNS}"
+            self.warnings.append(f"n = {n}: {rule}")
+        if n > 1 and not self.result.sd > 0:
+            self.warnings.append("losses without a finite spread: there is no test")
+
+    @property
+    def documented(self) -> dict[str, Any]:
+        """The fields that --json prints."""
+        key, times = self.key, [point.train_time_ms for point in self.points]
+        return {
+            "path": self.path, "source": key.source, "total_steps": key.total_steps,
+            "gpu_count": key.gpu_count, "n": self.result.n, "losses": self.losses,
+            "times_ms": times, **self.result._asdict(), "passes": self.passes,
+            "incomplete": self.incomplete, "warnings": self.warnings,
+        }  # fmt: skip
+
+
+def said(passes: bool) -> str:
+    return "pass" if passes else "fail"
+
+
+def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -> list[Arm]:
+    """Every arm of these runs, at each of the steps or, without any, at the end."""
+    sources = {run.source for run in runs if run.complete}
+    tried: Sequence[int | None] = sorted(set(steps)) or [None]
+    arms = []
+    for key, group in group_runs(runs).items():
+        for step in tried:
+            arm = judge(key, group, target, step)
+            if len(sources) > 1:
+                arm.warnings.append(f"{len(sources)} sources in these logs: they are not pooled")
+            arms.append(arm)
+    return arms
+
+
+def judge(key: ArmKey, runs: Sequence[Run], target: float | None, at_step: int | None) -> Arm:
+    """The verdict on one arm, at its end or at one step. Raises LogError without a target."""
+    counted, repeats = leave_out_repeats([run for run in runs if run.counts])
+    left_out = [(run, run.left_out) for run in runs if not run.counts]
+    names, points = [], []
+    for run in counted:
+        at = [point for point in run.validations if at_step in (None, point.step)]
+        if at:
+            names.append(name_of(run))
+            points.append(at[-1])
+        else:
+            left_out.append((run, f"no validation at step {at_step}"))
+    if target is None:
+        target = common_target(runs) if points else math.nan
+    warnings = origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
+    arm = Arm(key, common_folder(runs), at_step, names, points, target, warnings)
+    for run, reason in left_out:
+        lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
+        arm.incomplete.append(lost)
+    if track_of(runs[0]) in STEPS_TRACKS and points:
+        value, passes = stats.steps_rule(arm.losses, target)
+        arm.notes.append(f"steps rule: (target - mean) * sqrt(n) = {value:.5f}, {said(passes)}")
+    return arm
+
+
+def judge_typed(losses: Sequence[float], target: float) -> Arm:
+    """The verdict on losses that were typed by hand."""
+    points = [Validation(0, loss, None) for loss in losses]
+    warning = "unverified: these numbers were typed by hand, no log stands behind them"
+    nothing = ArmKey(None, None, None, None)
+    return Arm(nothing, None, None, ["typed"] * len(points), points, target, [warning])
+
+
+def origin_warnings(runs: Sequence[Run]) -> list[str]:
+    """What speaks against a fair choice of the runs."""
+    warnings = []
+    if any(run.complete and run.source is None for run in runs):
+        warnings.append("the logs do not hold their source: nothing shows that it is the same")
+    claims = sorted({str(run.header.get("claim")) for run in runs if run.header})
+    if len(claims) > 1:
+        warnings.append(f"the runs stand under different claims: {', '.join(claims)}")
+    missing = ", ".join(map(str, missing_seeds(runs)))
+    if missing:
+        warnings.append(f"no run has seed {missing}: was it made and left out?")
+    return warnings
+
+
+def apply_holm(arms: Sequence[Arm]) -> None:
+    """Note Holm's p over all that was tried; an arm without a test counts as one that failed."""
+    if len(arms) < 2:
+        return
+    ps = {}
+    for number, arm in enumerate(arms):
+        ps[number] = 1.0 if math.isnan(arm.result.p) else arm.result.p
+    for number, p in stats.holm(ps).items():
+        verdict = f"p {p:.3g}, {said(p < ALPHA)}"
+        arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")

@@ -9,9 +9,10 @@ import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from claims.evidence import ALPHA, Evidence, claim_text
+from claims.arms import ALPHA, leave_out_repeats
+from claims.evidence import Evidence, claim_text
 from claims.runs import Phase, Run
 from runtime.log import REGISTERED, config_hash
 
@@ -118,14 +119,9 @@ def check_alike(evidence: Evidence) -> Iterator[str]:
 
 
 def check_copies(evidence: Evidence) -> Iterator[str]:
-    """No run counts twice, by its id, its seed or its losses."""
-    seen: set[tuple[str, Any]] = set()
-    for run in evidence.runs:
-        losses = (*run.losses, *(step.train_loss for step in run.steps))
-        for mark in (("run id", run.run_id), ("seed", run.seed), ("losses", losses)):
-            if mark in seen:
-                yield f"duplicate: {run.path.name} has the {mark[0]} of another run"
-            seen.add(mark)
+    """No run counts twice, by its id, its seed, its losses or its times."""
+    _, repeats = leave_out_repeats(evidence.runs)
+    yield from repeats
 
 
 def check_source(evidence: Evidence) -> Iterator[str]:
@@ -221,8 +217,8 @@ def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
             yield f"check {name} is {found}, not true"
     ignorant = math.log(evidence.claim.config["vocab_size"])
     first = run.steps[0].train_loss if run.steps else None
-    if run.losses and run.losses[0][0] == 0:
-        first = run.losses[0][1]
+    if run.validations and run.validations[0].step == 0:
+        first = run.validations[0].loss
     if run.complete and (first is None or not first >= LEAST_FIRST_LOSS * ignorant):
         yield f"first loss {first}, but a model that knows nothing has {ignorant:.2f}"
 

@@ -2,20 +2,25 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
+from scipy.ndimage import percentile_filter
+
 from claims.arms import group_runs, leave_out_repeats, name_of
 from claims.runlog import read_all
-from claims.runs import LogError, Run
-from claims.stats import Difference, paired, welch
-from claims.steptimes import Account, account
+from claims.runs import Run, Step, Validation
+from claims.stats import Difference, equivalence, paired, welch
+from runtime.errors import LogError
 
 FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
                "threads", "dtype", "compiled")  # fmt: skip
+STUTTER_RATIO = 1.5  # a stutter takes so much longer than the steps around it
+NEIGHBOURS, QUARTILE = 21, 75  # which their upper quartile stands for: where a slower stage begins,
+# that is already its own time, so that none of its steps is taken for a stutter
 
 
 @dataclass
@@ -30,12 +35,89 @@ class Side:
     def seconds(self) -> list[float]:
         return [(run.train_time_ms or 0.0) / 1000 for run in self.runs]
 
+    @property
+    def losses(self) -> list[float]:
+        return [run.final_loss or math.nan for run in self.runs]
+
     def add(self, run: Run) -> None:
         """LogError for a run that does not count, or has no times."""
         if run.left_out or run.train_time_ms is None:
             problem = run.left_out or "it has no training times"
             raise LogError(f"{name_of(run)}: {problem}; only complete runs with times are compared")
         self.runs.append(run)
+
+
+def read_side(path: str) -> Side:
+    """The runs that count of the one arm in a log or folder. LogError for no arm, or several."""
+    runs, errors = read_all([path])
+    side = Side(path, left_out=list(map(str, errors)))
+    side.left_out += [f"{name_of(run)}: {run.left_out}" for run in runs if run.left_out]
+    arms = group_runs([run for run in runs if run.counts])
+    if len(arms) != 1:
+        rule = f"{path} holds {len(arms)} arms where one is needed: give each arm its own folder"
+        raise LogError("\n  ".join([rule, *map(str, arms), *side.left_out]))
+    (members,) = arms.values()
+    kept, repeats = leave_out_repeats(members)
+    side.left_out += repeats
+    for run in kept:
+        side.add(run)
+    return side
+
+
+# ---- The training time of one run
+
+
+class Account(NamedTuple):
+    """The training time of one run: steps x step_ms, and the stutters on top."""
+
+    steps: int
+    step_ms: float  # mean time of a step, stutters left out
+    stutters: dict[int, float]  # step: seconds above the steps around it
+
+    @property
+    def lost(self) -> float:
+        return sum(self.stutters.values())
+
+
+def account(run: Run) -> Account:
+    """The account of a complete run; without stutters where the log does not time every step."""
+    stutters = find_stutters(step_times(run))
+    steps, ms = run.total_steps or 0, run.train_time_ms or 0.0
+    return Account(steps, (ms - 1000 * sum(stutters.values())) / steps, stutters)
+
+
+def step_times(run: Run) -> np.ndarray:
+    """Milliseconds of each step; empty unless the log times every step on one clock.
+
+    What the clock gains between a step and the validation after it, a wait for the device, belongs
+    to no step.
+    """
+    if [step.step for step in run.steps] != list(range(1, (run.total_steps or 0) + 1)):
+        return np.array([])
+    events: list[Step | Validation] = [*run.steps, *run.validations]
+    clock = 0.0
+    times = []
+    for event in sorted(events, key=lambda event: event.step):
+        if event.train_time_ms is None or event.train_time_ms < clock:
+            return np.array([])
+        if isinstance(event, Step):
+            times.append(event.train_time_ms - clock)
+        clock = event.train_time_ms
+    return np.array(times)
+
+
+def find_stutters(times: np.ndarray) -> dict[int, float]:
+    """Seconds that single slow steps took above the steps around them, by step."""
+    found = {}
+    for first in (0, 1):  # odd and even steps apart: Adam may step only on odd ones
+        ms = times[first::2]
+        usual = percentile_filter(ms, QUARTILE, NEIGHBOURS, mode="nearest") if len(ms) else ms
+        for place in np.flatnonzero(ms > STUTTER_RATIO * usual):
+            found[int(2 * place + first + 1)] = float(ms[place] - usual[place]) / 1000
+    return dict(sorted(found.items()))
+
+
+# ---- Two arms
 
 
 class Comparison(NamedTuple):
@@ -47,38 +129,11 @@ class Comparison(NamedTuple):
     stutters: Difference  # seconds
     stutters_at: list[list[int]]  # the steps, in A and in B
     loss: Difference
-    consistent: dict[str, str]  # what both arms say of machine and software
-    differs: list[str]
+    equal_loss: float | None  # p-value of "the losses differ by less than the margin"
+    differs: list[str]  # in machine or software
 
 
-def read_side(spec: str) -> Side:
-    """The runs that count of the one arm that PATH or PATH@HASH names.
-
-    HASH begins the hash of a source or configuration. Raises LogError for no arm, or several.
-    """
-    path, prefix = spec, ""
-    if not Path(spec).exists() and "@" in spec:
-        path, _, prefix = spec.rpartition("@")
-    runs, errors = read_all([path])
-    side = Side(spec, left_out=list(map(str, errors)))
-    side.left_out += [f"{name_of(run)}: {run.left_out}" for run in runs if run.left_out]
-    arms, found = [], []
-    for key, members in group_runs([run for run in runs if run.counts]).items():
-        hashes = str(key.source), str(key.config_sha256)
-        if any(text.startswith(prefix) for text in hashes):
-            arms.append(members)
-            found.append(f"source {hashes[0]:.12}, configuration {hashes[1]:.12}")
-    if len(arms) != 1:
-        rule = f"{spec} means {len(arms)} arms where one is needed; choose by PATH@HASH"
-        raise LogError("\n  ".join([rule, *found, *side.left_out]))
-    kept, repeats = leave_out_repeats(arms[0])
-    side.left_out += repeats
-    for run in kept:
-        side.add(run)
-    return side
-
-
-def compare_sides(a: Side, b: Side, in_turn: bool) -> Comparison:
+def compare_sides(a: Side, b: Side, in_turn: bool, margin: float | None = None) -> Comparison:
     """The difference and its parts. LogError for a shared log.
 
     Runs made in turn are compared as pairs: a drift of the machine falls on both arms alike.
@@ -87,18 +142,19 @@ def compare_sides(a: Side, b: Side, in_turn: bool) -> Comparison:
     if shared:
         raise LogError(f"{min(shared)} is in both arms: a run is not compared with itself")
     test = paired if in_turn else welch
-    steps, step_time, stutters = explain(
-        list(map(account, a.runs)), list(map(account, b.runs)), test
-    )
-    consistent, differs = compare_machines(a, b)
-    return Comparison(
-        test(b.seconds, a.seconds), steps, step_time, stutters, [stuttering(a), stuttering(b)],
-        test(final_losses(b), final_losses(a)), consistent, differs,
-    )  # fmt: skip
+    accounts = [account(run) for run in a.runs], [account(run) for run in b.runs]
+    steps, step_time, stutters = explain(*accounts, test)
+    stutters_at = [stuttering(accounts[0]), stuttering(accounts[1])]
+    seconds, loss = test(b.seconds, a.seconds), test(b.losses, a.losses)
+    equal = None if margin is None else equivalence(test, b.losses, a.losses, margin)
+    differs = compare_machines(a, b)
+    return Comparison(seconds, steps, step_time, stutters, stutters_at, loss, equal, differs)
 
 
 def explain(
-    a: list[Account], b: list[Account], test: Callable[[list[float], list[float]], Difference]
+    a: Sequence[Account],
+    b: Sequence[Account],
+    test: Callable[[list[float], list[float]], Difference],
 ) -> tuple[float, Difference, Difference]:
     """Seconds by steps, step time and stutters; `test` takes (new, old).
 
@@ -112,26 +168,19 @@ def explain(
     return steps, step_time, test([run.lost for run in b], [run.lost for run in a])
 
 
-def stuttering(side: Side) -> list[int]:
-    return sorted({step for run in side.runs for step in account(run).stutters})
+def stuttering(accounts: Sequence[Account]) -> list[int]:
+    return sorted({step for account in accounts for step in account.stutters})
 
 
-def final_losses(side: Side) -> list[float]:
-    return [run.final_loss or math.nan for run in side.runs]
+def compare_machines(a: Side, b: Side) -> list[str]:
+    """Where the logs differ in hardware or software.
 
-
-def compare_machines(a: Side, b: Side) -> tuple[dict[str, str], list[str]]:
-    """What all logs say alike of hardware and software, and where they differ.
-
-    Equal entries do not prove that the machine is the same.
+    What a log does not tell counts as alike; no difference does not prove that the machine is one.
     """
-    consistent, differs = {}, []
+    differs = []
     for key in FINGERPRINT:
         in_a = Counter(str(run.env.get(key)) for run in a.runs)
         in_b = Counter(str(run.env.get(key)) for run in b.runs)
-        values = {*in_a, *in_b}
-        if len(values - {"None"}) > 1:
+        if len({*in_a, *in_b} - {"None"}) > 1:
             differs.append(f"{key}: {dict(in_a)} in A, {dict(in_b)} in B")
-        elif values and "None" not in values:
-            consistent[key] = values.pop()
-    return consistent, differs
+    return differs

@@ -12,11 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from claims.runlog import LogError, Run, first_segment, read_run
+from claims.arms import ALPHA
+from claims.runlog import first_segment, read_run
+from claims.runs import Run
 from claims.sources import Source, read_source
 from claims.stats import Result, look_level, one_sample
 from runtime.claim import Claim, read_claim
-from runtime.errors import ClaimError
+from runtime.errors import ClaimError, LogError
 from runtime.jsonl import plain
 from runtime.registry import read_registry
 
@@ -43,7 +45,6 @@ TRACKS = {
     "medium": Track(2.92, 10_485_760, "", 0.01, "", {}, True),
     "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, False),
 }
-ALPHA = 0.01
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Evidence:
     @cached_property
     def level(self) -> float:
         """p must be below it: alpha, or less where the claim planned several looks."""
-        return look_level(self.claim.looks, ALPHA)
+        return look_level(tuple(self.claim.looks), ALPHA)
 
     @cached_property
     def result(self) -> Result:
@@ -85,6 +86,11 @@ class Evidence:
     def median_ms(self) -> float:
         """Median training time in milliseconds."""
         return statistics.median([run.train_time_ms or 0.0 for run in self.complete] or [0.0])
+
+    @property
+    def score(self) -> float:
+        """What a record beats another by: milliseconds, or steps where only steps count."""
+        return self.median_ms if self.track.in_time else self.claim.config["steps"]
 
     @property
     def shown(self) -> bool:

@@ -1,33 +1,32 @@
 """Read the run logs of this trainer: one JSON object a line.
 
-A process that resumes a run supersedes what was logged of the steps after its start.
-
-schema 2    it writes a file of its own, a segment: `<run_id>.jsonl`, `<run_id>.2.jsonl`, ...
-schema 1    it writes on in the one file; its first line is the `resume` event, with a `log_offset`
+A process that resumes a run writes a file of its own, a segment: `<run_id>.2.jsonl`, ... It
+supersedes what was logged of the steps after its start. Up to schema 1 it wrote on in the one file;
+such a run can be read, but does not count.
 """
 
 import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from claims.runs import LogError, Phase, Resume, Run, Segment, Step, Validation, why_unfinished
+from claims.runs import Phase, Resume, Run, Segment, Step, Validation, why_unfinished
+from runtime.errors import LogError
 
 SCHEMAS = (1, 2)
 NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings: JSON has no such numbers
 KINDS = {str: "a string", int: "an integer of at least 0", float: "a number", bool: "true or false",
          dict: "an object", list: "a list"}  # fmt: skip
-OPTIONAL = {"target", "peak_mib", "window", "stage", "train_loss", "checkpoint", "registry_sha256"}
+OPTIONAL = {"target", "train_loss", "registry_sha256"}
+# The fields that are read of each event, and their kinds.
 HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha256": str,
           "env": dict}  # fmt: skip
-STEP = {"step": int, "train_time_ms": float, "window": int, "stage": int, "skipped": bool,
-        "train_loss": float}  # fmt: skip
+STEP = {"step": int, "train_time_ms": float, "train_loss": float}
 PHASE = {"name": str, "timed": bool, "ms": float, "t_ms": float}
-RESUME = {"from_step": int, "checkpoint": str, "differences": list, "registry_sha256": str}
+RESUME = {"from_step": int, "differences": list, "registry_sha256": str}
 
 
 def fits(value: Any, kind: type) -> bool:
@@ -64,34 +63,31 @@ class Line(NamedTuple):
 
 
 def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
-    """The run in these segments, in order.
-
-    Raises LogError for a line that is no event, unless torn off at the end, and for a field of the
-    wrong type.
-    """
+    """The run in these segments, in order. Raises LogError."""
     segments: list[Segment] = []
     processes: list[list[Line]] = []
     for path, data in files:
         lines = split_lines(path, data)
-        header = events(lines, "header")[:1]
-        digest = hashlib.sha256(data).hexdigest()
-        segments.append(Segment(path, digest, header[0].fields if header else {}))
-        processes += split_processes(lines)
-    refuse_garbage(processes)
+        headers = events(lines, "header")
+        header = headers[0].fields if headers else {}
+        segments.append(Segment(path, hashlib.sha256(data).hexdigest(), header))
+        processes.append(lines)
     kept, resumes = processes[0], []
     for before, lines in pairwise(processes):
         for line in events(lines, "resume"):
             resumes.append(read_resume(line, before))
             kept = keep_until(kept, resumes[-1].from_step)
         kept = [line for line in kept if line.event != "end"] + lines
-    run = to_run(kept, segments, resumes)
-    torn = bool(processes[-1]) and not processes[-1][-1].event
-    return replace(run, unfinished="torn last line") if torn else run
+    return to_run(kept, segments, resumes)
 
 
 def split_lines(path: Path, data: bytes) -> list[Line]:
-    lines = []
+    """LogError for a line that is no event; the last may be none, a crash may have torn it."""
+    lines: list[Line] = []
     for number, raw in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
+        if lines and not lines[-1].event:
+            rule = 'every line must be one JSON object with an "event"'
+            raise LogError(f"{lines[-1].where}: {rule}")
         try:
             fields = json.loads(raw.decode())
         except (ValueError, RecursionError):
@@ -104,25 +100,6 @@ def split_lines(path: Path, data: bytes) -> list[Line]:
 
 def events(lines: Sequence[Line], event: str) -> list[Line]:
     return [line for line in lines if line.event == event]
-
-
-def split_processes(lines: Sequence[Line]) -> list[list[Line]]:
-    """The lines of one file by the process that wrote them."""
-    processes: list[list[Line]] = [[]]
-    for line in lines:
-        if line.event == "resume" and "log_offset" in line.fields:
-            processes.append([])
-        processes[-1].append(line)
-    return processes
-
-
-def refuse_garbage(processes: Sequence[Sequence[Line]]) -> None:
-    """LogError for a line that is no event, unless a crash may have torn it."""
-    for lines in processes:
-        for line in lines[:-1]:
-            if not line.event:
-                rule = 'every line must be one JSON object with an "event"'
-                raise LogError(f"{line.where}: {rule}")
 
 
 def keep_until(lines: list[Line], after_step: int) -> list[Line]:
@@ -162,12 +139,15 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
         problem = "no header"
     elif len(headers) != len(segments):
         problem = f"{len(headers)} headers in {len(segments)} segment(s)"
+    if any("log_offset" in line.fields for line in lines):
+        problem = "resumed within its file, as runs of schema 1 were"
+    if lines and not lines[-1].event:
+        problem = "torn last line"
     return Run(
         path=segments[0].path, segments=segments, resumes=resumes,
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
         steps=[Step(**line.get_all(STEP)) for line in events(lines, "step")],
         phases=[Phase(**line.get_all(PHASE)) for line in events(lines, "phase")],
-        peak_mib=ends[-1].get("peak_mib", float) if ends else None,
         status=ends[-1].get("status", str) if ends else None, unfinished=problem,
         **(headers[0] if headers else {"run_id": segments[0].path.stem}),
     )  # fmt: skip

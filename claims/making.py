@@ -1,14 +1,14 @@
 """Making a record: the claim before the runs, copies of their logs after them."""
 
 import re
-import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from claims.evidence import claim_text
 from claims.sources import Source, write_source
-from runtime.claim import NAME, Claim, read_claim
-from runtime.errors import ClaimError, Refused
+from runtime.claim import Claim, read_claim
+from runtime.errors import Refused
 from runtime.log import read_sources
 from runtime.registry import REGISTRY, read_registry
 
@@ -24,18 +24,13 @@ def working_source(root: Path) -> Source:
 
 def write_claim(records: Path, claim: Claim, source: Source) -> Path:
     """Write the claim, and its source unless it is stored already. Returns the record's folder."""
-    if not re.fullmatch(NAME, claim.name):
-        raise Refused(f"{claim.name!r} is no CamelName: use letters and digits, a capital first.")
+    with tempfile.TemporaryDirectory() as scratch:
+        draft = Path(scratch, "claim.json")
+        draft.write_text(claim_text(claim))
+        read_claim(draft)  # ClaimError for a claim that breaks a rule; nothing is written then
     folder = records / claim.track / f"{claim.created[:10]}_{claim.name}"
-    if folder.exists():
-        raise Refused(f"{folder} exists: a claim is written once. Choose another name.")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True)  # FileExistsError: a claim is written once
     (folder / "claim.json").write_text(claim_text(claim))
-    try:
-        read_claim(folder / "claim.json")
-    except ClaimError:
-        shutil.rmtree(folder)
-        raise
     write_source(records, source)
     return folder
 

@@ -196,11 +196,6 @@ def records_among(claims: Sequence[Evidence]) -> list[Evidence]:
     """The claims that were shown and beat every claim shown before them."""
     best: list[Evidence] = []
     for evidence in claims:
-        if evidence.shown and (not best or score(evidence) < score(best[-1])):
+        if evidence.shown and (not best or evidence.score < best[-1].score):
             best.append(evidence)
     return best
-
-
-def score(evidence: Evidence) -> float:
-    """Median milliseconds, or steps where only steps count."""
-    return evidence.median_ms if evidence.track.in_time else evidence.claim.config["steps"]

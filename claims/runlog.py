@@ -5,13 +5,14 @@ Nothing that is read is executed. `jsonlog.py` and `textlog.py` know the formats
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from claims.jsonlog import read_jsonl
-from claims.runs import LogError as LogError
-from claims.runs import Run as Run
+from claims.runs import Run
 from claims.textlog import read_text
+from runtime.errors import LogError
+from runtime.jsonl import read_regular
 
 SUFFIXES = (".jsonl", ".txt", ".log", ".stdout", ".out")
 SEGMENT = re.compile(r"(.+)\.([2-9]|[1-9][0-9]{1,5})\.jsonl")  # <run_id>.2.jsonl
@@ -20,12 +21,7 @@ MAX_BYTES = 32 * 2**20  # a hundred thousand steps; a wrong file must not fill t
 
 def read_bytes(path: Path) -> bytes:
     try:
-        size = path.stat().st_size
-        if not path.is_file():  # a pipe would make the reader wait forever
-            raise LogError(f"cannot read {path}: it is not a regular file")
-        if size > MAX_BYTES:
-            raise LogError(f"{path} has {size} bytes, more than {MAX_BYTES}, so it is no run log")
-        return path.read_bytes()
+        return read_regular(path, MAX_BYTES)
     except OSError as error:
         raise LogError(f"cannot read {path}: {error.strerror}") from error
 
@@ -63,7 +59,7 @@ def read_run(path: str | Path) -> Run:
     return runs[0]
 
 
-def find_runs(paths: Iterable[str | Path]) -> list[Path]:
+def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     """The first files of the runs that the paths name, each once.
 
     A folder is read without its subfolders: files with a log's suffix that are no registry.
@@ -78,23 +74,24 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
             if not logs:
                 kinds = ", *".join(SUFFIXES)
                 raise LogError(f"no run logs (*{kinds}) in {path}; name subfolders, if it has some")
-        elif not os.path.lexists(path):
-            raise LogError(f"{path} does not exist")
         for log in map(first_segment, logs):
             found.setdefault(os.path.realpath(log), log)
     return list(found.values())
 
 
-def read_all(paths: Iterable[str | Path]) -> tuple[list[Run], list[LogError]]:
-    """All runs of files and folders, and an error for each file that is no run log.
+def read_all(paths: Sequence[str | Path]) -> tuple[list[Run], list[LogError]]:
+    """All runs of files and folders, and an error for each file in a folder that is no run log.
 
-    Raises what `find_runs` raises.
+    Raises LogError for a file that was named and is none.
     """
+    named = set(map(Path, paths))
     runs: list[Run] = []
     errors = []
     for path in find_runs(paths):
         try:
             runs += read_runs(path)
         except LogError as error:
+            if path in named:
+                raise
             errors.append(error)
     return runs, errors

@@ -6,10 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.errors import LogError as LogError
-
-STOPPED = "last validation at step"  # `Run.unfinished` begins so where a run only ends early
-
 
 class Validation(NamedTuple):
     step: int
@@ -18,14 +14,11 @@ class Validation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A training step, counted from 1. Text logs tell neither window nor stage nor skips."""
+    """A training step, counted from 1."""
 
     step: int
     train_time_ms: float | None  # on the clock when the step was done
-    window: int | None = None
-    stage: int | None = None
-    skipped: bool = False
-    train_loss: float | None = None
+    train_loss: float | None
 
 
 class Phase(NamedTuple):
@@ -45,7 +38,6 @@ class Segment(NamedTuple):
 
 class Resume(NamedTuple):
     from_step: int
-    checkpoint: str | None  # the name of its folder; None for the start of the run
     differences: list[str]  # of source and settings
     registry_sha256: str | None
     repeats: bool  # the process before did not stop at this step: steps were done twice
@@ -72,7 +64,6 @@ class Run:
     phases: list[Phase] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)  # of a log of ours
-    peak_mib: float | None = None
     status: str | None = None  # of the end line
     unfinished: str | None  # why the run did not go to its end; None if it did
 
@@ -81,33 +72,21 @@ class Run:
         return self.unfinished is None
 
     @property
-    def repeats(self) -> str | None:
-        """The resume after which steps were done twice, in words."""
+    def left_out(self) -> str | None:
+        """Why the run does not count in a claim; None if it does.
+
+        Who does steps twice could keep the better outcome: such a run is shown and not counted.
+        """
+        if self.unfinished:
+            return self.unfinished
         for resume in self.resumes:
             if resume.repeats:
                 return f"steps after {resume.from_step} were done twice: it did not stop there"
         return None
 
     @property
-    def left_out(self) -> str | None:
-        """Why the run does not count in a claim; None if it does.
-
-        Who does steps twice could keep the better outcome: such a run is shown and not counted.
-        """
-        return self.unfinished or self.repeats
-
-    @property
     def counts(self) -> bool:
         return self.left_out is None
-
-    @property
-    def stopped_early(self) -> bool:
-        """In order, but over before its declared total: usable at a step that it reached."""
-        return str(self.unfinished).startswith(STOPPED) and not self.repeats
-
-    @property
-    def losses(self) -> list[tuple[int, float]]:
-        return [(validation.step, validation.loss) for validation in self.validations]
 
     @property
     def final_loss(self) -> float | None:
@@ -144,7 +123,7 @@ def why_unfinished(
     if total is None:
         return "declares no total number of steps"
     if validations[-1].step < total:
-        return f"{STOPPED} {validations[-1].step} of {total}"
+        return f"last validation at step {validations[-1].step} of {total}"
     if step > total:
         return f"step {step} of {total}"
     return None

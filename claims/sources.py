@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.errors import ClaimError
+from runtime.jsonl import check_regular, read_regular
 from runtime.log import digest
 
 MOST_BYTES = 2**24  # sixty times the first sources; keeps a wrong file from filling the memory
@@ -49,7 +50,7 @@ def unpack(text: bytes) -> Source:
         named = NAMED.match(text, end + 1)  # after the newline behind the file
     source = Source(files, commit)
     if pack(source) != text:  # another hash or order, a file twice, bytes between files
-        raise ClaimError("the text is not as record.py claim wrote it")
+        raise ClaimError("the stored source is not as record.py claim wrote it")
     return source
 
 
@@ -62,15 +63,12 @@ def read_source(records: Path, sha256: str) -> Source:
     """The source with this hash. ClaimError where the file is missing, damaged or another."""
     path = source_path(records, sha256)
     try:
-        if path.is_symlink() or not path.is_file():
-            raise ClaimError("there is no regular file of this name")
-        if path.stat().st_size > MOST_BYTES:
-            raise ClaimError(f"it has more than {MOST_BYTES:,} bytes")
-        source = unpack(path.read_bytes())
-        if digest(source.files) != sha256:
-            raise ClaimError(f"its hash is {digest(source.files)}")
-    except (ClaimError, OSError) as error:
-        raise ClaimError(f"{path} is not the source {sha256}: {error}") from None
+        check_regular(path)  # no link: it could lead out of the store
+        source = unpack(read_regular(path, MOST_BYTES))
+    except OSError as error:
+        raise ClaimError(f"cannot read the source {path}: {error.strerror}") from None
+    if digest(source.files) != sha256:
+        raise ClaimError(f"{path} is not the source {sha256} but {digest(source.files)}")
     return source
 
 

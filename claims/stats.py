@@ -7,18 +7,16 @@ functions reproduce are in tests/test_stats.py.
 
 import math
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import nctdtr, stdtr
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
-
-K = TypeVar("K", bound=Hashable)
 
 NAN, INF = math.nan, math.inf
 STEPS_BOUND = Fraction("0.004")  # of track 3: (target - mean) * sqrt(n) must reach it
@@ -49,7 +47,6 @@ class Difference(NamedTuple):
     """The mean of the first sample minus that of the second, with its 95 % interval."""
 
     mean: float
-    p_less: float = NAN  # one-sided: the first mean is the smaller one
     p_two_sided: float = NAN
     low: float = NAN
     high: float = NAN
@@ -74,8 +71,8 @@ def one_sample(losses: Sequence[float], target: float) -> Result:
     if not sd > 0:
         return Result(len(losses), mean, sd, NAN, NAN, NAN)
     test = ttest_1samp(losses, target, alternative="less")
-    upper = test.confidence_interval(0.99).high
-    return Result(len(losses), mean, sd, *map(float, (test.statistic, test.pvalue, upper)))
+    upper99 = float(test.confidence_interval(0.99).high)
+    return Result(len(losses), mean, sd, float(test.statistic), float(test.pvalue), upper99)
 
 
 def welch(new: Sequence[float], old: Sequence[float]) -> Difference:
@@ -98,21 +95,27 @@ def paired(new: Sequence[float], old: Sequence[float]) -> Difference:
 
 def difference(mean: float, test: Any) -> Difference:
     """`test` is a two-sided one by scipy."""
-    p_less = student.cdf(test.statistic, test.df)
     low, high = test.confidence_interval(0.95)
-    return Difference(mean, *map(float, (p_less, test.pvalue, low, high)))
+    return Difference(mean, float(test.pvalue), float(low), float(high))
 
 
-def equivalence(new: Sequence[float], old: Sequence[float], margin: float) -> tuple[float, float]:
-    """Two one-sided Welch tests (TOST; Schuirmann, 1987): the p-values of "new is no worse than
-    old by `margin`" and of "they differ by less than `margin` either way"."""
+def equivalence(
+    test: Callable[..., Difference], new: Sequence[float], old: Sequence[float], margin: float
+) -> float:
+    """p-value of "the means differ by less than margin": two one-sided tests (Schuirmann, 1987).
+
+    test: `welch` or `paired`.
+    """
     check(0, INF, margin=margin)
-    no_worse = welch([value - margin for value in new], old).p_less
-    no_better = welch([value - margin for value in old], new).p_less
-    return no_worse, max(no_worse, no_better)
+    worst = 0.0
+    for sign in (1, -1):  # against a difference of +margin or more, then of -margin or less
+        shifted = test([value - sign * margin for value in new], old)
+        half = shifted.p_two_sided / 2
+        worst = max(worst, half if sign * shifted.mean < 0 else 1 - half)
+    return worst
 
 
-def holm(p_values: dict[K, float]) -> dict[K, float]:
+def holm(p_values: dict[Any, float]) -> dict[Any, float]:
     """p-values adjusted so that the chance of any false finding keeps its level (Holm, 1979)."""
     adjusted = {}
     largest = 0.0
@@ -145,8 +148,6 @@ def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
     """
     check(1e-4, 0.5, alpha=alpha)
     check(0, INF, sd=sd, margin=margin)
-    if n < 2:
-        return NAN
     effect = margin / sd * math.sqrt(n)  # in standard errors
     return float(nctdtr(n - 1, -min(effect, CERTAIN), student.ppf(alpha, n - 1)))
 
@@ -161,19 +162,21 @@ def runs_needed(sd: float, margin: float, chance: float = 0.8, alpha: float = 0.
 
 
 @cache
-def smallest_p_values(looks: tuple[int, ...], alpha: float) -> np.ndarray:
-    """The smallest p over the looks in each of SEQUENCES sequences of runs without an effect.
+def look_level(looks: tuple[int, ...], alpha: float = 0.01) -> float:
+    """The level that, used at each of these numbers of runs, makes alpha in all (Pocock, 1977).
 
-    1 where none is below alpha. The runs between two looks are drawn at once, as their sum and
-    their sum of squares: a t-test needs no more.
+    It is simulated with runs that have no effect. Those between two looks are drawn at once, as
+    their sum and their sum of squares: a t-test needs no more.
     """
     check(1e-4, 0.5, alpha=alpha)  # the simulation cannot resolve lower levels
     if not looks or any(n - before < 1 for before, n in pairwise((1, *looks))):
         rule = "they must be rising numbers of runs, the first at least 2"
         raise ValueError(f"looks are {looks}: {rule}")
+    if len(looks) == 1:
+        return alpha
     rng = np.random.default_rng(0)
     total, squares = np.zeros(SEQUENCES), np.zeros(SEQUENCES)
-    smallest = np.ones(SEQUENCES)
+    smallest = np.ones(SEQUENCES)  # p of each sequence, over the looks so far
     for before, n in pairwise((0, *looks)):
         normal = rng.standard_normal(SEQUENCES)
         total += math.sqrt(n - before) * normal
@@ -181,18 +184,6 @@ def smallest_p_values(looks: tuple[int, ...], alpha: float) -> np.ndarray:
         if n - before > 1:
             squares += rng.chisquare(n - before - 1, SEQUENCES)
         t = total / np.sqrt((n * squares - total**2) / (n - 1))
-        low = np.flatnonzero(t < student.ppf(alpha, n - 1))
+        low = np.flatnonzero(t < student.ppf(alpha, n - 1))  # the others cannot pass
         smallest[low] = np.minimum(smallest[low], stdtr(n - 1, t[low]))
-    return smallest
-
-
-def look_level(looks: Sequence[int], alpha: float = 0.01) -> float:
-    """The level that, used at each of these numbers of runs, makes alpha in all (Pocock, 1977)."""
-    smallest = smallest_p_values(tuple(looks), alpha)
-    return min(alpha, float(np.quantile(smallest, alpha))) if len(looks) > 1 else alpha
-
-
-def true_level(looks: Sequence[int], alpha: float = 0.01) -> float:
-    """The chance to pass without an effect when testing at alpha at each of these looks."""
-    smallest = smallest_p_values(tuple(looks), alpha)
-    return float(np.mean(smallest < alpha)) if len(looks) > 1 else alpha
+    return min(alpha, float(np.quantile(smallest, alpha)))

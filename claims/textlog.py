@@ -2,7 +2,7 @@
 
     step:N/TOTAL val_loss:X train_time:Yms      after the source and the environment, between lines
                                                 of 100 "="; each step 0 begins another run
-    s:N tel:X (validation), s:N trl:X           llm.c: no times, no total, no source
+    s:N tel:X                                   llm.c: no times, no total, no source
 """
 
 import hashlib
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from claims.runs import LogError, Run, Step, Validation, why_unfinished
+from claims.runs import Run, Step, Validation, why_unfinished
+from runtime.errors import LogError
 
 RULE = "=" * 100
 NUMBER = re.compile(r"s(?:tep)?:([0-9]{1,9})(?:/([0-9]{1,9}))?")
@@ -41,15 +42,11 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     env = read_environment(lines[start:])
     runs = []
     for index, trace in enumerate(traces):
-        first, total = trace.numbers[0][0], trace.numbers[-1][1]
-        unfinished = why_unfinished(trace.numbers, trace.validations)
-        if not unfinished and source is None and total and 2 * first > total:
-            unfinished = f"begins at step {first} of {total}"  # the end of another log, copied
         runs.append(Run(
             path=path, index=index, source=trace.source, env=env, gpu_count=env.get("gpu_count"),
             run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}",
-            total_steps=total, validations=trace.validations, steps=trace.steps,
-            unfinished=unfinished,
+            total_steps=trace.numbers[-1][1], validations=trace.validations, steps=trace.steps,
+            unfinished=why_unfinished(trace.numbers, trace.validations),
         ))  # fmt: skip
     return runs
 
@@ -57,10 +54,8 @@ def read_text(path: Path, data: bytes) -> list[Run]:
 def decode(path: Path, data: bytes) -> list[str]:
     """The lines of the text. A last line that may have been cut short is left out."""
     try:
-        if b"\0" in data:
-            raise ValueError("it has NUL bytes")
         lines = data.decode("utf-8-sig").split("\n")
-    except ValueError as error:
+    except UnicodeDecodeError as error:
         raise LogError(f"{path} is not text in UTF-8: {error}. Convert it to UTF-8") from None
     if is_numbered(lines[-1]) and not TIMED.fullmatch(lines[-1].split()[-1]):
         lines.pop()
@@ -108,7 +103,6 @@ def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> 
     """Add a numbered line to the last run; a step 0 begins another one. Raises ValueError."""
     named = dict(word.split(":", 1) for word in words if ":" in word)
     val_loss = named.get("val_loss", named.get("tel"))
-    train_loss = named.get("train_loss", named.get("trl"))
     number = NUMBER.fullmatch(words[0])
     if not number:
         if val_loss is not None:
@@ -119,12 +113,10 @@ def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> 
         traces.append(Trace(source))
     traces[-1].numbers.append((step, int(number[2]) if number[2] else None))
     ms = to_ms(named["train_time"]) if "train_time" in named else None
-    if val_loss is not None:
+    if val_loss is None:
+        traces[-1].steps.append(Step(step, ms, None))
+    else:
         traces[-1].validations.append(Validation(step, float(val_loss), ms))
-        return
-    done = step + 1 if words[0].startswith("s:") else step  # llm.c counts from 0
-    loss = float(train_loss) if train_loss else None
-    traces[-1].steps.append(Step(done, ms, train_loss=loss))
 
 
 def to_ms(word: str) -> float:

@@ -61,10 +61,11 @@ def tokenize(documents: Iterator[str], encoding: tiktoken.Encoding, size: int) -
 
 
 def write_shards(shards: Iterator[Tokens], folder: Path) -> int:
-    """Write one validation shard and the training shards. Returns the number of the latter."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.glob("*.bin")):
-        raise ValueError(f"{folder} has shards already. Delete them, or set another --out.")
+    """Write one validation shard and the training shards. Returns the number of the latter.
+
+    FileExistsError if the folder exists, ValueError if the tokens fill one shard at most.
+    """
+    folder.mkdir(parents=True)  # an old set must not mix with a new one
     validation, count = next(shards, None), 0
     for count, tokens in enumerate(shards, start=1):
         write_shard(folder / f"train_{count:06d}.bin", tokens)
@@ -78,7 +79,7 @@ def write_shards(shards: Iterator[Tokens], folder: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="taken in this order")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the shards")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder for the shards")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens of a shard")
     parser.add_argument("--field", default="text", help="field of a row that has the text")
     given = parser.parse_args(argv)

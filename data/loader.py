@@ -8,7 +8,6 @@ The row rule is that of modded-nanogpt, record 42.
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -185,7 +184,7 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
     return Plan(passed, sum(map(len, shards)), most, end)
 
 
-class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
+class TrainLoader(Iterator[list[Batch]]):
     """Iterator over steps; `next(loader)` is the list of this rank's micro-batches.
 
     A background thread builds the next step. When the data end, it raises ShardError and not
@@ -267,11 +266,6 @@ class TrainLoader(Iterator[list[Batch]], AbstractContextManager[Any]):
                 )
         self._seek(Position(**state["position"]))
 
-    def __exit__(self, *exception: object) -> None:
-        """Stop the background thread; the loader cannot be used afterwards."""
-        self._pending = None
-        self._worker.shutdown(cancel_futures=True)
-
 
 def validation_batches(
     files: Files, order: Order, tokens: int, sequence: int, most: int, rank: int, world_size: int
@@ -314,10 +308,6 @@ class Data:
     plan: Plan
     longest: int  # tokens of the longest document in a training row, at most
     val_longest: int  # the same for this rank's validation rows
-
-    def split(self, micro_batch: int) -> None:
-        """From the next step on, train in equal micro-batches of at most `micro_batch` tokens."""
-        self.train.split(micro_batch)
 
     def in_parts(self, val_batch: int, reach: int) -> "Data":
         """Return the data with validation rows in parts; inputs start `reach` tokens earlier."""

@@ -52,9 +52,9 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
 class Shard:
     """An open shard: `len(shard)` is its number of tokens, `shard[start:stop]` reads (m,) uint16.
 
-    A slice raises ShardError if the file cannot be read or has changed in size. A deleted file can
-    still be read. The file is not mapped into memory, since a mapped page that the disk has lost
-    kills the process by SIGBUS. Only one thread at a time may read.
+    A deleted file can still be read; a slice beyond the end of a cut one raises ShardError. The
+    file is not mapped into memory, since a mapped page that the disk has lost kills the process by
+    SIGBUS. Only one thread at a time may read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -64,8 +64,7 @@ class Shard:
         self._file = self.path.open("rb")
         weakref.finalize(self, self._file.close)
         header = self._file.read(HEADER_BYTES)
-        self._size = os.fstat(self._file.fileno()).st_size
-        self._count = _token_count(self.path, header, self._size)
+        self._count = _token_count(self.path, header, os.fstat(self._file.fileno()).st_size)
 
     def __len__(self) -> int:
         return self._count
@@ -73,17 +72,12 @@ class Shard:
     def __getitem__(self, where: slice) -> Tokens:
         start, stop, _ = where.indices(self._count)
         wanted = TOKEN_BYTES * max(stop - start, 0)
-        try:
-            self._file.seek(HEADER_BYTES + TOKEN_BYTES * start)
-            content = self._file.read(wanted)
-            size = os.fstat(self._file.fileno()).st_size
-            problem = f"the file had {self._size:,} bytes when it was opened and has {size:,} now"
-        except OSError as error:
-            content, size, problem = b"", -1, str(error)
-        if size != self._size or len(content) != wanted:
+        self._file.seek(HEADER_BYTES + TOKEN_BYTES * start)
+        content = self._file.read(wanted)
+        if len(content) != wanted:
             raise ShardError(
-                f"{self.path}: tokens {start:,} to {stop:,} cannot be read: {problem}. A shard must"
-                f" not change while it is used. Check the disk. {AGAIN}"
+                f"{self.path}: tokens {start:,} to {stop:,} are gone, as the file was cut while it "
+                f"was read. {AGAIN}"
             )
         return np.frombuffer(content, dtype="<u2")
 
@@ -93,17 +87,10 @@ def _token_count(path: Path, header: bytes, size: int) -> int:
     padded = header.ljust(HEADER_BYTES, b"\0")
     magic, version, count = np.frombuffer(padded, dtype="<i4", count=3).tolist()
     expected = HEADER_BYTES + TOKEN_BYTES * count
-    if size < HEADER_BYTES:
-        problem = f"the file has {size} bytes; the header alone has {HEADER_BYTES}"
-    elif magic != MAGIC:
-        problem = f"the first header word is {magic}; a token shard starts with {MAGIC}"
-    elif version != VERSION:
-        problem = f"the header says version {version}; only version {VERSION} (uint16) can be read"
-    elif count <= 0:
-        problem = f"the header says {count} tokens; the least is 1"
-    elif size != expected:
-        cause = "was cut short" if size < expected else "was appended to"
-        problem = f"{count:,} tokens take {expected:,} bytes; the file has {size:,}: it {cause}"
+    if (magic, version) != (MAGIC, VERSION):
+        problem = f"it starts with {magic}, {version}; a token shard starts with {MAGIC}, {VERSION}"
+    elif count <= 0 or size != expected:
+        problem = f"{count:,} tokens take {expected:,} bytes; the file has {size:,}"
     else:
         return count
     raise ShardError(f"{path}: {problem}. {AGAIN}")

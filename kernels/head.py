@@ -226,12 +226,10 @@ def choose_head(
     ValueError if the named head cannot run here. Only "plain" has a bias.
     """
     obstacle = "it has no bias" if bias else fp8_obstacle(device, dtype, dim, vocab)
-    if name == "auto" and bias:
-        return "plain", "the others have no bias"
-    if name == "auto" and obstacle:
-        return "chunked", f"fp8 would be faster but {obstacle}"
+    if name == "plain" or (name == "chunked" and not bias):
+        return name, "as asked"
+    if obstacle is None:
+        return "fp8", ("as asked" if name == "fp8" else "the fastest here")
     if name == "auto":
-        return "fp8", "the fastest here"
-    if obstacle and (name == "fp8" or (name == "chunked" and bias)):
-        raise ValueError(f"--head {name} cannot run here: {obstacle}. Use --head auto.")
-    return name, "as asked"
+        return ("plain" if bias else "chunked"), f"fp8 would be faster but {obstacle}"
+    raise ValueError(f"--head {name} cannot run here: {obstacle}. Use --head auto.")

@@ -6,27 +6,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import ShardedOptimizer, decay_of, descend
-from .buckets import CPU_PIECE, Bucket
-from .state import State
+from .base import ShardedOptimizer, State, decay_of, descend
+from .buckets import Bucket
 
 LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 
 
 def adam(
-    gradients: Tensor,
-    weights: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    t: Tensor,
-    rate: Any,
-    decay: Any,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    cautious: bool,
-) -> tuple[Tensor, ...]:
+    gradients: Tensor, weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
+    t: Tensor, rate: Any, decay: Any, beta1: float, beta2: float, eps: float, cautious: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """One step of Adam on stacks (k, n). Returns new (weights, exp_avg, exp_avg_sq).
 
     t (k, 1): number of this step, from 1. eps acts before bias correction, as in section 2 of the
@@ -44,13 +33,13 @@ class Adam(ShardedOptimizer):
     """Adam (Kingma & Ba, arXiv:1412.6980) with decoupled decay: p -= lr' m / (sqrt(v) + eps).
 
     lr' = lr lr_mul sqrt(1 - beta2^t) / (1 - beta1^t). Group keys: lr, lr_mul, betas, eps,
-    weight_decay, wd_mul. Computes in float32 at least. state_dtype: dtype of the moments; None: the
-    parameter's. cautious: no decay where it works against the step. State, on the owning rank only:
-    exp_avg and exp_avg_sq, shaped as the parameter, and step (), int64.
-    ValueError for an impossible setting, TypeError for a DTensor.
+    weight_decay, wd_mul. Computes in float32 at least. cautious: no decay where it works against
+    the step. State, on the owning rank only: exp_avg and exp_avg_sq, as the parameter, and step (),
+    int64. ValueError for an impossible setting.
     """
 
-    RANGES: ClassVar = {**ShardedOptimizer.RANGES, "eps": (0, float("inf"), 1e-8)}
+    RANGES: ClassVar = {**ShardedOptimizer.RANGES, "eps": (0, float("inf")), "betas": (0, 1)}
+    at_once = 2**18  # a few such float32 pieces fit a CPU's cache
 
     def __init__(
         self,
@@ -60,22 +49,10 @@ class Adam(ShardedOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        state_dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        if state_dtype is not None and not state_dtype.is_floating_point:
-            raise ValueError(
-                f"state_dtype must be floating-point, got {state_dtype}; None follows the parameter"
-            )
-        self.state_dtype = state_dtype
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, **options)
-
-    def _check(self, group: dict[str, Any], names: list[str]) -> None:
-        super()._check(group, names)
-        betas = group["betas"]
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}; try (0.9, 0.95)")
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         if ranks == 1 or param.numel() < LARGE:
@@ -84,14 +61,8 @@ class Adam(ShardedOptimizer):
         return [(1, bounds[rank + 1] - bounds[rank]) for rank in range(ranks)]
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        moment = State(param.shape, None, self.state_dtype or param.dtype)
-        counter = State((), (1,), torch.int64)
+        moment, counter = State(param.shape, None, param.dtype), State((), (1,), torch.int64)
         return {"step": counter, "exp_avg": moment, "exp_avg_sq": moment}
-
-    def _limit(self, bucket: Bucket) -> int:
-        if bucket.param.device.type != "cpu":
-            return 2**62
-        return max(1, CPU_PIECE // bucket.shape[-1])
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         group = bucket.group

@@ -1,52 +1,47 @@
-"""What Muon, NorMuon and Adam share: group checks, buckets, the step, and whole state.
+"""What Muon, NorMuon and Adam share: buckets, the step, and whole state by name.
 
 A method is a pure function on stacks of parts. `update` runs it and writes new or old values, as
-the guard's flag says. A step is `launch` (send gradients), `measure` (their norms), the guard's
-judgement, `commit` (update, send weights) and `finish` (receive weights).
+the guard's flag says. A step is `launch` (send gradients), `measure` (their norms), `commit`
+(update, send weights) and `finish` (receive weights). A guard judges between measure and commit.
 """
 
 import functools
 import math
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, Team, copy_all, deal, gathered
-from .guards import Guard
-from .orthogonalize import LARGEST_SINGULAR_VALUE
-from .state import StateByName, names_of
+from .state import names_of
 
-# Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products that
-# compile to the same calls.
-COMPILED_ON = ("cuda",)
+
+class State(NamedTuple):
+    """One state tensor of a parameter: its whole shape, and its shape for each stacked matrix."""
+
+    shape: tuple[int, ...]
+    each: tuple[int, ...] | None  # None: as the matrix itself
+    dtype: torch.dtype
 
 
 def update(
     method: Callable[..., tuple[Tensor, ...]],
-    gradients: list[Tensor],
-    weights: list[Tensor],
-    target: Tensor | None,
-    state: list[Tensor],
-    taken: Tensor | None,
-    divisor: float,
-    rates: dict[str, Any],
-) -> tuple[Tensor, ...]:
+    gradients: list[Tensor], weights: list[Tensor], target: Tensor | None, state: list[Tensor],
+    taken: Tensor | None, divisor: float, rates: dict[str, Any],
+) -> None:  # fmt: skip
     """Run a method on stacked parts. Writes state in place, and weights to `target` or in place.
 
     taken: a flag, or one a matrix; where it is false, old values stay. Computes in float32 at
-    least. Returns what the method returns after weights and state. This function is compiled.
+    least. This function is compiled.
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     old, sums = stack(weights), stack(gradients).to(wide)
     if divisor != 1:  # once, in float32: dividing each bf16 gradient would lose bits
         sums = sums / divisor
-    results = method(sums, old.to(wide), *[tensor.to(wide) for tensor in state], **rates)
-    new, *fresh = results[: 1 + len(state)]
+    new, *fresh = method(sums, old.to(wide), *[tensor.to(wide) for tensor in state], **rates)
     if taken is not None:
         flag = taken.view(-1, *[1] * (old.ndim - 1))
         new = torch.where(flag, new.to(old.dtype), old)
@@ -57,7 +52,6 @@ def update(
     else:
         target.copy_(new)
     copy_all(state, fresh)
-    return results[1 + len(state) :]
 
 
 @functools.cache
@@ -88,21 +82,22 @@ def descend(weights: Tensor, step: Tensor, decay: Any, cautious: bool) -> Tensor
     return (weights * (1 - decay)).sub_(step)
 
 
-class ShardedOptimizer(StateByName, torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer):
     """Base of Muon, NorMuon and Adam.
 
     A subclass cuts parameters into parts (`_cuts`), describes their state (`_states`) and names its
     method (`_method`). process_group: None for one process. Gradients are summed over the ranks
     and divided once by grad_divisor. compiled: whether to compile `update`; None: only on CUDA.
+    State lives in buckets: read it with `named_state` or `state_dict`.
     """
 
-    RANGES: ClassVar[dict[str, tuple[float, float, float]]] = {  # least, bound, usual
-        "lr": (0, math.inf, 0.02),
-        "lr_mul": (0, math.inf, 1.0),
-        "weight_decay": (0, math.inf, 0.0),
-        "wd_mul": (0, math.inf, 1.0),
+    RANGES: ClassVar[dict[str, tuple[float, float]]] = {  # the least allowed, the first too large
+        "lr": (0, math.inf),
+        "lr_mul": (0, math.inf),
+        "weight_decay": (0, math.inf),
+        "wd_mul": (0, math.inf),
     }
-    team: Any = None
+    at_once: int  # elements that a CPU steps in one call; more would not fit its caches
 
     def __init__(
         self,
@@ -112,20 +107,15 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         cautious: bool = False,
         process_group: Any = None,
         grad_divisor: float = 1,
-        nonfinite_guard: bool = True,
         compiled: bool | None = None,
     ):
         if not 0 < grad_divisor < math.inf:
             raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
-        self._constructed: list[dict[str, Any]] = []
         super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
         self.team = Team.of(process_group)
         keep_freed_memory()
         self._build()
-        self._inside = False  # whether `step` itself calls the guard
-        self._flag: tuple[Tensor | None] | None = None  # `ok` of a guard above this optimizer
-        self.guard = Guard([self], nonfinite=nonfinite_guard)
 
     # ---- what a subclass says
 
@@ -133,74 +123,57 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         """Shapes of the parts that a parameter is cut into, in the order of its memory."""
         raise NotImplementedError
 
+    def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
+        """{name: State} for one parameter. State starts as zeros."""
+        raise NotImplementedError
+
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         """The method, its fixed options, and its rates, which may change at every step."""
         raise NotImplementedError
 
-    def _limit(self, bucket: Bucket) -> int:
-        """How many parts one call of the method takes."""
-        raise NotImplementedError
-
-    def _check(self, group: dict[str, Any], names: list[str]) -> None:
-        """Raise ValueError or TypeError for a setting or parameter that cannot work."""
-        for name, (low, below, usual) in self.RANGES.items():
-            if not low <= group[name] < below:
-                value = f"{name} must be in [{low}, {below}), got {group[name]!r}"
-                raise ValueError(f"{value}; a usual value is {usual}")
-        for name, param in zip(names, group["params"], strict=True):
-            if any(kind.__name__ == "DTensor" for kind in type(param).__mro__):
-                raise TypeError(f"parameter {name} is a DTensor; pass plain tensors")
-            if not param.is_floating_point():
-                raise ValueError(f"parameter {name} is {param.dtype}; pass floating-point tensors")
-            if not param.is_contiguous():
-                raise ValueError(f"parameter {name} is not contiguous; build it from .contiguous()")
+    def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
+        """Raise ValueError for a parameter or a setting of its group that cannot work."""
+        for setting, (least, bound) in self.RANGES.items():
+            given = group[setting]
+            values = given if isinstance(given, (tuple, list)) else [given]
+            if not all(least <= value < bound for value in values):
+                rule = f"{setting} must be in [{least}, {bound})"
+                raise ValueError(f"{rule}, got {given!r} for parameter {name}")
+        if not param.is_contiguous():
+            raise ValueError(f"parameter {name} is not contiguous; build it from .contiguous()")
 
     # ---- construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters and keep the state of the others. Collective.
-
-        ValueError for an impossible setting or parameter, TypeError for a DTensor.
-        """
+        """Add a group of parameters and keep the state of the others. Collective."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._check(group, names_of(self)[-len(group["params"]) :])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-        own = ("params", "param_names")
-        self._constructed.append({key: group[key] for key in group if key not in own})
-        if self.team is not None:
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        """Cut and deal again, because parameters were added or changed dtype. Keeps the state."""
-        kept = dict(self.named_state())
-        self._build()
-        self._load(kept)
+        if hasattr(self, "buckets"):  # torch calls this in the constructor too
+            kept = dict(self.named_state())
+            self._build()
+            self._load(kept)
 
     def _build(self) -> None:
         """Cut the parameters, deal the parts, and allocate the state of those owned here."""
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._names = dict(zip(self._group_of, names_of(self), strict=True))
         self._device = next(iter(self._names)).device
-        self._kinds = {param: (param.dtype, param.device) for param in self._names}
-        self._parts = {param: self._cut(number, param) for number, param in enumerate(self._names)}
+        self._parts: dict[Tensor, list[Part]] = {}
         self._owner: dict[Part, int] = {}
         self._place: dict[Part, tuple[Bucket, slice]] = {}  # of the parts owned here
         self.messages: list[Message] = []
         self.buckets: list[Bucket] = []
-        for kind in dict.fromkeys(self._kinds.values()):
-            alike = [parts for param, parts in self._parts.items() if self._kinds[param] == kind]
-            parts = [part for each in alike for part in each]
+        alike: dict[torch.dtype, list[Part]] = {}
+        for number, (param, name) in enumerate(self._names.items()):
+            self._check(name, param, self._group_of[param])
+            self._parts[param] = self._cut(number, param)
+            alike.setdefault(param.dtype, []).extend(self._parts[param])
+        for parts in alike.values():
             if self.team.size == 1:
                 self._own(parts)
             else:
                 self._share(parts)
         numbers = [part.number for bucket in self.buckets for part in bucket.parts]
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        self._expose()
 
     def _cut(self, number: int, param: Tensor) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
@@ -241,75 +214,36 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         self.buckets += buckets
         return buckets
 
-    def _expose(self) -> None:
-        """Fill torch's `self.state` with views of the buckets, if this process owns everything."""
-        self.state = defaultdict(dict)
-        if self.team.size > 1:
-            return
-        for param, parts in self._parts.items():
-            for name, kind in self._states(param, self._group_of[param]).items():
-                for bucket, place in [self._place[part] for part in parts]:
-                    self.state[param][name] = bucket.state[name][place].view(kind.shape)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "state"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._expose()  # pickling turned the views into copies
-
     # ---- a step
 
     @run_eagerly  # in a compiled caller, dicts keyed by parameters would go stale without a word
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, ok: Tensor | bool | None = None
+    ) -> Any:
         """Update every parameter that has a gradient on any rank. Returns the closure's loss.
 
-        Collective. Gradients are not changed. With nonfinite_guard a step is taken whole or not at
-        all. A skip gives a warning on a CPU; elsewhere ask `guard.explain(self.verdict)`, which
-        waits for the device. TypeError for a sparse gradient.
+        Collective. Gradients are not changed. ok: given by a guard, which calls the other parts of
+        a step itself; this method then only updates, where `ok` is true. It goes through here so
+        that hooks run and torch's lr_scheduler counts the step.
         """
-        if self._flag is not None:
-            self.commit(*self._flag)
+        if ok is not None:
+            self.commit(ok)
             return None
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        self._inside = True
-        try:
-            self.verdict = self.guard.step()
-        finally:
-            self._inside = False
-        if self.verdict.device.type in READ_AT_ONCE:
-            skip = self.guard.explain(self.verdict)
-            if skip is not None:
-                warnings.warn(f"step skipped: {skip}", stacklevel=3)
+        self.launch()
+        self.measure()
+        self.commit(True)
+        self.finish()
         return loss
 
-    def commit_as_step(self, ok: Tensor | None) -> None:
-        """`commit`, called through `step` so that hooks run and torch's lr_scheduler counts it."""
-        if self._inside:
-            self.commit(ok)
-            return
-        self._flag = (ok,)
-        try:
-            self.step()
-        finally:
-            self._flag = None
-
-    @torch.no_grad()
     def launch(self) -> None:
         """Send all gradients to their owners. Messages are the same if a gradient is missing."""
-        if any((param.dtype, param.device) != kind for param, kind in self._kinds.items()):
-            self._rebuild()
-        for param, name in self._names.items():
-            if param.grad is not None and param.grad.layout != torch.strided:
-                fix = "build its module with sparse=False or give it to torch.optim.SparseAdam"
-                raise TypeError(f"parameter {name} has a sparse gradient; {fix}")
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
         self._waits = [message.reduce() for message in self.messages]
 
-    @torch.no_grad()
     def measure(self) -> Tensor:
         """Norm of each parameter's mean gradient (parameters,), float32, equal on all ranks."""
         for wait in self._waits:
@@ -319,48 +253,39 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
         squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         if norms:
             squares.index_add_(0, self._numbers, torch.stack(norms).square())
-        missing = [number for number, p in enumerate(self._names) if p.grad is None]
-        totals, present = self._everywhere(squares, missing)
-        # Which parameters have a gradient; None: all. Read on the host only where that is free.
-        readable = self._device.type in READ_AT_ONCE
-        self._present = None if readable and present.all() else present
-        if self.team.size == 1 and not missing:
-            self._present = None
-        return (totals.sqrt() / self.grad_divisor).float()
+        # Which parameters have a gradient on any rank; None: all.
+        self._present: Tensor | None = None
+        missing = [number for number, param in enumerate(self._names) if param.grad is None]
+        if missing or self.team.size > 1:
+            flags = torch.ones_like(squares)
+            for number in missing:
+                flags[number] = 0
+            if self.team.size > 1:
+                # Each rank gathers and adds in the same order, so that all judge the same bits.
+                squares, flags = gathered(torch.stack([squares, flags]), self.team).sum(0)
+            self._present = flags > 0
+            # Read on the host only where that is free.
+            if self._device.type in READ_AT_ONCE and self._present.all():
+                self._present = None
+        return (squares.sqrt() / self.grad_divisor).float()
 
-    def _everywhere(self, squares: Tensor, missing: list[int]) -> tuple[Tensor, Tensor]:
-        """Squares summed over the ranks, and whether any rank has a gradient; (parameters,) each.
-
-        Each rank gathers and adds in the same order, so that all ranks judge the same bits.
-        """
-        flags = torch.ones_like(squares)
-        for number in missing:
-            flags[number] = 0
-        if self.team.size == 1:
-            return squares, flags > 0
-        totals, counts = gathered(torch.stack([squares, flags]), self.team).sum(0)
-        return totals, counts > 0
-
-    @torch.no_grad()
-    def commit(self, ok: Tensor | None) -> None:
-        """Step all buckets where `ok` is true (None: everywhere) and send the new weights."""
+    def commit(self, ok: Tensor | bool) -> None:
+        """Step all buckets where `ok` is true and send the new weights."""
         self._gathers: list[Callable[[], None]] = []
-        self.unsound = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._guarded = ok is not None
-        if ok is not None and ok.device.type in READ_AT_ONCE:
-            if not ok:
+        flag = ok if isinstance(ok, Tensor) else None
+        if flag is not None and flag.device.type in READ_AT_ONCE:
+            if not flag:
                 return
-            ok = None  # a CPU reads the flag for free, and then needs no selection
+            flag = None  # a CPU reads the flag for free, and then needs no selection
         if self.team.size == 1:
             for bucket in self.buckets:
-                self._step(bucket, ok)
+                self._step(bucket, flag)
         for message in self.messages:
             segment = message.open()
             for bucket in message.buckets:
-                self._step(bucket, ok)
+                self._step(bucket, flag)
             self._gathers.append(message.gather(segment))
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Receive the weights that other ranks own, and write them into the parameters."""
         for write in self._gathers:
@@ -376,13 +301,15 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
             taken = here if ok is None else here & ok
         method, fixed, rates = self._method(bucket)
         run: Callable[..., Any] = update
-        if self.compiled or (self.compiled is None and self._device.type in COMPILED_ON):
+        # Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products
+        # that compile to the same calls.
+        if self.compiled or (self.compiled is None and self._device.type == "cuda"):
             run = compiled_update()
             rates = {name: as_tensor(rate, bucket.param) for name, rate in rates.items()}
         # The method sees the number of this step. The counter itself rises after the last slice.
         state = dict(bucket.state)
         t = state.pop("step") + 1 if "step" in state else None
-        for parts, matrices, columns in bucket.slices(self._limit(bucket)):
+        for parts, matrices, columns in bucket.slices(self.at_once):
             given = fixed | rates | ({} if t is None else {"t": t[matrices]})
             flag = taken[matrices] if taken is not None and taken.ndim else taken
             target = None if bucket.fresh is None else bucket.fresh[matrices, columns]
@@ -392,35 +319,99 @@ class ShardedOptimizer(StateByName, torch.optim.Optimizer):
                 sums = [bucket.sums[matrices, columns]]
             weights = [tensor[:, columns] for tensor in bucket.weights(parts)]
             kept = [tensor[matrices, columns] for tensor in state.values()]
-            divisor = self.grad_divisor
-            for largest in run(method, sums, weights, target, kept, flag, divisor, given):
-                self.unsound += (~(largest <= LARGEST_SINGULAR_VALUE)).sum()  # NaN counts too
+            run(method, sums, weights, target, kept, flag, self.grad_divisor, given)
         if t is not None:
             bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)
 
+    def describe(self) -> str:
+        """One line: how many parameters, and on how many ranks."""
+        count = sum(param.numel() for param in self._names)
+        return f"{type(self).__name__}: {count:,} parameters on {self.team.size} rank(s)"
+
+    # ---- state
+
     def reset(self) -> None:
-        """Restore the optimizer as constructed, in place: zero state, original hyperparameters."""
-        for group, constructed in zip(self.param_groups, self._constructed, strict=True):
-            group.update(constructed)
+        """Set all state to zero, in place."""
         for bucket in self.buckets:
             for tensor in bucket.state.values():
                 tensor.zero_()
-        self.guard.reset()
 
-    # ---- what the optimizer says of itself
+    @torch.no_grad()
+    def named_state(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield ("parameter.state", whole tensor) pairs, only on `rank` if one is given.
 
-    def fall_back(self) -> None:
-        """React to an update that failed although its gradient was finite; here: nothing."""
+        All values are tensors, ready for safetensors. Collective: all ranks must exhaust it.
+        """
+        for param, group in self._group_of.items():
+            for name, kind in self._states(param, group).items():
+                whole = torch.zeros(kind.shape, dtype=kind.dtype, device=param.device)
+                for part in self._parts[param]:
+                    cut = part.cut(whole)
+                    if part in self._place:
+                        bucket, place = self._place[part]
+                        cut.copy_(bucket.state[name][place].view_as(cut))
+                    if part in self._owner:
+                        bits, owner = cut.view(-1).view(torch.uint8), self._owner[part]
+                        dist.broadcast(bits, group=self.team.group, group_src=owner)
+                if rank in (None, self.team.rank):
+                    yield f"{self._names[param]}.{name}", whole
 
-    def describe(self) -> str:
-        """One line: what this rank owns and what a step sends."""
-        text = f"{type(self).__name__}: {sum(param.numel() for param in self._names):,} parameters"
-        if self.team.size == 1:
-            return f"{text} in {len(self.buckets)} buckets"
-        owned = sum(math.prod(bucket.shape) for bucket in self.buckets)
-        padding = sum(message.padding for message in self.messages)
-        sent = f"{len(self.messages)} messages with {padding:,} elements of padding"
-        return f"{text}, {owned:,} of them owned by this rank, {sent}"
+    @torch.no_grad()
+    def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load a `named_state` of any world size and grouping, converted to the dtypes here.
+
+        ValueError, with nothing changed, if names or shapes differ.
+        """
+        shapes = {}
+        for param, group in self._group_of.items():
+            for name, kind in self._states(param, group).items():
+                shapes[f"{self._names[param]}.{name}"] = tuple(kind.shape)
+        wrong = [f"lacks {name}" for name in shapes if name not in tensors]
+        wrong += [f"has an unknown {name}" for name in tensors if name not in shapes]
+        for name, shape in shapes.items():
+            if name in tensors and tuple(tensors[name].shape) != shape:
+                wrong.append(f"has {name} as {tuple(tensors[name].shape)}, not {shape}")
+        if wrong:
+            raise ValueError(f"the state {'; '.join(wrong[:5])}; build the optimizer as it was")
+        self._load(tensors)
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        for part, (bucket, place) in self._place.items():
+            for name, stacked in bucket.state.items():
+                whole = tensors.get(f"{self._names[part.param]}.{name}")
+                if whole is not None:
+                    stacked[place].copy_(part.cut(whole).view_as(stacked[place]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in torch's form, copied and equal on all ranks. Collective."""
+        numbers = {name: number for number, name in enumerate(self._names.values())}
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in self.named_state():
+            name, _, kind = key.rpartition(".")
+            state.setdefault(numbers[name], {})[kind] = tensor
+        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict` of any world size: state and hyperparameters, by position.
+
+        Muon also loads that of torch.optim.Muon, Adam that of torch.optim.AdamW. ValueError, with
+        nothing changed, if it does not fit.
+        """
+        groups, names = state_dict["param_groups"], list(self._names.values())
+        sizes = [len(group["params"]) for group in groups]
+        own = [len(group["params"]) for group in self.param_groups]
+        if sizes != own:
+            raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
+        tensors = {}
+        for number, state in state_dict["state"].items():
+            for kind, tensor in state.items():
+                kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's
+                tensors[f"{names[number]}.{kind}"] = tensor
+        self.load_named_state(tensors)
+        # The backend depends on the machine, so it is not loaded.
+        known = {*self.defaults, "initial_lr"} - {"backend"}
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: saved[key] for key in known if key in saved})
 
 
 def decay_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -430,13 +421,11 @@ def decay_of(group: dict[str, Any]) -> dict[str, Any]:
     return {"decay": group["lr"] * group["weight_decay"] * group["wd_mul"]}
 
 
-def as_tensor(rate: Any, like: Tensor) -> Any:
+def as_tensor(rate: float | None, like: Tensor) -> Tensor | None:
     """The rate as a tensor on the device: a new value then needs no new compilation."""
     if rate is None:
         return None
     wide = torch.promote_types(like.dtype, torch.float32)
-    if isinstance(rate, Tensor):
-        return rate.to(like.device, wide)
     return torch.full((), rate, dtype=wide, device=like.device)
 
 

@@ -22,7 +22,6 @@ all_gather: Any = getattr(dist, "all_gather_single", None)
 all_gather = all_gather or getattr(dist, "all_gather_into_tensor", None)
 
 READ_AT_ONCE = ("cpu",)  # devices whose flags the host can read without a wait
-CPU_PIECE = 2**18  # elements a CPU steps at once: a few such float32 pieces fit its cache
 ALIGNMENT = 8  # elements: 16 bytes in bf16
 MESSAGES = 3  # updating one message's parts overlaps the all-gather of the one before
 
@@ -109,13 +108,17 @@ class Bucket:
         wide = torch.promote_types(self.param.dtype, torch.float32)
         return torch._foreach_norm(list(found), dtype=wide)
 
-    def slices(self, limit: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield (parts, matrices, columns) for each call of the method: at most `limit` parts.
+    def slices(self, at_once: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield (parts, matrices, columns) for each call of the method.
 
-        With a limit of one part, flat stacks (k, n) are also cut into columns that fit the cache.
+        On a CPU a call takes `at_once` elements or one part; of a flat part (1, n), some columns.
         """
-        width = self.shape[-1]
-        stretch = CPU_PIECE if limit == 1 and len(self.shape) == 2 else width
+        limit, width = len(self.parts), self.shape[-1]
+        stretch = width
+        if self.param.device.type == "cpu":
+            limit = max(1, at_once // self.parts[0].numel)
+            if limit == 1 and len(self.shape) == 2:
+                stretch = at_once
         for first in range(0, len(self.parts), limit):
             last = min(first + limit, len(self.parts))
             matrices = slice(first * self.each, last * self.each)
@@ -131,7 +134,6 @@ class Message:
         self.shares, self.team = shares, team
         loads = [sum(part.numel for part in share) for share in shares]
         self.length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
-        self.padding = self.length * len(shares) - sum(loads)  # elements
         self.like = next(part.param for share in shares for part in share)
         self.buckets: list[Bucket] = []  # of this rank, in the order of its segment
 

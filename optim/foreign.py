@@ -1,6 +1,5 @@
 """Lets a guard step the optimizers of torch.optim."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,23 +14,19 @@ class Foreign:
     """Steps one of torch's optimizers if a flag is true, through the same calls as ours.
 
     It sums gradients over the ranks and divides them in place; every rank steps all parameters. On
-    a CPU it reads the flag before the step. Elsewhere it copies weights and state, takes the step
-    and selects new or old values: `describe` tells the cost. State must then be on the device
-    (capturable=True or fused=True).
+    several ranks a missing gradient counts as zero. On a CPU it reads the flag before the step.
+    Elsewhere it copies weights and state, takes the step and selects new or old values: `describe`
+    tells the cost. State must then be on the device (capturable=True or fused=True).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any, grad_divisor: float):
         self.optimizer, self.grad_divisor = optimizer, grad_divisor
         self.team = Team.of(process_group)
         self.params = params_of(optimizer)
-        self.unsound = torch.zeros((), dtype=torch.int64, device=self.params[0].device)
-
-    def fall_back(self) -> None:
-        """Do nothing: there is no other backend."""
 
     def describe(self) -> str:
         """One line: what a step costs beyond the optimizer's own."""
-        mebibytes = sum(param.numel() * param.element_size() for param in self.params) / 2**20
+        mebibytes = sum(param.nbytes for param in self.params) / 2**20
         text = f"{type(self.optimizer).__name__} of torch: every rank steps all parameters"
         if self.team.size > 1:
             text += f", all-reduces {mebibytes:,.1f} MiB of gradients a step"
@@ -40,29 +35,29 @@ class Foreign:
         return text
 
     def launch(self) -> None:
-        """Send the gradients, and one flag a parameter that says whether this rank has one."""
+        """Send the gradients, one message a dtype."""
+        self._messages = []
         if self.team.size == 1:
             return
-        self._messages: list[tuple[Tensor, list[Tensor], Callable[[], None]]] = []
         for dtype in dict.fromkeys(param.dtype for param in self.params):
             members = [param for param in self.params if param.dtype == dtype]
-            blanks = [torch.zeros_like(param) for param in members]
-            sums = [b if p.grad is None else p.grad for p, b in zip(members, blanks, strict=True)]
-            flags = torch.ones(len(members), dtype=dtype, device=self.params[0].device)
-            for flag, param in zip(flags, members, strict=True):
+            grads = []
+            for param in members:
                 if param.grad is None:
-                    flag.zero_()
-            message = torch.cat([*[grad.reshape(-1) for grad in sums], flags])
+                    param.grad = torch.zeros_like(param)
+                grads.append(param.grad)
+            message = torch.cat([grad.reshape(-1) for grad in grads])
             wait = launched(dist.all_reduce, message, group=self.team.group)
-            self._messages.append((message, members, wait))
+            self._messages.append((message, grads, wait))
 
     def measure(self) -> Tensor:
         """Norm of each parameter's mean gradient (parameters,), float32."""
-        if self.team.size > 1:
-            for message, members, wait in self._messages:
-                wait()
-                self._receive(message, members)
-            self._messages = []
+        for message, grads, wait in self._messages:
+            wait()
+            sums = message.split([grad.numel() for grad in grads])
+            for grad, total in zip(grads, sums, strict=True):
+                grad.copy_(total.view_as(grad))
+        self._messages = []
         zero = torch.zeros((), device=self.params[0].device)
         norms = []
         for param in self.params:
@@ -75,18 +70,10 @@ class Foreign:
             norms.append(torch.linalg.vector_norm(param.grad, dtype=wide).float())
         return torch.stack(norms)
 
-    def _receive(self, message: Tensor, members: list[Tensor]) -> None:
-        *sums, counts = message.split([*[param.numel() for param in members], len(members)])
-        for param, total, count in zip(members, sums, counts, strict=True):
-            if param.grad is not None:
-                param.grad.copy_(total.view_as(param))
-            elif count > 0:  # read only where this rank lacks a gradient
-                param.grad = total.view_as(param).clone()
-
-    def commit_as_step(self, ok: Tensor | None) -> None:
-        """Take the step if `ok` is true or None."""
-        if ok is None or ok.device.type in READ_AT_ONCE:
-            if ok is None or ok:
+    def step(self, *, ok: Tensor | bool) -> None:
+        """Take the step if `ok` is true."""
+        if not isinstance(ok, Tensor) or ok.device.type in READ_AT_ONCE:
+            if ok:
                 self.optimizer.step()
             return
         weights = [(p.detach(), p.detach().clone()) for p in self.params if p.grad is not None]

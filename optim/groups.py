@@ -45,14 +45,11 @@ def build_optimizers(
         else:
             patterns = ", ".join(repr(table[i].pattern) for i in found)
             problems.append(f"parameter {name} matches {len(found)} rows: {patterns or 'none'}")
-    for row, own in zip(table, members, strict=True):
-        if row.optimizer not in factories:
-            known = ", ".join(factories)
-            problems.append(f"row {row.pattern!r} names {row.optimizer!r}, not one of {known}")
-        if own:
-            groups.setdefault(row.optimizer, []).append({"params": own, **row.options})
     if problems:
         raise ValueError("each parameter needs exactly one row; " + "; ".join(problems))
+    for row, own in zip(table, members, strict=True):
+        if own:
+            groups.setdefault(row.optimizer, []).append({"params": own, **row.options})
     optimizers = {name: factories[name](found) for name, found in groups.items()}
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:

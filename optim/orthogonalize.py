@@ -6,7 +6,6 @@ for each iteration, and how the matrix is scaled first.
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,18 +14,16 @@ from torch import Tensor
 
 from . import symmetric_matmul
 
-logger = logging.getLogger(__name__)
-
-Coefficients = tuple[tuple[float, float, float], ...]  # (a, b, c) of each iteration
+Coefficients = tuple[float, float, float]  # (a, b, c) of an iteration
 
 
 class Method(NamedTuple):
     """Coefficients of the iterations, which start at X / (safety * Frobenius norm + eps)."""
 
-    coefficients: Coefficients
+    coefficients: tuple[Coefficients, ...]
     safety: float = 1.0
     eps: float = 1e-7
-    # How many iterations share each Gram matrix. Every shared one adds rounding of its small
+    # How many iterations, 1 or 2, share each Gram matrix. A shared one adds rounding of its small
     # eigenvalues. In bf16, these runs kept the largest singular value below 1.25 on every spectrum
     # tried; sharing the first two of Polar Express let it reach 14.
     runs: tuple[int, ...] = ()
@@ -51,7 +48,6 @@ METHODS = {
     "newton_schulz": Method(((3.4445, -4.7750, 2.0315),) * 5, runs=(1, 2, 2)),
     # Track 3 of the public contest: twelve gentle iterations.
     "newton_schulz_12": Method(((2.0, -1.5, 0.5),) * 12, runs=(2,) * 6),
-    "normalize": Method(()),  # no iteration: normalized momentum
 }
 
 BACKENDS = ("plain", "gram", "triton")
@@ -59,15 +55,6 @@ BACKENDS = ("plain", "gram", "triton")
 TRITON_LEAST, TRITON_MULTIPLE = 512, 16
 # A CPU is fastest when a batch fits its inner caches. 2 MiB hold one 768 x 768 matrix in bf16.
 CPU_BATCH_BYTES = 2 * 2**20
-# Every method ends below 1.25, rounding to bf16 included. Above 1.5, a product has failed.
-LARGEST_SINGULAR_VALUE = 1.5
-
-
-def batch_limit(numel: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many matrices of `numel` elements to multiply in one call."""
-    if device.type != "cpu":
-        return 2**62
-    return max(1, CPU_BATCH_BYTES // max(1, numel * dtype.itemsize))
 
 
 @functools.cache
@@ -98,8 +85,8 @@ def choose(
 ) -> Choice:
     """How to orthogonalize matrices (rows, cols), rows <= cols, by the named or best backend.
 
-    "auto" follows a rule, not a measurement, so that a run can be repeated. Each choice is logged
-    once. ValueError: an unknown method or backend, or a backend that cannot run on `device`.
+    "auto" follows a rule, not a measurement, so that a run can be repeated.
+    ValueError: an unknown method or backend, or a backend that cannot run on `device`.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
@@ -119,35 +106,18 @@ def choose(
         backend = "plain"
     single = (1,) * len(METHODS[method].coefficients)
     runs = METHODS[method].runs if shares else single
-    logger.info("%d x %d in %s on %s: %s, iterations %s", rows, cols, dtype, device, backend, runs)
     return Choice(method, dtype, backend, runs)
 
 
-def orthogonalize(
-    G: Tensor,
-    method: str = "polar_express",
-    dtype: torch.dtype | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Matrices with the singular vectors of G (..., rows, cols) and singular values near 1.
-
-    Returns a new tensor of G's shape in `dtype` (None: `native_dtype`), the dtype of the products.
-    The scale of G has no effect from 1e-30 to 1e30. Zero stays zero. Gradients do not flow.
-    ValueError: fewer than two dimensions, or what `choose` refuses.
-    """
-    if G.ndim < 2:
-        raise ValueError(f"orthogonalize needs (..., rows, cols), got {tuple(G.shape)}; reshape it")
-    short, long = sorted(G.shape[-2:])
-    choice = choose(short, long, method, dtype or native_dtype(G.device), G.device, backend)
-    if G.numel() == 0:
-        return G.to(choice.dtype)
-    with torch.no_grad():
-        return orthogonalized(G.reshape(-1, *G.shape[-2:]), choice).view(G.shape)
-
-
 def orthogonalized(G: Tensor, choice: Choice) -> Tensor:
-    """`orthogonalize` for a stack (k, rows, cols) and a given choice."""
-    limit = batch_limit(G[0].numel(), choice.dtype, G.device)
+    """Matrices with the singular vectors of G (k, rows, cols) and singular values near 1.
+
+    Returns a new tensor in choice.dtype, the dtype of the products. The scale of G has no effect
+    from 1e-30 to 1e30. Zero stays zero.
+    """
+    if G.device.type != "cpu":
+        return iterate(G, choice)
+    limit = max(1, CPU_BATCH_BYTES // (G[0].numel() * choice.dtype.itemsize))
     if len(G) <= limit:
         return iterate(G, choice)
     return torch.cat([iterate(piece, choice) for piece in G.split(limit)])
@@ -168,40 +138,36 @@ def iterate(G: Tensor, choice: Choice) -> Tensor:
     A, B = (X.new_empty(len(X), side, side) for _ in range(2))
     other, done = torch.empty_like(X), 0
     for run in choice.runs:
-        coefficients = method.coefficients[done : done + run]
-        a, b, c = coefficients[0]
+        a, b, c = method.coefficients[done]
         wide = X.mT if tall else X
         product(wide, wide, A)
         product(A, A, B, D=A, alpha=c, beta=b)
         factor = B
-        if run > 1:
-            a, factor = 0.0, continued(coefficients, A, B, product)
+        if run == 2:
+            factor = joint(a, method.coefficients[done + 1], A, B, product)
+            a = 0.0
         left, right = (X, factor) if tall else (factor, X)
         torch.baddbmm(X, left, right, beta=a, out=other)
         X, other, done = other, X, done + run
     return X
 
 
-def continued(
-    coefficients: Coefficients, A: Tensor, B: Tensor, product: Callable[..., Tensor]
+def joint(
+    a: float, second: Coefficients, A: Tensor, B: Tensor, product: Callable[..., Tensor]
 ) -> Tensor:
-    """The joint polynomial of several iterations, from the first one's A and B = b A + c A^2.
+    """The joint polynomial of two iterations, from the first one's a, A and B = b A + c A^2.
 
-    Overwrites A and B. The next iteration's Gram matrix is (a I + B) A (a I + B), a product of
-    small matrices. a I is added as late as possible: beside it, bf16 would round B away.
+    Overwrites A and B. The second Gram matrix is (a I + B) A (a I + B), a product of small
+    matrices. a I is added as late as possible: beside it, bf16 would round B away.
     """
-    spare, total, other = (torch.empty_like(A) for _ in range(3))
-    latest, a = B, coefficients[0][0]
-    for number, (next_a, b, c) in enumerate(coefficients[1:]):
-        product(latest, A, spare, D=A, beta=a)
-        product(spare, latest, A, D=spare, beta=a)
-        if number == 0:
-            B.diagonal(dim1=-2, dim2=-1).add_(a)
-            latest, total = total, B
-        product(A, A, latest, D=A, alpha=c, beta=b)
-        product(latest, total, other, D=total, beta=next_a)
-        total, other, a = other, total, next_a
-    return total
+    next_a, b, c = second
+    spare, result = torch.empty_like(A), torch.empty_like(A)
+    product(B, A, spare, D=A, beta=a)
+    product(spare, B, A, D=spare, beta=a)
+    B.diagonal(dim1=-2, dim2=-1).add_(a)
+    product(A, A, spare, D=A, alpha=c, beta=b)
+    product(spare, B, result, D=B, beta=next_a)
+    return result
 
 
 def plain_product(
@@ -221,17 +187,3 @@ def scaled(G: Tensor, method: Method) -> Tensor:
     X = X / torch.maximum(high, -low).clamp_min(torch.finfo(X.dtype).tiny)
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
     return X.div_(norm * method.safety + method.eps)
-
-
-def spectral_norm(X: Tensor) -> Tensor:
-    """A lower estimate (k,) float32 of the largest singular values of X (k, rows, cols).
-
-    It costs two products with a vector and is NaN or infinite if X is. If n - 1 of n values are
-    near 1, the last one must reach (5 n)^(1/4), about 8 for 768, to lift the estimate above 1.5.
-    A failed product ends far above that.
-    """
-    X = X.mT if X.shape[-2] > X.shape[-1] else X
-    index = torch.arange(X.shape[-2], device=X.device)
-    signs = index * (index + 1) * 40503 // 65536 % 2 * 2 - 1  # fixed, but irregular
-    image = torch.bmm(torch.bmm(signs.to(X.dtype).expand(len(X), 1, -1), X), X.mT).float()
-    return (torch.linalg.vector_norm(image, dim=(1, 2)) / len(index) ** 0.5).sqrt()

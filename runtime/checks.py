@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.errors import Refused
-
 
 @torch.no_grad()
 def is_causal(
@@ -41,17 +39,3 @@ def same_bits(a: Any, b: Any) -> bool:
         return False
     # Compare bytes: NaN then equals itself, and -0 differs from 0.
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def copy_tensors(given: dict[str, Tensor], into: dict[str, Tensor]) -> None:
-    """Copy tensors by name. Refused, with nothing copied, if names, shapes or dtypes differ."""
-    theirs = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in given.items()}
-    ours = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in into.items()}
-    wrong = []
-    for name in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(name) != ours.get(name):
-            wrong.append(f"{name} {theirs.get(name, 'absent')} -> {ours.get(name, 'absent')}")
-    if wrong:
-        raise Refused(f"another model: {'; '.join(wrong[:5])}. Take that model's settings.")
-    for name, tensor in into.items():
-        tensor.copy_(given[name])

@@ -4,7 +4,6 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -88,28 +87,28 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) is (get_origin(kind) or kind)
 
 
-def _rules(claim: Claim) -> Iterator[tuple[bool, str]]:
-    """Yield (whether a rule holds, the rule as a sentence) for every rule of a claim."""
+def _rules(claim: Claim) -> list[tuple[bool, str]]:
+    """Whether each rule of a claim holds, and the rule as a sentence."""
     n, seeds, looks = claim.n, claim.seeds, claim.looks
-    yield (
-        LEAST_RUNS <= n == len(set(seeds)) == len(seeds) <= MOST_RUNS,
-        f"n = {n} must be {LEAST_RUNS} to {MOST_RUNS}, with as many different seeds",
-    )
-    yield (
-        0 < len(looks) <= MOST_LOOKS and looks == sorted(set(looks))
-        and looks[0] >= LEAST_RUNS and looks[-1] == n,
-        f"looks must rise from {LEAST_RUNS} or more to n = {n}, at most {MOST_LOOKS} of them",
-    )  # fmt: skip
-    for name, most in (("target", 100), ("alpha", 1)):
-        value = getattr(claim, name)
-        yield 0 < value < most, f"{name} {value!s:.20} must lie between 0 and {most}"
-    # The hash of the source becomes the name of a folder.
-    for name, form in (("source_sha256", SHA256), ("config_sha256", SHA256), ("created", TIME)):
-        value = getattr(claim, name)
-        what = "a time like 2026-01-31T12:00:00+00:00" if form == TIME else "64 hexadecimal digits"
-        yield bool(re.fullmatch(form, value)), f"{name} must be {what}, not {value!r:.80}"
-    yield bool(re.fullmatch(NAME, claim.name)), f"name {claim.name!r} must be letters and digits"
-    yield claim.about.isprintable(), "about must be one line of text"
+    return [
+        (LEAST_RUNS <= n == len(set(seeds)) == len(seeds) <= MOST_RUNS,
+         f"n = {n} must be {LEAST_RUNS} to {MOST_RUNS}, with as many different seeds"),
+        (looks == sorted(set(looks)) and 0 < len(looks) <= MOST_LOOKS,
+         f"looks must rise, and be 1 to {MOST_LOOKS}"),
+        (min(looks, default=0) >= LEAST_RUNS and looks[-1] == n,
+         f"looks must lie between {LEAST_RUNS} and n = {n}, the last one at n"),
+        (0 < claim.target < 100, f"target {claim.target!s:.20} must lie between 0 and 100"),
+        (0 < claim.alpha < 1, f"alpha {claim.alpha!s:.20} must lie between 0 and 1"),
+        # The hash of the source becomes the name of a folder.
+        (re.fullmatch(SHA256, claim.source_sha256) is not None,
+         f"source_sha256 must be 64 hexadecimal digits, not {claim.source_sha256!r:.80}"),
+        (re.fullmatch(SHA256, claim.config_sha256) is not None,
+         f"config_sha256 must be 64 hexadecimal digits, not {claim.config_sha256!r:.80}"),
+        (re.fullmatch(TIME, claim.created) is not None,
+         f"created must be a time like 2026-01-31T12:00:00+00:00, not {claim.created!r:.80}"),
+        (re.fullmatch(NAME, claim.name) is not None, f"name {claim.name!r} must be a CamelName"),
+        (claim.about.isprintable(), "about must be one line of text"),
+    ]  # fmt: skip
 
 
 def admit(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:

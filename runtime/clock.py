@@ -16,7 +16,7 @@ class Clock:
     """Measures phases, one at a time.
 
     `synchronize()` waits for the device at both ends of a phase. `phases` holds the phases before
-    the first run, then those of the current run. RuntimeError if phases nest or none is open.
+    the first run, then those of the current run. RuntimeError if phases nest.
     """
 
     def __init__(self, synchronize: Callable[[], object] = lambda: None) -> None:
@@ -47,8 +47,7 @@ class Clock:
 
     def stop(self, *, wait: bool = True) -> None:
         """Close the open phase. wait: first for the device, which after a failure may hang."""
-        if self._open is None:
-            raise RuntimeError("no phase is open: call start() before stop()")
+        assert self._open is not None, "no phase is open"
         if wait:
             self._synchronize()
         name, timed, start_ns = self._open

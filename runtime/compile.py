@@ -31,13 +31,6 @@ def why_not_compile(device: torch.device) -> str | None:
     return None
 
 
-def check_compile(mode: str, device: torch.device) -> None:
-    """Raise Refused if `mode` is "on" where compilation cannot work."""
-    obstacle = why_not_compile(device) if mode == "on" else None
-    if obstacle:
-        raise Refused(f"--compile on: {obstacle}. Install it, or use --compile auto.")
-
-
 def try_compile(
     function: Callable[..., Any], mode: str, machine: Machine, first_call: Callable[[Any], object]
 ) -> tuple[Callable[..., Any], str | None]:
@@ -46,8 +39,11 @@ def try_compile(
     `first_call` must work with the compiled function. If it fails, `mode` "auto" falls back and
     "on" raises Refused; "off" does not try. Lack of memory is raised as it is.
     """
-    obstacle = "as asked" if mode == "off" else why_not_compile(machine.device)
-    if obstacle:
+    if mode == "off":
+        return function, "as asked"
+    if obstacle := why_not_compile(machine.device):
+        if mode == "on":
+            raise Refused(f"--compile on: {obstacle}. Install it, or use --compile auto.")
         return function, obstacle
     machine.say("compiling: tens of seconds the first time, then cached")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
@@ -83,22 +79,19 @@ def fits(function: Callable[[], object], machine: Machine) -> bool:
     return not any(machine.gather(short))
 
 
-def compile_facts() -> dict[str, list[str]]:
-    """Return for the log the compiler settings that code or environment changed.
+def compile_flags() -> list[str]:
+    """Return the compiler settings that code or environment changed. Imports nothing.
 
-    The contest's tracks allow none. Imports nothing.
+    The log records them, because the contest's tracks allow none.
     """
-    config: Any = sys.modules.get("torch._inductor.config")
-    lines = config.codegen_config().splitlines() if config else []
-    flags = [line for line in lines if not _is_default(config, line)]
-    for name in sorted(os.environ):
+    flags = []
+    for name, value in sorted(os.environ.items()):
         if name.startswith("TORCHINDUCTOR_") and "CACHE" not in name:
-            flags.append(f"{name}={os.environ[name]}")
-    return {"compile_flags": flags}
-
-
-def _is_default(config: Any, line: str) -> bool:
-    """Return whether a line of `codegen_config` states a default. Compiling writes some of them."""
-    name, _, value = line.removeprefix("torch._inductor.config.").partition(" = ")
-    entry = config._config.get(name)
-    return entry is not None and repr(entry.default) == value
+            flags.append(f"{name}={value}")
+    config: Any = sys.modules.get("torch._inductor.config")
+    if config is not None:
+        # `codegen_config()` would list defaults too: compiling writes some of them.
+        for name, value in config.get_config_copy().items():
+            if value != config._config[name].default:
+                flags.append(f"torch._inductor.config.{name} = {value!r}")
+    return flags

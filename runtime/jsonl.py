@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from pathlib import Path, PurePath
+from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
@@ -29,8 +29,6 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    if isinstance(value, PurePath):
-        return str(value)
     raise TypeError(f"cannot log a {type(value).__name__}: make it a number, text, list or dict")
 
 

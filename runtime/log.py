@@ -1,13 +1,7 @@
 """The run log: one JSON line an event, written so that it survives whatever ends the run.
 
-    logs/<run_id>.jsonl        one event a line, written as it happens
-    logs/<run_id>.2.jsonl      the second segment: a process that resumes the run writes its own
-    logs/sources/<sha256>/     the source files, once per version
-    logs/registry.jsonl        a line for each start, resume and end of a run
-
-A process only appends, and only to its own segment. The header of a later segment names the step
-after which it begins, and the hash of the segment before. What earlier segments say of later steps
-no longer counts.
+A process appends to its own segment alone. The header of a later segment names the step after which
+it begins, and the hash of the segment before. docs/log_format.md has all files, events and fields.
 """
 
 import contextlib
@@ -44,18 +38,14 @@ SYNCED_EVENTS = {"val", "end"}  # claims rest on these, so they must survive a p
 # ---- What identifies a run
 
 
-def source_files(root: str | Path) -> list[Path]:
-    """The files that decide what a run computes, sorted by name relative to `root`."""
-    root = Path(root)
-    files = [root / name for name in SOURCE_FILES if (root / name).is_file()]
-    for package in SOURCE_PACKAGES:
-        files += [path for path in (root / package).rglob("*.py") if path.is_file()]
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
-
-
 def read_sources(root: str | Path) -> dict[str, bytes]:
-    """The contents of `source_files(root)` by their name relative to `root`."""
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in source_files(root)}
+    """The files that decide what a run computes: contents by name relative to `root`, sorted."""
+    root = Path(root)
+    paths = [root / name for name in SOURCE_FILES]
+    for package in SOURCE_PACKAGES:
+        paths += (root / package).rglob("*.py")
+    names = sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())
+    return {name: (root / name).read_bytes() for name in names}
 
 
 def digest(sources: dict[str, bytes]) -> str:
@@ -69,7 +59,6 @@ def digest(sources: dict[str, bytes]) -> str:
 
 
 def source_hash(root: str | Path) -> str:
-    """SHA-256 of the names and contents of `source_files(root)`."""
     return digest(read_sources(root))
 
 
@@ -112,17 +101,16 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
     path = segment_path(directory, run_id, 1)
     while content := _read_segment(path):
         events = [_event(line) for line in content.splitlines()]
-        if events[0].get("event") != "header" or events[0].get("run_id") != run_id:
+        header, last = events[0], events[-1]
+        if header.get("event") != "header" or header.get("run_id") != run_id:
             raise LogError(f"{path}: line 1 must be the header of run {run_id}. Restore the file.")
-        status = None
         for event in events:
-            train_time_ms = max(train_time_ms, _milliseconds(event, "train_time_ms"))
-            t_ms = max(t_ms, _milliseconds(event, "t_ms"))
-            if event.get("event") in ("end", "resume"):  # schema 1 resumed within one file
-                status = event.get("status")
+            train_time_ms = max(train_time_ms, event.get("train_time_ms", 0.0))
+            t_ms = max(t_ms, event.get("t_ms", 0.0))
+        status = last["status"] if last.get("event") == "end" else None
         sizes += (len(content),)
         sha256 = hashlib.sha256(content).hexdigest()
-        history = History(events[0], sizes, sha256, status, train_time_ms, t_ms)
+        history = History(header, sizes, sha256, status, train_time_ms, t_ms)
         path = segment_path(directory, run_id, len(sizes) + 1)
     return history
 
@@ -148,11 +136,6 @@ def _event(line: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _milliseconds(event: dict[str, Any], name: str) -> float:
-    value = event.get(name)
-    return value if isinstance(value, float) and math.isfinite(value) else 0.0
-
-
 # ---- Writing
 
 
@@ -167,13 +150,14 @@ def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
                        f"or give another folder.") from None  # fmt: skip
 
 
-def store_sources(directory: str | Path, root: str | Path) -> None:
-    """Copy the sources to `sources/<sha256>/`, all or none. LogError if the disk refuses."""
+def store_sources(directory: str | Path, root: str | Path) -> str:
+    """Copy the sources to `sources/<sha256>/`, all or none. Returns the hash. LogError if not."""
     sources = read_sources(root)  # once, so that the hash names exactly what is stored
-    folder = Path(directory, "sources", digest(sources))
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    sha256 = digest(sources)
+    folder = Path(directory, "sources", sha256)
     if folder.exists():
-        return
+        return sha256
+    partial = folder.with_name(f".{sha256}.{os.getpid()}")
     try:
         for name, content in sources.items():
             path = partial / name
@@ -185,39 +169,60 @@ def store_sources(directory: str | Path, root: str | Path) -> None:
             raise LogError(f"cannot write {folder}: {error.strerror}. Free some space.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return sha256
 
 
 class RunLog:
     """One segment of a run's log: the first, or with `history` the one after it.
 
-    When `write` returns, the operating system has the line, so it survives the death of the
-    process. A full disk does not end the run: lines wait in memory, and each later write tries
-    them again. With `enabled=False` nothing is written.
+    `begin` creates it; before that nothing is written. When `write` returns, the operating system
+    has the line, so it survives the death of the process. A full disk does not end the run: lines
+    wait in memory, and each later write tries them again.
     """
 
-    def __init__(
-        self, directory: str | Path, run_id: str, history: History | None = None,
-        enabled: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, directory: str | Path, run_id: str, history: History | None = None) -> None:
         self.directory, self.run_id, self.history = Path(directory), run_id, history
         self.segment = len(history.sizes) + 1 if history else 1
         self.path = segment_path(directory, run_id, self.segment)
         self.size = 0  # bytes, waiting lines included
-        self._sha256 = hashlib.sha256()  # of the same bytes
-        self._waiting: list[bytes] = []
-        self._refusal: OSError | None = None  # the first
+        self._waiting = b""
+        self._sha256 = hashlib.sha256()  # of all lines, waiting ones included
+        self._warned = False
         self._start_ns = time.monotonic_ns()
         if history:
             self._start_ns -= math.ceil(1e6 * history.t_ms)  # t_ms never falls within a run
+        self._lock = FileLock(self.directory / f".{run_id}.lock")
         self._descriptor: int | None = None
-        if enabled:
-            self._open()
 
-    def _open(self) -> None:
-        self._lock = FileLock(self.directory / f".{self.run_id}.lock")
+    def begin(self, header: dict[str, Any], resumed: dict[str, Any] | None = None) -> None:
+        """Create the segment, register a start or a resume, and write the first lines. LogError.
+
+        `resumed` is the resume event: from_step, checkpoint (its name or None), differences.
+        """
+        self._create()
+        entry, registered = "start", {name: header.get(name) for name in REGISTERED}
+        if self.history and resumed:
+            before = self.history.sha256
+            after = {"segment": self.segment, "after_step": resumed["from_step"]}
+            header = header | after | {"previous_sha256": before}
+            entry, registered = "resume", after | {"log_sha256": before}
+        try:
+            # First the registry, so that no run is forgotten: the header holds its line's hash.
+            path = self.directory / REGISTRY
+            sha256 = {"registry_sha256": register(path, entry, run_id=self.run_id, **registered)}
+            self._add("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
+            if resumed:
+                self._add("resume", resumed | sha256)
+            path = self.path
+            self._flush(sync=True)  # both lines or none
+        except OSError as error:
+            self._waiting = b""
+            raise LogError(f"cannot write {path}: {error.strerror}. Free some space or give "
+                           f"another --log-dir, and start again.") from error  # fmt: skip
+
+    def _create(self) -> None:
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | BINARY
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
             if self.history:
                 if read_history(self.directory, self.run_id) != self.history:
@@ -233,53 +238,34 @@ class RunLog:
                            f"process, or give a --log-dir that can be written.") from error
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event. Its t_ms leaves out the pauses between segments."""
+        """Append one event. The first OSError prints a warning; later ones are silent."""
         if self._descriptor is None:
             return
-        self._append(self._line(event, fields), sync=event in SYNCED_EVENTS)
-
-    def _line(self, event: str, fields: dict[str, Any]) -> bytes:
-        t_ms = (time.monotonic_ns() - self._start_ns) / 1e6
-        return json_line({"event": event, "t_ms": t_ms, **fields})
-
-    def _append(self, lines: bytes, sync: bool) -> None:
-        """Write what waits and these. The first OSError prints a warning; later ones are silent."""
-        assert self._descriptor is not None
-        self._waiting.append(lines)
-        self.size += len(lines)
-        self._sha256.update(lines)
+        self._add(event, fields)
         try:
-            while self._waiting:
-                append(self._descriptor, self._waiting[0])
-                del self._waiting[0]
-            if sync:
-                os.fsync(self._descriptor)
+            self._flush(sync=event in SYNCED_EVENTS)
         except OSError as error:
-            if self._refusal is None:
-                self._refusal = error
+            if not self._warned:
+                self._warned = True
                 with contextlib.suppress(OSError):  # stderr may be on the same disk
                     print(f"warning: cannot write {self.path}: {error.strerror}. The run goes on; "
                           f"free some space before it ends.", file=sys.stderr, flush=True)
 
-    def begin(self, header: dict[str, Any], resumed: dict[str, Any] | None = None) -> None:
-        """Register a start or a resume, and write the first lines. LogError if the disk refuses.
+    def _add(self, event: str, fields: dict[str, Any]) -> None:
+        """Let a line wait. Its t_ms leaves out the pauses between segments."""
+        t_ms = (time.monotonic_ns() - self._start_ns) / 1e6
+        line = json_line({"event": event, "t_ms": t_ms, **fields})
+        self._waiting += line
+        self._sha256.update(line)
+        self.size += len(line)
 
-        `resumed` is the resume event: from_step, checkpoint (its name or None), differences.
-        """
-        entry, registered = "start", {name: header.get(name) for name in REGISTERED}
-        if self.history and resumed:
-            before = self.history.sha256
-            after = {"segment": self.segment, "after_step": resumed["from_step"]}
-            header = header | after | {"previous_sha256": before}
-            entry, registered = "resume", after | {"log_sha256": before}
-        # The registry comes first, so that no run is forgotten. The header holds its line's hash.
-        sha256 = {"registry_sha256": self._register(entry, registered)}
-        lines = self._line("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
-        if resumed:
-            lines += self._line("resume", resumed | sha256)
-        self._append(lines, sync=True)  # both or none
-        if self._refusal is not None:
-            raise self._error(self.path, self._refusal)
+    def _flush(self, sync: bool) -> None:
+        """Write the waiting lines, all or none."""
+        assert self._descriptor is not None
+        append(self._descriptor, self._waiting)
+        self._waiting = b""
+        if sync:
+            os.fsync(self._descriptor)
 
     def finish(self, end: dict[str, Any]) -> None:
         """Log and register how the run ended, and close. LogError if the disk refuses."""
@@ -287,34 +273,25 @@ class RunLog:
             return
         self.write("end", **end)
         registered = {"status": end["status"], "val_loss": end["val_loss"]}
-        try:
-            if not self._waiting:  # else the run counts as broken off, and can be resumed
-                self._register("end", registered | {"log_sha256": self._sha256.hexdigest()})
-        finally:
-            self.close()
-
-    def _register(self, entry: str, fields: dict[str, Any]) -> str:
+        registered["log_sha256"] = self._sha256.hexdigest()
         path = self.directory / REGISTRY
         try:
-            return register(path, entry, run_id=self.run_id, **fields)
+            if not self._waiting:  # else the run counts as broken off, and can be resumed
+                register(path, "end", run_id=self.run_id, **registered)
         except OSError as error:
-            raise self._error(path, error) from error
-
-    def _error(self, path: Path, error: OSError) -> LogError:
-        return LogError(f"cannot write {path}: {error.strerror}; {self.path} is intact. Free some "
-                        f"space or give another --log-dir, and start again.")  # fmt: skip
+            raise LogError(f"cannot write {path}: {error.strerror}; {self.path} is whole. Free "
+                           f"some space.") from error  # fmt: skip
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Close the log. LogError if lines still wait: they are lost."""
         if self._descriptor is None:
             return
-        empty = os.fstat(self._descriptor).st_size == 0
         os.close(self._descriptor)
         self._descriptor = None
-        if empty:  # the run never began; readers would refuse an empty log
-            self.path.unlink(missing_ok=True)
         self._lock.release()
         Path(self._lock.lock_file).unlink(missing_ok=True)
         if self._waiting:
-            raise LogError(f"cannot write {self.path}: its last {len(self._waiting)} lines are "
-                           f"lost. Free some space and resume the run.")  # fmt: skip
+            raise LogError(f"cannot write {self.path}: its last lines are lost. Free some space "
+                           f"and resume the run.")  # fmt: skip

@@ -16,13 +16,13 @@ from torch import Tensor
 from runtime import checkpoint
 from runtime.checkpoint import Snapshot
 from runtime.clock import Clock
-from runtime.errors import Interrupted, LogError, NonFinite, Refused
-from runtime.log import RunLog, source_hash, store_sources
+from runtime.errors import Interrupted, LogError, NonFinite
+from runtime.log import RunLog, store_sources
 from runtime.machine import Machine, peak_mib
 from runtime.resume import Plan, differences
-from runtime.settings import Interval
-from runtime.stop import SAVE, Stop
+from runtime.stop import SIGNALS, Stop
 
+FLAGS = len(SIGNALS)
 LAG = 2  # a GPU's loss is read so many steps late, on all ranks alike, so that they act alike
 MOST_SKIPS = 20  # in a row; after that the run has stopped learning
 SECONDS_BETWEEN_LINES = 1.0
@@ -39,7 +39,7 @@ class Trainer(Protocol):
     def state_dict(self) -> dict[str, Any]: ...  # model, optim, data: copies on rank 0's host
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def where(self, step: int) -> dict[str, Any]: ...  # shard and token_offset of its batch
-    def mfu(self, tokens_per_s: float) -> float: ...
+    def mfu(self, tokens_per_s: float) -> float | None: ...
 
 
 class Run(contextlib.AbstractContextManager):
@@ -54,7 +54,7 @@ class Run(contextlib.AbstractContextManager):
         self._config, self._machine, self._source = trainer.config, trainer.machine, source
         self._header: dict[str, Any] = {}
         self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
-        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history, enabled=False)
+        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history)  # rank 0 begins it
         self._phases_logged = 0
         self._stepped_at = 0.0  # train time
         # Steps whose values have not been read yet: event, values, CUDA event or None.
@@ -62,9 +62,7 @@ class Run(contextlib.AbstractContextManager):
         self._said_at = -math.inf
         self._skips = 0  # in a row; starts at zero after a resume
         self._failure: NonFinite | None = None
-        self._every = Interval.parse(self._config.checkpoint_every)
-        self._saved_at, self._saved_time = plan.step, time.monotonic()
-        self._save_wanted = False
+        self._saved_at = plan.step
         self._folder = Path(self._config.checkpoint_dir, plan.run_id)
         self._last_saved = plan.checkpoint
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -84,7 +82,7 @@ class Run(contextlib.AbstractContextManager):
         return self
 
     def _load(self) -> None:
-        """Load rank 0's checkpoint on all ranks. Refused if it does not fit."""
+        """Set the clock, and load rank 0's checkpoint on all ranks."""
         plan, machine = self.plan, self._machine
         self.clock.begin_run()
         if plan.history is None:
@@ -94,30 +92,26 @@ class Run(contextlib.AbstractContextManager):
         if path is None:
             return
         model, optim, state = machine.on_main(lambda: checkpoint.load(path))
-        try:
-            data = state["data"]
-            self.trainer.load_state_dict({"model": model, "optim": optim, "data": data})
-            set_random_state(machine, optim)
-        except Exception as error:  # of any kind: a stranger may have written the checkpoint
-            raise Refused(f"checkpoint {path} does not fit this run: {error}") from error
+        data = state["data"]
+        self.trainer.load_state_dict({"model": model, "optim": optim, "data": data})
+        set_random_state(machine, optim)
 
     def _begin(self) -> None:
         """Open the log and write its first lines, on rank 0."""
         plan = self.plan
-        if source_hash(self._source) != self._header["source_sha256"]:
+        stored = store_sources(self._config.log_dir, self._source)
+        if stored != self._header["source_sha256"]:
             raise LogError(f"the source in {self._source} was edited since the run started. Start "
                            f"it again.")  # fmt: skip
-        store_sources(self._config.log_dir, self._source)
-        self._log = RunLog(self._config.log_dir, plan.run_id, plan.history)
         if plan.history is None:
             self._log.begin(self._header)
             return
-        blocking, others = differences(plan.history.header, self._header)
+        _, others = differences(plan.history.header, self._header)
         name = plan.checkpoint.name if plan.checkpoint else None
-        found = {"from_step": plan.step, "checkpoint": name, "differences": blocking + others}
+        found = {"from_step": plan.step, "checkpoint": name, "differences": others}
         self._log.begin(self._header, found)
         said = f"run {plan.run_id} resumes after step {plan.step}"
-        self._machine.say("; ".join([said, *blocking, *others]))
+        self._machine.say("; ".join([said, *others]))
 
     def _log_phases(self) -> None:
         for phase in self.clock.phases[self._phases_logged :]:
@@ -188,12 +182,9 @@ class Run(contextlib.AbstractContextManager):
             event, values, arrived = self._late.pop(0)
             if arrived is not None:
                 arrived.synchronize()
-            loss, *flags = values[: SAVE + 2].tolist()
-            wants_to_save = self.stop.hear(flags)
-            # A message that was sent before the last save may still carry the request for it.
-            if wants_to_save and event["step"] > self._saved_at:
-                self._save_wanted = True
-            self._write_step(event, loss, self.trainer.guard.explain(values[SAVE + 2 :]))
+            loss, flags, verdict = values[0].item(), values[1 : 1 + FLAGS], values[1 + FLAGS :]
+            self.stop.hear(flags.tolist())
+            self._write_step(event, loss, self.trainer.guard.explain(verdict))
 
     def _write_step(self, event: dict[str, Any], loss: float, skip: Any) -> None:
         step = event["step"]
@@ -221,10 +212,12 @@ class Run(contextlib.AbstractContextManager):
         step, steps = event["step"], self._config.steps
         seconds = event["train_time_ms"] / 1000
         rate = event["tokens"] / seconds
+        used = self.trainer.mfu(rate)
+        mfu = "" if used is None else f"MFU {used:.2f} | "
         return (
             f"step {step}/{steps} {step / steps:4.0%} | train loss {loss:.4f} | "
             f"lr x{event['lr_mul']:.3f} | window {event['window']} | {rate:,.0f} tok/s | "
-            f"MFU {self.trainer.mfu(rate):.2f} | {seconds:.1f} s | "
+            f"{mfu}{seconds:.1f} s | "
             f"ETA {seconds / step * (steps - step):.0f} s"
         )
 
@@ -242,13 +235,9 @@ class Run(contextlib.AbstractContextManager):
 
     def must_save(self) -> bool:
         """Whether to save after this step; the same answer on all ranks."""
-        minutes = (time.monotonic() - self._saved_time) / 60
-        if self._machine.is_main and 0 < self._every.minutes <= minutes:
-            self.stop.ask_to_save()  # clocks differ, so all ranks hear it with a later step
-        every = self._every.steps
+        every = self._config.checkpoint_every
         due = every > 0 and self.steps_done // every > self._saved_at // every
-        ends = self.stop.number is not None or self._failure is not None
-        return due or ends or self._save_wanted
+        return due or self.stop.number is not None or self._failure is not None
 
     def save(self) -> None:
         """Copy the run to the host, on the clock. A thread writes the checkpoint.
@@ -275,9 +264,7 @@ class Run(contextlib.AbstractContextManager):
 
     def _submit(self, taken: dict[str, Any]) -> None:
         """Write the checkpoint in the background. It replaces one that has not started yet."""
-        self._saved_at, self._saved_time = self.steps_done, time.monotonic()
-        self._save_wanted = False
-        self.stop.ask_to_save(False)
+        self._saved_at = self.steps_done
         if not self._machine.is_main:
             return
         state = {
@@ -292,9 +279,6 @@ class Run(contextlib.AbstractContextManager):
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:
         try:
-            for name, weight in snapshot.model.items():
-                if not weight.isfinite().all():
-                    raise ValueError(f"{name} is not finite, and older checkpoints are worth more")
             self._last_saved = checkpoint.save(self._folder, snapshot)
         except Exception as error:  # of any kind: an error in this thread would be silent
             step, reason = snapshot.state["step"], getattr(error, "strerror", None) or error

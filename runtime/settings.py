@@ -5,13 +5,10 @@
 
 import argparse
 import dataclasses
-import difflib
 import json
 import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import UnionType
 from typing import Any, TypeVar
 
 from runtime.errors import Refused
@@ -19,51 +16,43 @@ from runtime.errors import Refused
 Settings = TypeVar("Settings")
 
 
+# What may be demanded of a value, by the words of the message: a comparison with a limit.
 RULES: dict[str, Callable[[Any, Any], bool]] = {
-    "one_of": lambda value, choices: value in choices,
     "at_least": operator.ge,
     "at_most": operator.le,
     "below": operator.lt,
-    "multiple_of": lambda value, unit: 0 < unit <= value and value % unit == 0,
+    "a_multiple_of": lambda value, unit: 0 < unit <= value and value % unit == 0,
 }
 
 
-def setting(default: Any, about: str, *, section: str = "", **rules: Any) -> Any:
-    """Return a dataclass field with its --help text and the rules that `check_fields` applies.
+def setting(
+    default: Any, about: str, *, section: str = "", one_of: Sequence[str] = (), **rules: Any
+) -> Any:
+    """Return a dataclass field with its --help text and what is demanded of its value.
 
-    `section` titles a new group of flags in --help, for this field and those after it. `rules` are
-    any of RULES with a limit: numbers, the name of another setting, or choices for one_of.
+    `section` titles a new group of flags in --help, for this field and those after it. `one_of`
+    holds for flags. `rules` are any of RULES with a limit: a number or the name of another setting.
     """
-    facts = {"about": about, "section": section, "rules": rules}
+    facts = {"about": about, "section": section, "one_of": one_of, "rules": rules}
     return dataclasses.field(default=default, metadata=facts)
 
 
-def require(settings: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
-    """Raise Refused for the first broken rule: {name: (whether it holds, what must be true)}."""
-    for name, (holds, rule) in rules.items():
-        if not holds:
-            value = as_text(getattr(settings, name))
-            raise Refused(f"{flag(name)} {value}: it must be {rule}.")
+def require(settings: Any, name: str, holds: bool, rule: str) -> None:
+    """Raise Refused if a rule of this setting does not hold; `rule`: what its value must be."""
+    if not holds:
+        raise Refused(f"{flag(name)} {as_text(getattr(settings, name))}: it must be {rule}.")
 
 
 def check_fields(settings: Any) -> None:
     """Raise Refused for the first field whose value breaks one of its rules."""
-    for by_setting in (False, True):  # a setting must be checked before it limits others
-        for field in dataclasses.fields(settings):
-            for rule, limit in field.metadata["rules"].items():
-                if isinstance(limit, str) == by_setting:
-                    _check(settings, field.name, rule, limit)
-
-
-def _check(settings: Any, name: str, rule: str, limit: Any) -> None:
-    words = ", ".join(limit) if rule == "one_of" else str(limit)
-    if isinstance(limit, str):
-        words = f"{flag(limit)} {getattr(settings, limit)}"
-        limit = getattr(settings, limit)
-    value = getattr(settings, name)
-    holds = value is None or RULES[rule](value, limit)
-    start = rule.replace("_", " ").replace("multiple", "a multiple")
-    require(settings, {name: (holds, f"{start} {words}")})
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        for rule, limit in field.metadata["rules"].items():
+            words = f"{rule.replace('_', ' ')} {limit}"
+            if isinstance(limit, str):
+                words = f"{rule.replace('_', ' ')} {flag(limit)} {getattr(settings, limit)}"
+                limit = getattr(settings, limit)
+            require(settings, field.name, value is None or RULES[rule](value, limit), words)
 
 
 @dataclass(frozen=True)
@@ -75,38 +64,19 @@ class RunSettings:
     data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
     log_dir: str = setting("logs", "folder of the run logs")
     claim: str = setting("", "claim.json that the runs must fit: source, configuration and seeds")
-    checkpoint_every: str = setting("10m", "steps (500) or minutes (10m); 0: only when interrupted")
+    checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal", at_least=0)
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
     keep_model: bool = setting(False, "keep the last checkpoint of a finished run")
-    resume: str = setting("", "auto: the unfinished runs of these settings; or a checkpoint folder")
-    resume_anyway: bool = setting(False, "resume even with another source or configuration")
+    resume: str = setting("", "auto: the unfinished runs of these settings; or checkpoints/RUN")
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        Interval.parse(self.checkpoint_every)
 
 
 # Runs of one experiment may differ in these.
 SETTINGS_OF_A_RUN = tuple(field.name for field in dataclasses.fields(RunSettings))
-
-
-@dataclass(frozen=True)
-class Interval:
-    """How often a run saves a checkpoint: steps or minutes between two; both 0: never."""
-
-    steps: int = 0
-    minutes: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str) -> "Interval":
-        """Read "500" (steps), "10m" (minutes) or "0" (never). Raises Refused."""
-        if re.fullmatch(r"\d+", text):
-            return cls(steps=int(text))
-        if re.fullmatch(r"\d+(\.\d+)?m", text):
-            return cls(minutes=float(text[:-1]))
-        raise Refused(f"--checkpoint-every {text}: it must be steps (500), minutes (10m) or 0.")
 
 
 # ---- Flags
@@ -122,24 +92,36 @@ def as_text(value: Any) -> str:
         return "auto"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def from_text(kind: Any, text: str) -> Any:
-    """Invert `as_text` for bool, int, float, str, int | None and tuple[float, float].
+# argparse names these functions in its messages: "invalid two_numbers value: '0.9'".
 
-    Raises ValueError for any other text.
-    """
-    if isinstance(kind, UnionType):
-        return None if text == "auto" else int(text)
-    if kind is bool:
-        if text not in ("on", "off"):
-            raise ValueError(text)
-        return text == "on"
-    if kind in (int, float, str):
-        return kind(text)
+
+def on_or_off(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError
+    return text == "on"
+
+
+def int_or_auto(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def two_numbers(text: str) -> tuple[float, float]:
     first, second = text.split(",")
     return float(first), float(second)
+
+
+# What argparse needs to know of a flag, by the type of its field.
+FLAGS: dict[Any, dict[str, Any]] = {
+    bool: {"type": on_or_off, "metavar": "on|off", "nargs": "?", "const": True},  # alone: on
+    int: {"type": int, "metavar": "N"},
+    float: {"type": float, "metavar": "X"},
+    str: {"type": str, "metavar": "TEXT"},
+    int | None: {"type": int_or_auto, "metavar": "auto|N"},
+    tuple[float, float]: {"type": two_numbers, "metavar": "X,X"},
+}
 
 
 def parse(
@@ -149,36 +131,24 @@ def parse(
     """Return an instance of the dataclass `kind`, made from flags.
 
     `preset(given)` returns the defaults that belong to the given flags. Raises Refused, which names
-    the rule or the nearest flag, and SystemExit(0) after --help and --print-config.
+    the flag and the rule, and SystemExit(0) after --help and --print-config.
     """
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    known, unknown = _parser(kind, {}, description).parse_known_args(argv)
-    for word in unknown:
-        near = difflib.get_close_matches(word.split("=")[0], map(flag, fields), n=1, cutoff=0.5)
-        advice = f"Did you mean {near[0]}?" if near else "--help lists them all."
-        raise Refused(f"{word}: no such flag. {advice}")
-    given = {}
-    for name, field in fields.items():
-        if (text := getattr(known, name)) is not None:
-            given[name] = _read(field, text)
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    parser = _make_parser(fields, description)
+    given = vars(parser.parse_args(argv))
+    wants_help, wants_config = given.pop("help", False), given.pop("print_config", False)
     values = preset(given) | given
-    if known.help:  # before the rules are checked, so that broken settings can be looked up
-        print(_parser(kind, values, description).format_help())
+    if wants_help:  # before the rules are checked, so that broken settings can be looked up
+        for field in fields:
+            shown = as_text(values.get(field.name, field.default))
+            parser.set_defaults(**{field.name: shown})
+        print(parser.format_help())
         raise SystemExit(0)
     settings = kind(**values)
-    if known.print_config:
+    if wants_config:
         print(json.dumps(dataclasses.asdict(settings), indent=2))  # type: ignore[call-overload]
         raise SystemExit(0)
     return settings
-
-
-def _read(field: dataclasses.Field, text: str) -> Any:
-    try:
-        return from_text(field.type, text)
-    except ValueError:
-        kind = getattr(field.type, "__name__", field.type)
-        rule = f"it takes a value like {as_text(field.default)} ({kind})"
-        raise Refused(f"{flag(field.name)} {text}: {rule}.") from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -186,25 +156,21 @@ class _Parser(argparse.ArgumentParser):
         raise Refused(f"{message}. --help lists the flags.")
 
 
-def _parser(kind: Any, shown: dict[str, Any], description: str) -> argparse.ArgumentParser:
-    """Return a parser with a group for each section, whose --help shows the values in `shown`."""
+def _make_parser(fields: Sequence[dataclasses.Field], description: str) -> argparse.ArgumentParser:
+    """Return a parser with a group for each section. It returns the given flags alone."""
     parser = _Parser(
         usage="train_gpt.py [flags]", description=description, allow_abbrev=False, add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--help", "-h", action="store_true", help="show this text and stop")
+    # Not argparse's own --help: it would end the program before the preset is known.
+    parser.add_argument("--help", "-h", action="store_true", help="show this text")
     parser.add_argument("--print-config", action="store_true", help="print all settings as JSON")
-    group = parser.add_argument_group()
-    for field in dataclasses.fields(kind):
-        if field.metadata["section"]:
-            group = parser.add_argument_group(field.metadata["section"])
-        value = as_text(shown.get(field.name, field.default))
-        about = f"{field.metadata['about']} [{value}]".replace("%", "%%")
-        alone: Any = {"nargs": "?", "const": "on"} if field.type is bool else {}  # --flag means on
-        group.add_argument(flag(field.name), metavar=_values(field), help=about, **alone)
+    for field in fields:
+        facts = field.metadata
+        if facts["section"]:
+            group = parser.add_argument_group(facts["section"])
+        options = dict(FLAGS[field.type])
+        if facts["one_of"]:
+            options |= {"choices": facts["one_of"], "metavar": None}  # argparse shows the choices
+        group.add_argument(flag(field.name), help=f"{facts['about']} [%(default)s]", **options)
     return parser
-
-
-def _values(field: dataclasses.Field) -> str:
-    choices = ("on", "off") if field.type is bool else field.metadata["rules"].get("one_of", ())
-    return "|".join(choices) or ("auto|X" if isinstance(field.type, UnionType) else "X")

@@ -9,20 +9,18 @@ run failed, 2 bad input, 130 or 143 interrupted.
 """
 
 import argparse
-import json
-import subprocess
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from claims.runlog import Run, read_runs
+from claims.runlog import read_run
+from claims.runs import Run
 from claims.stats import holm, paired
-from runtime.errors import Interrupted
 from runtime.log import config_hash, source_hash
-from scripts.command import listen, make_parser, numbers, run_child, set_up_output
+from scripts.command import ask_trainer, command, make_parser, run_child, start, whole_numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"
@@ -39,58 +37,48 @@ ARMS = {
     "muon": "--optimizer muon",
     "mlp_up_x1": "--mlp-up-lr-mul 1",
 }
+HEAD = "| arm | flags | pairs | difference | 95 % interval | diverged | Holm p |\n|-|-|-|-|-|-|-|"
 READING = """\
 Difference: loss of the arm minus that of the baseline on the same seed, nats per token; positive
 where the recipe's choice helps. Interval: two-sided 95 % of its mean (paired t). Holm p: adjusted
 for all arms of the table. With few seeds this is a screening: confirm with fresh seeds."""
 
 
-def configuration(flags: list[str]) -> dict[str, Any]:
-    """Every setting of a run with these flags. Raises ValueError for flags that are refused.
-
-    Asked of the trainer in a process of its own: it imports torch, tools do not.
-    """
-    command = [sys.executable, str(ROOT / "train_gpt.py"), *flags, "--print-config"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"train_gpt.py refuses {' '.join(flags)}: {done.stderr.strip()}")
-    return json.loads(done.stdout)
-
-
-def read_arms(out: Path) -> dict[str, dict[int, Run]]:
-    """The runs that finished or diverged, by arm and seed; of one seed the last that started."""
-    arms: dict[str, dict[int, Run]] = {}
-    for log in sorted((out / "runs").glob("*/*_*.jsonl")):  # run ids sort by start time
-        for run in read_runs(log):
-            if run.seed is not None and (run.complete or run.status == "nonfinite"):
-                arms.setdefault(log.parent.name, {})[run.seed] = run
-    return arms
+def read_arm(out: Path, arm: str) -> dict[int, Run]:
+    """The runs that finished or diverged, by seed; of one seed the last that started."""
+    runs = {}
+    for log in sorted((out / "runs" / arm).glob("*_*.jsonl")):  # run ids sort by start time
+        run = read_run(log)
+        if run.seed is not None and (run.complete or run.status == "nonfinite"):
+            runs[run.seed] = run
+    return runs
 
 
 def report(out: Path) -> str:
-    """The table of all arms that have runs, in Markdown, the most helpful piece first."""
-    arms = read_arms(out)
-    base = arms.pop(BASELINE, {})
+    """The table of all arms that have runs, in Markdown."""
+    base = read_arm(out, BASELINE)
     if not base:
         raise ValueError(f"{out} has no finished run of the baseline: run one, or name an --out")
-    pairs, found = {}, {}
-    for arm, runs in arms.items():
-        pairs[arm] = [seed for seed in runs if seed in base and runs[seed].complete]
-        pairs[arm] = [seed for seed in pairs[arm] if base[seed].complete]
-        found[arm] = paired(last_losses(runs, pairs[arm]), last_losses(base, pairs[arm]))
-    adjusted = holm({arm: one.p_two_sided for arm, one in found.items() if one.p_two_sided >= 0})
-    sources = {str(run.source) for runs in (base, *arms.values()) for run in runs.values()}
+    sources = {str(run.source) for run in base.values()}
+    tests, counts = {}, {}
+    for arm in ARMS:
+        runs = {} if arm == BASELINE else read_arm(out, arm)
+        complete = [seed for seed, run in runs.items() if run.complete]
+        pairs = [seed for seed in complete if seed in base and base[seed].complete]
+        sources |= {str(run.source) for run in runs.values()}
+        if runs:
+            tests[arm] = paired(last_losses(runs, pairs), last_losses(base, pairs))
+            counts[arm] = len(pairs), len(runs) - len(complete)
+    ps = {arm: test.p_two_sided for arm, test in tests.items()}
+    adjusted = holm({arm: p for arm, p in ps.items() if not math.isnan(p)})
     lines = [f"{len(base)} seeds of the baseline: {', '.join(map(str, sorted(base)))}", ""]
-    lines += [f"- source {source}" for source in sorted(sources)]
-    lines += ["", "| arm | flags | pairs | difference | 95 % interval | diverged | Holm p |"]
-    lines.append("|-|-|-|-|-|-|-|")
-    for arm in sorted(found, key=lambda arm: (not pairs[arm], -found[arm].mean)):
-        one = found[arm]
-        diverged = sum(not run.complete for run in arms[arm].values())
+    lines += [*[f"- source {source}" for source in sorted(sources)], "", HEAD]
+    for arm, test in tests.items():
+        pair_count, diverged = counts[arm]
         p = f"{adjusted[arm]:.2g}" if arm in adjusted else ""
         lines.append(
-            f"| {arm} | `{ARMS.get(arm, 'no longer an arm')}` | {len(pairs[arm])} "
-            f"| {one.mean:+.4f} | {one.low:+.4f} to {one.high:+.4f} | {diverged} | {p} |"
+            f"| {arm} | `{ARMS[arm]}` | {pair_count} | {test.mean:+.4f} "
+            f"| {test.low:+.4f} to {test.high:+.4f} | {diverged} | {p} |"
         )
     return "\n".join([*lines, "", READING])
 
@@ -102,70 +90,42 @@ def last_losses(runs: dict[int, Run], seeds: list[int]) -> list[float]:
 # ---- Runs
 
 
-def find_jobs(given: argparse.Namespace) -> list[tuple[str, int]]:
-    """(arm, seed) of what is not done, seed by seed, so that what is done is balanced."""
-    done, source = read_arms(given.out), source_hash(ROOT)
-    hashes = {}
-    for arm in given.arms:
-        hashes[arm] = config_hash(configuration(given.extra + ARMS[arm].split()))
-    jobs = []
+def run_missing(given: argparse.Namespace) -> int:
+    """Run what no log of this source and configuration tells; returns how many runs failed.
+
+    Seed by seed, so that what is done after an interrupt is balanced.
+    """
+    arms = [BASELINE, *[arm for arm in given.arms if arm != BASELINE]]
+    flags = {arm: [*given.extra, *ARMS[arm].split()] for arm in arms}
+    configs = {arm: config_hash(ask_trainer(ROOT, flags[arm])) for arm in arms}
+    source, failed = source_hash(ROOT), 0
     for seed in given.seeds:
-        for arm in given.arms:
-            run = done.get(arm, {}).get(seed)
-            if run is None or (run.config_sha256, run.source) != (hashes[arm], source):
-                jobs.append((arm, seed))
-    return jobs
-
-
-def run_all(given: argparse.Namespace) -> int:
-    """Run what is missing; returns how many runs failed."""
-    jobs, failed = find_jobs(given), 0
-    print(f"{len(jobs)} runs to do", flush=True)
-    for arm, seed in jobs:
-        folder = given.out.resolve() / "runs" / arm
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, str(ROOT / "train_gpt.py"), *given.extra, *ARMS[arm].split()]
-        command += ["--seed", str(seed), "--log-dir", str(folder)]
-        code = run_child(command, folder / f"seed_{seed}.console")
-        if code not in (0, 3):  # 3: the run diverged, which is a result
-            failed += 1
-        print(f"{arm}, seed {seed}: exit code {code}", flush=True)
+        for arm in arms:
+            done = read_arm(given.out, arm).get(seed)
+            if done and (done.config_sha256, done.source) == (configs[arm], source):
+                continue
+            words = [sys.executable, str(ROOT / "train_gpt.py"), *flags[arm], "--seed", str(seed)]
+            code = run_child([*words, "--log-dir", str(given.out / "runs" / arm)])
+            print(f"{arm}, seed {seed}: exit code {code}", flush=True)
+            if code not in (0, 3):  # 3: the run diverged, which is a result
+                failed += 1
     return failed
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+@command
+def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--out", type=Path, default=Path("logs/ablation"), help="folder of the runs (%(default)s)")
-    add("--seeds", type=numbers(int, 0, 10**9), default=[0, 1, 2, 3], help="(%(default)s)")
-    add("--arms", default=",".join(ARMS), help="names with commas; the baseline always runs")
+    add("--seeds", type=whole_numbers, default=[0, 1, 2, 3], help="(%(default)s)")
+    add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the baseline always runs")
     add("--report", action="store_true", help="print the table of the logs and stop")
     add("extra", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for each run")
     given = parser.parse_args(argv)
-    given.arms = list(dict.fromkeys([BASELINE, *given.arms.split(",")]))
-    for arm in given.arms:
-        if arm not in ARMS:
-            parser.error(f"--arms {arm}: no such arm; there are {', '.join(ARMS)}")
-    if {"--seed", "--trials", "--log-dir"} & {word.partition("=")[0] for word in given.extra}:
-        parser.error("--seed, --trials and --log-dir are given to each run by this script")
-    return given
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parse_arguments(argv)
-    try:
-        failed = 0 if given.report else run_all(given)
-        print(report(given.out))
-        return 1 if failed else 0
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Interrupted as signalled:
-        print("interrupted; the same command resumes", file=sys.stderr)
-        return signalled.code
+    failed = 0 if given.report else run_missing(given)
+    print(report(given.out))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    listen()
-    set_up_output()
-    sys.exit(main())
+    start(main)

@@ -5,10 +5,11 @@
     python scripts/bench.py optim --sets gpt2s         our optimizers beside torch.optim's
 
 Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
-each time. Figures are medians over the rounds in milliseconds; ratios are taken round by round.
+each time. Figures are medians over the rounds in milliseconds; ratios are taken round by round, to
+the last window or to torch.optim.Muon.
 --against FILE.py times other code beside ours. For `step` it defines build(config), which returns
 a function that takes a training step; for `optim` build(parameters), which returns step functions
-by name. MFU counts 6 FLOPs for each weight of the matrices and the head.
+by name. MFU, on a GPU of known peak, counts 6 FLOPs for each weight of the matrices and the head.
 """
 
 import argparse
@@ -18,7 +19,6 @@ import json
 import os
 import runpy
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from any folder
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 import optim
 import train_gpt
@@ -36,6 +36,7 @@ from data.shards import ShardError
 from runtime import machine as machines
 from runtime.clock import Clock
 from runtime.settings import parse
+from scripts.command import make_parser
 from train_gpt import Trainer
 
 WARM_UP = 2  # rounds that do not count
@@ -43,21 +44,22 @@ STEPS = 12  # timed at once; a multiple of adam_every, so that no gradient waits
 BLOCK = [(256, 256)] * 4 + [(1024, 256), (256, 1024)]
 SETS = {"gpt2s": [(3 * rows, 3 * cols) for rows, cols in BLOCK] * 12, "tiny": BLOCK * 6}
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # all share weights: move them little
-Steps = dict[str, Callable[..., Any]]
+Steps = dict[str, Callable[[], object]]
 Times = dict[str, list[float]]  # milliseconds, by row and round
 Rows = dict[str, dict[str, float]]
 
 
-def timed(steps: Steps, prepare: Callable, rounds: int, machine: Any, count: int = 1) -> Times:
-    """Return milliseconds a step. `steps` take `count` steps each, after an untimed `prepare()`."""
-    names, ms, clock = list(steps), defaultdict(list), Clock(machine.synchronize)
+def timed(steps: Steps, prepare: Callable[[], object], rounds: int, machine: Any) -> Times:
+    """Return milliseconds of each row, without those of `prepare()`, which goes before each."""
+    names, clock = list(steps), Clock(machine.synchronize)
+    ms: Times = {name: [] for name in names}
     for done in range(WARM_UP + rounds):
         first = done % len(names)
         for name in names[first:] + names[:first]:
             prepare()
             with clock.phase(name, timed=False):
                 steps[name]()
-            ms[name].append(clock.phases[-1].ms / count)
+            ms[name].append(clock.phases[-1].ms)
     return {name: times[WARM_UP:] for name, times in ms.items()}
 
 
@@ -104,10 +106,9 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     config, guard = trainer.config, trainer.guard
     unguarded = copy.copy(guard)
     unguarded.nonfinite, unguarded.spike = False, None
-    steps, shares = Steps(), {}
+    steps: Steps = {}
     for index, stage in enumerate(train_gpt.STAGES[config.stages]):
         name, first = f"window {stage.window}", train_gpt.first_step(config, index)
-        shares[name] = (train_gpt.first_step(config, index + 1) - first) / config.steps
         steps[name] = partial(take_steps, trainer, guard, first)
     steps[f"{name}, no guards"] = partial(take_steps, trainer, unguarded, first)
     if given.against:
@@ -116,16 +117,15 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
         prepare(trainer)
         with torch.profiler.profile() as found:
             steps[name]()
-        print(found.key_averages().table(sort_by="self_cpu_time_total"), file=sys.stderr)
-    ms = timed(steps, partial(prepare, trainer), given.rounds, trainer.machine, STEPS)
-    schedule = torch.zeros(given.rounds)
-    for name, share in shares.items():
-        schedule += share * torch.tensor(ms[name])
-    ms["schedule"] = schedule.tolist()
-    rows = figures(ms, "schedule")
+        print(found.key_averages().table(sort_by="self_cpu_time_total"))
+    ms = timed(steps, partial(prepare, trainer), given.rounds, trainer.machine)
+    ms = {name: [each / STEPS for each in times] for name, times in ms.items()}
+    rows = figures(ms, name)
     for row in rows.values():
         row["tokens/s"] = 1000 * config.batch_tokens / row["median"]
-        row["MFU"] = trainer.mfu(row["tokens/s"])
+        used = trainer.mfu(row["tokens/s"])
+        if used is not None:
+            row["MFU"] = used
     return rows
 
 
@@ -133,9 +133,8 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
     config = parse(train_gpt.Config, flags, train_gpt.preset, "")
     machine = machines.start(config.device, config.rank_timeout)
     trainer = train_gpt.set_up(config, machine)
-    with trainer.data.train:
-        train_gpt.warm_up(trainer, Clock(machine.synchronize))
-        return {"step": step_table(trainer, given)}
+    train_gpt.warm_up(trainer, Clock(machine.synchronize))
+    return {"step": step_table(trainer, given)}
 
 
 # ---- A step of optimizers
@@ -150,9 +149,9 @@ def optimizer_steps(weights: list[Tensor]) -> Steps:
     products: dict[str, Any] = {"dtype": torch.bfloat16}  # as torch.optim.Muon does
     for kind, options in ((optim.Muon, products), (optim.NorMuon, products), (optim.Adam, {})):
         name, build = kind.__name__, partial(kind, weights, **OPTIONS, **options)
-        guard = optim.Guard([build(nonfinite_guard=False)], spike=optim.SpikeRule())
-        steps[f"{name}, no guard"] = build(nonfinite_guard=False).step
-        steps[f"{name}, nonfinite guard"] = build().step
+        guard = optim.Guard([build()], spike=optim.SpikeRule())
+        steps[f"{name}, no guard"] = build().step
+        steps[f"{name}, nonfinite guard"] = optim.Guard([build()]).step
         steps[f"{name}, both guards"] = partial(guard.step, loss)
     return steps
 
@@ -179,13 +178,14 @@ def bench_optim(given: argparse.Namespace) -> dict[str, Rows]:
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("step", "optim"))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--against", metavar="FILE.py", help="code to time beside ours")
-    parser.add_argument("--profile", action="store_true", help="step: a table of torch.profiler")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("what", choices=("step", "optim"))
+    add("--rounds", type=int, default=10)
+    add("--against", metavar="FILE.py", help="code to time beside ours")
+    add("--profile", action="store_true", help="step: a table of torch.profiler")
+    add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim")
+    add("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints; stdout is for the figures
         step = given.what == "step"

@@ -1,19 +1,32 @@
-"""What the commands share: lists of numbers, JSON without NaN, safe output, child processes."""
+"""What the commands share: errors, arguments, output, the trainer's settings, child processes."""
+
+from __future__ import annotations  # check_env must start on an old Python, to say that it is old
 
 import argparse
-import contextlib
+import functools
 import io
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import Interrupted
+
+def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """A main whose arguments default to sys.argv. An error is one line on stderr and code 2."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(sys.argv[1:] if argv is None else argv)
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return run
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -22,36 +35,36 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=layout, allow_abbrev=False)
 
 
-def numbers(kind: Callable[[str], Any], low: float, high: float) -> Callable[[str], list[Any]]:
-    """For argparse: reads "1,2" or a list pasted from Python, "[1, 2]", each from low to high."""
-
-    def read(text: str) -> list[Any]:
-        try:
-            values = [kind(part) for part in text.strip("[]() ").split(",")]
-        except ValueError:
-            values = [math.nan]
-        if not all(low <= value <= high for value in values):
-            what = "whole numbers" if kind is int else "numbers"
-            rule = f"must be {what} from {low:g} to {high:g} with commas between them"
-            raise argparse.ArgumentTypeError(f"{text!r} {rule}")
-        return values
-
-    return read
+def whole_numbers(text: str) -> list[int]:
+    """For argparse, whose error names this function: reads "1,2"."""
+    return [int(part) for part in text.split(",")]
 
 
-def print_json(value: Any) -> None:
-    """Print JSON; a number that does not exist (NaN) as null."""
-    print(json.dumps(null_for_nan(value), indent=2, allow_nan=False))
+def decimals(text: str) -> list[float]:
+    """For argparse: reads "3.27,3.28" or a list pasted from Python, "[3.27, 3.28]"."""
+    return [float(part) for part in text.strip("[]").split(",")]
 
 
-def null_for_nan(value: Any) -> Any:
-    if hasattr(value, "_asdict"):  # a NamedTuple
-        value = value._asdict()
-    if isinstance(value, dict):
-        return {key: null_for_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [null_for_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """Every setting of a run with these flags. ValueError for flags that the trainer refuses.
+
+    A process of its own answers: the trainer imports torch, and the commands do not.
+    """
+    words = [sys.executable, str(root / "train_gpt.py"), *flags, "--print-config"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().removeprefix("error: ")
+        raise ValueError(f"train_gpt.py refuses {' '.join(flags)}: {said}")
+    return json.loads(done.stdout)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print JSON. It has no NaN and no infinity: they become null."""
+    known = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    print(json.dumps(known, indent=2))
+
+
+# ---- Processes
 
 
 class SafeOutput(io.TextIOWrapper):
@@ -65,41 +78,32 @@ class SafeOutput(io.TextIOWrapper):
         return super().write(safe)
 
 
-def set_up_output() -> None:
-    """Make stdout and stderr safe, in any encoding. A closed pipe, as of head, ends the program."""
+def start(main: Callable[[], int]) -> None:
+    """Run `main` as a program: its output is safe in any encoding, and a signal ends it quietly."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):
-            encoding, by_line = stream.encoding, stream.line_buffering
-            safe = SafeOutput(stream.detach(), encoding, "backslashreplace", None, by_line)
-            setattr(sys, name, safe)
-    if hasattr(signal, "SIGPIPE"):  # Windows has none
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-
-
-def listen() -> None:
-    """Raise Interrupted in the main thread on SIGINT and SIGTERM."""
+        old = getattr(sys, name)  # sys.__stdout__ keeps it, and so its buffer, open
+        safe = SafeOutput(old.buffer, old.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, safe)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, raise_interrupted)
+        signal.signal(number, exit_by_signal)
+    if hasattr(signal, "SIGPIPE"):  # Windows has none
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a closed pipe, as of head
+    sys.exit(main())
 
 
-def raise_interrupted(number: int, frame: Any) -> None:
-    raise Interrupted(number)
+def exit_by_signal(number: int, frame: Any) -> None:
+    sys.exit(128 + number)  # what a shell reports for a process that a signal ended
 
 
-def run_child(command: str | list[str], console: Path) -> int:
-    """Run a command, its output in the file `console`; returns its exit code.
+def run_child(words: str | list[str]) -> int:
+    """Run a command, its output on our stderr; returns its exit code.
 
-    It has a process group of its own, so that Ctrl-C reaches it once: when Interrupted is raised
-    here, the whole group gets SIGTERM.
+    It has a process group of its own, so that Ctrl-C reaches it once, from here.
     """
-    shell = isinstance(command, str)
-    with console.open("wb") as out:
-        child = subprocess.Popen(command, shell=shell, stdout=out, stderr=out, process_group=0)
+    shell = isinstance(words, str)
+    with subprocess.Popen(words, shell=shell, stdout=2, process_group=0) as child:
         try:
             return child.wait()
-        except Interrupted:
-            with contextlib.suppress(ProcessLookupError):  # it may just have ended
-                os.killpg(child.pid, signal.SIGTERM)
-            child.wait()
-            raise
+        except SystemExit:  # of exit_by_signal
+            os.killpg(child.pid, signal.SIGTERM)
+            raise  # after the child's end, for which Popen waits

@@ -14,36 +14,30 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims import stats
-from claims.verdict import ALPHA
-from scripts.command import make_parser, numbers, print_json, set_up_output
-
-POWERS = (0.8, 0.9)
+from claims.arms import ALPHA
+from scripts.command import command, make_parser, print_json, start, whole_numbers
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--sd", type=float, default=0.0013, help="of single runs, nats (%(default)s)")
     add("--margin", type=float, default=0.001, help="below the target, nats (%(default)s)")
-    add("--looks", type=numbers(int, 2, stats.MOST_RUNS), help="all looks at which one tests")
+    add("--looks", type=whole_numbers, help="all looks at which one tests, such as 5,10")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     sd, margin, looks = given.sd, given.margin, given.looks
-    try:
-        if looks:
-            level, chance = stats.look_level(looks, ALPHA), stats.true_level(looks, ALPHA)
-            plan = {"looks": looks, "look_level": level, "unplanned_level": chance}
-            text = f"test at p < {level:.3g} at each of the looks {looks}\n"
-            text += f"at p < {ALPHA:g} each time a change without effect passes in {chance:.2%}"
-        else:
-            needed = {power: stats.runs_needed(sd, margin, power, ALPHA) for power in POWERS}
-            plan = {"sd": sd, "margin": margin, "runs_needed": needed}
-            text = f"sd {sd:g}, margin {margin:g}, p < {ALPHA:g}:"
-            for power, runs in needed.items():
-                text += f"\n  {runs} runs for a power of {power:g}"
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if looks:
+        level = stats.look_level(tuple(looks), ALPHA)
+        plan = {"looks": looks, "look_level": level}
+        text = f"test at p < {level:.3g} at each of the looks {looks}"
+    else:
+        needed = {power: stats.runs_needed(sd, margin, power, ALPHA) for power in (0.8, 0.9)}
+        plan = {"sd": sd, "margin": margin, "runs_needed": needed}
+        text = f"sd {sd:g}, margin {margin:g}, p < {ALPHA:g}:"
+        for power, runs in needed.items():
+            text += f"\n  {runs} runs for a power of {power:g}"
     if given.json:
         print_json(plan)
     else:
@@ -52,5 +46,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    set_up_output()
-    sys.exit(main())
+    start(main)

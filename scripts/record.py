@@ -5,52 +5,39 @@
     python scripts/record.py make records/tiny/<date>_CamelName logs
     python scripts/record.py verify records/tiny/<date>_CamelName ...
     python scripts/record.py leaderboard            records/README.md and the pictures beside it
-    python scripts/record.py export records/tiny/<date>_CamelName --to FOLDER       for the contest
 
 Commit the claim before its runs: the history then shows that the claim was first.
 Exit code: 0 done or verified, 1 the record does not hold, 2 bad input.
 """
 
 import argparse
-import json
 import os
 import shlex
-import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from any folder
 
+from claims.arms import ALPHA
 from claims.checks import find_failures
-from claims.evidence import ALPHA, TRACKS, Evidence, read_evidence
-from claims.export import export
+from claims.evidence import TRACKS, Evidence, read_evidence
 from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import derived, differences, leaderboard
 from claims.plots import plot_losses
 from runtime.claim import Claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest
-from scripts.command import make_parser, numbers, set_up_output
+from scripts.command import ask_trainer, command, make_parser, start, whole_numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "records"
 
 
-def ask_trainer(flags: list[str]) -> dict[str, Any]:
-    """Every setting that the trainer would run with. Refused for flags that it refuses."""
-    command = [sys.executable, str(ROOT / "train_gpt.py"), *flags, "--print-config"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        said = done.stderr.strip().removeprefix("error: ")
-        raise Refused(f"train_gpt.py does not take these flags: {said}")
-    return json.loads(done.stdout)
-
-
 def claim(arguments: argparse.Namespace) -> int:
     """Write claim.json and say how to make its runs."""
-    config = ask_trainer(arguments.flags)
+    config = ask_trainer(ROOT, arguments.flags)
     source = working_source(ROOT)
     target = TRACKS[config["track"]].target
     if config["target"] != target:
@@ -116,51 +103,36 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write_export(arguments: argparse.Namespace) -> int:
-    """Write the contest's form of a record that holds."""
-    evidence = read_evidence(arguments.folder)
-    code = judge(evidence)
-    if code == 0:
-        print(*export(evidence, arguments.to), sep="\n")
-    return code
-
-
-def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """The arguments; `flags` has what stands behind -- for the trainer."""
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments, with the command as `run`; `flags` has what stands behind -- for the trainer.
+    """
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser(__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(required=True)
     sub = commands.add_parser("claim", help="write a claim; the flags of its runs follow --")
+    sub.set_defaults(run=claim)
     sub.add_argument("name", help="CamelName of the record")
     sub.add_argument("--about", required=True, help="what is changed and why it should help")
     sub.add_argument("--n", type=int, default=10, help="runs, at least 4 (%(default)s)")
     sub.add_argument("--seed", type=int, default=1000, help="of the first run (%(default)s)")
-    sub.add_argument("--looks", type=numbers(int, 2, 10**6), help="test after, such as 5,10 (--n)")
+    sub.add_argument("--looks", type=whole_numbers, help="test after, such as 5,10 (--n)")
     sub = commands.add_parser("make", help="make the record of a claim from its runs")
+    sub.set_defaults(run=make)
     sub.add_argument("folder", type=Path, help="folder of claim.json")
     sub.add_argument("logs", type=Path, nargs="*", help="log folders; none: write the pages again")
     sub = commands.add_parser("verify", help="check records against their logs")
+    sub.set_defaults(run=verify)
     sub.add_argument("folders", type=Path, nargs="+", metavar="folder")
-    commands.add_parser("leaderboard", help="write the page of all records, with pictures")
-    sub = commands.add_parser("export", help="write a record in the form of the public contest")
-    sub.add_argument("folder", type=Path)
-    sub.add_argument("--to", type=Path, required=True, help="a new folder")
+    sub = commands.add_parser("leaderboard", help="write the page of all records, with pictures")
+    sub.set_defaults(run=write_leaderboard)
     return parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))
 
 
-COMMANDS = {"claim": claim, "make": make, "verify": verify, "leaderboard": write_leaderboard,
-            "export": write_export}
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-    try:
-        return COMMANDS[arguments.command](arguments)
-    except (Refused, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+@command
+def main(argv: Sequence[str]) -> int:
+    arguments = parse_arguments(argv)
+    return arguments.run(arguments)
 
 
 if __name__ == "__main__":
-    set_up_output()
-    sys.exit(main())
+    start(main)

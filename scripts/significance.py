@@ -3,12 +3,10 @@
     python scripts/significance.py logs                               every arm in a folder
     python scripts/significance.py logs machine_2/logs --json         two folders, for programs
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
-    python scripts/significance.py new --against old --margin 0.001   no worse than a baseline?
     python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. A folder is
-read without its subfolders. Exit code: 0 every arm passes (with --margin also an arm that is shown
-to be no worse), 1 an arm fails, 2 bad input.
+read without its subfolders. Exit code: 0 every arm passes, 1 an arm fails, 2 bad input.
 """
 
 import argparse
@@ -18,17 +16,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from claims import verdict
-from claims.runlog import LogError, Run, read_all, read_runs
-from claims.verdict import ALPHA, Arm
-from scripts.command import make_parser, numbers, print_json, set_up_output
+from claims.arms import ALPHA, Arm, apply_holm, judge_all, judge_typed
+from claims.runlog import read_all
+from claims.runs import Run
+from runtime.errors import LogError
+from scripts.command import command, decimals, make_parser, print_json, start, whole_numbers
 
 
 def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
     """All runs, and why other files of the folders were not read."""
-    for path in paths:
-        if not Path(path).is_dir():
-            read_runs(path)  # raises LogError: a file that is named must be a log
     runs, errors = read_all(paths)
     if not runs:
         raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
@@ -36,19 +32,12 @@ def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 
 def judge(given: argparse.Namespace) -> tuple[list[Arm], list[str]]:
-    """The arms, and what could not be read. Raises LogError, or ValueError for a bad setting."""
-    unread: list[str] = []
+    """The arms, and what could not be read. Raises LogError."""
     if given.losses:
-        arms = [verdict.judge_typed(given.losses, given.target)]
-    else:
-        runs, unread = read(given.paths)
-        arms = verdict.judge_all(runs, given.target, given.at_step)
-    verdict.apply_holm(arms)
-    for arm in arms:
-        if given.against:
-            baseline, problems = read(given.against)
-            verdict.apply_baseline(arm, baseline, given.margin)
-            arm.notes += problems
+        return [judge_typed(given.losses, given.target)], []
+    runs, unread = read(given.paths)
+    arms = judge_all(runs, given.target, given.at_step)
+    apply_holm(arms)
     return arms, unread
 
 
@@ -65,18 +54,13 @@ def title(arm: Arm) -> str:
     return f"{arm.path}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
 
 
-def verdict_line(arm: Arm) -> str:
-    if arm.result.n < 2:
-        return f"FAIL: n = {arm.result.n}, no verdict possible"
-    word = "PASS" if arm.passes else "FAIL"
-    negation = "" if arm.passes else "not "
-    return f"{word}: a mean loss below {arm.target:g} at p < {ALPHA:g} is {negation}shown"
-
-
 def to_text(arm: Arm) -> str:
     n, mean, sd, t, p, upper99 = arm.result
     figures = f"n {n}   mean {mean:.6f}   sd {sd:.6f}   t {t:.4f}   p {p:.3g}"
-    lines = [title(arm), f"{figures}   99 % upper bound {upper99:.5f}", verdict_line(arm)]
+    word = "PASS" if arm.passes else "FAIL"
+    shown = "shown" if arm.passes else "not shown"
+    lines = [title(arm), f"{figures}   99 % upper bound {upper99:.5f}"]
+    lines.append(f"{word}: a mean loss below {arm.target:g} at p < {ALPHA:g} is {shown}")
     lines += [f"warning: {warning}" for warning in arm.warnings]
     for run in arm.incomplete:
         lines.append(f"left out: {run['path']}: {run['reason']} (loss {run['last_loss']})")
@@ -88,15 +72,14 @@ def to_text(arm: Arm) -> str:
     return "\n  ".join(lines)
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+@command
+def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help="run logs, or folders of run logs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
-    add("--losses", type=numbers(float, 1e-9, 1e9), help="losses typed by hand; needs --target")
-    add("--at-step", type=numbers(int, 1, 10**9), default=[], help="judge the losses at these")
-    add("--against", action="append", metavar="PATH", help="a baseline: logs of one arm")
-    add("--margin", type=float, help="how much worse than the baseline does not matter")
+    add("--losses", type=decimals, help="losses typed by hand; needs --target")
+    add("--at-step", type=whole_numbers, default=[], help="judge the losses at these")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     if bool(given.paths) == bool(given.losses):
@@ -105,25 +88,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--losses needs --target: typed losses name none")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
-    if given.margin is not None and not given.against:
-        parser.error("--margin needs --against")
-    return given
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    given = parse_arguments(argv)
-    try:
-        arms, unread = judge(given)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arms, unread = judge(given)
     if given.json:
         print_json({"arms": [arm.documented for arm in arms], "warnings": unread})
     else:
         print("\n\n".join([*map(to_text, arms), *unread]))
-    return 0 if all(arm.passes or arm.no_worse for arm in arms) else 1
+    return 0 if all(arm.passes for arm in arms) else 1
 
 
 if __name__ == "__main__":
-    set_up_output()
-    sys.exit(main())
+    start(main)

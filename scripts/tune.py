@@ -10,7 +10,7 @@ a list of {"steps", "seeds", "keep"}: each trains the candidates that the one be
 the same seeds, and keeps those with the lowest mean validation loss.
 
 The logs go to OUT/PLAN; the table is made from them alone, in Markdown. A run that diverged counts
-as infinite loss. Exit code: 0 done, 1 a run failed, 2 bad input, 130 or 143 interrupted.
+as infinite loss. Exit code: 0 done, 1 a run failed, 2 bad input.
 """
 
 import json
@@ -24,9 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from claims.runlog import Run, read_runs
-from runtime.errors import Interrupted
-from scripts.command import listen, make_parser, run_child, set_up_output
+from claims.runlog import read_runs
+from claims.runs import Run
+from scripts.command import command, make_parser, run_child, start
 
 ROOT = Path(__file__).resolve().parent.parent
 Settings = dict[str, Any]
@@ -40,9 +40,8 @@ def read_plan(path: Path) -> Settings:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: see --help for its parts")
     if set(plan["start"]) != set(plan["space"]):
         raise ValueError(f"{path}: start and space must name the same settings")
-    most = math.prod(len(values) for values in plan["space"].values())
-    if plan["count"] > most:
-        raise ValueError(f"{path}: count is {plan['count']}, but the space has {most} settings")
+    if plan["count"] > math.prod(map(len, plan["space"].values())):
+        raise ValueError(f"{path}: count is {plan['count']}, more than the space has settings")
     return plan
 
 
@@ -86,15 +85,11 @@ def climb(plan: Settings, runs: list[Run]) -> tuple[list[dict[int, float]], list
     for rung in plan["rungs"]:
         means = {}
         for number in numbers:
-            losses = []
-            for seed in rung["seeds"]:
-                run = plan["fixed"] | candidates[number] | {"steps": rung["steps"], "seed": seed}
-                loss = find_loss(runs, run)
-                if loss is None:
-                    lacking.append(run)
-                else:
-                    losses.append(loss)
-            means[number] = fmean(losses or [math.inf])
+            shared = plan["fixed"] | candidates[number] | {"steps": rung["steps"]}
+            wanted = [shared | {"seed": seed} for seed in rung["seeds"]]
+            losses = [find_loss(runs, run) for run in wanted]
+            lacking += [run for run, loss in zip(wanted, losses, strict=True) if loss is None]
+            means[number] = fmean([loss for loss in losses if loss is not None] or [math.inf])
         numbers = sorted(means, key=means.__getitem__)
         rungs.append({number: means[number] for number in numbers})
         if lacking:
@@ -134,40 +129,29 @@ def flags_of(settings: Settings) -> list[str]:
 def run_all(plan: Settings, folder: Path) -> int:
     """Make the missing runs, rung by rung. Returns 1 if a run failed, else 0."""
     folder.mkdir(parents=True, exist_ok=True)
-    console = folder / "last_run.console"
     while lacking := climb(plan, read_results(folder))[1]:
         print(f"{len(lacking)} runs of this rung to do", flush=True)
         for run in lacking:
-            command = [sys.executable, str(ROOT / "train_gpt.py"), *flags_of(run)]
-            command += ["--val-every", "0", "--log-dir", str(folder.resolve())]
-            code = run_child(command, console)
+            words = [sys.executable, str(ROOT / "train_gpt.py"), *flags_of(run)]
+            code = run_child([*words, "--val-every", "0", "--log-dir", str(folder.resolve())])
             print(f"exit code {code}: {' '.join(flags_of(run))}", flush=True)
             if code not in (0, 3):  # 3: the run diverged, which is a result
-                print(console.read_text()[-2000:], file=sys.stderr)
                 return 1
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("plan", type=Path, help="JSON file")
     parser.add_argument("--out", type=Path, default=Path("logs/tuning"), help="(%(default)s)")
     parser.add_argument("--report", action="store_true", help="print the table and stop")
     given = parser.parse_args(argv)
-    try:
-        plan, folder = read_plan(given.plan), given.out / given.plan.stem
-        code = 0 if given.report else run_all(plan, folder)
-        print(report(plan, read_results(folder)))
-        return code
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Interrupted as signalled:
-        print("interrupted; the same command resumes", file=sys.stderr)
-        return signalled.code
+    plan, folder = read_plan(given.plan), given.out / given.plan.stem
+    code = 0 if given.report else run_all(plan, folder)
+    print(report(plan, read_results(folder)))
+    return code
 
 
 if __name__ == "__main__":
-    listen()
-    set_up_output()
-    sys.exit(main())
+    start(main)

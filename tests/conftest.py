@@ -1,27 +1,20 @@
-"""What all tests share: one thread, fixed seeds, and a reason where a GPU test is skipped."""
+"""What all tests share: one thread, fixed seeds, small layers, and why a GPU test is skipped."""
 
-import gc
 import os
 import random
 import signal
 from collections.abc import Iterator
-from types import SimpleNamespace
-from unittest import mock
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch reads it; processes that tests start inherit it
+# Before torch reads it. Processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 
-from runtime import machine, run
-
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # which a shell ignores in what it starts with &
+# A shell ignores it in what it starts with &.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -31,11 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is no CUDA device."""
     if torch.cuda.is_available():
         return
+    skip = pytest.mark.skip(reason="needs a CUDA device and this machine has none")
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(
-                pytest.mark.skip(reason="needs a CUDA device and this machine has none")
-            )
+            item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +40,16 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_collection() -> Iterator[None]:
-    """A run collects all garbage first, which takes long in a process that imported all this."""
-    names = ("disable", "enable", "freeze", "isenabled", "unfreeze")
-    quick = SimpleNamespace(
-        collect=lambda: gc.collect(0), **{name: getattr(gc, name) for name in names}
-    )
-    with mock.patch.object(machine, "gc", quick), mock.patch.object(run, "gc", quick):
+    from small_run import quick_collection
+
+    with quick_collection():
+        yield
+
+
+@pytest.fixture(scope="module")
+def two_layers() -> Iterator[None]:
+    """Runs of the `tiny` track are quick; small_run.py says how."""
+    from small_run import two_layers
+
+    with two_layers():
         yield

@@ -11,7 +11,7 @@ from optim.orthogonalize import METHODS
 
 
 def iterate(G: Tensor, method: str) -> Tensor:
-    """What `orthogonalize` approximates for one matrix (rows, cols), without rounding."""
+    """What `orthogonalized` approximates for one matrix (rows, cols), without rounding."""
     steps = METHODS[method]
     X = G.double()
     if X.norm() == 0:
@@ -38,7 +38,6 @@ def muon_step(
     lr_mul: float = 1.0,
     wd_mul: float = 1.0,
     beta2: float | None = None,
-    axis: str = "stored",
 ) -> Tensor:
     """One step of Muon or, with beta2, of NorMuon, for one weight (rows, cols)."""
     weight, grad = weight.double(), grad.double()
@@ -56,14 +55,13 @@ def muon_step(
     for index, block in enumerate(blocks):
         direction = iterate(block, method)
         if beta2 is not None:
-            per_row = axis == "rows" or (axis == "stored" and rows >= cols)
-            dim = -1 if per_row else 0
+            dim = -1 if rows >= cols else 0
             direction = normalize_variance(direction, state, f"variance {index}", beta2, dim)
         directions.append(direction)
     direction = torch.stack(directions).reshape(rows, cols)
 
     scales = {"spectral": max(1, rows / cols) ** 0.5, "rms": 0.2 * max(rows, cols) ** 0.5}
-    step = lr * lr_mul * scales.get(scale, 1.0) * direction
+    step = lr * lr_mul * scales[scale] * direction
     return weight * (1 - lr * weight_decay * wd_mul) - step
 
 

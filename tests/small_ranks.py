@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 120  # seconds that processes on a busy machine may take
-KINDS = ("out", "err")
 
 
 class Scenario(NamedTuple):
@@ -44,25 +43,22 @@ class Left(NamedTuple):
 def record(test_file: str) -> dict[str, list[Left]]:
     """What the ranks of each scenario left, in the order in which they were started."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["RES_OPTIONS"] = (
-        "timeout:1 attempts:1"  # torch asks name servers, which may be slow
-    )
-    done = subprocess.run(
-        [sys.executable, test_file],
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        check=False,
-        env=environment,
-    )
+    environment["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks name servers
+    command, limit = [sys.executable, test_file], 2 * PATIENCE
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
     assert done.returncode == 0, done.stderr
     return {name: [Left(*each) for each in left] for name, left in json.loads(done.stdout).items()}
 
 
 def play(scenarios: dict[str, Scenario], in_turn: bool = False) -> None:
     """Run all scenarios, at once unless `in_turn`, and print what they left as JSON."""
-    groups = [{key: scenario} for key, scenario in scenarios.items()] if in_turn else [scenarios]
-    print(json.dumps({key: left for group in groups for key, left in play_at_once(group).items()}))
+    left: dict[str, list[Left]] = {}
+    if in_turn:
+        for key, scenario in scenarios.items():
+            left |= play_at_once({key: scenario})
+    else:
+        left = play_at_once(scenarios)
+    print(json.dumps(left))
 
 
 def play_at_once(scenarios: dict[str, Scenario]) -> dict[str, list[Left]]:
@@ -72,27 +68,24 @@ def play_at_once(scenarios: dict[str, Scenario]) -> dict[str, list[Left]]:
         for key, scenario in scenarios.items():
             for rank, process in started[key]:
                 process.join(0 if rank in scenario.stopped else max(deadline - time.monotonic(), 0))
-        return {
-            key: [collect(rank, process, folder) for rank, process in ranks]
-            for key, ranks in started.items()
-        }
+        left = {}
+        for key, ranks in started.items():
+            left[key] = [collect(rank, process, folder) for rank, process in ranks]
+        return left
 
 
 def start(scenario: Scenario, folder: Path, ports: ExitStack) -> list[tuple[int, BaseProcess]]:
     """Each rank that is started, and its process."""
-    port = ports.enter_context(
-        socket.socket()
-    )  # held, so that it is nobody else's, and not listened on
+    # The port is held, so that it is nobody else's, but not listened on.
+    port = ports.enter_context(socket.socket())
     port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     port.bind(("127.0.0.1", 0))
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
     shared |= {"WORLD_SIZE": str(scenario.world_size)}
-    ranks = []
+    fork, ranks = multiprocessing.get_context("fork"), []
     for rank in scenario.started:
-        variables = shared | {"RANK": str(rank)}
-        process = multiprocessing.get_context("fork").Process(
-            target=run, args=(scenario.function, variables, folder)
-        )
+        given = scenario.function, shared | {"RANK": str(rank)}, folder
+        process = fork.Process(target=run, args=given)
         process.start()
         ranks.append((rank, process))
     return ranks
@@ -101,7 +94,7 @@ def start(scenario: Scenario, folder: Path, ports: ExitStack) -> list[tuple[int,
 def run(function: Callable[[], int], variables: dict[str, str], folder: Path) -> None:
     """In a process of its own."""
     os.environ |= variables
-    for number, kind in enumerate(KINDS, 1):
+    for number, kind in enumerate(("out", "err"), 1):
         os.dup2(os.open(folder / f"{os.getpid()}.{kind}", os.O_WRONLY | os.O_CREAT), number)
     sys.exit(function())
 
@@ -109,6 +102,5 @@ def run(function: Callable[[], int], variables: dict[str, str], folder: Path) ->
 def collect(rank: int, process: BaseProcess, folder: Path) -> Left:
     process.kill()  # the stopped ones, and any that hangs: its code then tells
     process.join()
-    return Left(
-        rank, process.exitcode, *((folder / f"{process.pid}.{kind}").read_text() for kind in KINDS)
-    )
+    out, err = ((folder / f"{process.pid}.{kind}").read_text() for kind in ("out", "err"))
+    return Left(rank, process.exitcode, out, err)

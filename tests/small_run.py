@@ -1,16 +1,17 @@
 """A run small enough for a test: structured documents, and a model that learns them in a second."""
 
 import contextlib
+import gc
 import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,6 +34,23 @@ SIZES = {
     "dtype": "float32", "device": "cpu", "target": 1.0,
     "val-sha256": "",
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def quick_collection() -> Iterator[None]:
+    """A run collects all garbage first, which takes long in a process that imported all this."""
+    collect = gc.collect
+    with mock.patch.object(gc, "collect", lambda generation=0: collect(generation)):
+        yield
+
+
+@contextlib.contextmanager
+def two_layers() -> Iterator[None]:
+    """Two layers with all that layers can have."""
+    first = train_gpt.Layer(value_embed=0)
+    last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
+    with mock.patch.dict(train_gpt.LAYERS, tiny=[first, last]):
+        yield
 
 
 def documents(seed: int, count: int) -> np.ndarray:
@@ -131,10 +149,11 @@ def start(words: list[str], launcher: tuple[str, ...] = (), **environment: str) 
     )  # fmt: skip
 
 
-def start_ranks(count: int, words: list[str]) -> list[subprocess.Popen]:
-    """The processes that a launcher would start on one machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [start(words, RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(count)]
+def signal_after_step_5(process: subprocess.Popen, number: int) -> tuple[str, str]:
+    """Send a signal to a run of 400 steps. Returns what it then says on stdout and stderr."""
+    said = ""
+    while "step 5/400 | validation" not in said:
+        said = process.stdout.readline()
+        assert said, process.stderr.read()
+    process.send_signal(number)
+    return process.communicate(timeout=300)

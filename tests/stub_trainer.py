@@ -8,14 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
-from runtime import run as runs
-from runtime import stop
 from runtime.clock import Clock
 from runtime.log import config_hash, source_hash
 from runtime.machine import Machine
@@ -25,6 +21,7 @@ from runtime.settings import RunSettings, setting
 from runtime.stop import Stop
 
 STEPS = 10
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -46,9 +43,6 @@ class Guard:
 
     def explain(self, verdict: torch.Tensor) -> Skip | None:
         return Skip("nonfinite", math.inf, "weights") if verdict.item() else None
-
-    def report(self) -> dict:
-        return {}
 
 
 Hook = Callable[["StubTrainer", int], object]
@@ -176,11 +170,9 @@ def trainer_in(
 
 def run(folder: Path, at: dict[int | str, Hook] | None = None, **changed: object) -> int:
     """Make the runs in a folder; returns the exit code, with all signal handlers as before."""
-    before = {number: signal.getsignal(number) for number in stop._heard()}
-    quick = SimpleNamespace(collect=lambda: 0)  # a process that tests run in has much garbage
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with mock.patch.object(runs, "gc", quick):
-            return make_runs(trainer_in(folder, at, **changed))
+        return make_runs(trainer_in(folder, at, **changed))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -197,13 +189,18 @@ def signalled(*numbers: int) -> Hook:
     return act
 
 
+def wait_for_writer(trainer: StubTrainer, step: int) -> None:
+    """A hook: wait until the last checkpoint is on the disk."""
+    if trainer.run._writing is not None:
+        trainer.run._writing.result()
+
+
 def kill(folder: Path, moment: int | str, **changed: object) -> None:
     """A run that SIGKILL ends at this step, in a process of its own, once what it saved is there.
     """
 
     def die(trainer: StubTrainer, step: int) -> None:
-        if trainer.run._writing is not None:
-            trainer.run._writing.result()
+        wait_for_writer(trainer, step)
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(lambda: run(folder, {moment: die}, **changed)) == -signal.SIGKILL

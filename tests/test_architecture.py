@@ -14,15 +14,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1075,
-    "optim": 2180,
+    "train_gpt.py": 1065,
+    "optim": 1790,
     "kernels": 600,
-    "data": 850,
-    "runtime": 2520,
-    "claims": 2220,
-    "scripts": 1000,
-    "run.sh": 110,
-    ".ci/run": 40,
+    "data": 830,
+    "runtime": 2170,
+    "claims": 2035,
+    "scripts": 890,
+    "run.sh": 96,
+    ".ci/run": 25,
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

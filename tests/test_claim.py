@@ -59,8 +59,9 @@ def test_a_line_but_the_last_that_was_removed_added_edited_or_moved_is_found_and
         elif kind == "moved":
             lines[at], lines[at + 1] = lines[at + 1], lines[at]
         else:
-            byte = data.draw(st.integers(0, len(lines[at]) - 2), label="byte")
-            lines[at] = lines[at][:byte] + bytes([lines[at][byte] ^ 1]) + lines[at][byte + 1 :]
+            line = bytearray(lines[at])
+            line[data.draw(st.integers(0, len(line) - 2), label="byte")] ^= 1
+            lines[at] = bytes(line)
         path.write_bytes(b"".join(lines))
         with pytest.raises(LogError, match=rf"line ({at + 1}|{at + 2}): .*restore"):
             read_registry(path)
@@ -99,22 +100,19 @@ NUMBERS = st.integers() | st.floats()
 VALUES = st.none() | st.booleans() | NUMBERS | st.text() | st.lists(st.none()) | st.just({})
 
 
-def refused(sentence: str, absent: str = "", **changed: object) -> bool:
-    """Whether read_claim says so of a claim with changed fields or with one under another name."""
+def assert_refused(sentence: str, **changed: object) -> None:
+    """read_claim says so of a claim with changed fields."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_claim(Path(folder) / "claim.json", **changed)
-        path.write_text(path.read_text().replace(f'"{absent}": ', '"other": '))
         with pytest.raises(ClaimError, match=rf"claim\.json.*{sentence}"):
             read_claim(path)
-        return True
 
 
 @given(st.sampled_from(sorted(KINDS)), VALUES)
-def test_a_field_that_is_missing_or_of_the_wrong_type_is_refused_by_its_name(name, value):
-    assert refused(f"is no claim: {name} must be", absent=name)
+def test_a_field_of_the_wrong_type_is_refused_by_its_name(name, value):
     allowed = (int, float) if KINDS[name] is float else KINDS[name]
     if not isinstance(value, allowed) or isinstance(value, bool):
-        assert refused(f"is no claim: {name} must be", **{name: value})
+        assert_refused(f"is no claim: {name} must be", **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -131,7 +129,7 @@ def test_a_field_that_is_missing_or_of_the_wrong_type_is_refused_by_its_name(nam
     ],
 )
 def test_a_claim_that_breaks_a_rule_is_refused_with_it(changed, sentence):
-    assert refused(sentence, **changed)
+    assert_refused(sentence, **changed)
 
 
 HOSTILE = st.sampled_from([b"[" * 10**5, b"[]", b"null", b"1" * 10**4])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runtime import compile as compiling
-from runtime.compile import check_compile, fits, try_compile, why_not_compile
+from runtime.compile import fits, try_compile, why_not_compile
 from runtime.errors import Refused
 from runtime.machine import Machine
 
@@ -35,8 +35,9 @@ def test_what_compilation_lacks_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "my-compiler")
     assert why_not_compile(CPU) == "the Python headers (Python.h) are not installed"
     with pytest.raises(Refused, match=r"^--compile on: the Python headers"):
-        check_compile("on", CPU)
-    check_compile("auto", CPU)
+        try_compile(abs, "on", ALONE, abs)
+    reason = "the Python headers (Python.h) are not installed"
+    assert try_compile(abs, "auto", ALONE, abs) == (abs, reason)
     (tmp_path / "Python.h").touch()
     assert why_not_compile(CPU) is None
 
@@ -70,9 +71,9 @@ class Two(Machine):
 
 
 def test_memory_that_one_rank_lacks_is_too_little_for_all():
-    enough, short = Two(CPU), Two(CPU, other_is_short=True)
+    enough = Two(CPU)
     assert fits(lambda: None, enough)
-    assert not fits(lambda: None, short)
+    assert not fits(lambda: None, Two(CPU, other_is_short=True))
     assert not fits(lambda: fail(torch.OutOfMemoryError()), enough)
     with pytest.raises(KeyError):
         fits(lambda: fail(KeyError("x")), enough)
@@ -100,13 +101,13 @@ def test_the_log_is_told_compiler_settings_that_are_not_defaults(tmp_path):
     """In a process of its own: a setting that was changed once counts as changed for ever."""
     code = """
 import sys
-from runtime.compile import compile_facts
-print(compile_facts()["compile_flags"], "torch._inductor.config" in sys.modules)
+from runtime.compile import compile_flags
+print(compile_flags(), "torch._inductor.config" in sys.modules)
 import torch._inductor.config as config
-before = compile_facts()["compile_flags"]
+before = compile_flags()
 config.inplace_buffers = True  # its default, as a compilation may set it
 config.coordinate_descent_tuning = True
-print([flag for flag in compile_facts()["compile_flags"] if flag not in before])
+print([flag for flag in compile_flags() if flag not in before])
 """
     variables = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

@@ -72,6 +72,11 @@ def test_the_readmes_example_of_the_optimizers_takes_every_step() -> None:
     example = readme.split("## Use the optimizers elsewhere")[1].split("```python")[1]
     names: dict[str, Any] = {}
     exec(example.split("```")[0], names)
-    report = names["guard"].report()
-    assert (report["steps"], report["nonfinite"], report["spike"]) == (20, 0, 0)
+    steps = {
+        state["step"].item()
+        for optimizer in names["optimizers"].values()
+        for state in optimizer.state_dict()["state"].values()
+        if "step" in state
+    }
+    assert steps == {20}  # no step was skipped
     assert names["loss"].item() < 6  # random tokens: near log(100) from above

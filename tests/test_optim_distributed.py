@@ -14,11 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from optim import Adam, Guard, Muon, NorMuon, SpikeRule, load_named_state, named_state
-from optim.buckets import Part, deal, launched
+from optim.buckets import launched
 
 SIZES = [2, 3, 4, 8]
 SEVERAL = pytest.mark.parametrize("size", SIZES)
@@ -38,13 +36,12 @@ FAULT = 2  # the step in which one rank alone has a NaN
 
 def build(group):
     generator = torch.Generator().manual_seed(0)
-    params = {
-        f"{kind}.{i}": torch.nn.Parameter(torch.randn(shape, generator=generator))
-        for kind, shapes in SHAPES.items()
-        for i, shape in enumerate(shapes)
-    }
-    named = {kind: [p for p in params.items() if p[0].startswith(kind + ".")] for kind in SHAPES}
-    common = {"process_group": group, "grad_divisor": MICRO_BATCHES, "nonfinite_guard": False}
+    params, named = {}, {}
+    for kind, shapes in SHAPES.items():
+        weights = [torch.nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+        named[kind] = [(f"{kind}.{index}", weight) for index, weight in enumerate(weights)]
+        params.update(named[kind])
+    common = {"process_group": group, "grad_divisor": MICRO_BATCHES}
     matrices = common | {"dtype": torch.float32, "backend": "plain", "weight_decay": 0.1}
     normuon = named["normuon"]
     groups = [
@@ -60,12 +57,8 @@ def build(group):
         torch.optim.AdamW(named["torch"], 0.01),
         torch.optim.Muon(named["theirs"], 0.01),
     ]
-    rule = SpikeRule(start=3, window=8)
-    return (
-        params,
-        optimizers,
-        Guard(optimizers, spike=rule, process_group=group, grad_divisor=MICRO_BATCHES),
-    )
+    guard = Guard(optimizers, spike=SpikeRule(start=3, window=8), **common)
+    return params, optimizers, guard
 
 
 def give_gradients(params, step, rank, size):
@@ -88,7 +81,7 @@ def snapshot(params, optimizers):
 
 
 def walk(rank, size, group):
-    """Snapshots, verdicts and counts of a run."""
+    """Snapshots and verdicts of a run."""
     params, optimizers, guard = build(group)
     seen, verdicts = [], []
     for step in range(STEPS):
@@ -96,7 +89,7 @@ def walk(rank, size, group):
         verdict = guard.explain(guard.step(torch.tensor(3.0)))
         verdicts.append(verdict and verdict.tensor)
         seen.append(snapshot(params, optimizers))
-    return {"seen": seen, "verdicts": verdicts, "report": guard.report()}
+    return {"seen": seen, "verdicts": verdicts}
 
 
 def reloaded(state, group):
@@ -107,11 +100,6 @@ def reloaded(state, group):
         own = {key: tensor for key, tensor in state.items() if key.rpartition(".")[0] in names}
         load_named_state(optimizer, own)
     return {key: tensor for each in optimizers for key, tensor in named_state(each)}
-
-
-def by_way_of_the_host(rank, size, group):
-    with mock.patch.object(torch.Tensor, "cpu", lambda tensor: tensor.clone()):
-        return walk(rank, size, group)["seen"][-1]
 
 
 def spiked(rank, group, size):
@@ -131,7 +119,6 @@ def record(rank, size, group, folder):
     _, optimizers, _ = build(group)
     return walk(rank, size, group) | {
         "reloaded": reloaded(one["seen"][-1], group),
-        "host": by_way_of_the_host(rank, size, group),
         "spiked": spiked(rank, group, size),
         "streamed": [len(list(named_state(each, rank=1))) for each in optimizers[:4]],
         "owned": [
@@ -168,7 +155,7 @@ def ranks(one, tmp_path_factory):
     """The results of each process, by world size."""
     folder = tmp_path_factory.mktemp("gloo")
     torch.save(one, folder / "one.pt")
-    set_forkserver_preload(["torch.distributed", "hypothesis", "optim"])  # imported once
+    set_forkserver_preload(["torch.distributed", "optim"])  # imported once
     mp.start_processes(process, (str(folder),), nprocs=max(SIZES), start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(max(SIZES))]
 
@@ -206,7 +193,6 @@ def test_a_nan_on_one_rank_skips_the_step_of_all_bit_for_bit_and_all_name_it(one
     for results in [one, *[each[size] for each in ranks[:size]]]:
         assert_same_bits(results["seen"][FAULT], results["seen"][FAULT - 1])
         assert results["verdicts"] == [None, None, "muon.3", None]
-        assert results["report"]["nonfinite"] == 1
 
 
 @SEVERAL
@@ -220,9 +206,8 @@ def test_a_state_loads_at_every_number_of_ranks_bit_for_bit(one, ranks, size):
     for results in ranks[:size]:
         state = {key: one["seen"][-1][key] for key in results[size]["reloaded"]}
         assert_same_bits(results[size]["reloaded"], state)
-    assert_same_bits(reloaded(ranks[0][size]["seen"][-1], None), results[size]["reloaded"] | {
-        key: ranks[0][size]["seen"][-1][key] for key in results[size]["reloaded"]
-    })  # fmt: skip
+    several = ranks[0][size]["seen"][-1]
+    assert_same_bits(reloaded(several, None), {key: several[key] for key in state})
 
 
 @SEVERAL
@@ -239,12 +224,6 @@ def test_state_is_held_by_its_owner_alone(ranks, size):
     held = torch.tensor([results[size]["owned"] for results in ranks[:size]])
     assert held.sum(0).tolist() == whole
     assert held[:, 1].max() - held[:, 1].min() <= 64  # one matrix
-
-
-@SEVERAL
-def test_messages_by_way_of_the_host_give_the_same_bits(ranks, size):
-    for results in ranks[:size]:
-        assert_same_bits(results[size]["host"], results[size]["seen"][-1])
 
 
 @pytest.mark.parametrize(("backend", "direct"), [("gloo", False), ("nccl", True)])
@@ -290,30 +269,8 @@ def test_padding_is_at_most_one_per_cent_of_the_bytes(model, size, monkeypatch):
         {"params": on_meta(12, 6, 12)},
     ]
     adam = [each for rows in tables for each in on_meta(1, rows, shape[0])] + on_meta(1, 60)
-    for optimizer in (
-        NorMuon(groups, 0.02, process_group="g"),
-        Adam(adam, 0.01, process_group="g"),
-    ):
-        messages = optimizer.messages
-        total = sum(message.length * size for message in messages)
+    for kind, params in ((NorMuon, groups), (Adam, adam)):
+        optimizer = kind(params, 0.02, process_group="g")
+        total = sum(message.length * size for message in optimizer.messages)
         elements = sum(p.numel() for each in optimizer.param_groups for p in each["params"])
         assert 0 <= total - elements <= 0.01 * total
-
-
-shapes = st.lists(st.sampled_from([(8, 8), (4, 8), (2, 2), (16, 8)]), min_size=1, max_size=40)
-
-
-@settings(max_examples=100)
-@given(shapes, st.integers(2, 9))
-def test_parts_are_dealt_once_each_evenly_and_only_the_last_message_is_padded(shapes, size):
-    parts = [Part(torch.empty(shape, device="meta"), 0, 0, (1, *shape), 0) for shape in shapes]
-    dealt = deal(parts, size)
-    found = [part for shares in dealt for share in shares for part in share]
-    assert len(found) == len(parts)
-    assert set(found) == set(parts)
-    for shares in dealt:
-        loads = [sum(part.numel for part in share) for share in shares]
-        if shares is not dealt[-1]:
-            assert min(loads) == max(loads)
-        heaviest = shares[loads.index(max(loads))]
-        assert max(loads) - min(loads) <= heaviest[-1].numel

@@ -1,6 +1,5 @@
-"""A fit machine is a go, each fault has its fix, and --dry-run leaves nothing behind."""
+"""A fit machine is a go, each fault is told, and --dry-run leaves nothing behind."""
 
-import ast
 import os
 import re
 import shutil
@@ -14,13 +13,9 @@ import torch
 from small_run import STEPS, arguments, run_words, write_data
 
 from runtime import preflight
-from runtime.preflight import GIB, disk_finding
+from runtime.preflight import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def faults(findings):
-    return [(finding.level, finding.what) for finding in findings if finding.level != "ok"]
 
 
 # ---- check_env.py
@@ -36,47 +31,29 @@ def test_this_machine_is_a_go_from_any_folder_and_nothing_is_left_behind(tmp_pat
     done = check_env_py(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "go"
-    for word in ("Python", "torch", "numpy", "GPU", "CPU", "compilation", "GiB free"):
+    for word in ("torch", "numpy", "GPU", "compile"):
         assert word in done.stdout
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("code", ["raise ModuleNotFoundError('none')", "raise OSError('\\x1b')"])
 def test_a_torch_that_is_missing_or_broken_is_a_no_go_and_no_traceback(tmp_path, code):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "torch.py").write_text(code)
-    done = check_env_py(tmp_path, PYTHONPATH=str(broken))
+    (tmp_path / "torch.py").write_text(code)
+    done = check_env_py(tmp_path, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stderr) == (2, "")
-    assert "\nstop  torch cannot be imported: " in done.stdout
-    assert "\n      fix: pip install -r requirements.txt" in done.stdout
+    assert done.stdout.startswith("stop  cannot import torch: ")
+    assert "pip install -r requirements.txt\n" in done.stdout
     assert "\x1b" not in done.stdout
     assert done.stdout.splitlines()[-1] == "no-go"
 
 
-@pytest.mark.parametrize("path", ["runtime/preflight", "scripts/command", "scripts/check_env"])
-def test_an_old_python_can_read_what_tells_it_so(path, monkeypatch):
-    ast.parse((ROOT / f"{path}.py").read_text(), feature_version=(3, 9))
-    monkeypatch.setattr(sys, "version_info", (3, 10, 14))
-    assert next(preflight._packages()).level == "stop"
-
-
-# ---- Findings
-
-
-def test_another_version_than_the_pinned_one_is_a_warning_unless_torch_is_known_to_work(
-    monkeypatch, tmp_path
-):
+def test_another_version_than_the_pinned_one_is_a_warning(monkeypatch, tmp_path):
     pins = tmp_path / "requirements.txt"
     pins.write_text("torch==2.11.0  # tensors\nnumpy==1.2.3  # shards\n")
     monkeypatch.setattr(preflight, "REQUIREMENTS", pins)
-    found = {"torch": "2.12.1+cu130", "numpy": "1.2.4"}
-    monkeypatch.setattr("importlib.metadata.version", found.get)
-    numpy = "numpy 1.2.4, requirements.txt has 1.2.3"
-    assert faults(preflight._packages()) == [("warn", numpy)]
-    found["torch"] = "2.1.3"
-    torch_too = "torch 2.1.3, requirements.txt has 2.11.0"
-    assert faults(preflight._packages()) == [("warn", torch_too), ("warn", numpy)]
+    monkeypatch.setattr("importlib.metadata.version", {"torch": "2.11.0", "numpy": "1.2.4"}.get)
+    warning = ("warn", "numpy 1.2.4, but requirements.txt has 1.2.3")
+    assert list(preflight.findings())[:2] == [("ok", "torch 2.11.0"), warning]
 
 
 @pytest.mark.parametrize(("capability", "level"), [((9, 0), "ok"), ((7, 5), "warn")])
@@ -88,22 +65,10 @@ def test_gpus_are_listed_and_one_without_bf16_is_a_warning(monkeypatch, capabili
     }  # fmt: skip
     for name, value in stubs.items():
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
-    _, *gpus, _ = preflight._hardware()
-    listed = [(gpu.level, gpu.what) for gpu in gpus]
-    assert listed == [(level, f"cuda:{i} NVIDIA H100, 80 GiB") for i in range(2)]
-
-
-def test_a_full_disk_and_a_path_below_a_file_are_stops(monkeypatch, tmp_path):
-    usage = SimpleNamespace(free=GIB)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    folder = tmp_path / "new" / "folder"
-    assert disk_finding(folder, GIB).level == "ok"
-    assert disk_finding(folder, 2 * GIB)[:2] == ("stop", f"{folder}: 1.0 GiB free, 2.0 needed")
-    (tmp_path / "file").touch()
-    level, what, _ = disk_finding(tmp_path / "file" / "logs", 0)
-    assert level == "stop"
-    assert what.endswith("file cannot be written to")
-    assert not folder.exists()
+    *gpus, _ = preflight._hardware()
+    for index, (found, what) in enumerate(gpus):
+        assert found == level
+        assert what.startswith(f"cuda:{index} NVIDIA H100, 80 GiB")
 
 
 # ---- --dry-run
@@ -129,5 +94,5 @@ def test_a_dry_run_without_room_for_checkpoints_is_a_no_go(data, tmp_path, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     outcome = run_words([*arguments(data, tmp_path), "--dry-run"], tmp_path)
     assert outcome.code == 2
-    assert f"stop  {tmp_path}/checkpoints: 0.0 GiB free" in outcome.out
-    assert outcome.out.splitlines()[-1] == "no-go"
+    assert f"{tmp_path}/checkpoints: 0.0 GiB free" in outcome.out
+    assert outcome.out.splitlines()[-1].startswith("no-go: make room")

@@ -72,10 +72,3 @@ def test_other_training_tokens_than_the_tracks_are_caught_though_all_runs_share_
     for run in evidence.runs:
         run.header["data"]["train_sha256"] = "0" * 64
     assert "train_sha256 0000000000000000, not 77e6e4d2acaa19c3" in said(evidence)
-
-
-def test_a_single_validation_that_costs_more_a_token_than_training_is_caught(evidence):
-    phases = evidence.runs[0].phases
-    (at,) = (at for at, phase in enumerate(phases) if phase.name == "validate")
-    phases[at] = phases[at]._replace(ms=600_000.0)
-    assert "a validation of 600000 ms, a token dearer than training" in said(evidence)

@@ -16,28 +16,17 @@ import torch
 from small_run import STEPS, arguments, write_data
 from stub_trainer import logs_of, losses_of, read_events
 
-import runtime.machine
 import train_gpt
-from runtime import stop as stops
 from runtime.checkpoint import checkpoints, load
 from runtime.checks import same_bits
 from runtime.run import Run
+
+pytestmark = pytest.mark.usefixtures("two_layers")
 
 PATIENCE = 120  # seconds that processes on a busy machine may take
 TOLERANCES = {"record42": 2e-4, "adamw": 2e-6}  # of every loss in float32
 MANY = 400  # steps of a run that a signal breaks off
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast():
-    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
-    layer = train_gpt.Layer
-    last = layer(window="long", value_embed=1, skip_from=0, backout=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(train_gpt.LAYERS, "tiny", [layer(value_embed=0), last])
-        patch.setattr(runtime.machine, "measured_gemm_flops", lambda device, dtype: 1e9)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +58,17 @@ def be_a_rank(rank: int, words: list[str], variables: dict[str, str], folder: Pa
     sys.exit(train_gpt.main(words))
 
 
-def when_done(rank: int, step: int, action, patch: pytest.MonkeyPatch) -> None:
-    """On this rank do it once it has done this step."""
+def terminate(rank: int, step: int, patch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to this rank alone, once it has done this step."""
     stepped = Run.stepped
 
     def acting(self, *arguments, **named):
         stepped(self, *arguments, **named)
         if self.steps_done == step and os.environ["RANK"] == str(rank):
-            action()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
 
     patch.setattr(Run, "stepped", acting)
-
-
-def be_signalled() -> None:
-    """SIGTERM to this process alone."""
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)
 
 
 def start(count: int, data: Path, folder: Path, seeds: int = 0, **changed) -> list[BaseProcess]:
@@ -122,7 +106,7 @@ def run(count: int, data: Path, folder: Path, stop: tuple[int, int] | None = Non
     """Ranks to their end; `stop` is a rank that gets SIGTERM when it has done a step."""
     with pytest.MonkeyPatch.context() as patch:
         if stop is not None:
-            when_done(*stop, be_signalled, patch)
+            terminate(*stop, patch)
         return finish(start(count, data, folder, **how), folder)
 
 
@@ -187,28 +171,20 @@ def test_only_the_first_rank_needs_folders_for_logs_and_checkpoints(whole):
         assert len(logs_of(folder)) == 1
 
 
-def test_a_checkpoint_of_another_model_ends_all_ranks_with_one_message(data, tmp_path):
-    run(2, data, tmp_path, stop=(0, 1))
-    folder = checkpoints_of(tmp_path)[0].parent
-    ended = run(2, data, tmp_path, resume=folder, resume_anyway="on", dim=48)
-    assert ended.codes == [2, 2], ended
-    assert "does not fit this run: another model" in ended.err[0]
-    assert "Traceback" not in "".join(ended.err)
-
-
-def test_a_second_signal_ends_a_rank_that_waits_for_one_that_hangs(data, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stops, "ECHO_SECONDS", 0.2)
-        when_done(1, 3, lambda: time.sleep(PATIENCE), patch)
-        waiting, hanging = start(2, data, tmp_path)
+@pytest.mark.slow
+def test_a_rank_that_is_lost_ends_the_others_in_time_and_the_run_goes_on(data, tmp_path):
+    how = {"steps": 80, "val_every": 0, "rank_timeout": 10, "checkpoint_every": 2}
+    ranks = start(2, data, tmp_path, **how)
     deadline = time.monotonic() + PATIENCE
-    done = []
-    while len(done) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-        done = read_events(*logs_of(tmp_path), kind="step")
-    for _ in range(2):
-        time.sleep(0.5)
-        os.kill(waiting.pid, signal.SIGTERM)
-    waiting.join(PATIENCE / 4)
-    hanging.kill()
-    assert finish([waiting, hanging], tmp_path).codes == [143, -signal.SIGKILL]
+    while not list(tmp_path.glob("checkpoints/*/step_*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks[1].kill()
+    ended = finish(ranks, tmp_path)
+    assert ended.codes == [1, -signal.SIGKILL], ended
+    assert "rank" in ended.err[0]  # torchrun names the one that died
+    assert "Traceback" not in ended.err[0]
+    assert read_events(*logs_of(tmp_path), kind="end")[0]["status"] == "error"
+    again = run(1, data, tmp_path, **how)
+    assert again.codes == [0], again
+    assert "resumes after step" in again.out[0]
+    assert len(losses_of(*logs_of(tmp_path))[0]) == 80

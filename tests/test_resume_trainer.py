@@ -1,6 +1,9 @@
-"""Real runs that break off and go on at one rank: the same run to the bit."""
+"""Real runs that signals and faults break off: what is left resumes to the bit, or says why not."""
 
+import multiprocessing
 import os
+import random
+import resource
 import signal
 import time
 from copy import deepcopy
@@ -11,31 +14,23 @@ import torch
 from small_run import SEQUENCE, STEPS, run, write_data
 from stub_trainer import in_child, logs_of, losses_of, read_events
 
-import runtime.machine
 import train_gpt
 from optim import SpikeRule
 from runtime.checkpoint import checkpoints, load
 from runtime.checks import same_bits
 from runtime.run import Run
 
+pytestmark = pytest.mark.usefixtures("two_layers")
+
 EVERY = {"checkpoint_every": 2, "keep_model": "on"}
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Two shards; the run passes from one to the other after step 7."""
     return write_data(tmp_path_factory.mktemp("data"), train_documents=190)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fast():
-    """Two layers with all that layers can have, and no measurement of this machine's peak rate."""
-    layer = train_gpt.Layer
-    last = layer(window="long", value_embed=1, skip_from=0, backout=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(train_gpt.LAYERS, "tiny", [layer(value_embed=0), last])
-        patch.setattr(runtime.machine, "measured_gemm_flops", lambda device, dtype: 1e9)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +55,7 @@ def break_off(number, moment, data, folder, **changed):
     def acting(self, *arguments, **named):
         stepped(self, *arguments, **named)
         if self.steps_done == moment:
-            if number == signal.SIGKILL and self._writing is not None:
+            if number == KILL and self._writing is not None:
                 self._writing.result()
             os.kill(os.getpid(), number)
             time.sleep(0.05)  # until it is heard
@@ -70,34 +65,37 @@ def break_off(number, moment, data, folder, **changed):
             patch.setattr(Run, "stepped", acting)
             return run(data, folder, **EVERY | changed).code
 
-    if number == signal.SIGKILL:
-        assert in_child(doomed) == -signal.SIGKILL
+    if number == KILL:
+        assert in_child(doomed) == -KILL
     else:
         assert doomed() == 128 + number
 
 
-def resume(data, folder, **changed):
+def resume(data, folder, code=0, **changed):
     outcome = run(data, folder, **EVERY | {"resume": "auto"} | changed)
-    assert outcome.code == 0, outcome.err
+    assert outcome.code == code, outcome.err
+    assert "Traceback" not in outcome.out + outcome.err
+    return outcome
 
 
-def last_state(folder):
-    """Weights, optimizer states, guard, generators and position at the end of a run."""
-    (path,) = [each for run in (folder / "checkpoints").iterdir() for each in checkpoints(run)]
-    snapshot = load(path)
-    assert snapshot.state["step"] == STEPS
-    return snapshot.model, snapshot.optim, snapshot.state["data"]
+def saved(folder):
+    (run_folder,) = (folder / "checkpoints").iterdir()
+    return checkpoints(run_folder)
 
 
 def assert_same(folder, reference):
+    """Losses, and weights, optimizer states, guard, generators and position at the end."""
     ours, theirs = losses_of(*logs_of(folder)), losses_of(*logs_of(reference))
     assert ours == theirs
     assert len(ours[0]) == STEPS
-    for mine, other in zip(last_state(folder), last_state(reference), strict=True):
-        assert same_bits(mine, other)
+    mine, other = (load(*saved(each)) for each in (folder, reference))
+    assert mine.state["step"] == STEPS
+    assert same_bits(mine.model, other.model)
+    assert same_bits(mine.optim, other.optim)
+    assert mine.state["data"] == other.state["data"]
 
 
-KILL, TERM = signal.SIGKILL, signal.SIGTERM
+# ---- The same run
 
 
 @pytest.mark.parametrize(("number", "moment", "changed"), [
@@ -133,10 +131,11 @@ def test_a_compiled_run_goes_on_bit_for_bit(data, tmp_path, monkeypatch):
     torch.manual_seed(0)
     assert run(data, tmp_path / "whole", keep_model="on", **changed).code == 0
     torch.manual_seed(0)
-    break_off(TERM, 5, data, tmp_path, **changed)
-    resume(data, tmp_path, **changed)
-    assert read_events(*logs_of(tmp_path), kind="header")[0]["env"]["compiled"] is True
-    assert_same(tmp_path, tmp_path / "whole")
+    break_off(TERM, 5, data, tmp_path / "broken", **changed)
+    resume(data, tmp_path / "broken", **changed)
+    headers = read_events(*logs_of(tmp_path / "broken"), kind="header")
+    assert headers[0]["env"]["compiled"] is True
+    assert_same(tmp_path / "broken", tmp_path / "whole")
 
 
 def test_checkpoints_change_nothing_in_a_run(data, whole, tmp_path):
@@ -168,45 +167,147 @@ def test_a_spike_right_after_the_resume_is_skipped_as_without(data, tmp_path, mo
 
     monkeypatch.setattr(train_gpt.Trainer, "gradients", spiking)
     rule = SpikeRule(window=8, start=4, sigma=1000)
-    monkeypatch.setattr(train_gpt, "SpikeRule", lambda **_: rule, raising=False)
     monkeypatch.setattr(train_gpt.optim, "SpikeRule", lambda **_: rule)
+    torch.manual_seed(0)
     assert run(data, tmp_path / "whole", keep_model="on").code == 0
     torch.manual_seed(0)
-    break_off(TERM, 7, data, tmp_path)
-    resume(data, tmp_path)
-    skips = read_events(*logs_of(tmp_path), kind="skip")
+    break_off(TERM, 7, data, tmp_path / "broken")
+    resume(data, tmp_path / "broken")
+    skips = read_events(*logs_of(tmp_path / "broken"), kind="skip")
     assert [(skip["step"], skip["guard"]) for skip in skips] == [(9, "spike")]
-    assert losses_of(*logs_of(tmp_path)) == losses_of(*logs_of(tmp_path / "whole"))
+    assert_same(tmp_path / "broken", tmp_path / "whole")
 
 
-def test_a_bad_step_is_told_with_shard_tokens_and_tensor(data, tmp_path, monkeypatch):
-    gradients = train_gpt.Trainer.gradients
-
-    def spoiled(self, step, flags):
-        message = gradients(self, step, flags)
-        if step + 1 == 8:
-            self.model.blocks[1].mlp.up.grad[0, 0] = float("nan")
-        return message
-
-    monkeypatch.setattr(train_gpt.Trainer, "gradients", spoiled)
-    outcome = run(data, tmp_path)
-    assert outcome.code == 0, outcome.err
-    (skip,) = outcome.events("skip")
-    assert (skip["step"], skip["tensor"]) == (8, "blocks.1.mlp.up")
-    assert f"(shard {skip['shard']}, tokens from {skip['token_offset']})" in outcome.out
+# ---- Kills
 
 
-@pytest.mark.parametrize(("changed", "sentence"), [
-    ({"dim": 48}, "does not fit this run: another model: blocks.0.attention.gate ((2, 12)"),
-    ({"data_dir": None}, "the saved data position does not fit this run"),
+@pytest.mark.parametrize(("kills", "steps"), [
+    (4, STEPS), pytest.param(50, 200, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_another_model_or_order_of_data_is_refused_even_anyway(changed, sentence, data, tmp_path):
-    break_off(TERM, 3, data, tmp_path / "logs")
-    if "data_dir" in changed:
-        data, changed = write_data(tmp_path / "other", train_documents=192), {}
-    (folder,) = (tmp_path / "logs" / "checkpoints").iterdir()
-    outcome = run(data, tmp_path / "logs", resume=folder, resume_anyway="on", **changed)
-    assert outcome.code == 2
-    assert sentence in outcome.err
-    assert "Traceback" not in outcome.err
-    assert len(logs_of(tmp_path / "logs")) == 1
+def test_kills_at_random_moments_cost_no_loss(kills, steps, tmp_path):
+    """In the set-up, in the warm-up or between two steps, and while something is written."""
+    data = write_data(tmp_path / "data", train_documents=3000)
+    how = {"steps": steps, "resume": "auto", "checkpoint_every": 4}
+    begun = time.monotonic()
+    assert in_child(lambda: run(data, tmp_path / "whole", **how).code) == 0
+    seconds = time.monotonic() - begun
+    expected = losses_of(*logs_of(tmp_path / "whole"))
+    (end,) = read_events(*logs_of(tmp_path / "whole"), kind="end")
+    training = end["t_ms"] / 1000
+    folder, moments = tmp_path / "killed", random.Random(1)
+    for _ in range(kills):
+        child = FORK.Process(target=run, args=(data, folder), kwargs=how)
+        child.start()
+        if moments.random() < 0.2:
+            time.sleep(moments.uniform(0, seconds - training))
+        else:
+            before = len(logs_of(folder))
+            while child.is_alive() and len(logs_of(folder)) == before:
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, 2 * training / kills))
+        child.kill()
+        child.join()
+    assert in_child(lambda: run(data, folder, **how).code) == 0
+    assert losses_of(*logs_of(folder)) == expected
+    assert len(expected[0]) == steps
+    assert len(logs_of(folder)) > kills / 4, "kills that came while it trained"
+
+
+@pytest.mark.parametrize("moment", [
+    "runtime.registry.append", "runtime.log.register", "runtime.checkpoint._sync",
+    "runtime.checkpoint.remove",
+])  # fmt: skip
+def test_a_kill_in_the_middle_of_writing_is_survived(moment, data, whole, tmp_path):
+    """At the third call, in the second run or the second checkpoint."""
+    calls = []
+
+    def die_at_the_third(*arguments, **named):
+        calls.append(arguments)
+        if len(calls) == 3:
+            os.kill(os.getpid(), KILL)
+        return real(*arguments, **named)
+
+    def doomed():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(moment, die_at_the_third)
+            return run(data, tmp_path, trials=2, **EVERY).code
+
+    module, _, name = moment.rpartition(".")
+    real = getattr(__import__(module, fromlist=[name]), name)
+    assert in_child(doomed) == -KILL
+    resume(data, tmp_path, trials=2)
+    first = [log for log in logs_of(tmp_path) if read_events(log)[0]["seed"] == 0]
+    assert losses_of(*first) == losses_of(*logs_of(whole()))
+
+
+# ---- Disks
+
+
+@pytest.fixture
+def broken(data, tmp_path):
+    """The folder of a run that SIGTERM broke off after step 8."""
+    torch.manual_seed(0)
+    break_off(TERM, 7, data, tmp_path / "logs")
+    return tmp_path / "logs"
+
+
+def test_a_disk_that_fills_up_is_told_and_the_run_can_be_resumed(data, whole, tmp_path):
+    """The system refuses to let any file grow further: checkpoints fail too, and are told."""
+    gradients = train_gpt.Trainer.gradients
+    no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_the_disk(self, step, flags):
+        logs = logs_of(tmp_path)
+        if logs and step == 5:
+            size = logs[0].stat().st_size + 100
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, no_limit[1]))
+        return gradients(self, step, flags)
+
+    try:
+        with pytest.MonkeyPatch.context() as full:
+            full.setattr(train_gpt.Trainer, "gradients", fill_the_disk)
+            outcome = run(data, tmp_path, **EVERY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
+    assert outcome.code in (1, 2)
+    assert "could not be written" in outcome.out
+    (log,) = outcome.logs
+    warning, error = outcome.err.splitlines()
+    assert warning.startswith(f"warning: cannot write {log}")
+    assert "lines are lost. Free some space and resume" in error
+    resume(data, tmp_path)
+    assert losses_of(*logs_of(tmp_path)) == losses_of(*logs_of(whole()))
+
+
+def test_a_log_that_a_crash_tore_is_resumed(data, whole, broken):
+    (log,) = logs_of(broken)
+    content = log.read_bytes()
+    log.write_bytes(content[: content.rindex(b'{"event": "end"')] + b'{"event": "en')
+    resume(data, broken)
+    assert_same(broken, whole())
+
+
+def test_a_log_that_was_cut_is_refused(data, broken):
+    (log,) = logs_of(broken)
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:12]))
+    assert "Restore the log" in resume(data, broken, code=2).err
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(data, whole, broken):
+    weights = saved(broken)[-1] / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    assert f"warning: {weights} has SHA-256" in resume(data, broken).out
+    assert read_events(*logs_of(broken), kind="resume")[0]["checkpoint"] == "step_000006"
+    assert_same(broken, whole())
+
+
+def test_a_shard_that_was_cut_is_refused_before_the_run_goes_on(data, broken, tmp_path):
+    (tmp_path / "data").mkdir()
+    for shard in data.glob("*.bin"):
+        content = shard.read_bytes()
+        (tmp_path / "data" / shard.name).write_bytes(content[: len(content) // 2])
+    before = saved(broken)
+    assert "s_train_0.bin" in resume(tmp_path / "data", broken, code=2).err
+    assert saved(broken) == before

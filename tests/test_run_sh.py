@@ -1,6 +1,5 @@
 """run.sh in a scratch copy: every program that it starts is a stub that notes how it was called."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,26 +12,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 SHORT = ("--track", "short", "--data-dir", "elsewhere")  # a track for all GPUs; its data are there
-TOOLS = ("awk", "bash", "cmp", "cp", "dirname", "flock", "mkdir", "od", "rm", "rmdir", "sleep")
+TOOLS = ("bash", "cmp", "cp", "dirname", "flock", "mkdir", "rm", "sleep", "wc")
 TORCHRUN = ["-m", "torch.distributed.run"]
 
-# Stands for python3 and, copied by its own `-m venv`, for .venv/bin/python. Each call becomes a
-# line of JSON in $CALLS, its words in hexadecimal, so that no quoting can hide a fault.
+# Stands for python3 and, copied by its own `-m venv`, for .venv/bin/python. It notes the words of
+# each call in $CALLS, in one write, because two starts may note at the same time.
 PYTHON_STUB = r"""#!/bin/bash
-[[ ${1-} == -V ]] && { echo "Python ${FAKE_VERSION-3.12.1}"; exit; }
 [[ ${1-} == -c && $2 == *device_count* ]] && { echo "${FAKE_GPUS-1}"; exit; }
 [[ ${1-} == -c ]] && exit
 [[ ${1-} == -m && $2 == pip && $3 == --version ]] && exit
-line=$(
-    printf '['
-    separator=
-    for word in "$@"; do
-        printf '%s"' "$separator"; printf '%s' "$word" | od -An -v -tx1 | tr -d ' \n'; printf '"'
-        separator=', '
-    done
-    printf ']'
-)
-printf '%s\n' "$line" >>"$CALLS" # at once: two starts may write at the same time
+printf '%s\x1f' "$@" $'\x1e' >>"$CALLS"
 case "${1-} ${2-}" in
     "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
     "-m pip") sleep "${FAKE_PIP_SECONDS-0}"; exit "${FAKE_PIP_STATUS-0}" ;;
@@ -43,7 +32,6 @@ case "${1-} ${2-}" in
     "train_gpt.py "*) exit "${FAKE_TRAINER_STATUS-0}" ;;
 esac
 """
-DF_STUB = '#!/bin/bash\necho header\necho "/dev/disk 9 1 ${FAKE_FREE_KB-50000000} 1% /"\n'
 
 
 class Clone:
@@ -57,13 +45,11 @@ class Clone:
         shutil.copy(ROOT / "run.sh", self.root)
         (self.root / "requirements.txt").write_text("torch==2.13.0\n")
         (self.root / "requirements-dev.txt").write_text("pytest==9.2.0\n")
-        for tool in (*TOOLS, "tr", "wc"):
+        for tool in TOOLS:
             if path := shutil.which(tool):
                 (self.bin / tool).symlink_to(path)
-        stubs = {"python3": PYTHON_STUB, "df": DF_STUB}
-        for name, text in stubs.items():
-            (self.bin / name).write_text(text)
-            (self.bin / name).chmod(0o755)
+        (self.bin / "python3").write_text(PYTHON_STUB)
+        (self.bin / "python3").chmod(0o755)
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
         """run.sh in its own process group, as a terminal starts it."""
@@ -79,9 +65,9 @@ class Clone:
 
     def argv(self) -> list[list[str]]:
         """Calls of Python since the last call of this method."""
-        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        text = self.record.read_text() if self.record.exists() else ""
         self.record.unlink(missing_ok=True)
-        return [[bytes.fromhex(word).decode() for word in json.loads(line)] for line in lines]
+        return [call.split("\x1f")[:-1] for call in text.split("\x1e\x1f")[:-1]]
 
     def jobs(self) -> list[str]:
         """The same calls as the module or file that each ran."""
@@ -111,6 +97,7 @@ def test_a_fresh_clone_makes_the_environment_then_the_corpus_then_trains_tiny(fr
     assert train == ["train_gpt.py", "--track", "tiny", "--steps", "5"]
     assert fresh.run("--track=tiny").returncode == 0
     assert fresh.argv() == [["train_gpt.py", "--track=tiny"]]
+    assert fresh.run(FAKE_TRAINER_STATUS="3").returncode == 3
 
 
 @pytest.mark.parametrize(
@@ -149,33 +136,16 @@ def test_arguments_arrive_as_they_were_given(clone: Clone) -> None:
     assert plain[-len(odd) :] == torchrun[-len(odd) :] == odd
 
 
-def test_the_exit_code_of_the_trainer_is_passed_on(clone: Clone) -> None:
-    assert clone.run(FAKE_TRAINER_STATUS="3").returncode == 3
-
-
-@pytest.mark.parametrize("script", ["run.sh", ".ci/run"])
-def test_the_shell_scripts_are_sound_and_can_be_started(script: str) -> None:
-    assert subprocess.run(["bash", "-n", str(ROOT / script)]).returncode == 0
-    assert os.access(ROOT / script, os.X_OK)
-
-
 # ---- The environment
 
 
-def test_changed_requirements_are_installed_into_the_same_environment(clone: Clone) -> None:
+def test_changed_requirements_and_a_lost_interpreter_are_mended_at_the_next_start(
+    clone: Clone,
+) -> None:
     (clone.root / "requirements.txt").write_text("torch==2.13.0\nnumpy==2.4.6\n")
     clone.run()
     clone.run()
     assert clone.jobs() == ["pip", "train_gpt.py", "train_gpt.py"]
-
-
-def test_another_interpreter_or_a_lost_one_gets_another_environment(clone: Clone) -> None:
-    other = clone.bin / "python3.13"
-    other.write_text(PYTHON_STUB.replace("${FAKE_VERSION-3.12.1}", "3.13.0"))
-    other.chmod(0o755)
-    clone.run(PYTHON="python3.13")
-    clone.run(PYTHON="python3.13")
-    assert clone.jobs() == ["venv", "pip", "train_gpt.py", "train_gpt.py"]
     (clone.root / ".venv/bin/python").unlink()
     clone.run()
     assert clone.jobs() == ["venv", "pip", "train_gpt.py"]
@@ -185,7 +155,6 @@ def test_another_interpreter_or_a_lost_one_gets_another_environment(clone: Clone
     ("variables", "sentence", "jobs"),
     [
         ({"PYTHON": "python3.99"}, "python3.99 is no Python 3.11 or newer with venv", []),
-        ({"FAKE_FREE_KB": str(1500 * 1024)}, "1500 MB free in", []),
         ({"FAKE_PIP_STATUS": "1"}, "pip could not install requirements.txt", ["venv", "pip"]),
     ],
 )
@@ -203,7 +172,7 @@ def test_an_environment_that_cannot_be_made_is_explained_and_made_at_the_next_st
 def test_an_install_that_was_interrupted_is_repaired(fresh: Clone) -> None:
     process = fresh.start(FAKE_PIP_SECONDS="30")
     deadline = time.monotonic() + 30
-    while not (fresh.record.exists() and fresh.record.read_text().count("\n") == 2):
+    while not (fresh.record.exists() and fresh.record.read_text().count("\x1e") == 2):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
@@ -213,19 +182,14 @@ def test_an_install_that_was_interrupted_is_repaired(fresh: Clone) -> None:
     assert fresh.jobs() == ["venv", "pip", "pip", "data.corpus", "train_gpt.py"]
 
 
-@pytest.mark.parametrize("tool", ["flock", "mkdir"])
-def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone, tool: str) -> None:
-    if tool == "mkdir":
-        (fresh.bin / "flock").unlink(missing_ok=True)
-    elif not (fresh.bin / "flock").exists():
-        pytest.skip("needs flock")
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
+def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone) -> None:
     both = [fresh.start(FAKE_PIP_SECONDS="1") for _ in range(2)]
     said = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     jobs = fresh.jobs()
     assert sorted(jobs) == ["data.corpus", "pip", "train_gpt.py", "train_gpt.py", "venv"]
     assert jobs.index("train_gpt.py") == 3
-    assert not (fresh.root / ".venv.lock").exists()
 
 
 # ---- Settings and data
@@ -233,8 +197,8 @@ def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone, tool: s
 
 def test_several_machines_without_a_place_to_meet_are_refused(fresh: Clone) -> None:
     result = fresh.run(NNODES="2", NODE_RANK="1")
-    assert result.returncode == 2
-    assert result.stderr.startswith("run.sh: NNODES=2: set NODE_RANK")
+    assert result.returncode != 0
+    assert "MASTER_ADDR: is where NODE_RANK=0 runs" in result.stderr
     assert fresh.argv() == []
 
 
@@ -252,22 +216,17 @@ def test_data_of_ones_own_unknown_tracks_and_help_fetch_nothing(
     ("words", "shards"),
     [("--track short", 9), ("--track=medium", 36), ("--track tiny --track steps", 18)],
 )
-def test_large_tracks_fetch_as_much_of_fineweb_as_they_read(
+def test_large_tracks_fetch_as_much_of_fineweb_as_they_read_and_lack(
     clone: Clone, words: str, shards: int
 ) -> None:
     assert clone.run(*words.split(), FAKE_DOWNLOAD_STATUS="1").returncode == 1  # and train nothing
     assert clone.argv() == [["-m", "data.cached_fineweb", str(shards)]]
-
-
-def test_fineweb_is_fetched_only_while_shards_are_missing(clone: Clone) -> None:
     folder = clone.root / "data/fineweb10B"
     folder.mkdir(parents=True)
-    (folder / "fineweb_val_000000.bin").touch()
-    for shard in range(1, 10):
-        (folder / f"fineweb_train_{shard:06d}.bin").touch()
-        if shard >= 8:
-            clone.run("--track", "short")
-    assert clone.jobs() == ["data.cached_fineweb", "train_gpt.py", "train_gpt.py"]
+    for name in ["val_000000", *(f"train_{shard:06d}" for shard in range(1, shards + 1))]:
+        (folder / f"fineweb_{name}.bin").touch()
+    clone.run(*words.split())
+    assert clone.jobs() == ["train_gpt.py"]
 
 
 # ---- ./run.sh test

@@ -3,15 +3,14 @@
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy.stats import ttest_1samp, ttest_ind
-from test_stats import LOSSES, STEPS, VE_TUNED
+from scipy.stats import ttest_1samp
+from test_stats import LOSSES, NORMUON_3250, VE_TUNED
 
 from scripts.significance import main
 
@@ -21,12 +20,8 @@ DOCUMENTED = [
     "path", "source", "total_steps", "gpu_count", "n", "losses", "times_ms", "mean", "sd", "t", "p",
     "upper99", "passes", "incomplete", "warnings",
 ]  # fmt: skip
-
-
 BOS_ALIGN, FIX_MUON_LR = LOSSES["BosAlign"], LOSSES["FixMuonLR"]  # of public records
 MIMETIC, FP8_MLP_UP = LOSSES["MimeticValueOutput"], LOSSES["FP8MLPUpProj"]
-FP8_DOWN, FP8_DOWN_BASELINE = LOSSES["FP8DownProjection"], LOSSES["FP8DownProjection baseline"]
-NORMUON_3250 = list(map(float, STEPS[10]))
 
 
 def write_run(
@@ -90,15 +85,8 @@ def text_of(capsys, *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def typed(losses: list[float]) -> list[str]:
-    return ["--losses", str(losses), "--target", "3.28"]
-
-
 def warned(arm: dict, words: str) -> bool:
     return any(words in warning for warning in arm["warnings"])
-
-
-# ---- Published figures
 
 
 @pytest.mark.parametrize(("losses", "p", "passes"), [
@@ -108,6 +96,7 @@ def test_the_published_records_get_their_published_verdict(tmp_path, capsys, los
     write_public_arm(tmp_path / PUBLIC, losses)
     code, (arm,) = judge(capsys, tmp_path / PUBLIC)
     assert (arm["p"], arm["passes"]) == (pytest.approx(p, rel=4e-6), passes)
+    assert arm["gpu_count"] == 8
     assert code == (0 if passes else 1)
     assert arm["losses"] == losses
 
@@ -129,7 +118,7 @@ def test_a_folder_of_two_sources_is_two_arms_and_says_so(tmp_path, capsys):
     assert (code, [arm["n"] for arm in arms]) == (1, [20, 1])
     assert [arm["passes"] for arm in arms] == [True, False]
     assert all(warned(arm, "2 sources in these logs") for arm in arms)
-    assert "FAIL: n = 1, no verdict possible" in text_of(capsys, folder)
+    assert "FAIL: a mean loss below 3.28 at p < 0.01 is not shown" in text_of(capsys, folder)
 
 
 def test_arms_that_pass_alone_fail_as_a_family(tmp_path, capsys):
@@ -143,9 +132,6 @@ def test_arms_that_pass_alone_fail_as_a_family(tmp_path, capsys):
     assert "p 0.0237, fail" in text
 
 
-# ---- At a step
-
-
 def test_steps_that_were_tried_are_a_family_and_each_has_its_own_losses(tmp_path, capsys):
     for seed, (early, late) in enumerate(zip(FP8_MLP_UP, FIX_MUON_LR, strict=False)):
         write_run(tmp_path, f"run_{seed}", {80: early, 90: late, 100: 3.1 + seed}, seed=seed)
@@ -156,17 +142,6 @@ def test_steps_that_were_tried_are_a_family_and_each_has_its_own_losses(tmp_path
     reason = "no validation at step 80"
     assert arms[0]["incomplete"] == [{"path": str(sparse), "reason": reason, "last_loss": 3.1}]
     assert "Holm over the 2 arms" in text_of(capsys, tmp_path, "--at-step", "90,80")
-
-
-def test_a_run_that_ended_early_counts_only_at_a_step_that_is_named_and_with_a_warning(
-    tmp_path, capsys
-):
-    for seed, loss in enumerate((3.276, 3.277, 3.278, 3.2765)):
-        write_public(tmp_path / f"run_{seed}.txt", {50: 4.0 + seed, 90: loss}, total=100)
-    assert judge(capsys, tmp_path, "--target", 3.28)[1][0]["n"] == 0
-    (arm,) = judge(capsys, tmp_path, "--target", 3.28, "--at-step", 90)[1]
-    assert (arm["n"], arm["incomplete"]) == (4, [])
-    assert warned(arm, "4 runs end before the steps that they declare")
 
 
 def test_two_files_of_ten_runs_each_are_judged_at_the_claimed_step(tmp_path, capsys):
@@ -182,40 +157,6 @@ def test_two_files_of_ten_runs_each_are_judged_at_the_claimed_step(tmp_path, cap
     assert "b.txt (run 10)" in text
 
 
-# ---- Against a baseline
-
-
-@pytest.mark.parametrize(("margin", "tost", "code"), [(0.001, 0.107, 1), (0.002, 0.0060, 0)])
-def test_a_systems_only_change_must_show_that_it_is_no_worse(tmp_path, capsys, margin, tost, code):
-    shift = 0.004  # so that the loss itself does not pass
-    new, old = [loss + shift for loss in FP8_DOWN], [loss + shift for loss in FP8_DOWN_BASELINE]
-    write_arm(tmp_path / "new", new)
-    write_arm(tmp_path / "old", old, source="old")
-    arguments = [str(tmp_path / "new"), "--against", str(tmp_path / "old"), "--margin", str(margin)]
-    assert main(arguments) == code
-    lower = [loss - margin for loss in new]
-    p = ttest_ind(lower, old, equal_var=False, alternative="less").pvalue
-    text = capsys.readouterr().out
-    assert f"no worse by {margin:g}: p {p:.3g}" in text
-    equal = re.search(r"equal within it: p (\S+) \(TOST\)", text)
-    assert float(equal[1] if equal else "nan") == pytest.approx(tost, rel=0.01)
-
-
-def test_a_baseline_is_one_arm_and_what_is_wrong_with_it_is_said(tmp_path, capsys):
-    write_arm(tmp_path / "new", FP8_DOWN)
-    write_arm(tmp_path / "old", FP8_DOWN_BASELINE[:3], source="old")
-    (tmp_path / "old" / "notes.txt").write_text("three more to come\n")
-    text = text_of(capsys, tmp_path / "new", "--against", tmp_path / "old")
-    assert "baseline: n = 3: too few runs" in text
-    assert "notes.txt" in text
-    write_run(tmp_path / "old", "other", {100: 3.2}, seed=0, source="older")
-    assert main([str(tmp_path / "new"), "--against", str(tmp_path / "old")]) == 2
-    assert "the baseline holds 2 arms" in capsys.readouterr().err
-
-
-# ---- What p does not say
-
-
 @pytest.mark.parametrize(("losses", "words"), [
     ([3.2765, 3.2766, 3.2767], "n = 3: too few runs to know their spread"),
     ([3.27, 3.28, 3.29, math.nan], "losses without a finite spread: there is no test"),
@@ -227,9 +168,6 @@ def test_what_makes_p_say_less_than_it_seems_is_warned_of(tmp_path, capsys, loss
     code, (arm,) = judge(capsys, tmp_path)
     assert warned(arm, words)
     assert arm["passes"] is (code == 0) is ("no test" not in words)
-
-
-# ---- Which runs count
 
 
 @pytest.mark.parametrize(
@@ -262,19 +200,6 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     assert (code, arm["n"], arm["p"], arm["passes"]) == (1, 0, None, False)
 
 
-def test_copies_and_repeated_seeds_add_nothing(tmp_path, capsys):
-    write_arm(tmp_path, FP8_MLP_UP)
-    _, (alone,) = judge(capsys, tmp_path)
-    original = tmp_path / "run_003.jsonl"
-    copy = original.read_text().replace("run_003", "z").replace('"seed": 3', '"seed": 8')
-    (tmp_path / "z_copy.jsonl").write_text(copy)
-    write_run(tmp_path, "z_rerun", {50: 4.1, 100: 3.2}, seed=3)
-    code, (arm,) = judge(capsys, tmp_path)
-    assert (code, arm["losses"], arm["p"]) == (1, alone["losses"], alone["p"])
-    assert warned(arm, f"left out: {tmp_path / 'z_copy.jsonl'} is a duplicate of {original}")
-    assert warned(arm, f"{tmp_path / 'z_rerun.jsonl'} (loss 3.2) repeats seed 3 of {original}")
-
-
 def test_claims_and_gaps_in_the_seeds_are_said(tmp_path, capsys):
     write_arm(tmp_path, MIMETIC, claim="c1a1")
     assert not judge(capsys, tmp_path)[1][0]["warnings"]
@@ -296,10 +221,7 @@ def test_a_list_pasted_from_python_is_read_and_marked_unverified(capsys):
     (arm,) = json.loads(capsys.readouterr().out)["arms"]
     assert (arm["losses"], arm["path"], arm["times_ms"]) == ([3.27, 3.28], None, [None, None])
     assert warned(arm, "unverified")
-    assert "UNVERIFIED" in text_of(capsys, *typed([3.1, 3.2]))
-
-
-# ---- Bad input
+    assert "UNVERIFIED" in text_of(capsys, "--losses", "3.1,3.2", "--target", "3.28")
 
 
 def test_what_is_no_log_in_a_folder_is_named_and_the_rest_goes_on(tmp_path, capsys):
@@ -313,19 +235,14 @@ def test_what_is_no_log_in_a_folder_is_named_and_the_rest_goes_on(tmp_path, caps
 @pytest.mark.parametrize(("arguments", "sentence"), [
     ([], "name run logs, or type losses"),
     (["--losses", "3.1,3.2"], "--losses needs --target"),
-    (["logs", "--losses", "3.1", "--target", "3.28"], "one of the two"),
-    (["--losses", "-3.1", "--target", "3.28"], "'-3.1' must be numbers"),
     (["--losses", "3.1", "--target", "3.28", "--at-step", "5"], "--at-step needs run logs"),
-    (["logs", "--at-step", "5,x"], "--at-step: '5,x' must be whole numbers from 1"),
-    (["logs", "--margin", "0"], "--margin needs --against"),
-    (["{folder}/good", "--against", "{folder}/good"], "good/a.jsonl is in the baseline too"),
+    (["logs", "--at-step", "5,x"], "--at-step: invalid whole_numbers value: '5,x'"),
     (["{folder}/absent"], "cannot read {folder}/absent: No such file"),
     (["{folder}"], "no run logs"),
     (["{folder}/mixed"], "name different targets: give one with --target"),
     (["{folder}/none"], "name no target: give one with --target"),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_and_a_sentence(tmp_path, capsys, arguments, sentence):
-    write_run(tmp_path / "good", "a", {100: 3.2}, seed=0)
     write_run(tmp_path / "mixed", "a", {100: 3.2}, seed=0)
     write_run(tmp_path / "mixed", "b", {100: 3.2}, seed=1, target=2.92)
     write_run(tmp_path / "none", "a", {100: 3.2}, seed=0, target=None)

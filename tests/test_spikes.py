@@ -1,6 +1,5 @@
 """The spike rule of guards against a slow twin; its windows, kept and resumed."""
 
-import copy
 import math
 
 import numpy as np
@@ -9,13 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
-from scipy.stats import median_abs_deviation
 from test_guards import INF, NAN, bits, give_gradients, model, traces
 
 from optim import Adam, Guard, Skip, SpikeRule
-from optim.spikes import Spikes
-
-FLAGS = torch.tensor([True]), torch.tensor([False])  # wanted, restart
 
 
 class Twin:
@@ -46,7 +41,7 @@ class Twin:
 
 def watcher(rule):
     """A guard that watches losses alone."""
-    return Guard([Adam([torch.nn.Parameter(torch.ones(2))], 0.1, betas=(0.9, 0.95))], spike=rule)
+    return Guard([Adam([torch.nn.Parameter(torch.ones(2))], 0.1)], spike=rule)
 
 
 def taken(guard, losses):
@@ -54,9 +49,14 @@ def taken(guard, losses):
     return [guard.explain(guard.step(torch.tensor(loss), only=())) is None for loss in losses]
 
 
-def noise(count, centre=3.0, deviation=0.02, seed=0):
+def skipped(rule, losses):
+    verdicts = taken(watcher(rule), losses)
+    return [index for index, good in enumerate(verdicts) if not good]
+
+
+def noise(count, centre=3.0, seed=0):
     """Losses that float32 holds exactly, so that a twin in float64 sees the same ones."""
-    values = np.random.default_rng(seed).normal(centre, deviation, count)
+    values = np.random.default_rng(seed).normal(centre, 0.02, count)
     return [float(np.float32(value)) for value in values]
 
 
@@ -88,34 +88,10 @@ def test_every_verdict_is_that_of_the_slow_twin(events, seed, patience):
         assert taken(guard, [loss]) == [expected]
 
 
-@given(
-    st.lists(st.floats(0.5, 50, width=32), min_size=5, max_size=21).filter(
-        lambda values: len(values) % 2
-    )
-)
-def test_the_robust_limit_is_made_of_the_median_and_the_median_deviation(values):
-    spikes = Spikes(
-        SpikeRule(window=32, start=3, sigma=5.0, least_spread=0.0), 1, torch.device("cpu")
-    )
-    for value in values:
-        spikes.enter(torch.tensor([value]), *FLAGS)
-    expected = np.median(values) + 5.0 * median_abs_deviation(values, scale="normal")
-    assert spikes.limits().item() == pytest.approx(expected, rel=2e-6)
-
-
-def test_each_value_has_its_own_window():
-    spikes = Spikes(SpikeRule(window=8, start=3), 3, torch.device("cpu"))
-    for step in range(20):
-        row = torch.tensor([1.0, 5.0 if step % 2 else -INF, -INF])
-        spikes.enter(row, row.isfinite(), *FLAGS[1:])
-    one, five, absent = spikes.limits().tolist()
-    assert (one, five, absent) == (pytest.approx(1.06), pytest.approx(5.3, abs=1e-5), INF)
-
-
-@pytest.mark.parametrize("level", [1.0, 1e3, 1e5])
+@pytest.mark.parametrize("level", [1.0, 1e5])
 def test_a_norm_may_rise_by_the_same_factor_at_every_level(level):
-    guard = Guard([Adam([torch.nn.Parameter(torch.ones(1))], 0.1)], spike=SpikeRule())
-    (param,) = guard.optimizers[0].param_groups[0]["params"]
+    param = torch.nn.Parameter(torch.ones(1))
+    guard = Guard([Adam([param], 0.1)], spike=SpikeRule())
     verdicts = []
     for norm in [level] * 40 + [1.3 * level, 1.4 * level]:
         param.grad = torch.tensor([norm])
@@ -123,44 +99,24 @@ def test_a_norm_may_rise_by_the_same_factor_at_every_level(level):
     assert verdicts == [True] * 41 + [False]
 
 
-def test_nothing_is_judged_before_enough_values_are_in_the_window():
-    for rule in (SpikeRule(start=10, window=20),):
-        assert all(taken(watcher(rule), [*noise(9), 1e9]))
-        assert taken(watcher(rule), [*noise(10), 1e9])[-1] is False
-
-
-def test_after_a_nan_or_infinite_loss_no_normal_step_is_skipped():
-    for bad in (NAN, INF):
-        for rule in (SpikeRule(),):
-            verdicts = taken(watcher(rule), [*noise(100), bad, *noise(200, seed=1)])
-            assert [index for index, good in enumerate(verdicts) if not good] == [100]
-
-
-def test_a_loss_of_minus_infinity_is_skipped():
-    assert taken(watcher(SpikeRule()), [-INF]) == [False]
-
-
-def spikes_after_an_outlier(rule):
-    """Verdicts on losses of 6.0 that come 10, 50 and 120 steps after one of 30."""
-    losses = noise(300)
-    for step, loss in {100: 30.0, 110: 6.0, 150: 6.0, 220: 6.0}.items():
-        losses[step] = loss
-    verdicts = taken(watcher(rule), losses)
-    assert verdicts.count(False) == [verdicts[step] for step in (100, 110, 150, 220)].count(False)
-    return [verdicts[step] for step in (100, 110, 150, 220)]
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_loss_that_is_not_finite_is_skipped_and_no_normal_step_after_it(bad):
+    assert skipped(SpikeRule(), [*noise(100), bad, *noise(200, seed=1)]) == [100]
 
 
 def test_one_outlier_does_not_hide_the_next_ones():
-    assert spikes_after_an_outlier(SpikeRule()) == [False, False, False, False]
+    losses = noise(300)
+    for step, loss in {100: 30.0, 110: 6.0, 150: 6.0, 220: 6.0}.items():
+        losses[step] = loss
+    assert skipped(SpikeRule(), losses) == [100, 110, 150, 220]
 
 
 def test_a_lasting_change_of_level_is_accepted_after_patience_and_the_window_starts_anew():
     rule = SpikeRule(patience=5, start=20)
-    verdicts = taken(watcher(rule), [*noise(50), *noise(24, centre=6.0), 9.0])
-    assert [index for index, good in enumerate(verdicts) if not good] == [50, 51, 52, 53, 54]
+    skips = [50, 51, 52, 53, 54]
     # Nineteen values of the new level are not enough to judge by, and twenty are.
-    verdicts = taken(watcher(rule), [*noise(50), *noise(25, centre=6.0), 9.0])
-    assert verdicts[-2:] == [True, False]
+    assert skipped(rule, [*noise(50), *noise(24, centre=6.0), 9.0]) == skips
+    assert skipped(rule, [*noise(50), *noise(25, centre=6.0), 9.0]) == [*skips, 75]
 
 
 def test_a_verdict_names_the_value_that_is_an_outlier():
@@ -190,13 +146,8 @@ def test_a_gradient_norm_that_is_an_outlier_is_skipped_though_the_loss_is_not(wh
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"window": 3}, "window must be at least 4, got 3"),
-        ({"sigma": 0.0}, "sigma must be positive, got 0.0"),
-        ({"sigma": NAN}, "sigma must be positive, got nan"),
-        ({"start": 2}, r"start must be between 3 and window \(128\), got 2"),
-        ({"start": 17, "window": 16}, r"start must be between 3 and window \(16\), got 17"),
-        ({"least_spread": -0.1}, "least_spread must be 0 or more, a share of the centre, got -0.1"),
-        ({"patience": 0}, "patience must be at least 1, got 0"),
+        ({"sigma": NAN}, r"needs sigma > 0.*sigma=nan"),
+        ({"start": 17, "window": 16}, r"start <= window.*window=16, .*start=17"),
     ],
 )
 def test_bad_settings_are_refused_by_name(setting, message):
@@ -210,44 +161,24 @@ def test_bad_settings_are_refused_by_name(setting, message):
 @pytest.mark.parametrize("interruption", [3, 35, 42, 100])
 def test_a_guard_resumed_from_a_file_goes_on_as_if_never_interrupted(interruption):
     rule = SpikeRule(window=32, start=16, patience=4)
-    losses = [
-        *noise(40),
-        9.0,
-        *[6.0] * 3,
-        NAN,
-        *noise(60, seed=1),
-        *[7.0] * 6,
-        *noise(30, centre=7.0),
-    ]
-    straight, first = watcher(rule), watcher(rule)
+    losses = [*noise(40), 9.0, *[6.0] * 3, NAN, *noise(60, seed=1)]
+    losses += [*[7.0] * 6, *noise(30, centre=7.0)]
+    straight, first, resumed = (watcher(rule) for _ in range(3))
     verdicts = taken(straight, losses)
     taken(first, losses[:interruption])
-    resumed = watcher(rule)
     resumed.load_state_dict(load(save(first.state_dict())))
-    assert resumed.report() == first.report()
     assert taken(resumed, losses[interruption:]) == verdicts[interruption:]
     assert bits(resumed.state_dict()) == bits(straight.state_dict())
     assert 5 < verdicts.count(False) < 15
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: watcher(SpikeRule(window=64)),
-        lambda: watcher(None),
-        lambda: Guard(model()[1], spike=SpikeRule()),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(other):
+@pytest.mark.parametrize("rule", [SpikeRule(window=64), None])
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(rule):
     guard = watcher(SpikeRule())
     taken(guard, [*noise(40), 9.0])
     before = bits(guard.state_dict())
     with pytest.raises(ValueError, match="build the guard alike"):
-        guard.load_state_dict(other().state_dict())
-    incomplete = copy.copy(other().state_dict())
-    incomplete.pop("steps")
-    with pytest.raises(ValueError, match="build the guard alike"):
-        guard.load_state_dict(incomplete)
+        guard.load_state_dict(watcher(rule).state_dict())
     assert bits(guard.state_dict()) == before
 
 
@@ -260,12 +191,12 @@ def test_an_optimizer_that_steps_less_often_is_not_starved_by_a_lasting_rise_of_
 ):
     params, optimizers = model(("muon", "adam"))
     guard = Guard(optimizers, spike=SpikeRule(window=32, start=8, patience=5))
-    skipped = []
+    skips = []
     for step in range(40 * every):
         give_gradients(params, 0)
         for name, param in params.items():
             param.grad *= 10 if name.startswith("adam.") and step >= 20 * every else 1
         stepping = optimizers if step % every == every - 1 else optimizers[:1]
         if guard.explain(guard.step(torch.tensor(3.0), only=stepping)) is not None:
-            skipped.append(step)
-    assert skipped == [20 * every + every * (index + 1) - 1 for index in range(5)]
+            skips.append(step)
+    assert skips == [20 * every + every * (index + 1) - 1 for index in range(5)]

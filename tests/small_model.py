@@ -1,0 +1,32 @@
+"""Models small enough for a test, of any track and recipe."""
+
+import torch
+
+from kernels.attention import PortableAttention
+from runtime.machine import Machine
+from train_gpt import GPT, RECIPES, TRACKS, Config, preset
+
+CPU = torch.device("cpu")
+MACHINE = Machine(CPU, 0, 1)
+SEQUENCE, VOCABULARY = 70, 100
+EVERY_RECIPE = [(track, "record42") for track in TRACKS]
+EVERY_RECIPE += [(track, recipe) for track, recipes in RECIPES.items() for recipe in recipes]
+SIZES = {
+    "dim": 24, "head_dim": 8, "vocab_size": VOCABULARY, "bos": VOCABULARY - 1, "window_block": 8,
+    "sequence": SEQUENCE, "batch_tokens": 2 * SEQUENCE, "micro_batch": 2 * SEQUENCE,
+    "val_sequence": SEQUENCE, "val_tokens": SEQUENCE, "val_batch": SEQUENCE,
+}  # fmt: skip
+
+
+def configure(track="short", recipe="record42", **changes):
+    """The configuration of the track, in its real size."""
+    given = {"track": track, "recipe": recipe}
+    return Config(**preset(given) | given | changes)
+
+
+def small(track="short", recipe="record42", **changes):
+    return configure(track, recipe, **SIZES | changes)
+
+
+def make_model(config, dtype=torch.float32, device=CPU):
+    return GPT(config, dtype, device, PortableAttention())
