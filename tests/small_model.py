@@ -9,10 +9,9 @@ from train_gpt import GPT, RECIPES, TRACKS, Config, preset
 CPU = torch.device("cpu")
 MACHINE = Machine(CPU, 0, 1)
 SEQUENCE, VOCABULARY = 70, 100
-EVERY_RECIPE = [(track, "record42") for track in TRACKS]
-EVERY_RECIPE += [(track, recipe) for track, recipes in RECIPES.items() for recipe in recipes]
+EVERY_RECIPE = [(t, recipe) for t in TRACKS for recipe in RECIPES.get(t, ["record42"])]
 SIZES = {
-    "dim": 24, "head_dim": 8, "vocab_size": VOCABULARY, "bos": VOCABULARY - 1, "window_block": 8,
+    "dim": 24, "head_dim": 8, "vocab_size": VOCABULARY, "bos": VOCABULARY - 1, "window_block": 8, "val_window": 160,
     "sequence": SEQUENCE, "batch_tokens": 2 * SEQUENCE, "micro_batch": 2 * SEQUENCE,
     "val_sequence": SEQUENCE, "val_tokens": SEQUENCE, "val_batch": SEQUENCE,
 }  # fmt: skip
