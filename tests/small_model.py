@@ -11,7 +11,8 @@ MACHINE = Machine(CPU, 0, 1)
 SEQUENCE, VOCABULARY = 70, 100
 EVERY_RECIPE = [(t, recipe) for t in TRACKS for recipe in RECIPES.get(t, ["record42"])]
 SIZES = {
-    "dim": 24, "head_dim": 8, "vocab_size": VOCABULARY, "bos": VOCABULARY - 1, "window_block": 8, "val_window": 160,
+    "dim": 24, "head_dim": 8, "vocab_size": VOCABULARY, "bos": VOCABULARY - 1, "window_block": 8,
+    "val_window": 160,
     "sequence": SEQUENCE, "batch_tokens": 2 * SEQUENCE, "micro_batch": 2 * SEQUENCE,
     "val_sequence": SEQUENCE, "val_tokens": SEQUENCE, "val_batch": SEQUENCE,
 }  # fmt: skip
