@@ -77,7 +77,7 @@ class Finder:
             if not other:
                 return self._resume(run_id, history, Path(self.config.checkpoint_dir, run_id))
             if history.status != "done":
-                self.say(f"run {run_id} broke off, but it is another one: {'; '.join(other)}")
+                self.say(f"run {run_id} is unfinished, but it differs: {'; '.join(other)}")
         self.say(f"seed {new.seed}: nothing to resume in {self.config.log_dir}, a new run starts")
         return new
 
