@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from claims import stats
 from claims.runs import Run, Validation
+from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
 
 PUBLIC_TARGETS = {"track_1_short": 3.28, "track_2_medium": 2.92, "track_3_optimization": 3.28}
 STEPS_TRACKS = {"steps", "track_3_optimization"}  # judged by their own rule, too
 ALPHA = 0.01
-FEW_RUNS = 4  # fewer losses can lie close together by chance
 
 
 # ---- Which runs make an arm
@@ -156,8 +156,8 @@ class Arm:
         self.result = stats.one_sample(self.losses, self.target)
         self.passes = self.result.p < ALPHA
         n = self.result.n
-        if 0 < n < FEW_RUNS:
-            rule = f"too few runs to know their spread, make {FEW_RUNS}"
+        if 0 < n < LEAST_RUNS:
+            rule = f"too few runs to know their spread, make {LEAST_RUNS}"
             self.warnings.append(f"n = {n}: {rule}")
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")
