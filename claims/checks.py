@@ -262,7 +262,7 @@ def unaccounted_ms(phases: list[Phase], resumes: int) -> float:
             before = None
         if before is not None and phase.t_ms < before:
             return math.inf  # a clock that runs backwards accounts for nothing
-        if phase.name not in STARTUP:  # a start-up phase later than that is time in no phase
+        if phase.name not in STARTUP:  # a start-up phase in mid-run counts as time in no phase
             if before is not None:
                 total += max(phase.t_ms - phase.ms - before, 0.0)
             before = phase.t_ms
