@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from claims import stats
 from claims.runs import Run, Validation
+from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
 
 PUBLIC_TARGETS = {"track_1_short": 3.28, "track_2_medium": 2.92, "track_3_optimization": 3.28}
 STEPS_TRACKS = {"steps", "track_3_optimization"}  # judged by their own rule, too
 ALPHA = 0.01
-FEW_RUNS = 4  # fewer losses can lie close together by chance
 
 
 # ---- Which runs make an arm
@@ -61,7 +61,7 @@ def name_of(run: Run) -> str:
 
 
 def marks(run: Run) -> Iterator[tuple[Hashable, ...]]:
-    """What independent runs cannot share. Runs that share one that is no seed are copies."""
+    """What independent runs cannot share. Runs that share any mark but the seed are copies."""
     trained = [step.train_loss for step in run.steps if step.train_loss is not None]
     if run.header:
         yield "id", run.run_id
@@ -76,8 +76,8 @@ def marks(run: Run) -> Iterator[tuple[Hashable, ...]]:
 def leave_out_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """The runs that count as independent, and a sentence on each of the others.
 
-    Of copies and of runs with one seed the first by run id counts. Ids sort by start time or are
-    random, so the choice cannot depend on the losses.
+    Of copies, and of runs with the same seed, only the one with the smallest run id counts. Ids
+    sort by start time or are random, so the choice cannot depend on the losses.
     """
     kept: list[Run] = []
     owners: dict[tuple[Hashable, ...], Run] = {}
@@ -147,7 +147,7 @@ class Arm:
     names: list[str]  # of the runs
     points: list[Validation]  # one a run
     target: float  # nats per token
-    warnings: list[str]  # what makes p say less than it seems to
+    warnings: list[str]  # why p may say less than it seems to
     incomplete: list[dict[str, Any]] = field(default_factory=list)  # path, reason, last_loss
     notes: list[str] = field(default_factory=list)  # what other tests say
 
@@ -156,8 +156,8 @@ class Arm:
         self.result = stats.one_sample(self.losses, self.target)
         self.passes = self.result.p < ALPHA
         n = self.result.n
-        if 0 < n < FEW_RUNS:
-            rule = f"too few runs to know their spread, make {FEW_RUNS}"
+        if 0 < n < LEAST_RUNS:
+            rule = f"too few runs to know their spread, make {LEAST_RUNS}"
             self.warnings.append(f"n = {n}: {rule}")
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")
@@ -226,7 +226,7 @@ def judge_typed(losses: Sequence[float], target: float) -> Arm:
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
-    """What speaks against a fair choice of the runs."""
+    """Signs that the runs were not chosen fairly."""
     warnings = []
     if any(run.complete and run.source is None for run in runs):
         warnings.append("the logs do not hold their source: nothing shows that it is the same")

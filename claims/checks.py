@@ -81,7 +81,7 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
 
 
 def check_started(evidence: Evidence) -> Iterator[str]:
-    """Every run that was started under the claim is there, and younger than the claim."""
+    """Every run that was started under the claim is there, and started after the claim."""
     claim = evidence.claim
     present = {run.run_id for run in evidence.runs}
     for line in evidence.starts:
@@ -96,7 +96,7 @@ def check_started(evidence: Evidence) -> Iterator[str]:
 
 
 def check_seeds(evidence: Evidence) -> Iterator[str]:
-    """No seed was tried before its claimed run: whoever saw the outcome could pick the seed.
+    """No seed was tried before its claimed run: its outcome could have been the reason to pick it.
 
     A try on another track or with other settings counts too: some settings change nothing.
     """
@@ -157,7 +157,7 @@ def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
 
 
 def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
-    """The registry vouches for start, resumes and end; each segment for the one before it."""
+    """The registry holds start, resumes and end; each segment names the hash of the one before."""
     lines = [line for line in evidence.registry if line["run_id"] == run.run_id]
     order = " ".join(line["event"] for line in lines)
     if lines and not LIFE.fullmatch(order):
@@ -262,7 +262,7 @@ def unaccounted_ms(phases: list[Phase], resumes: int) -> float:
             before = None
         if before is not None and phase.t_ms < before:
             return math.inf  # a clock that runs backwards accounts for nothing
-        if phase.name not in STARTUP:  # a start-up phase later than that is time in no phase
+        if phase.name not in STARTUP:  # a start-up phase in mid-run counts as time in no phase
             if before is not None:
                 total += max(phase.t_ms - phase.ms - before, 0.0)
             before = phase.t_ms

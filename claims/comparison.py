@@ -19,8 +19,9 @@ from runtime.errors import LogError
 FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
                "threads", "dtype", "compiled")  # fmt: skip
 STUTTER_RATIO = 1.5  # a stutter takes so much longer than the steps around it
-NEIGHBOURS, QUARTILE = 21, 75  # which their upper quartile stands for: where a slower stage begins,
-# that is already its own time, so that none of its steps is taken for a stutter
+# The steps around it are 21 steps, by their upper quartile: where a slower stage begins, that is
+# already the slower time, so none of the stage's steps counts as a stutter.
+NEIGHBOURS, QUARTILE = 21, 75
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Side:
 
 
 def read_side(path: str) -> Side:
-    """The runs that count of the one arm in a log or folder. LogError for no arm, or several."""
+    """Read the runs that count from a log or folder. LogError unless they are exactly one arm."""
     runs, errors = read_all([path])
     side = Side(path, left_out=list(map(str, errors)))
     side.left_out += [f"{name_of(run)}: {run.left_out}" for run in runs if run.left_out]
@@ -89,8 +90,8 @@ def account(run: Run) -> Account:
 def step_times(run: Run) -> np.ndarray:
     """Milliseconds of each step; empty unless the log times every step on one clock.
 
-    What the clock gains between a step and the validation after it, a wait for the device, belongs
-    to no step.
+    Between a step and the validation after it the clock waits for the device. That time belongs to
+    no step.
     """
     if [step.step for step in run.steps] != list(range(1, (run.total_steps or 0) + 1)):
         return np.array([])
@@ -158,7 +159,7 @@ def explain(
 ) -> tuple[float, Difference, Difference]:
     """Seconds by steps, step time and stutters; `test` takes (new, old).
 
-    The runs of an arm have one number of steps.
+    All runs of an arm have the same number of steps.
     """
     count = (a[0].steps + b[0].steps) / 2
     of_a = [run.step_ms / 1000 for run in a]
@@ -175,7 +176,7 @@ def stuttering(accounts: Sequence[Account]) -> list[int]:
 def compare_machines(a: Side, b: Side) -> list[str]:
     """Where the logs differ in hardware or software.
 
-    What a log does not tell counts as alike; no difference does not prove that the machine is one.
+    A field that a log lacks counts as equal. Equal fields do not prove that it was one machine.
     """
     differs = []
     for key in FINGERPRINT:

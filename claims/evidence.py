@@ -24,7 +24,7 @@ from runtime.registry import read_registry
 
 
 class Track(NamedTuple):
-    """The rules of a track, written again here: a judge does not take the rules from the judged."""
+    """The rules of a track, repeated here: a judge does not take the rules from the judged."""
 
     target: float  # nats per token
     val_tokens: int
@@ -89,7 +89,7 @@ class Evidence:
 
     @property
     def score(self) -> float:
-        """What a record beats another by: milliseconds, or steps where only steps count."""
+        """What a new record must lower: milliseconds, or steps on tracks where only steps count."""
         return self.median_ms if self.track.in_time else self.claim.config["steps"]
 
     @property
@@ -121,7 +121,7 @@ def read_evidence(folder: Path) -> Evidence:
             run = read_run(path)
             for name in ("data", "checks", "config"):
                 if not isinstance(run.header.get(name), dict):
-                    raise LogError(f"{path}: the header must have {name}, with the fields of it")
+                    raise LogError(f"{path}: the header must have {name}, an object")
             runs.append(run)
     source = read_source(records_of(folder), claim.source_sha256)
     return Evidence(folder, claim, TRACKS[claim.track], runs, registry, source)

@@ -1,8 +1,8 @@
 """Read the run logs of this trainer: one JSON object a line.
 
 A process that resumes a run writes a file of its own, a segment: `<run_id>.2.jsonl`, ... It
-supersedes what was logged of the steps after its start. Up to schema 1 it wrote on in the one file;
-such a run can be read, but does not count.
+replaces what earlier segments say of the steps after its start. In schema 1 it appended to the same
+file; such a run can be read, but does not count.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ def fits(value: Any, kind: type) -> bool:
 
 
 class Line(NamedTuple):
-    """One line of a log. Of one that is no event, such as a torn one, `fields` is empty."""
+    """One line of a log. If it is no event, for example because it is torn, `fields` is empty."""
 
     where: str  # file and line, for messages
     fields: dict[str, Any]
@@ -82,7 +82,7 @@ def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
 
 
 def split_lines(path: Path, data: bytes) -> list[Line]:
-    """LogError for a line that is no event; the last may be none, a crash may have torn it."""
+    """The lines of a log. LogError if any but the last, which a crash may tear, is no event."""
     lines: list[Line] = []
     for number, raw in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
         if lines and not lines[-1].event:
@@ -116,7 +116,7 @@ def keep_until(lines: list[Line], after_step: int) -> list[Line]:
 
 
 def read_resume(line: Line, before: list[Line]) -> Resume:
-    """`before` is what the process before wrote; after a saved stop nothing is repeated."""
+    """A resume. before: lines of the process before. If that saved and stopped, no step repeats."""
     resume = Resume(**line.get_all(RESUME), repeats=True)
     end = before[-1].fields if before else {}
     stopped = end.get("event") == "end" and end.get("status") == "interrupted"
@@ -166,7 +166,7 @@ def read_header(line: Line) -> dict[str, Any]:
 
 
 def end_problem(ends: list[Line], validations: list[Validation]) -> str | None:
-    """What the end line says against the run; None where all is well."""
+    """Why the end line keeps the run from counting as finished; None if it does not."""
     if len(ends) != 1:
         return f"{len(ends)} end lines in one log" if ends else "no end line"
     status = ends[0].get("status", str)

@@ -38,7 +38,7 @@ def write_claim(records: Path, claim: Claim, source: Source) -> Path:
 def copy_runs(folder: Path, folders: list[Path]) -> None:
     """Copy the logs of all runs of the claim in `folder`, and each log folder's registry.
 
-    Every run that was started is copied, whatever became of it.
+    Every run that was started is copied, however it ended.
     """
     claim = read_claim(folder / "claim.json")
     for number, logs in enumerate(folders, 1):
@@ -65,7 +65,7 @@ def copy(original: Path, path: Path) -> None:
 
 
 def require_plain(folder: Path) -> None:
-    """Refuse what a write would follow or a read would wait for: links, pipes, devices."""
+    """Refuse links, which a write would follow, and pipes and devices, where a read would wait."""
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise Refused(f"{path} is a link or no regular file: a record has none. Take it out.")

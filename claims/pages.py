@@ -75,7 +75,7 @@ def table(head: str, rows: Iterable[Sequence[object]]) -> str:
 
 
 def readme(evidence: Evidence) -> str:
-    """The page of one record. Only the claim's own words in it were typed by someone."""
+    """The page of one record. Only the claim's name and description in it were typed by hand."""
     if not evidence.complete:
         return f"# {evidence.claim.name}\n\nNo finished run.\n"
     return "\n\n".join([*result_part(evidence), *run_part(evidence), *source_part(evidence)]) + "\n"
@@ -141,7 +141,7 @@ def source_part(evidence: Evidence) -> Iterator[str]:
 
 
 def claim_before(evidence: Evidence) -> Claim | None:
-    """The claim on the same track that was written last before this one."""
+    """The previous claim on the same track; None for the first."""
     paths = sorted(evidence.folder.resolve().parent.glob("*/claim.json"))
     earlier = [claim for claim in map(read_claim, paths) if claim.created < evidence.claim.created]
     return max(earlier, key=lambda claim: (claim.created, claim.name), default=None)

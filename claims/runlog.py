@@ -27,16 +27,16 @@ def read_bytes(path: Path) -> bytes:
 
 
 def first_segment(path: Path) -> Path:
-    """The file with which the run of this file begins; the file itself where that one is absent."""
+    """The first segment of the run that this file belongs to; the file itself if there is none."""
     match = SEGMENT.fullmatch(path.name)
     first = path.with_name(f"{match[1]}.jsonl") if match else path
     return first if first.exists() else path
 
 
 def read_runs(path: str | Path) -> list[Run]:
-    """The runs in one file, or the one run of which the file is a segment.
+    """The runs in one file; for a segment, the run that it belongs to.
 
-    A run that did not go to its end says why in `unfinished`. Raises LogError for a file that is no
+    An unfinished run says why in `unfinished`. Raises LogError for a file that is no
     run log; the message names the file, the line and the rule.
     """
     first = first_segment(Path(path))
@@ -82,7 +82,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
 def read_all(paths: Sequence[str | Path]) -> tuple[list[Run], list[LogError]]:
     """All runs of files and folders, and an error for each file in a folder that is no run log.
 
-    Raises LogError for a file that was named and is none.
+    Raises LogError if a file that was named itself is no run log.
     """
     named = set(map(Path, paths))
     runs: list[Run] = []

@@ -45,7 +45,7 @@ class Resume(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run as its log tells it. None is what the log does not tell."""
+    """One run as its log tells it. None: the log does not say."""
 
     path: Path  # of the first segment
     index: int = 0  # which run of the file
@@ -75,7 +75,7 @@ class Run:
     def left_out(self) -> str | None:
         """Why the run does not count in a claim; None if it does.
 
-        Who does steps twice could keep the better outcome: such a run is shown and not counted.
+        Whoever repeats steps could keep the better outcome, so such a run is shown, not counted.
         """
         if self.unfinished:
             return self.unfinished

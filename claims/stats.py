@@ -20,7 +20,7 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 NAN, INF = math.nan, math.inf
 STEPS_BOUND = Fraction("0.004")  # of track 3: (target - mean) * sqrt(n) must reach it
-MOST_RUNS = 10_000  # a plan that needs more holds a slip of the pen
+MOST_RUNS = 10_000  # a plan that needs more has a typing error
 CERTAIN = 1e5  # an effect of so many standard errors has power 1; beyond, nctdtr is only noise
 SEQUENCES = 10**6  # simulated for planned looks: a level of 0.01 comes out to about 1 %
 
@@ -86,7 +86,7 @@ def welch(new: Sequence[float], old: Sequence[float]) -> Difference:
 
 
 def paired(new: Sequence[float], old: Sequence[float]) -> Difference:
-    """mean(new - old) of runs that belong together, as those of one seed or made in turn."""
+    """mean(new - old) of paired runs: with the same seed, or made in turn."""
     mean, sd = moments([a - b for a, b in zip(new, old, strict=True)])
     if not sd > 0:
         return Difference(mean)
@@ -142,7 +142,7 @@ def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:
 
 
 def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
-    """The chance that n runs pass, their true mean lying `margin` below the target.
+    """The chance that n runs pass if their true mean lies `margin` below the target.
 
     By the noncentral t distribution.
     """
@@ -165,8 +165,8 @@ def runs_needed(sd: float, margin: float, chance: float = 0.8, alpha: float = 0.
 def look_level(looks: tuple[int, ...], alpha: float = 0.01) -> float:
     """The level that, used at each of these numbers of runs, makes alpha in all (Pocock, 1977).
 
-    It is simulated with runs that have no effect. Those between two looks are drawn at once, as
-    their sum and their sum of squares: a t-test needs no more.
+    The runs are simulated without an effect. Those between two looks are drawn at once, as their
+    sum and their sum of squares: a t-test needs no more.
     """
     check(1e-4, 0.5, alpha=alpha)  # the simulation cannot resolve lower levels
     if not looks or any(n - before < 1 for before, n in pairwise((1, *looks))):

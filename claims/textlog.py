@@ -35,7 +35,7 @@ class Trace:
 
 
 def read_text(path: Path, data: bytes) -> list[Run]:
-    """The runs in a text log. LogError for what is no text, has no line of a step or a bad one."""
+    """The runs in a text log. LogError if it is not text, has no step line or a bad one."""
     lines = decode(path, data)
     source, start = find_source(lines)
     traces = read_traces(path, lines, source, start)

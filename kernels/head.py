@@ -84,8 +84,8 @@ def _product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool 
     return torch._scaled_mm(a, b.T, scale_a, one, out_dtype=dtype, use_fast_accum=fast)
 
 
-# The operator's four stages, each a compiled graph. With loss and gradients in one,
-# a pass over rows would also write the transpose of dz, element by element.
+# The operator's four stages, each a compiled graph. If loss and gradients shared one, the compiler
+# would write the transpose of dz element by element.
 def _operands(
     weight_VC: Tensor, dtype: torch.dtype, precision: str, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:

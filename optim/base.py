@@ -91,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     State lives in buckets: read it with `named_state` or `state_dict`.
     """
 
-    RANGES: ClassVar[dict[str, tuple[float, float]]] = {  # the least allowed, the first too large
+    RANGES: ClassVar[dict[str, tuple[float, float]]] = {  # smallest value, first one too large
         "lr": (0, math.inf),
         "lr_mul": (0, math.inf),
         "weight_decay": (0, math.inf),
@@ -223,9 +223,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Update every parameter that has a gradient on any rank. Returns the closure's loss.
 
-        Collective. Gradients are not changed. ok: given by a guard, which calls the other parts of
-        a step itself; this method then only updates, where `ok` is true. It goes through here so
-        that hooks run and torch's lr_scheduler counts the step.
+        Collective. Gradients are not changed. ok: given by a guard, which calls launch, measure and
+        finish itself; this method then only commits, where `ok` is true. The guard calls it instead
+        of commit so that hooks run and torch's lr_scheduler counts the step.
         """
         if ok is not None:
             self.commit(ok)

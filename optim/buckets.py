@@ -46,7 +46,7 @@ class Team(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A stretch of a parameter's memory: `shape` elements from `start`; shape[0] is matrices."""
+    """A stretch of a parameter's memory, from element `start` on; shape[0] counts matrices."""
 
     param: Tensor
     number: int  # of the parameter in its optimizer

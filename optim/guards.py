@@ -31,9 +31,10 @@ class Guard:
     """Steps several optimizers if loss and gradients are sound, on all ranks or on none.
 
     nonfinite: skip a step if the square of a gradient's norm is not finite in float32. spike: rule
-    for the loss and for one gradient norm an optimizer, over all ranks.
+    for the loss and for each optimizer's gradient norm, over all ranks.
     For torch's own optimizers (see `Foreign`) the guard sums gradients over process_group (None:
-    one process) and divides them once by grad_divisor. Ours take these two settings themselves.
+    one process) and divides them once by grad_divisor. The optimizers of this folder take both
+    settings themselves.
     """
 
     def __init__(

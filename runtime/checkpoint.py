@@ -30,7 +30,7 @@ SUMS = "checksums.json"
 FIELDS = {
     "run_id": str, "step": int, "clock_ms": float, "segment": int, "log_bytes": int, "data": dict,
 }  # fmt: skip
-KEPT = 2  # the one before replaces a newest that a power cut damaged
+KEPT = 2  # a power cut may damage the newest
 MOST_JSON_BYTES = 2**26
 
 
@@ -66,7 +66,7 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
     _sync(folder)
     found = checkpoints(folder)
-    upto = found[: found.index(path) + 1]  # a resume from an earlier one gave up those after it
+    upto = found[: found.index(path) + 1]  # those after it are of steps that a resume gave up
     for other in found:
         if other not in upto[-KEPT:]:
             remove(other)

@@ -226,7 +226,7 @@ class RunLog:
             self._lock.acquire(blocking=False)
             if self.history:
                 if read_history(self.directory, self.run_id) != self.history:
-                    raise OSError(errno.EEXIST, "another process has gone on with the run")
+                    raise OSError(errno.EEXIST, "another process has resumed the run")
                 self.path.unlink(missing_ok=True)  # of a process that died before its first line
             self._descriptor = os.open(self.path, flags, 0o644)
         except OSError as error:
@@ -248,8 +248,8 @@ class RunLog:
             if not self._warned:
                 self._warned = True
                 with contextlib.suppress(OSError):  # stderr may be on the same disk
-                    print(f"warning: cannot write {self.path}: {error.strerror}. The run goes on; "
-                          f"free some space before it ends.", file=sys.stderr, flush=True)
+                    print(f"warning: cannot write {self.path}: {error.strerror}. The run continues."
+                          f" Free some space before it ends.", file=sys.stderr, flush=True)
 
     def _add(self, event: str, fields: dict[str, Any]) -> None:
         """Let a line wait. Its t_ms leaves out the pauses between segments."""
@@ -276,7 +276,7 @@ class RunLog:
         registered["log_sha256"] = self._sha256.hexdigest()
         path = self.directory / REGISTRY
         try:
-            if not self._waiting:  # else the run counts as broken off, and can be resumed
+            if not self._waiting:  # else the run counts as unfinished, and can be resumed
                 register(path, "end", run_id=self.run_id, **registered)
         except OSError as error:
             raise LogError(f"cannot write {path}: {error.strerror}; {self.path} is whole. Free "

@@ -79,7 +79,7 @@ def report(
         rows.append((f"{name}: {steps:,} steps of {ms:,.1f} ms", steps * ms))
     name = f"{validations:,} validations of {validation_ms:,.1f} ms"
     rows.append((name, validations * validation_ms))
-    rows.append(("together", sum(ms for _, ms in rows)))
+    rows.append(("total", sum(ms for _, ms in rows)))
     for name, ms in rows:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
     machine.say(f"peak memory of rank 0: {peak_mib(machine):,.0f} MiB")

@@ -13,7 +13,7 @@ from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
 # If one of these or a setting of the experiment differs, it is another run.
 HASHES = ("source_sha256", "train_sha256", "val_sha256")
-# Settings that change only rounding. After an out-of-memory error they have to change.
+# Settings that change only rounding. A resume after an out-of-memory error may change them.
 ROUNDING = ("micro_batch", "val_batch", "recompute")
 RECORDED = (
     "torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "head", "compiled",
@@ -77,7 +77,7 @@ class Finder:
             if not other:
                 return self._resume(run_id, history, Path(self.config.checkpoint_dir, run_id))
             if history.status != "done":
-                self.say(f"run {run_id} broke off, but it is another one: {'; '.join(other)}")
+                self.say(f"run {run_id} is unfinished, but it differs: {'; '.join(other)}")
         self.say(f"seed {new.seed}: nothing to resume in {self.config.log_dir}, a new run starts")
         return new
 

@@ -16,7 +16,7 @@ from runtime.errors import Refused
 Settings = TypeVar("Settings")
 
 
-# What may be demanded of a value, by the words of the message: a comparison with a limit.
+# Rules of a value: the words of the error message, and how the value compares with the limit.
 RULES: dict[str, Callable[[Any, Any], bool]] = {
     "at_least": operator.ge,
     "at_most": operator.le,
@@ -28,7 +28,7 @@ RULES: dict[str, Callable[[Any, Any], bool]] = {
 def setting(
     default: Any, about: str, *, section: str = "", one_of: Sequence[str] = (), **rules: Any
 ) -> Any:
-    """Return a dataclass field with its --help text and what is demanded of its value.
+    """Return a dataclass field with its --help text and the rules of its value.
 
     `section` titles a new group of flags in --help, for this field and those after it. `one_of`
     holds for flags. `rules` are any of RULES with a limit: a number or the name of another setting.

@@ -33,8 +33,8 @@ def _raise(number: int, frame: Any) -> None:
 class Stop(contextlib.AbstractContextManager):
     """Tells all ranks of a signal that one of them got. Around all runs.
 
-    A launcher repeats a signal that the terminal sent to all: the first one that the ranks agree on
-    counts. If a rank hangs, `--rank-timeout` ends the others.
+    On Ctrl-C the terminal signals all ranks, and the launcher signals them again: the first signal
+    that they agree on counts. If a rank hangs, `--rank-timeout` ends the others.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Which pieces of the recipe help? Each is switched off or exchanged, on the baseline's seeds.
+"""Which pieces of the recipe help? Each arm switches off or replaces one, on the same seeds.
 
     python scripts/ablate.py --seeds 0,1,2,3                 all arms; the same command resumes
     python scripts/ablate.py --arms no_smear -- --steps 200  one arm, with flags of train_gpt.py
@@ -91,9 +91,9 @@ def last_losses(runs: dict[int, Run], seeds: list[int]) -> list[float]:
 
 
 def run_missing(given: argparse.Namespace) -> int:
-    """Run what no log of this source and configuration tells; returns how many runs failed.
+    """Make the runs that have no log of this source and configuration; return how many failed.
 
-    Seed by seed, so that what is done after an interrupt is balanced.
+    Seed by seed, so that after an interruption all arms have about the same seeds.
     """
     arms = [BASELINE, *[arm for arm in given.arms if arm != BASELINE]]
     flags = {arm: [*given.extra, *ARMS[arm].split()] for arm in arms}

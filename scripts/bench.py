@@ -181,10 +181,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("what", choices=("step", "optim"))
-    add("--rounds", type=int, default=10)
+    add("--rounds", type=int, default=10, help="timed rounds (%(default)s)")
     add("--against", metavar="FILE.py", help="code to time beside ours")
     add("--profile", action="store_true", help="step: a table of torch.profiler")
-    add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim")
+    add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim: which weights")
     add("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints; stdout is for the figures

@@ -4,7 +4,8 @@
     python scripts/compare.py --run "CMD_A" "CMD_B" --rounds 6            A B, B A, ... made here
 
 --run appends --log-dir and a folder to each command. The same command twice shows the noise.
-Compare times only between runs on the same machine. Differences are B - A, intervals 95 %.
+Compare times only between runs on the same machine. Differences are B - A, intervals 95 %. --margin
+also tests whether the losses are equal within it (two one-sided t-tests).
 
 Exit code: 0 B is faster (its whole interval lies below 0), 1 that is not shown, 2 bad input or A
 and B differ in machine or software, 130 or 143 interrupted.
@@ -93,7 +94,7 @@ def to_text(a: Side, b: Side, found: Comparison) -> str:
         "this interval holds for one machine: time both arms on a second one too",
     ]
     if found.equal_loss is not None:
-        lines.append(f"that the losses differ by less than the margin: p = {found.equal_loss:.3g}")
+        lines.append(f"losses differ by less than --margin: p = {found.equal_loss:.3g}")
     return "\n".join(lines)
 
 
@@ -110,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     add("paths", nargs="*", metavar="A B", help="logs or folders of the old arm and the new one")
     add("--run", nargs=2, metavar=("CMD_A", "CMD_B"), help="commands to run in turn")
     add("--rounds", type=int, default=5, help="runs of each command (%(default)s)")
-    add("--margin", type=float, help="test whether the losses differ by less, in nats per token")
+    add("--margin", type=float, help="test whether the mean losses differ by less, nats per token")
     add("--allow-mismatch", action="store_true", help="compare across machines, and say so")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--sd", type=float, default=0.0013, help="of single runs, nats (%(default)s)")
     add("--margin", type=float, default=0.001, help="below the target, nats (%(default)s)")
-    add("--looks", type=whole_numbers, help="all looks at which one tests, such as 5,10")
+    add("--looks", type=whole_numbers, help="numbers of runs after which you test, such as 5,10")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     sd, margin, looks = given.sd, given.margin, given.looks

@@ -104,7 +104,7 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments, with the command as `run`; `flags` has what stands behind -- for the trainer.
+    """The arguments. `run` is the command's function; `flags` are those after --, for the trainer.
     """
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser(__doc__)
@@ -115,7 +115,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     sub.add_argument("--about", required=True, help="what is changed and why it should help")
     sub.add_argument("--n", type=int, default=10, help="runs, at least 4 (%(default)s)")
     sub.add_argument("--seed", type=int, default=1000, help="of the first run (%(default)s)")
-    sub.add_argument("--looks", type=whole_numbers, help="test after, such as 5,10 (--n)")
+    sub.add_argument("--looks", type=whole_numbers, help="test after so many runs: 5,10 (--n)")
     sub = commands.add_parser("make", help="make the record of a claim from its runs")
     sub.set_defaults(run=make)
     sub.add_argument("folder", type=Path, help="folder of claim.json")

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     add("paths", nargs="*", metavar="PATH", help="run logs, or folders of run logs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
     add("--losses", type=decimals, help="losses typed by hand; needs --target")
-    add("--at-step", type=whole_numbers, default=[], help="judge the losses at these")
+    add("--at-step", type=whole_numbers, default=[], help="judge the losses at these steps")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     if bool(given.paths) == bool(given.losses):

@@ -140,7 +140,7 @@ def test_a_full_disk_ends_no_run_and_its_lines_follow_once_there_is_room(
             begun(tmp_path, "second")
         assert {path: path.read_bytes() for path in before} == before, "no half of a line stays"
     (warning,) = capsys.readouterr().err.splitlines()
-    assert "first.jsonl: No space left on device. The run goes on" in warning
+    assert "first.jsonl: No space left on device. The run continues" in warning
     assert first.size > first.path.stat().st_size
     first.finish(END)
     assert first.size == first.path.stat().st_size
@@ -242,14 +242,14 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("how", ["segment", "line"])
-def test_a_run_with_which_another_process_went_on_meanwhile_is_refused(how, tmp_path):
+def test_a_run_that_another_process_has_resumed_meanwhile_is_refused(how, tmp_path):
     path = broken_off(tmp_path, b"")
     history = read_history(tmp_path, "run")
     if how == "segment":
         resumed(tmp_path).close()
     else:
         path.write_bytes(path.read_bytes() + b'{"event": "step"}\n')
-    with pytest.raises(LogError, match="another process has gone on"):
+    with pytest.raises(LogError, match="another process has resumed"):
         RunLog(tmp_path, "run", history).begin(HEADER, RESUMED)
 
 

@@ -191,7 +191,7 @@ def test_auto_leaves_a_run_that_is_another_one_and_says_how_it_differs(differs, 
         (trainer.source / "train_gpt.py").write_text("# another source\n")
     assert make_runs(trainer) == 0
     said = {"settings": "--lr 0.1 -> 0.2", "source": "source_sha256 "}
-    assert f"broke off, but it is another one: {said[differs]}" in capsys.readouterr().out
+    assert f"is unfinished, but it differs: {said[differs]}" in capsys.readouterr().out
     assert len(logs_of(tmp_path)) == 2
     assert resumed(tmp_path) == []
 
