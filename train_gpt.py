@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from data.audit import open_audited
 from data.loader import Batch
-from data.probes import REPEATED, is_copied, repeated_tokens
+from data.probes import probe_copying
 from data.shards import ShardError
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
@@ -771,8 +771,6 @@ def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
 
 # ---- Trainer: what a run changes, and what changes it
 
-PROBED = 16_384  # validation tokens, at least, that the probes read
-
 
 class Trainer:
     """Model, optimizers, guard and data. ValueError if they cannot work together."""
@@ -810,11 +808,14 @@ class Trainer:
             f"rank(s) x {header['grad_accum']} micro-step(s) x {header['micro_batch']:,}",
             f"{config.data_dir}: training on {plan.tokens_needed:,} of {plan.tokens_available:,} "
             f"tokens, validating on {config.val_tokens:,}",
-            f"{device.type}, {self.env['dtype']}",
-            f"attention {attention.name} ({why})",
-            f"head {head} ({why_head})",
-            self.guard.describe(),
         ]
+        if config.verbose:
+            self.facts += [
+                f"{device.type}, {self.env['dtype']}",
+                f"attention {attention.name} ({why})",
+                f"head {head} ({why_head})",
+                self.guard.describe(),
+            ]
         if changed := off_track(config):
             self.facts.append(f"off the track, no claim can be made: {', '.join(changed)} differ")
 
@@ -884,35 +885,15 @@ class Trainer:
 
     @torch.no_grad()
     def probe(self) -> dict[str, float]:
-        """Whether the model copies from its context: mean losses on rank 0's tokens, in nats.
+        """How well the model copies from its context: see data/probes.py. On this rank's tokens."""
+        self.enter(self.config.steps)
 
-        copy_loss and new_loss: on validation tokens that repeat a pair of their document, and on
-        the others. induction: on the second reading of random tokens, less that on the first.
-        """
-        config, device = self.config, self.machine.device
-        self.enter(config.steps)
-        losses, copied = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
-        for batch in self.data.validation:
-            if sum(map(len, losses)) < PROBED:
-                part = self.model.token_losses(
-                    *batch.to(device), self.windows, self.data.val_longest
-                )
-                tokens = torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
-                losses.append(part.flatten().cpu())
-                copied.append(is_copied(tokens, config.bos)[:, -part.size(1) :].flatten())
-        loss, copy = torch.cat(losses), torch.cat(copied)
+        def token_losses(batch: Batch) -> Tensor:
+            longest = max(self.data.val_longest, batch.inputs.size(1))
+            return self.model.token_losses(*batch.to(self.machine.device), self.windows, longest)
 
-        text = repeated_tokens(16, config.vocab_size, config.bos).to(device)
-        rows = torch.arange(0, text[:, 1:].numel() + 1, 2 * REPEATED, dtype=torch.int32)
-        random = self.model.token_losses(
-            text[:, :-1].int(), text[:, 1:], rows.to(device), self.windows, 2 * REPEATED
-        )
-        first, second = random.split(REPEATED, dim=1)
-        return {
-            "copy_loss": loss[copy].mean().item(),
-            "new_loss": loss[~copy].mean().item(),
-            "induction": (second.mean() - first.mean()).item(),
-        }
+        vocab_size, bos = self.config.vocab_size, self.config.bos
+        return probe_copying(token_losses, self.data.validation, vocab_size, bos)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
@@ -1111,7 +1092,8 @@ def make_runs(config: Config) -> int:
         plans = plan_runs(trainer)
     if not plans:
         return 0
-    warm_up(trainer, clock)
+    with machines.saying_every_few_seconds("compiling and warming up", machine.say):
+        warm_up(trainer, clock)
     if config.dry_run:
         return dry_run(trainer, clock)
     with Stop(machine.device) as stop, machines.without_garbage_collection():
@@ -1121,6 +1103,9 @@ def make_runs(config: Config) -> int:
                 val_loss = train(trainer, run)
                 with run.pause("probe"):
                     probes = machine.on_main(trainer.probe)
+                if config.track == "tiny":
+                    steps = RECIPES["tiny"]["adamw"]["steps"]
+                    machine.say(f"the plain GPT with AdamW takes {steps} steps to this target")
                 run.finish(val_loss, probes)
             if run.code != 0:
                 return run.code

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from claims.arms import ALPHA, leave_out_repeats
-from claims.evidence import Evidence, claim_text
+from claims.evidence import UNKNOWN_TO_SCHEMA_1, Evidence, claim_text
 from claims.runs import Phase, Run
 from runtime.log import REGISTERED, config_hash
 
@@ -73,8 +73,10 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
         yield "claim.json is not as record.py claim wrote it"
     if (claim.target, claim.alpha) != (track.target, ALPHA):
         yield f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}"
+    old = all(run.header.get("schema") == 1 for run in evidence.runs)
     for name, fixed in {"track": claim.track, **track.fixed}.items():
-        if claim.config.get(name) != fixed:
+        unknown = old and name in UNKNOWN_TO_SCHEMA_1 and name not in claim.config
+        if claim.config.get(name) != fixed and not unknown:
             yield f"{name} is {claim.config.get(name)!r}, fixed at {fixed!r} on this track"
     if config_hash(claim.config) != claim.config_sha256:
         yield "config_sha256 is not the hash of config"

@@ -36,9 +36,15 @@ class Track(NamedTuple):
 
 
 # Where steps count, tokens per step are fixed: a larger batch would show the model more per step.
-TINY = {"vocab_size": 1024, "batch_tokens": 2048}
+# So is what makes a model larger or gives the last validation more context. Windows of training
+# steps, lookup tables, gates and scalars are free.
+TINY = {"vocab_size": 1024, "bos": 1023, "align": True, "batch_tokens": 2048,
+        "val_sequence": 4096, "val_window": 320, "layers": "tiny", "dim": 256, "head_dim": 128,
+        "mlp_ratio": 4}
 STEPS = {"vocab_size": 50257, "batch_tokens": 524_288, "sequence": 1024,
-         "layers": "steps", "dim": 768}
+         "layers": "steps", "dim": 768, "mlp_ratio": 4}
+# The trainers that wrote schema 1 had these in their source.
+UNKNOWN_TO_SCHEMA_1 = {"mlp_ratio", "val_window"}
 TRACKS = {
     "tiny": Track(3.39, 262_144, "61a7bae6fab302b9", 0.02, "77e6e4d2acaa19c3", TINY, False),
     "short": Track(3.28, 10_485_760, "", 0.01, "", {}, True),

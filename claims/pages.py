@@ -108,6 +108,8 @@ def run_part(evidence: Evidence) -> Iterator[str]:
     device = run.env.get("gpu") or run.env.get("cpu")
     yield (f"The runs used {run.header.get('world_size')} x {literal(str(device))} and "
            f"torch {literal(str(run.env.get('torch')))}; their headers say more.")
+    if type(run.env.get("params")) is int:
+        yield f"The model has {run.env['params']:,} parameters."
     looks = " and ".join(map(str, claim.looks))
     yield (f"The claim was written at {claim.created}, before the runs: {claim.n} runs,\n"
            f"seeds {claim.seeds[0]} to {claim.seeds[-1]}, tested after {looks}.")

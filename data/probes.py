@@ -1,10 +1,39 @@
-"""Tokens that show whether a model copies from its context, as in arXiv:2209.11895."""
+"""Probes of a trained model: does it copy from its context? (Olsson et al., arXiv:2209.11895)"""
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from data.loader import Batch
+
 COPY_REACH = 176  # tokens back in which a pair of tokens must have stood before
-REPEATED = 64  # tokens of a random text that is read twice
+REPEATED, REPEATED_ROWS = 64, 16  # tokens of a random text that is read twice, and texts
+MOST_TOKENS = 16_384  # of validation: enough for two decimals, in a second
+
+
+def probe_copying(
+    token_losses: Callable[[Batch], Tensor], validation: Iterable[Batch], vocab_size: int, bos: int
+) -> dict[str, float]:
+    """Mean losses in nats. `token_losses` returns that of each target of a batch, (B, T).
+
+    copy_loss and new_loss: of validation tokens that repeat a pair of their document, and of the
+    others. induction: of the second reading of random tokens, less that of the first.
+    """
+    losses, copied = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
+    for batch in validation:
+        if sum(map(len, losses)) < MOST_TOKENS:
+            found = token_losses(batch).cpu()
+            tokens = torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
+            losses.append(found.flatten())
+            copied.append(is_copied(tokens, bos)[:, -found.size(1) :].flatten())
+    loss, copy = torch.cat(losses), torch.cat(copied)
+    first, second = token_losses(repeated_text(vocab_size, bos)).split(REPEATED, dim=1)
+    return {
+        "copy_loss": loss[copy].mean().item(),
+        "new_loss": loss[~copy].mean().item(),
+        "induction": (second.mean() - first.mean()).item(),
+    }
 
 
 def is_copied(tokens_BT: Tensor, bos: int) -> Tensor:
@@ -23,9 +52,11 @@ def is_copied(tokens_BT: Tensor, bos: int) -> Tensor:
     return copied
 
 
-def repeated_tokens(rows: int, vocab_size: int, bos: int) -> Tensor:
-    """Rows of bos and REPEATED random tokens twice, always the same: (rows, 1 + 2 * REPEATED)."""
-    generator = torch.Generator().manual_seed(0)
-    random = torch.randint(vocab_size - 1, (rows, REPEATED), generator=generator)
+def repeated_text(vocab_size: int, bos: int) -> Batch:
+    """Rows of bos and REPEATED random tokens twice, always the same, each row a document."""
+    shape = (REPEATED_ROWS, REPEATED)
+    random = torch.randint(vocab_size - 1, shape, generator=torch.Generator().manual_seed(0))
     random += random >= bos
-    return torch.cat([torch.full((rows, 1), bos), random, random], dim=1)
+    text = torch.cat([torch.full((REPEATED_ROWS, 1), bos), random, random], dim=1)
+    rows = torch.arange(REPEATED_ROWS + 1, dtype=torch.int32) * 2 * REPEATED
+    return Batch(text[:, :-1].int(), text[:, 1:], rows)

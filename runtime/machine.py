@@ -8,6 +8,7 @@ import platform
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -102,6 +103,24 @@ class Machine:
                         f"{first}. All machines need the same: copy it over."
                     )
         return expected
+
+
+@contextlib.contextmanager
+def saying_every_few_seconds(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say what is going on while the block runs: a silent program looks like one that hangs."""
+    done, began = threading.Event(), time.monotonic()
+
+    def tick() -> None:
+        while not done.wait(8):
+            say(f"  {what}, {time.monotonic() - began:.0f} s")
+
+    thread = threading.Thread(target=tick, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 # ---- Start

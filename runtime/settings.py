@@ -70,6 +70,7 @@ class RunSettings:
     resume: str = setting("", "auto: the unfinished runs of these settings; or checkpoints/RUN")
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
+    verbose: bool = setting(False, "say which backends and optimizers were chosen, and why")
 
     def __post_init__(self) -> None:
         check_fields(self)

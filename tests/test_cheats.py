@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import small_run
 from small_record import (
+    CONFIG,
     RULES,
     SOURCE,
     STEPS,
@@ -241,6 +242,9 @@ CHEATS: dict[str, tuple] = {
     "settings not of the claim": (
         partial(forge_claim, config={"steps": STEPS, "batch_tokens": 512, "vocab_size": 64}),
         "config_sha256 is not the hash", "track is None, fixed at 'tiny'"),
+    "a setting that the track fixes": (
+        partial(forge_claim, config=CONFIG | {"vocab_size": 32}),
+        "vocab_size is 32, fixed at 64 on this track", "config_sha256 is not the hash"),
     "a longer source": (partial(edit_source, old=b"1.0\n", new=b"1.0#\n"), NOT_WRITTEN),
     "another source under the hash": (partial(edit_source, old=b"1.0\n", new=b"2.0\n"),
                                       NOT_WRITTEN),

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.probes import COPY_REACH, REPEATED, is_copied, repeated_tokens
+from data.loader import Batch
+from data.probes import COPY_REACH, REPEATED, is_copied, probe_copying, repeated_text
 
 BOS = 0
 
@@ -27,8 +28,25 @@ def test_a_pair_too_far_back_is_no_copy(between, copied):
 
 
 def test_random_text_is_read_twice_and_holds_no_other_document():
-    text = repeated_tokens(4, vocab_size=10, bos=5)
-    assert torch.equal(text, repeated_tokens(4, vocab_size=10, bos=5))
-    assert torch.equal(text[:, 1 : 1 + REPEATED], text[:, 1 + REPEATED :])
-    assert (text == 5).sum().item() == 4  # the first of each row
-    assert set(text.flatten().tolist()) == set(range(10))
+    text, again = repeated_text(vocab_size=10, bos=5), repeated_text(vocab_size=10, bos=5)
+    assert all(torch.equal(one, other) for one, other in zip(text, again, strict=True))
+    assert torch.equal(text.targets[:, :REPEATED], text.targets[:, REPEATED:])
+    assert torch.equal(text.inputs[:, 1:], text.targets[:, :-1])
+    assert (text.inputs[:, 0] == 5).all()
+    assert set(text.targets.flatten().tolist()) == set(range(10)) - {5}
+
+
+def test_a_model_that_copies_and_one_that_cannot_are_told_apart():
+    tokens = torch.tensor([[BOS, 1, 2, 3, 1, 2, 4, 1, 2]])
+    batch = Batch(tokens[:, :-1].int(), tokens[:, 1:], torch.tensor([0, 8], dtype=torch.int32))
+
+    def copies(given):
+        pairs = torch.cat([given.inputs, given.targets[:, -1:]], dim=1)
+        return torch.where(is_copied(pairs, BOS), 1.0, 4.0)
+
+    found = probe_copying(copies, [batch], vocab_size=1000, bos=BOS)
+    assert (found["copy_loss"], found["new_loss"]) == (1.0, 4.0)
+    assert found["induction"] == pytest.approx(-3, abs=0.1)
+    assert probe_copying(lambda given: torch.ones(given.targets.shape), [batch], 1000, BOS) == {
+        "copy_loss": 1, "new_loss": 1, "induction": 0,
+    }  # fmt: skip

@@ -9,7 +9,8 @@ from claims.checks import find_failures
 from claims.evidence import TRACKS, Evidence, read_evidence
 from claims.pages import differences, leaderboard, records_among
 from claims.plots import plot_losses
-from train_gpt import RECIPES, Config, preset
+from runtime.errors import Refused
+from train_gpt import FIXED, RECIPES, Config, off_track, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 CLAIMS = sorted(RECORDS.glob("*/*/claim.json"))
@@ -51,6 +52,26 @@ def test_the_judge_and_the_trainer_have_the_same_rules(track):
     assert (rules.target, rules.val_tokens) == (config.target, config.val_tokens)
     assert rules.val_sha256 == config.val_sha256
     assert rules.fixed == {name: getattr(config, name) for name in rules.fixed}
+    assert {*rules.fixed, "target", "val_tokens"} >= set(FIXED.get(track, ())) >= set(rules.fixed)
+
+
+@pytest.mark.parametrize("name", FIXED["tiny"])
+def test_what_the_track_fixes_can_be_changed_but_not_claimed(name):
+    values = preset({"track": "tiny"})
+    config = Config(**values)
+    now = getattr(config, name)
+    values[name] = {"layers": "record42", "align": False}.get(name, now * 2)
+    if name in ("target", "val_window", "bos"):
+        values[name] = now - 1
+    assert off_track(Config(**values)) == [name]
+    with pytest.raises(Refused, match=name):
+        Config(**values, claim="claim.json")
+
+
+def test_older_records_may_lack_the_settings_that_were_in_their_source(evidence):
+    for run in evidence.runs:
+        run.header["schema"] = 2
+    assert "mlp_ratio is None, fixed at 4 on this track" in said(evidence)
 
 
 @pytest.fixture
