@@ -13,7 +13,7 @@ from scipy.ndimage import percentile_filter
 from claims.arms import group_runs, leave_out_repeats, name_of
 from claims.runlog import read_all
 from claims.runs import Run, Step, Validation
-from claims.stats import Difference, equivalence, paired, welch
+from claims.stats import Difference, equivalence, paired, saving, welch
 from runtime.errors import LogError
 
 FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
@@ -39,6 +39,12 @@ class Side:
     @property
     def losses(self) -> list[float]:
         return [run.final_loss or math.nan for run in self.runs]
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """Losses of the runs whose seed the log tells."""
+        pairs = zip(self.runs, self.losses, strict=True)
+        return {run.seed: loss for run, loss in pairs if run.seed is not None}
 
     def add(self, run: Run) -> None:
         """LogError for a run that does not count, or has no times."""
@@ -130,6 +136,8 @@ class Comparison(NamedTuple):
     stutters: Difference  # seconds
     stutters_at: list[list[int]]  # the steps, in A and in B
     loss: Difference
+    pairs: int  # of runs with one seed, on which the losses are compared; 0: they are independent
+    pairs_save: float  # times as many runs it would take without pairs
     equal_loss: float | None  # p-value of "the losses differ by less than the margin"
     differs: list[str]  # in machine or software
 
@@ -146,10 +154,20 @@ def compare_sides(a: Side, b: Side, in_turn: bool, margin: float | None = None) 
     accounts = [account(run) for run in a.runs], [account(run) for run in b.runs]
     steps, step_time, stutters = explain(*accounts, test)
     stutters_at = [stuttering(accounts[0]), stuttering(accounts[1])]
-    seconds, loss = test(b.seconds, a.seconds), test(b.losses, a.losses)
-    equal = None if margin is None else equivalence(test, b.losses, a.losses, margin)
+    seconds = test(b.seconds, a.seconds)
+    new, old = b.losses, a.losses
+    shared = sorted(set(a.by_seed) & set(b.by_seed))
+    pairs, save = 0, 1.0
+    if len(shared) == len(a.runs) == len(b.runs) > 1:
+        test = paired  # two runs from one initialization have most of their noise in common
+        new, old = [b.by_seed[seed] for seed in shared], [a.by_seed[seed] for seed in shared]
+        pairs, save = len(shared), saving(new, old)
+    equal = None if margin is None else equivalence(test, new, old, margin)
     differs = compare_machines(a, b)
-    return Comparison(seconds, steps, step_time, stutters, stutters_at, loss, equal, differs)
+    loss = test(new, old)
+    return Comparison(
+        seconds, steps, step_time, stutters, stutters_at, loss, pairs, save, equal, differs
+    )
 
 
 def explain(

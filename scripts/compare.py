@@ -89,13 +89,20 @@ def to_text(a: Side, b: Side, found: Comparison) -> str:
         f"  {found.steps:+.3f} s from more or fewer steps",
         f"  {in_words(found.step_time, '+.3f')} s from the time of a step",
         f"  {in_words(found.stutters, '+.3f')} s from stutters",
-        f"loss: {in_words(found.loss, '+.5f')}",
+        f"loss: {in_words(found.loss, '+.5f')}{on_pairs(found)}",
         *[f"DIFFERS in {what}" for what in found.differs],
         "this interval holds for one machine: time both arms on a second one too",
     ]
     if found.equal_loss is not None:
         lines.append(f"losses differ by less than --margin: p = {found.equal_loss:.3g}")
     return "\n".join(lines)
+
+
+def on_pairs(found: Comparison) -> str:
+    if found.pairs == 0:
+        return ""
+    saves = f"without pairs it takes {found.pairs_save:.1f} times as many runs"
+    return f", on {found.pairs} pairs of one seed each; {saves}"
 
 
 def in_words(found: Difference, form: str) -> str:

@@ -2,20 +2,40 @@
 
     python scripts/plan.py --sd 0.0013 --margin 0.001        runs for a power of 0.8 and 0.9
     python scripts/plan.py --looks 5,10,15                   the level at which to test early
+    python scripts/plan.py --pairs A B --margin 0.01         pairs of runs that show a difference
 
-The margin is how far the true mean lies below the target, the sd that of single runs. Exit code: 0
-done, 2 bad input.
+The margin is how far the true mean lies below the target, the sd that of single runs. With --pairs
+the spreads are those of two arms with logs on the same seeds. Exit code: 0 done, 2 bad input.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims import stats
 from claims.arms import ALPHA
+from claims.comparison import read_side
 from scripts.command import command, make_parser, print_json, start, whole_numbers
+
+
+def plan_pairs(paths: Sequence[str], margin: float) -> tuple[dict[str, Any], str]:
+    """The plan as JSON data and as text. ValueError where the arms share fewer than 3 seeds."""
+    a, b = (read_side(path).by_seed for path in paths)
+    seeds = sorted(set(a) & set(b))
+    if len(seeds) < 3:
+        raise ValueError(f"{' and '.join(paths)} share {len(seeds)} seeds; a plan needs 3 or more")
+    new, old = [b[seed] for seed in seeds], [a[seed] for seed in seeds]
+    sd = stats.moments([x - y for x, y in zip(new, old, strict=True)])[1]
+    apart = sd * stats.saving(new, old) ** 0.5
+    pairs = stats.runs_needed(sd, margin, 0.8, ALPHA)
+    alone = stats.runs_needed(apart, margin, 0.8, ALPHA)
+    plan = {"seeds": seeds, "sd": sd, "pairs_needed": pairs, "unpaired_needed": alone}
+    text = (f"{len(seeds)} differences have an sd of {sd:.4f}; margin {margin:g}, power 0.8:\n"
+            f"  {pairs} pairs, or about {alone} runs an arm if each has seeds of its own")
+    return plan, text
 
 
 @command
@@ -24,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--sd", type=float, default=0.0013, help="of single runs, nats (%(default)s)")
     add("--margin", type=float, default=0.001, help="below the target, nats (%(default)s)")
+    add("--pairs", nargs=2, metavar=("A", "B"), help="logs of two arms on the same seeds")
     add("--looks", type=whole_numbers, help="numbers of runs after which you test, such as 5,10")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
@@ -32,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         level = stats.look_level(tuple(looks), ALPHA)
         plan = {"looks": looks, "look_level": level}
         text = f"test at p < {level:.3g} at each of the looks {looks}"
+    elif given.pairs:
+        plan, text = plan_pairs(given.pairs, margin)
     else:
         needed = {power: stats.runs_needed(sd, margin, power, ALPHA) for power in (0.8, 0.9)}
         plan = {"sd": sd, "margin": margin, "runs_needed": needed}

@@ -2,8 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
+from scripts import compare
 from scripts.plan import main
 
 
@@ -33,3 +36,46 @@ def test_looks_are_planned_with_their_level(capsys):
 def test_bad_input_exits_with_2_and_a_sentence(capsys, arguments, sentence):
     assert main(arguments) == 2
     assert sentence in capsys.readouterr().err
+
+
+def write_arm(folder, losses):
+    folder.mkdir()
+    for seed, loss in losses.items():
+        events = [
+            {"event": "header", "schema": 2, "run_id": f"2026_{seed}", "seed": seed, "env": {},
+             "track": "tiny", "target": 3.3, "trial": 0, "source_sha256": "a",
+             "config_sha256": "b"},
+            {"event": "val", "step": 9, "total_steps": 9, "val_loss": loss, "train_time_ms": 1.0},
+            {"event": "end", "status": "done", "steps": 9, "val_loss": loss},
+        ]
+        lines = [json.dumps(event | {"t_ms": 0.0}) + "\n" for event in events]
+        (folder / f"2026_{seed}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_runs_on_the_same_seeds_need_fewer_pairs_than_runs_apart(tmp_path, capsys):
+    a = write_arm(tmp_path / "a", {1: 3.30, 2: 3.35, 3: 3.25, 4: 3.40})
+    b = write_arm(tmp_path / "b", {1: 3.29, 2: 3.33, 3: 3.24, 4: 3.38, 5: 1.0})
+    plan = planned(capsys, "--pairs", a, b, "--margin", 0.02)
+    assert plan["seeds"] == [1, 2, 3, 4]
+    assert plan["sd"] == pytest.approx(np.std([-0.01, -0.02, -0.01, -0.02], ddof=1))
+    alone = planned(capsys, "--sd", plan["sd"], "--margin", 0.02)
+    assert plan["pairs_needed"] == alone["runs_needed"]["0.8"]
+    assert plan["unpaired_needed"] > 20 * plan["pairs_needed"]
+    assert main(["--pairs", str(a), str(write_arm(tmp_path / "c", {7: 3.3}))]) == 2
+    assert "share 0 seeds" in capsys.readouterr().err
+
+
+def test_compare_takes_runs_of_one_seed_as_pairs_and_says_what_that_saves(tmp_path, capsys):
+    old, new = {1: 3.30, 2: 3.35, 3: 3.25, 4: 3.40}, {1: 3.29, 2: 3.33, 3: 3.24, 4: 3.38}
+    a, b = write_arm(tmp_path / "a", old), write_arm(tmp_path / "b", new)
+    compare.main([str(a), str(b), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    test = ttest_rel(list(new.values()), list(old.values()))
+    assert found["loss"]["p_two_sided"] == pytest.approx(test.pvalue)
+    assert found["pairs"] == 4
+    spread = np.var(list(new.values()), ddof=1) + np.var(list(old.values()), ddof=1)
+    assert found["pairs_save"] == pytest.approx(spread / np.var([0.01, 0.02, 0.01, 0.02], ddof=1))
+    write_arm(tmp_path / "a5", old | {5: 3.3})
+    compare.main([str(tmp_path / "a5"), str(b), "--json"])
+    assert json.loads(capsys.readouterr().out)["pairs"] == 0  # or the loss of seed 5 would be lost
