@@ -42,9 +42,9 @@ def write_arm(folder, losses):
     folder.mkdir()
     for seed, loss in losses.items():
         events = [
-            {"event": "header", "schema": 2, "run_id": f"2026_{seed}", "seed": seed, "env": {},
-             "track": "tiny", "target": 3.3, "trial": 0, "source_sha256": "a",
-             "config_sha256": "b"},
+            {"event": "header", "schema": 2, "run_id": f"2026_{seed}", "seed": seed, "trial": 0,
+             "track": "tiny", "target": 3.3, "source_sha256": "a", "config_sha256": "b",
+             "env": {"gpu_count": 0}},
             {"event": "val", "step": 9, "total_steps": 9, "val_loss": loss, "train_time_ms": 1.0},
             {"event": "end", "status": "done", "steps": 9, "val_loss": loss},
         ]
@@ -76,6 +76,6 @@ def test_compare_takes_runs_of_one_seed_as_pairs_and_says_what_that_saves(tmp_pa
     assert found["pairs"] == 4
     spread = np.var(list(new.values()), ddof=1) + np.var(list(old.values()), ddof=1)
     assert found["pairs_save"] == pytest.approx(spread / np.var([0.01, 0.02, 0.01, 0.02], ddof=1))
-    write_arm(tmp_path / "a5", old | {5: 3.3})
+    write_arm(tmp_path / "a5", old | {5: 3.31})
     compare.main([str(tmp_path / "a5"), str(b), "--json"])
     assert json.loads(capsys.readouterr().out)["pairs"] == 0  # or the loss of seed 5 would be lost
