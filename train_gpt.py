@@ -7,8 +7,8 @@
 A run is set-up, compilation and warm-up, then steps with a validation now and then. The clock
 counts training steps, data loading and checkpoints. It does not count set-up, compilation, warm-up
 or validation. Warm-up restores all state and compares it bit for bit. The log names every phase,
-timed or untimed. The recipe is record 42 of modded-nanogpt. On any number of ranks a run takes the
-same trajectory up to rounding.
+timed or untimed. The recipe is record 42 of modded-nanogpt; on `tiny` it is `modern`, which adds
+what later records found. On any number of ranks a run takes the same trajectory up to rounding.
 """
 
 import hashlib
@@ -255,7 +255,10 @@ TRACKS: dict[str, dict[str, Any]] = {
 
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
-        "modern": {"key_offset": True, "tie_keys": True, "adam_every": 1, "steps": 120},
+        "modern": {
+            "key_offset": True, "tie_keys": True, "adam_every": 1, "stages": "constant",
+            "cooldown": 1.0, "momentum": (0.85, 0.85), "steps": 120,
+        },
         "record42": {},
         "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 660},
         "adamw": PLAIN | {

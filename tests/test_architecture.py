@@ -14,13 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1065,
+    "train_gpt.py": 1150,
     "optim": 1790,
     "kernels": 600,
-    "data": 830,
-    "runtime": 2170,
-    "claims": 2035,
-    "scripts": 890,
+    "data": 885,
+    "runtime": 2190,
+    "claims": 2070,
+    "scripts": 1080,
     "run.sh": 96,
     ".ci/run": 25,
 }

@@ -37,12 +37,14 @@ def test_the_leaderboard_is_the_one_that_the_records_give(tmp_path):
     assert (tmp_path / "losses.svg").read_bytes() == (RECORDS / "tiny" / "losses.svg").read_bytes()
 
 
-def test_the_recipes_of_tiny_run_the_steps_of_their_records():
-    shown = [evidence.claim.config for evidence in records_among(read_all())]
-    claimed = {config["recipe"]: config["steps"] for config in shown if config["track"] == "tiny"}
-    assert claimed.keys() >= RECIPES["tiny"].keys()
-    for recipe, steps in claimed.items():
-        assert Config(**preset({"track": "tiny", "recipe": recipe})).steps == steps
+def test_the_recipes_of_tiny_run_the_steps_of_one_of_their_records():
+    claimed: dict[str, set[int]] = {}
+    for evidence in records_among(read_all()):
+        config = evidence.claim.config
+        if config["track"] == "tiny":
+            claimed.setdefault(config["recipe"], set()).add(config["steps"])
+    for recipe in RECIPES["tiny"]:
+        assert Config(**preset({"track": "tiny", "recipe": recipe})).steps in claimed[recipe]
 
 
 @pytest.mark.parametrize("track", TRACKS)
