@@ -17,7 +17,7 @@ BUDGETS = {
     "train_gpt.py": 1150,
     "optim": 1790,
     "kernels": 600,
-    "data": 885,
+    "data": 890,
     "runtime": 2190,
     "claims": 2070,
     "scripts": 1080,

@@ -41,7 +41,7 @@ def test_an_unknown_flag_is_refused_by_its_name(words, data, tmp_path):
     ("flag", "value", "parts"),
     [
         ("track", "longest", ["--track longest", "one of", "tiny", "short"]),
-        ("recipe", "sgd", ["--recipe sgd", "one of record42, muon, adamw"]),
+        ("recipe", "sgd", ["--recipe sgd", "one of modern, record42, muon, adamw"]),
         ("stages", "none", ["--stages: invalid choice: 'none'", "record42", "constant"]),
         ("steps", "many", ["--steps: invalid int value: 'many'"]),
         ("steps", 0, ["--steps 0", "at least 1"]),
