@@ -177,7 +177,10 @@ def settings(words: list[str]) -> dict[str, object]:
     return dataclasses.asdict(parse(train_gpt.Config, words, train_gpt.preset, ""))
 
 
-def test_runs_of_the_claimed_source_configuration_and_seeds_are_admitted(words, tmp_path):
+def test_runs_of_the_claimed_source_configuration_and_seeds_are_admitted(
+    words, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(train_gpt.FIXED, "tiny", ())  # sizes of a test
     path = str(tmp_path / "claim.json")
     own = ["--seed", "8", "--trials", "2", "--log-dir", "x", "--data-dir", "y", "--claim", path]
     elsewhere = settings([*words, *own])
