@@ -40,14 +40,15 @@ def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None
 def draw_losses(axes: Any, claims: dict[str, list[Run]], target: float) -> None:
     for name, runs in claims.items():
         steps, losses = loss_curves(runs)
+        tokens = steps * runs[0].header["config"]["batch_tokens"] / 1e6
         low, median, high = np.percentile(losses, (5, 50, 95), axis=0)
-        (curve,) = axes.plot(steps, median, label=f"{name}, {len(runs)} runs")
-        axes.fill_between(steps, low, high, alpha=0.2, linewidth=0, color=curve.get_color())
+        (curve,) = axes.plot(tokens, median, label=f"{name}, {len(runs)} runs")
+        axes.fill_between(tokens, low, high, alpha=0.2, linewidth=0, color=curve.get_color())
         last = np.median([run.final_loss for run in runs])
-        axes.plot(steps[-1], last, "o", color=curve.get_color())
+        axes.plot(tokens[-1], last, "o", color=curve.get_color())
     axes.plot([], [], "o", color="gray", label="last validation loss, median")
     axes.axhline(target, color="black", linestyle="--", label=f"target {target:g}")
-    axes.set_xlabel("step")
+    axes.set_xlabel("million training tokens")
     axes.set_ylabel("training loss, nats per token")
     axes.legend(fontsize=8)
 

@@ -96,7 +96,8 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
         if find_failures(one) or list(differences(one)):
             return judge(one)
     for track in {one.claim.track for one in made}:
-        claims = {one.claim.name: one.complete for one in made if one.claim.track == track}
+        shown = [one for one in made if one.shown and one.claim.track == track]
+        claims = {one.claim.name: one.complete for one in shown}
         plot_losses(claims, TRACKS[track].target, RECORDS / track / "losses.svg")
     (RECORDS / "README.md").write_text(leaderboard(made))
     print(f"{RECORDS / 'README.md'}: {len(made)} claims")

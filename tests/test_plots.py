@@ -16,7 +16,7 @@ def make_run(trained: list[float], validated: float = 3.0) -> Run:
     steps = [Step(step, None, loss) for step, loss in enumerate(trained, 1)]
     last = Validation(len(trained), validated, None)
     return Run(path=Path("a"), run_id="a", total_steps=len(trained), validations=[last],
-               steps=steps, unfinished=None)  # fmt: skip
+               steps=steps, unfinished=None, header={"config": {"batch_tokens": 10**6}})  # fmt: skip
 
 
 def test_a_point_of_a_curve_is_the_mean_over_a_tenth_of_the_run_up_to_it():
