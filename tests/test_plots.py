@@ -15,8 +15,9 @@ from claims.runs import Run, Step, Validation
 def make_run(trained: list[float], validated: float = 3.0) -> Run:
     steps = [Step(step, None, loss) for step, loss in enumerate(trained, 1)]
     last = Validation(len(trained), validated, None)
-    return Run(path=Path("a"), run_id="a", total_steps=len(trained), validations=[last],
-               steps=steps, unfinished=None, header={"config": {"batch_tokens": 10**6}})  # fmt: skip
+    header = {"config": {"batch_tokens": 10**6}}
+    return Run(path=Path("a"), run_id="a", header=header, total_steps=len(trained),
+               validations=[last], steps=steps, unfinished=None)  # fmt: skip
 
 
 def test_a_point_of_a_curve_is_the_mean_over_a_tenth_of_the_run_up_to_it():
