@@ -113,6 +113,7 @@ def report(plan: Settings, runs: list[Run]) -> str:
     for number in order:
         cells = [str(number), *map(str, candidates[number].values())]
         cells += [f"{rung[number]:.4f}" if number in rung else "" for rung in rungs]
+        cells += [""] * (len(titles) - len(cells))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", "Setting 0 is what was tuned."])
 

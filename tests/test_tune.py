@@ -73,6 +73,8 @@ def test_the_table_has_every_candidate_with_who_came_furthest_first():
     assert len(rows) == 1 + PLAN["count"]
     assert "| 0.03 | [0.8, 0.95] | 3.0500 | 3.5500 |" in rows[1]
     assert [row.endswith("|  |") for row in rows[1:]] == [False] * 3 + [True] * 3
+    fewer = tune.report(PLAN, results[:3])
+    assert len({line.count("|") for line in fewer.splitlines() if line.startswith("|")}) == 1
 
 
 @pytest.mark.parametrize(
