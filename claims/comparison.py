@@ -156,12 +156,12 @@ def compare_sides(a: Side, b: Side, in_turn: bool, margin: float | None = None) 
     stutters_at = [stuttering(accounts[0]), stuttering(accounts[1])]
     seconds = test(b.seconds, a.seconds)
     new, old = b.losses, a.losses
-    shared = sorted(set(a.by_seed) & set(b.by_seed))
+    seeds = sorted(set(a.by_seed) & set(b.by_seed))
     pairs, save = 0, 1.0
-    if len(shared) == len(a.runs) == len(b.runs) > 1:
+    if len(seeds) == len(a.runs) == len(b.runs) > 1:
         test = paired  # two runs from one initialization have most of their noise in common
-        new, old = [b.by_seed[seed] for seed in shared], [a.by_seed[seed] for seed in shared]
-        pairs, save = len(shared), saving(new, old)
+        new, old = [b.by_seed[seed] for seed in seeds], [a.by_seed[seed] for seed in seeds]
+        pairs, save = len(seeds), saving(new, old)
     equal = None if margin is None else equivalence(test, new, old, margin)
     differs = compare_machines(a, b)
     loss = test(new, old)

@@ -3,11 +3,10 @@
     python scripts/tune.py records/tuning/adamw.json             the same command resumes
     python scripts/tune.py records/tuning/adamw.json --report    only print the table of the logs
 
-The plan is a JSON object. `fixed` holds settings of every run, named as by `train_gpt.py
---print-config`; `start` those to be tuned, as they are today, the first candidate; `space` the
-values that each of them may take. Candidates are drawn from it until there are `count`. `rungs` is
-a list of {"steps", "seeds", "keep"}: each trains the candidates that the one before kept, all on
-the same seeds, and keeps those with the lowest mean validation loss.
+The plan is JSON: `fixed` holds settings of every run, named as by `train_gpt.py --print-config`;
+`start` those to be tuned, as they are today; `space` the values each may take, from which `count`
+candidates are drawn, the start being the first; `rungs` a list of {"steps", "seeds", "keep"}: each
+trains what the one before kept, on the same seeds, and keeps the lowest mean validation losses.
 
 The logs go to OUT/PLAN; the table is made from them alone, in Markdown. A run that diverged counts
 as infinite loss. Exit code: 0 done, 1 a run failed, 2 bad input.
@@ -35,8 +34,7 @@ Settings = dict[str, Any]
 def read_plan(path: Path) -> Settings:
     """The plan. ValueError if it lacks a part or its parts contradict each other."""
     plan = json.loads(path.read_text())
-    missing = {"fixed", "start", "space", "count", "rungs"} - set(plan)
-    if missing:
+    if missing := {"fixed", "start", "space", "count", "rungs"} - set(plan):
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: see --help for its parts")
     if set(plan["start"]) != set(plan["space"]):
         raise ValueError(f"{path}: start and space must name the same settings")
@@ -74,10 +72,7 @@ def find_loss(runs: list[Run], settings: Settings) -> float | None:
 
 
 def climb(plan: Settings, runs: list[Run]) -> tuple[list[dict[int, float]], list[Settings]]:
-    """Mean loss by candidate, the lowest first, for each rung; and the runs still to be made.
-
-    A rung that lacks runs is the last.
-    """
+    """Mean loss by candidate, the lowest first, for each rung; and the runs that the last lacks."""
     candidates = draw_candidates(plan)
     numbers = list(range(len(candidates)))
     rungs: list[dict[int, float]] = []
