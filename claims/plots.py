@@ -41,10 +41,11 @@ def draw_losses(axes: Any, claims: dict[str, list[Run]], target: float) -> None:
     for name, runs in claims.items():
         steps, losses = loss_curves(runs)
         tokens = steps * runs[0].header["config"]["batch_tokens"] / 1e6
-        low, median, high = np.percentile(losses, (5, 50, 95), axis=0)
+        # Rounded, as the last bits of a sum depend on what ran in this process before.
+        low, median, high = np.percentile(losses, (5, 50, 95), axis=0).round(4)
         (curve,) = axes.plot(tokens, median, label=f"{name}, {len(runs)} runs")
         axes.fill_between(tokens, low, high, alpha=0.2, linewidth=0, color=curve.get_color())
-        last = np.median([run.final_loss for run in runs])
+        last = np.median([run.final_loss for run in runs]).round(4)
         axes.plot(tokens[-1], last, "o", color=curve.get_color())
     axes.plot([], [], "o", color="gray", label="last validation loss, median")
     axes.axhline(target, color="black", linestyle="--", label=f"target {target:g}")
