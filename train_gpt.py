@@ -258,7 +258,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "modern": {
             "key_offset": True, "tie_keys": True, "adam_every": 1, "stages": "constant",
             "cooldown": 1.0, "momentum": (0.85, 0.85), "steps": 120,
-            "embed_lr_mul": 25.0, "value_embed_lr_mul": 25.0,
+            "embed_lr_mul": 25.0, "value_embed_lr_mul": 25.0, "val_every": 0,
         },
         "record42": {},
         "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 660},
