@@ -170,10 +170,10 @@ class Config(RunSettings):
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
     stages: str = setting("record42", "table of stages", one_of=tuple(STAGES))
     window_block: int = setting(128, "tokens in a block, the unit of windows; 0: none", at_least=0)
-    val_window: int = setting(2560, "tokens that long layers see in the last validation")
+    val_window: int = setting(2560, "tokens long layers see in the last validation", at_least=1)
     warmup: int = setting(0, "steps in which the learning rate rises", at_least=0)
     cooldown: float = setting(0.5, "share of the steps with a falling rate", at_least=0, at_most=1)
-    final_lr: float = setting(0.1, "learning rate after the cooldown, as a share of its peak")
+    final_lr: float = setting(0.1, "learning rate at the end, as a share of its peak", at_least=0)
     # Adam on matrices has one momentum (its beta1): the second.
     momentum: tuple[float, float] = setting((0.85, 0.95), "of matrices: at the ends, in between")
     momentum_warmup: int = setting(300, "steps in which momentum rises", at_least=0)

@@ -55,6 +55,8 @@ def test_an_unknown_flag_is_refused_by_its_name(words, data, tmp_path):
         ("val_tokens", 1000, ["--val-tokens 1000", "a multiple of --val-sequence 256"]),
         ("dim", 40, ["--dim 40", "a multiple of --head-dim 16"]),
         ("bos", 64, ["--bos 64", "below --vocab-size 64"]),
+        ("final_lr", "nan", ["--final-lr nan", "at least 0"]),
+        ("val_window", 0, ["--val-window 0", "at least 1"]),
         ("matrix_method", "svd", ["--matrix-method", "'svd'", "polar_express"]),
         ("attention", "flash", ["--attention: invalid choice: 'flash'", "portable"]),
         ("attention", "varlen", ["--attention varlen", "CUDA", "--attention portable"]),
