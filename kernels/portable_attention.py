@@ -1,103 +1,95 @@
 """Causal windowed attention in plain tensor operations: any device, any float dtype.
 
-Each block of queries is multiplied with the span of keys in its window, so the cost grows with
-T * window, not with T^2. B rows, T tokens a row, H heads, D head dim, N blocks of b consecutive
-queries, n of them in a slice, s keys in a span. A block sees itself and `back` blocks before it, so
-s = (back + 1) * b.
+Each block of queries is multiplied with the keys that its windows reach, so the cost grows with
+T * window, not with T^2. B rows, T tokens a row, H heads, D head dim. A piece is a block of b
+queries in some rows, with the s keys that they reach; m counts its heads in all its rows.
 """
 
-from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Small blocks mask fewer scores, large ones multiply faster: measured at windows of 48 to 352.
 SMALL_BLOCK, LARGE_BLOCK = 64, 128
-# Scores in one slice of blocks, so that its few temporaries fit a core's cache.
-SLICE_SCORES = 1 << 21
+GRAIN = 16  # a piece's first key is a multiple of it: other lengths multiply slower
+# Scores of one piece, so that its few temporaries fit a core's cache.
+PIECE_SCORES = 1 << 21
 # A call keeps at most this many probabilities for its backward pass, which else recomputes them: a
-# long window would keep T * span numbers for each head and layer.
+# long window would keep T * window numbers for each head and layer.
 KEPT_SCORES = 1 << 24
 
 
 def document_starts(cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
-    """For each token, where in its row its document starts: (rows, sequence) int64."""
+    """For each token, where in its row its document starts: (rows, sequence) int32."""
     boundaries = cu_seqlens.to(torch.int64)
     position = torch.arange(rows * sequence, device=cu_seqlens.device)
     document = torch.bucketize(position, boundaries[1:], right=True)
-    return (boundaries[document] % sequence).view(rows, sequence)
+    return (boundaries[document] % sequence).int().view(rows, sequence)
 
 
-def _blocks(x_BTHD: Tensor, block: int, back: int = 0) -> Tensor:
-    """(B, T, H, D) -> (B, H, back + N, b, D); zeros before the first block and after the last."""
-    B, T, H, D = x_BTHD.shape
-    before, after = back * block, -T % block
-    padded = F.pad(x_BTHD, (0, 0, 0, 0, before, after)) if before or after else x_BTHD
-    return padded.view(B, -1, block, H, D).permute(0, 3, 1, 2, 4)
+class Piece(NamedTuple):
+    """Rows, queries and keys of one product, and the place of its probabilities among those kept."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    kept: slice
 
 
-def _rows(x_BHNbD: Tensor, length: int) -> Tensor:
-    """(B, H, N, b, D) -> (B, T, H, D), the inverse of `_blocks` without padding before."""
-    B, H, N, block, D = x_BHNbD.shape
-    return x_BHNbD.permute(0, 2, 3, 1, 4).reshape(B, N * block, H, D)[:, :length].contiguous()
+def _pieces(q_BTHD: Tensor, window: int) -> list[Piece]:
+    B, T, H, _ = q_BTHD.shape
+    block = SMALL_BLOCK if window <= LARGE_BLOCK else LARGE_BLOCK
+    rows = max(1, PIECE_SCORES // (H * block * (window + block)))
+    pieces, kept = [], 0
+    for row in range(0, B, rows):
+        for first in range(0, T, block):
+            stop_row, stop = min(row + rows, B), min(first + block, T)
+            start = max(0, first - _up(window, GRAIN))
+            scores = (stop_row - row) * H * (stop - first) * (stop - start)
+            spans = slice(row, stop_row), slice(first, stop), slice(start, stop)
+            pieces.append(Piece(*spans, kept=slice(kept, kept + scores)))
+            kept += scores
+    return pieces
 
 
-def _spans(padded_BHNbD: Tensor, first: int, count: int, back: int) -> Tensor:
-    """Keys or values that `count` blocks from `first` on see, (B, H, n, s, D)."""
-    shifted = [padded_BHNbD[:, :, first + i : first + i + count] for i in range(back + 1)]
-    return torch.cat(shifted, dim=3)
-
-
-def _add_spans(total_BHNbD: Tensor, grad_BHnsD: Tensor, first: int, back: int) -> None:
-    """Add gradients of spans to those of blocks, in place: the adjoint of `_spans`."""
-    count, block = grad_BHnsD.size(2), total_BHNbD.size(3)
-    for i in range(back + 1):
-        part = grad_BHnsD[..., i * block : (i + 1) * block, :]
-        total_BHNbD[:, :, first + i : first + i + count] += part
-
-
-def _hidden(starts: Tensor, first: int, count: int, block: int, back: int, window: int) -> Tensor:
-    """True where a query must not see a key, (B, 1, n, b, s) bool."""
-    device = starts.device
-    starts = F.pad(starts, (0, -starts.size(1) % block))
-    starts = starts[:, first * block : (first + count) * block].view(-1, count, block, 1)
-    origin = torch.arange(first, first + count, device=device).mul_(block).view(count, 1, 1)
-    query = origin + torch.arange(block, device=device).view(1, block, 1)
-    key = origin + torch.arange(-back * block, block, device=device).view(1, 1, -1)
-    return ((key > query) | (key < torch.maximum(starts, query - window))).unsqueeze(1)
-
-
-def _probabilities(q: Tensor, k: Tensor, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-    scores = torch.matmul(q, k.mT)
-    return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1, out=out)
+def _up(number: int, multiple: int) -> int:
+    """The number, rounded up to a multiple."""
+    return -(-number // multiple) * multiple
 
 
 def _room(q_BTHD: Tensor, longest: int) -> int:
     """Size of the kept probabilities; enough for any window, as one graph serves all. 0: none."""
     B, T, H, _ = q_BTHD.shape
-    queries, keys = (-(-tokens // LARGE_BLOCK) * LARGE_BLOCK for tokens in (T, min(longest, T)))
-    room = B * H * queries * (keys + LARGE_BLOCK)
+    room = B * H * T * min(T, _up(longest, GRAIN) + LARGE_BLOCK)
     return room if room <= KEPT_SCORES else 0
 
 
-def _slices(q_BHNbD: Tensor, back: int, kept: Tensor) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Yield slices of at most SLICE_SCORES scores: first block, count, kept (B, H, n, b, s)."""
-    B, H, N, block, _ = q_BHNbD.shape
-    scores = B * H * block * (back + 1) * block  # of one block
-    step = max(1, SLICE_SCORES // scores)
-    for first in range(0, N, step):
-        count, place = min(step, N - first), None
-        if kept.numel():
-            place = kept[first * scores : (first + count) * scores].view(B, H, count, block, -1)
-        yield first, count, place
+def _cut(x_BTHD: Tensor, rows: slice, tokens: slice) -> Tensor:
+    """(m, tokens, D), contiguous: a transposed view of anything else multiplies far slower."""
+    return x_BTHD[rows, tokens].transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def _geometry(window: Tensor, longest: int) -> tuple[int, int, int]:
-    """Tokens of the window, tokens of a block, and blocks before its own that a block sees."""
-    tokens = min(int(window), longest)
-    block = SMALL_BLOCK if tokens <= LARGE_BLOCK else LARGE_BLOCK
-    return tokens, block, -(-tokens // block)
+def _like(x_mtD: Tensor, part_BTHD: Tensor) -> Tensor:
+    """The inverse of `_cut`: a view in the shape of the part that was cut."""
+    B, t, H, D = part_BTHD.shape
+    return x_mtD.view(B, H, t, D).transpose(1, 2)
+
+
+def _probabilities(
+    q_mbD: Tensor, k_msD: Tensor, starts_BT: Tensor, piece: Piece, window: int, kept: Tensor
+) -> Tensor:
+    """(m, b, s), in their place in `kept` if there is room."""
+    rows, queries, keys, place = piece
+    scores = torch.bmm(q_mbD, k_msD.mT)
+    position = torch.arange(queries.stop, dtype=torch.int32, device=scores.device)
+    query, key = position[queries], position[keys]
+    first = torch.maximum(starts_BT[rows, queries], query - window).unsqueeze(-1)
+    hidden_Bbs = (key > query.unsqueeze(-1)) | (key < first)
+    heads = scores.view(len(hidden_Bbs), -1, *hidden_Bbs.shape[1:])
+    heads.masked_fill_(hidden_Bbs.unsqueeze(1), float("-inf"))
+    out = kept[place].view_as(scores) if kept.numel() else None
+    return torch.softmax(scores, dim=-1, out=out)
 
 
 # An operator, so that one compiled graph takes any window and the loop is not unrolled into it.
@@ -106,16 +98,15 @@ def _windowed_attention(
     q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor, window: Tensor, longest: int,
     room: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    T = q_BTHD.size(1)
-    tokens, block, back = _geometry(window, min(longest, T))
-    q, k, v = _blocks(q_BTHD, block), _blocks(k_BTHD, block, back), _blocks(v_BTHD, block, back)
-    parts, kept = [], q.new_empty(room)
-    for first, count, place in _slices(q, back, kept):
-        hidden = _hidden(starts_BT, first, count, block, back, tokens)
-        k_spans, v_spans = _spans(k, first, count, back), _spans(v, first, count, back)
-        p = _probabilities(q[:, :, first : first + count], k_spans, hidden, place)
-        parts.append(torch.matmul(p, v_spans))
-    return _rows(torch.cat(parts, dim=2), T), kept
+    tokens = min(int(window), longest)
+    y_BTHD, kept = torch.empty_like(q_BTHD), q_BTHD.new_empty(room)
+    for piece in _pieces(q_BTHD, tokens):
+        rows, queries, keys, _ = piece
+        q, k, v = _cut(q_BTHD, rows, queries), _cut(k_BTHD, rows, keys), _cut(v_BTHD, rows, keys)
+        p = _probabilities(q, k, starts_BT, piece, tokens, kept)
+        y = y_BTHD[rows, queries]
+        y.copy_(_like(torch.bmm(p, v), y))
+    return y_BTHD, kept
 
 
 @torch.library.custom_op("speedrun::windowed_attention_backward", mutates_args=())
@@ -123,33 +114,34 @@ def _windowed_attention_backward(
     dout_BTHD: Tensor, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, starts_BT: Tensor,
     window: Tensor, kept: Tensor, longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    T = q_BTHD.size(1)
-    tokens, block, back = _geometry(window, min(longest, T))
-    q, dout = _blocks(q_BTHD, block), _blocks(dout_BTHD, block)
-    k, v = _blocks(k_BTHD, block, back), _blocks(v_BTHD, block, back)
-    dq, dk, dv = [], k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for first, count, p in _slices(q, back, kept):
-        q_part, dout_part = (x[:, :, first : first + count] for x in (q, dout))
-        k_spans, v_spans = _spans(k, first, count, back), _spans(v, first, count, back)
-        if p is None:
-            hidden = _hidden(starts_BT, first, count, block, back, tokens)
-            p = _probabilities(q_part, k_spans, hidden)
-        dp = torch.matmul(dout_part, v_spans.mT)
+    tokens = min(int(window), longest)
+    dq_BTHD = torch.empty_like(q_BTHD)
+    dk_BTHD, dv_BTHD = torch.zeros_like(k_BTHD), torch.zeros_like(v_BTHD)
+    for piece in reversed(_pieces(q_BTHD, tokens)):
+        rows, queries, keys, place = piece
+        q, k, v = _cut(q_BTHD, rows, queries), _cut(k_BTHD, rows, keys), _cut(v_BTHD, rows, keys)
+        dout = _cut(dout_BTHD, rows, queries)
+        if kept.numel():
+            p = kept[place].view(len(q), q.size(1), k.size(1))
+        else:
+            p = _probabilities(q, k, starts_BT, piece, tokens, kept)
+        dp = torch.bmm(dout, v.mT)
         ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-        dq.append(torch.matmul(ds, k_spans))
-        _add_spans(dk, torch.matmul(ds.mT, q_part), first, back)
-        _add_spans(dv, torch.matmul(p.mT, dout_part), first, back)
-    return _rows(torch.cat(dq, dim=2), T), _rows(dk[:, :, back:], T), _rows(dv[:, :, back:], T)
+        dq, dk, dv = dq_BTHD[rows, queries], dk_BTHD[rows, keys], dv_BTHD[rows, keys]
+        dq.copy_(_like(torch.bmm(ds, k), dq))
+        dk.add_(_like(torch.bmm(ds.mT, q), dk))
+        dv.add_(_like(torch.bmm(p.mT, dout), dv))
+    return dq_BTHD, dk_BTHD, dv_BTHD
 
 
 @_windowed_attention.register_fake
 def _(q, k, v, starts, window, longest, room):
-    return q.new_empty(q.shape), q.new_empty(room)
+    return torch.empty_like(q), q.new_empty(room)
 
 
 @_windowed_attention_backward.register_fake
 def _(dout, q, k, v, starts, window, kept, longest):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx, inputs, output):
