@@ -1107,9 +1107,9 @@ def make_runs(config: Config) -> int:
                 val_loss = train(trainer, run)
                 with run.pause("probe"):
                     probes = machine.on_main(trainer.probe)
-                if config.track == "tiny":
+                if config.track == "tiny" and config.recipe != "adamw":
                     steps = RECIPES["tiny"]["adamw"]["steps"]
-                    machine.say(f"the plain GPT with AdamW takes {steps} steps to this target")
+                    machine.say(f"the plain GPT with AdamW takes {steps} steps to the target")
                 run.finish(val_loss, probes)
             if run.code != 0:
                 return run.code

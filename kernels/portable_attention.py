@@ -29,7 +29,7 @@ def document_starts(cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
 
 
 class Piece(NamedTuple):
-    """Rows, queries and keys of one product, and the place of its probabilities among those kept."""
+    """What is multiplied at once, and the place of its probabilities among those kept."""
 
     rows: slice
     queries: slice

@@ -33,13 +33,16 @@ Settings = dict[str, Any]
 
 def read_plan(path: Path) -> Settings:
     """The plan. ValueError if it lacks a part or its parts contradict each other."""
-    plan = json.loads(path.read_text())
+    try:
+        plan = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
     if missing := {"fixed", "start", "space", "count", "rungs"} - set(plan):
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: see --help for its parts")
     if set(plan["start"]) != set(plan["space"]):
         raise ValueError(f"{path}: start and space must name the same settings")
     if plan["count"] > math.prod(map(len, plan["space"].values())):
-        raise ValueError(f"{path}: count is {plan['count']}, more than the space has settings")
+        raise ValueError(f"{path}: count {plan['count']} is more than the space has settings")
     return plan
 
 
@@ -99,8 +102,8 @@ def report(plan: Settings, runs: list[Run]) -> str:
     candidates = draw_candidates(plan)
     lines = [f"- source {source}" for source in sorted({str(run.source) for run in runs})]
     lines += [f"- the last rung lacks {len(lacking)} runs" if lacking else "- complete", ""]
-    titles = ["#", *plan["space"]]
-    titles += [f"{rung['steps']} steps, {len(rung['seeds'])} seeds" for rung in plan["rungs"]]
+    later = [f"{rung['steps']} steps, {len(rung['seeds'])} seeds" for rung in plan["rungs"]]
+    titles = ["#", *plan["space"], *later]
     lines += [f"| {' | '.join(titles)} |", "|-" * len(titles) + "|"]
     order: dict[int, None] = {}  # who came furthest stands first
     for rung in reversed(rungs):
@@ -110,7 +113,7 @@ def report(plan: Settings, runs: list[Run]) -> str:
         cells += [f"{rung[number]:.4f}" if number in rung else "" for rung in rungs]
         cells += [""] * (len(titles) - len(cells))
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "Setting 0 is what was tuned."])
+    return "\n".join(lines)
 
 
 def flags_of(settings: Settings) -> list[str]:
@@ -126,7 +129,6 @@ def run_all(plan: Settings, folder: Path) -> int:
     """Make the missing runs, rung by rung. Returns 1 if a run failed, else 0."""
     folder.mkdir(parents=True, exist_ok=True)
     while lacking := climb(plan, read_results(folder))[1]:
-        print(f"{len(lacking)} runs of this rung to do", flush=True)
         for run in lacking:
             words = [sys.executable, str(ROOT / "train_gpt.py"), *flags_of(run)]
             code = run_child([*words, "--val-every", "0", "--log-dir", str(folder.resolve())])
