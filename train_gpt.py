@@ -35,7 +35,7 @@ from data.loader import Batch
 from data.probes import probe_copying
 from data.shards import ShardError
 from kernels.attention import ATTENTIONS, Attention, choose_attention
-from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
+from kernels.head import HEADS, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import machine as machines
 from runtime import preflight
 from runtime.checks import is_causal, same_bits
@@ -47,7 +47,7 @@ from runtime.log import config_hash, require_writable, source_hash
 from runtime.machine import Machine
 from runtime.resume import plan_runs
 from runtime.run import Run
-from runtime.settings import RunSettings, parse, require, setting
+from runtime.settings import RunSettings, as_text, parse, require, setting
 from runtime.stop import Stop, listen
 
 SOURCE = Path(__file__).resolve().parent
@@ -126,7 +126,7 @@ OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
 @dataclass(frozen=True)
 class Config(RunSettings):
     track: str = setting("short", "preset for all settings below", section="What is run, and where")
-    recipe: str = setting("record42", "changes to the track; on tiny modern, muon or adamw")
+    recipe: str = setting("record42", "changes to the track: modern, record42, muon, adamw")
     target: float = setting(3.28, "validation loss to reach, nats per token")
     device: str = setting("auto", "where to compute", one_of=("auto", "cpu", "cuda"))
     dtype: str = setting("auto", "of the forward pass", one_of=("auto", "bfloat16", "float32"))
@@ -174,8 +174,7 @@ class Config(RunSettings):
     warmup: int = setting(0, "steps in which the learning rate rises", at_least=0)
     cooldown: float = setting(0.5, "share of the steps with a falling rate", at_least=0, at_most=1)
     final_lr: float = setting(0.1, "learning rate at the end, as a share of its peak", at_least=0)
-    # Adam on matrices has one momentum (its beta1): the second.
-    momentum: tuple[float, float] = setting((0.85, 0.95), "of matrices: at the ends, in between")
+    momentum: tuple[float, float] = setting((0.85, 0.95), "ends, middle; adam's beta1: the second")
     momentum_warmup: int = setting(300, "steps in which momentum rises", at_least=0)
     momentum_cooldown: int = setting(50, "steps in which momentum falls", at_least=0)
 
@@ -205,8 +204,7 @@ class Config(RunSettings):
         require(self, "target", math.isfinite(self.target), "a finite number")
         super().__post_init__()  # the rules that stand beside the settings
         if changed := off_track(self):
-            rule = f"empty: no claim can be made, as {', '.join(changed)} differ from the track's"
-            require(self, "claim", not self.claim, rule)
+            require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
         shares = sum(stage.share for stage in STAGES[self.stages])
         require(self, "stages", abs(shares - 1) < 1e-6, "a table of shares that add up to 1")
 
@@ -217,10 +215,8 @@ class Config(RunSettings):
 
 
 # The plain GPT: what record 42 adds to it, switched off.
-PLAIN: dict[str, Any] = {
-    "value_embeds": False, "smear": False, "skips": False, "backout": False, "x0_mixing": False,
-    "attention_gates": False, "stages": "constant", "adam_every": 1,
-}  # fmt: skip
+PIECES = ("value_embeds", "smear", "skips", "backout", "x0_mixing", "attention_gates")
+PLAIN: dict[str, Any] = dict.fromkeys(PIECES, False) | {"stages": "constant", "adam_every": 1}
 
 TRACKS: dict[str, dict[str, Any]] = {
     "short": {},
@@ -276,15 +272,23 @@ FIXED = {
         "target", "vocab_size", "bos", "align", "batch_tokens", "val_tokens", "val_sequence",
         "val_window", "layers", "dim", "head_dim", "mlp_ratio",
     ),
-    "steps": ("target", "vocab_size", "batch_tokens", "sequence", "layers", "dim", "mlp_ratio"),
+    "steps": (
+        "target", "vocab_size", "bos", "align", "batch_tokens", "sequence", "val_tokens",
+        "val_sequence", "val_window", "window_block", "layers", "dim", "head_dim", "mlp_ratio",
+        "biases", "key_offset", *PIECES,
+    ),
 }  # fmt: skip
 
 
 def off_track(config: Config) -> list[str]:
-    """The settings that the track fixes and that differ here."""
+    """For each setting that the track fixes and that differs here: what it is and should be."""
     track = {field.name: field.default for field in fields(Config)} | TRACKS[config.track]
-    fixed = FIXED.get(config.track, ())
-    return [name for name in fixed if getattr(config, name) != track[name]]
+    found = []
+    for name in FIXED.get(config.track, ()):
+        value = getattr(config, name)
+        if value != track[name]:
+            found.append(f"{name} is {as_text(value)}, the track has {as_text(track[name])}")
+    return found
 
 
 def preset(given: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +351,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, place: Any, attend: Any
     ) -> Tensor:
-        """mix: learned factors on values and on value embeddings; place: see `GPT.hidden`."""
+        """mix: learned factors on values and value embeddings; place: positions and documents."""
         cos, sin, scale, begins_BT11 = place
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C).to(x_BTC.dtype)
@@ -375,7 +379,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """relu(x up)^2 down^T. Both matrices are stored (C, 4C), so that the optimizer batches them."""
+    """relu(x up)^2 down^T. Both are stored (C, mlp_ratio C), so that the optimizer batches them."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -548,10 +552,9 @@ class GPT(nn.Module):
         """The loss, summed. If targets are fewer than inputs, they are those of each row's end."""
         x_BTC = self.hidden(inputs_BT, cu_seqlens, windows, longest)[:, -targets_BT.size(1) :]
         x, targets = x_BTC.flatten(0, 1), targets_BT.flatten()
-        softcap = SOFTCAPS[self.config.softcap]
         if self.head == "plain":
-            bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
-            return plain_cross_entropy(x, self.lm_head.to(x.dtype), bias, targets, softcap)
+            return self.plain_loss(x, targets)
+        softcap = SOFTCAPS[self.config.softcap]
         fp8 = self.head == "fp8" and torch.is_grad_enabled()  # validation uses no FP8
         precision = "fp8" if fp8 else "plain"
         return linear_cross_entropy(x, self.lm_head, targets, softcap=softcap, precision=precision)
@@ -559,13 +562,12 @@ class GPT(nn.Module):
     def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor, *context: Any) -> Tensor:
         """The loss of each target, float32 (B, T). The arguments are those of `forward`."""
         x = self.hidden(inputs_BT, *context)[:, -targets_BT.size(1) :].flatten(0, 1)
+        return self.plain_loss(x, targets_BT.flatten(), reduction="none").view_as(targets_BT)
+
+    def plain_loss(self, x: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
         bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
-        losses = []
-        for part, targets in zip(x.split(4096), targets_BT.flatten().split(4096), strict=True):
-            logits = F.linear(part, self.lm_head.to(x.dtype), bias).float()
-            logits = capped(logits, SOFTCAPS[self.config.softcap])
-            losses.append(F.cross_entropy(logits, targets, reduction="none"))
-        return torch.cat(losses).view_as(targets_BT)
+        softcap, weight = SOFTCAPS[self.config.softcap], self.lm_head.to(x.dtype)
+        return plain_cross_entropy(x, weight, bias, targets, softcap, reduction)
 
     def flops_per_token(self) -> int:
         """6 for each weight of matrices and head, backward included; attention scores left out."""
@@ -646,13 +648,14 @@ def momentum(config: Config, step: int) -> float:
 
 
 def windows_at(config: Config, step: int) -> dict[str, int]:
-    """Tokens that "short" and "long" layers see. The last validation may see more."""
-    stage = STAGES[config.stages][stage_at(config, step)]
-    if config.window_block == 0:
-        unlimited = max(config.sequence, config.val_sequence)
-        return {"short": unlimited, "long": unlimited}
-    long = config.val_window if step == config.steps else stage.window * config.window_block
-    return {"short": max(stage.window // 2, 1) * config.window_block, "long": long}
+    """Tokens that "short" and "long" layers see; in the last validation at most `val_window`."""
+    stage, block = STAGES[config.stages][stage_at(config, step)], config.window_block
+    short, long = max(stage.window // 2, 1) * block, stage.window * block
+    if block == 0:
+        short = long = max(config.sequence, config.val_sequence)
+    if step == config.steps:
+        short, long = min(short, config.val_window), config.val_window
+    return {"short": short, "long": long}
 
 
 def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
@@ -813,15 +816,12 @@ class Trainer:
             f"{config.data_dir}: training on {plan.tokens_needed:,} of {plan.tokens_available:,} "
             f"tokens, validating on {config.val_tokens:,}",
         ]
+        if config.verbose or device.type == "cuda":  # on a CPU there is nothing to choose from
+            self.facts += [f"attention {attention.name} ({why})", f"head {head} ({why_head})"]
         if config.verbose:
-            self.facts += [
-                f"{device.type}, {self.env['dtype']}",
-                f"attention {attention.name} ({why})",
-                f"head {head} ({why_head})",
-                self.guard.describe(),
-            ]
+            self.facts += [f"{device.type}, {self.env['dtype']}", self.guard.describe()]
         if changed := off_track(config):
-            self.facts.append(f"off the track, no claim can be made: {', '.join(changed)} differ")
+            self.facts.append(f"off the track, no claim can be made: {'; '.join(changed)}")
 
     def reset(self, seed: int) -> None:
         """Set everything that a run changes to its value before the first step of this seed."""
@@ -976,10 +976,10 @@ def warm_up(trainer: Trainer, clock: Clock) -> None:
 
 
 def find_micro_batch(trainer: Trainer, loss: Any) -> None:
-    """With --micro-batch auto, halve the micro-batch until `probe` fits in memory."""
+    """With --micro-batch auto, halve the micro-batch until the largest batches fit in memory."""
     trainer.loss = loss
     data, sequence = trainer.data, trainer.config.sequence
-    while not fits(partial(probe, trainer), trainer.machine):
+    while not fits(partial(try_largest_batches, trainer), trainer.machine):
         tokens = data.train.micro_rows * sequence
         if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
             raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
@@ -987,7 +987,7 @@ def find_micro_batch(trainer: Trainer, loss: Any) -> None:
         data.train.split(tokens // 2)
 
 
-def probe(trainer: Trainer) -> None:
+def try_largest_batches(trainer: Trainer) -> None:
     """Run what needs most memory: a micro-batch with gradients present, and a validation batch."""
     trainer.enter(0)
     trainer.data.train.reset()
@@ -1008,6 +1008,7 @@ def rehearse(trainer: Trainer) -> None:
         take_steps(trainer, first_step(config, index), 1)
     shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
     trainer.validate(config.steps, list(shapes.values()))
+    trainer.machine.on_main(trainer.probe)
 
 
 def take_steps(trainer: Trainer, first: int, count: int) -> None:
@@ -1107,7 +1108,7 @@ def make_runs(config: Config) -> int:
                 val_loss = train(trainer, run)
                 with run.pause("probe"):
                     probes = machine.on_main(trainer.probe)
-                if config.track == "tiny" and config.recipe != "adamw":
+                if config.track == "tiny" and config.recipe != "adamw" and not off_track(config):
                     steps = RECIPES["tiny"]["adamw"]["steps"]
                     machine.say(f"the plain GPT with AdamW takes {steps} steps to the target")
                 run.finish(val_loss, probes)

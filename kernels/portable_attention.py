@@ -38,19 +38,24 @@ class Piece(NamedTuple):
 
 
 def _pieces(q_BTHD: Tensor, window: int) -> list[Piece]:
+    """All pieces of a call, in the order of their rows and queries."""
     B, T, H, _ = q_BTHD.shape
     block = SMALL_BLOCK if window <= LARGE_BLOCK else LARGE_BLOCK
-    rows = max(1, PIECE_SCORES // (H * block * (window + block)))
-    pieces, kept = [], 0
-    for row in range(0, B, rows):
+    rows_at_once = max(1, PIECE_SCORES // (H * block * (window + block)))
+    pieces, end = [], 0
+    for row in range(0, B, rows_at_once):
+        rows = slice(row, min(row + rows_at_once, B))
         for first in range(0, T, block):
-            stop_row, stop = min(row + rows, B), min(first + block, T)
-            start = max(0, first - _up(window, GRAIN))
-            scores = (stop_row - row) * H * (stop - first) * (stop - start)
-            spans = slice(row, stop_row), slice(first, stop), slice(start, stop)
-            pieces.append(Piece(*spans, kept=slice(kept, kept + scores)))
-            kept += scores
+            queries = slice(first, min(first + block, T))
+            keys = slice(max(0, first - _up(window, GRAIN)), queries.stop)
+            scores = H * _length(rows) * _length(queries) * _length(keys)
+            pieces.append(Piece(rows, queries, keys, kept=slice(end, end + scores)))
+            end += scores
     return pieces
+
+
+def _length(span: slice) -> int:
+    return span.stop - span.start
 
 
 def _up(number: int, multiple: int) -> int:
@@ -82,8 +87,8 @@ def _probabilities(
     """(m, b, s), in their place in `kept` if there is room."""
     rows, queries, keys, place = piece
     scores = torch.bmm(q_mbD, k_msD.mT)
-    position = torch.arange(queries.stop, dtype=torch.int32, device=scores.device)
-    query, key = position[queries], position[keys]
+    key = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=scores.device)
+    query = key[queries.start - keys.start :]  # the keys end where the queries end
     first = torch.maximum(starts_BT[rows, queries], query - window).unsqueeze(-1)
     hidden_Bbs = (key > query.unsqueeze(-1)) | (key < first)
     heads = scores.view(len(hidden_Bbs), -1, *hidden_Bbs.shape[1:])

@@ -295,9 +295,9 @@ class Run(contextlib.AbstractContextManager):
         if self._config.keep_model:
             self._submit(self._take())
         word = "reached" if reached else "missed"
-        copied, new, induction = probes.values()
-        self._machine.say(f"probes: loss {copied:.2f} on copied tokens, {new:.2f} on new ones, "
-                          f"{induction:+.2f} on random tokens read twice")
+        self._machine.say(f"probes: loss {probes['copy_loss']:.2f} on tokens that can be copied, "
+                          f"{probes['new_loss']:.2f} on others; random text costs "
+                          f"{-probes['induction']:.2f} less when it is read again")
         self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
         self._end = {"status": "done", "val_loss": val_loss, "reached": reached, "probes": probes}
