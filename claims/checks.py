@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from claims.arms import ALPHA, leave_out_repeats
-from claims.evidence import UNKNOWN_TO_SCHEMA_1, Evidence, claim_text
+from claims.evidence import FIRST_SOURCES, FIRST_TINY, Evidence, claim_text
 from claims.runs import Phase, Run
 from runtime.log import REGISTERED, config_hash
 
@@ -21,6 +21,7 @@ STARTUP = {"setup", "compile", "warmup"}
 UNTIMED = STARTUP | {"validate", "probe"}
 TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume did again
 MOST_UNACCOUNTED = 0.01  # share of the training time that may lie in no phase
+LONGEST_PROBE_MS = 60_000  # it reads 16,384 tokens once, and may have to compile for them
 SLACK_MS = 50  # added for each validation, whose log line waits for the disk
 LONG_VALIDATION = 4.0  # times the median of its run: it did something else too
 LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
@@ -73,10 +74,9 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
         yield "claim.json is not as record.py claim wrote it"
     if (claim.target, claim.alpha) != (track.target, ALPHA):
         yield f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}"
-    old = all(run.header.get("schema") == 1 for run in evidence.runs)
-    for name, fixed in {"track": claim.track, **track.fixed}.items():
-        unknown = old and name in UNKNOWN_TO_SCHEMA_1 and name not in claim.config
-        if claim.config.get(name) != fixed and not unknown:
+    rules = FIRST_TINY if claim.source_sha256 in FIRST_SOURCES else track.fixed
+    for name, fixed in {"track": claim.track, **rules}.items():
+        if claim.config.get(name) != fixed:
             yield f"{name} is {claim.config.get(name)!r}, fixed at {fixed!r} on this track"
     if config_hash(claim.config) != claim.config_sha256:
         yield "config_sha256 is not the hash of config"
@@ -233,6 +233,9 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
     for phase in run.phases:
         if phase.name not in (TIMED if phase.timed else UNTIMED):
             yield f"untimed work: phase {phase.name!r} of {phase.ms:.0f} ms, timed: {phase.timed}"
+        at_end = phase is run.phases[-1] and phase.ms <= LONGEST_PROBE_MS
+        if phase.name == "probe" and not at_end:
+            yield f"untimed work: a probe of {phase.ms:.0f} ms; one may end a run, in 60 s at most"
     if not run.complete:
         return
     total = run.train_time_ms or 0.0

@@ -136,8 +136,8 @@ class Comparison(NamedTuple):
     stutters: Difference  # seconds
     stutters_at: list[list[int]]  # the steps, in A and in B
     loss: Difference
-    pairs: int  # of runs with one seed, on which the losses are compared; 0: they are independent
-    pairs_save: float  # times as many runs it would take without pairs
+    pairs: int  # of runs with one seed, on which the losses are compared; 0: not compared by seed
+    pairs_save: float  # times as many runs it would take without pairs; nan: no pairs or no spread
     equal_loss: float | None  # p-value of "the losses differ by less than the margin"
     differs: list[str]  # in machine or software
 
@@ -157,17 +157,14 @@ def compare_sides(a: Side, b: Side, in_turn: bool, margin: float | None = None) 
     seconds = test(b.seconds, a.seconds)
     new, old = b.losses, a.losses
     seeds = sorted(set(a.by_seed) & set(b.by_seed))
-    pairs, save = 0, 1.0
+    pairs, save = 0, math.nan
     if len(seeds) == len(a.runs) == len(b.runs) > 1:
-        test = paired  # two runs from one initialization have most of their noise in common
+        test = paired  # two runs from one initialization may have much of their noise in common
         new, old = [b.by_seed[seed] for seed in seeds], [a.by_seed[seed] for seed in seeds]
         pairs, save = len(seeds), saving(new, old)
     equal = None if margin is None else equivalence(test, new, old, margin)
-    differs = compare_machines(a, b)
-    loss = test(new, old)
-    return Comparison(
-        seconds, steps, step_time, stutters, stutters_at, loss, pairs, save, equal, differs
-    )
+    return Comparison(seconds, steps, step_time, stutters, stutters_at, test(new, old), pairs, save,
+                      equal, compare_machines(a, b))
 
 
 def explain(

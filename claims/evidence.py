@@ -36,15 +36,22 @@ class Track(NamedTuple):
 
 
 # Where steps count, tokens per step are fixed: a larger batch would show the model more per step.
-# So is what makes a model larger or gives the last validation more context. Windows of training
-# steps, lookup tables, gates and scalars are free.
+# So is what makes a model larger or gives the last validation more context. `tiny` leaves windows
+# of training steps, lookup tables, gates and scalars free.
 TINY = {"vocab_size": 1024, "bos": 1023, "align": True, "batch_tokens": 2048,
         "val_sequence": 4096, "val_window": 320, "layers": "tiny", "dim": 256, "head_dim": 128,
         "mlp_ratio": 4}
-STEPS = {"vocab_size": 50257, "batch_tokens": 524_288, "sequence": 1024,
-         "layers": "steps", "dim": 768, "mlp_ratio": 4}
-# The trainers that wrote schema 1 had these in their source.
-UNKNOWN_TO_SCHEMA_1 = {"mlp_ratio", "val_window"}
+STEPS = {"vocab_size": 50257, "bos": 50256, "align": False, "batch_tokens": 524_288,
+         "sequence": 1024, "val_sequence": 1024, "val_window": 2560, "window_block": 0,
+         "layers": "steps", "dim": 768, "head_dim": 128, "mlp_ratio": 4, "biases": True,
+         "value_embeds": False, "smear": False, "skips": False, "backout": False,
+         "x0_mixing": False, "attention_gates": False, "key_offset": False}
+# The sources of the records of 2026-11-21 hold the mlp_ratio as a number, and their settings give
+# the last window in blocks. Only these two may lack what later became a setting.
+FIRST_SOURCES = {"706e244f84b2d81dd40d8cea885e720426aa76d9b7f041e776612e828e590cde",
+                 "a8b6f28ab30cae0afadf6a9165c283aada5695b11cf8719da84020a457c73fd7"}
+FIRST_TINY = TINY | {"window_block": 16, "final_window": 20}
+del FIRST_TINY["mlp_ratio"], FIRST_TINY["val_window"]
 TRACKS = {
     "tiny": Track(3.39, 262_144, "61a7bae6fab302b9", 0.02, "77e6e4d2acaa19c3", TINY, False),
     "short": Track(3.28, 10_485_760, "", 0.01, "", {}, True),

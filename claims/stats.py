@@ -94,10 +94,10 @@ def paired(new: Sequence[float], old: Sequence[float]) -> Difference:
 
 
 def saving(new: Sequence[float], old: Sequence[float]) -> float:
-    """How many times as many independent runs have the standard error of these pairs."""
+    """How many independent runs are worth one pair: the ratio of variances."""
     _, sd = moments([a - b for a, b in zip(new, old, strict=True)])
     independent = moments(new)[1] ** 2 + moments(old)[1] ** 2
-    return independent / sd**2 if sd > 0 else INF
+    return independent / sd**2 if sd > 0 else NAN
 
 
 def difference(mean: float, test: Any) -> Difference:
@@ -149,10 +149,7 @@ def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:
 
 
 def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
-    """The chance that n runs pass if their true mean lies `margin` below the target.
-
-    By the noncentral t distribution.
-    """
+    """The chance that n runs pass with a true mean `margin` below the target (noncentral t)."""
     check(1e-4, 0.5, alpha=alpha)
     check(0, INF, sd=sd, margin=margin)
     effect = margin / sd * math.sqrt(n)  # in standard errors

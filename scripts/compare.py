@@ -45,8 +45,7 @@ def run_once(side: Side, folder: Path) -> None:
     """Run the command of the side and add the run whose log it leaves. Raises LogError."""
     folder.mkdir(parents=True)
     words = f"{side.path} --log-dir {shlex.quote(str(folder.resolve()))}"
-    code = run_child(words)
-    if code:
+    if code := run_child(words):
         raise LogError(f"exit code {code}: {words}")
     runs, _ = read_all([folder])
     if len(runs) != 1:
@@ -64,9 +63,6 @@ def compare(given: argparse.Namespace) -> tuple[Side, Side, Comparison]:
         rule = "A and B differ in machine or software: time both on one, or --allow-mismatch"
         raise LogError("\n  ".join([rule, *found.differs]))
     return a, b, found
-
-
-# ---- Output
 
 
 def to_text(a: Side, b: Side, found: Comparison) -> str:
@@ -99,10 +95,10 @@ def to_text(a: Side, b: Side, found: Comparison) -> str:
 
 
 def on_pairs(found: Comparison) -> str:
-    if found.pairs == 0:
-        return ""
-    saves = f"without pairs it takes {found.pairs_save:.1f} times as many runs"
-    return f", on {found.pairs} pairs of one seed each; {saves}"
+    said = f", on {found.pairs} pairs of one seed each" if found.pairs else ""
+    if found.pairs_save > 0:  # not nan
+        said += f"; without pairs it takes {found.pairs_save:.1f} times as many runs"
+    return said
 
 
 def in_words(found: Difference, form: str) -> str:

@@ -22,13 +22,16 @@ from scripts.command import command, make_parser, print_json, start, whole_numbe
 
 
 def plan_pairs(paths: Sequence[str], margin: float) -> tuple[dict[str, Any], str]:
-    """The plan as JSON data and as text. ValueError where the arms share fewer than 3 seeds."""
+    """The plan as JSON data and as text. ValueError for fewer than 3 common seeds, or no spread."""
     a, b = (read_side(path).by_seed for path in paths)
     seeds = sorted(set(a) & set(b))
     if len(seeds) < 3:
         raise ValueError(f"{' and '.join(paths)} share {len(seeds)} seeds; a plan needs 3 or more")
     new, old = [b[seed] for seed in seeds], [a[seed] for seed in seeds]
     sd = stats.moments([x - y for x, y in zip(new, old, strict=True)])[1]
+    if sd == 0:
+        raise ValueError(f"{' and '.join(paths)} have losses that are equal, or equally far apart, "
+                         f"on all {len(seeds)} seeds: there is nothing to plan")
     apart = sd * stats.saving(new, old) ** 0.5
     pairs = stats.runs_needed(sd, margin, 0.8, ALPHA)
     alone = stats.runs_needed(apart, margin, 0.8, ALPHA)
@@ -42,10 +45,11 @@ def plan_pairs(paths: Sequence[str], margin: float) -> tuple[dict[str, Any], str
 def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--sd", type=float, default=0.0013, help="of single runs, nats (%(default)s)")
+    way = parser.add_mutually_exclusive_group().add_argument
+    way("--sd", type=float, default=0.0013, help="of single runs, nats (%(default)s)")
     add("--margin", type=float, default=0.001, help="below the target, nats (%(default)s)")
-    add("--pairs", nargs=2, metavar=("A", "B"), help="logs of two arms on the same seeds")
-    add("--looks", type=whole_numbers, help="numbers of runs after which you test, such as 5,10")
+    way("--pairs", nargs=2, metavar=("A", "B"), help="logs of two arms on the same seeds")
+    way("--looks", type=whole_numbers, help="numbers of runs after which you test, such as 5,10")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     sd, margin, looks = given.sd, given.margin, given.looks

@@ -1,7 +1,7 @@
 """Records: a claim before the runs, a folder after them, its check, the leaderboards.
 
-    python scripts/record.py claim CamelName --n 10 --seed 1000 --about "what is new" -- --steps 310
-    ./run.sh --claim records/tiny/<date>_CamelName/claim.json --seed 1000 --trials 10 --steps 310
+    python scripts/record.py claim CamelName --n 10 --seed 1000 --about "what is new" -- --steps 70
+    ./run.sh --claim records/tiny/<date>_CamelName/claim.json --seed 1000 --trials 10 --steps 70
     python scripts/record.py make records/tiny/<date>_CamelName logs
     python scripts/record.py verify records/tiny/<date>_CamelName ...
     python scripts/record.py leaderboard            records/README.md and the pictures beside it
@@ -39,11 +39,14 @@ def claim(arguments: argparse.Namespace) -> int:
     """Write claim.json and say how to make its runs."""
     config = ask_trainer(ROOT, arguments.flags)
     source = working_source(ROOT)
-    target = TRACKS[config["track"]].target
-    if config["target"] != target:
-        raise Refused(f"--target {config['target']}: that of the track is {target}. Leave it out.")
+    track = TRACKS[config["track"]]
+    fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
+    for name, value in fixed.items():
+        if config[name] != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise Refused(f"{flag} {config[name]}: that of the track is {value}. Leave {flag} out.")
     claim = Claim(
-        name=arguments.name, track=config["track"], target=target, alpha=ALPHA, n=arguments.n,
+        name=arguments.name, track=config["track"], target=track.target, alpha=ALPHA, n=arguments.n,
         seeds=list(range(arguments.seed, arguments.seed + arguments.n)),
         looks=arguments.looks or [arguments.n], source_sha256=digest(source.files),
         config_sha256=config_hash(config), config=config, flags=arguments.flags,
@@ -105,8 +108,7 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments. `run` is the command's function; `flags` are those after --, for the trainer.
-    """
+    """The arguments. `run` is the function to call, `flags` are those after --, for the trainer."""
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(required=True)

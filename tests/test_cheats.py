@@ -348,6 +348,28 @@ def train_in_validations(events: Events) -> None:
             event["ms"] = 2100.0
 
 
+def probe_after(name: str, ms: float) -> Change:
+    """An untimed probe after each phase of a name; the run waits for it."""
+
+    def change(events: Events) -> None:
+        late, kept = 0.0, events[:1]
+        for event in events[1:]:
+            kept.append(event | {"t_ms": event["t_ms"] + late})
+            if event.get("name") == name:
+                late += ms
+                probe = {"event": "phase", "name": "probe", "timed": False, "ms": ms}
+                kept.append(probe | {"t_ms": event["t_ms"] + late})
+        events[:] = kept
+
+    return change
+
+
+def probe_at_end(ms: float) -> Change:
+    """A probe of the trained model, as the trainer makes it."""
+    probe = {"event": "phase", "name": "probe", "timed": False, "ms": ms}
+    return lambda events: events.insert(-1, probe | {"t_ms": events[-1]["t_ms"]})
+
+
 FIRST_TRAIN, FIRST_VALIDATE = slice(4, 5), slice(3, 4)  # among the phases
 FORGED: dict[str, tuple] = {
     "another claim": (put(ZERO, "claim"), "extra: the run was", "missing: "),
@@ -388,6 +410,11 @@ FORGED: dict[str, tuple] = {
     "training in a validation": (each("phase", FIRST_VALIDATE, ms=1900.0), "several times"),
     "training in every validation": (train_in_validations,
                                      "2100 ms, a token dearer than training"),
+    "an hour of probing after each stretch of training": (
+        probe_after("train", 3.6e6), "a probe of 3600000 ms; one may end a run"),
+    "short probes after validations": (probe_after("validate", 100.0), "a probe of 100 ms"),
+    "a probe that takes an hour at the end": (probe_at_end(3.6e6), "a probe of 3600000 ms"),
+    "a probe of no time": (probe_at_end("nan"), "a probe of nan ms", "nan ms between"),
     "a step left out": (without("step", 5), "11 of 12 steps are in the log"),
     "a validation left out": (without("val", 1), "4 validations for 3 losses"),
     "an error at the end": (each("end", status="error"), "with status error", "missing: "),
@@ -400,6 +427,11 @@ def test_a_record_is_caught_with_a_run_that_has(cheat, folder, capsys):
     change, *patterns = FORGED[cheat]
     forge(folder, change)
     caught(folder, capsys, *patterns)
+
+
+def test_a_run_may_end_with_a_probe_of_a_minute(folder, capsys):
+    forge(folder, probe_at_end(60_000.0))
+    assert call(capsys, "make", folder)[0] == 0
 
 
 @pytest.mark.parametrize(

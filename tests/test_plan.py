@@ -66,6 +66,30 @@ def test_runs_on_the_same_seeds_need_fewer_pairs_than_runs_apart(tmp_path, capsy
     assert "share 0 seeds" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+def test_arms_without_a_spread_between_them_leave_nothing_to_plan_and_no_saving(
+    tmp_path, capsys, shift
+):
+    losses = {1: 3.25, 2: 3.5, 3: 3.75, 4: 4.0}  # exact in binary, as is their shift
+    a = write_arm(tmp_path / "a", losses)
+    b = write_arm(tmp_path / "b", {seed: loss - shift for seed, loss in losses.items()})
+    assert main(["--pairs", str(a), str(b), "--margin", "0.02"]) == 2
+    said = capsys.readouterr().err
+    assert "equal, or equally far apart, on all 4 seeds: there is nothing to plan" in said
+    assert compare.main([str(a), str(b)]) in (0, 1)
+    said = capsys.readouterr().out
+    assert ", on 4 pairs of one seed each\n" in said
+    compare.main([str(a), str(b), "--json"])
+    assert json.loads(capsys.readouterr().out)["pairs_save"] is None
+
+
+@pytest.mark.parametrize("words", [["--pairs", "A", "B"], ["--sd", "0.02"]])
+def test_looks_are_not_planned_together_with_what_they_would_ignore(capsys, words):
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "--looks", "5,10"])
+    assert f"--looks: not allowed with argument {words[0]}" in capsys.readouterr().err
+
+
 def test_compare_takes_runs_of_one_seed_as_pairs_and_says_what_that_saves(tmp_path, capsys):
     old, new = {1: 3.30, 2: 3.35, 3: 3.25, 4: 3.40}, {1: 3.29, 2: 3.33, 3: 3.24, 4: 3.38}
     a, b = write_arm(tmp_path / "a", old), write_arm(tmp_path / "b", new)

@@ -19,6 +19,7 @@ from small_record import (
     SOURCE,
     STEPS,
     TARGET,
+    VAL_TOKENS,
     call,
     contents,
     make_claim,
@@ -133,20 +134,22 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "target", "sentence"),
+    ("words", "changed", "sentence"),
     [
-        (["Few", "--n", "3"], TARGET, "n = 3 must be 4 to 10000"),
-        (["Few"], 3.3, "--target 3.3: that of the track is 3.25"),
-        (["../Few"], TARGET, "name '../Few' must be a CamelName"),
-        (["Good"], TARGET, "File exists"),
+        (["Few", "--n", "3"], {}, "n = 3 must be 4 to 10000"),
+        (["Few"], {"target": 3.3}, "--target 3.3: that of the track is 3.25. Leave --target out."),
+        (["Few"], {"vocab_size": 32}, "--vocab-size 32: that of the track is 64. Leave --vocab"),
+        (["Few"], {"val_tokens": 512}, "--val-tokens 512: that of the track is 1024. Leave --val"),
+        (["../Few"], {}, "name '../Few' must be a CamelName"),
+        (["Good"], {}, "File exists"),
     ],
 )
 def test_a_claim_that_breaks_a_rule_is_not_written(
-    words, target, sentence, folder, tmp_path, capsys, monkeypatch
+    words, changed, sentence, folder, tmp_path, capsys, monkeypatch
 ):
     today = f"{record.datetime.now(record.UTC):%Y-%m-%d}_Good"
     shutil.copytree(folder, folder.with_name(today))
-    config = make_claim().config | {"target": target}
+    config = make_claim().config | {"val_tokens": VAL_TOKENS} | changed
     monkeypatch.setattr(record, "ask_trainer", lambda root, flags: config)
     before = contents(tmp_path)
     code, said = call(capsys, "claim", *words, "--about", "x")

@@ -1,11 +1,11 @@
 """The records that are committed here hold: every number follows from their logs."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from claims.checks import find_failures
+from claims.checks import check_claim, find_failures
 from claims.evidence import TRACKS, Evidence, read_evidence
 from claims.pages import differences, leaderboard, records_among
 from claims.plots import plot_losses
@@ -71,10 +71,33 @@ def test_what_the_track_fixes_can_be_changed_but_not_claimed(name):
         Config(**values, claim="claim.json")
 
 
-def test_older_records_may_lack_the_settings_that_were_in_their_source(evidence):
-    for run in evidence.runs:
-        run.header["schema"] = 2
-    assert "mlp_ratio is None, fixed at 4 on this track" in said(evidence)
+def test_only_the_sources_of_the_first_records_may_lack_later_settings(evidence):
+    assert {run.header["schema"] for run in evidence.runs} == {1}
+    claim = replace(evidence.claim, source_sha256="0" * 64)
+    found = said(replace(evidence, claim=claim))
+    assert "mlp_ratio is None, fixed at 4 on this track" in found
+    assert "val_window is None, fixed at 320 on this track" in found
+
+
+def test_the_first_sources_are_held_to_the_last_window_in_their_own_settings(evidence):
+    claim = replace(evidence.claim, config=evidence.claim.config | {"final_window": 64})
+    evidence = replace(evidence, claim=claim)
+    assert "final_window is 64, fixed at 20 on this track" in said(evidence)
+
+
+def test_a_claim_on_steps_with_another_model_other_data_or_another_batch_is_caught(evidence):
+    """All that `train_gpt.py --track steps` calls its model, data and batch."""
+    config = asdict(Config(**preset({"track": "steps"})))
+    claim = replace(evidence.claim, track="steps", source_sha256="0" * 64)
+    pieces = ["value_embeds", "smear", "skips", "backout", "x0_mixing", "attention_gates"]
+    others = {"vocab_size": 1024, "bos": 0, "align": True, "batch_tokens": 1, "sequence": 2048,
+              "val_sequence": 4096, "val_window": 64, "window_block": 128, "layers": "tiny",
+              "dim": 1, "head_dim": 64, "mlp_ratio": 8, "biases": False, "key_offset": True}
+    for name, value in {**others, **dict.fromkeys(pieces, True)}.items():
+        changed = replace(claim, config=config | {name: value})
+        changed = replace(evidence, claim=changed, track=TRACKS["steps"])
+        caught = [what for what in check_claim(changed) if "fixed at" in what]
+        assert caught == [f"{name} is {value!r}, fixed at {config[name]!r} on this track"]
 
 
 @pytest.fixture
