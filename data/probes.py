@@ -21,17 +21,16 @@ def probe_copying(
 ) -> dict[str, float]:  # fmt: skip
     """Mean losses in nats. `token_losses` returns that of each target of a batch, (B, T).
 
-    positions: most tokens of a row that the model can read; fewer shorten the random texts.
     copy_loss and new_loss: of validation tokens that repeat a pair of their document, and of the
-    others. induction: of the second reading of random tokens, less that of the first.
+    others. induction: of the second reading of random tokens, less that of the first. positions:
+    most tokens of a row that the model can read.
     """
     losses: list[Tensor] = []
     copied: list[Tensor] = []
     for batch in map(cut, validation):
-        found = token_losses(batch).cpu()
         tokens = torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
-        losses.append(found.flatten())
-        copied.append(is_copied(tokens, bos)[:, -found.size(1) :].flatten())
+        copied.append(is_copied(tokens, bos)[:, -batch.targets.size(1) :].flatten())
+        losses.append(token_losses(batch).cpu().flatten())
         if sum(map(len, losses)) >= MOST_TOKENS:
             break
     # A rank may have no validation rows: then both means are NaN.
@@ -47,12 +46,9 @@ def probe_copying(
 
 
 def cut(batch: Batch) -> Batch:
-    """As many whole rows as have MOST_TOKENS inputs together, or so much of the first row.
-
-    The probe is not compiled: with all rows it might need more memory than the run.
-    """
+    """Rows of at most MOST_TOKENS inputs, so that the probe needs no more memory than the run."""
     length = batch.inputs.size(1)
-    context = length - batch.targets.size(1)  # first inputs of a row, which have no target
+    context = length - batch.targets.size(1)  # inputs at a row's start without a target
     rows, length = max(MOST_TOKENS // length, 1), min(MOST_TOKENS, length)
     inputs, targets = batch.inputs[:rows, :length], batch.targets[:rows, : length - context]
     # Boundaries beyond the cut become its end: empty documents.

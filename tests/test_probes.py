@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.loader import Batch
 from data import probes
+from data.loader import Batch
 from data.probes import COPY_REACH, REPEATED, is_copied, probe_copying, repeated_text
 
 BOS = 0
@@ -97,5 +97,6 @@ def test_random_text_fits_a_model_of_few_positions_and_no_rows_have_no_mean():
         return torch.ones(given.targets.shape).cumsum(1)
 
     found = probe_copying(losses, [], vocab_size=10, bos=BOS, positions=41)
-    assert math.isnan(found["copy_loss"]) and math.isnan(found["new_loss"])
+    assert math.isnan(found["copy_loss"])
+    assert math.isnan(found["new_loss"])
     assert found["induction"] == 20
