@@ -196,14 +196,18 @@ def linear_cross_entropy(
 
 
 def plain_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: Softcap
-) -> Tensor:
-    """The same loss by autograd, which keeps all logits. bias: (V,) or None."""
-    losses = []
-    for part, target in zip(x.split(PLAIN_CHUNK), targets.split(PLAIN_CHUNK), strict=True):
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: Softcap,
+    reduction: str = "sum",
+) -> Tensor:  # fmt: skip
+    """The same loss by autograd, which keeps all logits. bias: (V,) or None.
+
+    reduction: "sum", or "none" for the loss of each token, (N,) float32, in eager code.
+    """
+    losses, chunk = [], PLAIN_CHUNK if reduction == "sum" else EAGER_CHUNK
+    for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
         logits = capped(F.linear(part, weight, bias).float(), softcap)
-        losses.append(F.cross_entropy(logits, target, reduction="sum"))
-    return torch.stack(losses).sum()
+        losses.append(F.cross_entropy(logits, target, reduction=reduction))
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
 
 
 def fp8_obstacle(device: torch.device, dtype: torch.dtype, dim: int, vocab: int) -> str | None:

@@ -1,15 +1,11 @@
 """Tune settings by successive halving: many settings for few steps, the best of them for more.
 
-    python scripts/tune.py records/tuning/adamw.json             the same command resumes
-    python scripts/tune.py records/tuning/adamw.json --report    only print the table of the logs
+    python scripts/tune.py records/tuning/adamw.json    the same command resumes
 
-The plan is JSON: `fixed` holds settings of every run, named as by `train_gpt.py --print-config`;
-`start` those to be tuned, as they are today; `space` the values each may take, from which `count`
-candidates are drawn, the start being the first; `rungs` a list of {"steps", "seeds", "keep"}: each
-trains what the one before kept, on the same seeds, and keeps the lowest mean validation losses.
-
-The logs go to OUT/PLAN; the table is made from them alone, in Markdown. A run that diverged counts
-as infinite loss. Exit code: 0 done, 1 a run failed, 2 bad input.
+The plan is JSON: `fixed` has the settings of every run, named as by `train_gpt.py --print-config`;
+`start` today's values of those to be tuned; `space` the values to try; `count` how many candidates
+to draw, of which the start is the first; `rungs` a list of {"steps", "seeds", "keep"}: each trains
+the best of the one before. "inf" diverged. Exit code: 0 done, 1 a run failed, 2 bad input.
 """
 
 import json
@@ -25,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from claims.runlog import read_runs
 from claims.runs import Run
+from runtime.settings import as_text, flag
 from scripts.command import command, make_parser, run_child, start
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +40,12 @@ def read_plan(path: Path) -> Settings:
         raise ValueError(f"{path}: start and space must name the same settings")
     if plan["count"] > math.prod(map(len, plan["space"].values())):
         raise ValueError(f"{path}: count {plan['count']} is more than the space has settings")
+    for name, values in plan["space"].items():
+        if any(values.count(value) > 1 for value in values):
+            raise ValueError(f"{path}: {name} {values}: space must list each value once")
+    for rung in plan["rungs"]:
+        if missing := {"steps", "seeds", "keep"} - set(rung):
+            raise ValueError(f"{path}: rung {rung} lacks {', '.join(sorted(missing))}")
     return plan
 
 
@@ -59,58 +62,53 @@ def draw_candidates(plan: Settings) -> list[Settings]:
 
 def read_results(folder: Path) -> list[Run]:
     """The runs that finished or diverged, the oldest first."""
-    runs: list[Run] = []
-    for log in sorted(folder.glob("*_*.jsonl")):  # run ids sort by start time
-        runs += [run for run in read_runs(log) if run.complete or run.status == "nonfinite"]
-    return runs
+    logs = sorted(folder.glob("*_*.jsonl"))  # run ids sort by start time
+    runs = [run for log in logs for run in read_runs(log)]
+    return [run for run in runs if run.complete or run.status == "nonfinite"]
 
 
 def find_loss(runs: list[Run], settings: Settings) -> float | None:
     """The last validation loss of the newest run with these settings; inf if it diverged."""
     for run in reversed(runs):
-        config = run.header["config"]
-        if all(config.get(name) == value for name, value in settings.items()):
+        if settings.items() <= run.header["config"].items():
             return run.final_loss if run.complete else math.inf
     return None
 
 
-def climb(plan: Settings, runs: list[Run]) -> tuple[list[dict[int, float]], list[Settings]]:
-    """Mean loss by candidate, the lowest first, for each rung; and the runs that the last lacks."""
+def climb(plan: Settings, runs: list[Run]) -> tuple[dict[int, list[list[float]]], list[Settings]]:
+    """Losses of each candidate on each rung, the best first; and the runs that a rung lacks."""
     candidates = draw_candidates(plan)
-    numbers = list(range(len(candidates)))
-    rungs: list[dict[int, float]] = []
+    table: dict[int, list[list[float]]] = {number: [] for number in range(len(candidates))}
+    climbing = list(table)
     lacking: list[Settings] = []
     for rung in plan["rungs"]:
-        means = {}
-        for number in numbers:
+        for number in climbing:
             shared = plan["fixed"] | candidates[number] | {"steps": rung["steps"]}
             wanted = [shared | {"seed": seed} for seed in rung["seeds"]]
             losses = [find_loss(runs, run) for run in wanted]
             lacking += [run for run, loss in zip(wanted, losses, strict=True) if loss is None]
-            means[number] = fmean([loss for loss in losses if loss is not None] or [math.inf])
-        numbers = sorted(means, key=means.__getitem__)
-        rungs.append({number: means[number] for number in numbers})
-        if lacking:
-            break
-        numbers = numbers[: rung["keep"]]
-    return rungs, lacking
+            table[number].append([loss for loss in losses if loss is not None])
+        climbing.sort(key=lambda number: fmean(table[number][-1] or [math.inf]))
+        table = {number: table[number] for number in climbing} | table
+        climbing = [] if lacking else climbing[: rung["keep"]]
+    return table, lacking
 
 
 def report(plan: Settings, runs: list[Run]) -> str:
     """Every candidate with its mean loss at each rung that it reached; the best come first."""
-    rungs, lacking = climb(plan, runs)
+    table, lacking = climb(plan, runs)
     candidates = draw_candidates(plan)
     lines = [f"- source {source}" for source in sorted({str(run.source) for run in runs})]
     lines += [f"- the last rung lacks {len(lacking)} runs" if lacking else "- complete", ""]
-    later = [f"{rung['steps']} steps, {len(rung['seeds'])} seeds" for rung in plan["rungs"]]
-    titles = ["#", *plan["space"], *later]
+    titles = ["#", *plan["space"]]
+    titles += [f"{rung['steps']} steps, {len(rung['seeds'])} seeds" for rung in plan["rungs"]]
     lines += [f"| {' | '.join(titles)} |", "|-" * len(titles) + "|"]
-    order: dict[int, None] = {}  # who came furthest stands first
-    for rung in reversed(rungs):
-        order |= dict.fromkeys(rung)
-    for number in order:
-        cells = [str(number), *map(str, candidates[number].values())]
-        cells += [f"{rung[number]:.4f}" if number in rung else "" for rung in rungs]
+    for number, rungs in table.items():
+        cells = [str(number), *[str(candidates[number][name]) for name in plan["space"]]]
+        for losses, rung in zip(rungs, plan["rungs"], strict=False):
+            planned = len(rung["seeds"])
+            share = f" ({len(losses)} of {planned})" if len(losses) < planned else ""
+            cells.append(f"{fmean(losses):.4f}{share}" if losses else "")
         cells += [""] * (len(titles) - len(cells))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -118,16 +116,11 @@ def report(plan: Settings, runs: list[Run]) -> str:
 
 def flags_of(settings: Settings) -> list[str]:
     """The command line of the trainer for these settings."""
-    flags = []
-    for name, value in settings.items():
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        flags += [f"--{name.replace('_', '-')}", text]
-    return flags
+    return [word for name, value in settings.items() for word in (flag(name), as_text(value))]
 
 
 def run_all(plan: Settings, folder: Path) -> int:
     """Make the missing runs, rung by rung. Returns 1 if a run failed, else 0."""
-    folder.mkdir(parents=True, exist_ok=True)
     while lacking := climb(plan, read_results(folder))[1]:
         for run in lacking:
             words = [sys.executable, str(ROOT / "train_gpt.py"), *flags_of(run)]
@@ -135,13 +128,18 @@ def run_all(plan: Settings, folder: Path) -> int:
             print(f"exit code {code}: {' '.join(flags_of(run))}", flush=True)
             if code not in (0, 3):  # 3: the run diverged, which is a result
                 return 1
+            results = read_results(folder)
+            if find_loss(results, run) is None:  # it would be made again and again
+                logged = results[-1].header["config"] if results else {}
+                names = [f"{name} {run[name]!r}" for name in run if logged.get(name) != run[name]]
+                raise ValueError(f"{', '.join(names)}: not so in the log; see --print-config")
     return 0
 
 
 @command
 def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("plan", type=Path, help="JSON file")
+    parser.add_argument("plan", type=Path, help="JSON file; its logs go to OUT/NAME")
     parser.add_argument("--out", type=Path, default=Path("logs/tuning"), help="(%(default)s)")
     parser.add_argument("--report", action="store_true", help="print the table and stop")
     given = parser.parse_args(argv)

@@ -17,7 +17,7 @@ BUDGETS = {
     "train_gpt.py": 1150,
     "optim": 1790,
     "kernels": 600,
-    "data": 890,
+    "data": 909,
     "runtime": 2190,
     "claims": 2072,
     "scripts": 1080,

@@ -84,6 +84,18 @@ def test_the_plain_head_gives_the_same_and_takes_a_bias(monkeypatch, cap, bias):
 
 
 @each_cap
+@pytest.mark.parametrize("bias", [None, 0.1 * torch.arange(64, dtype=torch.float64)])
+def test_the_plain_head_gives_the_loss_of_each_token(monkeypatch, cap, bias):
+    monkeypatch.setattr(head, "EAGER_CHUNK", 16)
+    x, weight, targets = problem(50)
+    found = plain_cross_entropy(x, weight, bias, targets, cap, reduction="none")
+    z = capped(x @ weight.T + (0 if bias is None else bias), cap)
+    wanted = F.cross_entropy(z, targets, reduction="none")
+    assert (found.dtype, found.shape) == (torch.float32, (50,))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@each_cap
 def test_bf16_errs_by_a_few_roundings_and_a_float32_weight_keeps_a_float32_gradient(cap):
     x, weight, targets = problem(50, dtype=torch.bfloat16)
     expected = truth(x, weight, targets, cap)
