@@ -896,8 +896,8 @@ class Trainer:
             longest = max(self.data.val_longest, batch.inputs.size(1))
             return self.model.token_losses(*batch.to(self.machine.device), self.windows, longest)
 
-        vocab_size, bos = self.config.vocab_size, self.config.bos
-        return probe_copying(token_losses, self.data.validation, vocab_size, bos)
+        tokens, positions = (self.config.vocab_size, self.config.bos), self.model.cos.size(0)
+        return probe_copying(token_losses, self.data.validation, *tokens, positions)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
