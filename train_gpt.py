@@ -251,8 +251,8 @@ TRACKS: dict[str, dict[str, Any]] = {
 
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
-        "modern": {
-            "key_offset": True, "tie_keys": True, "adam_every": 1, "stages": "constant",
+        "modern": PLAIN | {
+            "value_embeds": True, "smear": True, "key_offset": True, "tie_keys": True,
             "cooldown": 1.0, "momentum": (0.85, 0.85), "steps": 120,
             "embed_lr_mul": 25.0, "value_embed_lr_mul": 25.0, "val_every": 0,
         },

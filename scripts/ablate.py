@@ -28,19 +28,33 @@ ARMS = {
     BASELINE: "",
     "no_value_embeds": "--value-embeds off",
     "no_smear": "--smear off",
-    "no_skips": "--skips off",
-    "no_backout": "--backout off",
-    "no_attention_gates": "--attention-gates off",
-    "no_x0_mixing": "--x0-mixing off",
-    "growing_windows": "--stages tiny",
     "no_key_offset": "--key-offset off",
     "no_tied_keys": "--tie-keys off",
+    "no_mlp_up_x2": "--mlp-up-lr-mul 1",
+    "skips": "--skips on",
+    "backout": "--backout on",
+    "attention_gates": "--attention-gates on",
+    "x0_mixing": "--x0-mixing on",
+    "growing_windows": "--stages tiny",
     "adam_every_other_step": "--adam-every 2",
     "half_cooldown": "--cooldown 0.5",
     "rising_momentum": "--momentum 0.85,0.95",
     "muon": "--optimizer muon",
-    "mlp_up_x1": "--mlp-up-lr-mul 1",
 }
+OFFSET = "--key-offset on --tie-keys on"
+# How much of the gain belongs to the optimizer, and how much to the model? Only run by name.
+CONTROLS = {
+    "plain": "--key-offset off --tie-keys off",
+    "muon_plain": "--recipe muon",
+    "muon_offset": f"--recipe muon {OFFSET}",
+    "adamw_plain": "--recipe adamw",
+    "adamw_offset": f"--recipe adamw {OFFSET}",
+    "torch_muon_plain": "--recipe muon --optimizer torch_muon",
+    "torch_muon_offset": f"--recipe muon --optimizer torch_muon {OFFSET}",
+    "torch_adamw_plain": "--recipe adamw --optimizer torch_adamw",
+    "torch_adamw_offset": f"--recipe adamw --optimizer torch_adamw {OFFSET}",
+}
+FLAGS = ARMS | CONTROLS
 HEAD = "| arm | flags | pairs | difference | 95 % interval | diverged | Holm p |\n|-|-|-|-|-|-|-|"
 READING = """\
 Difference: loss of the arm minus that of the baseline on the same seed, nats per token; positive
@@ -65,7 +79,7 @@ def report(out: Path) -> str:
         raise ValueError(f"{out} has no finished run of the baseline: run one, or name an --out")
     sources = {str(run.source) for run in base.values()}
     tests, counts = {}, {}
-    for arm in ARMS:
+    for arm in FLAGS:
         runs = {} if arm == BASELINE else read_arm(out, arm)
         complete = [seed for seed, run in runs.items() if run.complete]
         pairs = [seed for seed in complete if seed in base and base[seed].complete]
@@ -81,7 +95,7 @@ def report(out: Path) -> str:
         pair_count, diverged = counts[arm]
         p = f"{adjusted[arm]:.2g}" if arm in adjusted else ""
         lines.append(
-            f"| {arm} | `{ARMS[arm]}` | {pair_count} | {test.mean:+.4f} "
+            f"| {arm} | `{FLAGS[arm]}` | {pair_count} | {test.mean:+.4f} "
             f"| {test.low:+.4f} to {test.high:+.4f} | {diverged} | {p} |"
         )
     return "\n".join([*lines, "", READING])
@@ -100,7 +114,7 @@ def run_missing(given: argparse.Namespace) -> int:
     Seed by seed, so that after an interruption all arms have about the same seeds.
     """
     arms = [BASELINE, *[arm for arm in given.arms if arm != BASELINE]]
-    flags = {arm: [*given.extra, *ARMS[arm].split()] for arm in arms}
+    flags = {arm: [*given.extra, *FLAGS[arm].split()] for arm in arms}
     configs = {arm: config_hash(ask_trainer(ROOT, flags[arm])) for arm in arms}
     source, failed = source_hash(ROOT), 0
     for seed in given.seeds:
@@ -122,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--out", type=Path, default=Path("logs/ablation"), help="folder of the runs (%(default)s)")
     add("--seeds", type=whole_numbers, default=[0, 1, 2, 3], help="(%(default)s)")
-    add("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the baseline always runs")
+    add("--arms", nargs="+", choices=FLAGS, default=list(ARMS), help="the baseline always runs")
     add("--report", action="store_true", help="print the table of the logs and stop")
     add("extra", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for each run")
     given = parser.parse_args(argv)
