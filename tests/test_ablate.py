@@ -140,5 +140,6 @@ def test_a_flag_that_the_trainer_does_not_know_is_refused_before_anything_runs(
 
 @pytest.mark.slow
 def test_every_arm_changes_the_configuration_of_the_real_trainer_in_its_own_way():
-    configs = [json.dumps(ask_trainer(REPOSITORY, flags.split())) for flags in ablate.FLAGS.values()]
+    every = ablate.FLAGS.values()
+    configs = [json.dumps(ask_trainer(REPOSITORY, flags.split())) for flags in every]
     assert len(set(configs)) == len(ablate.FLAGS)
