@@ -37,11 +37,8 @@ from data.shards import ShardError
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import machine as machines
-from runtime import preflight
-from runtime.checks import is_causal, same_bits
 from runtime.claim import admit
 from runtime.clock import Clock
-from runtime.compile import compile_flags, fits, try_compile
 from runtime.errors import Refused
 from runtime.log import config_hash, require_writable, source_hash
 from runtime.machine import Machine
@@ -49,6 +46,7 @@ from runtime.resume import plan_runs
 from runtime.run import Run
 from runtime.settings import RunSettings, as_text, parse, require, setting
 from runtime.stop import Stop, listen
+from runtime.warmup import dry_run, warm_up
 
 SOURCE = Path(__file__).resolve().parent
 
@@ -93,7 +91,11 @@ class Stage:
     """One part of a run. A table of them is the schedule; the shares add up to 1."""
 
     share: float  # of the steps
-    window: int  # of long layers, in blocks; short layers see half of it
+    short: int  # window of short layers, in blocks
+    long: int  # window of long layers
+    batch: float = 1.0  # tokens of a step, as a share of batch_tokens
+    document: float = 1.0  # tokens of the longest document, as a share of max_document
+    lr: float = 1.0  # factor on every learning rate
     extension: bool = False  # after the schedule: the learning rate stays at its floor
 
 
@@ -101,10 +103,10 @@ def record42_stages(extension: float) -> list[Stage]:
     """Three equal stages with growing windows, then an extension; its share is of all steps."""
     third = (1 - extension) / 3
     return [
-        Stage(third, window=3),
-        Stage(third, window=7),
-        Stage(third, window=11),
-        Stage(extension, window=13, extension=True),
+        Stage(third, short=1, long=3),
+        Stage(third, short=3, long=7),
+        Stage(third, short=5, long=11),
+        Stage(extension, short=6, long=13, extension=True),
     ]
 
 
@@ -112,7 +114,8 @@ STAGES = {
     "record42": record42_stages(extension=40 / 2285),
     "medium": record42_stages(extension=40 / 4740),
     "tiny": record42_stages(extension=10 / 350),
-    "constant": [Stage(1.0, window=20)],
+    "constant": [Stage(1.0, short=10, long=20)],
+    "growing": [Stage(0.5, short=10, long=20, batch=0.5), Stage(0.5, short=10, long=20)],
 }
 
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
@@ -163,6 +166,9 @@ class Config(RunSettings):
     attention_gates: bool = setting(True, "a sigmoid gate on each head's output")
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
     tie_keys: bool = setting(False, "long layers begin with keys equal to queries")
+    bigram_rows: int = setting(0, "rows of a table of token pairs, in vocabularies", at_least=0)
+    own_value: bool = setting(False, "attention gives back a learned share of a token's own value")
+    zero_output: bool = setting(True, "attention begins with an output of 0")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
     softcap: str = setting("sigmoid", "soft cap of the logits", one_of=("sigmoid", "rsqrt"))
     init: str = setting("uniform", "of the hidden matrices", one_of=("uniform", "normal"))
@@ -207,6 +213,10 @@ class Config(RunSettings):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
         shares = sum(stage.share for stage in STAGES[self.stages])
         require(self, "stages", abs(shares - 1) < 1e-6, "a table of shares that add up to 1")
+        for stage in STAGES[self.stages]:
+            rows = stage.batch * self.batch_tokens / self.sequence
+            rule = f"a table of batches of whole rows of {self.sequence} tokens, not of {rows} rows"
+            require(self, "stages", abs(rows - round(rows)) < 1e-6 and round(rows) > 0, rule)
 
     @property
     def padded_vocab(self) -> int:
@@ -335,6 +345,16 @@ def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
     return torch.where(still_D & ~begins_BT11, before_BTHD, k_BTHD)
 
 
+def bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Row of the bigram table for each token and the one before it, (B, T) int64 (record 62).
+
+    Pairs are hashed: some share a row. The first token of a row of the batch has the last one.
+    """
+    tokens = tokens_BT.long()
+    pairs = (36313 * tokens[:, 1:]) ^ (27191 * tokens[:, :-1])
+    return torch.cat([torch.full_like(tokens[:, :1], rows - 1), pairs % (rows - 1)], dim=1)
+
+
 class SelfAttention(nn.Module):
     """Causal attention over the window of its layer."""
 
@@ -346,6 +366,7 @@ class SelfAttention(nn.Module):
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
         self.gate = optional(config.attention_gates, heads, GATE_CHANNELS, dtype=gate_dtype)
+        self.own_value = optional(config.own_value, heads, 1)
         self.bias = optional(config.biases, 4 * config.dim)
 
     def forward(
@@ -372,6 +393,11 @@ class SelfAttention(nn.Module):
             v_BTHD = v_BTHD + mix[1] * value_BTC.view_as(v_BTHD)
 
         y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD)
+        if self.own_value is not None:
+            # Record 82: what points along a token's own value, its layer can give by itself.
+            own_BTHD = F.normalize(v_BTHD, dim=-1)
+            along_BTH1 = (y_BTHD * own_BTHD).sum(-1, keepdim=True)
+            y_BTHD = y_BTHD - torch.tanh(self.own_value).to(x_BTC.dtype) * along_BTH1 * own_BTHD
         if self.gate is not None:
             gate_BTH = F.linear(x_BTC[..., :GATE_CHANNELS], self.gate.to(x_BTC.dtype))
             y_BTHD = y_BTHD * torch.sigmoid(gate_BTH).unsqueeze(-1)
@@ -441,6 +467,8 @@ class GPT(nn.Module):
             self.value_embeds = nn.ParameterList(
                 torch.empty_like(self.embed) for _ in range(value_tables)
             )
+            bigram_shape = (config.bigram_rows * config.padded_vocab, config.dim)
+            self.bigram = optional(config.bigram_rows, *bigram_shape, dtype=table_dtype)
             self.smear_gate = optional(config.smear, 1, GATE_CHANNELS, dtype=table_dtype)
             self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
             self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=head_dtype))
@@ -476,7 +504,8 @@ class GPT(nn.Module):
         kind = name.rpartition(".")[2]
         if kind == "qkvo":
             qkvo = self._hidden((4, shape[0], shape[0]), generator)
-            qkvo[3] = 0  # layers begin as the identity
+            if self.config.zero_output:
+                qkvo[3] = 0  # layers begin as the identity
             if self.config.tie_keys and self.table[int(name.split(".")[1])].window == "long":
                 qkvo[1] = qkvo[0]  # a query finds its own token from the first step on
             return qkvo.view(shape)
@@ -488,7 +517,8 @@ class GPT(nn.Module):
             return torch.tensor(list(self.scalar_init.values()))
         if kind.endswith("gain"):
             return torch.ones(shape)
-        if kind in ("down", "lm_head", "gate", "smear_gate") or kind.endswith("bias"):
+        zero = ("down", "lm_head", "gate", "smear_gate", "own_value", "bigram")
+        if kind in zero or kind.endswith("bias"):
             return torch.zeros(shape)
         raise RuntimeError(f"parameter {name} has no rule in GPT._initial; add one")
 
@@ -519,6 +549,9 @@ class GPT(nn.Module):
             x_BTC = torch.cat([x_BTC[:, :1], smeared], dim=1)
         x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)
         values = [F.embedding(inputs_BT, table).to(self.dtype) for table in self.value_embeds]
+        if self.bigram is not None:
+            index_BT = bigrams(inputs_BT, len(self.bigram))
+            bigram_BTC = F.embedding(index_BT, self.bigram).to(self.dtype)
 
         needed = {layer.skip_from for layer in self.table}
         outputs: dict[int, Tensor] = {}  # of layers that a later one reads as skip_from
@@ -528,6 +561,8 @@ class GPT(nn.Module):
                 x_BTC = x_BTC + torch.sigmoid(scalar[f"skip{i}"]) * outputs[layer.skip_from]
             if self.config.x0_mixing:
                 x_BTC = scalar[f"x{i}"] * x_BTC + scalar[f"x0_{i}"] * x0_BTC
+            if self.bigram is not None:
+                x_BTC = x_BTC + scalar[f"bigram{i}"] * bigram_BTC
             window = windows[layer.window]
             attend = partial(self.attention, documents=documents, window=window, longest=longest)
             mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}"))
@@ -594,6 +629,8 @@ def initial_scalars(config: Config) -> dict[str, float]:
     for i, layer in enumerate(table):
         if config.x0_mixing:
             scalars[f"x{i}"], scalars[f"x0_{i}"] = 1.0, 0.0
+        if config.bigram_rows:
+            scalars[f"bigram{i}"] = 0.1
         if config.value_embeds and layer.attention:
             scalars[f"value{i}"] = 0.5
         if layer.value_embed is not None:
@@ -616,6 +653,26 @@ def first_step(config: Config, index: int) -> int:
     return math.ceil(before * config.steps - 1e-6)  # 1e-6 undoes the rounding of the sum
 
 
+def batch_at(config: Config, step: int) -> int:
+    """Tokens of this step."""
+    stage = STAGES[config.stages][stage_at(config, step)]
+    return round(stage.batch * config.batch_tokens)
+
+
+def tokens_before(config: Config, step: int) -> int:
+    """Tokens of all steps before this one."""
+    return sum(batch_at(config, earlier) for earlier in range(step))
+
+
+def data_changes(config: Config) -> list[tuple[int, int, int]]:
+    """For the loader: from which step on a batch and its longest document have how many tokens."""
+    changes = []
+    for index, stage in enumerate(STAGES[config.stages]):
+        first, document = first_step(config, index), round(stage.document * config.max_document)
+        changes.append((first, batch_at(config, first), document))
+    return changes
+
+
 def stage_at(config: Config, step: int) -> int:
     """Index of the stage of this step. The last validation belongs to the last step's stage."""
     stages, index = STAGES[config.stages], 0
@@ -626,16 +683,17 @@ def stage_at(config: Config, step: int) -> int:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Multiplier of every learning rate; flat in the extension."""
+    """Multiplier of every learning rate; it falls to final_lr and stays there in the extension."""
     if step < config.warmup:
         return (step + 1) / config.warmup
     scheduled = sum(not stage.extension for stage in STAGES[config.stages])
     # 0.9999 as in record 42. It also keeps `left` above a cooldown of 0, so nothing divides by 0.
     left = 1 - min(step / first_step(config, scheduled), 0.9999)
+    peak = STAGES[config.stages][stage_at(config, step)].lr
     if left > config.cooldown:
-        return 1.0
+        return peak
     share = left / config.cooldown
-    return share + config.final_lr * (1 - share)
+    return peak * share + config.final_lr * (1 - share)
 
 
 def momentum(config: Config, step: int) -> float:
@@ -650,7 +708,7 @@ def momentum(config: Config, step: int) -> float:
 def windows_at(config: Config, step: int) -> dict[str, int]:
     """Tokens that "short" and "long" layers see; in the last validation at most `val_window`."""
     stage, block = STAGES[config.stages][stage_at(config, step)], config.window_block
-    short, long = max(stage.window // 2, 1) * block, stage.window * block
+    short, long = stage.short * block, stage.long * block
     if block == 0:
         short = long = max(config.sequence, config.val_sequence)
     if step == config.steps:
@@ -670,11 +728,11 @@ def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
     scale = torch.tensor(config.attention_scale)
     stages = STAGES[config.stages][: stage_at(config, step) + 1]
     for before, now in pairwise(stages if config.window_block else ()):
-        rotations = config.window_block * before.window * frequency / (2 * math.pi)
+        rotations = config.window_block * before.long * frequency / (2 * math.pi)
         kept = ((rotations - 1) / (32 - 1)).clamp(0, 1)
-        ratio = before.window / now.window
+        ratio = before.long / now.long
         frequency = frequency * (ratio + kept * (1 - ratio))
-        scale = scale * (1 + 0.2 * math.log(now.window / before.window))
+        scale = scale * (1 + 0.2 * math.log(now.long / before.long))
     return frequency, scale
 
 
@@ -696,7 +754,7 @@ def reach(config: Config) -> int:
     stages = range(len(STAGES[config.stages]))
     windows = [windows_at(config, first_step(config, index)) for index in stages]
     windows.append(windows_at(config, config.steps))
-    tokens = int(config.smear)
+    tokens = int(config.smear or config.bigram_rows > 0)
     for layer in LAYERS[config.layers]:
         if layer.attention:
             tokens += max(window[layer.window] for window in windows)
@@ -719,6 +777,8 @@ def optimizer_table(config: Config) -> list[optim.Row]:
         optim.Row("smear_gate", "matrix"),
         optim.Row("embed", "adam", multiplied(config.embed_lr_mul)),
         optim.Row("value_embeds.*", "adam", multiplied(config.value_embed_lr_mul)),
+        optim.Row("bigram", "adam", multiplied(config.value_embed_lr_mul)),
+        optim.Row("blocks.*.attention.own_value", "adam"),
         optim.Row("lm_head", "adam", multiplied(config.head_lr_mul)),
         optim.Row("scalars", "adam", multiplied(config.vector_lr_mul)),
         optim.Row("*bias", "adam", multiplied(config.vector_lr_mul)),
@@ -735,9 +795,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     """{"matrix": ..., "adam": ...} for all parameters, and the guard that steps both."""
     # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch.
     # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
-    # the number of rows: the mean over rows on any number of ranks.
+    # the number of rows, which `set_schedule` says: the mean over rows on any number of ranks.
     shared: dict[str, Any] = {
-        "grad_divisor": config.batch_tokens // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
     # On GPUs the update is compiled, unless --compile is off.
@@ -765,8 +824,11 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     return optimizers, guard
 
 
-def set_schedule(config: Config, optimizers: dict[str, Any], step: int) -> None:
-    """Give the optimizers the learning rates and the momentum of this step."""
+def set_schedule(
+    config: Config, optimizers: dict[str, Any], guard: optim.Guard, step: int
+) -> None:
+    """Give the optimizers the learning rates, the momentum and the rows of this step."""
+    guard.divide_by(batch_at(config, step) // config.sequence)
     multiplier = learning_rate(config, step)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
@@ -794,7 +856,8 @@ class Trainer:
         )
         place = (machine.rank, machine.world_size)
         # One process a host hashes all tokens and the source, as all hosts must have the same.
-        data, found = open_audited(asdict(config), *place, audited=machine.first_of_its_host)
+        settings = asdict(config) | {"changes": data_changes(config)}
+        data, found = open_audited(settings, *place, audited=machine.first_of_its_host)
         self.data = data.in_parts(config.val_batch, reach(config))
         if found is not None:
             found = {**found, "source_sha256": source_hash(SOURCE)}
@@ -802,6 +865,7 @@ class Trainer:
         self.model = GPT(config, dtype, device, attention, head)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
+        self.first_steps = [first for first, *_ in data_changes(config)]  # of the stages
         self.stage = -1  # stage of the rotary tables; -1: not set
         self.peak = machines.peak_flops(machine, dtype)
         self.source_sha256 = self.found.pop("source_sha256")
@@ -809,9 +873,10 @@ class Trainer:
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         header, plan = self.header(config.seed, 0), self.data.plan
+        batches = dict.fromkeys(f"{batch_at(config, step):,}" for step in self.first_steps)
         self.facts = [
             f"track {config.track}, recipe {config.recipe}: {self.env['params']:,} parameters",
-            f"{config.steps:,} steps of {config.batch_tokens:,} tokens = {machine.world_size} "
+            f"{config.steps:,} steps of {', '.join(batches)} tokens = {machine.world_size} "
             f"rank(s) x {header['grad_accum']} micro-step(s) x {header['micro_batch']:,}",
             f"{config.data_dir}: training on {plan.tokens_needed:,} of {plan.tokens_available:,} "
             f"tokens, validating on {config.val_tokens:,}",
@@ -860,7 +925,7 @@ class Trainer:
             loss.backward()
             total += loss.detach()
         message = self.machine.all_reduce(torch.cat([total.view(1), flags]))
-        message[0] /= self.config.batch_tokens  # the flags stay sums
+        message[0] /= batch_at(self.config, step)  # the flags stay sums
         return message
 
     def update(self, step: int, loss: Tensor) -> Tensor:
@@ -868,7 +933,7 @@ class Trainer:
 
         loss: the mean over all ranks. Returns the guard's verdict, unread, so nothing waits.
         """
-        set_schedule(self.config, self.optimizers, step)
+        set_schedule(self.config, self.optimizers, self.guard, step)
         stepping = list(self.optimizers.values())
         if not adam_steps(self.config, step):
             stepping.remove(self.optimizers["adam"])
@@ -935,7 +1000,8 @@ class Trainer:
             "track": config.track, "target": config.target, "seed": seed, "trial": trial,
             "claim": self.claim, "source_sha256": self.source_sha256,
             "config_sha256": config_hash(settings),
-            "config": settings, "data": self.found | {"val_tokens": config.val_tokens},
+            "config": settings, "train_tokens": tokens_before(config, config.steps),
+            "data": self.found | {"val_tokens": config.val_tokens},
             "env": self.env, "checks": self.checks, "world_size": self.machine.world_size,
             "micro_batch": rows * config.sequence, "grad_accum": self.data.train.rows // rows,
         }  # fmt: skip
@@ -949,113 +1015,13 @@ class Trainer:
         return tokens_per_s * self.model.flops_per_token() / self.peak if self.peak else None
 
 
-# ---- Warm-up, off the clock: every graph is compiled and run once, then all state is restored
-
-
-def warm_up(trainer: Trainer, clock: Clock) -> None:
-    """Run every kind of step and validation, check causality, then restore and compare state."""
-    config, machine = trainer.config, trainer.machine
-    before, random = trainer.state_dict(), torch.get_rng_state()
-    with clock.phase("compile", timed=False):
-        first_call = partial(find_micro_batch, trainer)
-        trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, first_call)
-        if obstacle is not None:
-            machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
-            find_micro_batch(trainer, trainer.model)
-        trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}
-    with clock.phase("warmup", timed=False):
-        rehearse(trainer)
-        causal = sees_no_future(trainer)
-        trainer.reset(config.seed)
-        after = trainer.state_dict()
-        same = same_bits(before, after) and torch.equal(random, torch.get_rng_state())
-        causal, restored = all(machine.gather(causal)), all(machine.gather(same))
-    trainer.checks |= {"causality": causal, "warmup_restored": restored}
-    if not (causal and restored):
-        raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
-
-
-def find_micro_batch(trainer: Trainer, loss: Any) -> None:
-    """With --micro-batch auto, halve the micro-batch until the largest batches fit in memory."""
-    trainer.loss = loss
-    data, sequence = trainer.data, trainer.config.sequence
-    while not fits(partial(try_largest_batches, trainer), trainer.machine):
-        tokens = data.train.micro_rows * sequence
-        if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
-            raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
-        trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
-        data.train.split(tokens // 2)
-
-
-def try_largest_batches(trainer: Trainer) -> None:
-    """Run what needs most memory: a micro-batch with gradients present, and a validation batch."""
-    trainer.enter(0)
-    trainer.data.train.reset()
-    batch = next(trainer.data.train)[0]
-    for _ in range(2):
-        trainer.batch_loss(batch, trainer.data.longest).backward()
-    with torch.no_grad():
-        largest = max(trainer.data.validation, key=lambda batch: batch.inputs.numel(), default=None)
-        if largest is not None:
-            trainer.batch_loss(largest, trainer.data.val_longest)
-
-
-def rehearse(trainer: Trainer) -> None:
-    """Take steps of every stage and validate batches of every shape: all graphs compile here."""
-    config = trainer.config
-    take_steps(trainer, 0, 2 * config.adam_every)  # some gradients are 0 until the head has moved
-    for index in range(len(STAGES[config.stages])):
-        take_steps(trainer, first_step(config, index), 1)
-    shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
-    trainer.validate(config.steps, list(shapes.values()))
-    trainer.machine.on_main(trainer.probe)
-
-
-def take_steps(trainer: Trainer, first: int, count: int) -> None:
-    """Take `count` steps in the stage of step `first`, on the first tokens of the run."""
-    trainer.data.train.reset()
-    flags = torch.zeros(0, device=trainer.machine.device)
-    for step in range(count):
-        message = trainer.gradients(first, flags)
-        trainer.update(step, message[0])
-
-
-def sees_no_future(trainer: Trainer) -> bool:
-    """Whether, with random weights, the second half of a row leaves the first unchanged."""
-    config, model, device = trainer.config, trainer.model, trainer.machine.device
-    length = min(config.sequence, config.val_sequence)
-    inputs = next(trainer.data.train)[0].inputs[:1, :length].to(device)
-    rows = torch.tensor([0, length], dtype=torch.int32, device=device)
-    model.initialize(config.seed)
-    trainer.enter(config.steps)
-
-    def stream(tokens: Tensor) -> Tensor:
-        return model.hidden(tokens, rows, trainer.windows, length)
-
-    return is_causal(stream, list(model.parameters()), inputs, config.vocab_size)
-
-
-def dry_run(trainer: Trainer, clock: Clock) -> int:
-    """Time real steps of each stage and say what a run would take. Returns 0: go, 2: no-go."""
-    config, together = trainer.config, 3 * trainer.config.adam_every
-    stages: dict[str, tuple[int, float]] = {}
-    for index in range(len(STAGES[config.stages])):
-        first, end = first_step(config, index), first_step(config, index + 1)
-        with clock.phase("train", timed=True):
-            take_steps(trainer, first, together)
-        stages[f"stage {index}"] = (end - first, clock.phases[-1].ms / together)
-    with clock.phase("validate", timed=False):
-        trainer.validate(config.steps)
-    count = 1 + sum(validates(config, step) for step in range(config.steps))
-    return preflight.report(trainer, clock, stages, validations=count)
-
-
 # ---- A run
 
 
 def train(trainer: Trainer, run: Run) -> float:
     """Train from the run's current step to its last. Returns the last validation loss."""
     config = trainer.config
+    tokens = tokens_before(config, run.steps_done)
     run.start_training()
     for step in range(run.steps_done, config.steps):
         # once in a while: validate, with the clock stopped
@@ -1067,8 +1033,9 @@ def train(trainer: Trainer, run: Run) -> float:
         verdict = trainer.update(step, message[0])
 
         # log: without waiting for the device; losses are read when they have arrived
+        tokens += batch_at(config, step)
         run.stepped(
-            message, verdict, tokens=(step + 1) * config.batch_tokens,
+            message, verdict, tokens=tokens,
             lr_mul=learning_rate(config, step), window=windows_at(config, step)["long"],
             stage=stage_at(config, step),
         )  # fmt: skip
@@ -1100,7 +1067,8 @@ def make_runs(config: Config) -> int:
     with machines.saying_every_few_seconds("compiling and warming up", machine.say):
         warm_up(trainer, clock)
     if config.dry_run:
-        return dry_run(trainer, clock)
+        count = 1 + sum(validates(config, step) for step in range(config.steps))
+        return dry_run(trainer, clock, validations=count)
     with Stop(machine.device) as stop, machines.without_garbage_collection():
         for plan in plans:
             trainer.reset(plan.seed)

@@ -225,6 +225,17 @@ def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
         yield f"first loss {first}, but a model that knows nothing has {ignorant:.2f}"
 
 
+def check_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
+    """Every step counts its tokens, and none has more than a batch."""
+    most, before = evidence.claim.config["batch_tokens"], 0
+    for step in run.steps:
+        tokens = (step.tokens or 0) - before
+        if not 0 < tokens <= most:
+            yield f"step {step.step} trained on {tokens} tokens, not on 1 to {most}"
+            return
+        before += tokens
+
+
 def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
     """Every step is on the clock, and what the clock leaves out did not take too long.
 
@@ -250,8 +261,7 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
     validations = [phase.ms for phase in run.phases if phase.name == "validate"]
     if len(validations) != len(run.validations):
         yield f"untimed work: {len(validations)} validations for {len(run.validations)} losses"
-    longest = max(validations, default=0.0)
-    trained = evidence.claim.config["steps"] * evidence.claim.config["batch_tokens"]
+    longest, trained = max(validations, default=0.0), evidence.tokens or 1
     if not longest <= total / trained * evidence.track.val_tokens:
         yield f"untimed work: a validation of {longest:.0f} ms, a token dearer than training"
     if validations and not longest <= LONG_VALIDATION * statistics.median(validations):
@@ -290,5 +300,6 @@ OF_A_RUN = (
     (check_compiler, "the track allows the defaults alone"),
     (check_data, "run on the track's data, with its --val-tokens"),
     (check_model, "find what leaked out of the warm-up, and run with the checks in place"),
+    (check_tokens, f"train on at most --batch-tokens in a step: {ANEW}"),
     (check_clock, "do this work in a timed phase, or not at all, and run again"),
 )

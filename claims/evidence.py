@@ -32,10 +32,10 @@ class Track(NamedTuple):
     overlap: float  # the largest share of validation documents that training may hold
     train_sha256: str  # like val_sha256; "" where the hash depends on the number of shards
     fixed: dict[str, Any]  # settings that no claim on the track may change
-    in_time: bool  # the shortest time wins; otherwise the fewest steps
+    in_time: bool  # the shortest time wins; otherwise the fewest tokens
 
 
-# Where steps count, tokens per step are fixed: a larger batch would show the model more per step.
+# Where tokens count, most tokens of a step are fixed: the step is the unit in which one pays.
 # So is what makes a model larger or gives the last validation more context. `tiny` leaves windows
 # of training steps, lookup tables, gates and scalars free.
 TINY = {"vocab_size": 1024, "bos": 1023, "align": True, "batch_tokens": 2048,
@@ -101,9 +101,14 @@ class Evidence:
         return statistics.median([run.train_time_ms or 0.0 for run in self.complete] or [0.0])
 
     @property
+    def tokens(self) -> int:
+        """Training tokens of a run, the most of all."""
+        return max((run.steps[-1].tokens or 0 for run in self.complete if run.steps), default=0)
+
+    @property
     def score(self) -> float:
-        """What a new record must lower: milliseconds, or steps on tracks where only steps count."""
-        return self.median_ms if self.track.in_time else self.claim.config["steps"]
+        """What a new record must lower: milliseconds, or tokens on tracks where time is free."""
+        return self.median_ms if self.track.in_time else self.tokens
 
     @property
     def shown(self) -> bool:

@@ -183,12 +183,14 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
         if evidence in best:
             place = f"#{best.index(evidence) + 1}"
         name = f"[{claim.name}]({track}/{quote(evidence.folder.name)})"
-        rows.append((place, claim.created[:10], name, f"{claim.config['steps']:,}", found.n,
+        rows.append((place, claim.created[:10], name, f"{claim.config['steps']:,}",
+                     f"{evidence.tokens / 1e6:,.3f}", found.n,
                      f"{found.mean:.4f}", f"{found.sd:.4f}", f"{found.p:.2g}",
                      f"{evidence.median_ms / 1000:.1f}"))
-    wins = "the shortest time" if TRACKS[track].in_time else "the fewest steps"
+    wins = "the shortest time" if TRACKS[track].in_time else "the fewest tokens"
     yield f"## {track}: to {TRACKS[track].target:g} nats per token in {wins}"
-    yield table("| record | date | claim | steps | n | mean loss | sd | p | median s |", rows)
+    head = "| record | date | claim | steps | million tokens | n | mean loss | sd | p | median s |"
+    yield table(head, rows)
     yield (f"There are {len(claims)} claims on this track. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
     yield f"![Loss curves of the claims]({track}/losses.svg)"

@@ -40,7 +40,8 @@ def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None
 def draw_losses(axes: Any, claims: dict[str, list[Run]], target: float) -> None:
     for name, runs in claims.items():
         steps, losses = loss_curves(runs)
-        tokens = steps * runs[0].header["config"]["batch_tokens"] / 1e6
+        counts = {step.step: step.tokens for step in runs[0].steps}
+        tokens = np.array([counts[step] for step in steps.tolist()]) / 1e6
         # Rounded, as the last bits of a sum depend on what ran in this process before.
         low, median, high = np.percentile(losses, (5, 50, 95), axis=0).round(4)
         (curve,) = axes.plot(tokens, median, label=f"{name}, {len(runs)} runs")

@@ -19,6 +19,7 @@ class Step(NamedTuple):
     step: int
     train_time_ms: float | None  # on the clock when the step was done
     train_loss: float | None
+    tokens: int | None = None  # of all steps up to this one
 
 
 class Phase(NamedTuple):

@@ -3,9 +3,11 @@
 A row is `sequence` tokens and their targets. A step is `batch_tokens / sequence` rows, the same at
 every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
 of pieces: ranges [start, end) of a shard with `sequence + 1` tokens in all, the last one a target.
+The batch and the length of documents may change in the course of a run.
 The row rule is that of modded-nanogpt, record 42.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
@@ -35,20 +37,41 @@ class Order:
     max_document: int  # longer documents are cut to this many tokens
     bos: int  # the token before each document
     align: bool = True  # rows begin with a document; False: contiguous rows
+    # (step, batch_tokens, max_document): what they are from this step on
+    changes: Sequence[Sequence[int]] = ()
 
     @property
     def rows(self) -> int:  # of a step, all ranks together
         return self.batch_tokens // self.sequence
 
+    def at(self, step: int) -> "Order":
+        """Return the order of this step, which counts from 0."""
+        now = self
+        for first, batch_tokens, max_document in self.changes:
+            if step >= first:
+                now = replace(self, batch_tokens=batch_tokens, max_document=max_document)
+        return now
+
+    @property
+    def each(self) -> list["Order"]:
+        """The orders that the steps of a run have."""
+        return [self.at(step) for step in (0, *(first for first, *_ in self.changes))]
+
     def rows_of_rank(self, world_size: int) -> int:
-        """Return how many rows each rank owns. ValueError if the ranks cannot own equally many."""
-        if self.rows % world_size:
-            sizes = [str(size) for size in range(1, self.rows + 1) if self.rows % size == 0]
+        """Return how many rows divide those of a rank at each step.
+
+        ValueError if the ranks cannot own equally many.
+        """
+        counts = list(dict.fromkeys(order.rows for order in self.each))
+        common = math.gcd(*counts)
+        if common % world_size:
+            sizes = [str(size) for size in range(1, common + 1) if common % size == 0]
             raise ValueError(
-                f"world size {world_size} does not divide {self.rows} rows a step; start one of "
-                f"{', '.join(sizes)} ranks, or change --batch-tokens or --sequence."
+                f"world size {world_size} does not divide {', '.join(map(str, counts))} rows a "
+                f"step; start one of {', '.join(sizes)} ranks, or change --batch-tokens or "
+                "--sequence."
             )
-        return self.rows // world_size
+        return common // world_size
 
 
 def _deal(rows: int, at_once: int, rank: int, world_size: int) -> list[slice]:
@@ -104,22 +127,31 @@ class Position(NamedTuple):
 
 def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator[Step]:
     """Yield (rows of all ranks, position after them) for each step, then raise ShardError."""
-    find_rows = _aligned_rows if order.align else _dense_rows
-    step, offset = position.step, position.offset
-    for index in range(position.shard, len(shards)):
-        rows = []
-        for row, end in find_rows(shards[index], order, offset):
-            rows.append(row)
-            if len(rows) == order.rows:
-                step += 1
-                yield rows, Position(step, index, end)
-                rows = []
-        offset = 0  # no step spans two shards: the rest of a shard is dropped
+    step, index, offset = position
+    while index < len(shards):
+        for rows, end in _stretch(shards[index], order.at(step), offset):
+            step, offset = step + 1, end
+            yield rows, Position(step, index, offset)
+            if order.at(step) != order.at(step - 1):
+                break
+        else:  # no step spans two shards: the rest of a shard is dropped
+            index, offset = index + 1, 0
     rule = f"documents that start with token {order.bos}" if order.align else "contiguous rows"
     raise ShardError(
         f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read as {rule}. "
         f"Set --steps to at most {step:,}, or add shards."
     )
+
+
+def _stretch(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[list[Row], int]]:
+    """Yield the rows of each step in a shard, with the offset where the next step begins."""
+    find_rows = _aligned_rows if order.align else _dense_rows
+    rows = []
+    for row, end in find_rows(tokens, order, offset):
+        rows.append(row)
+        if len(rows) == order.rows:
+            yield rows, end
+            rows = []
 
 
 def _aligned_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
@@ -194,7 +226,8 @@ class TrainLoader(Iterator[list[Batch]]):
     def __init__(
         self, files: Files, order: Order, max_documents: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        self.rows = order.rows_of_rank(world_size)
+        self._divisor = order.rows_of_rank(world_size)
+        self.rows = max(each.rows for each in order.each) // world_size
         self._order = order
         self._max_documents = max_documents
         self._rank, self._world_size = rank, world_size
@@ -205,14 +238,13 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def split(self, micro_batch: int) -> None:
         """From the next step on, hand out equal micro-batches of at most `micro_batch` tokens."""
-        self.micro_rows = largest_divisor(self.rows, micro_batch // self._order.sequence)
+        self.micro_rows = largest_divisor(self._divisor, micro_batch // self._order.sequence)
         self._capacity = capacity_for(self.micro_rows, self._max_documents)
-        self._own = _deal(self._order.rows, self.micro_rows, self._rank, self._world_size)
         self._seek(self._position)
 
-    def reset(self) -> None:
-        """Go back to the first step."""
-        self._seek(Position())
+    def reset(self, step: int = 0) -> None:
+        """Go back to the first tokens, and hand them out as in this step."""
+        self._seek(Position(step))
 
     def _seek(self, position: Position) -> None:
         self._position = position
@@ -232,7 +264,8 @@ class TrainLoader(Iterator[list[Batch]]):
         # `steps` is an argument, so that a build still running at a seek advances the old walk.
         rows, end = next(steps)
         shard = self._shards[end.shard]
-        batches = [self._micro_batch(shard, rows[own]) for own in self._own]
+        own = _deal(len(rows), self.micro_rows, self._rank, self._world_size)
+        batches = [self._micro_batch(shard, rows[part]) for part in own]
         return batches, {"shard": shard.path.name, "token_offset": rows[0][0][0]}, end
 
     def _micro_batch(self, shard: Shard, rows: list[Row]) -> Batch:
@@ -251,6 +284,7 @@ class TrainLoader(Iterator[list[Batch]]):
     def state_dict(self) -> dict[str, Any]:
         """Return the next step's position and the order, as JSON data equal on all ranks."""
         order: dict[str, Any] = asdict(self._order)
+        order["changes"] = [list(change) for change in self._order.changes]
         for index, shard in enumerate(self._shards):
             order[f"shard {index}"] = f"{shard.path.name} of {len(shard):,} tokens"
         return {"position": self._position._asdict(), "order": order}
@@ -331,7 +365,8 @@ def open_data(
     """Open one rank's data. settings: the run's; with micro_batch None, all rows are one batch.
     ShardError if the shards do not suffice, ValueError if the world size does not divide the rows.
     """
-    order = Order(**{field.name: settings[field.name] for field in fields(Order)})
+    names = [field.name for field in fields(Order) if field.name in settings]
+    order = Order(**{name: settings[name] for name in names})
     order.rows_of_rank(world_size)  # checked first: the walk may run out of data
     plan = plan_run(train_files, order, settings["steps"])
     train = TrainLoader(train_files, order, plan.max_documents, rank, world_size)
@@ -340,7 +375,9 @@ def open_data(
         val_files, order, settings["val_tokens"], settings["val_sequence"], settings["val_batch"],
         rank, world_size,
     )  # fmt: skip
-    longest = min(order.max_document, order.sequence) if order.align else order.sequence
+    longest = order.sequence
+    if order.align:
+        longest = min(longest, max(each.max_document for each in order.each))
     lengths = [int(batch.cu_seqlens.diff().max()) for batch in validation]
     val_longest = max(lengths, default=settings["val_sequence"])  # a rank may have no rows
     return Data(train, validation, plan, longest, val_longest)

@@ -65,6 +65,11 @@ class Guard:
         self._spoiled = torch.zeros(count, dtype=torch.bool, device=self._device)
         self._spikes = None if self.spike is None else Spikes(self.spike, 1 + count, self._device)
 
+    def divide_by(self, grad_divisor: float) -> None:
+        """From the next step on, divide summed gradients by this number."""
+        for part in self._parts:
+            part.grad_divisor = grad_divisor
+
     # ---- a step
 
     @run_eagerly  # see ShardedOptimizer.step

@@ -108,7 +108,7 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     unguarded.nonfinite, unguarded.spike = False, None
     steps: Steps = {}
     for index, stage in enumerate(train_gpt.STAGES[config.stages]):
-        name, first = f"window {stage.window}", train_gpt.first_step(config, index)
+        name, first = f"window {stage.long}", train_gpt.first_step(config, index)
         steps[name] = partial(take_steps, trainer, guard, first)
     steps[f"{name}, no guards"] = partial(take_steps, trainer, unguarded, first)
     if given.against:

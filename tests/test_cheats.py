@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import small_run
 from small_record import (
+    BATCH,
     CONFIG,
     RULES,
     SOURCE,
@@ -330,7 +331,9 @@ def learn_before(events: Events) -> None:
 
 def train_longer(events: Events) -> None:
     """Twelve steps more, at the end, that take no time."""
-    events[-1:-1] = [event | {"step": event["step"] + STEPS} for event in of_kind(events, "step")]
+    for event in of_kind(events, "step"):
+        tokens = event["tokens"] + STEPS * BATCH
+        events.insert(-1, event | {"step": event["step"] + STEPS, "tokens": tokens})
     each("val", total_steps=2 * STEPS)(events)
     each("val", slice(-1, None), step=2 * STEPS)(events)
 
@@ -380,6 +383,9 @@ FORGED: dict[str, tuple] = {
     "another source": (put(ZERO, "source_sha256"), "source_sha256 0{12}, not the claimed"),
     "another configuration": (put(ZERO, "config_sha256"), "config_sha256 (0{12}, not|is not)"),
     "settings other than their hash": (put(24, "config", "steps"), "config_sha256 is not the"),
+    "a step of two batches": (
+        each("step", slice(6, 7), tokens=8 * BATCH), "step 7 trained on 1024 tokens, not on 1 to"),
+    "steps that count no tokens": (each("step", tokens=0), "step 1 trained on 0 tokens, not on 1"),
     "more steps than claimed": (train_longer, "24 steps, not the claimed 12"),
     "fewer validation tokens": (put(512, "data", "val_tokens"), "validated on 512 tokens, not"),
     "other validation data": (put(ZERO, "data", "val_sha256"), "val_sha256 differs",
@@ -415,7 +421,8 @@ FORGED: dict[str, tuple] = {
     "short probes after validations": (probe_after("validate", 100.0), "a probe of 100 ms"),
     "a probe that takes an hour at the end": (probe_at_end(3.6e6), "a probe of 3600000 ms"),
     "a probe of no time": (probe_at_end("nan"), "a probe of nan ms", "nan ms between"),
-    "a step left out": (without("step", 5), "11 of 12 steps are in the log"),
+    "a step left out": (
+        without("step", 5), "11 of 12 steps are in the log", "step 7 trained on 1024 tokens"),
     "a validation left out": (without("val", 1), "4 validations for 3 losses"),
     "an error at the end": (each("end", status="error"), "with status error", "missing: "),
     "two ends": (lambda events: events.append(events[-1]), "2 end lines", "missing: "),

@@ -30,8 +30,8 @@ examples = settings(max_examples=50, deadline=None)
 # ---- the twin: no offsets, no laziness, no ranks; a row is (its tokens, lengths of its documents)
 
 
-def slow_aligned_steps(shards, rows, sequence, max_document):
-    steps = []
+def slow_aligned_steps(shards, order):
+    steps, sequence = [], order.sequence
     for shard in shards:
         documents = []
         for token in shard:
@@ -40,7 +40,7 @@ def slow_aligned_steps(shards, rows, sequence, max_document):
             if documents:
                 documents[-1].append(token)
         while documents:
-            step = []
+            step, rows, max_document = [], *sizes_of(order, len(steps))
             for _ in range(rows):
                 row, lengths = [], []
                 while documents and len(row) < sequence + 1:
@@ -55,11 +55,18 @@ def slow_aligned_steps(shards, rows, sequence, max_document):
     return steps
 
 
-def slow_dense_steps(shards, rows, sequence):
-    steps = []
+def sizes_of(order, step):
+    """Rows and longest document of a step: those of the last change that is not after it."""
+    sizes = [(0, order.batch_tokens, order.max_document), *order.changes]
+    _, tokens, max_document = max(change for change in sizes if change[0] <= step)
+    return tokens // order.sequence, max_document
+
+
+def slow_dense_steps(shards, order):
+    steps, sequence = [], order.sequence
     for shard in shards:
         shard = list(shard)
-        while len(shard) >= rows * sequence + 1:
+        while len(shard) >= (rows := sizes_of(order, len(steps))[0]) * sequence + 1:
             starts = range(0, rows * sequence, sequence)
             steps.append([(shard[start : start + sequence + 1], [sequence]) for start in starts])
             shard = shard[rows * sequence :]
@@ -67,9 +74,7 @@ def slow_dense_steps(shards, rows, sequence):
 
 
 def slow_steps(shards, order):
-    if order.align:
-        return slow_aligned_steps(shards, order.rows, order.sequence, order.max_document)
-    return slow_dense_steps(shards, order.rows, order.sequence)
+    return (slow_aligned_steps if order.align else slow_dense_steps)(shards, order)
 
 
 def rows_of(batches):
@@ -141,11 +146,21 @@ def make(files, order=ORDER, rank=0, world_size=1):
 lengths_strategy = st.lists(st.integers(1, 14), min_size=1, max_size=50)
 shard_strategy = st.builds(shard_of, lengths_strategy, st.integers(0, 3))
 shards_strategy = st.lists(shard_strategy, min_size=1, max_size=3)
+
+
+def make_order(sequence, max_document, align, changes):
+    changes = [(step, rows * sequence, longest) for step, (rows, longest) in changes.items()]
+    return Order(8 * sequence, sequence, max_document, BOS, align, sorted(changes))
+
+
 order_strategy = st.builds(
-    lambda sequence, max_document, align: Order(8 * sequence, sequence, max_document, BOS, align),
+    make_order,
     sequence=st.integers(1, 12),
     max_document=st.integers(1, 15),
     align=st.booleans(),
+    changes=st.dictionaries(
+        st.integers(1, 5), st.tuples(st.sampled_from([8, 16, 24]), st.integers(1, 15)), max_size=2
+    ),
 )
 
 
@@ -193,7 +208,8 @@ def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards,
 @given(shards_strategy, st.booleans(), st.data())
 @examples
 def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards, align, data):
-    order = replace(ORDER, align=align)
+    changes = data.draw(st.sampled_from([(), [(1, 64, 3)], [(2, 64, 6), (4, 32, 9)]]))
+    order = replace(ORDER, align=align, changes=changes)
     expected = slow_steps(shards, order)
     step = data.draw(st.integers(0, len(expected)))
     world_size = data.draw(st.sampled_from([1, 2, 4]))
@@ -227,6 +243,22 @@ def test_resetting_loading_and_splitting_drop_what_was_built_ahead(files):
     assert rows_of(next(loader)) == first
 
 
+def test_the_first_tokens_can_be_read_as_in_a_later_step(files):
+    order = replace(ORDER, changes=[(3, 64, 4)])
+    loader = make(files, order)
+    loader.reset(3)
+    expected = rows_of(next(make(files, Order(64, 8, 4, BOS))))
+    assert rows_of(next(loader)) == expected
+
+
+def test_ranks_that_do_not_divide_every_batch_are_refused(files):
+    order = replace(ORDER, changes=[(3, 48, 6)])
+    assert [make(files, order, 0, size).rows for size in (1, 2)] == [6, 3]
+    rule = "world size 4 does not divide 4, 6 rows a step; start one of 1, 2 ranks"
+    with pytest.raises(ValueError, match=rule):
+        make(files, order, 0, 4)
+
+
 def test_a_position_in_another_order_or_other_shards_is_refused_naming_the_difference(files):
     state = make(files[:1]).state_dict()
     make(files).load_state_dict(state)  # shards may be added
@@ -255,7 +287,8 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
         documents = [len(lengths) for step in expected for _, lengths in step]
         assert plan.max_documents == max(documents, default=0)
         assert plan.tokens_available == sum(map(len, shards))
-        assert len(expected) * order.batch_tokens <= plan.tokens_needed <= plan.tokens_available
+        handed_out = sum(len(step) * order.sequence for step in expected)
+        assert handed_out <= plan.tokens_needed <= plan.tokens_available
         message = f"data end after {len(expected):,} steps: .*--steps to at most {len(expected):,}"
         with pytest.raises(ShardError, match=message):
             plan_run(files, order, len(expected) + 1)

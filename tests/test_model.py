@@ -141,13 +141,12 @@ def cross_entropy(logits, targets):
     return (logits.exp().sum(-1).log() - logits.gather(1, targets[:, None])[:, 0]).sum()
 
 
+LATER = {"key_offset": True, "own_value": True, "bigram_rows": 2}  # records 49, 82 and 62
 VALUE_TABLE = {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
 LONG_SLOTS = (4, 11)
 
 
-def record42_loss(
-    p, s, tokens, targets, starts, short, long, frequencies, scale, head_dim, key_offset
-):
+def record42_loss(p, s, tokens, targets, starts, short, long, frequencies, scale, head_dim, later):
     """One row of record 42. p: parameters by name, block i - 1 for slot i; s: scalars by name."""
     e = p["embed"][tokens]
     gate = sigmoid(e[1:, :12] @ p["smear_gate"][0])
@@ -160,6 +159,11 @@ def record42_loss(
         if 6 <= i <= 10:
             x = x + sigmoid(s[f"skip{i - 1}"]) * stack.pop()
         x = s[f"x{i - 1}"] * x + s[f"x0_{i - 1}"] * x0
+        if later:
+            rows = len(p["bigram"])
+            pairs = zip(tokens.tolist(), tokens[1:].tolist(), strict=False)
+            hashed = [(27191 * before ^ 36313 * now) % (rows - 1) for before, now in pairs]
+            x = x + s[f"bigram{i - 1}"] * p["bigram"][[rows - 1, *hashed]]
         if i != 7:
             u, dim = rms(x), x.size(1)
             w_q, w_k, w_v, w_o = p[block + "attention.qkvo"].reshape(4, dim, dim)
@@ -169,9 +173,12 @@ def record42_loss(
             if i in VALUE_TABLE:
                 v = v + s[f"value_embed{i - 1}"] * tables[VALUE_TABLE[i]].reshape(v.shape)
             q, k = turned(q, frequencies), turned(k, frequencies)
-            if key_offset and i in LONG_SLOTS:
+            if later and i in LONG_SLOTS:
                 k = offset(k, starts)
             y = attended(q, k, v, starts, long if i in LONG_SLOTS else short, scale)
+            if later:
+                share = torch.tanh(p[block + "attention.own_value"]) * (y * v).sum(-1, keepdim=True)
+                y = y - share * v / (v**2).sum(-1, keepdim=True)
             y = y * sigmoid(u[:, :12] @ p[block + "attention.gate"].T).unsqueeze(-1)
             x = x + y.reshape(len(u), dim) @ w_o.T
         x = x + (rms(x) @ p[block + "mlp.up"]).clamp(min=0) ** 2 @ p[block + "mlp.down"].T
@@ -224,18 +231,18 @@ def assert_same_loss_and_gradients(model, given, windows, row_loss):
         assert error < 1e-6, f"{name}: relative error of the gradient {error:.2g}"
 
 
-@pytest.mark.parametrize("key_offset", [False, True])
+@pytest.mark.parametrize("later", [{}, LATER], ids=["record 42", "with later pieces"])
 @pytest.mark.parametrize("windows_so_far", [(3,), (3, 7, 11, 13)], ids=str)
-def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(windows_so_far, key_offset):
+def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(windows_so_far, later):
     step = first_step(small(), len(windows_so_far) - 1)
-    model = build(small(key_offset=key_offset), torch.float64, step)
+    model = build(small(**later), torch.float64, step)
     frequencies, scale = frequencies_of(8), 0.1
     for old, new in pairwise(windows_so_far):
         frequencies, scale = extended(frequencies, scale, old, new, block=8)
 
     def row_loss(p, *row):
         scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
-        return record42_loss(p, scalars, *row, 8, 24, frequencies, scale, 8, key_offset)
+        return record42_loss(p, scalars, *row, 8, 24, frequencies, scale, 8, later)
 
     assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss)
 

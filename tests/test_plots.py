@@ -13,10 +13,9 @@ from claims.runs import Run, Step, Validation
 
 
 def make_run(trained: list[float], validated: float = 3.0) -> Run:
-    steps = [Step(step, None, loss) for step, loss in enumerate(trained, 1)]
+    steps = [Step(step, None, loss, step * 10**6) for step, loss in enumerate(trained, 1)]
     last = Validation(len(trained), validated, None)
-    header = {"config": {"batch_tokens": 10**6}}
-    return Run(path=Path("a"), run_id="a", header=header, total_steps=len(trained),
+    return Run(path=Path("a"), run_id="a", header={}, total_steps=len(trained),
                validations=[last], steps=steps, unfinished=None)  # fmt: skip
 
 

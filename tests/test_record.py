@@ -15,6 +15,7 @@ import pytest
 import small_run
 from scipy import stats
 from small_record import (
+    BATCH,
     RULES,
     SOURCE,
     STEPS,
@@ -205,10 +206,13 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
 
     assert call(capsys, "leaderboard")[0] == 0
     page, before = (tmp_path / "README.md").read_text(), contents(tmp_path)
-    pattern = r"^\| (#\d|no record|not shown) \| \S+ \| \[(\w+)\].* \| (\d+) \| \d+ \|"
+    pattern = r"^\| (#\d|no record|not shown) \| \S+ \| \[(\w+)\].* \| (\d+) \| ([\d.]+) \| \d+ \|"
     rows = re.findall(pattern, page, re.M)
-    assert rows == [("#1", "Long", "14"), ("#2", "Good", "12"), ("no record", "Again", "12"),
-                    ("not shown", "Short", "3")]
+    tokens = {steps: f"{steps * BATCH / 1e6:.3f}" for steps in (3, 12, 14)}
+    assert rows == [
+        ("#1", "Long", "14", tokens[14]), ("#2", "Good", "12", tokens[12]),
+        ("no record", "Again", "12", tokens[12]), ("not shown", "Short", "3", tokens[3]),
+    ]  # fmt: skip
     assert "tiny/losses.svg" in before
     assert call(capsys, "leaderboard")[0] == 0
     assert contents(tmp_path) == before

@@ -109,6 +109,8 @@ def assert_same(folder, reference):
     (KILL, 7, {"micro_batch": SEQUENCE, "adam_every": 3}),
     (TERM, 5, {"optimizer": "torch_muon", "checkpoint_every": 0}),
     (KILL, 7, {"optimizer": "torch_adamw", "matrix_lr": 0.002}),
+    (TERM, 5, {"stages": "growing"}),  # before the batch grows
+    (KILL, 9, {"stages": "growing", "bigram_rows": 2, "own_value": "on"}),
 ], ids=str)  # fmt: skip
 def test_a_run_that_broke_off_goes_on_bit_for_bit(number, moment, changed, data, whole, tmp_path):
     settings = {name: value for name, value in changed.items() if name != "checkpoint_every"}

@@ -150,7 +150,7 @@ def optimized(track, **changes):
     optimizers, guard = make_optimizers(model.config, model, MACHINE)
     for parameter in model.parameters():
         parameter.detach().fill_(1)
-    set_schedule(model.config, optimizers, 0)
+    set_schedule(model.config, optimizers, guard, 0)
     return model, optimizers, guard
 
 
@@ -232,8 +232,8 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
 
 @pytest.mark.parametrize("step", [0, 150, 2000, 2260])
 def test_the_schedule_reaches_every_group(step):
-    model, optimizers, _ = optimized("short")
-    set_schedule(model.config, optimizers, step)
+    model, optimizers, guard = optimized("short")
+    set_schedule(model.config, optimizers, guard, step)
     for name, peak in (("matrix", 0.03), ("adam", 0.008)):
         for group in optimizers[name].param_groups:
             assert group["lr"] == peak * learning_rate(SHORT, step)

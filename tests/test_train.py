@@ -230,7 +230,7 @@ def forget_a_parameter(monkeypatch):
 
 
 def forget_the_data(monkeypatch):
-    monkeypatch.setattr(TrainLoader, "reset", lambda self: None)
+    monkeypatch.setattr(TrainLoader, "reset", lambda self, step=0: None)
 
 
 def draw_a_random_number(monkeypatch):

@@ -3,6 +3,7 @@
 import os
 import signal
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ RUNS = {
     "record42 on 4": (4, 2e-4, {}),
     "record42 on 8, half of them without anything to validate": (8, 2e-4, EIGHT_ROWS),
     "bf16 on 2": (2, 2e-3, {"dtype": "bfloat16"}),
+    "a growing batch on 2": (2, 2e-6, {"recipe": "adamw", "stages": "growing"}),
     "torch.optim.Muon on 2": (2, 2e-4, {"optimizer": "torch_muon", "recipe": "muon"}),
     "torch.optim.AdamW on 2": (2, 2e-4, {"optimizer": "torch_adamw", "recipe": "adamw"}),
 }
@@ -86,10 +88,14 @@ def test_more_processes_give_the_losses_of_one(name, folder, data, left):
     (log,) = find_logs(folder / name)  # one log, whatever the number of processes
     header, *events = read_events(log)
     tokens = changed.get("batch_tokens", ROWS * SEQUENCE)
-    shape = (header["world_size"], header["micro_batch"], header["grad_accum"])
-    assert shape == (ranks, tokens // ranks, 1)
+    shape = (header["world_size"], header["micro_batch"] * header["grad_accum"])
+    assert shape == (ranks, tokens // ranks)
     steps = [event for event in events if event["event"] == "step"]
-    assert [step["tokens"] for step in steps] == [tokens * n for n in range(1, STEPS + 1)]
+    batches = [tokens] * STEPS
+    if "stages" in changed:
+        batches[: STEPS // 2] = [tokens // 2] * (STEPS // 2)
+    assert [step["tokens"] for step in steps] == list(accumulate(batches))
+    assert header["train_tokens"] == sum(batches)
     losses = [step["train_loss"] for step in steps]
     losses += [event["val_loss"] for event in events if event["event"] == "val"]
     alone = run(data, folder / f"{name}, alone", **changed).losses()

@@ -1,0 +1,112 @@
+"""Warm-up, off the clock: every graph is compiled and run once, then all state is restored.
+
+Also the dry run. `trainer` is that of train_gpt.py.
+"""
+
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime import preflight
+from runtime.checks import is_causal, same_bits
+from runtime.clock import Clock
+from runtime.compile import compile_flags, fits, try_compile
+
+
+def warm_up(trainer: Any, clock: Clock) -> None:
+    """Run every kind of step and validation, check causality, then restore and compare state."""
+    config, machine = trainer.config, trainer.machine
+    before, random = trainer.state_dict(), torch.get_rng_state()
+    with clock.phase("compile", timed=False):
+        first_call = partial(find_micro_batch, trainer)
+        trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, first_call)
+        if obstacle is not None:
+            machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
+            find_micro_batch(trainer, trainer.model)
+        trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}
+    with clock.phase("warmup", timed=False):
+        rehearse(trainer)
+        causal = sees_no_future(trainer)
+        trainer.reset(config.seed)
+        after = trainer.state_dict()
+        same = same_bits(before, after) and torch.equal(random, torch.get_rng_state())
+        causal, restored = all(machine.gather(causal)), all(machine.gather(same))
+    trainer.checks |= {"causality": causal, "warmup_restored": restored}
+    if not (causal and restored):
+        raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
+
+
+def find_micro_batch(trainer: Any, loss: Any) -> None:
+    """With --micro-batch auto, halve the micro-batch until the largest batches fit in memory."""
+    trainer.loss = loss
+    data, sequence = trainer.data, trainer.config.sequence
+    while not fits(partial(try_largest_batches, trainer), trainer.machine):
+        tokens = data.train.micro_rows * sequence
+        if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
+            raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
+        trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
+        data.train.split(tokens // 2)
+
+
+def try_largest_batches(trainer: Any) -> None:
+    """Run what needs most memory: a micro-batch with gradients present, and a validation batch."""
+    trainer.enter(0)
+    trainer.data.train.reset()
+    batch = next(trainer.data.train)[0]
+    for _ in range(2):
+        trainer.batch_loss(batch, trainer.data.longest).backward()
+    with torch.no_grad():
+        largest = max(trainer.data.validation, key=lambda batch: batch.inputs.numel(), default=None)
+        if largest is not None:
+            trainer.batch_loss(largest, trainer.data.val_longest)
+
+
+def rehearse(trainer: Any) -> None:
+    """Take steps of every stage and validate batches of every shape: all graphs compile here."""
+    config = trainer.config
+    take_steps(trainer, 0, 2 * config.adam_every)  # some gradients are 0 until the head has moved
+    for first in trainer.first_steps:
+        take_steps(trainer, first, 1)
+    shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
+    trainer.validate(config.steps, list(shapes.values()))
+    trainer.machine.on_main(trainer.probe)
+
+
+def take_steps(trainer: Any, first: int, count: int) -> None:
+    """Take `count` steps in the stage of step `first`, on the first tokens of the run."""
+    trainer.data.train.reset(first)
+    flags = torch.zeros(0, device=trainer.machine.device)
+    for step in range(count):
+        message = trainer.gradients(first, flags)
+        trainer.update(step, message[0])
+
+
+def sees_no_future(trainer: Any) -> bool:
+    """Whether, with random weights, the second half of a row leaves the first unchanged."""
+    config, model, device = trainer.config, trainer.model, trainer.machine.device
+    length = min(config.sequence, config.val_sequence)
+    inputs = next(trainer.data.train)[0].inputs[:1, :length].to(device)
+    rows = torch.tensor([0, length], dtype=torch.int32, device=device)
+    model.initialize(config.seed)
+    trainer.enter(config.steps)
+
+    def stream(tokens: Tensor) -> Tensor:
+        return model.hidden(tokens, rows, trainer.windows, length)
+
+    return is_causal(stream, list(model.parameters()), inputs, config.vocab_size)
+
+
+def dry_run(trainer: Any, clock: Clock, validations: int) -> int:
+    """Time real steps of each stage and say what a run would take. Returns 0: go, 2: no-go."""
+    config, together = trainer.config, 3 * trainer.config.adam_every
+    stages: dict[str, tuple[int, float]] = {}
+    for index, (first, end) in enumerate(pairwise([*trainer.first_steps, config.steps])):
+        with clock.phase("train", timed=True):
+            take_steps(trainer, first, together)
+        stages[f"stage {index}"] = (end - first, clock.phases[-1].ms / together)
+    with clock.phase("validate", timed=False):
+        trainer.validate(config.steps)
+    return preflight.report(trainer, clock, stages, validations)
