@@ -263,6 +263,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "modern": PLAIN | {
             "value_embeds": True, "smear": True, "key_offset": True, "tie_keys": True,
+            "bigram_rows": 5,
             "cooldown": 1.0, "momentum": (0.85, 0.85), "steps": 120,
             "embed_lr_mul": 25.0, "value_embed_lr_mul": 25.0, "val_every": 0,
         },

@@ -30,7 +30,11 @@ ARMS = {
     "no_smear": "--smear off",
     "no_key_offset": "--key-offset off",
     "no_tied_keys": "--tie-keys off",
+    "no_bigram": "--bigram-rows 0",
     "no_mlp_up_x2": "--mlp-up-lr-mul 1",
+    "own_value": "--own-value on",
+    "nonzero_output": "--zero-output off",
+    "growing_batch": "--stages growing",
     "skips": "--skips on",
     "backout": "--backout on",
     "attention_gates": "--attention-gates on",
@@ -44,7 +48,7 @@ ARMS = {
 OFFSET = "--key-offset on --tie-keys on"
 # How much of the gain belongs to the optimizer, and how much to the model? Only run by name.
 CONTROLS = {
-    "plain": "--key-offset off --tie-keys off",
+    "plain": "--key-offset off --tie-keys off --bigram-rows 0",
     "muon_plain": "--recipe muon",
     "muon_offset": f"--recipe muon {OFFSET}",
     "adamw_plain": "--recipe adamw",

@@ -356,6 +356,15 @@ def test_record_42_starts_from_its_published_distributions():
     assert scalars == starts
 
 
+def test_attention_can_begin_with_an_output_that_is_not_0():
+    model = make_model(small("tiny", "modern", zero_output=False))
+    model.initialize(0)
+    for block in model.blocks:
+        q, _, v, o = block.attention.qkvo.view(4, 24, 24)
+        assert o.std().item() == pytest.approx(v.std().item(), rel=0.1)
+        assert not torch.equal(o, q)
+
+
 def test_tied_keys_begin_as_copies_of_the_queries_in_long_layers_alone():
     model = make_model(small("tiny", "modern"))
     model.initialize(0)
