@@ -1,4 +1,4 @@
-"""Train a GPT to a target validation loss in as few steps, or as little time, as possible.
+"""Train a GPT to a target validation loss on as few tokens, or in as little time, as possible.
 
     python train_gpt.py                                   # `short` on a GPU, `tiny` without one
     python train_gpt.py --track tiny --recipe adamw --trials 3
@@ -94,8 +94,7 @@ class Stage:
     short: int  # window of short layers, in blocks
     long: int  # window of long layers
     batch: float = 1.0  # tokens of a step, as a share of batch_tokens
-    document: float = 1.0  # tokens of the longest document, as a share of max_document
-    lr: float = 1.0  # factor on every learning rate
+    lr: float = 1.0  # factor on the peak of every learning rate; final_lr is not changed by it
     extension: bool = False  # after the schedule: the learning rate stays at its floor
 
 
@@ -166,8 +165,8 @@ class Config(RunSettings):
     attention_gates: bool = setting(True, "a sigmoid gate on each head's output")
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
     tie_keys: bool = setting(False, "long layers begin with keys equal to queries")
-    bigram_rows: int = setting(0, "rows of a table of token pairs, in vocabularies", at_least=0)
-    own_value: bool = setting(False, "attention gives back a learned share of a token's own value")
+    bigram_rows: int = setting(0, "rows of a bigram table, times vocab_size", at_least=0)
+    own_value: bool = setting(False, "subtract a learned share of attention along the own value")
     zero_output: bool = setting(True, "attention begins with an output of 0")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
     softcap: str = setting("sigmoid", "soft cap of the logits", one_of=("sigmoid", "rsqrt"))
@@ -213,10 +212,16 @@ class Config(RunSettings):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
         shares = sum(stage.share for stage in STAGES[self.stages])
         require(self, "stages", abs(shares - 1) < 1e-6, "a table of shares that add up to 1")
-        for stage in STAGES[self.stages]:
+        for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.sequence
-            rule = f"a table of batches of whole rows of {self.sequence} tokens, not of {rows} rows"
+            rule = f"a table of batches of whole rows; stage {index} has {rows:g} of --sequence"
             require(self, "stages", abs(rows - round(rows)) < 1e-6 and round(rows) > 0, rule)
+            rule = f"a table of batches of at most --batch-tokens; stage {index} has {stage.batch}"
+            require(self, "stages", stage.batch <= 1, rule)
+            # Adam must not sum gradients of two batches that count differently.
+            first, changed = first_step(self, index), stage.batch != STAGES[self.stages][0].batch
+            rule = f"a table whose batch changes at a multiple of --adam-every, not at step {first}"
+            require(self, "stages", not (changed and first % self.adam_every), rule)
 
     @property
     def padded_vocab(self) -> int:
@@ -286,7 +291,7 @@ FIXED = {
     "steps": (
         "target", "vocab_size", "bos", "align", "batch_tokens", "sequence", "val_tokens",
         "val_sequence", "val_window", "window_block", "layers", "dim", "head_dim", "mlp_ratio",
-        "biases", "key_offset", *PIECES,
+        "biases", "key_offset", "bigram_rows", "own_value", "stages", *PIECES,
     ),
 }  # fmt: skip
 
@@ -349,7 +354,8 @@ def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
 def bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
     """Row of the bigram table for each token and the one before it, (B, T) int64 (record 62).
 
-    Pairs are hashed: some share a row. The first token of a row of the batch has the last one.
+    Pairs are hashed: some share a row. The first token of each batch row has no token before it and
+    gets the table's last row. Pairs cross the boundaries of documents, as the smear does.
     """
     tokens = tokens_BT.long()
     pairs = (36313 * tokens[:, 1:]) ^ (27191 * tokens[:, :-1])
@@ -395,7 +401,7 @@ class SelfAttention(nn.Module):
 
         y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD)
         if self.own_value is not None:
-            # Record 82: what points along a token's own value, its layer can give by itself.
+            # Record 82: subtract what lies along the token's own value; the stream carries it.
             own_BTHD = F.normalize(v_BTHD, dim=-1)
             along_BTH1 = (y_BTHD * own_BTHD).sum(-1, keepdim=True)
             y_BTHD = y_BTHD - torch.tanh(self.own_value).to(x_BTC.dtype) * along_BTH1 * own_BTHD
@@ -665,13 +671,10 @@ def tokens_before(config: Config, step: int) -> int:
     return sum(batch_at(config, earlier) for earlier in range(step))
 
 
-def data_changes(config: Config) -> list[tuple[int, int, int]]:
-    """For the loader: from which step on a batch and its longest document have how many tokens."""
-    changes = []
-    for index, stage in enumerate(STAGES[config.stages]):
-        first, document = first_step(config, index), round(stage.document * config.max_document)
-        changes.append((first, batch_at(config, first), document))
-    return changes
+def batch_changes(config: Config) -> list[tuple[int, int]]:
+    """For the loader: the first step of each stage and the tokens of its batch."""
+    firsts = [first_step(config, index) for index in range(len(STAGES[config.stages]))]
+    return [(first, batch_at(config, first)) for first in firsts]
 
 
 def stage_at(config: Config, step: int) -> int:
@@ -685,12 +688,12 @@ def stage_at(config: Config, step: int) -> int:
 
 def learning_rate(config: Config, step: int) -> float:
     """Multiplier of every learning rate; it falls to final_lr and stays there in the extension."""
+    peak = STAGES[config.stages][stage_at(config, step)].lr
     if step < config.warmup:
-        return (step + 1) / config.warmup
+        return peak * (step + 1) / config.warmup
     scheduled = sum(not stage.extension for stage in STAGES[config.stages])
     # 0.9999 as in record 42. It also keeps `left` above a cooldown of 0, so nothing divides by 0.
     left = 1 - min(step / first_step(config, scheduled), 0.9999)
-    peak = STAGES[config.stages][stage_at(config, step)].lr
     if left > config.cooldown:
         return peak
     share = left / config.cooldown
@@ -796,8 +799,9 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     """{"matrix": ..., "adam": ...} for all parameters, and the guard that steps both."""
     # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch.
     # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
-    # the number of rows, which `set_schedule` says: the mean over rows on any number of ranks.
+    # the number of rows, which `set_schedule` updates: the mean over rows on any number of ranks.
     shared: dict[str, Any] = {
+        "grad_divisor": batch_at(config, 0) // config.sequence,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
     # On GPUs the update is compiled, unless --compile is off.
@@ -857,7 +861,7 @@ class Trainer:
         )
         place = (machine.rank, machine.world_size)
         # One process a host hashes all tokens and the source, as all hosts must have the same.
-        settings = asdict(config) | {"changes": data_changes(config)}
+        settings = asdict(config) | {"changes": batch_changes(config)}
         data, found = open_audited(settings, *place, audited=machine.first_of_its_host)
         self.data = data.in_parts(config.val_batch, reach(config))
         if found is not None:
@@ -866,7 +870,7 @@ class Trainer:
         self.model = GPT(config, dtype, device, attention, head)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
-        self.first_steps = [first for first, *_ in data_changes(config)]  # of the stages
+        self.first_steps = [first for first, _ in batch_changes(config)]  # of the stages
         self.stage = -1  # stage of the rotary tables; -1: not set
         self.peak = machines.peak_flops(machine, dtype)
         self.source_sha256 = self.found.pop("source_sha256")
@@ -877,7 +881,7 @@ class Trainer:
         batches = dict.fromkeys(f"{batch_at(config, step):,}" for step in self.first_steps)
         self.facts = [
             f"track {config.track}, recipe {config.recipe}: {self.env['params']:,} parameters",
-            f"{config.steps:,} steps of {', '.join(batches)} tokens = {machine.world_size} "
+            f"{config.steps:,} steps of {' then '.join(batches)} tokens = {machine.world_size} "
             f"rank(s) x {header['grad_accum']} micro-step(s) x {header['micro_batch']:,}",
             f"{config.data_dir}: training on {plan.tokens_needed:,} of {plan.tokens_available:,} "
             f"tokens, validating on {config.val_tokens:,}",

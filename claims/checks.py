@@ -226,14 +226,17 @@ def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
 
 
 def check_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
-    """Every step counts its tokens, and none has more than a batch."""
-    most, before = evidence.claim.config["batch_tokens"], 0
+    """Every step counts its tokens, in whole rows, and none has more than a batch."""
+    most, row = (evidence.claim.config.get(name) for name in ("batch_tokens", "sequence"))
+    before = 0
     for step in run.steps:
         tokens = (step.tokens or 0) - before
-        if not 0 < tokens <= most:
-            yield f"step {step.step} trained on {tokens} tokens, not on 1 to {most}"
+        if not 0 < tokens <= most or tokens % (row or 1):
+            yield f"step {step.step} trained on {tokens} tokens, not on whole rows up to {most}"
             return
         before += tokens
+    if run.complete and run.header.get("train_tokens", before) != before:
+        yield f"trained on {before} tokens, not on the {run.header['train_tokens']} of the header"
 
 
 def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:

@@ -35,7 +35,7 @@ class Track(NamedTuple):
     in_time: bool  # the shortest time wins; otherwise the fewest tokens
 
 
-# Where tokens count, most tokens of a step are fixed: the step is the unit in which one pays.
+# Tracks that rank by tokens bound a step at batch_tokens. Stages may use fewer, but on `steps`.
 # So is what makes a model larger or gives the last validation more context. `tiny` leaves windows
 # of training steps, lookup tables, gates and scalars free.
 TINY = {"vocab_size": 1024, "bos": 1023, "align": True, "batch_tokens": 2048,
@@ -45,7 +45,8 @@ STEPS = {"vocab_size": 50257, "bos": 50256, "align": False, "batch_tokens": 524_
          "sequence": 1024, "val_sequence": 1024, "val_window": 2560, "window_block": 0,
          "layers": "steps", "dim": 768, "head_dim": 128, "mlp_ratio": 4, "biases": True,
          "value_embeds": False, "smear": False, "skips": False, "backout": False,
-         "x0_mixing": False, "attention_gates": False, "key_offset": False}
+         "x0_mixing": False, "attention_gates": False, "key_offset": False, "bigram_rows": 0,
+         "own_value": False, "stages": "constant"}
 # The sources of the records of 2026-11-21 hold the mlp_ratio as a number, and their settings give
 # the last window in blocks. Only these two may lack what later became a setting.
 FIRST_SOURCES = {"706e244f84b2d81dd40d8cea885e720426aa76d9b7f041e776612e828e590cde",
@@ -102,7 +103,7 @@ class Evidence:
 
     @property
     def tokens(self) -> int:
-        """Training tokens of a run, the most of all."""
+        """Training tokens of the longest run."""
         return max((run.steps[-1].tokens or 0 for run in self.complete if run.steps), default=0)
 
     @property

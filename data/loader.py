@@ -3,7 +3,7 @@
 A row is `sequence` tokens and their targets. A step is `batch_tokens / sequence` rows, the same at
 every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
 of pieces: ranges [start, end) of a shard with `sequence + 1` tokens in all, the last one a target.
-The batch and the length of documents may change in the course of a run.
+The batch may change in the course of a run.
 The row rule is that of modded-nanogpt, record 42.
 """
 
@@ -37,7 +37,7 @@ class Order:
     max_document: int  # longer documents are cut to this many tokens
     bos: int  # the token before each document
     align: bool = True  # rows begin with a document; False: contiguous rows
-    # (step, batch_tokens, max_document): what they are from this step on
+    # (step, batch_tokens): what it is from this step on
     changes: Sequence[Sequence[int]] = ()
 
     @property
@@ -47,18 +47,18 @@ class Order:
     def at(self, step: int) -> "Order":
         """Return the order of this step, which counts from 0."""
         now = self
-        for first, batch_tokens, max_document in self.changes:
+        for first, batch_tokens in self.changes:
             if step >= first:
-                now = replace(self, batch_tokens=batch_tokens, max_document=max_document)
+                now = replace(self, batch_tokens=batch_tokens)
         return now
 
     @property
     def each(self) -> list["Order"]:
         """The orders that the steps of a run have."""
-        return [self.at(step) for step in (0, *(first for first, *_ in self.changes))]
+        return [self.at(step) for step in (0, *(first for first, _ in self.changes))]
 
     def rows_of_rank(self, world_size: int) -> int:
-        """Return how many rows divide those of a rank at each step.
+        """Return the largest number of rows that divides a rank's rows at every step.
 
         ValueError if the ranks cannot own equally many.
         """
@@ -243,7 +243,7 @@ class TrainLoader(Iterator[list[Batch]]):
         self._seek(self._position)
 
     def reset(self, step: int = 0) -> None:
-        """Go back to the first tokens, and hand them out as in this step."""
+        """Go back to the first tokens, with the batch of this step: for warm-up."""
         self._seek(Position(step))
 
     def _seek(self, position: Position) -> None:
@@ -375,9 +375,7 @@ def open_data(
         val_files, order, settings["val_tokens"], settings["val_sequence"], settings["val_batch"],
         rank, world_size,
     )  # fmt: skip
-    longest = order.sequence
-    if order.align:
-        longest = min(longest, max(each.max_document for each in order.each))
+    longest = min(order.max_document, order.sequence) if order.align else order.sequence
     lengths = [int(batch.cu_seqlens.diff().max()) for batch in validation]
     val_longest = max(lengths, default=settings["val_sequence"])  # a rank may have no rows
     return Data(train, validation, plan, longest, val_longest)

@@ -30,7 +30,7 @@ class State(NamedTuple):
 def update(
     method: Callable[..., tuple[Tensor, ...]],
     gradients: list[Tensor], weights: list[Tensor], target: Tensor | None, state: list[Tensor],
-    taken: Tensor | None, divisor: float, rates: dict[str, Any],
+    taken: Tensor | None, divisor: float | Tensor, rates: dict[str, Any],
 ) -> None:  # fmt: skip
     """Run a method on stacked parts. Writes state in place, and weights to `target` or in place.
 
@@ -39,8 +39,8 @@ def update(
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     old, sums = stack(weights), stack(gradients).to(wide)
-    if divisor != 1:  # once, in float32: dividing each bf16 gradient would lose bits
-        sums = sums / divisor
+    if isinstance(divisor, Tensor) or divisor != 1:
+        sums = sums / divisor  # once, in float32: dividing each bf16 gradient would lose bits
     new, *fresh = method(sums, old.to(wide), *[tensor.to(wide) for tensor in state], **rates)
     if taken is not None:
         flag = taken.view(-1, *[1] * (old.ndim - 1))
@@ -301,11 +301,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             taken = here if ok is None else here & ok
         method, fixed, rates = self._method(bucket)
         run: Callable[..., Any] = update
+        divisor: Any = self.grad_divisor
         # Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products
         # that compile to the same calls.
         if self.compiled or (self.compiled is None and self._device.type == "cuda"):
             run = compiled_update()
             rates = {name: as_tensor(rate, bucket.param) for name, rate in rates.items()}
+            divisor = as_tensor(divisor, bucket.param)  # it may change with the batch
         # The method sees the number of this step. The counter itself rises after the last slice.
         state = dict(bucket.state)
         t = state.pop("step") + 1 if "step" in state else None
@@ -319,7 +321,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 sums = [bucket.sums[matrices, columns]]
             weights = [tensor[:, columns] for tensor in bucket.weights(parts)]
             kept = [tensor[matrices, columns] for tensor in state.values()]
-            run(method, sums, weights, target, kept, flag, self.grad_divisor, given)
+            run(method, sums, weights, target, kept, flag, divisor, given)
         if t is not None:
             bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)
 

@@ -66,7 +66,9 @@ class Guard:
         self._spikes = None if self.spike is None else Spikes(self.spike, 1 + count, self._device)
 
     def divide_by(self, grad_divisor: float) -> None:
-        """From the next step on, divide summed gradients by this number."""
+        """From the next step on, divide summed gradients by this number; ValueError if it is 0."""
+        if not 0 < grad_divisor < float("inf"):
+            raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
         for part in self._parts:
             part.grad_divisor = grad_divisor
 

@@ -34,7 +34,6 @@ ARMS = {
     "no_mlp_up_x2": "--mlp-up-lr-mul 1",
     "own_value": "--own-value on",
     "nonzero_output": "--zero-output off",
-    "growing_batch": "--stages growing",
     "skips": "--skips on",
     "backout": "--backout on",
     "attention_gates": "--attention-gates on",

@@ -89,8 +89,9 @@ def prepare(trainer: Trainer) -> None:
 
 
 def take_steps(trainer: Trainer, guard: optim.Guard, first: int) -> None:
-    """Take STEPS steps of the trainer, with the windows of step `first`."""
+    """Take STEPS steps of the trainer, with the windows and the batch of step `first`."""
     trainer.guard = guard
+    trainer.data.train.reset(first)
     flags = torch.zeros(0, device=trainer.machine.device)
     for index in range(STEPS):
         message = trainer.gradients(first, flags)
@@ -107,8 +108,11 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     unguarded = copy.copy(guard)
     unguarded.nonfinite, unguarded.spike = False, None
     steps: Steps = {}
+    tokens: dict[str, int] = {}
     for index, stage in enumerate(train_gpt.STAGES[config.stages]):
-        name, first = f"window {stage.long}", train_gpt.first_step(config, index)
+        first = train_gpt.first_step(config, index)
+        name = f"stage {index}, window {stage.long}"
+        tokens[name] = train_gpt.batch_at(config, first)
         steps[name] = partial(take_steps, trainer, guard, first)
     steps[f"{name}, no guards"] = partial(take_steps, trainer, unguarded, first)
     if given.against:
@@ -121,8 +125,8 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     ms = timed(steps, partial(prepare, trainer), given.rounds, trainer.machine)
     ms = {name: [each / STEPS for each in times] for name, times in ms.items()}
     rows = figures(ms, name)
-    for row in rows.values():
-        row["tokens/s"] = 1000 * config.batch_tokens / row["median"]
+    for name, row in rows.items():
+        row["tokens/s"] = 1000 * tokens.get(name, config.batch_tokens) / row["median"]
         used = trainer.mfu(row["tokens/s"])
         if used is not None:
             row["MFU"] = used

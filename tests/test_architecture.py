@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
     "train_gpt.py": 1150,
-    "optim": 1790,
+    "optim": 1793,
     "kernels": 600,
     "data": 946,
     "runtime": 2300,
-    "claims": 2092,
-    "scripts": 1096,
+    "claims": 2096,
+    "scripts": 1099,
     "run.sh": 96,
     ".ci/run": 25,
 }

@@ -384,8 +384,11 @@ FORGED: dict[str, tuple] = {
     "another configuration": (put(ZERO, "config_sha256"), "config_sha256 (0{12}, not|is not)"),
     "settings other than their hash": (put(24, "config", "steps"), "config_sha256 is not the"),
     "a step of two batches": (
-        each("step", slice(6, 7), tokens=8 * BATCH), "step 7 trained on 1024 tokens, not on 1 to"),
-    "steps that count no tokens": (each("step", tokens=0), "step 1 trained on 0 tokens, not on 1"),
+        each("step", slice(6, 7), tokens=8 * BATCH), "step 7 trained on 1024 tokens, not on whole"),
+    "steps that count no tokens": (each("step", tokens=0), "step 1 trained on 0 tokens, not on"),
+    "steps without tokens": (each("step", tokens=None), "step 1 trained on 0 tokens, not on"),
+    "fewer tokens than planned": (
+        put(10**6, "train_tokens"), "trained on 6144 tokens, not on the 1000000 of the header"),
     "more steps than claimed": (train_longer, "24 steps, not the claimed 12"),
     "fewer validation tokens": (put(512, "data", "val_tokens"), "validated on 512 tokens, not"),
     "other validation data": (put(ZERO, "data", "val_sha256"), "val_sha256 differs",

@@ -1,6 +1,7 @@
 """Schedules at their corners, rotary tables, and the step that each parameter takes."""
 
 import math
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 from small_model import MACHINE, configure, make_model, small
 
 import optim
+import train_gpt
+from runtime.errors import Refused
 from train_gpt import (
     STAGES,
     TRACKS,
     Trainer,
+    batch_at,
     first_step,
     learning_rate,
     make_optimizers,
@@ -22,6 +26,7 @@ from train_gpt import (
     rotary_at,
     set_schedule,
     stage_at,
+    tokens_before,
     validates,
     windows_at,
 )
@@ -238,6 +243,41 @@ def test_the_schedule_reaches_every_group(step):
         for group in optimizers[name].param_groups:
             assert group["lr"] == peak * learning_rate(SHORT, step)
             assert name == "adam" or group["momentum"] == momentum(SHORT, step)
+
+
+def test_a_batch_that_grows_is_divided_by_its_own_rows():
+    for optimizer in ("normuon", "torch_muon"):
+        config = small("tiny", "modern", stages="growing", steps=10, optimizer=optimizer)
+        optimizers, guard = make_optimizers(config, make_model(config), MACHINE)
+        for step, rows in ((0, 1), (4, 1), (5, 2), (9, 2)):
+            set_schedule(config, optimizers, guard, step)
+            assert {part.grad_divisor for part in guard._parts} == {rows}
+            assert batch_at(config, step) == rows * config.sequence
+        assert tokens_before(config, 10) == 15 * config.sequence
+
+
+def test_a_stage_changes_the_peak_of_the_learning_rate(monkeypatch):
+    stages = [train_gpt.Stage(0.5, short=1, long=2), train_gpt.Stage(0.5, short=1, long=2, lr=1.5)]
+    monkeypatch.setitem(train_gpt.STAGES, "constant", stages)
+    config = small("tiny", "modern", steps=100, cooldown=0.4, final_lr=0.1, warmup=10)
+    rates = [learning_rate(config, step) for step in (4, 20, 49, 50, 60, 80)]
+    assert rates == pytest.approx([0.5, 1, 1, 1.5, 1.5, 1.5 * 0.5 + 0.1 * 0.5])
+
+
+@pytest.mark.parametrize(("batch", "rule"), [
+    (2.0, "stage 1 has 2.0"), (0.75, "stage 1 has 1.5 of"), (0.0, "stage 1 has 0 of"),
+])  # fmt: skip
+def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, rule):
+    stage = train_gpt.Stage(0.5, short=1, long=2)
+    monkeypatch.setitem(train_gpt.STAGES, "constant", [stage, replace(stage, batch=batch)])
+    with pytest.raises(Refused, match=rule):
+        small("tiny", "modern")
+
+
+def test_a_batch_changes_only_where_adam_steps():
+    with pytest.raises(Refused, match="--adam-every, not at step 5"):
+        small("tiny", "modern", stages="growing", steps=10, adam_every=2)
+    small("tiny", "modern", stages="growing", steps=12, adam_every=2)
 
 
 def test_gradients_are_divided_once_by_the_rows_of_the_batch_at_any_number_of_micro_batches():
