@@ -219,9 +219,9 @@ class Config(RunSettings):
             rule = f"a table of batches of at most --batch-tokens; stage {index} has {stage.batch}"
             require(self, "stages", stage.batch <= 1, rule)
             # Adam must not sum gradients of two batches that count differently.
-            first, changed = first_step(self, index), stage.batch != STAGES[self.stages][0].batch
+            first, other = first_step(self, index), stage.batch != STAGES[self.stages][0].batch
             rule = f"a table whose batch changes at a multiple of --adam-every, not at step {first}"
-            require(self, "stages", not (changed and first % self.adam_every), rule)
+            require(self, "stages", not (other and first % self.adam_every), rule)
 
     @property
     def padded_vocab(self) -> int:

@@ -227,11 +227,11 @@ def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
 
 def check_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
     """Every step counts its tokens, in whole rows, and none has more than a batch."""
-    most, row = (evidence.claim.config.get(name) for name in ("batch_tokens", "sequence"))
-    before = 0
+    config, before = evidence.claim.config, 0
+    most = config["batch_tokens"]
     for step in run.steps:
         tokens = (step.tokens or 0) - before
-        if not 0 < tokens <= most or tokens % (row or 1):
+        if not 0 < tokens <= most or tokens % config["sequence"]:
             yield f"step {step.step} trained on {tokens} tokens, not on whole rows up to {most}"
             return
         before += tokens

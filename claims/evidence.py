@@ -126,7 +126,7 @@ def read_evidence(folder: Path) -> Evidence:
     claim = read_claim(folder / "claim.json")
     if claim.track not in TRACKS:
         raise ClaimError(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")
-    for name in ("steps", "batch_tokens", "vocab_size"):
+    for name in ("steps", "batch_tokens", "sequence", "vocab_size"):
         value = claim.config.get(name)
         if type(value) is not int or not 0 < value < 2**53:
             raise ClaimError(f"{folder / 'claim.json'}: {name} in config must be a positive whole "

@@ -241,7 +241,7 @@ CHEATS: dict[str, tuple] = {
         partial(forge_claim, alpha=0.05), "target 3.25 at alpha 0.05, not 3.25 at 0.01"),
     "an unknown track": (partial(forge_claim, track="huge"), "track 'huge' has no rules"),
     "settings not of the claim": (
-        partial(forge_claim, config={"steps": STEPS, "batch_tokens": 512, "vocab_size": 64}),
+        partial(forge_claim, config={k: v for k, v in CONFIG.items() if k != "track"}),
         "config_sha256 is not the hash", "track is None, fixed at 'tiny'"),
     "a setting that the track fixes": (
         partial(forge_claim, config=CONFIG | {"vocab_size": 32}),
