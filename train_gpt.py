@@ -214,14 +214,15 @@ class Config(RunSettings):
         require(self, "stages", abs(shares - 1) < 1e-6, "a table of shares that add up to 1")
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.sequence
-            rule = f"a table of batches of whole rows; stage {index} has {rows:g} of --sequence"
+            rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"
             require(self, "stages", abs(rows - round(rows)) < 1e-6 and round(rows) > 0, rule)
             rule = f"a table of batches of at most --batch-tokens; stage {index} has {stage.batch}"
             require(self, "stages", stage.batch <= 1, rule)
             # Adam must not sum gradients of two batches that count differently.
-            first, other = first_step(self, index), stage.batch != STAGES[self.stages][0].batch
+            first, before = first_step(self, index), STAGES[self.stages][max(index - 1, 0)]
             rule = f"a table whose batch changes at a multiple of --adam-every, not at step {first}"
-            require(self, "stages", not (other and first % self.adam_every), rule)
+            same = stage.batch == before.batch
+            require(self, "stages", same or first % self.adam_every == 0, rule)
 
     @property
     def padded_vocab(self) -> int:

@@ -265,7 +265,7 @@ def test_a_stage_changes_the_peak_of_the_learning_rate(monkeypatch):
 
 
 @pytest.mark.parametrize(("batch", "rule"), [
-    (2.0, "stage 1 has 2.0"), (0.75, "stage 1 has 1.5 of"), (0.0, "stage 1 has 0 of"),
+    (2.0, "stage 1 has 2.0"), (0.75, "stage 1 has 1.5 rows"), (0.0, "stage 1 has 0 rows"),
 ])  # fmt: skip
 def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, rule):
     stage = train_gpt.Stage(0.5, short=1, long=2)
@@ -278,6 +278,15 @@ def test_a_batch_changes_only_where_adam_steps():
     with pytest.raises(Refused, match="--adam-every, not at step 5"):
         small("tiny", "modern", stages="growing", steps=10, adam_every=2)
     small("tiny", "modern", stages="growing", steps=12, adam_every=2)
+
+
+def test_a_batch_may_not_change_back_between_two_steps_of_adam(monkeypatch):
+    whole = train_gpt.Stage(0.4, short=1, long=2)
+    stages = [whole, replace(whole, share=0.3, batch=0.5), replace(whole, share=0.3)]
+    monkeypatch.setitem(train_gpt.STAGES, "constant", stages)
+    small("tiny", "modern", steps=20, adam_every=2)
+    with pytest.raises(Refused, match="--adam-every, not at step 7"):
+        small("tiny", "modern", steps=10, adam_every=2)
 
 
 def test_gradients_are_divided_once_by_the_rows_of_the_batch_at_any_number_of_micro_batches():
