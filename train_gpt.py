@@ -7,7 +7,7 @@
 A run is set-up, compilation and warm-up, then steps with a validation now and then. The clock
 counts training steps, data loading and checkpoints. It does not count set-up, compilation, warm-up
 or validation. Warm-up restores all state and compares it bit for bit. The log names every phase,
-timed or untimed. The recipe is record 42 of modded-nanogpt; on `tiny` it is `modern`, which adds
+timed or untimed. The recipe is record 42 of modded-nanogpt; `modern`, the default of `tiny`, adds
 what later records found. On any number of ranks a run takes the same trajectory up to rounding.
 """
 
@@ -15,11 +15,11 @@ import hashlib
 import math
 import signal
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
@@ -32,19 +32,22 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from data.audit import open_audited
 from data.loader import Batch
+from data.lookups import bigrams, random_signs, several_targets, sign_rows
+from data.prefixes import prefix_table, read_bytes
 from data.probes import probe_copying
 from data.shards import ShardError
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, choose_head, linear_cross_entropy, plain_cross_entropy
+from runtime import facts
 from runtime import machine as machines
-from runtime.claim import admit
+from runtime.claim import admit, off_track
 from runtime.clock import Clock
 from runtime.errors import Refused
-from runtime.log import config_hash, require_writable, source_hash
+from runtime.log import require_writable, source_hash
 from runtime.machine import Machine
 from runtime.resume import plan_runs
 from runtime.run import Run
-from runtime.settings import RunSettings, as_text, parse, require, setting
+from runtime.settings import RunSettings, parse, require, setting
 from runtime.stop import Stop, listen
 from runtime.warmup import dry_run, warm_up
 
@@ -62,6 +65,8 @@ class Layer:
     value_embed: int | None = None  # table whose rows are added to this layer's values
     skip_from: int | None = None  # earlier layer whose output is added to this layer's input
     backout: bool | None = None  # a share of this layer's output is subtracted at the end
+    reads: int | None = None  # earlier layer whose output this layer's attention reads
+    paired: bool | None = None  # two heads share a row of twice the length
 
 
 LAYERS = {
@@ -70,6 +75,13 @@ LAYERS = {
         Layer(), Layer(skip_from=4), Layer(attention=False, skip_from=3),
         Layer(skip_from=2, backout=True), Layer(value_embed=0, skip_from=1),
         Layer(value_embed=1, skip_from=0), Layer(window="long", value_embed=2),
+    ],
+    # Of the skips one is left, and layer 0 has no value embedding.
+    "record89": [
+        Layer(paired=True), Layer(value_embed=0), Layer(value_embed=1, paired=True),
+        Layer(window="long"), Layer(), Layer(paired=True), Layer(attention=False, skip_from=3),
+        Layer(backout=True), Layer(value_embed=2, reads=7),
+        Layer(value_embed=3, reads=7, paired=True), Layer(window="long", value_embed=4, reads=7),
     ],
     "medium": [
         Layer(window="long", value_embed=0), Layer(value_embed=1), Layer(value_embed=2), Layer(),
@@ -80,8 +92,9 @@ LAYERS = {
     ],
     "steps": [Layer(window="long")] * 12,
     "tiny": [
-        Layer(value_embed=0), Layer(window="long", value_embed=1),
-        Layer(value_embed=0, skip_from=0, backout=True), Layer(window="long", value_embed=1),
+        Layer(value_embed=0, paired=True), Layer(window="long", value_embed=1),
+        Layer(value_embed=0, skip_from=0, backout=True, paired=True),
+        Layer(window="long", value_embed=1, reads=1),
     ],
 }  # fmt: skip
 
@@ -94,7 +107,12 @@ class Stage:
     short: int  # window of short layers, in blocks
     long: int  # window of long layers
     batch: float = 1.0  # tokens of a step, as a share of batch_tokens
+    document: int | None = None  # documents are cut to this length; None: to max_document
     lr: float = 1.0  # factor on the peak of every learning rate; final_lr is not changed by it
+    tied: bool = False  # the token embedding is the output head too
+    # Weights on the losses of the tokens after the next one, at the stage's start and end.
+    ahead: tuple[tuple[float, float], ...] = ()
+    prefix: tuple[float, float] = (0.0, 0.0)  # the same for the next token's prefix
     extension: bool = False  # after the schedule: the learning rate stays at its floor
 
 
@@ -109,12 +127,30 @@ def record42_stages(extension: float) -> list[Stage]:
     ]
 
 
+HALF = Stage(0.5, short=10, long=20)
 STAGES = {
     "record42": record42_stages(extension=40 / 2285),
     "medium": record42_stages(extension=40 / 4740),
     "tiny": record42_stages(extension=10 / 350),
     "constant": [Stage(1.0, short=10, long=20)],
-    "growing": [Stage(0.5, short=10, long=20, batch=0.5), Stage(0.5, short=10, long=20)],
+    "record89": [
+        Stage(
+            424 / 1285, short=1, long=3, batch=1 / 3, document=896, tied=True,
+            ahead=((0.5, 0.5), (0.25, 0.0)), prefix=(0.25, 0.25),
+        ),
+        Stage(
+            422 / 1285, short=3, long=7, batch=2 / 3, lr=1.52, tied=True, ahead=((0.5, 0.0),),
+            prefix=(0.25, 0.0),
+        ),
+        Stage(424 / 1285, short=5, long=11, lr=1.73),
+        Stage(15 / 1285, short=6, long=13, lr=1.73, extension=True),
+    ],
+    # One thing that changes at half-time, for ablations.
+    "growing": [replace(HALF, batch=0.5), HALF],
+    "tied": [replace(HALF, tied=True), HALF],
+    "ahead": [replace(HALF, ahead=((0.5, 0.0),)), HALF],
+    "prefix": [replace(HALF, prefix=(0.25, 0.0)), HALF],
+    "short_documents": [replace(HALF, document=128), HALF],
 }
 
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
@@ -163,13 +199,23 @@ class Config(RunSettings):
     backout: bool = setting(True, "subtract a share of a middle layer's output at the end")
     x0_mixing: bool = setting(True, "each layer mixes the token embedding back in")
     attention_gates: bool = setting(True, "a sigmoid gate on each head's output")
+    value_gates: bool = setting(False, "a gate of each head on its value embedding")
+    cached_input: bool = setting(False, "late layers of a table attend to an earlier stream")
+    paired_heads: bool = setting(False, "in some layers two heads share rows")
+    stream_init: float = setting(1.0, "first value of each layer's factor on the stream")
+    embed_std: float = setting(1.0, "standard deviation of new token embeddings", at_least=0)
+    value_embed_std: float = setting(1.0, "of new value embeddings", at_least=0)
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
     tie_keys: bool = setting(False, "long layers begin with keys equal to queries")
-    bigram_rows: int = setting(0, "rows of a bigram table, times vocab_size", at_least=0)
+    bigram_rows: float = setting(0.0, "rows of a bigram table, times vocab_size", at_least=0)
+    bigram_signs: bool = setting(False, "signs that tell bigrams of one row apart")
     own_value: bool = setting(False, "subtract a learned share of attention along the own value")
     zero_output: bool = setting(True, "attention begins with an output of 0")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
-    softcap: str = setting("sigmoid", "soft cap of the logits", one_of=("sigmoid", "rsqrt"))
+    prefixes: bool = setting(False, "also predict the longest token that begins the next one")
+    softcap: str = setting(
+        "sigmoid", "soft cap of the logits", one_of=("sigmoid", "rsqrt", "shifted")
+    )
     init: str = setting("uniform", "of the hidden matrices", one_of=("uniform", "normal"))
 
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
@@ -187,18 +233,27 @@ class Config(RunSettings):
     matrix_lr: float = setting(0.03, "learning rate of hidden matrices")
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon, and of adam on matrices")
+    cautious: bool = setting(False, "decay as lr^2, and only where a step agrees with it")
     matrix_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
     orthogonalization: str = setting("plain", "its backend", one_of=BACKENDS)
+    head_pairs: bool = setting(False, "orthogonalize Q and K by pairs of heads")
     mlp_up_lr_mul: float = setting(2.0, "multiplier for the MLPs' first matrices")
+    mlp_down_lr_mul: float = setting(1.0, "multiplier for the MLPs' second matrices")
     adam_lr: float = setting(0.008, "learning rate of all other parameters")
     adam_betas: tuple[float, float] = setting((0.65, 0.95), "of Adam")
     adam_eps: float = setting(1e-8, "of Adam, for gradients summed over a row")
     adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times their rates")
     adam_every: int = setting(2, "steps whose gradients Adam sums before it steps", at_least=1)
     embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
-    value_embed_lr_mul: float = setting(75.0, "multiplier for the value embeddings")
+    embed_wd_mul: float | None = setting(None, "of its and the head's decay; auto: the rate's")
+    value_embed_lr_mul: float = setting(75.0, "multiplier for value embeddings and bigrams")
+    value_embed_wd_mul: float | None = setting(None, "of their decay; auto: the rate's")
+    value_embed_betas: tuple[float, float] | None = setting(None, "auto: adam_betas")
     head_lr_mul: float = setting(1.0, "multiplier for the output head")
     vector_lr_mul: float = setting(5.0, "multiplier for scalars, biases and gains")
+    vector_wd_mul: float | None = setting(None, "of their decay; auto: the rate's")
+    vector_betas: tuple[float, float] | None = setting(None, "auto: adam_betas")
+    gates: str = setting("matrix", "optimizer of gates", one_of=("matrix", "adam"))
     guard: str = setting("spikes", "which steps to skip", one_of=("spikes", "nonfinite", "off"))
     spike_sigma: float = setting(6.0, "spreads above the median that make a spike", at_least=1)
 
@@ -208,21 +263,18 @@ class Config(RunSettings):
         require(self, "recipe", self.recipe in recipes, f"one of {', '.join(recipes)}")
         require(self, "target", math.isfinite(self.target), "a finite number")
         super().__post_init__()  # the rules that stand beside the settings
-        if changed := off_track(self):
+        if changed := off_track(self, TRACKS[self.track]):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
-        shares = sum(stage.share for stage in STAGES[self.stages])
-        require(self, "stages", abs(shares - 1) < 1e-6, "a table of shares that add up to 1")
+        torchs = self.cautious and self.optimizer.startswith("torch")
+        require(self, "cautious", not torchs, f"off for --optimizer {self.optimizer}")
+        heads = self.dim // self.head_dim
+        for name in ("paired_heads", "head_pairs"):
+            allowed = heads % 2 == 0 or not getattr(self, name)
+            require(self, name, allowed, f"off, as --dim / --head-dim = {heads} is odd")
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.sequence
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"
             require(self, "stages", abs(rows - round(rows)) < 1e-6 and round(rows) > 0, rule)
-            rule = f"a table of batches of at most --batch-tokens; stage {index} has {stage.batch}"
-            require(self, "stages", stage.batch <= 1, rule)
-            # Adam must not sum gradients of two batches that count differently.
-            first, before = first_step(self, index), STAGES[self.stages][max(index - 1, 0)]
-            rule = f"a table whose batch changes at a multiple of --adam-every, not at step {first}"
-            same = stage.batch == before.batch
-            require(self, "stages", same or first % self.adam_every == 0, rule)
 
     @property
     def padded_vocab(self) -> int:
@@ -265,11 +317,37 @@ TRACKS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# What records 43 to 89 changed, without their kernels and without dynamic mixing (MUDD).
+RECORD89: dict[str, Any] = {
+    "stages": "record89", "cooldown": 0.6, "final_lr": 0.15, "keep_float32": "all",
+    "value_gates": True, "cached_input": True, "paired_heads": True, "stream_init": 1.1,
+    "key_offset": True, "bigram_rows": 7.5, "bigram_signs": True, "own_value": True,
+    "zero_output": False, "embed_std": 0.005, "value_embed_std": 0.01, "softcap": "shifted",
+    "prefixes": True, "cautious": True, "matrix_wd": 1.2, "matrix_beta2": 0.9, "head_pairs": True,
+    "mlp_down_lr_mul": 4.0, "gates": "adam", "adam_betas": (0.5, 0.95), "adam_eps": 1e-10,
+    "adam_wd": 0.005, "embed_lr_mul": 1.0, "embed_wd_mul": 150.0,
+    "value_embed_betas": (0.75, 0.95), "value_embed_wd_mul": 5 * 75.0**2,
+    "vector_betas": (0.9, 0.99), "vector_wd_mul": 0.0,
+}  # fmt: skip
+
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "short": {
+        "record42": {},
+        "modern": RECORD89 | {
+            "layers": "record89", "steps": 1285, "batch_tokens": 393_216, "sequence": 16_384,
+            "matrix_lr": 0.023,
+        },
+    },
+    "medium": {
+        "record42": {},
+        "modern": RECORD89 | {  # never run
+            "steps": 3855, "batch_tokens": 786_432, "sequence": 16_384,
+        },
+    },
     "tiny": {
         "modern": PLAIN | {
             "value_embeds": True, "smear": True, "key_offset": True, "tie_keys": True,
-            "bigram_rows": 5,
+            "bigram_rows": 5.0,
             "cooldown": 1.0, "momentum": (0.85, 0.85), "steps": 120,
             "embed_lr_mul": 25.0, "value_embed_lr_mul": 25.0, "val_every": 0,
         },
@@ -282,32 +360,6 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 
-# What a claim on a track may not change, beside its data. Windows of training steps, lookup tables,
-# gates and scalars are free.
-FIXED = {
-    "tiny": (
-        "target", "vocab_size", "bos", "align", "batch_tokens", "val_tokens", "val_sequence",
-        "val_window", "layers", "dim", "head_dim", "mlp_ratio",
-    ),
-    "steps": (
-        "target", "vocab_size", "bos", "align", "batch_tokens", "sequence", "val_tokens",
-        "val_sequence", "val_window", "window_block", "layers", "dim", "head_dim", "mlp_ratio",
-        "biases", "key_offset", "bigram_rows", "own_value", "stages", *PIECES,
-    ),
-}  # fmt: skip
-
-
-def off_track(config: Config) -> list[str]:
-    """For each setting that the track fixes and that differs here: what it is and should be."""
-    track = {field.name: field.default for field in fields(Config)} | TRACKS[config.track]
-    found = []
-    for name in FIXED.get(config.track, ()):
-        value = getattr(config, name)
-        if value != track[name]:
-            found.append(f"{name} is {as_text(value)}, the track has {as_text(track[name])}")
-    return found
-
-
 def preset(given: dict[str, Any]) -> dict[str, Any]:
     """Defaults for settings that are not given: the track's, overridden by the recipe's."""
     track = given.get("track", "short" if torch.cuda.is_available() else "tiny")
@@ -319,7 +371,11 @@ def preset(given: dict[str, Any]) -> dict[str, Any]:
 # ---- Model. B rows, T tokens a row, H heads, D head dimension, C model dimension.
 
 GATE_CHANNELS = 12  # of a layer's input, read by the smear gate and the attention gates
-SOFTCAPS = {"sigmoid": ("sigmoid", 30.0, 7.5), "rsqrt": ("rsqrt", 15.0, 15.0)}  # height, width
+SOFTCAPS = {  # kind, height, width, shift
+    "sigmoid": ("sigmoid", 30.0, 7.5, 0.0),
+    "rsqrt": ("rsqrt", 15.0, 15.0, 0.0),
+    "shifted": ("sigmoid", 23.0, 7.5, 5.0),
+}
 
 Windows = dict[str, Any]  # of "short" and of "long" layers, as the attention backend takes them
 
@@ -331,6 +387,11 @@ def optional(when: Any, *shape: int, dtype: torch.dtype = torch.float32) -> nn.P
 
 def norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), None if gain is None else gain.to(x.dtype))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias in the dtype of x."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -352,17 +413,6 @@ def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
     return torch.where(still_D & ~begins_BT11, before_BTHD, k_BTHD)
 
 
-def bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
-    """Row of the bigram table for each token and the one before it, (B, T) int64 (record 62).
-
-    Pairs are hashed: some share a row. The first token of each batch row has no token before it and
-    gets the table's last row. Pairs cross the boundaries of documents, as the smear does.
-    """
-    tokens = tokens_BT.long()
-    pairs = (36313 * tokens[:, 1:]) ^ (27191 * tokens[:, :-1])
-    return torch.cat([torch.full_like(tokens[:, :1], rows - 1), pairs % (rows - 1)], dim=1)
-
-
 class SelfAttention(nn.Module):
     """Causal attention over the window of its layer."""
 
@@ -370,11 +420,14 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.key_offset = config.key_offset and layer.window == "long"
+        self.paired = layer.paired
         # Q, K, V and O in one parameter, read as four (C, C) matrices: few tensors to communicate.
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
         self.gate = optional(config.attention_gates, heads, GATE_CHANNELS, dtype=gate_dtype)
-        self.own_value = optional(config.own_value, heads, 1)
+        gated_value = config.value_gates and layer.value_embed is not None
+        self.value_gate = optional(gated_value, heads, GATE_CHANNELS, dtype=gate_dtype)
+        self.own_value = optional(config.own_value and not layer.paired, heads, 1)
         self.bias = optional(config.biases, 4 * config.dim)
 
     def forward(
@@ -383,13 +436,15 @@ class SelfAttention(nn.Module):
         """mix: learned factors on values and value embeddings; place: positions and documents."""
         cos, sin, scale, begins_BT11 = place
         B, T, C = x_BTC.shape
-        w_4CC = self.qkvo.view(4, C, C).to(x_BTC.dtype)
-        qkv_bias, o_bias = None, None
-        if self.bias is not None:
-            qkv_bias, o_bias = self.bias.to(x_BTC.dtype).split([3 * C, C])
+        w_4CC = self.qkvo.view(4, C, C)
+        qkv_bias, o_bias = (None, None) if self.bias is None else self.bias.split([3 * C, C])
 
-        qkv = F.linear(x_BTC, w_4CC[:3].flatten(0, 1), qkv_bias)
+        qkv = linear(x_BTC, w_4CC[:3].flatten(0, 1), qkv_bias)
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
+        if self.paired:
+            # Record 58: half of the heads are tokens 2t of a row, the others tokens 2t + 1.
+            double = (B, 2 * T, -1, self.head_dim)
+            q_BTHD, k_BTHD, v_BTHD = (y.reshape(double) for y in (q_BTHD, k_BTHD, v_BTHD))
         # Normed queries and keys bound the scores, whatever the weights (arXiv:2010.04245).
         q_BTHD = rotate(norm(q_BTHD), cos, sin) * scale
         k_BTHD = rotate(norm(k_BTHD), cos, sin)
@@ -398,7 +453,13 @@ class SelfAttention(nn.Module):
         if mix[0] is not None:
             v_BTHD = mix[0] * v_BTHD
         if value_BTC is not None:
-            v_BTHD = v_BTHD + mix[1] * value_BTC.view_as(v_BTHD)
+            value_BTHD = value_BTC.view(B, T, -1, self.head_dim)
+            if self.value_gate is not None:  # of 1 at first; it reads the stream and the embedding
+                half = GATE_CHANNELS // 2
+                read = torch.cat([x_BTC[..., :half], value_BTC[..., :half]], dim=-1)
+                gate_BTH = torch.sigmoid(linear(read, self.value_gate))
+                value_BTHD = 2 * gate_BTH.unsqueeze(-1) * value_BTHD
+            v_BTHD = v_BTHD + mix[1] * value_BTHD.view_as(v_BTHD)
 
         y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD)
         if self.own_value is not None:
@@ -407,9 +468,9 @@ class SelfAttention(nn.Module):
             along_BTH1 = (y_BTHD * own_BTHD).sum(-1, keepdim=True)
             y_BTHD = y_BTHD - torch.tanh(self.own_value).to(x_BTC.dtype) * along_BTH1 * own_BTHD
         if self.gate is not None:
-            gate_BTH = F.linear(x_BTC[..., :GATE_CHANNELS], self.gate.to(x_BTC.dtype))
-            y_BTHD = y_BTHD * torch.sigmoid(gate_BTH).unsqueeze(-1)
-        return F.linear(y_BTHD.reshape(B, T, C), w_4CC[3], o_bias)
+            gate_BTH = torch.sigmoid(linear(x_BTC[..., :GATE_CHANNELS], self.gate))
+            y_BTHD = y_BTHD.view(B, T, -1, self.head_dim) * gate_BTH.unsqueeze(-1)
+        return linear(y_BTHD.reshape(B, T, C), w_4CC[3], o_bias)
 
 
 class MLP(nn.Module):
@@ -424,13 +485,9 @@ class MLP(nn.Module):
         self.down_bias = optional(config.biases, config.dim)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        up, down = self.up.to(x_BTC.dtype), self.down.to(x_BTC.dtype)
-        up_bias, down_bias = None, None
-        if self.up_bias is not None and self.down_bias is not None:
-            up_bias, down_bias = self.up_bias.to(x_BTC.dtype), self.down_bias.to(x_BTC.dtype)
         # relu^2 instead of GELU: So et al., Primer, arXiv:2109.08668.
-        hidden = F.linear(x_BTC, up.T, up_bias).relu().square()
-        return F.linear(hidden, down, down_bias)
+        hidden = linear(x_BTC, self.up.T, self.up_bias).relu().square()
+        return linear(hidden, self.down, self.down_bias)
 
 
 class Block(nn.Module):
@@ -441,9 +498,10 @@ class Block(nn.Module):
         self.attention_gain = optional(config.biases and layer.attention, config.dim)
         self.mlp_gain = optional(config.biases, config.dim)
 
-    def forward(self, x_BTC: Tensor, *attention_inputs: Any) -> Tensor:
+    def forward(self, x_BTC: Tensor, read_BTC: Tensor, *attention_inputs: Any) -> Tensor:
+        """read_BTC: what the attention reads, most often x_BTC itself."""
         if self.attention is not None:
-            x_BTC = x_BTC + self.attention(norm(x_BTC, self.attention_gain), *attention_inputs)
+            x_BTC = x_BTC + self.attention(norm(read_BTC, self.attention_gain), *attention_inputs)
         return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
 
 
@@ -453,6 +511,7 @@ class GPT(nn.Module):
     cos: Tensor  # (positions, 1, D / 2), like sin; `scale` () is the factor on queries
     sin: Tensor
     scale: Tensor
+    signs: Tensor | None  # (8192, C), of bigrams
 
     def __init__(
         self, config: Config, dtype: torch.dtype, device: torch.device, attention: Attention,
@@ -460,7 +519,8 @@ class GPT(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
-        self.table = layer_table(config)
+        self.table, self.tied = layer_table(config), False
+        self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/prefixes.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
         wide = torch.promote_types(dtype, torch.float32)
         table_dtype = wide if config.keep_float32 == "all" else dtype
@@ -475,8 +535,10 @@ class GPT(nn.Module):
             self.value_embeds = nn.ParameterList(
                 torch.empty_like(self.embed) for _ in range(value_tables)
             )
-            bigram_shape = (config.bigram_rows * config.padded_vocab, config.dim)
+            bigram_shape = (round(config.bigram_rows * config.padded_vocab), config.dim)
             self.bigram = optional(config.bigram_rows, *bigram_shape, dtype=table_dtype)
+            signs = random_signs(config.dim).to(device, dtype) if config.bigram_signs else None
+            self.register_buffer("signs", signs, persistent=False)
             self.smear_gate = optional(config.smear, 1, GATE_CHANNELS, dtype=table_dtype)
             self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
             self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=head_dtype))
@@ -486,6 +548,7 @@ class GPT(nn.Module):
             self.scalar_init = initial_scalars(config)
             self.scalars = optional(self.scalar_init, len(self.scalar_init))
             positions = max(config.sequence, config.val_sequence)
+            positions *= 2 if any(layer.paired for layer in self.table) else 1
             tables = torch.empty(2, positions, 1, config.head_dim // 2, dtype=dtype)
             self.register_buffer("cos", tables[0], persistent=False)
             self.register_buffer("sin", tables[1], persistent=False)
@@ -519,13 +582,15 @@ class GPT(nn.Module):
             return qkvo.view(shape)
         if kind == "up":
             return self._hidden(shape, generator)
-        if kind == "embed" or name.startswith("value_embeds"):
-            return torch.randn(shape, generator=generator)
+        if kind == "embed":
+            return self.config.embed_std * torch.randn(shape, generator=generator)
+        if name.startswith("value_embeds"):
+            return self.config.value_embed_std * torch.randn(shape, generator=generator)
         if kind == "scalars":
             return torch.tensor(list(self.scalar_init.values()))
         if kind.endswith("gain"):
             return torch.ones(shape)
-        zero = ("down", "lm_head", "gate", "smear_gate", "own_value", "bigram")
+        zero = ("down", "lm_head", "gate", "value_gate", "smear_gate", "own_value", "bigram")
         if kind in zero or kind.endswith("bias"):
             return torch.zeros(shape)
         raise RuntimeError(f"parameter {name} has no rule in GPT._initial; add one")
@@ -544,7 +609,9 @@ class GPT(nn.Module):
         B, T = inputs_BT.shape
         learned = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
         scalar = dict(zip(self.scalar_init, learned, strict=True))
-        documents = self.attention.documents(cu_seqlens, B, T)
+        documents = {False: self.attention.documents(cu_seqlens, B, T)}
+        if any(layer.paired for layer in self.table):
+            documents[True] = self.attention.documents(2 * cu_seqlens, B, 2 * T)
         begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
         begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
         place = (self.cos, self.sin, self.scale, begins_BT11)
@@ -552,7 +619,7 @@ class GPT(nn.Module):
         x_BTC = F.embedding(inputs_BT, self.embed).to(self.dtype)
         if self.smear_gate is not None:
             # The first token of a document takes from the document before, as in record 42.
-            gate = F.linear(x_BTC[:, 1:, :GATE_CHANNELS], self.smear_gate.to(self.dtype))
+            gate = linear(x_BTC[:, 1:, :GATE_CHANNELS], self.smear_gate)
             smeared = x_BTC[:, 1:] + scalar["smear"] * torch.sigmoid(gate) * x_BTC[:, :-1]
             x_BTC = torch.cat([x_BTC[:, :1], smeared], dim=1)
         x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)
@@ -560,9 +627,11 @@ class GPT(nn.Module):
         if self.bigram is not None:
             index_BT = bigrams(inputs_BT, len(self.bigram))
             bigram_BTC = F.embedding(index_BT, self.bigram).to(self.dtype)
+            if self.signs is not None:
+                bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]
 
-        needed = {layer.skip_from for layer in self.table}
-        outputs: dict[int, Tensor] = {}  # of layers that a later one reads as skip_from
+        needed = {layer.skip_from for layer in self.table} | {layer.reads for layer in self.table}
+        outputs: dict[int, Tensor] = {}  # of layers that a later one reads
         backed_out = None
         for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
             if layer.skip_from is not None:
@@ -572,10 +641,15 @@ class GPT(nn.Module):
             if self.bigram is not None:
                 x_BTC = x_BTC + scalar[f"bigram{i}"] * bigram_BTC
             window = windows[layer.window]
-            attend = partial(self.attention, documents=documents, window=window, longest=longest)
+            double = bool(layer.paired)
+            attend = partial(
+                self.attention, documents=documents[double], window=window,
+                longest=longest * (1 + double),
+            )  # fmt: skip
             mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}"))
             value_BTC = None if layer.value_embed is None else values[layer.value_embed]
-            inputs = (x_BTC, value_BTC, mix, place, attend)
+            read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
+            inputs = (x_BTC, read_BTC, value_BTC, mix, place, attend)
             if self.config.recompute:
                 x_BTC = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -590,27 +664,39 @@ class GPT(nn.Module):
 
     def forward(
         self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor, windows: Windows,
-        longest: int,
+        longest: int, weights: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The loss, summed. If targets are fewer than inputs, they are those of each row's end."""
+        """The loss, summed. If targets are fewer than inputs, they are those of each row's end.
+
+        weights: of the losses of the next token and of those after it; None: the next one alone.
+        """
         x_BTC = self.hidden(inputs_BT, cu_seqlens, windows, longest)[:, -targets_BT.size(1) :]
-        x, targets = x_BTC.flatten(0, 1), targets_BT.flatten()
+        if weights is not None:
+            targets_BT = several_targets(targets_BT, len(weights), self.prefixes)
+        x, targets = x_BTC.flatten(0, 1), targets_BT.flatten(0, 1)
         if self.head == "plain":
-            return self.plain_loss(x, targets)
+            return self.plain_loss(x, targets, weights=weights)
         softcap = SOFTCAPS[self.config.softcap]
         fp8 = self.head == "fp8" and torch.is_grad_enabled()  # validation uses no FP8
         precision = "fp8" if fp8 else "plain"
-        return linear_cross_entropy(x, self.lm_head, targets, softcap=softcap, precision=precision)
+        weight = self.output_weight
+        return linear_cross_entropy(
+            x, weight, targets, softcap=softcap, precision=precision, weights=weights
+        )
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self.embed if self.tied else self.lm_head
 
     def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor, *context: Any) -> Tensor:
         """The loss of each target, float32 (B, T). The arguments are those of `forward`."""
         x = self.hidden(inputs_BT, *context)[:, -targets_BT.size(1) :].flatten(0, 1)
         return self.plain_loss(x, targets_BT.flatten(), reduction="none").view_as(targets_BT)
 
-    def plain_loss(self, x: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+    def plain_loss(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
         bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
-        softcap, weight = SOFTCAPS[self.config.softcap], self.lm_head.to(x.dtype)
-        return plain_cross_entropy(x, weight, bias, targets, softcap, reduction)
+        softcap, weight = SOFTCAPS[self.config.softcap], self.output_weight.to(x.dtype)
+        return plain_cross_entropy(x, weight, bias, targets, softcap, **options)
 
     def flops_per_token(self) -> int:
         """6 for each weight of matrices and head, backward included; attention scores left out."""
@@ -618,15 +704,19 @@ class GPT(nn.Module):
         return 6 * sum(p.numel() for name, p in self.named_parameters() if name.endswith(matrices))
 
 
+# Pieces that a layer has by the table, and its field for them.
+SWITCHES = {
+    "value_embeds": "value_embed", "skips": "skip_from", "backout": "backout",
+    "cached_input": "reads", "paired_heads": "paired",
+}  # fmt: skip
+
+
 def layer_table(config: Config) -> list[Layer]:
     """The table that `config.layers` names, without the pieces that are switched off."""
     off: dict[str, Any] = {}
-    if not config.value_embeds:
-        off["value_embed"] = None
-    if not config.skips:
-        off["skip_from"] = None
-    if not config.backout:
-        off["backout"] = None
+    for piece, name in SWITCHES.items():
+        if not getattr(config, piece):
+            off[name] = None
     return [replace(layer, **off) for layer in LAYERS[config.layers]]
 
 
@@ -636,7 +726,7 @@ def initial_scalars(config: Config) -> dict[str, float]:
     table = layer_table(config)
     for i, layer in enumerate(table):
         if config.x0_mixing:
-            scalars[f"x{i}"], scalars[f"x0_{i}"] = 1.0, 0.0
+            scalars[f"x{i}"], scalars[f"x0_{i}"] = config.stream_init, 0.0
         if config.bigram_rows:
             scalars[f"bigram{i}"] = 0.1
         if config.value_embeds and layer.attention:
@@ -655,16 +745,42 @@ def initial_scalars(config: Config) -> dict[str, float]:
 # ---- Schedules: pure functions of the step. At step s, s steps are done.
 
 
-def first_step(config: Config, index: int) -> int:
-    """The first step of the stage with this index."""
-    before = sum(stage.share for stage in STAGES[config.stages][:index])
-    return math.ceil(before * config.steps - 1e-6)  # 1e-6 undoes the rounding of the sum
+class Span(NamedTuple):
+    """A stage and its steps, from `first` to before `end`."""
+
+    first: int
+    end: int
+    stage: Stage
+
+
+def spans(config: Config) -> list[Span]:
+    """The stages that have steps."""
+    found, first, share = [], 0, 0.0
+    stages = STAGES[config.stages]
+    for stage, after in zip(stages, [*stages[1:], stages[-1]], strict=True):
+        share += stage.share
+        end = math.ceil(share * config.steps - 1e-6)  # 1e-6 undoes the rounding of the sum
+        if (stage.batch, stage.tied) != (after.batch, after.tied):
+            # Adam must not sum gradients of two batches that count differently.
+            end = min(math.ceil(end / config.adam_every) * config.adam_every, config.steps)
+        if end > first:
+            found.append(Span(first, end, stage))
+            first = end
+    return found
+
+
+def index_at(config: Config, step: int) -> int:
+    """Index in `spans`. The last validation belongs to the last step's stage."""
+    return sum(step >= span.first for span in spans(config)) - 1
+
+
+def stage_at(config: Config, step: int) -> Stage:
+    return spans(config)[index_at(config, step)].stage
 
 
 def batch_at(config: Config, step: int) -> int:
     """Tokens of this step."""
-    stage = STAGES[config.stages][stage_at(config, step)]
-    return round(stage.batch * config.batch_tokens)
+    return round(stage_at(config, step).batch * config.batch_tokens)
 
 
 def tokens_before(config: Config, step: int) -> int:
@@ -672,29 +788,22 @@ def tokens_before(config: Config, step: int) -> int:
     return sum(batch_at(config, earlier) for earlier in range(step))
 
 
-def batch_changes(config: Config) -> list[tuple[int, int]]:
-    """For the loader: the first step of each stage and the tokens of its batch."""
-    firsts = [first_step(config, index) for index in range(len(STAGES[config.stages]))]
-    return [(first, batch_at(config, first)) for first in firsts]
-
-
-def stage_at(config: Config, step: int) -> int:
-    """Index of the stage of this step. The last validation belongs to the last step's stage."""
-    stages, index = STAGES[config.stages], 0
-    for later in range(1, len(stages)):
-        if first_step(config, later) <= min(step, config.steps - 1):
-            index = later
-    return index
+def changes(config: Config) -> list[tuple[int, int, int]]:
+    """For the loader: each stage's first step, tokens of its batch, and longest document."""
+    found = []
+    for first, _, stage in spans(config):
+        found.append((first, batch_at(config, first), stage.document or config.max_document))
+    return found
 
 
 def learning_rate(config: Config, step: int) -> float:
     """Multiplier of every learning rate; it falls to final_lr and stays there in the extension."""
-    peak = STAGES[config.stages][stage_at(config, step)].lr
+    peak = stage_at(config, step).lr
     if step < config.warmup:
         return peak * (step + 1) / config.warmup
-    scheduled = sum(not stage.extension for stage in STAGES[config.stages])
+    scheduled = max(span.end for span in spans(config) if not span.stage.extension)
     # 0.9999 as in record 42. It also keeps `left` above a cooldown of 0, so nothing divides by 0.
-    left = 1 - min(step / first_step(config, scheduled), 0.9999)
+    left = 1 - min(step / scheduled, 0.9999)
     if left > config.cooldown:
         return peak
     share = left / config.cooldown
@@ -712,7 +821,7 @@ def momentum(config: Config, step: int) -> float:
 
 def windows_at(config: Config, step: int) -> dict[str, int]:
     """Tokens that "short" and "long" layers see; in the last validation at most `val_window`."""
-    stage, block = STAGES[config.stages][stage_at(config, step)], config.window_block
+    stage, block = stage_at(config, step), config.window_block
     short, long = stage.short * block, stage.long * block
     if block == 0:
         short = long = max(config.sequence, config.val_sequence)
@@ -731,7 +840,7 @@ def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
     turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2)
     frequency = torch.cat([turning, torch.zeros(pairs - pairs // 2)])
     scale = torch.tensor(config.attention_scale)
-    stages = STAGES[config.stages][: stage_at(config, step) + 1]
+    stages = [span.stage for span in spans(config)[: index_at(config, step) + 1]]
     for before, now in pairwise(stages if config.window_block else ()):
         rotations = config.window_block * before.long * frequency / (2 * math.pi)
         kept = ((rotations - 1) / (32 - 1)).clamp(0, 1)
@@ -746,6 +855,26 @@ def adam_steps(config: Config, step: int) -> bool:
     return (step + 1) % config.adam_every == 0
 
 
+def loss_weights(config: Config, step: int) -> list[float]:
+    """Weights of the losses of the next token, of those after it, and of its prefix if it is used.
+
+    They change linearly within a stage; [1.0] where the stage has only the next token.
+    """
+    first, end, stage = spans(config)[index_at(config, step)]
+    share = (step - first) / (end - first)
+    ends = [(1.0, 1.0), *stage.ahead]
+    if config.prefixes and (stage.ahead or any(stage.prefix)):
+        ends.append(stage.prefix)
+    return [start + (last - start) * share for start, last in ends]
+
+
+def unties(config: Config, step: int) -> bool:
+    """Whether the output head leaves the token embedding before this step."""
+    first = spans(config)[index_at(config, step)].first
+    tied_before = step > 0 and stage_at(config, step - 1).tied
+    return step == first and tied_before and not stage_at(config, step).tied
+
+
 def validates(config: Config, step: int) -> bool:
     """Whether to validate before this step. After its last step a run always validates."""
     every = config.val_every
@@ -756,8 +885,7 @@ def validates(config: Config, step: int) -> bool:
 
 def reach(config: Config) -> int:
     """How many earlier tokens an output can depend on: the windows of all layers, added up."""
-    stages = range(len(STAGES[config.stages]))
-    windows = [windows_at(config, first_step(config, index)) for index in stages]
+    windows = [windows_at(config, span.first) for span in spans(config)]
     windows.append(windows_at(config, config.steps))
     tokens = int(config.smear or config.bigram_rows > 0)
     for layer in LAYERS[config.layers]:
@@ -773,27 +901,41 @@ def reach(config: Config) -> int:
 def optimizer_table(config: Config) -> list[optim.Row]:
     """Names of parameters and their optimizer. Each parameter must match exactly one row."""
     # If a piece is switched off, its row matches nothing.
-    split = {"split": 4} if config.optimizer in ("normuon", "muon") else {}
+    pair = 2 * config.head_dim
+    split: dict[str, Any] = {}
+    if config.optimizer in ("normuon", "muon"):
+        split = {"split": 4}
+        if config.head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
+            split = {"split": (pair,) * (2 * config.dim // pair) + (config.dim,) * 2}
+    decay = None if config.cautious else 1.0  # record 42 decays all matrices alike
+    up, down = (multiplied(mul, decay) for mul in (config.mlp_up_lr_mul, config.mlp_down_lr_mul))
+    tables = multiplied(config.embed_lr_mul, config.embed_wd_mul)
+    head = multiplied(config.head_lr_mul, config.embed_wd_mul)
+    lookups = multiplied(config.value_embed_lr_mul, config.value_embed_wd_mul)
+    lookups["betas"] = config.value_embed_betas or config.adam_betas
+    vectors = multiplied(config.vector_lr_mul, config.vector_wd_mul)
+    vectors["betas"] = config.vector_betas or config.adam_betas
+    gates = {"betas": vectors["betas"]} if config.gates == "adam" else {}
     return [
         optim.Row("blocks.*.attention.qkvo", "matrix", split),
-        optim.Row("blocks.*.attention.gate", "matrix"),
-        optim.Row("blocks.*.mlp.up", "matrix", {"lr_mul": config.mlp_up_lr_mul}),
-        optim.Row("blocks.*.mlp.down", "matrix"),
-        optim.Row("smear_gate", "matrix"),
-        optim.Row("embed", "adam", multiplied(config.embed_lr_mul)),
-        optim.Row("value_embeds.*", "adam", multiplied(config.value_embed_lr_mul)),
-        optim.Row("bigram", "adam", multiplied(config.value_embed_lr_mul)),
+        optim.Row("blocks.*.attention.*gate", config.gates, gates),
+        optim.Row("blocks.*.mlp.up", "matrix", up),
+        optim.Row("blocks.*.mlp.down", "matrix", down),
+        optim.Row("smear_gate", config.gates, gates),
+        optim.Row("embed", "adam", tables),
+        optim.Row("value_embeds.*", "adam", lookups),
+        optim.Row("bigram", "adam", lookups),
         optim.Row("blocks.*.attention.own_value", "adam"),
-        optim.Row("lm_head", "adam", multiplied(config.head_lr_mul)),
-        optim.Row("scalars", "adam", multiplied(config.vector_lr_mul)),
-        optim.Row("*bias", "adam", multiplied(config.vector_lr_mul)),
-        optim.Row("*gain", "adam", multiplied(config.vector_lr_mul)),
+        optim.Row("lm_head", "adam", head),
+        optim.Row("scalars", "adam", vectors),
+        optim.Row("*bias", "adam", vectors),
+        optim.Row("*gain", "adam", vectors),
     ]
 
 
-def multiplied(lr_mul: float) -> dict[str, float]:
-    """Options of an Adam row: one factor on its learning rate and on its weight decay."""
-    return {"lr_mul": lr_mul, "wd_mul": lr_mul}
+def multiplied(lr_mul: float, wd_mul: float | None = None) -> dict[str, Any]:
+    """Options of a row: factors on its learning rate and on its weight decay."""
+    return {"lr_mul": lr_mul, "wd_mul": lr_mul if wd_mul is None else wd_mul}
 
 
 def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict, optim.Guard]:
@@ -807,6 +949,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     }
     # On GPUs the update is compiled, unless --compile is off.
     ours = shared | {"compiled": False if config.compile == "off" else None}
+    ours["cautious"] = config.cautious
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
@@ -836,9 +979,12 @@ def set_schedule(
     """Give the optimizers the learning rates, the momentum and the rows of this step."""
     guard.divide_by(batch_at(config, step) // config.sequence)
     multiplier = learning_rate(config, step)
-    for optimizer in optimizers.values():
+    decays = {"matrix": config.matrix_wd, "adam": config.adam_wd}
+    for kind, optimizer in optimizers.items():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
+            if config.cautious:  # the rate enters twice, so decay follows its square (record 43)
+                group["weight_decay"] = decays[kind] * group["lr"]
     for group in optimizers["matrix"].param_groups:
         if "momentum" in group:  # those of Adam have betas instead
             group["momentum"] = momentum(config, step)
@@ -849,6 +995,8 @@ def set_schedule(
 
 class Trainer:
     """Model, optimizers, guard and data. ValueError if they cannot work together."""
+
+    header, where, mfu = facts.header, facts.where, facts.mfu  # what a run asks for its log
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
@@ -862,37 +1010,26 @@ class Trainer:
         )
         place = (machine.rank, machine.world_size)
         # One process a host hashes all tokens and the source, as all hosts must have the same.
-        settings = asdict(config) | {"changes": batch_changes(config)}
+        settings = asdict(config) | {"changes": changes(config)}
         data, found = open_audited(settings, *place, audited=machine.first_of_its_host)
         self.data = data.in_parts(config.val_batch, reach(config))
         if found is not None:
             found = {**found, "source_sha256": source_hash(SOURCE)}
         self.found = machine.gather_equal(found)
         self.model = GPT(config, dtype, device, attention, head)
+        if config.prefixes:
+            self.model.prefixes = torch.tensor(prefix_table(read_bytes(config.vocab_size)))
+            self.model.prefixes = self.model.prefixes.to(device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
-        self.first_steps = [first for first, _ in batch_changes(config)]  # of the stages
-        self.stage = -1  # stage of the rotary tables; -1: not set
-        self.peak = machines.peak_flops(machine, dtype)
+        self.index = -1  # of the span that the rotary tables are for; -1: not set
         self.source_sha256 = self.found.pop("source_sha256")
         self.checks = {"overlap": self.found.pop("overlap")}
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
-        header, plan = self.header(config.seed, 0), self.data.plan
-        batches = dict.fromkeys(f"{batch_at(config, step):,}" for step in self.first_steps)
-        self.facts = [
-            f"track {config.track}, recipe {config.recipe}: {self.env['params']:,} parameters",
-            f"{config.steps:,} steps of {' then '.join(batches)} tokens = {machine.world_size} "
-            f"rank(s) x {header['grad_accum']} micro-step(s) x {header['micro_batch']:,}",
-            f"{config.data_dir}: training on {plan.tokens_needed:,} of {plan.tokens_available:,} "
-            f"tokens, validating on {config.val_tokens:,}",
-        ]
-        if config.verbose or device.type == "cuda":  # on a CPU there is nothing to choose from
-            self.facts += [f"attention {attention.name} ({why})", f"head {head} ({why_head})"]
-        if config.verbose:
-            self.facts += [f"{device.type}, {self.env['dtype']}", self.guard.describe()]
-        if changed := off_track(config):
-            self.facts.append(f"off the track, no claim can be made: {'; '.join(changed)}")
+        self.chosen = {"attention": why, "head": why_head}
+        self.changes, self.train_tokens = changes(config), tokens_before(config, config.steps)
+        self.off_track = off_track(config, TRACKS[config.track])
 
     def reset(self, seed: int) -> None:
         """Set everything that a run changes to its value before the first step of this seed."""
@@ -907,29 +1044,47 @@ class Trainer:
         self.data.train.reset()
 
     def enter(self, step: int) -> None:
-        """Set windows and rotary tables for this step."""
-        stage = stage_at(self.config, step)
-        if stage != self.stage:
+        """Set windows, rotary tables and the output head for this step."""
+        index = index_at(self.config, step)
+        if index != self.index:
             self.model.set_rotary(*rotary_at(self.config, step))
-            self.stage = stage
+            self.model.tied = stage_at(self.config, step).tied
+            self.index = index
         tokens = windows_at(self.config, step)
         self.windows = {kind: self.model.attention.window(count) for kind, count in tokens.items()}
 
-    def batch_loss(self, batch: Batch, longest: int) -> Tensor:
+    @torch.no_grad()
+    def untie(self) -> None:
+        """Let the output head begin as the token embedding, with its Adam state (record 53)."""
+        self.model.lm_head.copy_(self.model.embed)
+        optim.copy_state(self.optimizers["adam"], "embed", "lm_head")
+
+    def batch_loss(self, batch: Batch, longest: int, weights: Tensor | None = None) -> Tensor:
         """Loss summed over the targets. longest: tokens of the longest document, at most."""
-        return self.loss(*batch.to(self.machine.device), self.windows, longest)
+        return self.loss(*batch.to(self.machine.device), self.windows, longest, weights)
+
+    def train_loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        """The summed loss to train on at this step, and that of the next token alone, detached."""
+        weights = loss_weights(self.config, step)
+        if len(weights) == 1:
+            loss = self.batch_loss(batch, self.data.longest(step))
+            return loss, loss.detach()
+        weights_K = torch.tensor(weights, device=self.machine.device)
+        losses = self.batch_loss(batch, self.data.longest(step), weights_K)
+        return losses[0], losses[1].detach()
 
     def gradients(self, step: int, flags: Tensor) -> Tensor:
         """Sum the gradients of a step's batch into .grad.
 
-        Returns the mean loss over the batch and the flags, summed over all ranks: (1 + flags,).
+        Returns the mean loss of the next token over the batch and the flags, summed over all ranks:
+        (1 + flags,).
         """
         self.enter(step)
         total = torch.zeros((), device=self.machine.device)
         for batch in next(self.data.train):
-            loss = self.batch_loss(batch, self.data.longest)
+            loss, next_token = self.train_loss(batch, step)
             loss.backward()
-            total += loss.detach()
+            total += next_token
         message = self.machine.all_reduce(torch.cat([total.view(1), flags]))
         message[0] /= batch_at(self.config, step)  # the flags stay sums
         return message
@@ -967,58 +1122,26 @@ class Trainer:
             longest = max(self.data.val_longest, batch.inputs.size(1))
             return self.model.token_losses(*batch.to(self.machine.device), self.windows, longest)
 
-        tokens, positions = (self.config.vocab_size, self.config.bos), self.model.cos.size(0)
-        return probe_copying(token_losses, self.data.validation, *tokens, positions)
+        config = self.config
+        longest_row = max(config.sequence, config.val_sequence)
+        tokens = (config.vocab_size, config.bos)
+        return probe_copying(token_losses, self.data.validation, *tokens, longest_row)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
-        state: dict[str, dict[str, Any]] = {"model": {}, "optim": {}, "data": {}}
-        for kind, optimizer in self.optimizers.items():
-            for name, part in optim.named_state(optimizer, rank=0):
-                state["optim"][f"{kind}.{name}"] = part.cpu()
+        optimizers = optim.gather_state(self.optimizers, self.guard)
         if not self.machine.is_main:
-            return state
-        for name, part in self.guard.state_dict().items():
-            state["optim"][f"guard.{name}"] = part.cpu()
-        for name, weight in self.model.named_parameters():
-            state["model"][name] = weight.detach().cpu().clone()
-        state["data"] = self.data.train.state_dict()
-        return state
+            return {"model": {}, "optim": {}, "data": {}}
+        weights = self.model.named_parameters()
+        model = {name: weight.detach().cpu().clone() for name, weight in weights}
+        return {"model": model, "optim": optimizers, "data": self.data.train.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Load a `state_dict` of any number of ranks. An error says what does not fit."""
         self.model.load_state_dict(state["model"])
-        parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*self.optimizers, "guard")}
-        for name, tensor in state["optim"].items():
-            kind, _, rest = name.partition(".")
-            parts.setdefault(kind, {})[rest] = tensor
-        for kind, optimizer in self.optimizers.items():
-            optim.load_named_state(optimizer, parts[kind])
-        self.guard.load_state_dict(parts["guard"])
+        optim.spread_state(self.optimizers, self.guard, state["optim"])
         self.data.train.load_state_dict(state["data"])
-
-    def header(self, seed: int, trial: int) -> dict[str, Any]:
-        """The fields of the log's header for this run."""
-        config, rows = self.config, self.data.train.micro_rows
-        settings = asdict(config)
-        return {
-            "track": config.track, "target": config.target, "seed": seed, "trial": trial,
-            "claim": self.claim, "source_sha256": self.source_sha256,
-            "config_sha256": config_hash(settings),
-            "config": settings, "train_tokens": tokens_before(config, config.steps),
-            "data": self.found | {"val_tokens": config.val_tokens},
-            "env": self.env, "checks": self.checks, "world_size": self.machine.world_size,
-            "micro_batch": rows * config.sequence, "grad_accum": self.data.train.rows // rows,
-        }  # fmt: skip
-
-    def where(self, step: int) -> dict[str, Any]:
-        """Shard and token offset from which this step, counted from 1, was read."""
-        return self.data.train.where(step)
-
-    def mfu(self, tokens_per_s: float) -> float | None:
-        """Model FLOPs utilization: share of the peak rate of all ranks, where that is known."""
-        return tokens_per_s * self.model.flops_per_token() / self.peak if self.peak else None
 
 
 # ---- A run
@@ -1030,6 +1153,10 @@ def train(trainer: Trainer, run: Run) -> float:
     tokens = tokens_before(config, run.steps_done)
     run.start_training()
     for step in range(run.steps_done, config.steps):
+        # once: from here on, head and embedding are two
+        if unties(config, step):
+            trainer.untie()
+
         # once in a while: validate, with the clock stopped
         if validates(config, step):
             evaluate(trainer, run, step)
@@ -1043,7 +1170,7 @@ def train(trainer: Trainer, run: Run) -> float:
         run.stepped(
             message, verdict, tokens=tokens,
             lr_mul=learning_rate(config, step), window=windows_at(config, step)["long"],
-            stage=stage_at(config, step),
+            stage=index_at(config, step),
         )  # fmt: skip
 
         # save: when it is time, or the run must end; never while Adam still sums gradients
@@ -1082,7 +1209,7 @@ def make_runs(config: Config) -> int:
                 val_loss = train(trainer, run)
                 with run.pause("probe"):
                     probes = machine.on_main(trainer.probe)
-                if config.track == "tiny" and config.recipe != "adamw" and not off_track(config):
+                if config.track == "tiny" and config.recipe != "adamw" and not trainer.off_track:
                     steps = RECIPES["tiny"]["adamw"]["steps"]
                     machine.say(f"the plain GPT with AdamW takes {steps} steps to the target")
                 run.finish(val_loss, probes)
@@ -1105,7 +1232,7 @@ def set_up(config: Config, machine: Machine) -> Trainer:
         hint = " For more ranks there is --track short." if many else ""
         raise Refused(f"{error}{hint}") from error
     trainer.reset(config.seed)
-    machine.say("\n".join(trainer.facts))
+    machine.say(facts.summary(trainer))
     return trainer
 
 

@@ -6,6 +6,8 @@ that `scripts/record.py make` writes from these: record.json and README.md. Its 
 """
 
 import json
+import math
+import re
 import statistics
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +48,7 @@ STEPS = {"vocab_size": 50257, "bos": 50256, "align": False, "batch_tokens": 524_
          "layers": "steps", "dim": 768, "head_dim": 128, "mlp_ratio": 4, "biases": True,
          "value_embeds": False, "smear": False, "skips": False, "backout": False,
          "x0_mixing": False, "attention_gates": False, "key_offset": False, "bigram_rows": 0,
-         "own_value": False, "stages": "constant"}
+         "own_value": False, "stages": "constant", "softcap": "rsqrt", "attention_scale": 0.12}
 # The sources of the records of 2026-11-21 hold the mlp_ratio as a number, and their settings give
 # the last window in blocks. Only these two may lack what later became a setting.
 FIRST_SOURCES = {"706e244f84b2d81dd40d8cea885e720426aa76d9b7f041e776612e828e590cde",
@@ -111,9 +113,43 @@ class Evidence:
         """What a new record must lower: milliseconds, or tokens on tracks where time is free."""
         return self.median_ms if self.track.in_time else self.tokens
 
+    @cached_property
+    def tier(self) -> str:
+        """The hardware of all runs, such as `8 x 80 GB`; "mixed" if it differs."""
+        tiers = {tier_of(run) for run in self.runs}
+        return tiers.pop() if len(tiers) == 1 else "mixed"
+
+    @property
+    def contest(self) -> str:
+        """A record beats the claims of its contest: times on one tier, tokens on any."""
+        return self.tier if self.track.in_time else ""
+
     @property
     def shown(self) -> bool:
         return self.result.n in self.claim.looks and self.result.p < self.level
+
+
+def is_memory(size: Any) -> bool:
+    return type(size) in (int, float) and 0 < size < 2**20
+
+
+def tier_of(run: Run) -> str:
+    """Ranks and the memory of each one's GPU, or `CPU`; "mixed" if the ranks' memory differs.
+
+    The first logs lack the memory. There the GPU's name may say it, else the name stands for it.
+    """
+    gpu = run.env.get("gpu")
+    if gpu is None:
+        return "CPU"
+    sizes = run.env.get("gpu_memory_gib")
+    named = re.search(r"(\d{1,4}) ?GB", str(gpu))
+    if not sizes and named:
+        sizes = [int(named[1])]
+    # Cards are sold with multiples of 4 GB, of which torch sees up to 3.6 less.
+    cards = {f"{4 * math.ceil(size / 4)} GB" for size in sizes or []} or {str(gpu)}
+    if len(cards) > 1:
+        return "mixed"
+    return f"{run.header.get('world_size')} x {cards.pop()}"
 
 
 def claim_text(claim: Claim) -> str:
@@ -141,6 +177,10 @@ def read_evidence(folder: Path) -> Evidence:
             for name in ("data", "checks", "config"):
                 if not isinstance(run.header.get(name), dict):
                     raise LogError(f"{path}: the header must have {name}, an object")
+            sizes = run.env.get("gpu_memory_gib", [])
+            if not isinstance(sizes, list) or not all(map(is_memory, sizes)):
+                raise LogError(f"{path}: gpu_memory_gib must be a list of GiB, one for each rank, "
+                               f"not {sizes!r:.40}. Restore the log.")
             runs.append(run)
     source = read_source(records_of(folder), claim.source_sha256)
     return Evidence(folder, claim, TRACKS[claim.track], runs, registry, source)

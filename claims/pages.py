@@ -4,9 +4,11 @@ Text from claims and logs is escaped: it cannot pass for a part of the page.
 """
 
 import json
+import math
 import re
 import shlex
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,30 +178,36 @@ def leaderboard(evidences: Sequence[Evidence]) -> str:
 
 
 def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
-    best, rows = records_among(claims), []
+    best, rows, places = records_among(claims), [], Counter[str]()
     for evidence in claims:
         claim, found = evidence.claim, evidence.result
         place = "no record" if evidence.shown else "not shown"
         if evidence in best:
-            place = f"#{best.index(evidence) + 1}"
+            places[evidence.contest] += 1
+            place = f"#{places[evidence.contest]}"
         name = f"[{claim.name}]({track}/{quote(evidence.folder.name)})"
-        rows.append((place, claim.created[:10], name, f"{claim.config['steps']:,}",
+        rows.append((place, claim.created[:10], name, literal(evidence.tier),
+                     f"{claim.config['steps']:,}",
                      f"{evidence.tokens / 1e6:,.3f}", found.n,
                      f"{found.mean:.4f}", f"{found.sd:.4f}", f"{found.p:.2g}",
                      f"{evidence.median_ms / 1000:.1f}"))
     wins = "the shortest time" if TRACKS[track].in_time else "the fewest tokens"
     yield f"## {track}: to {TRACKS[track].target:g} nats per token in {wins}"
-    head = "| record | date | claim | steps | million tokens | n | mean loss | sd | p | median s |"
-    yield table(head, rows)
+    yield table("| record | date | claim | hardware | steps | million tokens "
+                "| n | mean loss | sd | p | median s |", rows)
+    if TRACKS[track].in_time:
+        yield "Places count for each hardware: a claim competes only with claims on the same one."
     yield (f"There are {len(claims)} claims on this track. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
-    yield f"![Loss curves of the claims]({track}/losses.svg)"
+    yield f"![Loss curves: of each recipe the best claim]({track}/losses.svg)"
 
 
 def records_among(claims: Sequence[Evidence]) -> list[Evidence]:
-    """The claims that were shown and beat every claim shown before them."""
-    best: list[Evidence] = []
+    """The claims that were shown and beat every claim of their contest shown before them."""
+    records: list[Evidence] = []
+    best: dict[str, float] = {}
     for evidence in claims:
-        if evidence.shown and (not best or evidence.score < best[-1].score):
-            best.append(evidence)
-    return best
+        if evidence.shown and evidence.score < best.get(evidence.contest, math.inf):
+            best[evidence.contest] = evidence.score
+            records.append(evidence)
+    return records

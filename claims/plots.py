@@ -1,12 +1,13 @@
-"""The picture of a track, as SVG: the loss curves of its claims."""
+"""Pictures, as SVG: the loss curves of a track's claims, the effects of a recipe's pieces."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from claims.runs import Run
+from claims.stats import Difference
 from runtime.errors import Refused
 
 STYLE: Any = {
@@ -19,12 +20,13 @@ STYLE: Any = {
 }
 SMOOTHED = 1 / 10  # of a run: a point of a curve is the mean over so many steps up to it
 POINTS = 200  # of a curve: nobody sees more
+LINEAR = 0.01  # nats: up to here an axis of effects is linear, beyond it logarithmic
 
 
-def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None:
-    """Write the median training loss of each claim's runs, with a band from 5 to 95 % of them.
+def write_picture(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
+    """Write what `draw` draws on its axes; size: width and height in inches.
 
-    The same runs give the same bytes, whatever the user's settings. Refused without matplotlib.
+    The same data gives the same bytes, whatever the user's settings. Refused without matplotlib.
     """
     try:
         from matplotlib import style
@@ -32,9 +34,17 @@ def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None
     except ImportError:
         raise Refused("pictures need matplotlib: pip install -r requirements-dev.txt") from None
     with style.context(STYLE, after_reset=True):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        draw_losses(figure.subplots(), claims, target)
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure.subplots())
         figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+# ---- Loss curves
+
+
+def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None:
+    """Write the median training loss of each claim's runs, with a band from 5 to 95 % of them."""
+    write_picture(path, (8, 4.5), lambda axes: draw_losses(axes, claims, target))
 
 
 def draw_losses(axes: Any, claims: dict[str, list[Run]], target: float) -> None:
@@ -68,3 +78,36 @@ def loss_curves(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
         smooth.append(np.convolve([losses[step] for step in steps], window, "valid"))
     keep = np.unique(np.linspace(0, len(steps) - size, POINTS).round().astype(int))
     return np.array(steps)[size - 1 + keep], np.array(smooth)[:, keep]
+
+
+# ---- Effects
+
+
+def plot_effects(effects: dict[str, Difference], clear: Collection[str], path: Path) -> None:
+    """Write a forest plot: each piece's effect on the loss with its interval, the best at the top.
+
+    clear: the names whose effects are told from 0; the others get a hollow dot.
+    """
+    size = 8, 1.4 + 0.25 * len(effects)
+    write_picture(path, size, lambda axes: draw_effects(axes, effects, clear))
+
+
+def draw_effects(axes: Any, effects: dict[str, Difference], clear: Collection[str]) -> None:
+    names = sorted(effects, key=lambda name: effects[name].mean, reverse=True)
+    axes.set_xscale("symlog", linthresh=LINEAR)  # before anything sets the margins
+    beside = axes.get_yaxis_transform()  # x in widths of the axes
+    for row, name in enumerate(names):
+        effect = effects[name]
+        mean, low, high = np.round([effect.mean, effect.low, effect.high], 4)
+        color, face = ("C0", "C0") if name in clear else ("gray", "white")
+        axes.plot([low, high], [row, row], color=color)
+        axes.plot(mean, row, "o", color=color, markerfacecolor=face)
+        axes.text(1.01, row, f"{mean:+.4f}", transform=beside, va="center", fontsize=8)
+    axes.plot([], [], "o-", color="C0", label="differs from 0")
+    axes.plot([], [], "o-", color="gray", markerfacecolor="white", label="not told from 0")
+    axes.axvline(0, color="black", linestyle="--")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.xaxis.set_major_formatter("{x:g}")  # else formulas, which STYLE does not parse
+    axes.set_xlabel(f"effect on the loss, nats per token (axis linear within {LINEAR:g} of 0)")
+    axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)

@@ -3,7 +3,7 @@
 A row is `sequence` tokens and their targets. A step is `batch_tokens / sequence` rows, the same at
 every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
 of pieces: ranges [start, end) of a shard with `sequence + 1` tokens in all, the last one a target.
-The batch may change in the course of a run.
+The batch and the longest document may change in the course of a run.
 The row rule is that of modded-nanogpt, record 42.
 """
 
@@ -37,7 +37,7 @@ class Order:
     max_document: int  # longer documents are cut to this many tokens
     bos: int  # the token before each document
     align: bool = True  # rows begin with a document; False: contiguous rows
-    # (step, batch_tokens): what it is from this step on
+    # (step, batch_tokens, max_document): what they are from this step on
     changes: Sequence[Sequence[int]] = ()
 
     @property
@@ -47,15 +47,15 @@ class Order:
     def at(self, step: int) -> "Order":
         """Return the order of this step, which counts from 0."""
         now = self
-        for first, batch_tokens in self.changes:
+        for first, batch_tokens, max_document in self.changes:
             if step >= first:
-                now = replace(self, batch_tokens=batch_tokens)
+                now = replace(self, batch_tokens=batch_tokens, max_document=max_document)
         return now
 
     @property
     def each(self) -> list["Order"]:
         """The orders that the steps of a run have."""
-        return [self.at(step) for step in (0, *(first for first, _ in self.changes))]
+        return [self.at(step) for step in (0, *(first for first, *_ in self.changes))]
 
     def rows_of_rank(self, world_size: int) -> int:
         """Return the largest number of rows that divides a rank's rows at every step.
@@ -194,6 +194,10 @@ def _document_starts(row: Row, sequence: int) -> list[int]:
     return starts
 
 
+def _most_documents(rows: list[Row], order: Order) -> int:
+    return max(len(_document_starts(row, order.sequence)) for row in rows)
+
+
 class Plan(NamedTuple):
     """How much the steps of a run read, and where they end."""
 
@@ -210,8 +214,13 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
     end, most = Position(), 0
     for _ in range(steps):
         rows, end = next(walk)
-        for row in rows:
-            most = max(most, len(_document_starts(row, order.sequence)))
+        most = max(most, _most_documents(rows, order))
+    # Warm-up cuts the documents of the first shard as later steps cut others: there may be more.
+    cuts = {each.max_document: each for each in order.each}
+    del cuts[order.at(0).max_document]
+    for each in cuts.values():
+        for rows, _ in _stretch(shards[0], each, 0):
+            most = max(most, _most_documents(rows, order))
     passed = sum(map(len, shards[: end.shard])) + end.offset
     return Plan(passed, sum(map(len, shards)), most, end)
 
@@ -228,7 +237,7 @@ class TrainLoader(Iterator[list[Batch]]):
     ) -> None:
         self._divisor = order.rows_of_rank(world_size)
         self.rows = max(each.rows for each in order.each) // world_size
-        self._order = order
+        self.order = order
         self._max_documents = max_documents
         self._rank, self._world_size = rank, world_size
         self._shards = [Shard(file) for file in files]
@@ -238,17 +247,17 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def split(self, micro_batch: int) -> None:
         """From the next step on, hand out equal micro-batches of at most `micro_batch` tokens."""
-        self.micro_rows = largest_divisor(self._divisor, micro_batch // self._order.sequence)
+        self.micro_rows = largest_divisor(self._divisor, micro_batch // self.order.sequence)
         self._capacity = capacity_for(self.micro_rows, self._max_documents)
         self._seek(self._position)
 
     def reset(self, step: int = 0) -> None:
-        """Go back to the first tokens, with the batch of this step: for warm-up."""
+        """Go back to the first tokens, read in the order of this step: for warm-up."""
         self._seek(Position(step))
 
     def _seek(self, position: Position) -> None:
         self._position = position
-        self._steps = _walk(self._shards, self._order, position)
+        self._steps = _walk(self._shards, self.order, position)
         self._pending: Future | None = None
         self._places: dict[int, dict[str, Any]] = {}  # by step, see `where`
 
@@ -269,7 +278,7 @@ class TrainLoader(Iterator[list[Batch]]):
         return batches, {"shard": shard.path.name, "token_offset": rows[0][0][0]}, end
 
     def _micro_batch(self, shard: Shard, rows: list[Row]) -> Batch:
-        sequence, first = self._order.sequence, rows[0][0][0]
+        sequence, first = self.order.sequence, rows[0][0][0]
         tokens = shard[first : rows[-1][-1][1]]  # one read; one for each piece would be slow
         filled, starts = [], []
         for index, row in enumerate(rows):
@@ -283,8 +292,8 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next step's position and the order, as JSON data equal on all ranks."""
-        order: dict[str, Any] = asdict(self._order)
-        order["changes"] = [list(change) for change in self._order.changes]
+        order: dict[str, Any] = asdict(self.order)
+        order["changes"] = [list(change) for change in self.order.changes]
         for index, shard in enumerate(self._shards):
             order[f"shard {index}"] = f"{shard.path.name} of {len(shard):,} tokens"
         return {"position": self._position._asdict(), "order": order}
@@ -340,8 +349,12 @@ class Data:
     train: TrainLoader
     validation: list[Batch]
     plan: Plan
-    longest: int  # tokens of the longest document in a training row, at most
-    val_longest: int  # the same for this rank's validation rows
+    val_longest: int  # tokens of the longest document in this rank's validation rows
+
+    def longest(self, step: int) -> int:
+        """Return how many tokens a document has at most in a training row of this step."""
+        order = self.train.order.at(step)
+        return min(order.max_document, order.sequence) if order.align else order.sequence
 
     def in_parts(self, val_batch: int, reach: int) -> "Data":
         """Return the data with validation rows in parts; inputs start `reach` tokens earlier."""
@@ -375,7 +388,6 @@ def open_data(
         val_files, order, settings["val_tokens"], settings["val_sequence"], settings["val_batch"],
         rank, world_size,
     )  # fmt: skip
-    longest = min(order.max_document, order.sequence) if order.align else order.sequence
     lengths = [int(batch.cu_seqlens.diff().max()) for batch in validation]
     val_longest = max(lengths, default=settings["val_sequence"])  # a rank may have no rows
-    return Data(train, validation, plan, longest, val_longest)
+    return Data(train, validation, plan, val_longest)

@@ -2,7 +2,7 @@
 
 The logits of a chunk are computed once. As in Liger Kernel (arXiv:2410.10989), the forward pass
 also computes the gradients of x and weight, and the backward pass only scales them. FP8 formats and
-scales are modded-nanogpt's. N tokens, n tokens of a chunk, C model dim, V vocabulary.
+scales are modded-nanogpt's. N tokens, n of a chunk, K targets a token, C model dim, V vocabulary.
 """
 
 import functools
@@ -20,18 +20,22 @@ ROOMY = 60 * 2**30  # bytes of GPU memory above which ROOMY_CHUNK is used
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_LIMIT = torch.finfo(E4M3).max
 WEIGHT_SCALE = 2**-9
-GRADIENT_SCALE = 1 / 448  # a summed loss has gradients in [-1, 1] by its logits
+# A summed loss has gradients in [-1, 1] by its logits, times the sum of a token's weights. E5M2
+# leaves room for a sum of 128.
+GRADIENT_SCALE = 1 / 448
 FP8_MULTIPLE = 16  # FP8 matrix units read rows of whole 16 bytes
 FP8_CAPABILITY = (8, 9)
 
-# (kind, height, width): "sigmoid" is height sigmoid(z / width), "rsqrt" is height z / sqrt(z^2 +
-# width^2). Heights above 70 overflow in exp(height). FP8 needs slopes of at most 1.
-Softcap = tuple[str, float, float]
+# (kind, height, width, shift). With s = z + shift: "sigmoid" is height sigmoid(s / width), "rsqrt"
+# height s / sqrt(s^2 + width^2). Heights above 70 overflow in exp. FP8 needs slopes of at most 1.
+Softcap = tuple[str, float, float, float]
 
 
 def capped(z: Tensor, softcap: Softcap) -> Tensor:
     """The logits z after the soft cap."""
-    kind, height, width = softcap
+    kind, height, width, shift = softcap
+    if shift:  # adding 0 costs eager code a pass, and can change how compiled code rounds
+        z = z + shift
     if kind == "sigmoid":
         return height * torch.sigmoid(z / width)
     return height * z * (z.square() + width**2).rsqrt()
@@ -39,7 +43,7 @@ def capped(z: Tensor, softcap: Softcap) -> Tensor:
 
 def _slope(capped_z: Tensor, softcap: Softcap) -> Tensor:
     """The derivative of `capped` by z, computed from the capped value."""
-    kind, height, width = softcap
+    kind, height, width, _ = softcap
     if kind == "sigmoid":
         return capped_z * (height - capped_z) / (height * width)
     return height / width * (1 - (capped_z / height).square()).clamp(min=0) ** 1.5
@@ -49,19 +53,42 @@ def _summed(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _check(targets: Tensor, weights: Tensor | None) -> None:
+    given = None if weights is None else tuple(weights.shape)
+    if given != (tuple(targets.shape[1:]) or None):
+        raise ValueError(
+            f"targets of shape {tuple(targets.shape)} do not go with weights of shape {given}: "
+            "give targets (N,) and no weights, or targets (N, K) and weights (K,)"
+        )
+
+
 def _cross_entropy(
-    z_nV: Tensor, targets_n: Tensor, softcap: Softcap, gradient: bool
+    z_nV: Tensor, targets: Tensor, weights_K: Tensor | None, softcap: Softcap, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, summed over tokens, and its gradient by z, or None without `gradient`."""
+    """The loss of a chunk, () or (2,), and its gradient by z, or None without `gradient`."""
     y = capped(z_nV.to(_summed(z_nV.dtype)), softcap)
     e = y.exp()  # the cap prevents overflow, so no pass has to find the largest logit
-    total, target = e.sum(-1, keepdim=True), targets_n.unsqueeze(1)
-    loss = (total.log() - y.gather(1, target)).sum()
+    total = e.sum(-1, keepdim=True)
+    if weights_K is None:
+        loss = (total.log() - y.gather(1, targets.unsqueeze(1))).sum()
+    else:
+        loss_nK = (targets >= 0) * (total.log() - y.gather(1, targets.clamp(min=0)))
+        loss = torch.stack([(weights_K * loss_nK).sum(), loss_nK[:, 0].sum()])
     if not gradient:
         return loss, None
     p = e.mul_(total.reciprocal())  # arithmetic bounds this kernel: no divisions
-    hit = torch.arange(p.size(1), device=p.device) == target
-    return loss, torch.where(hit, p - 1, p).mul_(_slope(y, softcap))
+    return loss, _gradient_by_capped(p, targets, weights_K).mul_(_slope(y, softcap))
+
+
+def _gradient_by_capped(p_nV: Tensor, targets: Tensor, weights_K: Tensor | None) -> Tensor:
+    """The gradient by the capped logits, from the softmax p, which is overwritten."""
+    tokens = torch.arange(p_nV.size(1), device=p_nV.device)
+    if weights_K is None:
+        return torch.where(tokens == targets.unsqueeze(1), p_nV - 1, p_nV)
+    dy_nV = p_nV.mul_((weights_K * (targets >= 0)).sum(-1, keepdim=True))
+    for target, weight in zip(targets.split(1, dim=1), weights_K.unbind(), strict=True):
+        dy_nV = torch.where(tokens == target, dy_nV - weight, dy_nV)  # -1 is no token
+    return dy_nV
 
 
 def _quantize(x: Tensor, scale: float) -> Tensor:
@@ -95,13 +122,14 @@ def _operands(
 
 
 def _losses(
-    x_nC: Tensor, targets_n: Tensor, w_VC: Tensor, x_scale: float, softcap: Softcap, gradient: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x_nC: Tensor, targets: Tensor, weights_K: Tensor | None, w_VC: Tensor, x_scale: float,
+    softcap: Softcap, gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Loss of a chunk, and as operands: its tokens, and the gradient by its logits or None."""
     fp8 = w_VC.dtype == E4M3
     a_nC = _quantize(x_nC, x_scale) if fp8 else x_nC
     z_nV = _product(a_nC, w_VC, x_scale * WEIGHT_SCALE, x_nC.dtype, fast=True)
-    loss, dz_nV = _cross_entropy(z_nV, targets_n, softcap, gradient)
+    loss, dz_nV = _cross_entropy(z_nV, targets, weights_K, softcap, gradient)
     if dz_nV is not None:
         dz_nV = (dz_nV / GRADIENT_SCALE).to(E5M2) if fp8 else dz_nV.to(x_nC.dtype)
     return loss, a_nC, dz_nV
@@ -134,22 +162,24 @@ def _chunk_size(device: torch.device, compiled: bool) -> int:
 
 @torch.library.custom_op("speedrun::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, kind: str, height: float, width: float,
-    chunk: int, precision: str, compiled: bool, gradients: bool,
+    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, kind: str, height: float,
+    width: float, shift: float, chunk: int, precision: str, compiled: bool, gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, dx and dweight. Without `gradients` dx and dweight are empty."""
     stages: tuple[Callable, ...] = (_operands, _losses, _gradients, _as_weight)
     operands, losses, gradients_of, as_weight = map(_compiled, stages) if compiled else stages
-    chunk, softcap = chunk or _chunk_size(x.device, compiled), (kind, height, width)
+    softcap = kind, height, width, shift
+    chunk = chunk or _chunk_size(x.device, compiled)
     x_scale = x.size(1) ** 0.5 / E4M3_LIMIT  # after an RMS norm no element exceeds sqrt(C)
-    loss, dx, dw_CV = x.new_zeros((), dtype=_summed(x.dtype)), [], None
+    loss = x.new_zeros(() if weights is None else 2, dtype=_summed(x.dtype))
+    dx, dw_CV = [], None
     # Trap: the model's graph calls this with other dispatch keys in its first run than later.
     # Without the guard each stage would be compiled for both, which costs 0.6 s in the second step
     # (CPU, code in the cache) and uses up twice as many of the 8 graphs that torch allows.
     with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
         w_VC, w_CV = operands(weight, x.dtype, precision, gradients)
-        for x_nC, targets_n in zip(x.split(chunk), targets.split(chunk), strict=True):
-            loss_n, a_nC, dz_nV = losses(x_nC, targets_n, w_VC, x_scale, softcap, gradients)
+        for x_nC, part in zip(x.split(chunk), targets.split(chunk), strict=True):
+            loss_n, a_nC, dz_nV = losses(x_nC, part, weights, w_VC, x_scale, softcap, gradients)
             loss += loss_n
             if gradients:
                 dx_nC, dw_CV = gradients_of(a_nC, dz_nV, w_CV, dw_CV, x_scale, x.dtype)
@@ -161,9 +191,10 @@ def _linear_cross_entropy(
 
 
 @_linear_cross_entropy.register_fake
-def _(x, weight, targets, kind, height, width, chunk, precision, compiled, gradients):
-    dx, dweight = (y.new_empty(y.shape if gradients else 0) for y in (x, weight))
-    return x.new_empty((), dtype=_summed(x.dtype)), dx, dweight
+def _(x, weight, targets, weights, *options):
+    *_, gradients = options
+    loss = x.new_empty(() if weights is None else 2, dtype=_summed(x.dtype))
+    return loss, *(y.new_empty(y.shape if gradients else 0) for y in (x, weight))
 
 
 def _save(ctx, inputs, output):
@@ -174,40 +205,59 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad, *_):
     dx, dweight = ctx.saved_tensors
-    return grad * dx, grad * dweight, *[None] * 8
+    if grad.dim():
+        grad = grad[0]  # the second loss is only for the log
+    return grad * dx, grad * dweight, *[None] * 10
 
 
 _linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, softcap: Softcap, chunk: int = 0,
-    precision: str = "plain",
+    x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None, *,
+    softcap: Softcap, chunk: int = 0, precision: str = "plain",
 ) -> Tensor:  # fmt: skip
     """Cross entropy of capped(x weight^T), summed over tokens: () float32, or float64 if x is.
 
     x: (N, C); for FP8 it must be bf16 and come from an RMS norm. weight: (V, C), cast to x's dtype.
-    targets: (N,) int64. chunk: tokens; 0: chosen by memory. precision: "plain", or "fp8" if
-    `fp8_obstacle` returns None.
+    targets: (N,) int64; or (N, K), -1 for no target, with weights (K,) float32. The loss is then
+    (2,): the weighted sum over all targets, to train on, and the plain sum over column 0, which has
+    no gradient, to log. weights gets no gradient. chunk: tokens; 0: chosen by memory. precision:
+    "plain", or "fp8" if `fp8_obstacle` returns None. ValueError if weights do not fit targets.
     """
+    _check(targets, weights)
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     options = chunk, precision, torch.compiler.is_compiling(), gradients
-    return _linear_cross_entropy(x, weight, targets, *softcap, *options)[0]
+    return _linear_cross_entropy(x, weight, targets, weights, *softcap, *options)[0]
+
+
+def _weighted(logits_nV: Tensor, targets_nK: Tensor, weights_K: Tensor) -> Tensor:
+    """The two losses of a chunk, (2,)."""
+    log_p, losses = F.log_softmax(logits_nV, -1), []
+    for target in targets_nK.unbind(1):
+        losses.append(F.nll_loss(log_p, target, ignore_index=-1, reduction="sum"))
+    return torch.stack([(torch.stack(losses) * weights_K.detach()).sum(), losses[0].detach()])
 
 
 def plain_cross_entropy(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: Softcap,
-    reduction: str = "sum",
+    reduction: str = "sum", weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The same loss by autograd, which keeps all logits. bias: (V,) or None.
 
-    reduction: "sum", or "none" for the loss of each token, (N,) float32, in eager code.
+    reduction: "sum", or without weights "none": each token's loss, (N,) float32, in eager code.
     """
+    _check(targets, weights)
+    if weights is not None and reduction != "sum":
+        raise ValueError(f'reduction "{reduction}" takes no weights: use "sum"')
     losses, chunk = [], PLAIN_CHUNK if reduction == "sum" else EAGER_CHUNK
     for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
         logits = capped(F.linear(part, weight, bias).float(), softcap)
-        losses.append(F.cross_entropy(logits, target, reduction=reduction))
-    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
+        if weights is None:
+            losses.append(F.cross_entropy(logits, target, reduction=reduction))
+        else:
+            losses.append(_weighted(logits, target, weights))
+    return torch.stack(losses).sum(0) if reduction == "sum" else torch.cat(losses)
 
 
 def fp8_obstacle(device: torch.device, dtype: torch.dtype, dim: int, vocab: int) -> str | None:

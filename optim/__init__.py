@@ -5,9 +5,16 @@ from .groups import Row, build_optimizers
 from .guards import Guard, Skip
 from .muon import Muon, NorMuon
 from .spikes import SpikeRule
-from .state import load_named_state, named_state, reset
+from .state import (
+    copy_state,
+    gather_state,
+    load_named_state,
+    named_state,
+    reset,
+    spread_state,
+)
 
 __all__ = [
     "Adam", "Guard", "Muon", "NorMuon", "Row", "Skip", "SpikeRule", "build_optimizers",
-    "load_named_state", "named_state", "reset",
+    "copy_state", "gather_state", "load_named_state", "named_state", "reset", "spread_state",
 ]  # fmt: skip

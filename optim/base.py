@@ -23,7 +23,7 @@ class State(NamedTuple):
     """One state tensor of a parameter: its whole shape, and its shape for each stacked matrix."""
 
     shape: tuple[int, ...]
-    each: tuple[int, ...] | None  # None: as the matrix itself
+    each: tuple[int, ...] | None  # None: as the matrix itself, -1: as this side of the matrix
     dtype: torch.dtype
 
 
@@ -178,12 +178,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _cut(self, number: int, param: Tensor) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
             return []
-        group, parts, start = self._group_of[param], [], 0
+        group, parts, start, index = self._group_of[param], [], 0, 0
         for shape in self._cuts(param, group, self.team.size):
             # The rate depends on the stored shape, so a bucket holds parameters of one shape.
             key = (shape, tuple(param.shape), id(group))
-            parts.append(Part(param, number, start, shape, key))
+            parts.append(Part(param, number, start, index, shape, key))
             start += math.prod(shape)
+            index += shape[0]
         return parts
 
     def _share(self, parts: list[Part]) -> None:
@@ -206,7 +207,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             param, (each, *rest) = members[0].param, members[0].shape
             state = {}
             for name, kind in self._states(param, self._group_of[param]).items():
-                shape = (each * len(members), *(rest if kind.each is None else kind.each))
+                sides = zip(kind.each or rest, rest, strict=True)
+                shape = (each * len(members), *(side if own < 0 else own for own, side in sides))
                 state[name] = torch.zeros(shape, dtype=kind.dtype, device=param.device)
             buckets.append(Bucket(members, self._group_of[param], state))
             for index, part in enumerate(members):

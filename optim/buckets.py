@@ -51,6 +51,7 @@ class Part:
     param: Tensor
     number: int  # of the parameter in its optimizer
     start: int
+    index: int  # matrices of the parameter before this part
     shape: tuple[int, ...]
     key: Hashable  # parts with one key share a bucket
 
@@ -62,11 +63,14 @@ class Part:
     def cut(self, whole: Tensor) -> Tensor:
         """This part of the parameter, of its gradient, or of one of its state tensors, as a view.
 
-        A smaller state tensor, such as one number a row, is cut in proportion.
+        A smaller state tensor holds its share of each matrix in turn, (matrices, ., .), or is cut
+        in proportion.
         """
         if whole.ndim == 0 and self.param.ndim:
             return whole.view(1)
         total = self.param.numel()
+        if whole.ndim == 3 and whole.numel() < total:
+            return whole[self.index : self.index + self.shape[0]]
         begin, length = (n * whole.numel() // total for n in (self.start, self.numel))
         part = whole.reshape(-1)[begin : begin + length]
         return part.view(self.shape) if length == self.numel else part

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,8 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "rms": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,  # Liu et al., arXiv:2502.16982
 }
 
+# How many equal matrices are packed in one, or the rows of each; None: one matrix.
+Split = int | tuple[int, ...] | None
 
 # ---- The methods, on stacks (k, rows, cols). tests/reference.py has them for one matrix.
 
@@ -58,12 +61,27 @@ def normuon(
     return descend(weights, direction * factor, decay, cautious), momentum, variance
 
 
-def matrix_shape(shape: torch.Size, split: int | None) -> tuple[int, int, int]:
-    """How a parameter's memory is viewed: (matrices, rows, cols). split cuts the longer side."""
+def matrix_shapes(shape: torch.Size, split: Split) -> list[tuple[int, int, int]]:
+    """How a parameter's memory is viewed: stacks of equal matrices (matrices, rows, cols)."""
     *batch, rows, cols = shape
+    stacks, short = math.prod(batch), min(rows, cols)
+    if isinstance(split, tuple):
+        runs = [(len(list(run)), height, short) for height, run in groupby(split)]
+        return runs * stacks or [(0, split[0], short)]
     split = split or 1
-    count = math.prod(batch) * split
-    return (count, rows, cols // split) if cols >= rows else (count, rows // split, cols)
+    if cols >= rows:
+        return [(stacks * split, rows, cols // split)]
+    return [(stacks * split, rows // split, cols)]
+
+
+def require_split(split: Split, long: int, name: str) -> None:
+    """ValueError unless the parts make up the longer side of the parameter called `name`."""
+    side = f"{long}, the longer side of parameter {name}"
+    if isinstance(split, tuple):
+        if not all(type(rows) is int and rows > 0 for rows in split) or sum(split) != long:
+            raise ValueError(f"split must hold positive rows that add up to {side}, got {split}")
+    elif split is not None and (type(split) is not int or split < 1 or long % split):
+        raise ValueError(f"split must divide {side}, or be a tuple of rows, got {split!r}")
 
 
 class Muon(ShardedOptimizer):
@@ -71,10 +89,14 @@ class Muon(ShardedOptimizer):
 
     For hidden weights (rows, cols) or stacks of them (k, rows, cols); give embeddings, heads, gains
     and biases to Adam. Group keys: lr, lr_mul, momentum, weight_decay, wd_mul, method and backend
-    (see `choose`), split (number of matrices packed in one: 4 for Q, K, V, O as (C, 4C)). scale:
-    "spectral" or "rms". cautious: no decay where it works against the step. dtype of the products;
-    None: bf16 where native. State, on the owning rank only: momentum, shaped as the parameter.
-    ValueError for an impossible setting or a backend that cannot run.
+    (see `choose`), split (matrices packed in one, below). scale: "spectral" or "rms". cautious: no
+    decay where it works against the step. dtype of the products; None: bf16 where native. State,
+    on the owning rank only: momentum, shaped as the parameter. ValueError for an impossible setting
+    or a backend that cannot run.
+
+    split is the number of equal matrices, 4 for Q, K, V, O as (C, 4C), or a tuple of their rows.
+    For the tuple the memory is read in rows as long as the shorter side: with six heads,
+    (C // 3,) * 6 + (C, C) takes Q and K by pairs of heads, V and O whole.
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "momentum": (0, 1)}
@@ -89,7 +111,7 @@ class Muon(ShardedOptimizer):
         nesterov: bool = True,
         weight_decay: float = 0.0,
         scale: str = "spectral",
-        split: int | None = None,
+        split: Split = None,
         method: str = "polar_express",
         backend: str = "auto",
         dtype: torch.dtype | None = None,
@@ -108,22 +130,21 @@ class Muon(ShardedOptimizer):
         if param.ndim not in (2, 3):
             what = f"parameter {name} has shape {tuple(param.shape)}"
             raise ValueError(f"{what}, Muon needs (rows, cols) or (k, rows, cols); give it to Adam")
-        split, long = group["split"], max(param.shape[-2:])
-        if split is not None and (split < 1 or long % split):
-            side = f"{long}, the longer side of parameter {name}"
-            raise ValueError(f"split must divide {side}, got {split!r}")
-        self._choice(param, group)
+        require_split(group["split"], max(param.shape[-2:]), name)
+        for _, rows, cols in matrix_shapes(param.shape, group["split"]):
+            self._choice(param, group, rows, cols)
 
-    def _choice(self, param: Tensor, group: dict[str, Any]) -> Choice:
-        _, rows, cols = matrix_shape(param.shape, group["split"])
+    def _choice(self, param: Tensor, group: dict[str, Any], rows: int, cols: int) -> Choice:
         dtype = self.dtype or native_dtype(param.device)
         short, long = min(rows, cols), max(rows, cols)
         return choose(short, long, group["method"], dtype, param.device, group["backend"])
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         # Several ranks can share the matrices of a parameter. One rank alone handles fewer tensors.
-        count, rows, cols = matrix_shape(param.shape, group["split"])
-        return [(count, rows, cols)] if ranks == 1 else [(1, rows, cols)] * count
+        cuts: list[tuple[int, ...]] = []
+        for count, rows, cols in matrix_shapes(param.shape, group["split"]):
+            cuts += [(count, rows, cols)] if ranks == 1 else [(1, rows, cols)] * count
+        return cuts
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
         return {"momentum": State(param.shape, None, param.dtype)}
@@ -132,7 +153,7 @@ class Muon(ShardedOptimizer):
         group = bucket.group
         scale = SCALES[self.scale](*bucket.param.shape[-2:])
         rates = {"rate": group["lr"] * group["lr_mul"] * scale, "beta": group["momentum"]}
-        choice = self._choice(bucket.param, group)
+        choice = self._choice(bucket.param, group, *bucket.shape[1:])
         fixed = {"nesterov": self.nesterov, "cautious": self.cautious, "choice": choice}
         return muon, fixed, rates | decay_of(group)
 
@@ -140,12 +161,12 @@ class Muon(ShardedOptimizer):
         """The line of `ShardedOptimizer`, then one a shape: method, backend, dtype."""
         lines = [super().describe()]
         for param, group in self._group_of.items():
-            _, rows, cols = matrix_shape(param.shape, group["split"])
-            choice = self._choice(param, group)
-            products = f"{choice.backend} products in {choice.dtype}"
-            line = f"{rows} x {cols}: {choice.method}, {products}"
-            if line not in lines:
-                lines.append(line)
+            for _, rows, cols in matrix_shapes(param.shape, group["split"]):
+                choice = self._choice(param, group, rows, cols)
+                products = f"{choice.backend} products in {choice.dtype}"
+                line = f"{rows} x {cols}: {choice.method}, {products}"
+                if line not in lines:
+                    lines.append(line)
         return "\n".join(lines)
 
 
@@ -156,7 +177,8 @@ class NorMuon(Muon):
     cols, else for each column; in the paper, always for each row. beta2, also a group key: weight
     of the past. There is no bias correction: when gradients return to a row after a pause, its step
     is 1 / sqrt(1 - beta2) times as long. The rest is Muon's.
-    State besides momentum: variance, (matrices, rows, 1) or (matrices, 1, cols).
+    State besides momentum: variance, (matrices, rows, 1) or (matrices, 1, cols); (all rows, 1) if
+    split says the rows of each matrix.
     """
 
     RANGES: ClassVar = {**Muon.RANGES, "beta2": (0, 1)}
@@ -166,9 +188,15 @@ class NorMuon(Muon):
         super().__init__(params, lr, **options)
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        count, rows, cols = matrix_shape(param.shape, group["split"])
-        each = (rows, 1) if mean_axis(param) == -1 else (1, cols)
-        variance = State((count, *each), each, param.dtype)
+        shapes = matrix_shapes(param.shape, group["split"])
+        count = sum(matrices for matrices, _, _ in shapes)
+        _, rows, cols = shapes[0]
+        variance = State((count, 1, cols), (1, -1), param.dtype)
+        if mean_axis(param) == -1:
+            whole: tuple[int, ...] = (count, rows, 1)
+            if isinstance(group["split"], tuple):
+                whole = (sum(matrices * height for matrices, height, _ in shapes), 1)
+            variance = State(whole, (-1, 1), param.dtype)
         return {**super()._states(param, group), "variance": variance}
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:

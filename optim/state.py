@@ -63,3 +63,39 @@ def reset(optimizer: Any) -> None:
         optimizer.state.clear()
     for group in optimizer.param_groups:
         group["lr"] = group.get("initial_lr", group["lr"])
+
+
+def copy_state(optimizer: Any, source: str, target: str) -> None:
+    """Give the parameter named `target` a copy of the state of the one named `source`. Collective.
+
+    Their shapes must be equal.
+    """
+    state = dict(named_state(optimizer))
+    copies = {}
+    for key, tensor in state.items():
+        name, _, kind = key.rpartition(".")
+        if name == source:
+            copies[f"{target}.{kind}"] = tensor
+    load_named_state(optimizer, state | copies)
+
+
+def gather_state(optimizers: Mapping[str, Any], guard: Any) -> dict[str, Tensor]:
+    """The state of all optimizers and their guard, on the host of rank 0. Collective."""
+    state = {}
+    for kind, optimizer in optimizers.items():
+        for name, part in named_state(optimizer, rank=0):
+            state[f"{kind}.{name}"] = part.cpu()
+    for name, part in guard.state_dict().items():
+        state[f"guard.{name}"] = part.cpu()
+    return state
+
+
+def spread_state(optimizers: Mapping[str, Any], guard: Any, state: Mapping[str, Tensor]) -> None:
+    """Load a `gather_state` of any number of ranks. ValueError for an unknown parameter."""
+    parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*optimizers, "guard")}
+    for name, tensor in state.items():
+        kind, _, rest = name.partition(".")
+        parts.setdefault(kind, {})[rest] = tensor
+    for kind, optimizer in optimizers.items():
+        load_named_state(optimizer, parts[kind])
+    guard.load_state_dict(parts["guard"])

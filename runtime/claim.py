@@ -11,7 +11,20 @@ from typing import Any, get_args, get_origin
 from runtime.errors import ClaimError
 from runtime.jsonl import json_hash, read_regular
 from runtime.log import config_hash, source_hash
+from runtime.settings import as_text
 
+# What a claim on a track may not change, beside its data. On `tiny` stages may use smaller batches;
+# windows of training steps, lookup tables, gates and scalars are free.
+SHAPE = ("layers", "dim", "head_dim", "mlp_ratio")
+VALIDATED = ("target", "vocab_size", "bos", "align", "val_tokens", "val_sequence", "val_window")
+FIXED = {
+    "tiny": (*VALIDATED, *SHAPE, "batch_tokens"),
+    "steps": (
+        *VALIDATED, *SHAPE, "batch_tokens", "sequence", "window_block", "stages", "biases",
+        "softcap", "attention_scale", "value_embeds", "smear", "skips", "backout", "x0_mixing",
+        "attention_gates", "key_offset", "bigram_rows", "own_value",
+    ),
+}  # fmt: skip
 SCHEMA = 1
 LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may agree by chance
 MOST_BYTES = 2**20
@@ -109,6 +122,20 @@ def _rules(claim: Claim) -> list[tuple[bool, str]]:
         (re.fullmatch(NAME, claim.name) is not None, f"name {claim.name!r} must be a CamelName"),
         (claim.about.isprintable(), "about must be one line of text"),
     ]  # fmt: skip
+
+
+def off_track(config: Any, track: dict[str, Any]) -> list[str]:
+    """For each setting that the track fixes and that differs here: what it is and should be.
+
+    track: the preset of the track; other settings have their defaults.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    found = []
+    for name in FIXED.get(config.track, ()):
+        value, due = getattr(config, name), (defaults | track)[name]
+        if value != due:
+            found.append(f"{name} is {as_text(value)}, the track has {as_text(due)}")
+    return found
 
 
 def admit(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:

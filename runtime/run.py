@@ -36,10 +36,10 @@ class Trainer(Protocol):
     guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None
 
     def header(self, seed: int, trial: int) -> dict[str, Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...  # model, optim, data: copies on rank 0's host
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
     def where(self, step: int) -> dict[str, Any]: ...  # shard and token_offset of its batch
     def mfu(self, tokens_per_s: float) -> float | None: ...
+    def state_dict(self) -> dict[str, Any]: ...  # model, optim, data: copies on rank 0's host
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Run(contextlib.AbstractContextManager):
@@ -212,13 +212,14 @@ class Run(contextlib.AbstractContextManager):
         step, steps = event["step"], self._config.steps
         seconds = event["train_time_ms"] / 1000
         rate = event["tokens"] / seconds
+        left = self._header["train_tokens"] - event["tokens"]
         used = self.trainer.mfu(rate)
         mfu = "" if used is None else f"MFU {used:.2f} | "
         return (
             f"step {step}/{steps} {step / steps:4.0%} | train loss {loss:.4f} | "
             f"lr x{event['lr_mul']:.3f} | window {event['window']} | {rate:,.0f} tok/s | "
             f"{mfu}{seconds:.1f} s | "
-            f"ETA {seconds / step * (steps - step):.0f} s"
+            f"ETA {left / rate:.0f} s"
         )
 
     def validated(self, step: int, val_loss: float) -> None:

@@ -109,9 +109,17 @@ def int_or_auto(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
+def number_or_auto(text: str) -> float | None:
+    return None if text == "auto" else float(text)
+
+
 def two_numbers(text: str) -> tuple[float, float]:
     first, second = text.split(",")
     return float(first), float(second)
+
+
+def two_numbers_or_auto(text: str) -> tuple[float, float] | None:
+    return None if text == "auto" else two_numbers(text)
 
 
 # What argparse needs to know of a flag, by the type of its field.
@@ -121,7 +129,9 @@ FLAGS: dict[Any, dict[str, Any]] = {
     float: {"type": float, "metavar": "X"},
     str: {"type": str, "metavar": "TEXT"},
     int | None: {"type": int_or_auto, "metavar": "auto|N"},
+    float | None: {"type": number_or_auto, "metavar": "auto|X"},
     tuple[float, float]: {"type": two_numbers, "metavar": "X,X"},
+    tuple[float, float] | None: {"type": two_numbers_or_auto, "metavar": "auto|X,X"},
 }
 
 

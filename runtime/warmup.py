@@ -42,8 +42,10 @@ def warm_up(trainer: Any, clock: Clock) -> None:
 def find_micro_batch(trainer: Any, loss: Any) -> None:
     """With --micro-batch auto, halve the micro-batch until the largest batches fit in memory."""
     trainer.loss = loss
+    step = max((first for first, *_ in trainer.changes), key=trainer.data.longest)
+    trainer.enter(step)
     data, sequence = trainer.data, trainer.config.sequence
-    while not fits(partial(try_largest_batches, trainer), trainer.machine):
+    while not fits(partial(try_largest_batches, trainer, step), trainer.machine):
         tokens = data.train.micro_rows * sequence
         if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
             raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
@@ -51,13 +53,12 @@ def find_micro_batch(trainer: Any, loss: Any) -> None:
         data.train.split(tokens // 2)
 
 
-def try_largest_batches(trainer: Any) -> None:
+def try_largest_batches(trainer: Any, step: int) -> None:
     """Run what needs most memory: a micro-batch with gradients present, and a validation batch."""
-    trainer.enter(0)
-    trainer.data.train.reset()
+    trainer.data.train.reset(step)
     batch = next(trainer.data.train)[0]
     for _ in range(2):
-        trainer.batch_loss(batch, trainer.data.longest).backward()
+        trainer.train_loss(batch, step)[0].backward()
     with torch.no_grad():
         largest = max(trainer.data.validation, key=lambda batch: batch.inputs.numel(), default=None)
         if largest is not None:
@@ -68,10 +69,14 @@ def rehearse(trainer: Any) -> None:
     """Take steps of every stage and validate batches of every shape: all graphs compile here."""
     config = trainer.config
     take_steps(trainer, 0, 2 * config.adam_every)  # some gradients are 0 until the head has moved
-    for first in trainer.first_steps:
+    heads = {}  # a step with the head tied, and one without
+    for first, *_ in trainer.changes:
         take_steps(trainer, first, 1)
+        heads[trainer.model.tied] = first
+    heads[trainer.model.tied] = config.steps
     shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
-    trainer.validate(config.steps, list(shapes.values()))
+    for step in heads.values():
+        trainer.validate(step, list(shapes.values()))
     trainer.machine.on_main(trainer.probe)
 
 
@@ -103,7 +108,8 @@ def dry_run(trainer: Any, clock: Clock, validations: int) -> int:
     """Time real steps of each stage and say what a run would take. Returns 0: go, 2: no-go."""
     config, together = trainer.config, 3 * trainer.config.adam_every
     stages: dict[str, tuple[int, float]] = {}
-    for index, (first, end) in enumerate(pairwise([*trainer.first_steps, config.steps])):
+    firsts = [first for first, *_ in trainer.changes]
+    for index, (first, end) in enumerate(pairwise([*firsts, config.steps])):
         with clock.phase("train", timed=True):
             take_steps(trainer, first, together)
         stages[f"stage {index}"] = (end - first, clock.phases[-1].ms / together)

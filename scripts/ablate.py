@@ -4,21 +4,26 @@
     python scripts/ablate.py --arms no_smear -- --steps 200  one arm, with flags of train_gpt.py
     python scripts/ablate.py --report                        only print the table of the logs
 
-The logs go to OUT/runs/ARM; the table is made from them alone, in Markdown. Exit code: 0 done, 1 a
-run failed, 2 bad input, 130 or 143 interrupted.
+The logs go to OUT/runs/ARM; the tables are made from them alone, in Markdown. --pieces
+records/ablations/pieces.json adds what others claim of each piece, --figure effects.svg a picture.
+Exit code: 0 done, 1 a run failed, 2 bad input, 130 or 143 interrupted.
 """
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
+from claims.pages import table
+from claims.plots import plot_effects
 from claims.runlog import read_run
 from claims.runs import Run
-from claims.stats import holm, paired
+from claims.stats import NAN, Difference, holm, paired
 from runtime.log import config_hash, source_hash
 from scripts.command import ask_trainer, command, make_parser, run_child, start, whole_numbers
 
@@ -43,7 +48,25 @@ ARMS = {
     "half_cooldown": "--cooldown 0.5",
     "rising_momentum": "--momentum 0.85,0.95",
     "muon": "--optimizer muon",
+    "cautious_decay": "--cautious on --matrix-wd 1.2 --adam-wd 0.005",
+    "residual_multiplier": "--x0-mixing on --stream-init 1.1",
+    "growing_batch": "--stages growing",
+    "tied_head": "--stages tied",
+    "vector_betas": "--vector-betas 0.9,0.99",
+    "multi_token": "--stages ahead",
+    "shifted_softcap": "--softcap shifted",
+    "value_gates": "--value-gates on",
+    "gates_under_adam": "--gates adam",
+    "paired_heads": "--paired-heads on",
+    "learning_rate_floor": "--final-lr 0.15",
+    "short_documents": "--stages short_documents",
+    "cached_attention_input": "--cached-input on",
+    "head_pairs": "--head-pairs on",
+    "signs": "--bigram-signs on",
+    "prefixes": "--stages prefix --prefixes on",
 }
+# These arms leave a piece out (muon: what NorMuon adds); the others put one in.
+LEAVE_OUT = {"muon"} | {arm for arm in ARMS if arm.startswith("no_")}
 OFFSET = "--key-offset on --tie-keys on"
 # How much of the gain belongs to the optimizer, and how much to the model? Only run by name.
 CONTROLS = {
@@ -58,11 +81,16 @@ CONTROLS = {
     "torch_adamw_offset": f"--recipe adamw --optimizer torch_adamw {OFFSET}",
 }
 FLAGS = ARMS | CONTROLS
-HEAD = "| arm | flags | pairs | difference | 95 % interval | diverged | Holm p |\n|-|-|-|-|-|-|-|"
+HEAD = "| arm | flags | pairs | difference | 95 % interval | diverged | Holm p |"
 READING = """\
 Difference: loss of the arm minus that of the baseline on the same seed, nats per token; positive
 where the recipe's choice helps. Interval: two-sided 95 % of its mean (paired t). Holm p: adjusted
 for all arms of the table. With few seeds this is a screening: confirm with fresh seeds."""
+LEVEL = 0.05
+PIECES = "| piece | claim | pairs | effect | 95 % interval | diverged | Holm p | elsewhere | here |"
+PIECES_READING = """\
+Effect: loss with the piece minus loss without it on the same seed, nats per token; negative where
+the piece helps. The other columns are those of the first table; "here" goes by Holm p < 0.05."""
 
 
 def read_arm(out: Path, arm: str) -> dict[int, Run]:
@@ -75,37 +103,94 @@ def read_arm(out: Path, arm: str) -> dict[int, Run]:
     return runs
 
 
-def report(out: Path) -> str:
-    """The table of all arms that have runs, in Markdown."""
-    base = read_arm(out, BASELINE)
-    if not base:
-        raise ValueError(f"{out} has no finished run of the baseline: run one, or name an --out")
-    sources = {str(run.source) for run in base.values()}
-    tests, counts = {}, {}
-    for arm in FLAGS:
-        runs = {} if arm == BASELINE else read_arm(out, arm)
+class Effect(NamedTuple):
+    """What an arm changes against the baseline."""
+
+    difference: Difference  # of the last validation losses on the same seeds, nats per token
+    pairs: int
+    diverged: int
+    p: float = NAN  # adjusted for all arms; NaN if the pairs are too few
+
+    def cells(self) -> list[str]:
+        mean, _, low, high = self.difference
+        interval = f"{low:+.4f} to {high:+.4f}"
+        p = "" if math.isnan(self.p) else f"{self.p:.2g}"
+        return [str(self.pairs), f"{mean:+.4f}", interval, str(self.diverged), p]
+
+
+def measure(arms: dict[str, dict[int, Run]], having: bool = False) -> dict[str, Effect]:
+    """The effect of each arm that ran. having: of the piece, also where the arm leaves it out."""
+    base, effects = arms[BASELINE], {}
+    for arm, runs in arms.items():
+        if arm == BASELINE or not runs:
+            continue
         complete = [seed for seed, run in runs.items() if run.complete]
         pairs = [seed for seed in complete if seed in base and base[seed].complete]
-        sources |= {str(run.source) for run in runs.values()}
-        if runs:
-            tests[arm] = paired(last_losses(runs, pairs), last_losses(base, pairs))
-            counts[arm] = len(pairs), len(runs) - len(complete)
-    ps = {arm: test.p_two_sided for arm, test in tests.items()}
+        new, old = ([of[seed].validations[-1].loss for seed in pairs] for of in (runs, base))
+        if having and arm in LEAVE_OUT:
+            new, old = old, new
+        effects[arm] = Effect(paired(new, old), len(pairs), len(runs) - len(complete))
+    ps = {arm: effect.difference.p_two_sided for arm, effect in effects.items()}
     adjusted = holm({arm: p for arm, p in ps.items() if not math.isnan(p)})
-    lines = [f"{len(base)} seeds of the baseline: {', '.join(map(str, sorted(base)))}", ""]
-    lines += [*[f"- source {source}" for source in sorted(sources)], "", HEAD]
-    for arm, test in tests.items():
-        pair_count, diverged = counts[arm]
-        p = f"{adjusted[arm]:.2g}" if arm in adjusted else ""
-        lines.append(
-            f"| {arm} | `{FLAGS[arm]}` | {pair_count} | {test.mean:+.4f} "
-            f"| {test.low:+.4f} to {test.high:+.4f} | {diverged} | {p} |"
-        )
-    return "\n".join([*lines, "", READING])
+    return {arm: effect._replace(p=adjusted.get(arm, NAN)) for arm, effect in effects.items()}
 
 
-def last_losses(runs: dict[int, Run], seeds: list[int]) -> list[float]:
-    return [runs[seed].validations[-1].loss for seed in seeds]
+def report(arms: dict[str, dict[int, Run]]) -> str:
+    """The table of all arms that have runs, in Markdown."""
+    seeds = sorted(arms[BASELINE])
+    sources = {str(run.source) for runs in arms.values() for run in runs.values()}
+    lines = [f"{len(seeds)} seeds of the baseline: {', '.join(map(str, seeds))}", ""]
+    lines += [*[f"- source {source}" for source in sorted(sources)], ""]
+    rows = [[arm, f"`{FLAGS[arm]}`", *effect.cells()] for arm, effect in measure(arms).items()]
+    return "\n".join([*lines, table(HEAD, rows), "", READING])
+
+
+# ---- Pieces
+
+
+class Piece(NamedTuple):
+    """A piece of the recipe, as the public knows it."""
+
+    piece: str  # what it is
+    claim: str  # where it comes from, and what it is said to save
+    elsewhere: str  # what others found for or against it
+    size: str  # why a small model cannot show it
+
+
+def read_pieces(path: Path) -> dict[str, Piece]:
+    """The pieces by the names of their arms. ValueError for other fields than those of Piece."""
+    pieces = {}
+    for arm, fields in json.loads(path.read_text(encoding="utf-8")).items():
+        if set(fields) != set(Piece._fields):
+            raise ValueError(f"{path}: give {arm} the fields {', '.join(Piece._fields)}")
+        pieces[arm] = Piece(**fields)
+    return pieces
+
+
+def report_pieces(pieces: dict[str, Piece], effects: dict[str, Effect]) -> str:
+    """The table of all pieces, in Markdown. effects: of having them."""
+    rows = []
+    for arm, piece in pieces.items():
+        effect = effects.get(arm)
+        cells = effect.cells() if effect else [""] * 5
+        rows.append([piece.piece, piece.claim, *cells, piece.elsewhere, verdict(piece, effect)])
+    return "\n".join([table(PIECES, rows), "", PIECES_READING])
+
+
+def verdict(piece: Piece, effect: Effect | None) -> str:
+    if effect and effect.p < LEVEL:
+        return "helps here" if effect.difference.mean < 0 else "hurts here"
+    if piece.size:
+        return f"cannot show at this size: {piece.size}"
+    return "not distinguishable here" if effect else "not tried"
+
+
+def draw_pieces(pieces: dict[str, Piece], effects: dict[str, Effect], path: Path) -> None:
+    """Write the forest plot of the pieces that have two pairs of runs."""
+    named = {piece.piece: effects[arm] for arm, piece in pieces.items() if arm in effects}
+    shown = {name: effect.difference for name, effect in named.items() if effect.pairs > 1}
+    clear = {name for name, effect in named.items() if effect.p < LEVEL}
+    plot_effects(shown, clear, path)
 
 
 # ---- Runs
@@ -141,10 +226,23 @@ def main(argv: Sequence[str]) -> int:
     add("--seeds", type=whole_numbers, default=[0, 1, 2, 3], help="(%(default)s)")
     add("--arms", nargs="+", choices=FLAGS, default=list(ARMS), help="the baseline always runs")
     add("--report", action="store_true", help="print the table of the logs and stop")
+    add("--pieces", type=Path, metavar="JSON", help="then print the table of these pieces")
+    add("--figure", type=Path, metavar="SVG", help="then draw the effects of --pieces")
     add("extra", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for each run")
     given = parser.parse_args(argv)
+    if given.figure and not (given.pieces and given.figure.suffix == ".svg"):
+        raise ValueError(f"--figure is {given.figure}: it needs --pieces and a name in .svg")
+    pieces = read_pieces(given.pieces) if given.pieces else {}
     failed = 0 if given.report else run_missing(given)
-    print(report(given.out))
+    arms = {arm: read_arm(given.out, arm) for arm in FLAGS}
+    if not arms[BASELINE]:
+        raise ValueError(f"{given.out} has no finished run of the baseline: make one, or set --out")
+    print(report(arms))
+    if given.pieces:
+        effects = measure(arms, having=True)
+        print("\n" + report_pieces(pieces, effects))
+        if given.figure:
+            draw_pieces(pieces, effects, given.figure)
     return 1 if failed else 0
 
 

@@ -109,8 +109,7 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     unguarded.nonfinite, unguarded.spike = False, None
     steps: Steps = {}
     tokens: dict[str, int] = {}
-    for index, stage in enumerate(train_gpt.STAGES[config.stages]):
-        first = train_gpt.first_step(config, index)
+    for index, (first, _, stage) in enumerate(train_gpt.spans(config)):
         name = f"stage {index}, window {stage.long}"
         tokens[name] = train_gpt.batch_at(config, first)
         steps[name] = partial(take_steps, trainer, guard, first)

@@ -99,8 +99,11 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
         if find_failures(one) or list(differences(one)):
             return judge(one)
     for track in {one.claim.track for one in made}:
-        shown = [one for one in made if one.shown and one.claim.track == track]
-        claims = {one.claim.name: one.complete for one in shown}
+        best: dict[str, Evidence] = {}  # of each recipe
+        for one in sorted(made, key=lambda one: one.score):
+            if one.shown and one.claim.track == track:
+                best.setdefault(one.claim.config.get("recipe", ""), one)
+        claims = {one.claim.name: one.complete for one in best.values()}
         plot_losses(claims, TRACKS[track].target, RECORDS / track / "losses.svg")
     (RECORDS / "README.md").write_text(leaderboard(made))
     print(f"{RECORDS / 'README.md'}: {len(made)} claims")

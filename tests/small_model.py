@@ -25,7 +25,11 @@ def configure(track="short", recipe="record42", **changes):
 
 
 def small(track="short", recipe="record42", **changes):
-    return configure(track, recipe, **SIZES | changes)
+    sizes: dict = dict(SIZES)
+    if (track, recipe) in (("short", "modern"), ("medium", "modern")):
+        # Heads in pairs, and stages of 1, 2 and 3 parts of the batch.
+        sizes |= {"dim": 32, "batch_tokens": 6 * SEQUENCE}
+    return configure(track, recipe, **sizes | changes)
 
 
 def make_model(config, dtype=torch.float32, device=CPU):

@@ -74,6 +74,7 @@ class StubTrainer:
             "claim": None, "config": config, "config_sha256": config_hash(config),
             "source_sha256": source_hash(self.source), "world_size": 1, "micro_batch": 4,
             "grad_accum": 1, "checks": {}, "data": {"train_sha256": "t", "val_sha256": "v"},
+            "train_tokens": 4 * self.config.steps,
             "env": {"gpu_count": 0, "torch": torch.__version__},
         }  # fmt: skip
 

@@ -138,6 +138,81 @@ def test_a_flag_that_the_trainer_does_not_know_is_refused_before_anything_runs(
     assert "no finished run of the baseline" in capsys.readouterr().err
 
 
+PIECE = {"piece": "smear", "claim": "record 0: 5 steps of 9", "elsewhere": "", "size": ""}
+
+
+def write_pieces(path: Path, pieces: object) -> list[str]:
+    path.write_text(json.dumps(pieces))
+    return ["--pieces", str(path)]
+
+
+def test_a_piece_is_judged_by_what_having_it_does(project, tmp_path, capsys):
+    out, figure = tmp_path / "out", tmp_path / "f.svg"
+    arms = ["no_smear", "no_bigram", "own_value", "skips", "backout"]  # the stub: 2.4 at each seed
+    small = PIECE | {"size": "too few layers"}
+    given = dict.fromkeys(["no_smear", "no_bigram", "own_value", "skips", "mudd"], PIECE)
+    given["signs"] = small
+    pieces = write_pieces(tmp_path / "pieces.json", {
+        arm: piece | {"piece": f"piece {arm}"} for arm, piece in given.items()
+    })  # fmt: skip
+    more = [*pieces, "--figure", str(figure)]
+    assert ablate.main(["--out", str(out), "--arms", *arms, *more]) == 0
+    table = capsys.readouterr().out
+    found = {}
+    for line in table.splitlines():
+        if line.startswith("| piece "):
+            name, *cells = [cell.strip() for cell in line.split("|")[1:-1]]
+            found[name.removeprefix("piece ")] = cells
+    base = [2.5, 2.52, 2.54, 2.56]
+    test = ttest_rel(base, [2.6, 2.621, 2.642, 2.663])  # with the piece, and without
+    low, high = test.confidence_interval(0.95)
+    _, pairs, effect, interval, _, p, _, label = found["no_smear"]
+    assert (pairs, label) == ("4", "helps here")
+    assert float(effect) == pytest.approx((low + high) / 2, abs=6e-5)
+    assert interval == f"{low:+.4f} to {high:+.4f}"
+    assert p == rows(table)["no_smear"][-1]
+    assert found["no_smear"][0] == "record 0: 5 steps of 9"
+    assert found["no_bigram"][-1] == "hurts here"
+    assert found["own_value"][-1] == "helps here"
+    assert found["skips"][-1] == "not distinguishable here"
+    assert found["mudd"][1:] == [*[""] * 6, "not tried"]
+    assert found["signs"][-1] == "cannot show at this size: too few layers"
+    picture = figure.read_text()
+    assert "piece skips" in picture
+    assert "piece mudd" not in picture
+
+
+def test_the_arm_muon_leaves_a_piece_out_too(project, tmp_path):
+    out = tmp_path / "out"
+    assert ablate.main(["--out", str(out), "--arms", "muon", "muon_plain"]) == 0
+    arms = {arm: ablate.read_arm(out, arm) for arm in ("baseline", "muon", "muon_plain")}
+    changed, had = ablate.measure(arms), ablate.measure(arms, having=True)
+    assert had["muon"].difference.mean == -changed["muon"].difference.mean != 0
+    assert had["muon_plain"] == changed["muon_plain"]
+
+
+def test_a_piece_with_other_fields_is_refused_before_anything_runs(project, tmp_path, capsys):
+    pieces = write_pieces(tmp_path / "pieces.json", {"skips": PIECE | {"n": 7}})
+    assert run(tmp_path / "out", *pieces) == 2
+    said = capsys.readouterr().err
+    assert "pieces.json: give skips the fields piece, claim, elsewhere, size" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_figure_without_pieces_is_refused(project, tmp_path, capsys):
+    assert run(tmp_path / "out", "--figure", "f.svg") == 2
+    assert "--figure is f.svg: it needs --pieces" in capsys.readouterr().err
+
+
+def test_the_committed_pieces_have_arms_and_fit_a_table():
+    pieces = ablate.read_pieces(REPOSITORY / "records/ablations/pieces.json")
+    assert pieces.keys() - ablate.ARMS.keys() == {"mudd"}
+    assert len({piece.piece for piece in pieces.values()}) == len(pieces), "names label a figure"
+    for piece in pieces.values():
+        for text in (piece.claim, piece.elsewhere, piece.size):
+            assert len(text.split()) <= 15, f"{piece.piece}: {text}"
+
+
 @pytest.mark.slow
 def test_every_arm_changes_the_configuration_of_the_real_trainer_in_its_own_way():
     every = ablate.FLAGS.values()

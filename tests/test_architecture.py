@@ -14,13 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1150,
-    "optim": 1793,
-    "kernels": 600,
-    "data": 946,
-    "runtime": 2300,
-    "claims": 2096,
-    "scripts": 1099,
+    "train_gpt.py": 1252,
+    "optim": 1870,
+    "kernels": 649,
+    "data": 1051,
+    "runtime": 2405,
+    "claims": 2187,
+    "scripts": 1200,
     "run.sh": 96,
     ".ci/run": 25,
 }

@@ -45,7 +45,7 @@ def test_a_step_is_timed_in_each_window_without_guards_and_beside_other_code(
     flags = small_run.arguments(small_run.write_data(tmp_path), tmp_path)
     with small_run.restored_settings():
         rows = figures(capsys, "step", "--rounds", "3", "--against", peer, "--", *flags)
-    stages = enumerate(train_gpt.STAGES["tiny"])
+    stages = enumerate(train_gpt.STAGES["tiny"][:3])  # the run is too short for the last one
     windows = [f"stage {index}, window {stage.long}" for index, stage in stages]
     assert [*rows] == [*windows, f"{windows[-1]}, no guards", peer]
     for row in rows.values():

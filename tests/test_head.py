@@ -14,36 +14,59 @@ from kernels import head
 from kernels.head import choose_head, linear_cross_entropy, plain_cross_entropy
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SIGMOID, RSQRT = ("sigmoid", 30.0, 7.5), ("rsqrt", 15.0, 15.0)
-CAPS = [SIGMOID, RSQRT, ("sigmoid", 23.0, 10.0), ("rsqrt", 20.0, 25.0)]
+SIGMOID, RSQRT = ("sigmoid", 30.0, 7.5, 0.0), ("rsqrt", 15.0, 15.0, 0.0)
+CAPS = [SIGMOID, RSQRT, ("sigmoid", 23.0, 7.5, 5.0), ("rsqrt", 20.0, 25.0, -3.0)]
 each_cap = pytest.mark.parametrize("cap", CAPS, ids=str)
 
 
 def capped(z, cap):
-    kind, height, width = cap
+    kind, height, width, shift = cap
     if kind == "sigmoid":
-        return height / (1 + torch.exp(-z / width))
-    return height * z / (z**2 + width**2).sqrt()
+        return height / (1 + torch.exp(-(z + shift) / width))
+    return height * (z + shift) / ((z + shift) ** 2 + width**2).sqrt()
 
 
-def truth(x, weight, targets, cap, bias=0):
+def losses_of(y, targets, weights=None):
+    """The loss of each token: torch's own, or the sum over its targets written out."""
+    if weights is None:
+        return F.cross_entropy(y, targets, reduction="none")
+    losses = []
+    for row, wanted in zip(y, targets.tolist(), strict=True):
+        terms = [0 * row.sum()]
+        for token, weight in zip(wanted, weights.tolist(), strict=True):
+            if token >= 0:
+                terms.append(weight * (row.logsumexp(0) - row[token]))
+        losses.append(sum(terms))
+    return torch.stack(losses)
+
+
+def sums_of(y, targets, weights=None):
+    """The loss; with weights, both: the weighted one, and the next token's, which is constant."""
+    loss = losses_of(y, targets, weights).sum()
+    if weights is None:
+        return loss
+    return torch.stack([loss, losses_of(y.detach(), targets[:, :1], torch.ones(1)).sum()])
+
+
+def truth(x, weight, targets, cap, bias=0, weights=None):
     """Loss, dx and dweight by torch's own functions and autograd, in float64."""
     x, weight = (y.detach().double().requires_grad_() for y in (x, weight))
-    loss = F.cross_entropy(capped(x @ weight.T + bias, cap), targets, reduction="sum")
-    return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+    loss = sums_of(capped(x @ weight.T + bias, cap), targets, weights)
+    return loss.detach(), *torch.autograd.grad(loss.flatten()[0], (x, weight))
 
 
 def ours(x, weight, targets, cap, **options):
     """Loss, dx and dweight; the gradients are those of twice the loss, halved."""
     x, weight = (y.detach().clone().requires_grad_() for y in (x, weight))
     loss = linear_cross_entropy(x, weight, targets, softcap=cap, **options)
-    dx, dweight = torch.autograd.grad(2 * loss, (x, weight))
+    dx, dweight = torch.autograd.grad(2 * loss.flatten()[0], (x, weight))
     return loss.detach(), dx / 2, dweight / 2
 
 
-def by_operator(inputs, chunk, precision, compiled):
+def by_operator(inputs, chunk, precision, compiled, weights=None):
     """Loss, dx and dweight; with compiled stages, though no compiled model is around them."""
-    return head._linear_cross_entropy(*inputs, *SIGMOID, chunk, precision, compiled, True)
+    options = *SIGMOID, chunk, precision, compiled, True
+    return head._linear_cross_entropy(*inputs, weights, *options)
 
 
 def problem(tokens, channels=32, vocabulary=64, dtype=torch.float64, device="cpu"):
@@ -52,6 +75,13 @@ def problem(tokens, channels=32, vocabulary=64, dtype=torch.float64, device="cpu
     weight = 0.2 * torch.randn(vocabulary, channels, dtype=torch.float64)
     targets = torch.randint(0, vocabulary - 3, (tokens,))
     return x.to(device, dtype), weight.to(device, dtype), targets.to(device)
+
+
+def several_targets(tokens, device="cpu"):
+    """Targets (tokens, 4), some missing, some twice, none for the first token; and weights."""
+    targets = torch.randint(-1, 61, (tokens, 4))
+    targets[0], targets[1:9:2, 1], targets[2:9:2, 2] = -1, -1, targets[2:9:2, 0]
+    return targets.to(device), torch.tensor([1.0, 0.5, 0.25, 0.0], device=device)
 
 
 def distance(a, b):
@@ -90,7 +120,7 @@ def test_the_plain_head_gives_the_loss_of_each_token(monkeypatch, cap, bias):
     x, weight, targets = problem(50)
     found = plain_cross_entropy(x, weight, bias, targets, cap, reduction="none")
     z = capped(x @ weight.T + (0 if bias is None else bias), cap)
-    wanted = F.cross_entropy(z, targets, reduction="none")
+    wanted = losses_of(z, targets)
     assert (found.dtype, found.shape) == (torch.float32, (50,))
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
@@ -117,8 +147,79 @@ def test_logits_of_any_size_give_finite_results(cap, precision):
 @pytest.mark.parametrize("cap", [SIGMOID, RSQRT], ids=str)
 def test_gradients_by_logits_lie_in_the_range_that_their_fp8_scale_assumes(cap):
     z = torch.cat([torch.linspace(-90, 90, 401).repeat(2, 1), torch.randn(40, 401) * 30])
-    _, dz = head._cross_entropy(z, torch.arange(42) % 401, cap, gradient=True)
+    _, dz = head._cross_entropy(z, torch.arange(42) % 401, None, cap, gradient=True)
     assert 0.9 < dz.abs().max() <= 1
+
+
+# ---- Several targets a token
+
+
+@each_cap
+@pytest.mark.parametrize("chunk", [0, 1, 16])
+def test_several_weighted_targets_equal_the_formula_in_float64(cap, chunk):
+    (x, weight, _), (targets, weights) = problem(50), several_targets(50)
+    found = ours(x, weight, targets, cap, weights=weights, chunk=chunk)
+    exact(found, truth(x, weight, targets, cap, weights=weights))
+
+
+def test_gradients_of_several_targets_equal_finite_differences():
+    (x, weight, _), (targets, weights) = problem(9, channels=3), several_targets(9)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+
+    def loss(x, weight):
+        return linear_cross_entropy(x, weight, targets, weights, softcap=CAPS[2], chunk=4)[0]
+
+    assert torch.autograd.gradcheck(loss, leaves, check_undefined_grad=False)
+
+
+@pytest.mark.parametrize("bias", [None, 0.1 * torch.arange(64, dtype=torch.float64)])
+def test_the_plain_head_takes_several_weighted_targets(monkeypatch, bias):
+    monkeypatch.setattr(head, "PLAIN_CHUNK", 16)
+    (x, weight, _), (targets, weights) = problem(50), several_targets(50)
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = plain_cross_entropy(*leaves, bias, targets, CAPS[2], weights=weights)
+    found = loss.detach(), *torch.autograd.grad(loss[0], leaves)
+    wanted = truth(x, weight, targets, CAPS[2], 0 if bias is None else bias, weights)
+    torch.testing.assert_close(found[0].double(), wanted[0], rtol=1e-6, atol=0)
+    assert max(map(distance, found, wanted)) < 1e-6  # this head computes the loss in float32
+
+
+def test_with_weights_the_plain_head_gives_no_losses_of_single_tokens():
+    (x, weight, _), (targets, weights) = problem(9), several_targets(9)
+    with pytest.raises(ValueError, match='reduction "none" takes no weights: use "sum"'):
+        plain_cross_entropy(x, weight, None, targets, SIGMOID, "none", weights)
+
+
+def test_one_target_of_weight_1_gives_the_bits_of_a_plain_target():
+    x, weight, targets = problem(50, dtype=torch.float32)
+    one = ours(x, weight, targets[:, None], SIGMOID, weights=torch.ones(1), chunk=16)
+    plain = ours(x, weight, targets, SIGMOID, chunk=16)
+    assert torch.equal(one[0], plain[0].expand(2))
+    assert all(map(torch.equal, one[1:], plain[1:]))
+
+
+def test_weights_get_no_gradient_and_the_next_tokens_loss_gives_none():
+    (x, weight, _), (targets, weights) = problem(9), several_targets(9)
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    chunked = linear_cross_entropy(x, weight, targets, weights, softcap=SIGMOID)
+    plain = plain_cross_entropy(x, weight, None, targets, SIGMOID, weights=weights)
+    for losses in (chunked, plain):
+        dx, dweights = torch.autograd.grad(losses[1], (x, weights), allow_unused=True)
+        assert not dx.any()
+        assert dweights is None
+
+
+@pytest.mark.parametrize(("shape", "weights"), [
+    ((9,), torch.ones(1)), ((9, 2), None), ((9, 2), torch.ones(3)), ((9,), torch.tensor(1.0)),
+])  # fmt: skip
+def test_weights_that_do_not_fit_the_targets_are_refused(shape, weights):
+    x, weight, _ = problem(9)
+    targets = torch.zeros(shape, dtype=torch.int64)
+    rule = r"targets \(N,\) and no weights, or targets \(N, K\) and weights \(K,\)"
+    with pytest.raises(ValueError, match=rule):
+        linear_cross_entropy(x, weight, targets, weights, softcap=SIGMOID)
+    with pytest.raises(ValueError, match=rule):
+        plain_cross_entropy(x, weight, None, targets, SIGMOID, weights=weights)
 
 
 # ---- FP8
@@ -129,18 +230,19 @@ def dequantized(x, scale, dtype):
     return (x.float() / scale).clamp(-limit, limit).to(dtype).float() * scale
 
 
-def quantized_truth(x, weight, targets, cap):
+def quantized_truth(x, weight, targets, cap, weights=None):
     """The three FP8 products in float32 on what their operands stand for, rounded as they round."""
     x8 = dequantized(x, x.size(1) ** 0.5 / 448, torch.float8_e4m3fn)
     weight8 = dequantized(weight, 2**-9, torch.float8_e4m3fn)
     z = (x8 @ weight8.T).bfloat16().float().requires_grad_()
-    loss = F.cross_entropy(capped(z, cap), targets, reduction="sum")
-    dz8 = dequantized(torch.autograd.grad(loss, z)[0], 1 / 448, torch.float8_e5m2)
+    loss = sums_of(capped(z, cap), targets, weights)
+    dz8 = dequantized(torch.autograd.grad(loss.flatten()[0], z)[0], 1 / 448, torch.float8_e5m2)
     return loss.detach(), (dz8 @ weight8).bfloat16(), dz8.T @ x8
 
 
-def assert_equals_quantized(inputs, cap, results, loss_error, nearest, farthest):
-    own, exact = quantized_truth(*inputs, cap), truth(*inputs, cap)
+def assert_equals_quantized(inputs, cap, results, loss_error, nearest, farthest, weights=None):
+    own = quantized_truth(*inputs, cap, weights)
+    exact = truth(*inputs, cap, weights=weights)
     assert distance(results[0], own[0]) < loss_error
     for result, of_own, of_exact in zip(results[1:], own[1:], exact[1:], strict=True):
         assert distance(result, of_own) < nearest
@@ -155,16 +257,26 @@ def test_fp8_equals_its_own_quantization_in_float32_and_is_near_the_truth(cap, t
     assert_equals_quantized(inputs, cap, results, 1e-4, 2**-7, 0.06)
 
 
+def test_fp8_takes_several_weighted_targets():
+    (x, weight, _), (targets, weights) = problem(50, dtype=torch.bfloat16), several_targets(50)
+    inputs = x, weight, targets
+    results = ours(*inputs, SIGMOID, weights=weights, chunk=16, precision="fp8")
+    assert_equals_quantized(inputs, SIGMOID, results, 1e-4, 2**-7, 0.06, weights)
+
+
 @pytest.mark.gpu
-def test_fp8_on_a_gpu_equals_its_own_quantization_eager_and_compiled():
+@pytest.mark.parametrize("several", [False, True])
+def test_fp8_on_a_gpu_equals_its_own_quantization_eager_and_compiled(several):
     if torch.cuda.get_device_capability() < head.FP8_CAPABILITY:
         pytest.skip("this GPU has no FP8")
     torch.compiler.reset()
-    inputs = problem(2048 + 24, 768, 1024, torch.bfloat16, "cuda")
+    x, weight, targets = problem(2048 + 24, 768, 1024, torch.bfloat16, "cuda")
+    targets, weights = several_targets(2048 + 24, "cuda") if several else (targets, None)
+    inputs = x, weight, targets
     for compiled in (False, True):
-        results = by_operator(inputs, 1024, "fp8", compiled)
+        results = by_operator(inputs, 1024, "fp8", compiled, weights)
         # Fast accumulation keeps about 13 bits: a few logits round to the next bf16 value.
-        assert_equals_quantized(inputs, SIGMOID, results, 1e-3, 0.04, 0.075)
+        assert_equals_quantized(inputs, SIGMOID, results, 1e-3, 0.04, 0.075, weights)
 
 
 def test_fp8_products_have_the_layout_that_cuda_demands_and_the_formats_of_the_record(monkeypatch):
@@ -211,11 +323,11 @@ def test_no_tensor_exceeds_a_chunks_logits_and_no_product_is_made_twice_or_unask
     inputs = problem(256, channels=16, vocabulary=128, dtype=torch.bfloat16)
     run = head._linear_cross_entropy._init_fn  # a mode sees nothing inside an operator
     with Made() as made:
-        run(*inputs, *SIGMOID, 64, precision, False, True)
+        run(*inputs, None, *SIGMOID, 64, precision, False, True)
     assert made.largest == 64 * 128
     assert made.products == {(64, 128): 4, (64, 16): 4, (16, 128): 4}  # logits, dx, dweight^T
     with Made() as made:
-        _, dx, dweight = run(*inputs, *SIGMOID, 64, precision, False, False)
+        _, dx, dweight = run(*inputs, None, *SIGMOID, 64, precision, False, False)
     assert made.products == {(64, 128): 4}
     assert dx.numel() == dweight.numel() == 0
 
@@ -225,15 +337,17 @@ def test_no_tensor_exceeds_a_chunks_logits_and_no_product_is_made_twice_or_unask
 
 @pytest.mark.parametrize("precision", ["plain", "fp8"])
 @pytest.mark.parametrize("gradients", [True, False])
-def test_the_operator_keeps_the_rules_of_operators(precision, gradients):
+@pytest.mark.parametrize("several", [True, False])
+def test_the_operator_keeps_the_rules_of_operators(precision, gradients, several):
     x, weight, targets = problem(20, dtype=torch.bfloat16)
+    targets, weights = several_targets(20) if several else (targets, None)
     x = x.T.contiguous().T  # no layout is taken for granted
-    args = x.requires_grad_(gradients), weight.float().requires_grad_(gradients), targets
+    args = x.requires_grad_(gradients), weight.float().requires_grad_(gradients), targets, weights
     options = *SIGMOID, 8, precision, False, gradients
     torch.library.opcheck(head._linear_cross_entropy, (*args, *options))
 
 
-def test_a_compiled_model_is_one_graph_and_each_stage_another(monkeypatch):
+def test_a_compiled_model_is_one_graph_and_each_stage_another_whatever_the_weights(monkeypatch):
     of_head, of_model = (CompileCounterWithBackend("aot_eager") for _ in range(2))
     compile_stage = partial(torch.compile, backend=of_head, dynamic=False, fullgraph=True)
     monkeypatch.setattr(head, "_compiled", functools.cache(compile_stage))
@@ -243,23 +357,27 @@ def test_a_compiled_model_is_one_graph_and_each_stage_another(monkeypatch):
     def model(x, *args):
         return linear_cross_entropy(2 * x, *args, softcap=SIGMOID, chunk=8)
 
-    x, weight, targets = problem(32)
+    (x, weight, _), (targets, weights) = problem(32), several_targets(32)
     inputs = x.requires_grad_(), weight.requires_grad_(), targets
-    for _ in range(3):
-        loss = model(*inputs)
-        (dx,) = torch.autograd.grad(loss, x)
-    expected = truth(2 * x, weight, targets, SIGMOID)
-    exact((loss.detach(), dx), (expected[0], 2 * expected[1]))
+    for step in range(3):
+        now = weights / 2**step
+        loss = model(*inputs, now)
+        (dx,) = torch.autograd.grad(loss[0], x)
+        expected = truth(2 * x, weight, targets, SIGMOID, weights=now)
+        exact((loss.detach(), dx), (expected[0], 2 * expected[1]))
     # `_gradients` has two: the first chunk finds no sum to add to.
     assert (of_model.frame_count, of_head.frame_count) == (1, 5)
 
 
 @pytest.mark.parametrize("precision", ["plain", "fp8"])
-def test_compiled_chunks_equal_eager_ones_within_a_rounding(precision):
+@pytest.mark.parametrize("several", [False, True])
+def test_compiled_chunks_equal_eager_ones_within_a_rounding(precision, several):
     torch.compiler.reset()
     dtype = torch.bfloat16 if precision == "fp8" else torch.float32
-    inputs = problem(32, dtype=dtype)
-    eager, compiled = (by_operator(inputs, 16, precision, mode) for mode in (False, True))
+    x, weight, targets = problem(32, dtype=dtype)
+    targets, weights = several_targets(32) if several else (targets, None)
+    compute = partial(by_operator, (x, weight, targets), 16, precision, weights=weights)
+    eager, compiled = compute(False), compute(True)
     assert max(map(distance, compiled, eager)) < 2 * torch.finfo(dtype).eps
 
 

@@ -40,11 +40,11 @@ def slow_aligned_steps(shards, order):
             if documents:
                 documents[-1].append(token)
         while documents:
-            step, rows = [], rows_at(order, len(steps))
+            step, (rows, cut) = [], rows_at(order, len(steps))
             for _ in range(rows):
                 row, lengths = [], []
                 while documents and len(row) < sequence + 1:
-                    piece = documents.pop(0)[: order.max_document][: sequence + 1 - len(row)]
+                    piece = documents.pop(0)[:cut][: sequence + 1 - len(row)]
                     row += piece
                     lengths.append(len(piece))
                 if len(row) == sequence + 1:
@@ -56,17 +56,17 @@ def slow_aligned_steps(shards, order):
 
 
 def rows_at(order, step):
-    """Rows of a step: those of the last change that is not after it."""
-    sizes = [(0, order.batch_tokens), *order.changes]
-    _, tokens = max(change for change in sizes if change[0] <= step)
-    return tokens // order.sequence
+    """Rows of a step and its longest document: those of the last change that is not after it."""
+    sizes = [(0, order.batch_tokens, order.max_document), *order.changes]
+    _, tokens, cut = max(change for change in sizes if change[0] <= step)
+    return tokens // order.sequence, cut
 
 
 def slow_dense_steps(shards, order):
     steps, sequence = [], order.sequence
     for shard in shards:
         shard = list(shard)
-        while len(shard) >= (rows := rows_at(order, len(steps))) * sequence + 1:
+        while len(shard) >= (rows := rows_at(order, len(steps))[0]) * sequence + 1:
             starts = range(0, rows * sequence, sequence)
             steps.append([(shard[start : start + sequence + 1], [sequence]) for start in starts])
             shard = shard[rows * sequence :]
@@ -149,7 +149,7 @@ shards_strategy = st.lists(shard_strategy, min_size=1, max_size=3)
 
 
 def make_order(sequence, max_document, align, changes):
-    changes = [(step, rows * sequence) for step, rows in changes.items()]
+    changes = [(step, rows * sequence, cut) for step, (rows, cut) in changes.items()]
     return Order(8 * sequence, sequence, max_document, BOS, align, sorted(changes))
 
 
@@ -158,7 +158,9 @@ order_strategy = st.builds(
     sequence=st.integers(1, 12),
     max_document=st.integers(1, 15),
     align=st.booleans(),
-    changes=st.dictionaries(st.integers(1, 5), st.sampled_from([8, 16, 24]), max_size=2),
+    changes=st.dictionaries(
+        st.integers(1, 5), st.tuples(st.sampled_from([8, 16, 24]), st.integers(1, 15)), max_size=2
+    ),
 )
 
 
@@ -206,7 +208,7 @@ def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards,
 @given(shards_strategy, st.booleans(), st.data())
 @examples
 def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards, align, data):
-    changes = data.draw(st.sampled_from([(), [(1, 64)], [(2, 64), (4, 32)]]))
+    changes = data.draw(st.sampled_from([(), [(1, 64, 6)], [(2, 64, 3), (4, 32, 9)]]))
     order = replace(ORDER, align=align, changes=changes)
     expected = slow_steps(shards, order)
     step = data.draw(st.integers(0, len(expected)))
@@ -242,15 +244,15 @@ def test_resetting_loading_and_splitting_drop_what_was_built_ahead(files):
 
 
 def test_the_first_tokens_can_be_read_as_in_a_later_step(files):
-    order = replace(ORDER, changes=[(3, 64)])
+    order = replace(ORDER, changes=[(3, 64, 4)])
     loader = make(files, order)
     loader.reset(3)
-    expected = rows_of(next(make(files, Order(64, 8, 6, BOS))))
+    expected = rows_of(next(make(files, Order(64, 8, 4, BOS))))
     assert rows_of(next(loader)) == expected
 
 
 def test_ranks_that_do_not_divide_every_batch_are_refused(files):
-    order = replace(ORDER, changes=[(3, 48)])
+    order = replace(ORDER, changes=[(3, 48, 6)])
     assert [make(files, order, 0, size).rows for size in (1, 2)] == [6, 3]
     rule = "world size 4 does not divide 4, 6 rows a step; start one of 1, 2 ranks"
     with pytest.raises(ValueError, match=rule):
@@ -269,6 +271,14 @@ def test_a_position_in_another_order_or_other_shards_is_refused_naming_the_diffe
             other.load_state_dict(state)
 
 
+def test_a_position_saved_before_documents_could_change_is_refused(files):
+    loader = make(files, replace(ORDER, changes=[(3, 64, 6)]))
+    state = loader.state_dict()
+    state["order"]["changes"] = [[3, 64]]
+    with pytest.raises(ValueError, match=r"changes was \[\[3, 64\]\] and is \[\[3, 64, 6\]\]"):
+        loader.load_state_dict(state)
+
+
 # ---- the end of the data, and faults
 
 
@@ -282,7 +292,11 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
         for _ in expected:
             next(loader)
         assert loader.state_dict()["position"] == plan.end._asdict()
-        documents = [len(lengths) for step in expected for _, lengths in step]
+        read = [*expected]  # and what warm-up can read: the first shard, cut as in later steps
+        for _, tokens, cut in order.changes:
+            if cut != order.max_document:
+                read += slow_steps(shards[:1], Order(tokens, order.sequence, cut, BOS, order.align))
+        documents = [len(lengths) for step in read for _, lengths in step]
         assert plan.max_documents == max(documents, default=0)
         assert plan.tokens_available == sum(map(len, shards))
         handed_out = sum(len(step) * order.sequence for step in expected)
@@ -293,6 +307,17 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
         for _ in range(2):  # again and again, not once
             with pytest.raises(ShardError, match=message):
                 next(loader)
+
+
+def test_the_plan_has_room_for_first_documents_that_warm_up_cuts_as_later_steps_do(tmp_path):
+    write_shard(tmp_path / "a.bin", shard_of([1, 9] * 20 + [9] * 60))
+    order = replace(ORDER, changes=[(3, 32, 2)])
+    assert plan_run([tmp_path / "a.bin"], order, 4).max_documents == 6
+    loader = make([tmp_path / "a.bin"], order)
+    in_the_run = [len(lengths) for _ in range(4) for _, lengths in rows_of(next(loader))]
+    loader.reset(3)
+    in_warm_up = [len(lengths) for _, lengths in rows_of(next(loader))]
+    assert (max(in_the_run), max(in_warm_up)) == (4, 6)
 
 
 def test_a_shard_cut_in_training_is_an_error_that_names_it(tmp_path):
@@ -374,7 +399,15 @@ def test_the_longest_validation_document_is_that_of_a_loop_over_tokens(files, al
             length = 1 if place == 0 or (align and token == BOS) else length + 1
             longest = max(longest, length)
     assert data.val_longest == longest
-    assert data.longest == (6 if align else 8)
+
+
+@pytest.mark.parametrize(("align", "most"), [(True, [6, 6, 3, 3, 8]), (False, [8] * 5)])
+def test_the_longest_document_of_a_step_is_that_of_its_rows(align, most, files):
+    data = open_both(files, align=align, batch_tokens=32, changes=[(2, 32, 3), (4, 32, 20)])
+    assert [data.longest(step) for step in range(5)] == most
+    found = [max(length for _, lengths in rows_of(next(data.train)) for length in lengths)
+             for _ in range(5)]  # fmt: skip
+    assert found == most
 
 
 @pytest.mark.parametrize(("part", "reach"), [(4, 3), (5, 0), (3, 30), (16, 3)])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from functools import partial
 from pathlib import Path
 
@@ -268,6 +269,15 @@ def test_a_known_gpu_has_its_datasheet_rate_times_the_ranks(monkeypatch, gpu, tf
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     expected = tflops and 8 * tflops * 1e12
     assert machines.peak_flops(Machine(CUDA, 0, 8), torch.bfloat16) == expected
+
+
+def test_the_log_is_told_the_memory_of_each_ranks_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    card = types.SimpleNamespace(total_memory=150_121_545_728)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(Machine, "gather", lambda machine, value: [value, 79.2])
+    facts = machines.describe(Machine(CUDA, 0, 2), torch.bfloat16)
+    assert (facts["gpu"], facts["gpu_memory_gib"]) == ("NVIDIA H200", [139.8, 79.2])
 
 
 def test_the_log_is_told_versions_and_hardware_but_neither_host_nor_path():

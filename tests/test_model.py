@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_gpt
 from data.loader import Batch, Data
 from kernels.attention import PortableAttention
-from train_gpt import first_step, initial_scalars, make_optimizers, rotary_at, windows_at
+from train_gpt import initial_scalars, make_optimizers, rotary_at, spans, windows_at
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def assert_same_loss_and_gradients(model, given, windows, row_loss):
 @pytest.mark.parametrize("later", [{}, LATER], ids=["record 42", "with later pieces"])
 @pytest.mark.parametrize("windows_so_far", [(3,), (3, 7, 11, 13)], ids=str)
 def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(windows_so_far, later):
-    step = first_step(small(), len(windows_so_far) - 1)
+    step = spans(small())[len(windows_so_far) - 1].first
     model = build(small(**later), torch.float64, step)
     frequencies, scale = frequencies_of(8), 0.1
     for old, new in pairwise(windows_so_far):
@@ -452,7 +452,7 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
     last = windows(10 * 8, 20 * 8)
 
     def loss(reach):
-        data = Data(SimpleNamespace(), [row], None, longest=70, val_longest=70)
+        data = Data(SimpleNamespace(), [row], None, val_longest=70)
         parts = data.in_parts(tokens, reach).validation
         assert all(part.inputs.size(1) <= tokens + reach for part in parts)
         assert torch.equal(torch.cat([part.targets for part in parts], dim=1), row.targets)

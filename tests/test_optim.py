@@ -139,6 +139,50 @@ def test_a_split_parameter_steps_as_its_parts_stacked(shape, kind):
     assert dict(named_state(packed))["0.momentum"].shape == shape
 
 
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+@pytest.mark.parametrize(
+    ("shape", "split"),
+    [((6, 24), (2, 2, 4, 4, 4, 4, 4)), ((24, 3), (6, 3, 3, 6, 6)), ((2, 20, 4), (6, 6, 8))],
+)
+def test_matrices_of_unequal_rows_step_as_parameters_of_their_own(shape, split, kind):
+    (packed,) = parameters(shape)
+    long, short = max(shape[-2:]), min(shape[-2:])
+    rows = split * (packed.numel() // (long * short))
+
+    def cut(tensor):
+        return tensor.detach().view(-1, short).split(rows)
+
+    groups = []
+    for piece in cut(packed):
+        # The scale of a step follows the shape that is stored.
+        scale = max(1, shape[-2] / shape[-1]) ** 0.5 / max(1, len(piece) / short) ** 0.5
+        groups.append({"params": [torch.nn.Parameter(piece.clone())], "lr_mul": scale})
+    options = {"weight_decay": 0.1, "dtype": torch.float64}
+    together, apart = kind([packed], 0.1, split=split, **options), kind(groups, 0.1, **options)
+    for step in range(3):
+        give_gradients([packed], step)
+        for param, grad in zip(members(apart), cut(packed.grad), strict=True):
+            param.grad = grad
+        together.step()
+        apart.step()
+    for piece, param in zip(cut(packed), members(apart), strict=True):
+        torch.testing.assert_close(piece, param.detach())
+    for height in split:
+        matrix = f"{height} x {short}: polar_express"
+        assert matrix in together.describe()
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+def test_equal_rows_of_packed_squares_give_the_bits_of_their_number(kind):
+    optimizers = []
+    for split in (4, (6,) * 4):
+        optimizers.append(kind(parameters((6, 24), dtype=torch.float32), 0.1, split=split))
+        train(optimizers[-1], range(3))
+    by_number, by_rows = optimizers
+    assert_same(members(by_number), members(by_rows))
+    assert_same(dict(named_state(by_number)), dict(named_state(by_rows)))
+
+
 def test_muon_with_newton_schulz_is_close_to_the_one_in_torch():
     ours, theirs = (parameters((16, 48), (48, 16), dtype=torch.float32) for _ in range(2))
     options = {"method": "newton_schulz", "dtype": torch.bfloat16}
@@ -249,6 +293,9 @@ def test_a_divisor_divides_the_gradient_before_the_state_sees_it(index):
         (lambda p: Muon(p, 0.1, scale="big"), r"unknown scale 'big'; choose one of spectral"),
         (lambda p: Muon(p, 0.1, method="qr"), r"unknown method 'qr'; choose one of polar"),
         (lambda p: Muon(p, 0.1, split=3), r"split must divide 8, the longer .* got 3"),
+        (lambda p: Muon(p, 0.1, split=(2, 4)), r"rows that add up to 8, the .* got \(2, 4\)"),
+        (lambda p: Muon(p, 0.1, split=(-1, 9)), r"positive rows that add up to 8, .*\(-1, 9\)"),
+        (lambda p: Muon(p, 0.1, split=[4, 4]), r"split must .* tuple of rows, got \[4, 4\]"),
         (lambda p: Muon(p, 0.1, backend="x"), r"unknown backend 'x'; choose auto or"),
         (lambda p: Muon([("g", p[0].detach()[0])], 0.1), r"g has shape \(8,\).* to Adam"),
         (lambda p: Muon(p, 0.1, grad_divisor=0), r"grad_divisor must be positive, got 0"),

@@ -28,8 +28,10 @@ SHAPES = {
     "adam": [(256, 128), (257, 128), (3, 11000), (33001,), (7,), (), (0, 3)],
     "torch": [(5, 4), (3,)],
     "theirs": [(6, 4)],
+    "unequal": [(8, 32), (32, 8), (2, 32, 4), (0, 32, 4), (32, 0)],
 }
 UNUSED = ["normuon.0", "normuon.6", "muon.2", "few.1", "adam.2", "adam.5"]  # in the last step
+EMPTY = {"adam.6", "unequal.3", "unequal.4"}
 PARTLY = {(1, "normuon.1"): {0}, (1, "muon.0"): {1, 2}, (1, "adam.0"): {0, 1}, (1, "torch.1"): {0}}
 FAULT = 2  # the step in which one rank alone has a NaN
 
@@ -48,6 +50,7 @@ def build(group):
         {"params": normuon[:-1:2], "lr_mul": 2.0, "split": 2},
         {"params": normuon[1:-1:2], "method": "newton_schulz"},
         {"params": normuon[-1:], "split": 4},
+        {"params": named["unequal"], "split": (4, 4, 8, 16)},
     ]
     optimizers = [
         NorMuon(groups, 0.03, **matrices),
@@ -185,7 +188,7 @@ def test_only_parameters_that_no_rank_uses_stay_as_they_were(one, ranks, size):
     names = {name for name in before if name.count(".") == 1 and before[name].numel()}
     assert sorted(n for n in names if torch.equal(before[n], after[n])) == sorted(UNUSED)
     kept = {key for key in before if key.count(".") == 2 and torch.equal(before[key], after[key])}
-    assert {key.rpartition(".")[0] for key in kept} - {"adam.6"} == set(UNUSED)
+    assert {key.rpartition(".")[0] for key in kept} - EMPTY == set(UNUSED)
 
 
 @SEVERAL
@@ -213,7 +216,7 @@ def test_a_state_loads_at_every_number_of_ranks_bit_for_bit(one, ranks, size):
 @SEVERAL
 def test_state_streams_to_the_one_rank_that_asks(ranks, size):
     streamed = [results[size]["streamed"] for results in ranks[:size]]
-    assert streamed[1] == [22, 9, 2, 21]
+    assert streamed[1] == [32, 9, 2, 21]
     assert streamed == [streamed[1] if rank == 1 else [0] * 4 for rank in range(size)]
 
 

@@ -34,6 +34,8 @@ def assert_goes_on_alike(one, other):
         ((128, 64), None, (1, 128, 1)),
         ((64, 128), 4, (4, 1, 32)),
         ((3, 8, 4), 2, (6, 4, 1)),
+        ((64, 128), (32, 32, 64), (3, 1, 64)),
+        ((3, 8, 4), (2, 6), (24, 1)),
     ],
 )
 def test_the_variance_has_one_number_for_each_row_or_column(shape, split, variance):

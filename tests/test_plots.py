@@ -8,8 +8,9 @@ import pytest
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from claims.plots import draw_losses, loss_curves, plot_losses
+from claims.plots import draw_effects, draw_losses, loss_curves, plot_effects, plot_losses
 from claims.runs import Run, Step, Validation
+from claims.stats import Difference
 
 
 def make_run(trained: list[float], validated: float = 3.0) -> Run:
@@ -40,6 +41,27 @@ def test_the_picture_holds_target_band_and_last_validations():
     assert (band.min(), band.max()) == pytest.approx((3.02, 3.38))  # 5 % of four gaps
 
 
+EFFECTS = {
+    "worse": Difference(0.02, 0.01, 0.01, 0.03),
+    "best": Difference(-1.0, 0.001, -1.2, -0.8),
+    "better": Difference(-0.005, 0.5, -0.02, 0.01),
+}
+
+
+def test_effects_are_sorted_and_a_bar_spans_each_interval():
+    axes = Figure().subplots()
+    draw_effects(axes, EFFECTS, {"best", "worse"})
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["worse", "better", "best"], "from below"
+    for row, name in enumerate(labels):
+        bar, dot = axes.lines[2 * row : 2 * row + 2]
+        assert (*bar.get_xdata(), *bar.get_ydata()) == (*EFFECTS[name][2:], row, row)
+        assert (*dot.get_xdata(), *dot.get_ydata()) == (EFFECTS[name].mean, row)
+        assert (dot.get_markerfacecolor() == "white") == (name == "better")
+    left, right = axes.get_xlim()
+    assert left < -1.2 < 0.03 < right
+
+
 def test_the_users_settings_change_nothing(tmp_path):
     claims, path = {"A$_1$": [make_run([3.0] * 12)]}, tmp_path / "losses.svg"
     plot_losses(claims, 3.28, path)
@@ -47,4 +69,14 @@ def test_the_users_settings_change_nothing(tmp_path):
     assert "A$_1$, 1 runs" in before
     with rc_context({"font.size": 20, "svg.hashsalt": None, "axes.facecolor": "red"}):
         plot_losses(claims, 3.28, path)
+    assert path.read_text() == before
+
+
+def test_a_figure_of_effects_has_a_light_ground_and_the_same_bytes_again(tmp_path):
+    path = tmp_path / "effects.svg"
+    plot_effects(EFFECTS, ["best"], path)
+    before = path.read_text()
+    assert 'style="fill: #ffffff"' in before.partition('id="axes_1"')[0]
+    with rc_context({"font.size": 20, "svg.hashsalt": None, "savefig.transparent": True}):
+        plot_effects(EFFECTS, ["best"], path)
     assert path.read_text() == before

@@ -16,6 +16,7 @@ import small_run
 from scipy import stats
 from small_record import (
     BATCH,
+    ENV,
     RULES,
     SOURCE,
     STEPS,
@@ -206,7 +207,8 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
 
     assert call(capsys, "leaderboard")[0] == 0
     page, before = (tmp_path / "README.md").read_text(), contents(tmp_path)
-    pattern = r"^\| (#\d|no record|not shown) \| \S+ \| \[(\w+)\].* \| (\d+) \| ([\d.]+) \| \d+ \|"
+    pattern = (r"^\| (#\d|no record|not shown) \| \S+ \| \[(\w+)\].*"
+               r" \| 8 x 80 GB \| (\d+) \| ([\d.]+) \| \d+ \|")
     rows = re.findall(pattern, page, re.M)
     tokens = {steps: f"{steps * BATCH / 1e6:.3f}" for steps in (3, 12, 14)}
     assert rows == [
@@ -222,6 +224,50 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
     before = contents(tmp_path)
     code, said = call(capsys, "leaderboard")
     assert (code, "NOT VERIFIED" in said, contents(tmp_path) == before) == (1, True, True)
+
+
+def test_on_a_track_won_by_time_each_tier_of_hardware_has_its_own_records(
+    tmp_path, capsys, monkeypatch
+):
+    """By the memory of each rank's GPU, or in old logs by its name."""
+    monkeypatch.setitem(TRACKS, "short", RULES._replace(in_time=True))
+    small, large = {"gpu": "NVIDIA RTX 4090"}, {"gpu": "NVIDIA H100 PCIe"}
+    mixed = small | {"gpu_memory_gib": [23.5, 79.1]}
+    wanted = [
+        ("Eight", 8, {}, 12, "8 x 80 GB", "#1"),
+        ("One", 1, small | {"gpu_memory_gib": [23.5]}, 14, "1 x 24 GB", "#1"),
+        ("Slower", 1, small | {"gpu_memory_gib": [23.6]}, 14, "1 x 24 GB", "no record"),
+        ("Faster", 8, large | {"gpu_memory_gib": [79.1] * 8}, 11, "8 x 80 GB", "#2"),
+        ("Unlike", 2, mixed, 9, "mixed", "#1"),
+        ("Between", 1, small | {"gpu_memory_gib": [23.6]}, 13, "1 x 24 GB", "#2"),
+        ("Nameless", 4, small, 13, "4 x NVIDIA RTX 4090", "#1"),
+        ("Processor", 1, {"gpu": None}, 13, "CPU", "#1"),
+    ]
+    for year, (name, ranks, env, steps, _, _) in enumerate(wanted, 2001):
+        config = {"track": "short", "steps": steps}
+        created = f"{year}-01-01T00:00:00+00:00"
+        claim = make_claim(name, 4, 100 * year, track="short", config=config, created=created)
+        folder = write_record(tmp_path, claim, LOSSES[:4])
+        runs = read_logs(folder)
+        for ((header, *_),) in runs:
+            header |= {"world_size": ranks, "env": ENV | env}
+        write_logs(folder, runs)
+        code, said = call(capsys, "make", folder)
+        assert code == 0, said
+    assert call(capsys, "leaderboard")[0] == 0
+    pattern = r"^\| (#\d|no record) \| \S+ \| \[(\w+)\].*?\) \| (.+?) \| \d+ \|"
+    rows = re.findall(pattern, (tmp_path / "README.md").read_text(), re.M)
+    assert rows == [(place, name, tier) for name, _, _, _, tier, place in wanted]
+
+
+@pytest.mark.parametrize("sizes", [24, ["24"], [float("inf")], [-1.0], [True]])
+def test_a_log_whose_memory_is_no_size_is_refused(sizes, folder, capsys):
+    runs = read_logs(folder)
+    runs[0][0][0]["env"] = ENV | {"gpu_memory_gib": sizes}
+    write_logs(folder, runs)
+    code, said = call(capsys, "verify", folder)
+    assert code == 2
+    assert "gpu_memory_gib must be a list of GiB, one for each rank, not " in said
 
 
 def test_a_page_shows_the_diff_from_the_claim_before_and_no_line_of_it_leaves_its_block(tmp_path):

@@ -20,6 +20,7 @@ from stub_trainer import (
 from runtime import checkpoint, stop
 from runtime import run as runs
 from runtime.checkpoint import checkpoints
+from runtime.clock import Clock
 from runtime.errors import Interrupted, Refused
 
 
@@ -99,6 +100,16 @@ def test_losses_on_a_gpu_are_read_two_steps_late(tmp_path, monkeypatch):
     # Before step 6 (5 are done) the clock stopped for a validation, so all lines were written.
     assert written == [(3, 1), (4, 2), (5, 5), (7, 5)]
     assert len(events(tmp_path, "step")) == len(waited) == STEPS
+
+
+def test_the_time_left_counts_the_tokens_still_to_train(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Clock, "train_time_ms", property(lambda clock: 100_000.0))
+    trainer = trainer_in(tmp_path)
+    header = trainer.header
+    trainer.header = lambda *run: header(*run) | {"train_tokens": 400}
+    stub_trainer.make_runs(trainer)
+    (said,) = re.findall(r"step 10/10 .* \| (.*)$", capsys.readouterr().out, re.MULTILINE)[:1]
+    assert said == "ETA 900 s", "40 tokens of 400 took 100 seconds"
 
 
 # ---- Bad steps

@@ -19,13 +19,13 @@ from train_gpt import (
     TRACKS,
     Trainer,
     batch_at,
-    first_step,
+    index_at,
     learning_rate,
     make_optimizers,
     momentum,
     rotary_at,
     set_schedule,
-    stage_at,
+    spans,
     tokens_before,
     validates,
     windows_at,
@@ -52,9 +52,9 @@ def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_las
     track, steps
 ):
     config = configure(track, steps=steps)
-    stages = [stage_at(config, step) for step in range(steps)]
+    stages = [index_at(config, step) for step in range(steps)]
     assert stages == sorted(stages)
-    assert stage_at(config, steps) == stages[-1]
+    assert index_at(config, steps) == stages[-1]
     for index, stage in enumerate(STAGES[config.stages]):
         assert abs(stages.count(index) - stage.share * steps) <= 1
     extension = [stage.extension for stage in STAGES[config.stages]]
@@ -133,7 +133,7 @@ def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_
                 frequencies[j] = f * (old / new + kept * (1 - old / new))
             factor *= 1 + 0.2 * math.log(new / old)
             assert round(factor, 5) == rounded
-        frequency, scale = rotary_at(SHORT, first_step(SHORT, stage))
+        frequency, scale = rotary_at(SHORT, spans(SHORT)[stage].first)
         expected = torch.tensor(frequencies + [0.0] * 32)
         torch.testing.assert_close(frequency, expected, rtol=1e-5, atol=0)
         assert scale.item() == pytest.approx(factor, rel=1e-6)
@@ -265,7 +265,7 @@ def test_a_stage_changes_the_peak_of_the_learning_rate(monkeypatch):
 
 
 @pytest.mark.parametrize(("batch", "rule"), [
-    (2.0, "stage 1 has 2.0"), (0.75, "stage 1 has 1.5 rows"), (0.0, "stage 1 has 0 rows"),
+    (0.75, "stage 1 has 1.5 rows"), (0.0, "stage 1 has 0 rows"),
 ])  # fmt: skip
 def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, rule):
     stage = train_gpt.Stage(0.5, short=1, long=2)
@@ -274,19 +274,29 @@ def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, ru
         small("tiny", "modern")
 
 
-def test_a_batch_changes_only_where_adam_steps():
-    with pytest.raises(Refused, match="--adam-every, not at step 5"):
-        small("tiny", "modern", stages="growing", steps=10, adam_every=2)
-    small("tiny", "modern", stages="growing", steps=12, adam_every=2)
-
-
-def test_a_batch_may_not_change_back_between_two_steps_of_adam(monkeypatch):
-    whole = train_gpt.Stage(0.4, short=1, long=2)
-    stages = [whole, replace(whole, share=0.3, batch=0.5), replace(whole, share=0.3)]
+@pytest.mark.parametrize("changed", [{"batch": 0.5}, {"tied": True}], ids=str)
+def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
+    whole = train_gpt.Stage(0.3, short=1, long=2)
+    stages = [whole, replace(whole, **changed), replace(whole, share=0.4)]
     monkeypatch.setitem(train_gpt.STAGES, "constant", stages)
-    small("tiny", "modern", steps=20, adam_every=2)
-    with pytest.raises(Refused, match="--adam-every, not at step 7"):
-        small("tiny", "modern", steps=10, adam_every=2)
+    for steps in range(1, 30):
+        found = spans(small("tiny", "modern", steps=steps, adam_every=2))
+        ends = [0] + [span.end for span in found]
+        assert [span.first for span in found] == ends[:-1]
+        assert ends[-1] == steps
+        for span in found[1:]:
+            assert span.first % 2 == 0
+
+
+@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
+def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
+    assert sum(stage.share for stage in stages) == pytest.approx(1)
+    assert all(stage.batch <= 1 for stage in stages)
+
+
+@pytest.mark.parametrize("layers", train_gpt.LAYERS.values(), ids=train_gpt.LAYERS)
+def test_no_layer_is_both_long_and_paired(layers):
+    assert not any(layer.paired and layer.window == "long" for layer in layers)
 
 
 def test_gradients_are_divided_once_by_the_rows_of_the_batch_at_any_number_of_micro_batches():

@@ -1,0 +1,46 @@
+"""What is looked up for each token besides its embedding: bigrams, their signs, further targets."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Return the row of the bigram table for each token and the one before it, (B, T) int64.
+
+    Pairs are hashed (record 62): some share a row. The first token of each batch row has no token
+    before it and gets the table's last row. Pairs cross the boundaries of documents, as the smear
+    does.
+    """
+    tokens = tokens_BT.long()
+    pairs = (36313 * tokens[:, 1:]) ^ (27191 * tokens[:, :-1])
+    return torch.cat([torch.full_like(tokens[:, :1], rows - 1), pairs % (rows - 1)], dim=1)
+
+
+def random_signs(dim: int, rows: int = 8192) -> Tensor:
+    """Return rows (rows, dim) of +1 and -1, on the CPU and always the same.
+
+    Bigrams that share a row of the table differ by their signs (record 83).
+    """
+    generator = torch.Generator().manual_seed(0)
+    return 2.0 * torch.randint(2, (rows, dim), generator=generator, device="cpu") - 1
+
+
+def sign_rows(tokens_BT: Tensor, rows: int) -> Tensor:
+    """Return the row of the signs for each token and the one before it, (B, T) int64."""
+    tokens = tokens_BT.long()
+    pairs = (tokens[:, 1:] ^ tokens[:, :-1]) % rows
+    return torch.cat([torch.zeros_like(tokens[:, :1]), pairs], dim=1)
+
+
+def several_targets(targets_BT: Tensor, count: int, prefixes_V: Tensor | None) -> Tensor:
+    """Return `count` targets for each token, (B, T, count) int64; -1 where there is none.
+
+    They are the next token and those after it in its row (record 53). With prefixes, (V,) int64,
+    the last target is the next token's prefix (record 88).
+    """
+    ahead = count - 1 if prefixes_V is None else count - 2
+    tokens = F.pad(targets_BT, (0, ahead), value=-1).unfold(1, ahead + 1, 1)
+    if prefixes_V is None:
+        return tokens
+    return torch.cat([tokens, prefixes_V[targets_BT].unsqueeze(-1)], dim=-1)

@@ -1,0 +1,54 @@
+"""The table of prefixes against a search through all pairs of tokens."""
+
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.corpus import read_vocabulary
+from data.prefixes import prefix_table, read_bytes
+
+
+def slow_table(vocabulary):
+    table = []
+    for token in vocabulary:
+        found = [other for other in vocabulary if other and token.startswith(other)]
+        shorter = [other for other in found if other != token]
+        table.append(vocabulary.index(max(shorter, key=len)) if shorter else -1)
+    return table
+
+
+small_vocabularies = st.lists(st.binary(max_size=5).map(lambda b: bytes(c % 3 for c in b)),
+                              unique=True)  # fmt: skip
+
+
+def test_a_table_by_hand():
+    vocabulary = [b"there", b"the", b"", b"a", b"th", b"he", b"ther"]
+    assert prefix_table(vocabulary) == [6, 4, -1, -1, -1, -1, 1]
+
+
+@given(small_vocabularies)
+def test_the_prefix_is_the_longest_of_a_search_through_all_tokens(vocabulary):
+    assert prefix_table(vocabulary) == slow_table(vocabulary)
+
+
+def test_the_bytes_of_the_corpus_vocabulary_encode_to_their_token_and_have_prefixes():
+    vocabulary, tokenizer = read_bytes(1024), read_vocabulary()
+    assert vocabulary.pop() == b"", "<|endoftext|>"
+    ranks = [tokenizer.encode_single_token(token) for token in vocabulary]
+    assert ranks == [*range(1023)]
+    table = prefix_table(vocabulary)
+    assert table == slow_table(vocabulary)
+    assert [token for token in range(1023) if table[token] == -1] == [*range(256)]
+
+
+def test_a_vocabulary_that_is_not_known_or_not_there_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"no vocabulary of 64 tokens .*--vocab-size to 1024"):
+        read_bytes(64)
+
+    def fail(name):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", fail)
+    with pytest.raises(ValueError, match=r"no network\. Connect .*TIKTOKEN_CACHE_DIR"):
+        read_bytes(50257)

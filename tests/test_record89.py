@@ -1,0 +1,231 @@
+"""What later records added to record 42: a slow twin in float64, and the constants of record 89."""
+
+import pytest
+import torch
+from small_model import CPU, MACHINE, configure, make_model, small
+from test_model import (
+    WINDOWS,
+    assert_same_loss_and_gradients,
+    attended,
+    batch,
+    build,
+    frequencies_of,
+    gradients,
+    loss_of,
+    offset,
+    rms,
+    sigmoid,
+    turned,
+)  # fmt: skip
+
+from train_gpt import (
+    batch_at,
+    initial_scalars,
+    learning_rate,
+    loss_weights,
+    make_optimizers,
+    set_schedule,
+    tokens_before,
+    windows_at,
+)  # fmt: skip
+
+HEAD_DIM = 8
+VALUE_TABLES = {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}
+LONG, PAIRED, LATE = (3, 10), (0, 2, 5, 9), (8, 9, 10)
+
+
+def modern(**changes):
+    """The recipe in a small size with an even number of heads."""
+    return small("short", "modern", bigram_rows=2.0, **changes)
+
+
+def heads(x_TC):
+    return x_TC.reshape(len(x_TC), -1, HEAD_DIM)
+
+
+def in_pairs(q, k, v, starts, window, scale):
+    """Attention of heads j and j + H / 2 as one head whose rows alternate between them."""
+    half, outputs = q.size(1) // 2, {}
+    doubled = [2 * start for start in starts for _ in range(2)]
+    for j in range(half):
+        rows = []
+        for z in (q, k, v):
+            alternating = [z[t, j + half * odd] for t in range(len(z)) for odd in range(2)]
+            rows.append(torch.stack(alternating)[:, None])
+        q_j, k_j = (turned(z, frequencies_of(HEAD_DIM)) for z in rows[:2])
+        y = attended(q_j, k_j, rows[2], doubled, window, scale)[:, 0]
+        outputs[j], outputs[j + half] = y[0::2], y[1::2]
+    return torch.stack([outputs[head] for head in range(2 * half)], dim=1)
+
+
+def hashed(tokens):
+    """Rows of the bigram table and of the signs, as functions of their sizes."""
+    pairs = list(zip(tokens.tolist(), tokens[1:].tolist(), strict=False))
+
+    def bigrams(rows):
+        return [rows - 1] + [(27191 * a ^ 36313 * b) % (rows - 1) for a, b in pairs]
+
+    return bigrams, [0] + [(a ^ b) % 8192 for a, b in pairs]
+
+
+def record89_loss(p, s, signs, weights, tokens, targets, starts):
+    """One row. p: parameters by name; s: scalars by name; weights: of this token and later ones."""
+    short, long, scale = 8, 24, 0.1
+    e = p["embed"][tokens]
+    gate = sigmoid(e[1:, :12] @ p["smear_gate"][0])
+    x = x0 = rms(torch.cat([e[:1], e[1:] + s["smear"] * gate.unsqueeze(1) * e[:-1]]))
+    bigram_rows, sign_rows = hashed(tokens)
+    pairs = p["bigram"][bigram_rows(len(p["bigram"]))] * signs[sign_rows]
+    out = {}
+    for i in range(11):
+        block = f"blocks.{i}."
+        if i == 6:
+            x = x + sigmoid(s["skip6"]) * out[3]
+        x = s[f"x{i}"] * x + s[f"x0_{i}"] * x0 + s[f"bigram{i}"] * pairs
+        if i != 6:
+            u = rms(out[7] if i in LATE else x)
+            w_q, w_k, w_v, w_o = p[block + "attention.qkvo"].reshape(4, 32, 32)
+            q, k, v = rms(heads(u @ w_q.T)), rms(heads(u @ w_k.T)), heads(u @ w_v.T)
+            v = s[f"value{i}"] * v
+            if i in VALUE_TABLES:
+                value = p[f"value_embeds.{VALUE_TABLES[i]}"][tokens]
+                read = torch.cat([u[:, :6], value[:, :6]], dim=1)
+                share = 2 * sigmoid(read @ p[block + "attention.value_gate"].T)
+                v = v + s[f"value_embed{i}"] * share.unsqueeze(-1) * heads(value)
+            if i in PAIRED:
+                y = in_pairs(q, k, v, starts, short, scale)
+            else:
+                q, k = (turned(z, frequencies_of(HEAD_DIM)) for z in (q, k))
+                k = offset(k, starts) if i in LONG else k
+                y = attended(q, k, v, starts, long if i in LONG else short, scale)
+                share = torch.tanh(p[block + "attention.own_value"]) * (y * v).sum(-1, keepdim=True)
+                y = y - share * v / (v**2).sum(-1, keepdim=True)
+            y = y * sigmoid(u[:, :12] @ p[block + "attention.gate"].T).unsqueeze(-1)
+            x = x + y.reshape(len(x), -1) @ w_o.T
+        x = x + (rms(x) @ p[block + "mlp.up"]).clamp(min=0) ** 2 @ p[block + "mlp.down"].T
+        out[i] = x
+    z = rms(x - s["backout"] * out[7]) @ p["lm_head"].T
+    log_p = torch.log_softmax(23 * sigmoid((z + 5) / 7.5), dim=1)
+    total = 0.0
+    for t in range(len(tokens)):
+        for k, weight in enumerate(weights):
+            if t + k < len(targets):
+                total = total - weight * log_p[t, targets[t + k]]
+    return total
+
+
+def test_the_pieces_of_later_records_have_the_loss_and_gradients_of_their_slow_twin():
+    model = build(modern(), torch.float64)
+    signs = model.signs.double()
+
+    def row_loss(p, *row):
+        scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
+        return record89_loss(p, scalars, signs, [1.0], *row)
+
+    assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss)
+
+
+def test_a_loss_of_several_tokens_is_the_weighted_sum_of_their_losses():
+    model, given = build(modern(), torch.float64), batch()
+    weights = [1.0, 0.5, 0.25]
+    context = (given.cu_seqlens, WINDOWS, given.inputs.size(1))
+    found = model(given.inputs, given.targets, *context, torch.tensor(weights))
+    p = {name: w.detach() for name, w in model.named_parameters()}
+    scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
+    expected = 0.0
+    cuts = set(given.cu_seqlens.tolist())
+    for row, (tokens, targets) in enumerate(zip(given.inputs, given.targets, strict=True)):
+        starts = [0]
+        for t in range(1, len(tokens)):
+            starts.append(t if row * len(tokens) + t in cuts else starts[-1])
+        signs = model.signs.double()
+        expected += record89_loss(p, scalars, signs, weights, tokens.long(), targets, starts)
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[1], loss_of(model, given), rtol=1e-6, atol=0)
+
+
+def test_while_the_head_is_tied_the_embedding_takes_its_gradient_too():
+    model, given = build(modern(), torch.float64), batch()
+    with torch.no_grad():
+        model.lm_head.copy_(model.embed)
+    loss, apart = gradients(model, given)
+    model.tied = True
+    model.zero_grad()
+    tied = model(given.inputs, given.targets, given.cu_seqlens, WINDOWS, given.inputs.size(1))
+    tied.backward()
+    torch.testing.assert_close(tied.detach(), loss)
+    assert model.lm_head.grad is None
+    torch.testing.assert_close(model.embed.grad, apart["embed"] + apart["lm_head"])
+
+
+# ---- The constants of record 89
+
+RECIPE = configure("short", "modern")
+# step, tokens, short and long window in blocks, learning rate, weights of next tokens and prefix
+SCHEDULE = [
+    (0, 131_072, 1, 3, 1.0, [1, 0.5, 0.25, 0.25]),
+    (422, 131_072, 1, 3, 1.0, [1, 0.5, 0.25 * 2 / 424, 0.25]),
+    (424, 262_144, 3, 7, 1.52, [1, 0.5, 0.25]),
+    (845, 262_144, 3, 7, 1.52 + (0.15 - 1.52) * (845 - 508) / 762, [1, 0.5 / 422, 0.25 / 422]),
+    (846, 393_216, 5, 11, 1.73 + (0.15 - 1.73) * (846 - 508) / 762, [1]),
+    (1284, 393_216, 6, 13, 0.15, [1]),
+]
+
+
+@pytest.mark.parametrize("row", SCHEDULE, ids=lambda row: f"step {row[0]}")
+def test_batch_windows_rate_and_loss_change_as_in_record_89(row):
+    step, tokens, short, long, rate, weights = row
+    assert batch_at(RECIPE, step) == tokens
+    assert windows_at(RECIPE, step) == {"short": 128 * short, "long": 128 * long}
+    assert learning_rate(RECIPE, step) == pytest.approx(rate, abs=3e-4)  # 0.9999, as in record 42
+    assert loss_weights(RECIPE, step) == pytest.approx(weights)
+
+
+def test_the_recipe_trains_as_many_tokens_as_record_89():
+    published = 423 * 131_072 + 424 * 262_144 + 438 * 393_216
+    assert tokens_before(RECIPE, RECIPE.steps) == pytest.approx(published, rel=5e-4)
+
+
+def test_the_recipe_has_as_many_parameters_as_the_plain_part_of_record_89():
+    on_meta = configure("short", "modern", sequence=1024, val_sequence=1024)
+    model = make_model(on_meta, torch.bfloat16, torch.device("meta"))
+    counts = dict.fromkeys(("bigram", "value_embeds", "embed", "lm_head", "qkvo", "up", "down"), 0)
+    for name, parameter in model.named_parameters():
+        kind = name.split(".")[0] if name.startswith("value") else name.rpartition(".")[2]
+        if kind in counts:
+            counts[kind] += parameter.numel()
+    dim, vocab = 768, 50_304
+    assert counts == {
+        "bigram": vocab * 15 // 2 * dim, "value_embeds": 5 * vocab * dim, "embed": vocab * dim,
+        "lm_head": vocab * dim, "qkvo": 10 * 4 * dim**2, "up": 44 * dim**2, "down": 44 * dim**2,
+    }  # fmt: skip
+
+
+# Parameter: its learning rate, the share of it that decays a step, betas; at a multiplier of 1.
+RATES = {
+    "blocks.1.attention.qkvo": (0.023, 0.023**2 * 1.2, None),
+    "blocks.1.mlp.up": (0.046, 0.023 * 0.046 * 1.2, None),
+    "blocks.1.mlp.down": (0.092, 0.023 * 0.092 * 1.2, None),
+    "embed": (0.008, 0.008**2 * 0.005 * 150, (0.5, 0.95)),
+    "lm_head": (0.008, 0.008**2 * 0.005 * 150, (0.5, 0.95)),
+    "bigram": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
+    "value_embeds.4": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
+    "scalars": (0.04, 0.0, (0.9, 0.99)),
+    "blocks.1.attention.value_gate": (0.008, 0.008**2 * 0.005, (0.9, 0.99)),
+}
+
+
+def test_learning_rates_decays_and_betas_are_those_of_record_89():
+    config = modern()
+    optimizers, guard = make_optimizers(config, make_model(config, device=CPU), MACHINE)
+    set_schedule(config, optimizers, guard, 0)
+    found = {}
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            rate = group["lr"] * group["lr_mul"]
+            decay = group["lr"] * group["weight_decay"] * group["wd_mul"]
+            for name in group["param_names"]:
+                found[name] = (rate, decay, group.get("betas"))
+    for name, (rate, decay, betas) in RATES.items():
+        assert found[name][:2] == pytest.approx((rate, decay)), name
+        assert found[name][2] == betas, name
