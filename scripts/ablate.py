@@ -51,7 +51,7 @@ ARMS = {
     "cautious_decay": "--cautious on --matrix-wd 1.2 --adam-wd 0.005",
     "residual_multiplier": "--x0-mixing on --stream-init 1.1",
     "growing_batch": "--stages growing",
-    "tied_head": "--stages tied",
+    "tied_head": "--stages tied --embed-std 0.005 --embed-lr-mul 1",
     "vector_betas": "--vector-betas 0.9,0.99",
     "multi_token": "--stages ahead",
     "shifted_softcap": "--softcap shifted",
@@ -68,17 +68,22 @@ ARMS = {
 # These arms leave a piece out (muon: what NorMuon adds); the others put one in.
 LEAVE_OUT = {"muon"} | {arm for arm in ARMS if arm.startswith("no_")}
 OFFSET = "--key-offset on --tie-keys on"
+# The best settings of records/tuning, for the plain GPT.
+ADAMW = "--recipe adamw --matrix-lr 0.0014 --matrix-wd 0 --matrix-beta2 0.9 --momentum 0.8,0.8"
+ADAMW += " --adam-lr 0.016 --cooldown 1 --final-lr 0"
+MUON = "--recipe muon --momentum 0.9,0.9 --embed-lr-mul 25 --cooldown 1 --final-lr 0"
 # How much of the gain belongs to the optimizer, and how much to the model? Only run by name.
 CONTROLS = {
     "plain": "--key-offset off --tie-keys off --bigram-rows 0",
-    "muon_plain": "--recipe muon",
-    "muon_offset": f"--recipe muon {OFFSET}",
-    "adamw_plain": "--recipe adamw",
-    "adamw_offset": f"--recipe adamw {OFFSET}",
-    "torch_muon_plain": "--recipe muon --optimizer torch_muon",
-    "torch_muon_offset": f"--recipe muon --optimizer torch_muon {OFFSET}",
-    "torch_adamw_plain": "--recipe adamw --optimizer torch_adamw",
-    "torch_adamw_offset": f"--recipe adamw --optimizer torch_adamw {OFFSET}",
+    "offset": "--bigram-rows 0",
+    "muon_plain": MUON,
+    "muon_offset": f"{MUON} {OFFSET}",
+    "adamw_plain": ADAMW,
+    "adamw_offset": f"{ADAMW} {OFFSET}",
+    "torch_muon_plain": f"{MUON} --optimizer torch_muon",
+    "torch_muon_offset": f"{MUON} --optimizer torch_muon {OFFSET}",
+    "torch_adamw_plain": f"{ADAMW} --optimizer torch_adamw",
+    "torch_adamw_offset": f"{ADAMW} --optimizer torch_adamw {OFFSET}",
 }
 FLAGS = ARMS | CONTROLS
 HEAD = "| arm | flags | pairs | difference | 95 % interval | diverged | Holm p |"
