@@ -360,6 +360,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 
+
 def preset(given: dict[str, Any]) -> dict[str, Any]:
     """Defaults for settings that are not given: the track's, overridden by the recipe's."""
     track = given.get("track", "short" if torch.cuda.is_available() else "tiny")
