@@ -348,7 +348,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "modern": PLAIN | {
             "value_embeds": True, "smear": True, "key_offset": True, "tie_keys": True,
             "bigram_rows": 5.0,
-            "cooldown": 1.0, "momentum": (0.85, 0.85), "steps": 120,
+            "cooldown": 1.0, "momentum": (0.85, 0.85), "steps": 70,
             "embed_lr_mul": 25.0, "value_embed_lr_mul": 25.0, "val_every": 0,
         },
         "record42": {},
