@@ -682,9 +682,8 @@ class GPT(nn.Module):
         softcap = SOFTCAPS[self.config.softcap]
         fp8 = self.head == "fp8" and torch.is_grad_enabled()  # validation uses no FP8
         precision = "fp8" if fp8 else "plain"
-        weight = self.output_weight
         return linear_cross_entropy(
-            x, weight, targets, softcap=softcap, precision=precision, weights=weights
+            x, self.output_weight, targets, weights, softcap=softcap, precision=precision
         )
 
     @property
