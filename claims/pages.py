@@ -211,3 +211,12 @@ def records_among(claims: Sequence[Evidence]) -> list[Evidence]:
             best[evidence.contest] = evidence.score
             records.append(evidence)
     return records
+
+
+def best_of_each_recipe(claims: Sequence[Evidence]) -> list[Evidence]:
+    """The claim of each recipe that was shown with the best score, the best first."""
+    best: dict[str, Evidence] = {}
+    for evidence in sorted(claims, key=lambda one: one.score):
+        if evidence.shown:
+            best.setdefault(evidence.claim.config.get("recipe", ""), evidence)
+    return list(best.values())

@@ -24,7 +24,7 @@ from claims.arms import ALPHA
 from claims.checks import find_failures
 from claims.evidence import TRACKS, Evidence, read_evidence
 from claims.making import copy_runs, require_plain, working_source, write_claim
-from claims.pages import derived, differences, leaderboard
+from claims.pages import best_of_each_recipe, derived, differences, leaderboard
 from claims.plots import plot_losses
 from runtime.claim import Claim
 from runtime.errors import Refused
@@ -99,11 +99,8 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
         if find_failures(one) or list(differences(one)):
             return judge(one)
     for track in {one.claim.track for one in made}:
-        best: dict[str, Evidence] = {}  # of each recipe
-        for one in sorted(made, key=lambda one: one.score):
-            if one.shown and one.claim.track == track:
-                best.setdefault(one.claim.config.get("recipe", ""), one)
-        claims = {one.claim.name: one.complete for one in best.values()}
+        best = best_of_each_recipe([one for one in made if one.claim.track == track])
+        claims = {one.claim.name: one.complete for one in best}
         plot_losses(claims, TRACKS[track].target, RECORDS / track / "losses.svg")
     (RECORDS / "README.md").write_text(leaderboard(made))
     print(f"{RECORDS / 'README.md'}: {len(made)} claims")

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+import train_gpt
 from claims.checks import check_claim, find_failures
 from claims.evidence import TRACKS, Evidence, read_evidence
-from claims.pages import differences, leaderboard, records_among
+from claims.pages import best_of_each_recipe, differences, leaderboard
 from claims.plots import plot_losses
+from runtime.claim import FIXED, off_track
 from runtime.errors import Refused
-from train_gpt import FIXED, RECIPES, Config, off_track, preset
+from train_gpt import RECIPES, Config, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 CLAIMS = sorted(RECORDS.glob("*/*/claim.json"))
@@ -32,17 +34,16 @@ def test_nothing_speaks_against_a_record_and_its_pages_say_what_its_logs_say(cla
 def test_the_leaderboard_is_the_one_that_the_records_give(tmp_path):
     evidences = read_all()
     assert (RECORDS / "README.md").read_text() == leaderboard(evidences)
-    evidences.sort(key=lambda one: one.claim.created)
-    claims = {one.claim.name: one.complete for one in evidences if one.shown}
+    claims = {one.claim.name: one.complete for one in best_of_each_recipe(evidences)}
     plot_losses(claims, TRACKS["tiny"].target, tmp_path / "losses.svg")
     assert (tmp_path / "losses.svg").read_bytes() == (RECORDS / "tiny" / "losses.svg").read_bytes()
 
 
-def test_the_recipes_of_tiny_run_the_steps_of_one_of_their_records():
+def test_the_recipes_of_tiny_run_the_steps_of_a_claim_that_was_shown():
     claimed: dict[str, set[int]] = {}
-    for evidence in records_among(read_all()):
+    for evidence in read_all():
         config = evidence.claim.config
-        if config["track"] == "tiny":
+        if config["track"] == "tiny" and evidence.shown:
             claimed.setdefault(config["recipe"], set()).add(config["steps"])
     for recipe in RECIPES["tiny"]:
         assert Config(**preset({"track": "tiny", "recipe": recipe})).steps in claimed[recipe]
@@ -66,7 +67,7 @@ def test_what_the_track_fixes_can_be_changed_but_not_claimed(name):
     values[name] = {"layers": "record42", "align": False}.get(name, now * 2)
     if name in ("target", "val_window", "bos"):
         values[name] = now - 1
-    (changed,) = off_track(Config(**values))
+    (changed,) = off_track(Config(**values), train_gpt.TRACKS["tiny"])
     assert changed.startswith(f"{name} is ")
     with pytest.raises(Refused, match=name):
         Config(**values, claim="claim.json")
