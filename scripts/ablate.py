@@ -75,7 +75,6 @@ MUON = "--recipe muon --momentum 0.9,0.9 --embed-lr-mul 25 --cooldown 1 --final-
 # How much of the gain belongs to the optimizer, and how much to the model? Only run by name.
 CONTROLS = {
     "plain": "--key-offset off --tie-keys off --bigram-rows 0",
-    "offset": "--bigram-rows 0",
     "muon_plain": MUON,
     "muon_offset": f"{MUON} {OFFSET}",
     "adamw_plain": ADAMW,
