@@ -151,6 +151,8 @@ STAGES = {
     "ahead": [replace(HALF, ahead=((0.5, 0.0),)), HALF],
     "prefix": [replace(HALF, prefix=(0.25, 0.0)), HALF],
     "short_documents": [replace(HALF, document=128), HALF],
+    "half_batch": [Stage(1.0, short=10, long=20, batch=0.5)],
+    "quarter_batch": [Stage(1.0, short=10, long=20, batch=0.25)],
 }
 
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
@@ -211,6 +213,7 @@ class Config(RunSettings):
     bigram_signs: bool = setting(False, "signs that tell bigrams of one row apart")
     own_value: bool = setting(False, "subtract a learned share of attention along the own value")
     zero_output: bool = setting(True, "attention begins with an output of 0")
+    copying: float = setting(0.0, "head begins as this times long layers' values", at_least=0)
     biases: bool = setting(False, "biases on linear maps and gains on norms")
     prefixes: bool = setting(False, "also predict the longest token that begins the next one")
     softcap: str = setting(
@@ -271,6 +274,8 @@ class Config(RunSettings):
         for name in ("paired_heads", "head_pairs"):
             allowed = heads % 2 == 0 or not getattr(self, name)
             require(self, name, allowed, f"off, as --dim / --head-dim = {heads} is odd")
+        coded = copied_table(layer_table(self)) is not None
+        require(self, "copying", coded or not self.copying, "0 without such value embeddings")
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.sequence
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"
@@ -573,15 +578,22 @@ class GPT(nn.Module):
             stream = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
             generator = torch.Generator().manual_seed(int.from_bytes(stream))
             parameter.copy_(self._initial(name, parameter.shape, generator))
+        if self.config.copying:
+            # A value embedding is the code of its token. The output of a long layer begins as the
+            # identity and the head as a reader of the codes: what is attended to is predicted.
+            self.lm_head.copy_(self.config.copying * self.value_embeds[copied_table(self.table)])
 
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         kind = name.rpartition(".")[2]
         if kind == "qkvo":
             qkvo = self._hidden((4, shape[0], shape[0]), generator)
+            long = self.table[int(name.split(".")[1])].window == "long"
             if self.config.zero_output:
                 qkvo[3] = 0  # layers begin as the identity
-            if self.config.tie_keys and self.table[int(name.split(".")[1])].window == "long":
+            if self.config.tie_keys and long:
                 qkvo[1] = qkvo[0]  # a query finds its own token from the first step on
+            if self.config.copying and long:
+                qkvo[3] = 0.5 * torch.eye(shape[0])
             return qkvo.view(shape)
         if kind == "up":
             return self._hidden(shape, generator)
@@ -720,6 +732,11 @@ def layer_table(config: Config) -> list[Layer]:
         if not getattr(config, piece):
             off[name] = None
     return [replace(layer, **off) for layer in LAYERS[config.layers]]
+
+
+def copied_table(table: list[Layer]) -> int | None:
+    """Index of the value embedding of the last long layer."""
+    return [layer.value_embed for layer in table if layer.window == "long"][-1]
 
 
 def initial_scalars(config: Config) -> dict[str, float]:

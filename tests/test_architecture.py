@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1252,
+    "train_gpt.py": 1269,
     "optim": 1870,
     "kernels": 649,
     "data": 1051,

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 from data.loader import Batch, Data
+from data.probes import repeated_text
 from kernels.attention import PortableAttention
 from train_gpt import initial_scalars, make_optimizers, rotary_at, spans, windows_at
 
@@ -371,6 +372,18 @@ def test_tied_keys_begin_as_copies_of_the_queries_in_long_layers_alone():
     for layer, block in zip(model.table, model.blocks, strict=True):
         q, k, _, _ = block.attention.qkvo.view(4, 24, 24)
         assert torch.equal(q, k) == (layer.window == "long")
+
+
+def test_with_copying_an_untrained_model_predicts_what_it_has_read_before():
+    def induction(copying):
+        model = build(configure("tiny", "modern", copying=copying))
+        model.initialize(0)
+        losses = model.token_losses(*repeated_text(1024, bos=1023), windows(320, 320), 128)
+        first, second = losses.chunk(2, dim=1)
+        return second.mean() - first.mean()
+
+    assert induction(copying=0.0) == 0
+    assert induction(copying=0.05) < -1
 
 
 def test_the_steps_track_starts_from_its_published_distributions():
