@@ -102,7 +102,7 @@ def test_what_a_module_imports_at_its_top_is_required(path):
     assert not foreign - sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])
+@pytest.mark.parametrize("name", [f"requirements{kind}.txt" for kind in ("", "-dev", "-docs")])
 def test_every_requirement_is_an_exact_pin_with_a_reason(name):
     for line in (ROOT / name).read_text().splitlines():
         if line and not line.startswith("-r "):

@@ -1,28 +1,51 @@
-"""What the text promises: its example runs, its links lead somewhere, its flags exist."""
+"""What the text promises: its code runs, its links lead somewhere, its commands are accepted."""
 
-import dataclasses
+import argparse
+import copy
+import importlib
+import importlib.util
+import json
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import pytest
+from small_run import arguments, write_data
 
+import train_gpt
+from runtime.settings import parse
 from train_gpt import Config
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted(ROOT.glob("docs/*.md")),
-    *sorted(ROOT.glob("records/*/README.md")),
-    ROOT / "records" / "README.md",
-]
-FLAGS = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(Config)}
+WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*WRITTEN, *sorted(ROOT.glob("records/*/README.md")), ROOT / "records" / "README.md"]
+PACKAGES = ("optim", "kernels", "data", "runtime", "claims")
+
+# How a block begins, and what the tests below do with it; `text` is output or a list of files.
+KINDS = {"sh", "console", "python", "diff", "text"}
+# Programs of a page that no test starts.
+FOREIGN = {"git", "cd", "source", "cmp", "grep", "tail", "ruff", "mypy", "bash", "pip", "mkdocs"}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+by_written_page = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 
 
-def code_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """The kind and the text of each block of code, also of those inside a list."""
+    fence = r"^( *)```(\w*)\n(.*?)^\1```$"
+    found = re.findall(fence, page.read_text(encoding="utf-8"), re.M | re.S)
+    return [(kind, dedent(text)) for _, kind, text in found]
+
+
+def blocks_of(page: Path, *kinds: str) -> list[str]:
+    return [text for kind, text in blocks(page) if kind in kinds]
 
 
 def anchors(page: Path) -> set[str]:
@@ -32,18 +55,6 @@ def anchors(page: Path) -> set[str]:
         words = re.sub(r"[^\w\s-]", "", heading.lower())
         found.add(words.strip().replace(" ", "-"))
     return found
-
-
-def trainer_flags(line: str) -> list[str]:
-    """The flags that a line gives to the trainer, none for a line that starts something else."""
-    command = line.split("#")[0].removeprefix("$ ")
-    if "record.py claim" in command or "ablate.py" in command:
-        command = command.partition(" -- ")[2]
-    elif not re.search(r"run\.sh(?! test)|train_gpt\.py", command):
-        return []
-    else:
-        command = re.split(r"run\.sh|train_gpt\.py", command)[1]
-    return re.findall(r"(?<!\S)--[a-z0-9-]+", command)
 
 
 @by_page
@@ -59,12 +70,158 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: Path) -> None
             assert anchor in anchors(file), f"{page.name}: {target}"
 
 
+# ---- Blocks of code
+
+
+@by_written_page
+def test_every_block_says_whether_it_is_code_or_output(page: Path) -> None:
+    for kind, text in blocks(page):
+        assert kind in KINDS, f"{page.name}: a block of kind {kind!r}, not {sorted(KINDS)}:\n{text}"
+
+
+class Accepted(Exception):
+    """A program has read its arguments and would now begin."""
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command of a page, without variables that are set before it."""
+    lines = [line for block in blocks_of(page, "sh", "") for line in block.splitlines()]
+    for block in blocks_of(page, "console"):
+        lines += [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+    found: list[list[str]] = []
+    for line in lines:
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="&")
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, "&&"]:
+            if word == "&&":
+                found += [words] if words else []
+                words = []
+            elif words or not re.match(r"[A-Z_]+=", word):
+                words.append(word)
+    return found
+
+
+def start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the program that a command starts read its arguments, and no more."""
+    program, *rest = words
+    if program == "python" and rest[0] == "-m":
+        assert importlib.util.find_spec(rest[1]), f"no module {rest[1]}"
+    elif program == "python" and rest[0].startswith("scripts/"):
+        script = importlib.import_module(rest[0].removesuffix(".py").replace("/", "."))
+        monkeypatch.setattr(sys, "argv", rest)
+        with pytest.raises(Accepted):
+            script.main()
+    elif program in ("python", "torchrun") and "train_gpt.py" in rest:
+        parse(Config, rest[rest.index("train_gpt.py") + 1 :], train_gpt.preset, "")
+    elif program == "./run.sh" and rest[:1] != ["test"]:
+        track = [] if "--track" in rest else ["--track", "tiny"]
+        parse(Config, track + rest, train_gpt.preset, "")
+    else:
+        assert program in FOREIGN | {"./run.sh"}, f"no test knows {program}"
+
+
 @by_page
-def test_every_flag_that_a_page_gives_to_the_trainer_exists(page: Path) -> None:
-    for block in code_blocks(page):
-        for line in block.splitlines():
-            unknown = set(trainer_flags(line)) - FLAGS - {"--help", "--print-config"}
-            assert not unknown, f"{page.name}: {line}"
+def test_every_command_is_accepted_by_the_program_that_it_starts(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page.name == "change.md":
+        return  # its flags exist only after its changes: the test of these runs them
+    read = argparse.ArgumentParser.parse_args
+
+    def read_only(self: argparse.ArgumentParser, *given: Any) -> Any:
+        values = read(self, *given)
+        if self.description and "scripts/" in self.description:
+            raise Accepted
+        return values
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read_only)
+    for words in commands(page):
+        try:
+            start(words, monkeypatch)
+        except (ValueError, SystemExit, AssertionError) as error:
+            pytest.fail(f"{page.name}: {' '.join(words)}: {error}")
+
+
+def is_quoted(block: str) -> bool:
+    """Whether a block's lines stand in the trainer in this order; `...` leaves something out."""
+    source = iter((ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines())
+    for line in block.splitlines():
+        code = line.split("  #")[0].split("...")[0].strip()
+        if not any(written.strip().startswith(code) for written in source):
+            return False
+    return True
+
+
+@by_written_page
+def test_every_python_block_runs_or_is_quoted(page: Path) -> None:
+    for block in blocks_of(page, "python"):
+        if page.name != "step.md" and not is_quoted(block):
+            exec(block, copy.copy(vars(train_gpt)) | {"LAYERS": copy.deepcopy(train_gpt.LAYERS)})
+
+
+def flush_left(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def test_every_listing_of_how_one_step_works_is_the_source() -> None:
+    files = [ROOT / "train_gpt.py", *ROOT.glob("optim/*.py"), *ROOT.glob("runtime/*.py")]
+    sources = [flush_left(file.read_text(encoding="utf-8")) for file in files]
+    for block in blocks_of(ROOT / "docs" / "step.md", "python"):
+        assert any(flush_left(block) in source for source in sources), block
+
+
+def applied(diffs: list[str], source: str) -> str:
+    """The source with these changes. Each must fit at exactly one place."""
+    for diff in diffs:
+        lines = diff.splitlines()
+        before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+        after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+        count = f"\n{source}".count(f"\n{before}\n")
+        assert count == 1, f"fits at {count} places of train_gpt.py:\n{diff}"
+        source = source.replace(f"{before}\n", f"{after}\n")
+    return source
+
+
+def test_the_changes_of_the_readme_fit_the_trainer() -> None:
+    applied(blocks_of(ROOT / "README.md", "diff"), (ROOT / "train_gpt.py").read_text("utf-8"))
+
+
+def test_the_changes_of_the_page_make_a_trainer_that_trains(tmp_path: Path) -> None:
+    page, clone, logs = ROOT / "docs" / "change.md", tmp_path / "clone", tmp_path / "logs"
+    for name in PACKAGES:
+        ignored = shutil.ignore_patterns("*.bin", "__pycache__")
+        shutil.copytree(ROOT / name, clone / name, ignore=ignored)
+    shutil.copy(ROOT / "requirements.txt", clone)  # part of the source hash
+    changed = applied(blocks_of(page, "diff"), (ROOT / "train_gpt.py").read_text("utf-8"))
+    (clone / "train_gpt.py").write_text(changed, encoding="utf-8")
+    flags = []
+    for block in blocks_of(page, "sh")[1:]:  # the first compares two folders
+        flags += block.split()[1:]
+    words = [*arguments(write_data(tmp_path / "data", 60), logs, steps=4), *flags]
+    command = [sys.executable, "train_gpt.py", "--track", "tiny", *words]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    log = next(logs.glob("2*.jsonl")).read_text(encoding="utf-8").splitlines()
+    config, end = json.loads(log[0])["config"], json.loads(log[-1])
+    assert (config["layers"], config["optimizer"], config["mlp_factor"]) == ("five", "nadam", True)
+    assert (end["status"], end["steps"]) == ("done", 4)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_its_links_and_pictures_are_there(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("mkdocs", reason="needs pip install -r requirements-docs.txt")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for page in tmp_path.rglob("index.html"):
+        for target in re.findall(r'(?:href|src)="([^"#]+)', page.read_text(encoding="utf-8")):
+            if target.startswith("file:"):  # what a page names outside docs/
+                assert Path(url2pathname(urlsplit(target).path)).exists(), f"{page}: {target}"
+            elif not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page}: {target}"
 
 
 def test_the_readmes_example_of_the_optimizers_takes_every_step() -> None:
