@@ -45,6 +45,7 @@ from runtime.clock import Clock
 from runtime.errors import Refused
 from runtime.log import require_writable, source_hash
 from runtime.machine import Machine
+from runtime.preflight import require_packages
 from runtime.resume import plan_runs
 from runtime.run import Run
 from runtime.settings import RunSettings, parse, require, setting
@@ -1048,6 +1049,8 @@ class Trainer:
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.chosen = {"attention": why, "head": why_head}
         self.changes, self.train_tokens = changes(config), tokens_before(config, config.steps)
+        self.validations = [step for step in range(config.steps) if validates(config, step)]
+        self.validations.append(config.steps)
         self.off_track = off_track(config, TRACKS[config.track])
 
     def reset(self, seed: int) -> None:
@@ -1219,8 +1222,7 @@ def make_runs(config: Config) -> int:
     with machines.saying_every_few_seconds("compiling and warming up", machine.say):
         warm_up(trainer, clock)
     if config.dry_run:
-        count = 1 + sum(validates(config, step) for step in range(config.steps))
-        return dry_run(trainer, clock, validations=count)
+        return dry_run(trainer, clock, validations=len(trainer.validations))
     with Stop(machine.device) as stop, machines.without_garbage_collection():
         for plan in plans:
             trainer.reset(plan.seed)
@@ -1242,6 +1244,7 @@ def set_up(config: Config, machine: Machine) -> Trainer:
         # A resumed run must end in the same bits. Filling new memory would only cost time.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    machine.on_main(lambda: require_packages(config))
     machine.on_main(lambda: require_writable(config.log_dir))
     try:
         trainer = Trainer(config, machine)

@@ -1,11 +1,16 @@
-"""What a trainer says of its run: the header of the log, and lines before the first step.
+"""What a trainer says of its run: the header of the log, and lines before and after the steps.
 
 `trainer` is that of train_gpt.py.
 """
 
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from runtime.clock import Phase
 from runtime.log import config_hash
 from runtime.machine import peak_flops
 
@@ -32,24 +37,74 @@ def where(trainer: Any, step: int) -> dict[str, Any]:
 
 
 def summary(trainer: Any) -> str:
-    """Lines for people: what is trained, on what, and with `verbose` what was chosen and why."""
+    """Lines for people: what is trained, on what and for what, and with `verbose` how and why."""
     config, machine, plan = trainer.config, trainer.machine, trainer.data.plan
-    first = header(trainer, config.seed, 0)
     batches = " then ".join(dict.fromkeys(f"{tokens:,}" for _, tokens, _ in trainer.changes))
+    devices = trainer.env["gpu"] or trainer.env["cpu"]
+    if machine.world_size > 1:
+        devices = f"{machine.world_size} ranks, each on {devices}"
     lines = [
-        f"track {config.track}, recipe {config.recipe}: {trainer.env['params']:,} parameters",
-        f"{config.steps:,} steps of {batches} tokens = {machine.world_size} rank(s) x "
-        f"{first['grad_accum']} micro-step(s) x {first['micro_batch']:,}",
-        f"{config.data_dir}: training on {plan.tokens_needed:,} of {plan.tokens_available:,} "
-        f"tokens, validating on {config.val_tokens:,}",
+        f"track {config.track}, recipe {config.recipe}: a GPT of {trainer.env['params']:,} "
+        f"parameters in {trainer.env['dtype']}, on {devices}",
+        f"training: {config.steps:,} steps of {batches} tokens, from {config.data_dir}",
+        f"target: a validation loss of {config.target} on {config.val_tokens:,} other tokens; "
+        f"without training it is {math.log(config.vocab_size):.2f}",
     ]
-    if config.verbose or machine.device.type == "cuda":  # a CPU has nothing to choose from
-        lines += [f"{name} {trainer.env[name]} ({why})" for name, why in trainer.chosen.items()]
     if config.verbose:
-        lines += [f"{machine.device.type}, {trainer.env['dtype']}", trainer.guard.describe()]
+        first = header(trainer, config.seed, 0)
+        lines += [f"{name} {trainer.env[name]} ({why})" for name, why in trainer.chosen.items()]
+        lines += [
+            f"{plan.tokens_needed:,} of {plan.tokens_available:,} tokens; a step is "
+            f"{machine.world_size} rank(s) x {first['grad_accum']} micro-step(s) x "
+            f"{first['micro_batch']:,} tokens",
+            trainer.guard.describe(),
+        ]
     if trainer.off_track:
         lines.append(f"off the track, no claim can be made: {'; '.join(trainer.off_track)}")
     return "\n".join(lines)
+
+
+def closing(config: Any, val_loss: float, phases: Sequence[Phase], records: Path) -> str:
+    """Lines for people after the last run. `phases` are its clock's, `records` its track's."""
+    side = "below" if val_loss <= config.target else "above"
+    timed_s = sum(phase.ms for phase in phases if phase.timed) / 1000
+    untimed_s: dict[str, float] = {}
+    for phase in phases:
+        if not phase.timed:
+            untimed_s[phase.name] = untimed_s.get(phase.name, 0.0) + phase.ms / 1000
+    others = ", ".join(f"{name} {seconds:.1f}" for name, seconds in untimed_s.items())
+    lines = [
+        f"loss    {val_loss:.4f} after {config.steps:,} steps, "
+        f"{abs(val_loss - config.target):.4f} {side} the target",
+        *best_record(records, config.recipe),
+        f"time    {timed_s:.1f} s on the clock; {timed_s + sum(untimed_s.values()):.1f} s in all, "
+        f"with {others}",
+        f"log     in {config.log_dir}; python scripts/view.py {config.log_dir} draws it",
+    ]
+    steps = ["the same with --trials 10 trains ten seeds"]
+    if config.trials > 1:
+        steps = [f"python scripts/significance.py {config.log_dir} judges the runs"]
+    if config.keep_model:
+        steps.insert(0, "python scripts/sample.py lets the model write")
+    lines.append(f"next    {'; '.join(steps)}")
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def best_record(records: Path, recipe: str) -> list[str]:
+    """A line on the record of this recipe with the fewest steps, or none."""
+    found = []
+    for path in records.glob("*/record.json"):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            claim = json.loads(path.with_name("claim.json").read_text(encoding="utf-8"))
+            line = (f"record  mean loss {record['mean']:.4f} after {record['steps']:,} steps, "
+                    f"{record['median_train_time_ms'] / 1000:.1f} s on its machine "
+                    f"({path.parent.name})")  # fmt: skip
+            if record["shown"] and claim["config"]["recipe"] == recipe:
+                found.append((record["steps"], line))
+        except (OSError, ValueError, KeyError, TypeError):  # no reason to end a run
+            continue
+    return [line for _, line in sorted(found)[:1]]
 
 
 def mfu(trainer: Any, tokens_per_s: float) -> float | None:

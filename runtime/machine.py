@@ -111,8 +111,10 @@ def saying_every_few_seconds(what: str, say: Callable[[str], None]) -> Iterator[
     done, began = threading.Event(), time.monotonic()
 
     def tick() -> None:
-        while not done.wait(8):
+        wait_s = 5
+        while not done.wait(wait_s):
             say(f"  {what}, {time.monotonic() - began:.0f} s")
+            wait_s *= 2  # minutes of compilation are told in a few lines
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()

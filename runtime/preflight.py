@@ -1,10 +1,11 @@
-"""What check_env.py and --dry-run print: is this machine fit, and what will a run take?
+"""Is this machine fit, and what will a run take? For check_env.py, --dry-run and the start.
 
 Importing this needs no torch, so that it can report that torch is missing.
 """
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import shutil
 import sys
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from runtime.errors import Refused
 
 GIB = 2**30
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements.txt"
@@ -23,12 +26,14 @@ def findings() -> Iterator[tuple[str, str]]:
 
     Levels: ok; warn: a run works, with a drawback; stop: it does not.
     """
-    for name, pin in re.findall(r"^(\w+)==([\w.]+)", REQUIREMENTS.read_text(), re.MULTILINE):
+    pins = r"^(\w+)==([\w.]+)(?:.*# (optional))?"
+    for name, pin, optional in re.findall(pins, REQUIREMENTS.read_text(), re.MULTILINE):
         try:
             importlib.import_module(name)
             version = importlib.metadata.version(name).partition("+")[0]
         except Exception as error:  # whatever a broken package raises
-            yield "stop", f"cannot import {name}: {error!r:.200}. pip install -r requirements.txt"
+            level = "warn" if optional else "stop"
+            yield level, f"cannot import {name}: {error!r:.200}. pip install -r requirements.txt"
             continue
         if version == pin:
             yield "ok", f"{name} {version}"
@@ -59,6 +64,18 @@ def _hardware() -> Iterator[tuple[str, str]]:
         yield "ok", "torch.compile can work"
     else:
         yield "warn", f"runs are not compiled, slower: {obstacle}"
+
+
+def require_packages(config: Any) -> None:
+    """Refused if a package is missing that a setting asks for."""
+    wanted = []
+    if config.progress == "live":
+        wanted.append(("--progress live", "rich"))
+    if config.log_to != "none":
+        wanted.append((f"--log-to {config.log_to}", config.log_to))
+    for flag, package in wanted:
+        if importlib.util.find_spec(package) is None:
+            raise Refused(f"{flag}: the package {package} is missing. pip install {package}")
 
 
 def report(

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import math
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,27 +12,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runtime import checkpoint
+from runtime import checkpoint, facts
 from runtime.checkpoint import Snapshot
 from runtime.clock import Clock
+from runtime.dashboards import Dashboard
 from runtime.errors import Interrupted, LogError, NonFinite
 from runtime.log import RunLog, store_sources
 from runtime.machine import Machine, peak_mib
 from runtime.resume import Plan, differences
 from runtime.stop import SIGNALS, Stop
+from runtime.terminal import open_progress
 
 FLAGS = len(SIGNALS)
 LAG = 2  # a GPU's loss is read so many steps late, on all ranks alike, so that they act alike
 MOST_SKIPS = 20  # in a row; after that the run has stopped learning
-SECONDS_BETWEEN_LINES = 1.0
 
 
 class Trainer(Protocol):
     """What a run needs from the trainer."""
 
-    config: Any  # RunSettings, target and steps
+    config: Any  # RunSettings, track, recipe, target and steps
     machine: Machine
     guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None
+    validations: list[int]  # steps before which it validates, and after the last
 
     def header(self, seed: int, trial: int) -> dict[str, Any]: ...
     def where(self, step: int) -> dict[str, Any]: ...  # shard and token_offset of its batch
@@ -59,7 +60,6 @@ class Run(contextlib.AbstractContextManager):
         self._stepped_at = 0.0  # train time
         # Steps whose values have not been read yet: event, values, CUDA event or None.
         self._late: list[tuple[dict[str, Any], Tensor, Any]] = []
-        self._said_at = -math.inf
         self._skips = 0  # in a row; starts at zero after a resume
         self._failure: NonFinite | None = None
         self._saved_at = plan.step
@@ -79,6 +79,10 @@ class Run(contextlib.AbstractContextManager):
             self._log.close()
             raise
         self._log_phases()
+        log_to = self._config.log_to if self._machine.is_main else "none"
+        self._dashboard = Dashboard(log_to, self._log.path, self._header, self._machine.say)
+        self._dashboard.follow()
+        self._progress = open_progress(self.trainer, self._header)
         return self
 
     def _load(self) -> None:
@@ -143,9 +147,10 @@ class Run(contextlib.AbstractContextManager):
         """An untimed phase. A running clock stops for it and starts again."""
         training = self.clock.running
         self._stop_training()
-        with self.clock.phase(name, timed=False):
+        with self.clock.phase(name, timed=False), self._progress.pause(name):
             yield
         self._log_phases()
+        self._dashboard.follow()
         gc.collect()  # here, off the clock; it is disabled during steps
         if training:
             self.start_training()
@@ -189,10 +194,7 @@ class Run(contextlib.AbstractContextManager):
     def _write_step(self, event: dict[str, Any], loss: float, skip: Any) -> None:
         step = event["step"]
         self._log.write("step", **event, skipped=skip is not None, train_loss=loss)
-        now = time.monotonic()
-        if now - self._said_at > SECONDS_BETWEEN_LINES or step == self._config.steps:
-            self._said_at = now
-            self._machine.say(self._text(event, loss))
+        self._progress.step(event, loss, skip is not None)
         if skip is None and math.isfinite(loss):
             self._skips = 0
             return
@@ -208,20 +210,6 @@ class Run(contextlib.AbstractContextManager):
             many = f"{self._skips} steps were skipped in a row, the last of them {step}, {what}"
             self._failure = NonFinite(many)
 
-    def _text(self, event: dict[str, Any], loss: float) -> str:
-        step, steps = event["step"], self._config.steps
-        seconds = event["train_time_ms"] / 1000
-        rate = event["tokens"] / seconds
-        left = self._header["train_tokens"] - event["tokens"]
-        used = self.trainer.mfu(rate)
-        mfu = "" if used is None else f"MFU {used:.2f} | "
-        return (
-            f"step {step}/{steps} {step / steps:4.0%} | train loss {loss:.4f} | "
-            f"lr x{event['lr_mul']:.3f} | window {event['window']} | {rate:,.0f} tok/s | "
-            f"{mfu}{seconds:.1f} s | "
-            f"ETA {left / rate:.0f} s"
-        )
-
     def validated(self, step: int, val_loss: float) -> None:
         """Log and print a validation loss, inside a pause. NonFinite if it is not finite."""
         steps, ms = self._config.steps, self.clock.train_time_ms
@@ -229,6 +217,7 @@ class Run(contextlib.AbstractContextManager):
         self._log.write("val", **event)
         said = f"step {step}/{steps} | validation loss {val_loss:.4f} | {ms / 1000:.1f} s"
         self._machine.say(said)
+        self._progress.validated(step, val_loss)
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
 
@@ -290,17 +279,22 @@ class Run(contextlib.AbstractContextManager):
     # ---- The end
 
     def finish(self, val_loss: float, probes: dict[str, float]) -> None:
-        """End a run that is done: say whether it reached its target, and save a model to keep."""
+        """End a run that is done: say what came of it, and save a model to keep."""
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         reached = val_loss <= target
         if self._config.keep_model:
             self._submit(self._take())
         word = "reached" if reached else "missed"
-        self._machine.say(f"probes: loss {probes['copy_loss']:.2f} on tokens that can be copied, "
-                          f"{probes['new_loss']:.2f} on others; random text costs "
-                          f"{-probes['induction']:.2f} less when it is read again")
+        self._progress.close()
+        if self._config.verbose:
+            self._machine.say(f"probes: loss {probes['copy_loss']:.2f} on tokens that can be "
+                              f"copied, {probes['new_loss']:.2f} on others; random text costs "
+                              f"{-probes['induction']:.2f} less when it is read again")
         self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
+        if self.plan.trial == self._config.trials - 1:  # once, however many runs there were
+            records = self._source / "records" / self._config.track
+            self._machine.say(facts.closing(self._config, val_loss, self.clock.phases, records))
         self._end = {"status": "done", "val_loss": val_loss, "reached": reached, "probes": probes}
         self.code = 0
 
@@ -308,11 +302,13 @@ class Run(contextlib.AbstractContextManager):
         if self.clock.running:
             self.clock.stop(wait=False)
         self._log_phases()
+        self._progress.close()
         self._executor.shutdown()  # waits until the last checkpoint is written
         if error is not None:
             self._explain(error)
         end = {"steps": self.steps_done, "train_time_ms": self.clock.train_time_ms}
         self._log.finish(self._end | end | {"peak_mib": peak_mib(self._machine)})
+        self._dashboard.follow(last=True)
         if self._end["status"] == "done" and self._machine.is_main:
             self._clear()
         return self._end["status"] in ("nonfinite", "interrupted")

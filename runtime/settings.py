@@ -55,6 +55,9 @@ def check_fields(settings: Any) -> None:
             require(settings, field.name, value is None or RULES[rule](value, limit), words)
 
 
+DASHBOARDS = ("none", "tensorboard", "trackio", "wandb")  # packages of these names
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """Settings that do not belong to the experiment."""
@@ -70,6 +73,8 @@ class RunSettings:
     resume: str = setting("", "auto: the unfinished runs of these settings; or checkpoints/RUN")
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
+    progress: str = setting("auto", "auto: live on a terminal", one_of=("auto", "live", "lines"))
+    log_to: str = setting("none", "dashboard that gets the log too", one_of=DASHBOARDS)
     verbose: bool = setting(False, "say which backends and optimizers were chosen, and why")
 
     def __post_init__(self) -> None:

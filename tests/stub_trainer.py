@@ -30,6 +30,7 @@ class Config(RunSettings):
     target: float = setting(1.0, "target")
     steps: int = setting(STEPS, "steps")
     lr: float = setting(0.1, "learning rate")
+    recipe: str = setting("descent", "recipe")
 
 
 class Skip(NamedTuple):
@@ -58,6 +59,7 @@ class StubTrainer:
     save_every: int = 1  # steps after which no gradients are pending
 
     def __post_init__(self) -> None:
+        self.validations = [*range(0, self.config.steps, 5), self.config.steps]
         self.machine = Machine(torch.device("cpu"))
         self.guard = Guard()
         self.reset(0)
@@ -73,7 +75,8 @@ class StubTrainer:
             "track": self.config.track, "target": self.config.target, "seed": seed, "trial": trial,
             "claim": None, "config": config, "config_sha256": config_hash(config),
             "source_sha256": source_hash(self.source), "world_size": 1, "micro_batch": 4,
-            "grad_accum": 1, "checks": {}, "data": {"train_sha256": "t", "val_sha256": "v"},
+            "grad_accum": 1, "checks": {},
+            "data": {"train_sha256": "t", "val_sha256": "v", "val_tokens": 4},
             "train_tokens": 4 * self.config.steps,
             "env": {"gpu_count": 0, "torch": torch.__version__},
         }  # fmt: skip

@@ -14,13 +14,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1269,
+    "train_gpt.py": 1272,
     "optim": 1870,
     "kernels": 649,
     "data": 1051,
-    "runtime": 2405,
+    "runtime": 2774,
     "claims": 2196,
-    "scripts": 1204,
+    "scripts": 1200,
     "run.sh": 96,
     ".ci/run": 25,
 }
@@ -93,7 +93,8 @@ def test_what_a_module_imports_at_its_top_is_required(path):
     """Optional packages are imported by the function that needs them."""
     pinned = set()
     for line in (ROOT / "requirements.txt").read_text().splitlines():
-        pinned.add(line.partition("==")[0])
+        if "# optional: " not in line:
+            pinned.add(line.partition("==")[0])
     installed = set()
     for module, packages in packages_distributions().items():
         if pinned & set(packages):

@@ -56,7 +56,7 @@ def test_a_run_logs_header_phases_steps_validations_and_its_end(tmp_path, capsys
     assert (end["event"], end["status"], end["steps"], end["reached"]) == ("end", "done", 10, True)
     assert end["val_loss"] == events(tmp_path, "val")[-1]["val_loss"]
     assert end["peak_mib"] > 10
-    last = capsys.readouterr().out.splitlines()[-1]
+    (last,) = re.findall(r"^target .*", capsys.readouterr().out, re.MULTILINE)
     (log,) = logs_of(tmp_path)
     seconds = f"{end['train_time_ms'] / 1000:.1f}"
     assert last == (f"target 1.0 reached: val_loss {end['val_loss']:.4f} at step 10 in {seconds} s "

@@ -1,0 +1,184 @@
+"""What a run shows while it trains: a line every few seconds, or on a terminal one live block.
+
+The step loop only stores numbers here. rich draws the block in a thread of its own.
+"""
+
+import contextlib
+import math
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
+
+from runtime.machine import saying_every_few_seconds
+
+SECONDS_BETWEEN_LINES = 5.0
+FRAMES_PER_SECOND = 2
+SMOOTHED_OVER = 10  # steps; single batches differ by several nats
+WIDTH = 28  # characters of the bar and of the sparkline, so that lines fit into 80
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Lines:
+    """Progress as lines of rank 0: one every five seconds at most, and one for the last step."""
+
+    def __init__(self, trainer: Any, header: dict[str, Any]) -> None:
+        self.trainer, self.header, self.steps = trainer, header, trainer.config.steps
+        self.event: dict[str, Any] = {}  # of the last step
+        self.losses: list[float] = []  # smoothed training losses, without those of skipped steps
+        self.skips = 0
+        self.validated_at, self.val_loss = -1, math.nan  # the last validation
+        self.validation_s: float | None = None
+        self._said_at = -math.inf
+
+    def step(self, event: dict[str, Any], loss: float, skipped: bool) -> None:
+        """Take note of a step. This runs on the clock."""
+        self.event = event
+        self.skips += skipped
+        if math.isfinite(loss) and not skipped:
+            before = self.losses[-1] if self.losses else loss
+            self.losses.append(before + (loss - before) / min(len(self.losses) + 1, SMOOTHED_OVER))
+        self.show()
+
+    def validated(self, step: int, val_loss: float) -> None:
+        self.validated_at, self.val_loss = step, val_loss
+
+    @contextlib.contextmanager
+    def pause(self, name: str) -> Iterator[None]:
+        """Show that an untimed phase goes on."""
+        began = time.monotonic()
+        with self.waiting(name):
+            yield
+        if name == "validate":
+            self.validation_s = time.monotonic() - began
+
+    def waiting(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return saying_every_few_seconds(f"off the clock: {name}", self.trainer.machine.say)
+
+    def show(self) -> None:
+        now = time.monotonic()
+        if now - self._said_at < SECONDS_BETWEEN_LINES and self.event["step"] < self.steps:
+            return
+        self._said_at = now
+        step = self.event["step"]
+        seconds = self.event["train_time_ms"] / 1000
+        line = [f"step {step}/{self.steps} {step / self.steps:4.0%}", f"train loss {self.loss:.4f}"]
+        line += [*self.rates(), f"{seconds:.1f} s", f"ETA {self.seconds_left():.0f} s"]
+        self.trainer.machine.say(" | ".join(line))
+
+    def close(self) -> None:
+        """Show no more."""
+
+    # ---- What is shown
+
+    @property
+    def loss(self) -> float:
+        return self.losses[-1] if self.losses else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Mean since the first step, on the clock."""
+        return 1000 * self.event["tokens"] / self.event["train_time_ms"]
+
+    def rates(self) -> list[str]:
+        used = self.trainer.mfu(self.tokens_per_s)
+        mfu = [] if used is None else [f"MFU {used:.2f}"]
+        return [
+            f"lr x{self.event['lr_mul']:.3f}", f"window {self.event['window']}",
+            f"{self.tokens_per_s:,.0f} tok/s", *mfu,
+        ]  # fmt: skip
+
+    def seconds_left(self) -> float:
+        """Seconds of the steps and validations that are left."""
+        validations = self.trainer.validations
+        first = max(self.event["step"], self.validated_at + 1)
+        left = len(validations) - bisect_left(validations, first)
+        each = self.validation_s
+        if each is None:  # none yet: a forward pass alone is a third of the work
+            each = self.header["data"]["val_tokens"] / (3 * self.tokens_per_s)
+        tokens = self.header["train_tokens"] - self.event["tokens"]
+        return tokens / self.tokens_per_s + left * each
+
+
+class Live(Lines):
+    """Progress as three lines at the bottom of the terminal. What others print goes above them."""
+
+    def __init__(self, trainer: Any, header: dict[str, Any], console: Any) -> None:
+        from rich.live import Live as Block
+
+        super().__init__(trainer, header)
+        self.phase, self.phase_began = "", 0.0
+        self._block = Block(
+            console=console, get_renderable=self.draw, refresh_per_second=FRAMES_PER_SECOND,
+            redirect_stderr=sys.stderr.isatty(),
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            self._block.start()
+
+    def show(self) -> None:
+        """Nothing: the thread draws."""
+
+    @contextlib.contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        self.phase, self.phase_began = name, time.monotonic()
+        yield
+        self.phase = ""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a closed terminal must not end the run
+            self._block.stop()
+
+    def draw(self) -> Any:
+        from rich.text import Text
+
+        event, config = self.event, self.trainer.config
+        text = Text(no_wrap=True, overflow="ellipsis")
+        if not event:
+            return text.append("the first step")
+        filled = WIDTH * event["step"] // self.steps
+        if config.trials > 1:
+            text.append(f"run {self.header['trial'] + 1} of {config.trials}, ")
+        text.append(f"step {event['step']:,} of {self.steps:,} ")
+        text.append("━" * filled, "green").append("─" * (WIDTH - filled), "dim")
+        text.append(f" {self.time_left()}\n")
+        text.append(f"train loss {self.loss:.3f} ", "bold").append(sparkline(self.losses), "cyan")
+        validation = f"{self.val_loss:.4f}" if self.validated_at >= 0 else "not yet"
+        text.append(f" | validation {validation} | target {config.target}\n")
+        last = [*self.rates(), f"{event['train_time_ms'] / 1000:,.1f} s"]
+        if self.skips:
+            last.append(f"{self.skips} skipped")
+        return text.append(" | ".join(last))
+
+    def time_left(self) -> str:
+        if self.phase:
+            return f"off the clock: {self.phase}, {time.monotonic() - self.phase_began:.0f} s"
+        if self.validated_at == self.steps:
+            return "done"
+        return f"{timedelta(seconds=round(self.seconds_left()))} left"
+
+
+def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+    """Draw values as a row of at most `width` characters, from the least to the greatest."""
+    count = min(len(values), width)
+    if count == 0:
+        return ""
+    shown = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
+    least, spread = min(shown), max(shown) - min(shown) or 1.0
+    heights = [round((value - least) / spread * (len(BLOCKS) - 1)) for value in shown]
+    return "".join(BLOCKS[height] for height in heights)
+
+
+def open_progress(trainer: Any, header: dict[str, Any]) -> Lines:
+    """The live block where --progress, the terminal and the packages allow it, else lines."""
+    wanted = trainer.config.progress != "lines" and trainer.machine.is_main
+    if not (wanted and sys.stdout.isatty() and find_spec("rich")):
+        return Lines(trainer, header)
+    from rich.console import Console
+
+    console = Console(force_terminal=True)  # it heeds NO_COLOR
+    if console.is_dumb_terminal or console.options.ascii_only:
+        return Lines(trainer, header)
+    return Live(trainer, header, console)

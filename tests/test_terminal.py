@@ -1,0 +1,214 @@
+"""What a run shows: lines, the live block, start-up and the end."""
+
+import io
+import json
+import re
+import sys
+import time
+
+import pytest
+from stub_trainer import run, trainer_in
+
+from runtime import facts, terminal
+from runtime.clock import Phase
+from runtime.errors import Refused
+from runtime.preflight import require_packages
+from runtime.terminal import BLOCKS, Lines, Live, open_progress, sparkline
+
+
+def an_event(step, train_time_ms=1000.0):
+    return {
+        "step": step, "tokens": 4 * step, "train_time_ms": train_time_ms, "lr_mul": 0.5,
+        "window": 896, "stage": 0,
+    }  # fmt: skip
+
+
+def make(kind, folder, **changed):
+    trainer = trainer_in(folder, **changed)
+    header = trainer.header(0, 0) | {"train_tokens": 400}
+    if kind is Lines:
+        return Lines(trainer, header)
+    rich_console = pytest.importorskip("rich.console", reason="the live block needs rich")
+    console = rich_console.Console(file=io.StringIO(), force_terminal=True, width=80)
+    return Live(trainer, header, console)
+
+
+def pretend_terminal(monkeypatch, encoding="utf-8"):
+    """Give the test a stdout that says it is a terminal which can show a block."""
+    pytest.importorskip("rich", reason="the live block needs rich")
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    monkeypatch.setattr(stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setenv("TERM", "xterm")
+    return stdout.buffer
+
+
+# ---- Numbers
+
+
+def test_a_line_comes_every_five_seconds_at_most_and_for_the_last_step(
+    tmp_path, monkeypatch, capsys
+):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    lines = make(Lines, tmp_path)
+    for step in range(1, 11):
+        lines.step(an_event(step), 2.0, skipped=False)
+        now[0] += 1.0
+    said = re.findall(r"^step (\d+)/10 ", capsys.readouterr().out, re.MULTILINE)
+    assert said == ["1", "6", "10"]
+
+
+def test_the_shown_loss_is_smooth_and_knows_no_skipped_step(tmp_path):
+    lines = make(Lines, tmp_path)
+    for step in range(1, 101):
+        lines.step(an_event(step), 3.5 if step % 2 else 7.0, skipped=False)
+    assert lines.loss == pytest.approx(5.25, abs=0.25)
+    before = lines.loss
+    lines.step(an_event(101), float("inf"), skipped=True)
+    lines.step(an_event(102), 500.0, skipped=True)
+    assert (lines.loss, lines.skips) == (before, 2)
+
+
+def test_the_time_left_counts_the_validations_that_are_left(tmp_path, monkeypatch):
+    lines = make(Lines, tmp_path)  # it validates before steps 0 and 5, and after step 10
+    lines.header["data"]["val_tokens"] = 120
+    lines.step(an_event(5, train_time_ms=5000.0), 2.0, skipped=False)
+    # 380 tokens at 4 a second, and two validations at three times the speed of training.
+    assert lines.seconds_left() == pytest.approx(95 + 2 * 10)
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(lines, "waiting", lambda name: io.StringIO())
+    with lines.pause("validate"):
+        now[0] = 7.0
+    lines.validated(5, 2.0)
+    assert lines.seconds_left() == pytest.approx(95 + 7), "as long as the last one"
+
+
+@pytest.mark.parametrize(("values", "drawn"), [
+    ([], ""), ([3.0], "▁"), ([2.0, 2.0], "▁▁"), (range(8), BLOCKS), (range(800), BLOCKS),
+    (range(7, -1, -1), BLOCKS[::-1]),
+])  # fmt: skip
+def test_a_sparkline_spans_from_the_least_to_the_greatest_value(values, drawn):
+    assert sparkline(list(values), width=8) == drawn
+
+
+# ---- The live block
+
+
+def test_what_a_run_says_goes_above_the_block_and_the_target_line_is_whole(
+    tmp_path, monkeypatch
+):
+    written = pretend_terminal(monkeypatch)
+    assert run(tmp_path) == 0
+    out = written.getvalue().decode()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
+    assert "step 10 of 10 " + "━" * terminal.WIDTH + " done" in plain
+    assert "step 5/10 | validation loss " in plain
+    assert "| train loss" not in plain, "no lines beside the block"
+    after = out.rpartition("\x1b[?25h")[2]  # where the cursor is shown again
+    assert re.match(r"target 1\.0 reached: val_loss .* \(log .*\.jsonl\)\n", after)
+    assert plain.count("target 1.0 reached") == 1
+
+
+@pytest.mark.parametrize(("term", "encoding", "progress", "kind"), [
+    ("xterm", "utf-8", "auto", Live), ("xterm", "utf-8", "lines", Lines),
+    ("dumb", "utf-8", "auto", Lines), ("xterm", "ascii", "auto", Lines),
+])  # fmt: skip
+def test_a_terminal_that_cannot_show_the_block_gets_lines(
+    term, encoding, progress, kind, tmp_path, monkeypatch
+):
+    pretend_terminal(monkeypatch, encoding)
+    monkeypatch.setenv("TERM", term)
+    trainer = trainer_in(tmp_path, progress=progress)
+    opened = open_progress(trainer, trainer.header(0, 0))
+    opened.close()
+    assert type(opened) is kind
+
+
+def test_no_color_leaves_the_block_without_colours(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    written = pretend_terminal(monkeypatch)
+    assert run(tmp_path) == 0
+    assert "━" in written.getvalue().decode()
+    assert not re.search(rb"\x1b\[[0-9;]*3\d", written.getvalue())
+
+
+def test_without_rich_there_are_lines_and_asking_for_the_block_is_refused(tmp_path, monkeypatch):
+    pretend_terminal(monkeypatch)
+    monkeypatch.setattr(terminal, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    trainer = trainer_in(tmp_path, progress="live")
+    assert type(open_progress(trainer, trainer.header(0, 0))) is Lines
+    with pytest.raises(Refused, match=r"--progress live: .* pip install rich"):
+        require_packages(trainer.config)
+
+
+def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path):
+    block = make(Live, tmp_path)
+    try:
+        block.validated(0, 6.9315)
+        for step in range(1, 7):
+            block.step(an_event(step), 9.0 - step, skipped=step == 6)
+        lines = block.draw().plain.splitlines()
+        with block.pause("validate"):
+            assert "off the clock: validate, 0 s" in block.draw().plain
+    finally:
+        block.close()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("step 6 of 10 ━━━")
+    assert lines[1] == "train loss 6.000 █▆▅▃▁ | validation 6.9315 | target 1.0"
+    assert lines[2] == "lr x0.500 | window 896 | 24 tok/s | MFU 0.50 | 1.0 s | 1 skipped"
+
+
+def test_a_terminal_that_closes_does_not_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(terminal, "FRAMES_PER_SECOND", 0.001)  # the thread stays out of it
+    block = make(Live, tmp_path)
+
+    def closed(text):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(block._block.console.file, "write", closed)
+    block.step(an_event(1), 2.0, skipped=False)
+    block.close()
+
+
+# ---- The end
+
+
+def write_record(folder, name, steps, shown=True, recipe="descent"):
+    record = folder / name / "record.json"
+    record.parent.mkdir(parents=True)
+    facts = {"steps": steps, "shown": shown, "mean": 0.9, "median_train_time_ms": 12_345.6}
+    record.write_text(json.dumps(facts))
+    record.with_name("claim.json").write_text(json.dumps({"config": {"recipe": recipe}}))
+
+
+def test_the_end_has_five_lines_with_the_shown_record_of_the_fewest_steps(tmp_path):
+    write_record(tmp_path, "Other", 5, recipe="adamw")
+    write_record(tmp_path, "Refuted", 6, shown=False)
+    write_record(tmp_path, "Best", 7)
+    write_record(tmp_path, "First", 9)
+    (tmp_path / "Torn").mkdir()
+    (tmp_path / "Torn" / "record.json").write_text("{")
+    config = trainer_in(tmp_path, log_dir="logs").config
+    phases = [
+        Phase("setup", False, 1000), Phase("train", True, 2000), Phase("validate", False, 500),
+        Phase("train", True, 3000), Phase("validate", False, 600),
+    ]  # fmt: skip
+    assert facts.closing(config, 1.25, phases, tmp_path).splitlines() == [
+        "  loss    1.2500 after 10 steps, 0.2500 above the target",
+        "  record  mean loss 0.9000 after 7 steps, 12.3 s on its machine (Best)",
+        "  time    5.0 s on the clock; 7.1 s in all, with setup 1.0, validate 1.1",
+        "  log     in logs; python scripts/view.py logs draws it",
+        "  next    the same with --trials 10 trains ten seeds",
+    ]
+
+
+def test_the_summary_comes_once_after_the_last_of_several_runs(tmp_path, capsys):
+    assert run(tmp_path, trials=3) == 0
+    lines = capsys.readouterr().out.splitlines()
+    targets = [index for index, line in enumerate(lines) if line.startswith("target ")]
+    assert len(targets) == 3
+    assert lines[targets[-1] + 1].startswith("  loss ")
+    assert len(lines) == targets[-1] + 5, "no record of this recipe"
