@@ -29,7 +29,8 @@ install() { # install the requirements in $1 into .venv; .venv/$1 holds those in
             stop "$python is no Python 3.11 or newer with venv (Debian: python3-venv); set PYTHON"
         "$python" -m venv --clear .venv || stop "cannot make $PWD/.venv"
     fi
-    echo "installing $1, a minute or more"
+    echo "installing $1, a minute or more; torch's own wheel for Linux brings CUDA, several GB:"
+    echo "PIP_INDEX_URL or PIP_EXTRA_INDEX_URL may name an index with a smaller build, for CPUs"
     "$VENV_PYTHON" -m pip install --quiet --no-input --disable-pip-version-check -r "$1" ||
         stop "pip could not install $1, for the reason above; mend it and start again"
     cp "$1" ".venv/$1"
@@ -93,4 +94,8 @@ check_code() { # pytest comes last, so that its closing line ends the output
     exit "$status"
 }
 
-if [[ ${1:-} == test ]]; then check_code "${@:2}"; else train "$@"; fi
+case ${1:-} in
+    test) check_code "${@:2}" ;;
+    -* | "") train "$@" ;;
+    *) stop "$1 is no command: ./run.sh test runs the tests, flags of a run begin with --" ;;
+esac

@@ -30,27 +30,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import optim
-from data.audit import open_audited
+from data.audit import missing_data, open_audited
 from data.loader import Batch
 from data.lookups import bigrams, random_signs, several_targets, sign_rows
 from data.prefixes import prefix_table, read_bytes
 from data.probes import probe_copying
 from data.shards import ShardError
-from kernels.attention import ATTENTIONS, Attention, choose_attention
+from kernels.attention import ATTENTIONS, Attention, PortableAttention, choose_attention
 from kernels.head import HEADS, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import facts
 from runtime import machine as machines
 from runtime.claim import admit, off_track
 from runtime.clock import Clock
 from runtime.errors import Refused
-from runtime.log import require_writable, source_hash
+from runtime.log import source_hash
 from runtime.machine import Machine
 from runtime.preflight import require_packages
-from runtime.resume import plan_runs
+from runtime.resume import plan_runs, require_folders
 from runtime.run import Run
 from runtime.settings import RunSettings, parse, require, setting
 from runtime.stop import Stop, listen
-from runtime.warmup import dry_run, warm_up
+from runtime.warmup import dry_run, plan_without_data, warm_up
 
 SOURCE = Path(__file__).resolve().parent
 
@@ -162,6 +162,7 @@ STAGES = {
 METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
 BACKENDS = ("auto", "plain", "gram", "triton")
 OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
+DECAY: dict[str, Any] = {"at_least": 0, "below": 1}  # rules of momentum and betas
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class Config(RunSettings):
     track: str = setting("short", "preset for all settings below", section="What is run, and where")
     recipe: str = setting("record42", "changes to the track: modern, record42, muon, adamw")
     target: float = setting(3.28, "validation loss to reach, nats per token")
-    device: str = setting("auto", "where to compute", one_of=("auto", "cpu", "cuda"))
+    device: str = setting("auto", "where to compute", one_of=machines.DEVICES)
     dtype: str = setting("auto", "of the forward pass", one_of=("auto", "bfloat16", "float32"))
     attention: str = setting("auto", "attention backend", one_of=ATTENTIONS)
     head: str = setting("auto", "output head; auto: fp8 where it runs, else chunked", one_of=HEADS)
@@ -181,7 +182,7 @@ class Config(RunSettings):
     align: bool = setting(True, "rows begin with a document, attention stays inside documents")
     batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", a_multiple_of="sequence")
     sequence: int = setting(32_768, "tokens of a row, the unit that ranks share", at_least=1)
-    micro_batch: int | None = setting(32_768, "most tokens of a micro-batch", at_least="sequence")
+    micro_batch: int | None = setting(32_768, "most tokens at once", a_multiple_of="sequence")
     max_document: int = setting(2048, "training documents are cut to this length", at_least=1)
     val_tokens: int = setting(10_485_760, "validation tokens used", a_multiple_of="val_sequence")
     val_sequence: int = setting(262_144, "tokens of a validation row", at_least=1)
@@ -229,34 +230,34 @@ class Config(RunSettings):
     warmup: int = setting(0, "steps in which the learning rate rises", at_least=0)
     cooldown: float = setting(0.5, "share of the steps with a falling rate", at_least=0, at_most=1)
     final_lr: float = setting(0.1, "learning rate at the end, as a share of its peak", at_least=0)
-    momentum: tuple[float, float] = setting((0.85, 0.95), "ends, middle; adam's beta1: the second")
+    momentum: tuple[float, float] = setting((0.85, 0.95), "ends, middle; beta1: second", **DECAY)
     momentum_warmup: int = setting(300, "steps in which momentum rises", at_least=0)
     momentum_cooldown: int = setting(50, "steps in which momentum falls", at_least=0)
 
     optimizer: str = setting("normuon", "of matrices", one_of=OPTIMIZERS, section="Optimizers")
-    matrix_lr: float = setting(0.03, "learning rate of hidden matrices")
-    matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
-    matrix_beta2: float = setting(0.95, "second-moment decay of normuon, and of adam on matrices")
+    matrix_lr: float = setting(0.03, "learning rate of hidden matrices", at_least=0)
+    matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr", at_least=0)
+    matrix_beta2: float = setting(0.95, "second moments of normuon, or of matrices' adam", **DECAY)
     cautious: bool = setting(False, "decay as lr^2, and only where a step agrees with it")
     matrix_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
     orthogonalization: str = setting("plain", "its backend", one_of=BACKENDS)
     head_pairs: bool = setting(False, "orthogonalize Q and K by pairs of heads")
-    mlp_up_lr_mul: float = setting(2.0, "multiplier for the MLPs' first matrices")
-    mlp_down_lr_mul: float = setting(1.0, "multiplier for the MLPs' second matrices")
-    adam_lr: float = setting(0.008, "learning rate of all other parameters")
-    adam_betas: tuple[float, float] = setting((0.65, 0.95), "of Adam")
-    adam_eps: float = setting(1e-8, "of Adam, for gradients summed over a row")
-    adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times their rates")
+    mlp_up_lr_mul: float = setting(2.0, "multiplier for the MLPs' first matrices", at_least=0)
+    mlp_down_lr_mul: float = setting(1.0, "multiplier for the MLPs' second matrices", at_least=0)
+    adam_lr: float = setting(0.008, "learning rate of all other parameters", at_least=0)
+    adam_betas: tuple[float, float] = setting((0.65, 0.95), "of Adam", **DECAY)
+    adam_eps: float = setting(1e-8, "of Adam, for gradients summed over a row", at_least=0)
+    adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times rates", at_least=0)
     adam_every: int = setting(2, "steps whose gradients Adam sums before it steps", at_least=1)
-    embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
-    embed_wd_mul: float | None = setting(None, "of its and the head's decay; auto: the rate's")
-    value_embed_lr_mul: float = setting(75.0, "multiplier for value embeddings and bigrams")
-    value_embed_wd_mul: float | None = setting(None, "of their decay; auto: the rate's")
-    value_embed_betas: tuple[float, float] | None = setting(None, "auto: adam_betas")
-    head_lr_mul: float = setting(1.0, "multiplier for the output head")
-    vector_lr_mul: float = setting(5.0, "multiplier for scalars, biases and gains")
-    vector_wd_mul: float | None = setting(None, "of their decay; auto: the rate's")
-    vector_betas: tuple[float, float] | None = setting(None, "auto: adam_betas")
+    embed_lr_mul: float = setting(75.0, "multiplier for the token embedding", at_least=0)
+    embed_wd_mul: float | None = setting(None, "of its, the head's decay; auto: rate's", at_least=0)
+    value_embed_lr_mul: float = setting(75.0, "multiplier of value embeddings, bigrams", at_least=0)
+    value_embed_wd_mul: float | None = setting(None, "of their decay; auto: the rate's", at_least=0)
+    value_embed_betas: tuple[float, float] | None = setting(None, "auto: adam_betas", **DECAY)
+    head_lr_mul: float = setting(1.0, "multiplier for the output head", at_least=0)
+    vector_lr_mul: float = setting(5.0, "multiplier for scalars, biases and gains", at_least=0)
+    vector_wd_mul: float | None = setting(None, "of their decay; auto: the rate's", at_least=0)
+    vector_betas: tuple[float, float] | None = setting(None, "auto: adam_betas", **DECAY)
     gates: str = setting("matrix", "optimizer of gates", one_of=("matrix", "adam"))
     guard: str = setting("spikes", "which steps to skip", one_of=("spikes", "nonfinite", "off"))
     spike_sigma: float = setting(6.0, "spreads above the median that make a spike", at_least=1)
@@ -265,7 +266,6 @@ class Config(RunSettings):
         require(self, "track", self.track in TRACKS, f"one of {', '.join(TRACKS)}")
         recipes = tuple(RECIPES.get(self.track, ["record42"]))
         require(self, "recipe", self.recipe in recipes, f"one of {', '.join(recipes)}")
-        require(self, "target", math.isfinite(self.target), "a finite number")
         super().__post_init__()  # the rules that stand beside the settings
         if changed := off_track(self, TRACKS[self.track]):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
@@ -1130,7 +1130,7 @@ class Trainer:
         """Mean loss over the validation tokens, in nats, with the windows of this step."""
         self.enter(step)
         # float64: adding ten million token losses in float32 would cost digits.
-        total = torch.zeros((), dtype=torch.float64, device=self.machine.device)
+        total = torch.zeros((), dtype=self.machine.widest, device=self.machine.device)
         for batch in self.data.validation if batches is None else batches:
             total += self.batch_loss(batch, self.data.val_longest)
         return self.machine.all_reduce(total).item() / self.config.val_tokens
@@ -1213,6 +1213,11 @@ def evaluate(trainer: Trainer, run: Run, step: int) -> float:
 def make_runs(config: Config) -> int:
     """Make all planned runs, one after the other. Returns the exit code."""
     machine = machines.start(config.device, config.rank_timeout)
+    if missing := machine.on_main(lambda: missing_data(asdict(config))):
+        if config.dry_run:
+            model = GPT(config, torch.float32, torch.device("meta"), PortableAttention())
+            plan_without_data(machine, model, tokens_before(config, config.steps))
+        raise Refused(missing)
     clock = Clock(machine.synchronize)
     with clock.phase("setup", timed=False):
         trainer = set_up(config, machine)
@@ -1245,7 +1250,7 @@ def set_up(config: Config, machine: Machine) -> Trainer:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     machine.on_main(lambda: require_packages(config))
-    machine.on_main(lambda: require_writable(config.log_dir))
+    machine.on_main(lambda: require_folders(config))
     try:
         trainer = Trainer(config, machine)
     except ValueError as error:  # kernels, optimizers and data do not know Refused

@@ -62,13 +62,15 @@ def read_run(path: str | Path) -> Run:
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     """The first files of the runs that the paths name, each once.
 
-    A folder is read without its subfolders: files with a log's suffix that are no registry.
-    Raises LogError where there is nothing.
+    A folder is read without its subfolders: files with a log's suffix that are no registry. Of a
+    record its runs/ is read. Raises LogError where there is nothing.
     """
     found: dict[str, Path] = {}
     for path in map(Path, paths):
         logs = [path]
         if path.is_dir():
+            if (path / "claim.json").exists() and (path / "runs").is_dir():
+                path /= "runs"
             logs = sorted(log for log in path.iterdir() if log.suffix in SUFFIXES)
             logs = [log for log in logs if not log.name.startswith("registry")]
             if not logs:

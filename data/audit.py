@@ -38,6 +38,15 @@ def open_audited(
         raise ShardError(f"{error} {FIXES.get(settings['track'], '')}") from error
 
 
+def missing_data(settings: Mapping[str, Any]) -> str:
+    """Return what is missing and the command that makes it; "" if both splits have files."""
+    try:
+        _find(settings, "train"), _find(settings, "val")
+    except ShardError as error:
+        return f"{error} {FIXES.get(settings['track'], '')}"
+    return ""
+
+
 def _find(settings: Mapping[str, Any], split: str) -> list[Path]:
     files = sorted(Path(settings["data_dir"]).glob(f"*{split}_*.bin"))
     if not files:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .base import ShardedOptimizer, State, decay_of, descend
-from .buckets import Bucket
+from .buckets import Bucket, widest
 
 LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 
@@ -23,8 +23,9 @@ def adam(
     """
     exp_avg = torch.lerp(exp_avg, gradients, 1 - beta1)
     exp_avg_sq = (exp_avg_sq * beta2).addcmul_(gradients, gradients, value=1 - beta2)
-    # In float64: 1 - beta2^t loses most of its digits in float32.
-    corrections = (1 - beta2 ** t.double()).sqrt() / (1 - beta1 ** t.double())
+    # In float64 where it exists: 1 - beta2^t loses most of its digits in float32.
+    t = t.to(widest(t.device))
+    corrections = (1 - beta2**t).sqrt() / (1 - beta1**t)
     step = (exp_avg / exp_avg_sq.sqrt().add_(eps)).mul_((corrections * rate).to(weights.dtype))
     return descend(weights, step, decay, cautious), exp_avg, exp_avg_sq
 

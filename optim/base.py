@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
 
-from .buckets import READ_AT_ONCE, Bucket, Message, Part, Team, copy_all, deal, gathered
+from .buckets import READ_AT_ONCE, Bucket, Message, Part, Team, copy_all, deal, gathered, widest
 from .state import names_of
 
 
@@ -251,8 +251,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for wait in self._waits:
             wait()
         self._waits = []  # what was sent is no longer needed
-        norms = [norm.double() for bucket in self.buckets for norm in bucket.norms()]
-        squares = torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
+        dtype = widest(self._device)
+        norms = [norm.to(dtype) for bucket in self.buckets for norm in bucket.norms()]
+        squares = torch.zeros(len(self._names), dtype=dtype, device=self._device)
         if norms:
             squares.index_add_(0, self._numbers, torch.stack(norms).square())
         # Which parameters have a gradient on any rank; None: all.

@@ -26,6 +26,11 @@ ALIGNMENT = 8  # elements: 16 bytes in bf16
 MESSAGES = 3  # updating one message's parts overlaps the all-gather of the one before
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """float64, or float32 on Apple's GPUs, which have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Team(NamedTuple):
     """The ranks that step together."""
 

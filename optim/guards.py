@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
 
 from .base import ShardedOptimizer
+from .buckets import widest
 from .foreign import Foreign
 from .spikes import SpikeRule, Spikes
 from .state import names_of
@@ -90,7 +91,7 @@ class Guard:
         norms = self.measure(numbers)
         if not self.nonfinite and self.spike is None:
             self.commit(numbers, True)
-            return torch.zeros(3, dtype=torch.float64, device=self._device)
+            return torch.zeros(3, dtype=widest(self._device), device=self._device)
         ok, verdict = self.judge(numbers, norms, loss)
         self.commit(numbers, ok)
         for number, spoiled in enumerate(self._spoiled):
@@ -131,7 +132,7 @@ class Guard:
             ok = ~(nonfinite | spikes.any())
             value = torch.where(nonfinite, value, pick(values, spikes.to(torch.int8).argmax()))
         code = torch.where(nonfinite, NONFINITE, torch.where(ok, TAKEN, SPIKE))
-        return ok, torch.stack([code.double(), value.double(), first.double()])
+        return ok, torch.stack([part.to(widest(self._device)) for part in (code, value, first)])
 
     def _watched(
         self, numbers: Sequence[int], norms: list[Tensor], loss: Tensor | None

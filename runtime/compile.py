@@ -23,6 +23,8 @@ def why_not_compile(device: torch.device) -> str | None:
     """Return what torch.compile lacks here, or None."""
     if device.type == "cuda":
         return None if find_spec("triton") else "Triton is not installed"
+    if device.type == "mps":
+        return "nobody has tried it on Apple's GPUs"
     compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")
     if not shutil.which(compiler) and not shutil.which("clang++"):
         return "there is no C++ compiler"

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import hashlib
+import json
 import os
 import platform
 import re
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from runtime.errors import Interrupted, NonFinite, Refused
 
+DEVICES = ("auto", "cpu", "cuda", "mps")
 # Dense bf16 TFLOP/s of the datasheets, by torch's whole name of the device: the RTX 4090 D differs.
 DATASHEET_TFLOPS = {
     "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.0, "NVIDIA H200": 989.4,
@@ -47,6 +49,11 @@ class Machine:
     def first_of_its_host(self) -> bool:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
+    @property
+    def widest(self) -> torch.dtype:
+        """The widest floating dtype of the device: Apple's GPUs have no float64."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
     def say(self, text: str) -> None:
         """Print a line on rank 0. A closed terminal must not end the run."""
         if self.is_main:
@@ -57,6 +64,8 @@ class Machine:
         """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place, and return it."""
@@ -163,6 +172,12 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
 def _place(device: str) -> torch.device:
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch finds no GPU. Use --device auto or install CUDA torch.")
+    if device == "mps":
+        if not torch.backends.mps.is_available():
+            raise Refused("--device mps: torch finds no Apple GPU. Use --device auto.")
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise Refused("--device mps: it takes one process. Start it without torchrun.")
+        return torch.device("mps")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -213,8 +228,12 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
 
 
 def _say_error(text: str) -> None:
+    said = f"error: {text}"
     with contextlib.suppress(OSError):
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(said, file=sys.stderr, flush=True)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # its report ends with it
+            report = {"py_callstack": said, "timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"message": said, "extraInfo": report}}))
 
 
 def _lost_ranks(error: Exception) -> str:
@@ -283,6 +302,8 @@ def native_bf16(device: torch.device) -> bool:
     """Return whether the device has instructions for bf16 matrix products."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
+    if device.type == "mps":
+        return False  # newer ones have, but nobody has tried
     # Private functions of torch, which a new version may drop.
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)

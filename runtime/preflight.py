@@ -26,8 +26,12 @@ def findings() -> Iterator[tuple[str, str]]:
 
     Levels: ok; warn: a run works, with a drawback; stop: it does not.
     """
-    pins = r"^(\w+)==([\w.]+)(?:.*# (optional))?"
-    for name, pin, optional in re.findall(pins, REQUIREMENTS.read_text(), re.MULTILINE):
+    if REQUIREMENTS.exists():
+        pins = REQUIREMENTS.read_text()
+    else:  # installed by pip, which keeps the same lines
+        pins = "\n".join(importlib.metadata.requires("speedrun") or [])
+    pattern = r"^(\w+)==([\w.]+)(?:.*# (optional))?"
+    for name, pin, optional in re.findall(pattern, pins, re.MULTILINE):
         try:
             importlib.import_module(name)
             version = importlib.metadata.version(name).partition("+")[0]
@@ -99,7 +103,7 @@ def report(
     rows.append(("total", sum(ms for _, ms in rows)))
     for name, ms in rows:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
-    machine.say(f"peak memory of rank 0: {peak_mib(machine):,.0f} MiB")
+    machine.say(f"peak memory of rank 0, measured: {peak_mib(machine):,.0f} MiB")
     state = trainer.state_dict()
     saved_bytes = sum(t.nbytes for t in [*state["model"].values(), *state["optim"].values()])
     needed = CHECKPOINTS_ON_DISK * saved_bytes

@@ -34,6 +34,12 @@ class Plan:
     clock_ms: float = 0.0
 
 
+def require_folders(config: Any) -> None:
+    """Create the folders that a run writes to. LogError for one that cannot be written."""
+    require_writable(config.log_dir, "--log-dir")
+    require_writable(config.checkpoint_dir, "--checkpoint-dir")
+
+
 def plan_runs(trainer: Any) -> list[Plan]:
     """The runs to make under --resume, the same on all ranks. Refused if --resume cannot work."""
     return trainer.machine.on_main(lambda: _plan(trainer))
@@ -41,8 +47,6 @@ def plan_runs(trainer: Any) -> list[Plan]:
 
 def _plan(trainer: Any) -> list[Plan]:
     config = trainer.config
-    require_writable(config.log_dir, "--log-dir")
-    require_writable(config.checkpoint_dir, "--checkpoint-dir")
     new = []
     for trial in range(config.trials):
         seed = config.seed + trial

@@ -171,7 +171,7 @@ class Run(contextlib.AbstractContextManager):
             "step_ms": now - self._stepped_at, "lr_mul": lr_mul, "window": window, "stage": stage,
         }  # fmt: skip
         self._stepped_at = now
-        values = torch.cat([message.double(), verdict.double()])
+        values = torch.cat([part.to(self._machine.widest) for part in (message, verdict)])
         arrived = None
         if values.is_cuda:
             pinned = torch.empty_like(values, device="cpu", pin_memory=True)

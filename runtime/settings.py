@@ -5,7 +5,9 @@
 
 import argparse
 import dataclasses
+import difflib
 import json
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,15 +46,22 @@ def require(settings: Any, name: str, holds: bool, rule: str) -> None:
 
 
 def check_fields(settings: Any) -> None:
-    """Raise Refused for the first field whose value breaks one of its rules."""
+    """Raise Refused for the first field whose value breaks one of its rules or is not finite.
+
+    Each number of a tuple must keep the rules. None keeps all.
+    """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
         for rule, limit in field.metadata["rules"].items():
             words = f"{rule.replace('_', ' ')} {limit}"
             if isinstance(limit, str):
                 words = f"{rule.replace('_', ' ')} {flag(limit)} {getattr(settings, limit)}"
                 limit = getattr(settings, limit)
-            require(settings, field.name, value is None or RULES[rule](value, limit), words)
+            kept = all(RULES[rule](value, limit) for value in values)
+            require(settings, field.name, kept, words)
+        finite = all(math.isfinite(value) for value in values if isinstance(value, float))
+        require(settings, field.name, finite, "a finite number")
 
 
 DASHBOARDS = ("none", "tensorboard", "trackio", "wandb")  # packages of these names
@@ -101,21 +110,24 @@ def as_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-# argparse names these functions in its messages: "invalid two_numbers value: '0.9'".
+def reader(read: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
+    """Return `read` for argparse: its error says what a text must be."""
+
+    def read_or_refuse(text: str) -> Any:
+        try:
+            return read(text)
+        except (ValueError, KeyError):
+            raise argparse.ArgumentTypeError(f"{text!r}: it must be {rule}") from None
+
+    return read_or_refuse
+
+
+def or_auto(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: None if text == "auto" else read(text)
 
 
 def on_or_off(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise ValueError
-    return text == "on"
-
-
-def int_or_auto(text: str) -> int | None:
-    return None if text == "auto" else int(text)
-
-
-def number_or_auto(text: str) -> float | None:
-    return None if text == "auto" else float(text)
+    return {"on": True, "off": False}[text]
 
 
 def two_numbers(text: str) -> tuple[float, float]:
@@ -123,21 +135,21 @@ def two_numbers(text: str) -> tuple[float, float]:
     return float(first), float(second)
 
 
-def two_numbers_or_auto(text: str) -> tuple[float, float] | None:
-    return None if text == "auto" else two_numbers(text)
-
-
+PAIR = "two numbers, such as 0.9,0.95"
+SWITCH = {"metavar": "on|off", "nargs": "?", "const": True}  # the flag alone: on
 # What argparse needs to know of a flag, by the type of its field.
 FLAGS: dict[Any, dict[str, Any]] = {
-    bool: {"type": on_or_off, "metavar": "on|off", "nargs": "?", "const": True},  # alone: on
-    int: {"type": int, "metavar": "N"},
-    float: {"type": float, "metavar": "X"},
-    str: {"type": str, "metavar": "TEXT"},
-    int | None: {"type": int_or_auto, "metavar": "auto|N"},
-    float | None: {"type": number_or_auto, "metavar": "auto|X"},
-    tuple[float, float]: {"type": two_numbers, "metavar": "X,X"},
-    tuple[float, float] | None: {"type": two_numbers_or_auto, "metavar": "auto|X,X"},
-}
+    bool: SWITCH | {"type": reader(on_or_off, "on or off")},
+    int: {"metavar": "N", "type": reader(int, "a whole number")},
+    float: {"metavar": "X", "type": reader(float, "a number")},
+    str: {"metavar": "TEXT", "type": str},
+    int | None: {"metavar": "auto|N", "type": reader(or_auto(int), "auto or a whole number")},
+    float | None: {"metavar": "auto|X", "type": reader(or_auto(float), "auto or a number")},
+    tuple[float, float]: {"metavar": "X,X", "type": reader(two_numbers, PAIR)},
+    tuple[float, float] | None: {
+        "metavar": "auto|X,X", "type": reader(or_auto(two_numbers), f"auto or {PAIR}"),
+    },
+}  # fmt: skip
 
 
 def parse(
@@ -151,7 +163,11 @@ def parse(
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     parser = _make_parser(fields, description)
-    given = vars(parser.parse_args(argv))
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        hint = _hint(unknown[0].partition("=")[0], fields)
+        raise Refused(f"unrecognized arguments: {' '.join(unknown)}.{hint} --help lists the flags.")
+    given = vars(known)
     wants_help, wants_config = given.pop("help", False), given.pop("print_config", False)
     values = preset(given) | given
     if wants_help:  # before the rules are checked, so that broken settings can be looked up
@@ -165,6 +181,20 @@ def parse(
         print(json.dumps(dataclasses.asdict(settings), indent=2))  # type: ignore[call-overload]
         raise SystemExit(0)
     return settings
+
+
+def _hint(word: str, fields: Sequence[dataclasses.Field]) -> str:
+    """Name the flags that may be meant: spelled alike, of the same ending, or described by it."""
+    if not word.startswith("--"):
+        return " Flags begin with --."
+    flags = [flag(field.name) for field in fields]
+    likely = difflib.get_close_matches(word, flags, cutoff=0.65)
+    phrase = word[2:].replace("-", " ")
+    for name, field in zip(flags, fields, strict=True):
+        described = " " in phrase and field.metadata["about"].startswith(phrase)
+        if described or name.endswith(word[1:]):
+            likely.append(name)
+    return f" Did you mean {' or '.join(dict.fromkeys(likely))}?" if likely else ""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -3,6 +3,8 @@
 Also the dry run. `trainer` is that of train_gpt.py.
 """
 
+import time
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,6 +16,8 @@ from runtime import preflight
 from runtime.checks import is_causal, same_bits
 from runtime.clock import Clock
 from runtime.compile import compile_flags, fits, try_compile
+from runtime.machine import Machine, compute_dtype
+from runtime.preflight import GIB
 
 
 def warm_up(trainer: Any, clock: Clock) -> None:
@@ -102,6 +106,34 @@ def sees_no_future(trainer: Any) -> bool:
         return model.hidden(tokens, rows, trainer.windows, length)
 
     return is_causal(stream, list(model.parameters()), inputs, config.vocab_size)
+
+
+def plan_without_data(machine: Machine, model: Any, tokens: int) -> None:
+    """Say what a run of so many tokens takes at least. `model` may lie on the meta device."""
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    flops = tokens * model.flops_per_token()
+    rate = machine.world_size * matrix_flops_per_s(machine)
+    hours = timedelta(seconds=round(flops / rate))
+    machine.say(
+        f"planned memory: {weights:,} parameters take at most {16 * weights / GIB:.1f} GiB with "
+        f"gradients and optimizers; activations come on top\n"
+        f"planned time: at least {hours} for {flops:.2g} FLOPs at the {rate:.2g} FLOP/s of a "
+        f"matrix product here"
+    )
+
+
+def matrix_flops_per_s(machine: Machine, size: int = 2048) -> float:
+    """Return the FLOP/s of a matrix product in the device's fastest dtype, from one of three."""
+    dtype = compute_dtype("auto", machine.device)
+    square = torch.ones(size, size, dtype=dtype, device=machine.device)
+    seconds = []
+    for _ in range(3):
+        machine.synchronize()
+        began = time.perf_counter()
+        square @ square
+        machine.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
 
 
 def dry_run(trainer: Any, clock: Clock, validations: int) -> int:

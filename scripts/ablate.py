@@ -117,9 +117,10 @@ class Effect(NamedTuple):
 
     def cells(self) -> list[str]:
         mean, _, low, high = self.difference
-        interval = f"{low:+.4f} to {high:+.4f}"
+        interval = "" if math.isnan(low) else f"{low:+.4f} to {high:+.4f}"
         p = "" if math.isnan(self.p) else f"{self.p:.2g}"
-        return [str(self.pairs), f"{mean:+.4f}", interval, str(self.diverged), p]
+        difference = f"{mean:+.4f}" if self.pairs else ""
+        return [str(self.pairs), difference, interval, str(self.diverged), p]
 
 
 def measure(arms: dict[str, dict[int, Run]], having: bool = False) -> dict[str, Effect]:
@@ -228,11 +229,15 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--out", type=Path, default=Path("logs/ablation"), help="folder of the runs (%(default)s)")
     add("--seeds", type=whole_numbers, default=[0, 1, 2, 3], help="(%(default)s)")
-    add("--arms", nargs="+", choices=FLAGS, default=list(ARMS), help="the baseline always runs")
+    add("--arms", nargs="+", choices=FLAGS, default=list(ARMS), metavar="ARM",
+        help=f"the baseline always runs; of {', '.join(FLAGS)}")
     add("--report", action="store_true", help="print the table of the logs and stop")
     add("--pieces", type=Path, metavar="JSON", help="then print the table of these pieces")
     add("--figure", type=Path, metavar="SVG", help="then draw the effects of --pieces")
     add("extra", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for each run")
+    if not argv:
+        fix = "name some, as --arms no_smear --seeds 0,1, or type --seeds 0,1,2,3 for all"
+        raise ValueError(f"without flags this would train {len(ARMS)} arms on 4 seeds: {fix}")
     given = parser.parse_args(argv)
     if given.figure and not (given.pieces and given.figure.suffix == ".svg"):
         raise ValueError(f"--figure is {given.figure}: it needs --pieces and a name in .svg")

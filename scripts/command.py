@@ -23,26 +23,44 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         try:
             return main(sys.argv[1:] if argv is None else argv)
         except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            said = str(error)
+            if isinstance(error, OSError) and error.filename:
+                said = f"{error.filename}: {error.strerror}. Name another, or make it usable."
+            print(f"error: {said}", file=sys.stderr)
             return 2
 
     return run
 
 
-def make_parser(doc: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; --help has the usage."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"error: {message}. {self.prog} --help lists the flags.\n")
+
+
+def make_parser(doc: str | None) -> Parser:
     """A parser whose --help begins with the module's docstring, laid out as it is written."""
     layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=doc, formatter_class=layout, allow_abbrev=False)
+    return Parser(description=doc, formatter_class=layout, allow_abbrev=False)
 
 
 def whole_numbers(text: str) -> list[int]:
-    """For argparse, whose error names this function: reads "1,2"."""
-    return [int(part) for part in text.split(",")]
+    """For argparse: reads "1,2"."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        rule = "it must be whole numbers, such as 5,10"
+        raise argparse.ArgumentTypeError(f"{text!r}: {rule}") from None
 
 
 def decimals(text: str) -> list[float]:
     """For argparse: reads "3.27,3.28" or a list pasted from Python, "[3.27, 3.28]"."""
-    return [float(part) for part in text.strip("[]").split(",")]
+    try:
+        return [float(part) for part in text.strip("[]").split(",")]
+    except ValueError:
+        rule = "it must be numbers, such as 3.27,3.28"
+        raise argparse.ArgumentTypeError(f"{text!r}: {rule}") from None
 
 
 def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:

@@ -69,9 +69,10 @@ def to_text(a: Side, b: Side, found: Comparison) -> str:
     lines = []
     for name, side, stutters in zip("AB", (a, b), found.stutters_at, strict=True):
         mean, sd = moments(side.seconds)
+        spread = "" if math.isnan(sd) else f"   sd {sd:.3f}"  # one run has none
         lines += [
             f"{name} = {side.path}",
-            f"  n {len(side.runs)}   mean {mean:.3f} s   sd {sd:.3f}"
+            f"  n {len(side.runs)}   mean {mean:.3f} s{spread}"
             f"   stutters at steps {stutters[:8] or 'none'}",
             *[f"  left out: {reason}" for reason in side.left_out],
         ]
@@ -120,6 +121,8 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if len(given.paths) != (0 if given.run else 2):
         parser.error("name two arms, A and B, or --run two commands")
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: it must be at least 1")
     a, b, found = compare(given)
     if given.json:
         facts = found._asdict()

@@ -1,11 +1,13 @@
 """How many runs does a claim need? Exact power of the one-sided t-test, before the runs are made.
 
     python scripts/plan.py --sd 0.0013 --margin 0.001        runs for a power of 0.8 and 0.9
+    python scripts/plan.py logs                              sd and margin of these runs
     python scripts/plan.py --looks 5,10,15                   the level at which to test early
     python scripts/plan.py --pairs A B --margin 0.01         pairs of runs that show a difference
 
-The margin is how far the true mean lies below the target, the sd that of single runs. With --pairs
-the spreads are those of two arms with logs on the same seeds. Exit code: 0 done, 2 bad input.
+The margin is how far the true mean lies below the target, the sd that of single runs. Of logs (one
+arm: files, a folder or a record) both are taken, with the target of their track. With --pairs the
+spreads are those of two arms with logs on the same seeds. Exit code: 0 done, 2 bad input.
 """
 
 import sys
@@ -16,9 +18,23 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims import stats
-from claims.arms import ALPHA
+from claims.arms import ALPHA, common_target
 from claims.comparison import read_side
 from scripts.command import command, make_parser, print_json, start, whole_numbers
+
+
+def spread_below(path: str, target: float | None) -> tuple[float, float]:
+    """The sd of these runs, and how far their mean lies below the target. ValueError if neither."""
+    side = read_side(path)
+    mean, sd = stats.moments(side.losses)
+    if len(side.runs) < 2:
+        raise ValueError(f"{path} has 1 run: a spread needs 2, or give --sd and --margin")
+    if target is None:
+        target = common_target(side.runs)
+    if not mean < target:
+        rule = "no number of runs would show that it lies below"
+        raise ValueError(f"the mean loss of {path} is {mean:.4f}, the target {target:g}: {rule}")
+    return sd, target - mean
 
 
 def plan_pairs(paths: Sequence[str], margin: float) -> tuple[dict[str, Any], str]:
@@ -49,10 +65,18 @@ def main(argv: Sequence[str]) -> int:
     way("--sd", type=float, default=0.0013, help="of single runs, nats (%(default)s)")
     add("--margin", type=float, default=0.001, help="below the target, nats (%(default)s)")
     way("--pairs", nargs=2, metavar=("A", "B"), help="logs of two arms on the same seeds")
+    add("logs", nargs="?", metavar="LOGS", help="take sd and margin from the runs of one arm")
+    add("--target", type=float, help="of LOGS, nats per token (default: their track's)")
     way("--looks", type=whole_numbers, help="numbers of runs after which you test, such as 5,10")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     sd, margin, looks = given.sd, given.margin, given.looks
+    if given.logs and (looks or given.pairs):
+        parser.error("LOGS go without --looks and --pairs")
+    if given.target is not None and not given.logs:
+        parser.error("--target needs LOGS, whose mean it is compared with; else give --margin")
+    if given.logs:
+        sd, margin = spread_below(given.logs, given.target)
     if looks:
         level = stats.look_level(tuple(looks), ALPHA)
         plan = {"looks": looks, "look_level": level}
@@ -62,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         needed = {power: stats.runs_needed(sd, margin, power, ALPHA) for power in (0.8, 0.9)}
         plan = {"sd": sd, "margin": margin, "runs_needed": needed}
-        text = f"sd {sd:g}, margin {margin:g}, p < {ALPHA:g}:"
+        text = f"sd {sd:.4g}, margin {margin:.4g}, p < {ALPHA:g}:"
         for power, runs in needed.items():
             text += f"\n  {runs} runs for a power of {power:g}"
     if given.json:

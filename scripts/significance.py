@@ -6,10 +6,12 @@
     python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. A folder is
-read without its subfolders. Exit code: 0 every arm passes, 1 an arm fails, 2 bad input.
+read without its subfolders, but of a record its runs/. Exit code: 0 every arm passes, 1 an arm
+fails, 2 bad input.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,11 +58,16 @@ def title(arm: Arm) -> str:
 
 def to_text(arm: Arm) -> str:
     n, mean, sd, t, p, upper99 = arm.result
-    figures = f"n {n}   mean {mean:.6f}   sd {sd:.6f}   t {t:.4f}   p {p:.3g}"
+    figures = f"n {n}" + (f"   mean {mean:.6f}" if n else "")
+    if n > 1:  # one run has no spread
+        figures += f"   sd {sd:.6f}"
+    if not math.isnan(p):
+        figures += f"   t {t:.4f}   p {p:.3g}   99 % upper bound {upper99:.5f}"
     word = "PASS" if arm.passes else "FAIL"
     shown = "shown" if arm.passes else "not shown"
-    lines = [title(arm), f"{figures}   99 % upper bound {upper99:.5f}"]
-    lines.append(f"{word}: a mean loss below {arm.target:g} at p < {ALPHA:g} is {shown}")
+    lines = [title(arm), figures]
+    below = f" below {arm.target:g}" if n else ""  # without a run nobody names the target
+    lines.append(f"{word}: a mean loss{below} at p < {ALPHA:g} is {shown}")
     lines += [f"warning: {warning}" for warning in arm.warnings]
     for run in arm.incomplete:
         lines.append(f"left out: {run['path']}: {run['reason']} (loss {run['last_loss']})")
@@ -86,6 +93,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("name run logs, or type losses with --losses: one of the two")
     if given.losses and given.target is None:
         parser.error("--losses needs --target: typed losses name none")
+    if given.target is not None and not math.isfinite(given.target):
+        parser.error(f"--target {given.target}: it must be a finite number")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
     arms, unread = judge(given)

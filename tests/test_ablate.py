@@ -138,6 +138,22 @@ def test_a_flag_that_the_trainer_does_not_know_is_refused_before_anything_runs(
     assert "no finished run of the baseline" in capsys.readouterr().err
 
 
+def test_without_flags_it_says_what_to_type_and_a_report_writes_nothing(project, tmp_path, capsys):
+    assert ablate.main([]) == 2
+    assert "without flags this would train 34 arms" in capsys.readouterr().err
+    assert run(tmp_path / "out") == 0
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert ablate.main(["--report", "--out", str(tmp_path / "out")]) == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
+
+
+def test_one_seed_has_no_interval_and_prints_no_nan(project, tmp_path, capsys):
+    assert run(tmp_path / "out", seeds="0") == 0
+    _, pairs, difference, interval, *_ = rows(capsys.readouterr().out)["no_smear"]
+    assert (pairs, interval) == ("1", "")
+    assert "nan" not in difference
+
+
 PIECE = {"piece": "smear", "claim": "record 0: 5 steps of 9", "elsewhere": "", "size": ""}
 
 

@@ -37,21 +37,31 @@ def test_an_unknown_flag_is_refused_by_its_name(words, data, tmp_path):
     assert_refused(outcome, f"unrecognized arguments: {words[0]}", "--help")
 
 
+def test_a_flag_of_other_trainers_names_ours(data, tmp_path):
+    for word in ("--lr", "--learning-rate"):
+        outcome = run_words([*arguments(data, tmp_path), word, "0.1"], tmp_path)
+        assert_refused(outcome, f"{word} 0.1", "--matrix-lr", "--adam-lr")
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "parts"),
     [
         ("track", "longest", ["--track longest", "one of", "tiny", "short"]),
         ("recipe", "sgd", ["--recipe sgd", "one of modern, record42, muon, adamw"]),
         ("stages", "none", ["--stages: invalid choice: 'none'", "record42", "constant"]),
-        ("steps", "many", ["--steps: invalid int value: 'many'"]),
+        ("steps", "many", ["--steps: 'many'", "a whole number"]),
         ("steps", 0, ["--steps 0", "at least 1"]),
-        ("matrix_lr", "nan", ["nan"]),
-        ("matrix_lr", -1, ["-1.0"]),
+        ("matrix_lr", "nan", ["--matrix-lr nan", "at least 0"]),
+        ("adam_lr", "inf", ["--adam-lr inf", "a finite number"]),
+        ("matrix_lr", -1, ["--matrix-lr -1.0", "at least 0"]),
         ("target", "nan", ["--target nan", "finite"]),
-        ("adam_betas", "0.5,1.5", ["1.5", "[0, 1)"]),
+        ("adam_betas", "0.5,1.5", ["--adam-betas 0.5,1.5", "below 1"]),
+        ("value_embeds", "maybe", ["--value-embeds: 'maybe'", "on or off"]),
         ("cooldown", 2, ["--cooldown 2", "at most 1"]),
         ("batch_tokens", 0, ["--batch-tokens 0", "a multiple of --sequence 128"]),
-        ("micro_batch", 100, ["--micro-batch 100", "at least --sequence 128"]),
+        ("micro_batch", 100, ["--micro-batch 100", "a multiple of --sequence 128"]),
+        ("micro_batch", 300, ["--micro-batch 300", "a multiple of --sequence 128"]),
+        ("checkpoint_dir", __file__, [f"--checkpoint-dir {__file__}", "cannot be written"]),
         ("val_tokens", 1000, ["--val-tokens 1000", "a multiple of --val-sequence 256"]),
         ("dim", 40, ["--dim 40", "a multiple of --head-dim 16"]),
         ("bos", 64, ["--bos 64", "below --vocab-size 64"]),
@@ -121,6 +131,16 @@ def remove_documents(folder):
 def test_bad_data_are_refused(spoil, parts, copy, tmp_path):
     spoil(copy)
     assert_refused(run(copy, tmp_path / "logs"), *parts)
+
+
+def test_missing_data_make_no_folder_and_a_dry_run_plans_without_them(tmp_path):
+    wanted = arguments(tmp_path / "none", tmp_path / "logs", track="short")
+    assert_refused(run_words(wanted, tmp_path), "none has no *train_*.bin", "To fetch 2.0 GB")
+    dry = run_words([*wanted, "--dry-run"], tmp_path)
+    assert_refused(dry, "none has no *train_*.bin", "To fetch 2.0 GB")
+    assert "planned memory: " in dry.out
+    assert "planned time: at least " in dry.out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_of_as_many_steps_as_a_refusal_allows_is_possible(copy, tmp_path):

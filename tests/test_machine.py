@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from small_ranks import Scenario, play, record
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from runtime import machine as machines
+from runtime.compile import why_not_compile
 from runtime.errors import Interrupted, NonFinite, Refused
 from runtime.machine import Machine, supervise
 
@@ -221,6 +223,32 @@ def test_the_processes_of_a_host_say_an_error_once(monkeypatch, capsys):
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     assert supervise(lambda: fail(Refused("bad"))) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_the_report_of_torchrun_ends_with_our_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert supervise(lambda: fail(Refused("--steps 0: it must be at least 1."))) == 2
+    failure = ProcessFailure(0, 1234, 2, str(tmp_path / "error.json"))
+    *_, last, border = str(ChildFailedError("train_gpt.py", {0: failure})).splitlines()
+    assert last.endswith("error: --steps 0: it must be at least 1.")
+    assert set(border) == {"="}
+
+
+def test_apples_gpu_is_refused_where_torch_has_none(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(Refused, match="--device mps: torch finds no Apple GPU"):
+        machines.start("mps")
+
+
+def test_on_apples_gpu_runs_are_eager_float32_and_of_one_process(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    device = machines.start("mps").device
+    assert device.type == "mps"
+    assert machines.compute_dtype("auto", device) == Machine(device).widest == torch.float32
+    assert "Apple" in why_not_compile(device)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Refused, match="--device mps: it takes one process"):
+        machines.start("mps")
 
 
 def test_a_closed_terminal_does_not_change_the_exit_code():

@@ -1,12 +1,13 @@
 """Plans made before the runs."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from scripts import compare
+from scripts import compare, significance
 from scripts.plan import main
 
 
@@ -64,6 +65,40 @@ def test_runs_on_the_same_seeds_need_fewer_pairs_than_runs_apart(tmp_path, capsy
     assert plan["unpaired_needed"] > 20 * plan["pairs_needed"]
     assert main(["--pairs", str(a), str(write_arm(tmp_path / "c", {7: 3.3}))]) == 2
     assert "share 0 seeds" in capsys.readouterr().err
+
+
+def as_record(folder):
+    """Move the logs of a folder to where a record has them."""
+    (folder / "runs").mkdir()
+    for log in folder.glob("*.jsonl"):
+        log.rename(folder / "runs" / log.name)
+    (folder / "claim.json").write_text("{}")
+    return folder
+
+
+def test_a_plan_takes_sd_margin_and_target_from_logs(tmp_path, capsys):
+    losses = {1: 3.20, 2: 3.25, 3: 3.15, 4: 3.30}
+    record = as_record(write_arm(tmp_path / "a", losses))
+    for words, target in (([], 3.3), (["--target", 3.26], 3.26)):
+        sd, mean = np.std(list(losses.values()), ddof=1), np.mean(list(losses.values()))
+        expected = planned(capsys, "--sd", sd, "--margin", target - mean)
+        plan = planned(capsys, record, *words)
+        assert plan["runs_needed"] == expected["runs_needed"]
+        assert plan["margin"] == pytest.approx(target - mean)
+    assert main([str(record), "--target", "3.2"]) == 2
+    assert "is 3.2250, the target 3.2: no number of runs" in capsys.readouterr().err
+
+
+def test_one_run_prints_no_nan_and_is_too_few_to_plan(tmp_path, capsys):
+    a = as_record(write_arm(tmp_path / "a", {1: 3.2}))
+    b = write_arm(tmp_path / "b", {2: 3.1})
+    assert significance.main([str(a)]) == 1
+    assert compare.main([str(a), str(b)]) == 1
+    said = capsys.readouterr().out
+    assert "n 1   mean 3.200000\n" in said
+    assert not re.search(r"\bnan\b", said)
+    assert main([str(a)]) == 2
+    assert "a has 1 run: a spread needs 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.5])

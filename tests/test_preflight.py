@@ -86,7 +86,7 @@ def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_pat
     steps = re.findall(r"^ +\d+:\d\d:\d\d .*: (\d+) steps of [\d.,]+ ms$", outcome.out, re.M)
     assert sum(map(int, steps)) == STEPS
     assert re.search(r"^ +0:00:\d\d 4 validations of [\d.,]+ ms$", outcome.out, re.M)
-    assert re.search(r"^peak memory of rank 0: [\d,]+ MiB$", outcome.out, re.M)
+    assert re.search(r"^peak memory of rank 0, measured: [\d,]+ MiB$", outcome.out, re.M)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

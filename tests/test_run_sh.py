@@ -229,6 +229,16 @@ def test_large_tracks_fetch_as_much_of_fineweb_as_they_read_and_lack(
     assert clone.jobs() == ["train_gpt.py"]
 
 
+@pytest.mark.parametrize("word", ["tests", "train", "steps=5"])
+def test_a_word_that_is_no_flag_names_the_command_and_installs_nothing(
+    fresh: Clone, word: str
+) -> None:
+    result = fresh.run(word)
+    assert result.returncode == 2
+    assert f"{word} is no command: ./run.sh test runs the tests" in result.stderr
+    assert fresh.argv() == []
+
+
 # ---- ./run.sh test
 
 

@@ -21,7 +21,8 @@ class Config(RunSettings):
     kind: str = setting("new", "kind of model", one_of=("new", "old"))
     wide: bool = setting(False, "a switch", section="Rest")
     few: int | None = setting(None, "so few; auto: what fits", at_least=1)
-    betas: tuple[float, float] = setting((0.9, 0.95), "two of them")
+    betas: tuple[float, float] = setting((0.9, 0.95), "two of them", below=1)
+    scale: float = setting(1.0, "no rule of its own")
 
 
 def config(*argv, preset=lambda given: {}):
@@ -55,14 +56,22 @@ def test_a_value_written_as_text_is_read_back_unchanged(data, kind):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--size many", "argument --size: invalid int value: 'many'. --help lists"),
-        ("--wide true", "argument --wide: invalid on_or_off value: 'true'. --help lists"),
-        ("--betas 0.9", "argument --betas: invalid two_numbers value: '0.9'. --help lists"),
+        ("--size many", "argument --size: 'many': it must be a whole number. --help lists"),
+        ("--wide true", "argument --wide: 'true': it must be on or off. --help lists"),
+        ("--betas 0.9", "argument --betas: '0.9': it must be two numbers, such as 0.9,0.95."),
         ("--kind odd", "argument --kind: invalid choice: 'odd' (choose from"),
         ("--size", "argument --size: expected one argument. --help lists the flags."),
-        ("--siz=3", "unrecognized arguments: --siz=3. --help lists the flags."),
+        ("--few x", "argument --few: 'x': it must be auto or a whole number. --help lists"),
+        ("--siz=3", "unrecognized arguments: --siz=3. Did you mean --size? --help lists"),
+        ("--dth 3", "unrecognized arguments: --dth 3. Did you mean --width? --help lists"),
+        ("--so-many 3", "unrecognized arguments: --so-many 3. Did you mean --size? --help lists"),
+        ("size=3", "unrecognized arguments: size=3. Flags begin with --. --help lists"),
+        ("--zebra 3", "unrecognized arguments: --zebra 3. --help lists the flags."),
         ("--size 0", "--size 0: it must be at least 1."),
         ("--share nan", "--share nan: it must be at least 0."),
+        ("--scale nan", "--scale nan: it must be a finite number."),
+        ("--betas 0.9,1", "--betas 0.9,1.0: it must be below 1."),
+        ("--betas 0.9,nan", "--betas 0.9,nan: it must be below 1."),
         ("--share 1.5", "--share 1.5: it must be at most 1."),
         ("--width 12", "--width 12: it must be a multiple of --size 8."),
         ("--part 8", "--part 8: it must be below --size 8."),

@@ -236,7 +236,7 @@ def test_what_is_no_log_in_a_folder_is_named_and_the_rest_goes_on(tmp_path, caps
     ([], "name run logs, or type losses"),
     (["--losses", "3.1,3.2"], "--losses needs --target"),
     (["--losses", "3.1", "--target", "3.28", "--at-step", "5"], "--at-step needs run logs"),
-    (["logs", "--at-step", "5,x"], "--at-step: invalid whole_numbers value: '5,x'"),
+    (["logs", "--at-step", "5,x"], "--at-step: '5,x': it must be whole numbers"),
     (["{folder}/absent"], "cannot read {folder}/absent: No such file"),
     (["{folder}"], "no run logs"),
     (["{folder}/mixed"], "name different targets: give one with --target"),
