@@ -35,9 +35,11 @@ from data.loader import Batch
 from data.lookups import bigrams, random_signs, several_targets, sign_rows
 from data.prefixes import prefix_table, read_bytes
 from data.probes import probe_copying
+from data.sampling import generate
 from data.shards import ShardError
+from data.tokenizers import TOKENIZERS, read_tokenizer
 from kernels.attention import ATTENTIONS, Attention, PortableAttention, choose_attention
-from kernels.head import HEADS, choose_head, linear_cross_entropy, plain_cross_entropy
+from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import facts
 from runtime import machine as machines
 from runtime.claim import admit, off_track
@@ -320,6 +322,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
         "val_every": 100, "steps": 350, "stages": "tiny", "window_block": 16,
         "momentum_warmup": 40, "momentum_cooldown": 10, "adam_lr": 0.02,
+        "keep_model": True, "sample_tokens": 200,
     },
 }  # fmt: skip
 
@@ -708,6 +711,14 @@ class GPT(nn.Module):
         x = self.hidden(inputs_BT, *context)[:, -targets_BT.size(1) :].flatten(0, 1)
         return self.plain_loss(x, targets_BT.flatten(), reduction="none").view_as(targets_BT)
 
+    def logits(self, tokens_T: Tensor, windows: Windows, count: int = 1) -> Tensor:
+        """Logits after each of the last `count` tokens of a document, float32 (count, V)."""
+        T = len(tokens_T)
+        ends = torch.tensor([0, T], dtype=torch.int32, device=tokens_T.device)
+        x = self.hidden(tokens_T.view(1, T), ends, windows, T)[0, -count:]
+        z = linear(x, self.output_weight, self.lm_head_bias).float()
+        return capped(z, SOFTCAPS[self.config.softcap])[:, : self.config.vocab_size]
+
     def plain_loss(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
         bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
         softcap, weight = SOFTCAPS[self.config.softcap], self.output_weight.to(x.dtype)
@@ -913,6 +924,11 @@ def reach(config: Config) -> int:
             tokens += max(window[layer.window] for window in windows)
             tokens += int(config.key_offset and layer.window == "long")
     return math.ceil(tokens / 128) * 128  # kernels are fastest at multiples of 128
+
+
+def context(config: Config) -> int:
+    """The most tokens of a document that the next one is predicted from."""
+    return min(reach(config) + 1, max(config.sequence, config.val_sequence))
 
 
 # ---- Optimizers
@@ -1149,6 +1165,23 @@ class Trainer:
         tokens = (config.vocab_size, config.bos)
         return probe_copying(token_losses, self.data.validation, *tokens, longest_row)
 
+    @torch.no_grad()
+    def sample(self) -> str:
+        """The first `sample_tokens` tokens of a document that the model writes, on one rank."""
+        config, device = self.config, self.machine.device
+        self.enter(config.steps)
+
+        def logits(tokens: Tensor) -> Tensor:
+            logits_V = self.model.logits(tokens.to(device), self.windows)[-1]
+            logits_V[config.bos] = -torch.inf  # an early end would leave nothing to see
+            return logits_V
+
+        written = generate(logits, [config.bos], config.sample_tokens, bos=config.bos,
+                           context=context(config), temperature=0.8)  # fmt: skip
+        text = read_tokenizer(TOKENIZERS[config.vocab_size]).decode(list(written))
+        # A model may write any byte, and none may steer the terminal.
+        return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
         optimizers = optim.gather_state(self.optimizers, self.guard)
@@ -1237,6 +1270,12 @@ def make_runs(config: Config) -> int:
                     probes = machine.on_main(trainer.probe)
                 if config.track == "tiny" and config.recipe != "adamw" and not trainer.off_track:
                     machine.say(f"the plain GPT with AdamW takes {ADAMW_STEPS} steps to the target")
+                tokenizer = TOKENIZERS.get(config.vocab_size)
+                if config.keep_model:
+                    run.keep(val_loss, tokenizer)
+                if config.sample_tokens and tokenizer is not None and plan is plans[-1]:
+                    with run.pause("sample"):
+                        machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")
                 run.finish(val_loss, probes)
             if run.code != 0:
                 return run.code

@@ -18,10 +18,11 @@ from runtime.log import REGISTERED, config_hash
 
 FILES = ("claim.json", "record.json", "README.md", "NOTES.md", "runs")  # beside the logs
 STARTUP = {"setup", "compile", "warmup"}
-UNTIMED = STARTUP | {"validate", "probe"}
+AT_END = {"probe", "keep", "sample"}  # of the trained model, which is then written and writes
+UNTIMED = STARTUP | AT_END | {"validate"}
 TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume did again
 MOST_UNACCOUNTED = 0.01  # share of the training time that may lie in no phase
-LONGEST_PROBE_MS = 60_000  # it reads 16,384 tokens once, and may have to compile for them
+LONGEST_AT_END_MS = 60_000  # the probe reads 16,384 tokens once, and may have to compile for them
 SLACK_MS = 50  # added for each validation, whose log line waits for the disk
 LONG_VALIDATION = 4.0  # times the median of its run: it did something else too
 LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
@@ -244,12 +245,14 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
 
     Comparisons are written so that nan fails.
     """
-    for phase in run.phases:
+    for place, phase in enumerate(run.phases):
         if phase.name not in (TIMED if phase.timed else UNTIMED):
             yield f"untimed work: phase {phase.name!r} of {phase.ms:.0f} ms, timed: {phase.timed}"
-        at_end = phase is run.phases[-1] and phase.ms <= LONGEST_PROBE_MS
-        if phase.name == "probe" and not at_end:
-            yield f"untimed work: a probe of {phase.ms:.0f} ms; one may end a run, in 60 s at most"
+        later = {each.name for each in run.phases[place + 1 :]}
+        once_at_end = later <= AT_END - {phase.name} and phase.ms <= LONGEST_AT_END_MS
+        if phase.name in AT_END and not once_at_end:
+            yield (f"untimed work: a {phase.name} of {phase.ms:.0f} ms; one may end a run, in 60 s "
+                   f"at most")
     if not run.complete:
         return
     total = run.train_time_ms or 0.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from data.loader import Data, open_data
+from data.loader import Batch, Data, open_data, read_order, validation_batches
 from data.shards import Shard, ShardError, verify_shard
 
 PREFIX = 64  # first tokens of a document that identify it
@@ -47,6 +47,20 @@ def missing_data(settings: Mapping[str, Any]) -> str:
     return ""
 
 
+def open_validation(settings: Mapping[str, Any], most: int) -> list[Batch]:
+    """Return the validation rows of a run, in batches of at most `most` tokens or of one row.
+
+    ShardError if the tokens are missing or not those of the run.
+    """
+    try:
+        files = _find(settings, "val")
+        _check_validation(files, settings["vocab_size"], settings["val_sha256"])
+        order, tokens, row = read_order(settings), settings["val_tokens"], settings["val_sequence"]
+        return validation_batches(files, order, tokens, row, most, rank=0, world_size=1)
+    except ShardError as error:
+        raise ShardError(f"{error} {FIXES.get(settings['track'], '')}") from error
+
+
 def _find(settings: Mapping[str, Any], split: str) -> list[Path]:
     files = sorted(Path(settings["data_dir"]).glob(f"*{split}_*.bin"))
     if not files:
@@ -62,12 +76,8 @@ def audit(
     overlap: share of validation documents whose first 64 tokens also begin a training document.
     ShardError for a token >= vocab_size, or if val_sha256 does not begin with expected_val.
     """
-    train_sha256, val_sha256 = _sha256(train_files, vocab_size), _sha256(val_files, vocab_size)
-    if not val_sha256.startswith(expected_val):
-        raise ShardError(
-            f"{val_files[0].parent}: the validation tokens have SHA-256 {val_sha256}; the target "
-            f"holds for {expected_val}... Make the data again, or set --val-sha256."
-        )
+    train_sha256 = _sha256(train_files, vocab_size)
+    val_sha256 = _check_validation(val_files, vocab_size, expected_val)
     wanted = [prefix for file in val_files for prefix in _prefixes(file, bos)]
     unseen = set(wanted)
     for file in train_files:
@@ -76,6 +86,17 @@ def audit(
     if wanted:
         overlap = sum(prefix not in unseen for prefix in wanted) / len(wanted)
     return {"train_sha256": train_sha256, "val_sha256": val_sha256, "overlap": overlap}
+
+
+def _check_validation(files: list[Path], vocab_size: int, expected: str) -> str:
+    """Return the SHA-256 of the validation tokens."""
+    val_sha256 = _sha256(files, vocab_size)
+    if not val_sha256.startswith(expected):
+        raise ShardError(
+            f"{files[0].parent}: the validation tokens have SHA-256 {val_sha256}; the target "
+            f"holds for {expected}... Make the data again, or set --val-sha256."
+        )
+    return val_sha256
 
 
 def _sha256(files: list[Path], vocab_size: int) -> str:

@@ -73,10 +73,10 @@ def split_documents(text: str) -> list[str]:
     return [*documents, text[start:]]
 
 
-def read_vocabulary() -> tiktoken.Encoding:
-    """Return the tokenizer of VOCABULARY. <|endoftext|> has the id after the last one there."""
+def read_vocabulary(path: Path = VOCABULARY) -> tiktoken.Encoding:
+    """Return the tokenizer of a vocabulary. <|endoftext|> has the id after the last one there."""
     ranks = {}  # tiktoken's own reader would keep a copy of the file in a cache
-    for line in VOCABULARY.read_bytes().splitlines():
+    for line in path.read_bytes().splitlines():
         token, rank = line.split()
         ranks[base64.b64decode(token)] = int(rank)
     last = {"<|endoftext|>": len(ranks)}

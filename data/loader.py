@@ -342,6 +342,22 @@ def validation_batches(
     return batches
 
 
+def in_parts(batches: list[Batch], most: int, reach: int) -> list[Batch]:
+    """Cut rows longer than `most` into parts of so many targets; inputs start `reach` earlier."""
+    parts = []
+    for batch in batches:
+        sequence = batch.targets.size(1)
+        if most >= sequence:
+            parts.append(batch)
+            continue
+        for start in range(0, sequence, most):
+            first, end = max(start - reach, 0), min(start + most, sequence)
+            # Boundaries outside the part become its start or its end: empty documents.
+            ends = (batch.cu_seqlens - first).clamp(0, end - first)
+            parts.append(Batch(batch.inputs[:, first:end], batch.targets[:, start:end], ends))
+    return parts
+
+
 @dataclass(frozen=True)
 class Data:
     """What one rank reads in a run."""
@@ -358,18 +374,12 @@ class Data:
 
     def in_parts(self, val_batch: int, reach: int) -> "Data":
         """Return the data with validation rows in parts; inputs start `reach` tokens earlier."""
-        parts = []
-        for batch in self.validation:
-            sequence = batch.targets.size(1)
-            if val_batch >= sequence:
-                parts.append(batch)
-                continue
-            for start in range(0, sequence, val_batch):
-                first, end = max(start - reach, 0), min(start + val_batch, sequence)
-                # Boundaries outside the part become its start or its end: empty documents.
-                ends = (batch.cu_seqlens - first).clamp(0, end - first)
-                parts.append(Batch(batch.inputs[:, first:end], batch.targets[:, start:end], ends))
-        return replace(self, validation=parts)
+        return replace(self, validation=in_parts(self.validation, val_batch, reach))
+
+
+def read_order(settings: Mapping[str, Any]) -> Order:
+    names = [field.name for field in fields(Order) if field.name in settings]
+    return Order(**{name: settings[name] for name in names})
 
 
 def open_data(
@@ -378,8 +388,7 @@ def open_data(
     """Open one rank's data. settings: the run's; with micro_batch None, all rows are one batch.
     ShardError if the shards do not suffice, ValueError if the world size does not divide the rows.
     """
-    names = [field.name for field in fields(Order) if field.name in settings]
-    order = Order(**{name: settings[name] for name in names})
+    order = read_order(settings)
     order.rows_of_rank(world_size)  # checked first: the walk may run out of data
     plan = plan_run(train_files, order, settings["steps"])
     train = TrainLoader(train_files, order, plan.max_documents, rank, world_size)

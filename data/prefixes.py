@@ -3,12 +3,9 @@
 Prefix token prediction (modded-nanogpt, record 88) also scores the prefix of each target.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-import tiktoken
-
-from data.corpus import read_vocabulary
+from data.tokenizers import TOKENIZERS, read_tokenizer, token_bytes
 
 
 def prefix_table(vocabulary: Sequence[bytes]) -> list[int]:
@@ -30,20 +27,9 @@ def prefix_table(vocabulary: Sequence[bytes]) -> list[int]:
 def read_bytes(vocab_size: int) -> list[bytes]:
     """Return the bytes of each token of the corpus' vocabulary or of GPT-2's, told by their size.
 
-    tiktoken downloads GPT-2's once. ValueError for another size, or if the download fails.
+    ValueError for another size, or if tiktoken cannot download GPT-2's.
     """
-    tokenizers: dict[int, Callable[[], tiktoken.Encoding]] = {
-        1024: read_vocabulary,
-        50257: partial(tiktoken.get_encoding, "gpt2"),
-    }
-    if vocab_size not in tokenizers:
+    if vocab_size not in TOKENIZERS:
         raise ValueError(f"no vocabulary of {vocab_size} tokens is known. Set --vocab-size to 1024 "
                          f"(the corpus) or 50257 (GPT-2), or do without prefixes.")  # fmt: skip
-    try:
-        tokenizer = tokenizers[vocab_size]()
-    except OSError as error:
-        raise ValueError(f"tiktoken cannot read its vocabulary: {error}. Connect to the network "
-                         f"once, or set TIKTOKEN_CACHE_DIR.") from error  # fmt: skip
-    vocabulary = [tokenizer.decode_single_token_bytes(token) for token in range(vocab_size)]
-    vocabulary[tokenizer.eot_token] = b""
-    return vocabulary
+    return token_bytes(read_tokenizer(TOKENIZERS[vocab_size]))

@@ -5,7 +5,13 @@
                                           state.json           what the run is and where it stands
                                           checksums.json       SHA-256 of the three
 
-A checkpoint gets its name only when all of it is on the disk. It fits any number of ranks.
+A checkpoint gets its name only when all of it is on the disk. It fits any number of ranks. With
+--keep-model a finished run leaves only its model:
+
+    <checkpoint_dir>/<run_id>/final/model.safetensors     parameters by name
+                                    config.json           settings, and where the model comes from
+                                    vocabulary.tiktoken   if the tokenizer is the corpus' own
+                                    checksums.json        SHA-256 of each
 """
 
 import contextlib
@@ -14,6 +20,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +34,7 @@ from runtime.jsonl import check_regular, json_line, read_regular
 SCHEMA = 2
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 SUMS = "checksums.json"
+FINAL, CONFIG = "final", "config.json"
 FIELDS = {
     "run_id": str, "step": int, "clock_ms": float, "segment": int, "log_bytes": int, "data": dict,
 }  # fmt: skip
@@ -47,30 +55,69 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
 
     OSError or SafetensorError if the disk refuses. Older checkpoints then stay.
     """
-    path = folder / f"step_{snapshot.state['step']:06d}"
-    partial = folder / f".{path.name}"
     for left in folder.glob(".step_*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+
+    def write(partial: Path) -> None:
         save_file(snapshot.model, partial / MODEL)
         save_file(snapshot.optim, partial / OPTIM)
         (partial / STATE).write_bytes(json_line({"schema": SCHEMA, **snapshot.state}))
-        sums = {name: _sha256(partial / name) for name in (MODEL, OPTIM, STATE)}
-        (partial / SUMS).write_bytes(json_line(sums))
-        for name in (*sums, SUMS, "."):
-            _sync(partial / name)
-        remove(path)  # of the same step, if the run has since resumed from an earlier one
-        partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _sync(folder)
+
+    path = folder / f"step_{snapshot.state['step']:06d}"
+    _publish(path, write)
     found = checkpoints(folder)
     upto = found[: found.index(path) + 1]  # those after it are of steps that a resume gave up
     for other in found:
         if other not in upto[-KEPT:]:
             remove(other)
     return path
+
+
+def save_final(
+    folder: Path, model: dict[str, Tensor], facts: dict[str, Any], tokenizer: Path | str | None
+) -> Path:
+    """Write `final` into the run's folder: a model, and `facts` of it as config.json.
+
+    tokenizer: its vocabulary, which is copied, its name for tiktoken, or None if it is not known.
+    OSError or SafetensorError if the disk refuses.
+    """
+
+    def write(partial: Path) -> None:
+        save_file(model, partial / MODEL)
+        name = tokenizer
+        if isinstance(tokenizer, Path):
+            shutil.copyfile(tokenizer, partial / tokenizer.name)
+            name = tokenizer.name
+        text = json.dumps(facts | {"tokenizer": name}, indent=2)
+        (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+    _publish(folder / FINAL, write)
+    return folder / FINAL
+
+
+def load_final(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Verify what save_final wrote. Return the model and its facts. Refused if it is damaged."""
+    verify(path, (MODEL, CONFIG))
+    facts = _read_json(path / CONFIG)
+    return _read_tensors(path / MODEL), facts
+
+
+def _publish(path: Path, write: Callable[[Path], None]) -> None:
+    """Make a folder of what `write` puts into it, with checksums: all of it or nothing."""
+    partial = path.with_name(f".{path.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+        sums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
+        (partial / SUMS).write_bytes(json_line(sums))
+        for name in (*sums, SUMS, "."):
+            _sync(partial / name)
+        remove(path)  # one of this name, of steps that a resume gave up
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _sync(path.parent)
 
 
 def remove(path: Path) -> None:
@@ -85,18 +132,23 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
-def check(path: Path) -> dict[str, Any]:
-    """Verify a checkpoint and return its state. Refused if anything has changed since."""
+def verify(path: Path, names: Iterable[str]) -> None:
+    """Refused if one of these files is not there, or not the one that was saved."""
     try:
         sums = _read_json(path / SUMS)
-        for name in (MODEL, OPTIM, STATE):
+        for name in names:
             found = _sha256(path / name)
             if found != sums.get(name):
                 raise Refused(f"{path / name} has SHA-256 {found:.12}, not the one in {SUMS}: "
                               f"{sums.get(name)!r:.14}.")  # fmt: skip
-        state = _read_json(path / STATE)
     except OSError as error:
         raise Refused(f"checkpoint {path} cannot be read: {error}.") from None
+
+
+def check(path: Path) -> dict[str, Any]:
+    """Verify a checkpoint and return its state. Refused if anything has changed since."""
+    verify(path, (MODEL, OPTIM, STATE))
+    state = _read_json(path / STATE)
     if state.get("schema") != SCHEMA:
         raise Refused(f"{path / STATE}: schema {state.get('schema')!r:.40}, but this version reads "
                       f"{SCHEMA}. Resume with the source that wrote it.")  # fmt: skip
@@ -111,18 +163,24 @@ def check(path: Path) -> dict[str, Any]:
 def load(path: Path) -> Snapshot:
     """Verify and read a checkpoint. Refused if it is damaged."""
     state = check(path)
+    return Snapshot(_read_tensors(path / MODEL), _read_tensors(path / OPTIM), state)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return Snapshot(load_file(path / MODEL), load_file(path / OPTIM), state)
+        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise Refused(f"{path} holds no tensors: {error}.") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    check_regular(path)
     try:
+        check_regular(path)
         value = json.loads(read_regular(path, MOST_JSON_BYTES))
         if not isinstance(value, dict):
             raise ValueError(f"a {type(value).__name__}")
+    except OSError as error:
+        raise Refused(f"checkpoint {path.parent} cannot be read: {error}.") from None
     except (ValueError, RecursionError) as error:
         raise Refused(f"{path} is no JSON object of a checkpoint ({error}).") from None
     return value

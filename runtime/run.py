@@ -271,25 +271,39 @@ class Run(contextlib.AbstractContextManager):
         try:
             self._last_saved = checkpoint.save(self._folder, snapshot)
         except Exception as error:  # of any kind: an error in this thread would be silent
-            step, reason = snapshot.state["step"], getattr(error, "strerror", None) or error
-            self._machine.say(f"warning: the checkpoint of step {step} could not be written to "
-                              f"{self._folder}: {reason}; the last one is {self._last_saved}. Free "
-                              f"some space, or give another --checkpoint-dir.")  # fmt: skip
+            what = f"the checkpoint of step {snapshot.state['step']}"
+            self._warn(what, error, f"; the last one is {self._last_saved}")
+
+    def _warn(self, what: str, error: Exception, left: str = "") -> None:
+        reason = getattr(error, "strerror", None) or error
+        self._machine.say(f"warning: {what} could not be written to {self._folder}: {reason}{left}."
+                          f" Free some space, or give another --checkpoint-dir.")  # fmt: skip
 
     # ---- The end
 
+    def keep(self, val_loss: float, tokenizer: Path | str | None) -> None:
+        """Write the trained model, off the clock. A full disk is a warning. Collective."""
+        names = ("seed", "source_sha256", "config")
+        facts = {"run_id": self.plan.run_id} | {name: self._header[name] for name in names}
+        facts |= {"steps": self.steps_done, "tokens": self._header["train_tokens"]}
+        facts["val_loss"] = val_loss
+        with self.pause("keep"):
+            model = self.trainer.state_dict()["model"]
+            if self._machine.is_main:
+                try:
+                    checkpoint.save_final(self._folder, model, facts, tokenizer)
+                except Exception as error:  # of any kind: the run is done all the same
+                    self._warn("the trained model", error)
+
     def finish(self, val_loss: float, probes: dict[str, float]) -> None:
-        """End a run that is done: say what came of it, and save a model to keep."""
+        """End a run that is done, and say what came of it."""
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         reached = val_loss <= target
-        if self._config.keep_model:
-            self._submit(self._take())
         word = "reached" if reached else "missed"
         self._progress.close()
-        if self._config.verbose:
-            self._machine.say(f"probes: loss {probes['copy_loss']:.2f} on tokens that can be "
-                              f"copied, {probes['new_loss']:.2f} on others; random text costs "
-                              f"{-probes['induction']:.2f} less when it is read again")
+        self._machine.say(f"probes: loss {probes['copy_loss']:.2f} on tokens that can be copied, "
+                          f"{probes['new_loss']:.2f} on others; random text costs "
+                          f"{-probes['induction']:.2f} less when it is read again")
         self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
         if self.plan.trial == self._config.trials - 1:  # once, however many runs there were
@@ -328,12 +342,11 @@ class Run(contextlib.AbstractContextManager):
         self._machine.say(f"{said}, {saved} (log {self._log.path})")
 
     def _clear(self) -> None:
-        """Remove the checkpoints of a finished run, except the last with --keep-model."""
+        """Remove the checkpoints of a finished run. With --keep-model its model stays."""
         if not self._config.keep_model:
             shutil.rmtree(self._folder, ignore_errors=True)
         for path in checkpoint.checkpoints(self._folder):
-            if path != self._last_saved:
-                checkpoint.remove(path)
+            checkpoint.remove(path)
 
 
 def random_state(machine: Machine) -> dict[str, Tensor]:

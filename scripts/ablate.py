@@ -216,6 +216,7 @@ def run_missing(given: argparse.Namespace) -> int:
             if done and (done.config_sha256, done.source) == (configs[arm], source):
                 continue
             words = [sys.executable, str(ROOT / "train_gpt.py"), *flags[arm], "--seed", str(seed)]
+            words += ["--keep-model", "off", "--sample-tokens", "0"]
             code = run_child([*words, "--log-dir", str(given.out / "runs" / arm)])
             print(f"{arm}, seed {seed}: exit code {code}", flush=True)
             if code not in (0, 3):  # 3: the run diverged, which is a result

@@ -124,6 +124,7 @@ def run_all(plan: Settings, folder: Path) -> int:
     while lacking := climb(plan, read_results(folder))[1]:
         for run in lacking:
             words = [sys.executable, str(ROOT / "train_gpt.py"), *flags_of(run)]
+            words += ["--keep-model", "off", "--sample-tokens", "0"]
             code = run_child([*words, "--val-every", "0", "--log-dir", str(folder.resolve())])
             print(f"exit code {code}: {' '.join(flags_of(run))}", flush=True)
             if code not in (0, 3):  # 3: the run diverged, which is a result

@@ -155,7 +155,10 @@ def make_runs(trainer: StubTrainer) -> int:
             trainer.reset(plan.seed)
             with Run(trainer, plan, clock, stopping, source=trainer.source) as run:
                 probes = {"copy_loss": 1.5, "new_loss": 3.5, "induction": -0.5}
-                run.finish(trainer.train(run), probes)
+                val_loss = trainer.train(run)
+                if trainer.config.keep_model:
+                    run.keep(val_loss, "gpt2")
+                run.finish(val_loss, probes)
             if run.code:
                 return run.code
     return 0

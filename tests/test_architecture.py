@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1277,
+    "train_gpt.py": 1316,
     "optim": 1878,
     "kernels": 649,
-    "data": 1060,
-    "runtime": 2867,
-    "claims": 2198,
-    "scripts": 1259,
+    "data": 1145,
+    "runtime": 2939,
+    "claims": 2201,
+    "scripts": 1415,
+    "inference": 286,
     "run.sh": 96,
     ".ci/run": 25,
 }
@@ -36,8 +37,11 @@ MAY_IMPORT = {
     "data": {"data"},
     "runtime": {"runtime"},
     "claims": {"claims", "runtime"},
+    "inference": {"inference", "train_gpt", "kernels", "data", "runtime"},
     "train_gpt.py": {"optim", "kernels", "data", "runtime"},
-    "scripts": {"scripts", "claims", "runtime", "train_gpt", "optim", "kernels", "data"},
+    "scripts": {
+        "scripts", "inference", "claims", "runtime", "train_gpt", "optim", "kernels", "data",
+    },
 }
 FIRST_PARTY = {name.removesuffix(".py") for name in MAY_IMPORT} | {"records", "tests"}
 

@@ -367,9 +367,9 @@ def probe_after(name: str, ms: float) -> Change:
     return change
 
 
-def probe_at_end(ms: float) -> Change:
-    """A probe of the trained model, as the trainer makes it."""
-    probe = {"event": "phase", "name": "probe", "timed": False, "ms": ms}
+def probe_at_end(ms: float, name: str = "probe") -> Change:
+    """A probe of the trained model, as the trainer makes it, or another phase of the end."""
+    probe = {"event": "phase", "name": name, "timed": False, "ms": ms}
     return lambda events: events.insert(-1, probe | {"t_ms": events[-1]["t_ms"]})
 
 
@@ -423,6 +423,9 @@ FORGED: dict[str, tuple] = {
         probe_after("train", 3.6e6), "a probe of 3600000 ms; one may end a run"),
     "short probes after validations": (probe_after("validate", 100.0), "a probe of 100 ms"),
     "a probe that takes an hour at the end": (probe_at_end(3.6e6), "a probe of 3600000 ms"),
+    "a sample that takes an hour": (probe_at_end(3.6e6, "sample"), "a sample of 3600000 ms"),
+    "a model kept in mid-run": (
+        each("phase", FIRST_VALIDATE, name="keep"), "a keep of", "3 validations for 4"),
     "a probe of no time": (probe_at_end("nan"), "a probe of nan ms", "nan ms between"),
     "a step left out": (
         without("step", 5), "11 of 12 steps are in the log", "step 7 trained on 1024 tokens"),
@@ -439,8 +442,9 @@ def test_a_record_is_caught_with_a_run_that_has(cheat, folder, capsys):
     caught(folder, capsys, *patterns)
 
 
-def test_a_run_may_end_with_a_probe_of_a_minute(folder, capsys):
-    forge(folder, probe_at_end(60_000.0))
+def test_a_run_may_end_with_a_probe_of_a_minute_and_keep_its_model_and_sample(folder, capsys):
+    for name in ("probe", "keep", "sample"):
+        forge(folder, probe_at_end(60_000.0, name))
     assert call(capsys, "make", folder)[0] == 0
 
 

@@ -24,6 +24,7 @@ from runtime.checkpoint import STATE, checkpoints, load
 from runtime.errors import Refused
 from runtime.registry import REGISTRY, read_registry
 
+pytestmark = pytest.mark.usefixtures("last_state")
 EVERY = {"checkpoint_every": 2, "keep_model": True}
 
 

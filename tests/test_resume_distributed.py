@@ -21,7 +21,7 @@ from runtime.checkpoint import checkpoints, load
 from runtime.checks import same_bits
 from runtime.run import Run
 
-pytestmark = pytest.mark.usefixtures("two_layers")
+pytestmark = pytest.mark.usefixtures("two_layers", "last_state")
 
 PATIENCE = 120  # seconds that processes on a busy machine may take
 TOLERANCES = {"record42": 2e-4, "adamw": 2e-6}  # of every loss in float32

@@ -20,7 +20,7 @@ from runtime.checkpoint import checkpoints, load
 from runtime.checks import same_bits
 from runtime.run import Run
 
-pytestmark = pytest.mark.usefixtures("two_layers")
+pytestmark = pytest.mark.usefixtures("two_layers", "last_state")
 
 EVERY = {"checkpoint_every": 2, "keep_model": "on"}
 KILL, TERM = signal.SIGKILL, signal.SIGTERM

@@ -19,7 +19,7 @@ from stub_trainer import (
 
 from runtime import checkpoint, stop
 from runtime import run as runs
-from runtime.checkpoint import checkpoints
+from runtime.checkpoint import checkpoints, load_final
 from runtime.clock import Clock
 from runtime.errors import Interrupted, Refused
 
@@ -200,11 +200,44 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     assert re.search(r"step 4 could not be written .*No space left", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("keep", "left"), [(True, [10]), (False, [])])
-def test_a_run_that_is_done_keeps_its_last_checkpoint_only_if_told(keep, left, tmp_path):
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_run_that_is_done_keeps_its_model_alone_and_only_if_told(keep, tmp_path):
     run(tmp_path, checkpoint_every=3, keep_model=keep)
-    assert saved_in(tmp_path) == left
-    assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
+    left = sorted(path.name for path in tmp_path.glob("checkpoints/*/*"))
+    assert left == (["final"] if keep else [])
+    assert len(list((tmp_path / "checkpoints").iterdir())) == keep
+
+
+def test_what_is_kept_of_a_run_are_its_last_weights_and_where_they_come_from(tmp_path):
+    last = []
+    run(tmp_path, {"validate 10": lambda trainer, step: last.append(trainer.weights.clone())},
+        keep_model=True)  # fmt: skip
+    (folder,) = tmp_path.glob("checkpoints/*/final")
+    model, facts = load_final(folder)
+    assert model["weights"].equal(last[0])
+    (header,), (validated,) = events(tmp_path, "header"), events(tmp_path, "val")[-1:]
+    for name in ("run_id", "seed", "source_sha256", "config"):
+        assert facts[name] == header[name]
+    assert facts["val_loss"] == validated["val_loss"]
+    assert (facts["steps"], facts["tokens"], facts["tokenizer"]) == (10, 40, "gpt2")
+    phases = [event["name"] for event in events(tmp_path, "phase") if not event["timed"]]
+    assert phases[-1] == "keep", "off the clock"
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(Refused, match=r"config.json has SHA-256"):
+        load_final(folder)
+
+
+def test_a_full_disk_costs_the_model_but_not_the_run(tmp_path, monkeypatch, capsys):
+    def full(model, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    assert run(tmp_path, keep_model=True) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"warning: the trained model could not be .*: No space left.* Free", said)
+    assert events(tmp_path, "end")[0]["status"] == "done"
+    assert list(tmp_path.glob("checkpoints/*/*")) == list(tmp_path.glob("checkpoints/*/.*")) == []
 
 
 # ---- Before the first step

@@ -30,7 +30,7 @@ from runtime.checkpoint import checkpoints, load
 from runtime.checks import same_bits
 from runtime.run import Run
 
-pytestmark = pytest.mark.usefixtures("two_layers")
+pytestmark = pytest.mark.usefixtures("two_layers", "last_state")
 
 TIED = train_gpt.Stage(0.5, short=1, long=2, tied=True, ahead=((0.5, 0.25),))
 UNTIED = train_gpt.Stage(0.5, short=1, long=2)

@@ -1,0 +1,31 @@
+"""The tokenizers that are known: the corpus' own, and GPT-2's."""
+
+from pathlib import Path
+
+import tiktoken
+
+from data.corpus import VOCABULARY, read_vocabulary
+
+# By the size of the vocabulary: its file, or its name for tiktoken.
+TOKENIZERS: dict[int, Path | str] = {1024: VOCABULARY, 50257: "gpt2"}
+
+
+def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
+    """Return the tokenizer of a file, or of tiktoken, which downloads GPT-2's vocabulary once.
+
+    ValueError if it cannot be read.
+    """
+    try:
+        if isinstance(tokenizer, Path):
+            return read_vocabulary(tokenizer)
+        return tiktoken.get_encoding(tokenizer)
+    except OSError as error:
+        raise ValueError(f"tiktoken cannot read its vocabulary: {error}. Connect to the network "
+                         f"once, or set TIKTOKEN_CACHE_DIR.") from error  # fmt: skip
+
+
+def token_bytes(tokenizer: tiktoken.Encoding) -> list[bytes]:
+    """Return the bytes of each token, by its id. <|endoftext|> has none."""
+    vocabulary = [tokenizer.decode_single_token_bytes(token) for token in range(tokenizer.n_vocab)]
+    vocabulary[tokenizer.eot_token] = b""
+    return vocabulary

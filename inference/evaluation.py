@@ -1,0 +1,82 @@
+"""What a trained model scores on validation tokens. Losses are means in nats."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from scipy.stats import ttest_1samp
+from torch import Tensor
+
+from data.audit import open_validation
+from data.loader import Batch, in_parts
+from data.probes import is_copied
+from data.tokenizers import token_bytes
+from inference.model import Model
+from kernels.portable_attention import document_starts
+from train_gpt import reach
+
+TOKENS_AT_ONCE = 16_384  # their logits take 3.3 GB at GPT-2's vocabulary
+
+
+def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None) -> dict[str, Any]:
+    """Scores on the first `rows` validation rows of the run, or on all, as JSON data.
+
+    ShardError if the shards are not there or are others than the run's.
+    """
+    config = model.config
+    settings = asdict(config) | {"data_dir": data_dir or config.data_dir}
+    if rows is not None:
+        settings["val_tokens"] = rows * config.val_sequence
+    batches = open_validation(settings, TOKENS_AT_ONCE)
+    losses = []
+    for part in in_parts(batches, TOKENS_AT_ONCE, reach(config)):
+        losses.append(model.token_losses(part).flatten())
+    loss = torch.cat(losses).double()
+    targets = torch.cat([batch.targets.flatten() for batch in batches])
+    row_losses = loss.view(-1, config.val_sequence).mean(1)
+    scores: dict[str, Any] = {"tokens": len(loss), "rows": len(row_losses)}
+    scores["loss"] = loss.mean().item()
+    if len(row_losses) > 1:
+        scores["interval"] = interval(row_losses)
+    if model.facts.get("tokenizer"):
+        scores["bits_per_byte"] = bits_per_byte(loss, targets, model)
+    scores["by_position"] = by_position(loss, torch.cat([positions(batch) for batch in batches]))
+    tokens = [torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1) for batch in batches]
+    copied = torch.cat([is_copied(each, config.bos).flatten() for each in tokens])
+    for name, mask in (("copied", copied), ("new", ~copied)):
+        scores[name] = {"tokens": int(mask.sum()), "loss": loss[mask].mean().item()}
+    return scores
+
+
+def interval(row_losses: Tensor) -> tuple[float, float]:
+    """95 % interval of the mean over rows, by Student's t: tokens of a row are not independent."""
+    found = ttest_1samp(row_losses.numpy(), 0.0).confidence_interval(0.95)
+    return float(found.low), float(found.high)
+
+
+def bits_per_byte(loss: Tensor, targets: Tensor, model: Model) -> float:
+    """Bits for each byte of text. Ends of documents, which have no bytes, are left out."""
+    lengths = torch.tensor([len(each) for each in token_bytes(model.tokenizer)])
+    text = targets != model.config.bos
+    return loss[text].sum().item() / math.log(2) / int(lengths[targets[text]].sum())
+
+
+def positions(batch: Batch) -> Tensor:
+    """For each target, how many tokens of its document stand before it: (rows * sequence,)."""
+    rows, sequence = batch.inputs.shape
+    starts = document_starts(batch.cu_seqlens, rows, sequence)
+    return (torch.arange(sequence) - starts).flatten() + 1
+
+
+def by_position(loss: Tensor, position: Tensor) -> list[dict[str, Any]]:
+    """Mean losses of positions 1, 2 to 3, 4 to 7 and so on."""
+    found, first = [], 1
+    while first <= int(position.max()):
+        inside = (position >= first) & (position < 2 * first)
+        if inside.any():
+            mean = loss[inside].mean().item()
+            found.append({"from": first, "to": 2 * first - 1, "tokens": int(inside.sum()),
+                          "loss": mean})  # fmt: skip
+        first *= 2
+    return found

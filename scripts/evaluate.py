@@ -1,0 +1,77 @@
+"""Evaluate a trained model on the validation tokens of its track.
+
+    python scripts/evaluate.py                       the newest model under checkpoints/
+    python scripts/evaluate.py checkpoints/RUN       that of a run
+    python scripts/evaluate.py --hellaswag           and on HellaSwag, fetched from the hub
+
+Prints the validation loss with its 95 % interval over validation rows, bits per byte of text, and
+losses by position in the document, of copied tokens and of new ones. Exit codes: 0 done, 2 bad
+input.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
+
+from inference import hellaswag
+from inference.evaluation import evaluate
+from inference.model import find_model, load_model
+from scripts.command import command, make_parser, print_json, start
+
+
+def as_text(scores: dict[str, Any]) -> str:
+    lines = [f"validation loss {scores['loss']:.4f}"]
+    if "interval" in scores:
+        low, high = scores["interval"]
+        lines[0] += f"   95 % interval {low:.4f} to {high:.4f}"
+    lines[0] += f"   {scores['tokens']:,} tokens in {scores['rows']} rows"
+    if "bits_per_byte" in scores:
+        lines.append(f"bits per byte   {scores['bits_per_byte']:.4f}")
+    lines.append("tokens of their document before   loss     tokens")
+    for each in scores["by_position"]:
+        span = f"{each['from']} to {each['to']}"
+        lines.append(f"  {span:<30}  {each['loss']:.4f} {each['tokens']:>10,}")
+    for name in ("copied", "new"):
+        lines.append(f"  {name:<30}  {scores[name]['loss']:.4f} {scores[name]['tokens']:>10,}")
+    if found := scores.get("hellaswag"):
+        lines.append(f"HellaSwag {found['acc_norm']:.4f} by loss a token, {found['acc']:.4f} by "
+                     f"loss, of {found['items']:,} items")  # fmt: skip
+    return "\n".join(lines)
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("checkpoint", nargs="?", type=Path, help="folder of a run or of its model")
+    add("--data-dir", help="folder of the validation shards (as in training)")
+    add("--rows", type=int, help="validation rows to read (all)")
+    add("--hellaswag", action="store_true", help="for models with GPT-2's vocabulary")
+    add("--items", type=int, help="read only the first items of HellaSwag")
+    add("--revision", default=hellaswag.REVISION, help="commit of the dataset (%(default).12s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args(argv)
+    for name in ("rows", "items"):
+        if (number := getattr(given, name)) is not None and number < 1:
+            raise ValueError(f"--{name} {number}: it must be at least 1")
+    model = load_model(find_model(given.checkpoint), given.device)
+    if given.hellaswag and model.facts.get("tokenizer") != "gpt2":
+        raise ValueError(f"--hellaswag: {model.folder} has a vocabulary of Python source, not "
+                         f"GPT-2's. Evaluate a model of a FineWeb track.")  # fmt: skip
+    scores = evaluate(model, given.data_dir, given.rows)
+    if given.hellaswag:
+        items = hellaswag.fetch_items(given.revision)[: given.items]
+        scores["hellaswag"] = hellaswag.score(model, items)
+    if given.json:
+        print_json(scores)
+    else:
+        print(as_text(scores))
+    return 0
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,77 @@
+"""Let a trained model write.
+
+    python scripts/sample.py                             the newest model under checkpoints/
+    python scripts/sample.py "def gcd(a, b):"            its text goes on from a prompt
+    python scripts/sample.py checkpoints/RUN "Once"      the model of a run, or its folder `final`
+    python scripts/sample.py --interactive               a prompt a line, until Ctrl-D
+
+A run keeps its model with --keep-model on, the default of --track tiny. The text ends where the
+model ends its document. Exit codes: 0 done, 2 bad input.
+"""
+
+import argparse
+import codecs
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
+
+from inference.model import Model, find_model, load_model
+from scripts.command import command, make_parser, start
+
+
+def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:
+    """Print the prompt and what the model adds to it, token by token."""
+    tokens = model.tokenizer.encode_ordinary(prompt)
+    print(prompt, end="", flush=True)
+    # A character may be made of several tokens.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    written = model.write(tokens, given.tokens, temperature=given.temperature, top_k=given.top_k,
+                          seed=given.seed)  # fmt: skip
+    for token in written:
+        new = model.tokenizer.decode_single_token_bytes(token)
+        print(decoder.decode(new), end="", flush=True)
+    print(decoder.decode(b"", final=True))
+
+
+def split_words(words: Sequence[str]) -> tuple[Path | None, str]:
+    """The folder and the prompt. One word alone is a folder if there is such a folder."""
+    if len(words) > 2:
+        raise ValueError(f"{len(words)} words: give a folder and a prompt, and quote the prompt")
+    if len(words) == 2 or (words and Path(words[0]).is_dir()):
+        return Path(words[0]), "".join(words[1:])
+    return None, "".join(words)
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("words", nargs="*", metavar="CHECKPOINT PROMPT", help="both may be left out")
+    add("--tokens", type=int, default=300, help="at most so many (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
+    add("--top-k", type=int, default=0, help="sample from so many tokens; 0: from all")
+    add("--seed", type=int, default=0, help="the same seed writes the same text (%(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--interactive", action="store_true", help="read prompts, one a line")
+    given = parser.parse_args(argv)
+    if not (given.temperature >= 0 and math.isfinite(given.temperature)):
+        raise ValueError(f"--temperature {given.temperature}: it must be a number of at least 0")
+    for name in ("tokens", "top_k", "seed"):
+        if getattr(given, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")
+    path, prompt = split_words(given.words)
+    model = load_model(find_model(path), given.device)
+    if prompt or not given.interactive:
+        stream(model, prompt, given)
+    if given.interactive:
+        print("A prompt a line; Ctrl-D ends.", file=sys.stderr)
+        for line in sys.stdin:
+            stream(model, line.rstrip("\n"), given)
+    return 0
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,373 @@
+"""A kept model: read, sampled, evaluated and scored as the trainer and a pencil would."""
+
+import hashlib
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import tiktoken
+import torch
+from small_model import configure, make_model
+from small_run import run, write_data
+
+from data.corpus import VOCABULARY, read_vocabulary
+from data.loader import Batch
+from data.sampling import generate, pick
+from inference import evaluation, hellaswag
+from inference.model import Model, find_model, load_model
+from runtime.checkpoint import CONFIG, SUMS, save_final
+from runtime.errors import Refused
+from scripts import evaluate as evaluate_script
+from scripts import sample as sample_script
+from train_gpt import context
+
+pytestmark = pytest.mark.usefixtures("two_layers")
+ROOT = Path(__file__).resolve().parents[1]
+# So small that a document of 700 tokens is computed at once, and longer than the context.
+SIZES = {
+    "dim": 48, "head_dim": 12, "window_block": 4, "val_window": 24, "val_tokens": 2048,
+    "val_sequence": 1024, "val_batch": 1024, "dtype": "float32", "val_sha256": "",
+}  # fmt: skip
+BOS = 1023
+
+
+def random_model(recipe="modern", dtype=torch.float32, **changed):
+    """Random in all its weights: at the start of a run, attention would have no effect."""
+    config = configure("tiny", recipe, **SIZES | changed)
+    gpt = make_model(config, dtype)
+    gpt.initialize(0)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return Model(Path(), {"tokenizer": VOCABULARY.name}, config, gpt.to(dtype))
+
+
+def keep(model, folder, **changed):
+    """Write a model as a run keeps it; `changed` are settings."""
+    weights = {name: each.detach() for name, each in model.gpt.named_parameters()}
+    facts = {"config": asdict(model.config) | changed}
+    return save_final(folder, weights, facts, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    return keep(random_model(), tmp_path_factory.mktemp("kept"))
+
+
+# ---- Sampling
+
+
+@pytest.mark.parametrize("recipe", ["record42", "modern"])
+def test_logits_of_the_context_are_those_of_the_whole_document(recipe):
+    """Token by token: across windows, smear, bigrams, skips and the offset of keys."""
+    model = random_model(recipe, torch.float64)
+    most = context(model.config)
+    assert most < 400, "else the document is never cut"
+    tokens = torch.randint(BOS, (700,), generator=torch.Generator().manual_seed(1))
+    tokens[0] = BOS
+    whole = model.logits(tokens, count=len(tokens))
+    for end in (1, 2, 3, most - 1, most, *range(most + 1, 701, 29), 700):
+        (last,) = model.logits(tokens[max(end - most, 0) : end])
+        # Rotary angles are float32, so a document that begins elsewhere turns a little otherwise.
+        assert torch.allclose(last, whole[end - 1], rtol=0, atol=1e-4), end
+    (blind,) = model.logits(tokens[-20:])
+    assert not torch.allclose(blind, whole[-1], rtol=0, atol=0.1), "the context takes part"
+
+
+def test_logits_give_the_losses_that_validation_gives():
+    model = random_model()
+    tokens = torch.randint(BOS, (1, 301), generator=torch.Generator().manual_seed(1))
+    tokens[0, 0] = BOS
+    ends = torch.tensor([0, 300], dtype=torch.int32)
+    losses = model.token_losses(Batch(tokens[:, :-1].int(), tokens[:, 1:], ends))
+    logits = model.logits(tokens[0, :-1], count=300)
+    expected = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
+    # The loss also counts the padding of the vocabulary: none at 1,024 tokens.
+    assert torch.allclose(losses[0], expected, atol=1e-4)
+
+
+def test_the_likeliest_tokens_are_those_of_full_passes():
+    model = random_model()
+    written = list(model.write([5, 6], 12, temperature=0))
+    tokens = [BOS, 5, 6]
+    for token in written:
+        assert token == int(model.logits(torch.tensor(tokens))[-1].argmax())
+        tokens.append(token)
+    assert written == list(model.write([5, 6], 12, top_k=1, seed=3))
+    sampled = list(model.write([5, 6], 12, seed=1))
+    assert sampled == list(model.write([5, 6], 12, seed=1))
+    assert sampled != list(model.write([5, 6], 12, seed=2))
+
+
+def test_a_text_ends_with_bos_and_reads_no_more_than_its_context():
+    seen = []
+
+    def logits(tokens):
+        seen.append(tokens.tolist())
+        return torch.eye(10)[(tokens[-1] + 1) % 10]
+
+    state = torch.get_rng_state()
+    made = generate(logits, [9, 3], 50, bos=9, context=3, temperature=0.001)
+    assert list(made) == [4, 5, 6, 7, 8]
+    assert seen[:3] == [[9, 3], [9, 3, 4], [3, 4, 5]]
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "powers"), [
+    (1.0, 0, [1, 1, 1]), (0.5, 0, [2, 2, 2]), (1.0, 2, [None, 1, 1]),
+])  # fmt: skip
+def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, powers):
+    given = [0.2, 0.3, 0.5]
+    weights = [0 if power is None else p**power for p, power in zip(given, powers, strict=True)]
+    generator = torch.Generator().manual_seed(0)
+    drawn = [pick(torch.tensor(given).log(), temperature, top_k, generator) for _ in range(4000)]
+    for token, weight in enumerate(weights):
+        assert drawn.count(token) / 4000 == pytest.approx(weight / sum(weights), abs=0.03)
+
+
+def test_the_script_writes_on_from_a_prompt_the_same_with_the_same_seed(folder, capsys):
+    words = [str(folder.parent), "def f(x):", "--tokens", "8", "--device", "cpu"]
+    assert sample_script.main(words) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("def f(x):")
+    assert sample_script.main(words) == 0
+    assert capsys.readouterr().out == first
+    tokens = read_vocabulary().encode_ordinary("def f(x):")
+    model = load_model(folder, "cpu")
+    written = model.tokenizer.decode(list(model.write(tokens, 8, temperature=0.8)))
+    assert first == f"def f(x):{written}\n"
+
+
+def test_prompts_are_read_line_by_line(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert sample_script.main([str(folder), "--tokens", "2", "--interactive"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("one")
+    assert "\ntwo" in said
+
+
+def test_without_a_folder_the_newest_model_writes(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert sample_script.main(["hello"]) == 2
+    assert "checkpoints/ holds no model. Train one with --keep-model on" in capsys.readouterr().err
+    for number, name in enumerate(("old", "new", "older")):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        final = tmp_path / "checkpoints" / name / "final"
+        final.mkdir()
+        os.utime(final, (1000, [1000, 2000, 500][number]))
+    assert find_model(None) == Path("checkpoints/new/final")
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (["--temperature", "-1"], "--temperature -1.0: it must be"),
+    (["--temperature", "nan"], "--temperature nan: it must be"),
+    (["--tokens", "-1"], "--tokens -1: at least 0"),
+    (["a", "b", "c"], "3 words: give a folder and a prompt"),
+    (["missing", "b"], "missing holds no trained model. A run with --keep-model on"),
+])  # fmt: skip
+def test_bad_words_are_refused_with_the_fix(words, sentence, capsys):
+    assert sample_script.main(words) == 2
+    assert sentence in capsys.readouterr().err
+
+
+# ---- What a folder must hold
+
+
+def test_unknown_missing_and_other_settings_are_refused_by_name(tmp_path):
+    model = random_model()
+    with pytest.raises(Refused, match="settings mudd are only in the model or"):
+        load_model(keep(model, tmp_path, mudd=True))
+    with pytest.raises(Refused, match="layers is 'huge', which is none of record42"):
+        load_model(keep(model, tmp_path, layers="huge"))
+    with pytest.raises(Refused, match="size mismatch for"):
+        load_model(keep(model, tmp_path, dim=96))
+    folder = keep(model, tmp_path)
+    facts = json.loads((folder / CONFIG).read_text())
+    del facts["config"]["smear"]
+    (folder / CONFIG).write_text(json.dumps(facts))
+    with pytest.raises(Refused, match=r"config.json has SHA-256"):
+        load_model(folder)
+    sums = json.loads((folder / SUMS).read_text())
+    sums[CONFIG] = hashlib.sha256((folder / CONFIG).read_bytes()).hexdigest()
+    (folder / SUMS).write_text(json.dumps(sums))
+    with pytest.raises(Refused, match="settings smear are only"):
+        load_model(folder)
+
+
+def test_a_changed_vocabulary_is_refused_when_it_is_read(tmp_path):
+    folder = keep(random_model(), tmp_path)
+    with open(folder / VOCABULARY.name, "ab") as file:
+        file.write(b"\n")
+    with pytest.raises(Refused, match=r"vocabulary.tiktoken has SHA-256"):
+        load_model(folder).tokenizer.encode("x")
+
+
+# ---- The trainer's part
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two trials that keep their models and sample; the corpus' vocabulary, of which 64 occur."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = write_data(folder / "data")
+    sizes = {"vocab_size": 1024, "bos": 63, "keep_model": "on", "trials": 2}
+    return data, folder, sizes, run(data, folder, **sizes, sample_tokens=9)
+
+
+def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, tmp_path):
+    data, _, sizes, outcome = trained
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("the model writes:\n") == 1
+    target = outcome.out.rindex("target 1.0 ")
+    assert outcome.out.rindex("step 12/12") < outcome.out.index("the model writes:") < target
+    quiet = run(data, tmp_path, **sizes | {"keep_model": "off"}, sample_tokens=0)
+    for trial in range(2):
+        assert outcome.losses(trial) == quiet.losses(trial)
+        untimed = [each["name"] for each in outcome.events("phase", trial) if not each["timed"]]
+        assert untimed[-3:] == [["validate", "probe", "keep"], ["probe", "keep", "sample"]][trial]
+
+
+def test_an_evaluation_finds_the_losses_of_the_run(trained, monkeypatch):
+    data, folder, _, outcome = trained
+    for trial in range(2):
+        end = outcome.events("end", trial)[0]
+        (final,) = folder.glob(f"checkpoints/*_t{trial}_*/final")
+        model = load_model(final, "cpu")
+        scores = evaluation.evaluate(model)
+        assert scores["loss"] == pytest.approx(end["val_loss"], rel=1e-5)
+        for name in ("copied", "new"):
+            probed = end["probes"]["copy_loss" if name == "copied" else "new_loss"]
+            assert scores[name]["loss"] == pytest.approx(probed, rel=1e-5)
+        tokens = sum(each["tokens"] for each in scores["by_position"])
+        summed = sum(each["tokens"] * each["loss"] for each in scores["by_position"])
+        assert (tokens, summed) == (1024, pytest.approx(1024 * scores["loss"]))
+    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 100)  # rows are cut
+    assert evaluation.evaluate(model, str(data))["loss"] == pytest.approx(scores["loss"], rel=1e-5)
+    assert evaluation.evaluate(model, rows=1)["tokens"] == 256
+
+
+def test_the_interval_is_of_rows_by_students_t():
+    low, high = evaluation.interval(torch.tensor([1.0, 2.0, 4.0, 5.0]).double())
+    half = 3.18244631 * math.sqrt((4 + 1 + 1 + 4) / 3 / 4)  # t with 3 degrees of freedom
+    assert (low, high) == (pytest.approx(3 - half), pytest.approx(3 + half))
+
+
+def test_the_script_prints_all_scores(trained, capsys):
+    _, folder, _, _ = trained
+    final = next(folder.glob("checkpoints/*_t1_*"))
+    assert evaluate_script.main([str(final), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    for words in ("validation loss ", "95 % interval", "1,024 tokens in 4 rows", "bits per byte",
+                  "64 to 127", "copied", "new"):  # fmt: skip
+        assert words in said
+    assert evaluate_script.main([str(final), "--hellaswag"]) == 2
+    assert "not GPT-2's" in capsys.readouterr().err
+    assert evaluate_script.main([str(final), "--data-dir", str(folder)]) == 2
+    assert "has no *val_*.bin file" in capsys.readouterr().err
+
+
+def test_bits_are_of_the_bytes_of_text(folder):
+    model = load_model(folder, "cpu")
+    tokens = model.tokenizer.encode_ordinary("def gcd(a, b):\n    return 1\n")
+    targets = torch.tensor([*tokens, BOS])
+    loss = torch.ones(len(targets), dtype=torch.float64)
+    expected = len(tokens) / math.log(2) / len("def gcd(a, b):\n    return 1\n")
+    assert evaluation.bits_per_byte(loss, targets, model) == pytest.approx(expected)
+
+
+def test_positions_count_from_the_start_of_the_document():
+    starts = torch.tensor([0, 3, 5, 10, 10], dtype=torch.int32)  # padded, as the loader does
+    batch = Batch(torch.zeros(2, 5).int(), torch.zeros(2, 5).long(), starts)
+    found = evaluation.positions(batch)
+    assert found.tolist() == [1, 2, 3, 1, 2, 1, 2, 3, 4, 5]
+    parts = evaluation.by_position(torch.arange(10.0).double(), found)
+    assert [tuple(each.values()) for each in parts] == [
+        (1, 1, 3, (0 + 3 + 5) / 3), (2, 3, 5, (1 + 2 + 4 + 6 + 7) / 5), (4, 7, 2, 8.5),
+    ]  # fmt: skip
+
+
+# ---- HellaSwag
+
+
+PRICES = {"a": 1.0, "b": 2.0, "c": 3.0, " ": 0.5}
+
+
+class Priced:
+    """In place of a model: tokens are bytes, and each costs what `PRICES` say, else 9."""
+
+    tokenizer = tiktoken.Encoding(
+        "bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={"<|endoftext|>": 256},
+    )  # fmt: skip
+
+    def token_losses(self, batch):
+        assert (batch.inputs[:, 0] == 256).all(), "a document begins with bos"
+        price = torch.full((257,), 9.0)
+        for char, value in PRICES.items():
+            price[ord(char)] = value
+        return price[batch.targets]
+
+
+ITEMS = [
+    # Sums 1.5, 4.5, 3.5, 18.5; means over the space and the rest 0.75, 0.9, 1.75, 6.17.
+    {"ctx": "zz", "endings": ["a", "aaaa", "c", "zz"], "label": "0"},
+    # Sums 2.5, 3.5, 4.5, 9.5; means 1.25, 0.875, 1.5, 4.75: right by the token, wrong by the sum.
+    {"ctx": "z", "endings": ["b", "aaa", "bb", "z"], "label": "1"},
+    # Sums 1.5, 2.5, 3.5, 9.5: wrong in both ways.
+    {"ctx": "a", "endings": ["a", "b", "c", "z"], "label": "3"},
+]
+
+
+def test_scores_are_those_of_a_pencil():
+    assert hellaswag.score(Priced(), ITEMS) == {"items": 3, "acc_norm": 2 / 3, "acc": 1 / 3}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers with the file at the pinned commit alone."""
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = f"/datasets/{hellaswag.DATASET}/resolve/{hellaswag.REVISION}/{hellaswag.FILE}"
+        content = self.server.content if self.path == path else b""
+        self.send_response(200 if content else 404)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", hellaswag.REVISION)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.server.tokens.append(self.headers.get("Authorization"))
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_items_come_from_the_pinned_commit_without_a_token(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(ITEMS), tmp_path / "items")
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    hub.content, hub.tokens = (tmp_path / "items").read_bytes(), []
+    threading.Thread(target=hub.serve_forever, args=(0.05,), daemon=True).start()
+    code = "import json; from inference.hellaswag import *; print(json.dumps(fetch_items()))"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1",
+                    "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret"}  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT,
+                          capture_output=True, text=True)  # fmt: skip
+    hub.shutdown()
+    hub.server_close()
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ITEMS
+    assert set(hub.tokens) == {None}
