@@ -1,1 +1,1 @@
-"""Use a trained model: load it, let it write, evaluate it."""
+"""Use a trained model: load it, let it write, evaluate it, export it."""

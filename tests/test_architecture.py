@@ -23,9 +23,9 @@ BUDGETS = {
     "data": 1145,
     "runtime": 2939,
     "claims": 2201,
-    "scripts": 1415,
-    "inference": 286,
-    "run.sh": 96,
+    "scripts": 1448,
+    "inference": 918,
+    "run.sh": 101,
     ".ci/run": 25,
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "scripts": {
         "scripts", "inference", "claims", "runtime", "train_gpt", "optim", "kernels", "data",
     },
-}
+}  # fmt: skip
 FIRST_PARTY = {name.removesuffix(".py") for name in MAY_IMPORT} | {"records", "tests"}
 
 
@@ -106,6 +106,8 @@ def test_what_a_module_imports_at_its_top_is_required(path):
     for module, packages in packages_distributions().items():
         if pinned & set(packages):
             installed.add(module)
+    if path.name == "modeling_speedrun.py":  # is shipped to those who have it
+        installed.add("transformers")
     foreign = roots(imports(path, top_level=True)) - installed - FIRST_PARTY
     assert not foreign - sys.stdlib_module_names
 

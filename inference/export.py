@@ -1,0 +1,290 @@
+"""Export of a kept model to a folder that transformers loads: see docs/export.md."""
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from data.corpus import PATTERN
+from kernels.attention import PortableAttention
+from kernels.head import capped
+from runtime.errors import Refused
+from runtime.settings import SETTINGS_OF_A_RUN
+from train_gpt import GPT, SOFTCAPS, Config, Layer, rotary_at, stage_at, windows_at
+
+MODEL, FACTS, SUMS, VOCABULARY = (
+    "model.safetensors", "config.json", "checksums.json", "vocabulary.tiktoken",
+)  # fmt: skip
+MODELING = Path(__file__).with_name("modeling_speedrun.py")
+
+# The settings of the model that the exported one follows, and those that only training needs. Any
+# other is refused, unless it has its default.
+FOLLOWED = {
+    "layers", "dim", "head_dim", "mlp_ratio", "attention_scale", "value_embeds", "smear", "skips",
+    "backout", "x0_mixing", "attention_gates", "value_gates", "cached_input", "paired_heads",
+    "key_offset", "bigram_rows", "bigram_signs", "own_value", "biases", "softcap",
+}  # fmt: skip
+TRAINING_ONLY = {
+    "keep_float32", "stream_init", "embed_std", "value_embed_std", "tie_keys", "zero_output",
+    "prefixes", "init",
+}  # fmt: skip
+FOLLOWED_OF_LAYERS = {
+    "attention", "window", "value_embed", "skip_from", "backout", "reads", "paired",
+}  # fmt: skip
+FOLLOWED_SOFTCAPS = ("sigmoid", "rsqrt")
+BY_TOKEN = ("embed", "lm_head", "lm_head_bias")  # rows for tokens; value embeddings have them too
+
+CHECKED_TOKENS = 256  # of the comparison with the trainer's model
+TOLERANCE = 2e-3  # on float32 logits, which lie between 0 and 30; a wrong piece moves them by more
+
+
+def export(kept: Path, to: Path) -> float:
+    """Write the model of the folder `kept` into the new folder `to`.
+
+    Returns the largest difference of its logits from the trainer's. Refused, by name, for a damaged
+    model, a setting that the exported model cannot follow, or a folder that exists.
+    """
+    if to.exists():
+        raise Refused(f"{to} exists: an export begins with a new folder. Remove it, or choose "
+                      "another --to.")  # fmt: skip
+    facts, weights = read_kept(kept)
+    model = trained_model(read_config(facts["config"]), weights)
+    described = exported_config(model, facts)
+    if importlib.util.find_spec("transformers") is None:
+        raise Refused("an export is compared with the trainer's model by transformers, which is "
+                      "not installed: python -m pip install transformers")  # fmt: skip
+    partial = to.with_name(f".{to.name}.partial")  # so that a folder of this name is whole
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write_model(model, described, partial)
+        if (kept / VOCABULARY).exists():
+            write_tokenizer(kept / VOCABULARY, partial)
+        apart = largest_difference(model, partial)
+        partial.rename(to)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return apart
+
+
+# ---- What was kept
+
+
+def read_kept(kept: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The facts and the weights by name. Refused if a file is missing or has changed."""
+    try:
+        sums = json.loads((kept / SUMS).read_bytes())
+        for name in (MODEL, FACTS):
+            found = hashlib.sha256((kept / name).read_bytes()).hexdigest()
+            if found != sums.get(name):
+                raise Refused(f"{kept / name} has SHA-256 {found:.12}, not the one in {SUMS}: it "
+                              "has changed since it was kept.")  # fmt: skip
+        return json.loads((kept / FACTS).read_bytes()), load_file(kept / MODEL)
+    except OSError as error:
+        raise Refused(f"{kept} is no kept model: {error}. Runs with --keep-model on leave one in "
+                      "checkpoints/RUN/final.") from None  # fmt: skip
+
+
+def read_config(settings: dict[str, Any]) -> Config:
+    """The configuration of the run. Refused for a setting that an export cannot follow."""
+    settings = {name: settings[name] for name in settings if name not in SETTINGS_OF_A_RUN}
+    known = {field.name for field in fields(Config)} - set(SETTINGS_OF_A_RUN)
+    for name in sorted(known ^ set(settings)):
+        where = "the model" if name in settings else "this trainer"
+        raise Refused(f"the setting {name} is known only to {where}: export with the source that "
+                      "trained the model.")  # fmt: skip
+    config = Config(**{name: as_setting(value) for name, value in settings.items()})
+    section = ""
+    for field in fields(Config):
+        section = field.metadata["section"] or section
+        value = getattr(config, field.name)
+        followed = field.name in FOLLOWED | TRAINING_ONLY or value == field.default
+        if section == "Model" and not followed:
+            raise Refused(f"the setting {field.name} {value} has no place in {MODELING.name}: add "
+                          f"it there and to FOLLOWED in inference/export.py.")  # fmt: skip
+    if SOFTCAPS[config.softcap][0] not in FOLLOWED_SOFTCAPS:
+        raise Refused(f"the setting softcap {config.softcap} is none of the kinds that "
+                      f"{MODELING.name} has: {', '.join(FOLLOWED_SOFTCAPS)}.")  # fmt: skip
+    return config
+
+
+def as_setting(value: Any) -> Any:
+    """JSON has lists where settings are tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def trained_model(config: Config, weights: dict[str, Tensor]) -> GPT:
+    """The trainer's model in float32 on the CPU, as at the last validation."""
+    model = GPT(config, torch.float32, torch.device("cpu"), PortableAttention())
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for name in sorted(shapes.keys() | weights.keys()):
+        found = weights[name].shape if name in weights else None
+        if found != shapes.get(name):
+            raise Refused(f"parameter {name} is {shape_text(found)} in the kept model and "
+                          f"{shape_text(shapes.get(name))} in this trainer: export with the source "
+                          "that trained it.")  # fmt: skip
+    model.load_state_dict(weights)
+    model.set_rotary(*rotary_at(config, config.steps))
+    model.tied = stage_at(config, config.steps).tied
+    return model
+
+
+def shape_text(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else f"of shape {tuple(shape)}"
+
+
+# ---- What is written
+
+
+def write_model(model: GPT, described: dict[str, Any], folder: Path) -> None:
+    """Write weights, config.json and the forward pass."""
+    save_file(exported_weights(model), folder / MODEL, metadata={"format": "pt"})
+    write_json(folder / FACTS, described)
+    shutil.copy(MODELING, folder)
+
+
+def exported_weights(model: GPT) -> dict[str, Tensor]:
+    """The parameters under their names, without the rows that only pad the vocabulary.
+
+    The head is the one of the last step, and signs of bigrams become a tensor of int8.
+    """
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights["lm_head"] = model.output_weight.detach()
+    for name in weights:
+        if name in BY_TOKEN or name.startswith("value_embeds."):
+            weights[name] = weights[name][: model.config.vocab_size].clone()
+    if model.signs is not None:
+        weights["signs"] = model.signs.to(torch.int8)
+    return weights
+
+
+def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
+    """config.json: what the modeling file needs, spelt out in numbers."""
+    config = model.config
+    frequency, scale = rotary_at(config, config.steps)
+    trained_on = min(config.sequence, config.max_document) if config.align else config.sequence
+    return {
+        "architectures": ["SpeedrunForCausalLM"],
+        "model_type": "speedrun",
+        "auto_map": {
+            "AutoConfig": "modeling_speedrun.SpeedrunConfig",
+            "AutoModelForCausalLM": "modeling_speedrun.SpeedrunForCausalLM",
+        },
+        "dtype": "float32",
+        "vocab_size": config.vocab_size,
+        "bos_token_id": config.bos,
+        "eos_token_id": config.bos,  # the next document's first token ends a document
+        "hidden_size": config.dim,
+        "num_hidden_layers": len(model.table),
+        "num_attention_heads": config.dim // config.head_dim,
+        "head_dim": config.head_dim,
+        "mlp_width": config.mlp_ratio * config.dim,
+        "max_position_embeddings": trained_on,
+        "use_cache": False,
+        "tie_word_embeddings": False,
+        "layers": exported_layers(model),
+        "own_documents": config.align,
+        "rotary_frequencies": frequency.tolist(),
+        "query_scale": scale.item(),
+        "softcap": list(SOFTCAPS[config.softcap]),
+        "scalars": list(model.scalar_init),
+        "value_tables": len(model.value_embeds),
+        "bigram_rows": 0 if model.bigram is None else len(model.bigram),
+        "sign_rows": 0 if model.signs is None else len(model.signs),
+        "smear": config.smear,
+        "attention_gates": config.attention_gates,
+        "value_gates": config.value_gates,
+        "own_value": config.own_value,
+        "biases": config.biases,
+        "trained": {name: value for name, value in facts.items() if name != "config"},
+    }
+
+
+def exported_layers(model: GPT) -> list[dict[str, Any]]:
+    """The layer table, with windows in tokens. Refused for a field that is not followed."""
+    windows = windows_at(model.config, model.config.steps)
+    rows = []
+    for index, layer in enumerate(model.table):
+        for field in fields(Layer):
+            value = getattr(layer, field.name)
+            if field.name not in FOLLOWED_OF_LAYERS and value != field.default:
+                raise Refused(f"{field.name} {value} of layer {index} has no place in "
+                              f"{MODELING.name}: add it there and to FOLLOWED_OF_LAYERS in "
+                              "inference/export.py.")  # fmt: skip
+        offset = model.config.key_offset and layer.window == "long"
+        rows.append({
+            "attention": layer.attention, "window": windows[layer.window], "key_offset": offset,
+            "paired": bool(layer.paired), "value_embed": layer.value_embed,
+            "skip_from": layer.skip_from, "reads": layer.reads, "backout": bool(layer.backout),
+        })  # fmt: skip
+    return rows
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+# ---- What takes transformers
+
+
+def write_tokenizer(vocabulary: Path, folder: Path) -> None:
+    """Write the tokenizer of the `tiny` track. It begins each text with <|endoftext|>."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    shutil.copy(vocabulary, folder)
+    add_prefix_space, special = False, "<|endoftext|>"
+    converter = TikTokenConverter(str(vocabulary), PATTERN, add_prefix_space, [special])
+    tokenizer = converter.converted()
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{special} $A", special_tokens=[(special, tokenizer.token_to_id(special))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    roles = dict.fromkeys(("bos_token", "eos_token", "pad_token"), special)
+    write_json(folder / "tokenizer_config.json",
+               {"tokenizer_class": "PreTrainedTokenizerFast"} | roles)  # fmt: skip
+
+
+def largest_difference(model: GPT, folder: Path) -> float:
+    """How far the logits of an export are at most from those of the trainer's model.
+
+    Refused if they are not the same: then the trainer has changed, and the modeling file has not.
+    """
+    from inference.modeling_speedrun import SpeedrunForCausalLM
+
+    config = model.config
+    count = min(CHECKED_TOKENS, config.sequence)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (1, count), generator=generator)
+    tokens[0, [0, count // 3]] = config.bos
+    exported = SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        apart = (exported(tokens).logits - trainer_logits(model, tokens)).abs().max().item()
+    if not apart <= TOLERANCE:
+        raise Refused(f"the logits of the export differ by {apart:.2g} from those of train_gpt.py:"
+                      f" bring inference/{MODELING.name} up to date with its forward pass."
+                      )  # fmt: skip
+    return apart
+
+
+def trainer_logits(model: GPT, tokens_BT: Tensor) -> Tensor:
+    """Logits (B, T, V) of the trainer's model, float32, without the padding of the vocabulary."""
+    config, T = model.config, tokens_BT.size(1)
+    begins_BT = (tokens_BT == config.bos) & config.align
+    begins_BT[:, 0] = True
+    starts = begins_BT.flatten().nonzero().flatten()
+    cu_seqlens = torch.cat([starts, torch.tensor([tokens_BT.numel()])]).int()
+    windows = windows_at(config, config.steps)
+    attended = {kind: model.attention.window(count) for kind, count in windows.items()}
+    x_BTC = model.hidden(tokens_BT, cu_seqlens, attended, longest=T)
+    bias = None if model.lm_head_bias is None else model.lm_head_bias.to(x_BTC.dtype)
+    logits = F.linear(x_BTC, model.output_weight.to(x_BTC.dtype), bias).float()
+    return capped(logits, SOFTCAPS[config.softcap])[..., : config.vocab_size]

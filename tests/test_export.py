@@ -1,0 +1,399 @@
+"""An exported model is the trained one, loaded without this repository, or is refused by name."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_model import EVERY_RECIPE, make_model, small
+
+import inference.export
+import train_gpt
+from data.corpus import VOCABULARY, read_vocabulary
+from inference.export import (
+    FOLLOWED,
+    FOLLOWED_OF_LAYERS,
+    MODELING,
+    TRAINING_ONLY,
+    export,
+    exported_config,
+    read_kept,
+    trained_model,
+    write_model,
+)
+from runtime.errors import Refused
+from scripts.export_model import main
+from train_gpt import STAGES, Config, rotary_at, windows_at
+
+NAMES = [f"{track}-{recipe}" for track, recipe in EVERY_RECIPE]
+# Windows shorter than a row, and tables with rows that only pad the vocabulary: 100 of 128.
+SIZES: dict[str, Any] = {"window_block": 2, "val_window": 20}
+LENGTHS = (1, 2, 33, 70)
+MODERN = ("short", "modern")
+
+MISSING = importlib.util.find_spec("transformers") is None
+
+
+def needs_transformers(test):
+    """Mark a test: its import of transformers alone takes seconds."""
+    skip = pytest.mark.skipif(MISSING, reason="needs transformers: pip install transformers")
+    return pytest.mark.slow(skip(test))
+
+
+def trained(config, dtype=torch.float32):
+    """A model with random weights, none of them zero, as at the last validation."""
+    model = make_model(config, dtype)
+    model.set_rotary(*rotary_at(config, config.steps))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            spread = 1.0 if parameter.ndim < 2 or "embed" in name else parameter.size(0) ** -0.5
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(spread * noise + (1.0 if name.endswith("gain") else 0.0))
+    return model
+
+
+def keep(model, folder):
+    """Write what a run with --keep-model on leaves of its model."""
+    folder.mkdir(parents=True)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors")
+    facts = {
+        "run_id": "20261122-181629_tiny_s0_t0_c1b435", "seed": 0, "source_sha256": "ab" * 32,
+        "steps": 3, "tokens": 420, "val_loss": 3.5, "tokenizer": "gpt2",
+        "config": asdict(model.config),
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(facts))
+    return sign(folder)
+
+
+def sign(folder):
+    """Write the checksums of a kept model."""
+    (folder / "checksums.json").unlink(missing_ok=True)
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    return folder
+
+
+def tokens_of(config, length):
+    """Two rows (2, length), with documents that begin inside them."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(config.bos, (2, length), generator=generator)
+    for row, starts in enumerate([(0, 7, 8, 40), (33,)]):
+        tokens[row, [start for start in starts if start < length]] = config.bos
+    return tokens
+
+
+def losses(model, tokens, targets):
+    """The trainer's loss of each target, (2, T)."""
+    config, length = model.config, tokens.size(1)
+    starts = {0, length, 2 * length}
+    if config.align:
+        starts |= set((tokens.flatten() == config.bos).nonzero().flatten().tolist())
+    cu_seqlens = torch.tensor(sorted(starts), dtype=torch.int32)
+    windows = windows_at(config, config.steps)
+    windows = {kind: model.attention.window(count) for kind, count in windows.items()}
+    with torch.no_grad():
+        return model.token_losses(tokens.int(), targets, cu_seqlens, windows, length)
+
+
+def targets_of(tokens):
+    """Two targets for each token."""
+    return torch.stack([(tokens * 7 + 3) % 100, (tokens * 11 + 5) % 100])
+
+
+def preference(model, tokens):
+    """By how much the trainer's model prefers the first of the two targets: of logits, too.
+
+    In the difference of two losses the sum over the vocabulary cancels, with all that pads it.
+    """
+    first, second = targets_of(tokens)
+    return losses(model, tokens, second) - losses(model, tokens, first)
+
+
+def exported_preference(logits, tokens):
+    first, second = logits.gather(2, targets_of(tokens).permute(1, 2, 0)).unbind(2)
+    return first - second
+
+
+# ---- Loaded by transformers, in a process that knows nothing of this repository
+
+USER = """
+import importlib.util
+from pathlib import Path
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+assert importlib.util.find_spec("train_gpt") is None
+for folder in sorted(Path("exported").iterdir()):
+    given, found = load_file(f"tokens/{folder.name}.safetensors"), {}
+    for dtype in ("float32", "bfloat16"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=True, dtype=getattr(torch, dtype), output_loading_info=True
+        )
+        assert not any(info.values()), info
+        with torch.no_grad():
+            for length, tokens in given.items():
+                found[f"{dtype}-{length}"] = model(tokens).logits
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert model.dtype == torch.float32
+    tokens = given["33"]
+    with torch.no_grad():
+        found["loss"] = model(tokens, labels=tokens).loss
+        found["generated"] = model.generate(
+            tokens[:1], max_new_tokens=5, do_sample=False, eos_token_id=None
+        )
+        found["next"] = model(found["generated"]).logits.argmax(-1)
+        padded = torch.cat([tokens, tokens[:, :4]], dim=1)
+        seen = torch.ones_like(padded)
+        seen[:, 33:] = 0
+        found["padded"] = model(padded, attention_mask=seen).logits[:, :33].contiguous()
+        try:
+            model(padded, attention_mask=seen.flip(1))
+        except ValueError as error:
+            assert "pad on the right" in str(error)
+        else:
+            raise AssertionError("left padding passed")
+    save_file(found, f"found/{folder.name}.safetensors")
+"""
+
+
+def as_a_user(code, place):
+    """Run code in a folder, in a process that cannot import this repository or reach a hub."""
+    env = {"HF_HOME": str(place / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env["PATH"] = os.environ["PATH"]
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, cwd=place, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """By recipe, what transformers computes with its exported model."""
+    place = tmp_path_factory.mktemp("user")
+    for name in ("tokens", "found"):
+        (place / name).mkdir()
+    for (track, recipe), name in zip(EVERY_RECIPE, NAMES, strict=True):
+        config = small(track, recipe, **SIZES)
+        export(keep(trained(config), place / "kept" / name), place / "exported" / name)
+        tokens = {str(length): tokens_of(config, length) for length in LENGTHS}
+        save_file(tokens, place / "tokens" / f"{name}.safetensors")
+    done = as_a_user(USER, place)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: load_file(place / "found" / f"{name}.safetensors") for name in NAMES}
+
+
+@needs_transformers
+@pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE, ids=NAMES)
+def test_the_exported_model_has_the_logits_of_the_trained_one(track, recipe, found):
+    config = small(track, recipe, **SIZES)
+    model = trained(config)
+    for length in LENGTHS:
+        tokens = tokens_of(config, length)
+        logits = found[f"{track}-{recipe}"][f"float32-{length}"]
+        assert logits.shape == (2, length, config.vocab_size)
+        wanted = preference(model, tokens)
+        torch.testing.assert_close(
+            exported_preference(logits, tokens), wanted, rtol=1e-4, atol=2e-4
+        )
+
+
+@needs_transformers
+@pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE, ids=NAMES)
+def test_in_bfloat16_it_is_as_near_to_the_trained_one_as_rounding_allows(track, recipe, found):
+    config = small(track, recipe, **SIZES)
+    tokens = tokens_of(config, 70)
+    exact = preference(trained(config), tokens)
+    rounded = preference(trained(config, torch.bfloat16), tokens)
+    exported = exported_preference(found[f"{track}-{recipe}"]["bfloat16-70"], tokens)
+    rounding = (rounded - exact).abs().mean()
+    assert 0 < rounding < 1, "of logits that lie some 10 apart"
+    assert (exported - rounded).abs().mean() < 1.5 * rounding
+    assert (exported - exact).abs().mean() < 1.5 * rounding
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", NAMES)
+def test_it_generates_what_it_finds_likeliest(name, found):
+    generated = found[name]["generated"]
+    assert generated.shape == (1, 38)
+    assert torch.equal(generated[0, 33:], found[name]["next"][0, 32:37])
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", NAMES)
+def test_its_loss_is_that_of_the_next_tokens_and_padding_on_the_right_changes_nothing(name, found):
+    logits = found[name]["float32-33"]
+    track, recipe = name.split("-")
+    tokens = tokens_of(small(track, recipe, **SIZES), 33)
+    chosen = logits[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+    expected = (logits[:, :-1].exp().sum(-1).log() - chosen).mean()
+    torch.testing.assert_close(found[name]["loss"], expected)
+    torch.testing.assert_close(found[name]["padded"], logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """An export of the `tiny` track, with its tokenizer."""
+    place = tmp_path_factory.mktemp("tiny")
+    kept = keep(trained(small("tiny", "modern", vocab_size=1024, bos=1023)), place / "kept")
+    shutil.copy(VOCABULARY, kept)
+    export(kept, place / "my-model")
+    return place / "my-model"
+
+
+@needs_transformers
+def test_the_example_of_the_docs_writes_on_from_its_prompt(tiny):
+    page = Path(__file__).parents[1] / "docs" / "export.md"
+    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    done = as_a_user(code, tiny.parent)
+    prompt = "def multiply(a, b):\n"
+    assert done.stdout.startswith(prompt), done.stderr[-3000:]
+    assert len(done.stdout) > len(prompt) + 10
+
+
+@needs_transformers
+def test_the_exported_tokenizer_splits_text_as_tiktoken_does(tiny):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny)
+    corpus = read_vocabulary()
+    texts = ["", " ", "a  b\t\t\r\n c", "ünï\u00a0 \u2028 🙂", "  \n  x"]
+    texts += [Path(__file__).read_text(encoding="utf-8"), "0123 4567  89", "x" * 50, "\n" * 9]
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [corpus.eot_token, *corpus.encode_ordinary(text)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@needs_transformers
+def test_a_trainer_that_computes_something_else_is_refused(tmp_path, monkeypatch):
+    kept = keep(trained(small(*MODERN, **SIZES)), tmp_path / "kept")
+    monkeypatch.setattr(train_gpt, "offset_keys", lambda k_BTHD, begins_BT11: k_BTHD)
+    with pytest.raises(Refused, match=r"logits of the export differ by .* from those of train_gpt"):
+        export(kept, tmp_path / "exported")
+    assert sorted(tmp_path.iterdir()) == [kept], "nothing of it is left"
+
+
+# ---- Without transformers
+
+
+def written(config, folder):
+    """The weights and the facts of an export that is not compared."""
+    facts, weights = read_kept(keep(trained(config), folder / "kept"))
+    model = trained_model(config, weights)
+    write_model(model, exported_config(model, facts), folder)
+    facts = json.loads((folder / "config.json").read_text())
+    return load_file(folder / "model.safetensors"), facts
+
+
+def test_an_export_is_the_weights_the_facts_and_the_forward_pass(tmp_path):
+    weights, facts = written(small(*MODERN, **SIZES), tmp_path)
+    assert (tmp_path / MODELING.name).read_bytes() == MODELING.read_bytes()
+    for name in ("embed", "value_embeds.0", "lm_head"):
+        assert weights[name].shape == (100, 32), "100 tokens, without the 28 rows of padding"
+    windows = [row["window"] for row in facts["layers"]]
+    assert windows == [12, 12, 12, 20, *[12] * 6, 20]
+    assert [row["key_offset"] for row in facts["layers"]] == [count == 20 for count in windows]
+    assert facts["trained"]["tokenizer"] == "gpt2"
+
+
+def test_the_exported_head_is_that_of_the_last_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(STAGES, "tied", [replace(stage, tied=True) for stage in STAGES["tied"]])
+    weights, _ = written(small("tiny", "muon", stages="tied"), tmp_path / "tied")
+    assert torch.equal(weights["lm_head"], weights["embed"])
+    monkeypatch.undo()
+    weights, _ = written(small("tiny", "muon", stages="tied"), tmp_path / "untied")
+    assert not torch.equal(weights["lm_head"], weights["embed"])
+
+
+def test_the_forward_pass_needs_torch_and_transformers_alone_and_can_be_read_in_one_sitting():
+    lines = MODELING.read_text(encoding="utf-8").splitlines()
+    imports = {line.split()[1].split(".")[0] for line in lines if line.startswith(("from", "imp"))}
+    assert imports == {"typing", "torch", "transformers"}
+    assert len(lines) <= 400
+
+
+def test_every_setting_of_the_model_is_followed_or_concerns_training_alone():
+    section, names = "", set()
+    for field in fields(Config):
+        section = field.metadata["section"] or section
+        if section == "Model":
+            names.add(field.name)
+    assert names == FOLLOWED | TRAINING_ONLY
+    assert {field.name for field in fields(train_gpt.Layer)} == FOLLOWED_OF_LAYERS
+
+
+def change_facts(kept, **settings):
+    facts = json.loads((kept / "config.json").read_text())
+    facts["config"] |= settings
+    (kept / "config.json").write_text(json.dumps(facts))
+    sign(kept)
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return keep(trained(small(*MODERN, **SIZES)), tmp_path / "kept")
+
+
+def refusal(kept, tmp_path, capsys):
+    """What the command says; it writes nothing."""
+    before = sorted(tmp_path.iterdir())
+    assert main([str(kept), "--to", str(tmp_path / "exported")]) == 2
+    assert sorted(tmp_path.iterdir()) == before
+    return capsys.readouterr().err
+
+
+def test_a_setting_of_another_trainer_is_refused_by_name(kept, tmp_path, capsys):
+    change_facts(kept, mixture_of_experts=8)
+    said = refusal(kept, tmp_path, capsys)
+    assert "setting mixture_of_experts is known only to the model" in said
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "words"),
+    [("FOLLOWED", "own_value", "the setting own_value True has no place in modeling_speedrun.py"),
+     ("FOLLOWED_OF_LAYERS", "reads", "reads 7 of layer 8 has no place in modeling_speedrun.py"),
+     ("FOLLOWED_SOFTCAPS", "sigmoid", "the setting softcap shifted is none of the kinds")],
+)  # fmt: skip
+def test_a_piece_that_the_forward_pass_lacks_is_refused_by_name(
+    table, name, words, kept, tmp_path, capsys, monkeypatch
+):
+    less = set(getattr(inference.export, table)) - {name}
+    monkeypatch.setattr(inference.export, table, less)
+    assert words in refusal(kept, tmp_path, capsys)
+
+
+def test_parameters_that_do_not_fit_are_refused_by_name(kept, tmp_path, capsys):
+    weights = load_file(kept / "model.safetensors")
+    save_file(weights | {"blocks.2.router": torch.zeros(3)}, kept / "model.safetensors")
+    sign(kept)
+    said = refusal(kept, tmp_path, capsys)
+    assert "parameter blocks.2.router is of shape (3,) in the kept model and absent in this" in said
+
+
+def test_a_model_that_has_changed_since_is_refused(kept, tmp_path, capsys):
+    with open(kept / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    assert "model.safetensors has SHA-256" in refusal(kept, tmp_path, capsys)
+
+
+def test_an_export_is_refused_where_transformers_is_missing(kept, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "python -m pip install transformers" in refusal(kept, tmp_path, capsys)
+
+
+def test_a_folder_that_is_no_model_or_is_there_already_is_refused(kept, tmp_path, capsys):
+    assert "is no kept model" in refusal(tmp_path / "nothing", tmp_path, capsys)
+    (tmp_path / "exported").mkdir()
+    assert "exported exists: an export begins with a new folder" in refusal(kept, tmp_path, capsys)
