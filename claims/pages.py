@@ -200,6 +200,7 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
     yield (f"There are {len(claims)} claims on this track. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
     yield f"![Loss curves: of each recipe the best claim]({track}/losses.svg)"
+    yield f"![What each claim takes, and the record, by date]({track}/records.svg)"
 
 
 def records_among(claims: Sequence[Evidence]) -> list[Evidence]:

@@ -25,7 +25,7 @@ from claims.runlog import read_run
 from claims.runs import Run
 from claims.stats import NAN, Difference, holm, paired
 from runtime.log import config_hash, source_hash
-from scripts.command import ask_trainer, command, make_parser, run_child, start, whole_numbers
+from scripts.command import ask_trainer, command, make_parser, run_child, start, svg, whole_numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"
@@ -195,7 +195,7 @@ def draw_pieces(pieces: dict[str, Piece], effects: dict[str, Effect], path: Path
     named = {piece.piece: effects[arm] for arm, piece in pieces.items() if arm in effects}
     shown = {name: effect.difference for name, effect in named.items() if effect.pairs > 1}
     clear = {name for name, effect in named.items() if effect.p < LEVEL}
-    plot_effects(shown, clear, path)
+    plot_effects(shown, clear, "effect on the loss", path)
 
 
 # ---- Runs
@@ -234,14 +234,14 @@ def main(argv: Sequence[str]) -> int:
         help=f"the baseline always runs; of {', '.join(FLAGS)}")
     add("--report", action="store_true", help="print the table of the logs and stop")
     add("--pieces", type=Path, metavar="JSON", help="then print the table of these pieces")
-    add("--figure", type=Path, metavar="SVG", help="then draw the effects of --pieces")
+    add("--figure", type=svg, metavar="SVG", help="then draw the effects of --pieces")
     add("extra", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for each run")
     if not argv:
         fix = "name some, as --arms no_smear --seeds 0,1, or type --seeds 0,1,2,3 for all"
         raise ValueError(f"without flags this would train {len(ARMS)} arms on 4 seeds: {fix}")
     given = parser.parse_args(argv)
-    if given.figure and not (given.pieces and given.figure.suffix == ".svg"):
-        raise ValueError(f"--figure is {given.figure}: it needs --pieces and a name in .svg")
+    if given.figure and not given.pieces:
+        raise ValueError(f"--figure is {given.figure}: it needs --pieces, whose effects it shows")
     pieces = read_pieces(given.pieces) if given.pieces else {}
     failed = 0 if given.report else run_missing(given)
     arms = {arm: read_arm(given.out, arm) for arm in FLAGS}

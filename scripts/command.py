@@ -63,6 +63,13 @@ def decimals(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r}: {rule}") from None
 
 
+def svg(text: str) -> Path:
+    """For argparse: the name of a picture."""
+    if not text.endswith(".svg"):
+        raise argparse.ArgumentTypeError(f"{text} is no name in .svg, the format of all pictures")
+    return Path(text)
+
+
 def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:
     """Every setting of a run with these flags. ValueError for flags that the trainer refuses.
 

@@ -25,7 +25,7 @@ from claims.checks import find_failures
 from claims.evidence import TRACKS, Evidence, read_evidence
 from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import best_of_each_recipe, derived, differences, leaderboard
-from claims.plots import plot_losses
+from claims.plots import plot_losses, plot_records
 from runtime.claim import Claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest
@@ -99,9 +99,10 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
         if find_failures(one) or list(differences(one)):
             return judge(one)
     for track in {one.claim.track for one in made}:
-        best = best_of_each_recipe([one for one in made if one.claim.track == track])
-        claims = {one.claim.name: one.complete for one in best}
-        plot_losses(claims, TRACKS[track].target, RECORDS / track / "losses.svg")
+        claims = [one for one in made if one.claim.track == track]
+        best = {one.claim.name: one.complete for one in best_of_each_recipe(claims)}
+        plot_losses(best, TRACKS[track].target, RECORDS / track / "losses.svg")
+        plot_records(claims, RECORDS / track / "records.svg")
     (RECORDS / "README.md").write_text(leaderboard(made))
     print(f"{RECORDS / 'README.md'}: {len(made)} claims")
     return 0

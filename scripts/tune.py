@@ -1,6 +1,7 @@
 """Tune settings by successive halving: many settings for few steps, the best of them for more.
 
     python scripts/tune.py records/tuning/adamw.json    the same command resumes
+    python scripts/tune.py PLAN --report --figure last.svg    table, and the last rung as a picture
 
 The plan is JSON: `fixed` has the settings of every run, named as by `train_gpt.py --print-config`;
 `start` today's values of those to be tuned; `space` the values to try; `count` how many candidates
@@ -12,6 +13,7 @@ import json
 import math
 import random
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,13 +21,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
+from claims.plots import plot_effects
 from claims.runlog import read_runs
 from claims.runs import Run
+from claims.stats import holm, paired
 from runtime.settings import as_text, flag
-from scripts.command import command, make_parser, run_child, start
+from scripts.command import command, make_parser, run_child, start, svg
 
 ROOT = Path(__file__).resolve().parent.parent
 Settings = dict[str, Any]
+LEVEL = 0.05  # Holm's p of a setting that differs from the best
 
 
 def read_plan(path: Path) -> Settings:
@@ -114,6 +119,33 @@ def report(plan: Settings, runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
+def draw_last_rung(plan: Settings, runs: list[Run], path: Path) -> None:
+    """Write the forest plot of the last rung: each setting against the best, on the same seeds."""
+    table, lacking = climb(plan, runs)
+    if lacking:
+        raise ValueError(f"the picture of the last rung lacks {len(lacking)} runs: make them first")
+    height = len(plan["rungs"])
+    last = {number: rungs[-1] for number, rungs in table.items() if len(rungs) == height}
+    candidates, (best, *others) = draw_candidates(plan), last
+    if not others:
+        raise ValueError("the last rung trains one setting: a picture needs two to compare")
+    effects = {}
+    for number in others:
+        name = f"{number}: {describe(candidates[number], candidates[best])}"
+        effects[textwrap.fill(name, 48)] = paired(last[number], last[best])
+    ps = {name: effect.p_two_sided for name, effect in effects.items()}
+    adjusted = holm({name: p for name, p in ps.items() if not math.isnan(p)})
+    clear = [name for name, p in adjusted.items() if p < LEVEL]
+    plot_effects(effects, clear, f"loss minus that of setting {best}", path)
+
+
+def describe(settings: Settings, others: Settings) -> str:
+    """The values that differ from those of the others."""
+    changed = [name for name, value in settings.items() if value != others[name]]
+    # A line may break only after a comma: the space before the value is a hard one.
+    return ", ".join(f"{name}\N{NO-BREAK SPACE}{as_text(settings[name])}" for name in changed)
+
+
 def flags_of(settings: Settings) -> list[str]:
     """The command line of the trainer for these settings."""
     return [word for name, value in settings.items() for word in (flag(name), as_text(value))]
@@ -143,10 +175,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("plan", type=Path, help="JSON file; its logs go to OUT/NAME")
     parser.add_argument("--out", type=Path, default=Path("logs/tuning"), help="(%(default)s)")
     parser.add_argument("--report", action="store_true", help="print the table and stop")
+    parser.add_argument("--figure", type=svg, metavar="SVG", help="then draw the last rung")
     given = parser.parse_args(argv)
     plan, folder = read_plan(given.plan), given.out / given.plan.stem
     code = 0 if given.report else run_all(plan, folder)
-    print(report(plan, read_results(folder)))
+    results = read_results(folder)
+    print(report(plan, results))
+    if given.figure and code == 0:
+        draw_last_rung(plan, results, given.figure)
     return code
 
 

@@ -1,15 +1,18 @@
 """The records that are committed here hold: every number follows from their logs."""
 
+import functools
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import train_gpt
 from claims.checks import check_claim, find_failures
 from claims.evidence import TRACKS, Evidence, read_evidence
 from claims.pages import best_of_each_recipe, differences, leaderboard
-from claims.plots import plot_losses
+from claims.plots import draw_records, plot_losses, plot_records
 from runtime.claim import FIXED, off_track
 from runtime.errors import Refused
 from train_gpt import RECIPES, Config, preset
@@ -19,6 +22,7 @@ CLAIMS = sorted(RECORDS.glob("*/*/claim.json"))
 by_claim = pytest.mark.parametrize("claim", CLAIMS, ids=lambda path: path.parent.name)
 
 
+@functools.cache
 def read_all() -> list[Evidence]:
     evidences = [read_evidence(claim.parent) for claim in CLAIMS]
     return sorted(evidences, key=lambda evidence: evidence.claim.created)
@@ -36,7 +40,22 @@ def test_the_leaderboard_is_the_one_that_the_records_give(tmp_path):
     assert (RECORDS / "README.md").read_text() == leaderboard(evidences)
     claims = {one.claim.name: one.complete for one in best_of_each_recipe(evidences)}
     plot_losses(claims, TRACKS["tiny"].target, tmp_path / "losses.svg")
-    assert (tmp_path / "losses.svg").read_bytes() == (RECORDS / "tiny" / "losses.svg").read_bytes()
+    plot_records(evidences, tmp_path / "records.svg")
+    for name in ("losses.svg", "records.svg"):
+        assert (tmp_path / name).read_bytes() == (RECORDS / "tiny" / name).read_bytes()
+
+
+def test_the_picture_of_records_has_each_claim_once_and_the_numbers_of_the_page():
+    axes, page = Figure().subplots(), (RECORDS / "README.md").read_text()
+    draw_records(axes, read_all())
+    (record,) = [line for line in axes.lines if line.get_label() == "record"]
+    numbers = [text.get_text() for text in axes.texts]
+    assert numbers == re.findall(r"^\| (#\d+) ", page, re.M)
+    tokens = re.findall(r"^\| #\d.* \| ([\d.]+) \| \d+ \| \d\.\d{4} ", page, re.M)
+    assert [f"{score:.3f}" for score in record.get_ydata()[:-1]] == tokens
+    others = [line.get_marker() for line in axes.lines if len(line.get_xdata()) == 1]
+    assert others.count("o") == page.count("| no record |")
+    assert others.count("x") == page.count("| not shown |")
 
 
 def test_the_recipes_of_tiny_run_the_steps_of_a_claim_that_was_shown():

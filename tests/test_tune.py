@@ -214,3 +214,23 @@ def test_a_value_that_the_log_never_has_is_named_after_one_run(trainer, tmp_path
     assert len(trainer.configs) == 1
     ((name, value),) = fixed.items()
     assert f"error: {name} {value!r}: not so in the log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_committed_picture_and_table_are_those_of_the_committed_logs(name, tmp_path, capsys):
+    tuning, picture = Path(tune.__file__).parents[1] / "records" / "tuning", tmp_path / "a.svg"
+    words = ["--out", str(tuning / "runs"), "--report", "--figure", str(picture)]
+    assert tune.main([str(tuning / f"{name}.json"), *words]) == 0
+    assert capsys.readouterr().out in (tuning / f"{name}.md").read_text()
+    assert picture.read_bytes() == (tuning / f"{name}.svg").read_bytes()
+
+
+def test_a_picture_needs_all_runs_of_the_last_rung(trainer, tmp_path, capsys):
+    picture = tmp_path / "a.svg"
+    assert tuned(tmp_path, PLAN, "--report", "--figure", str(picture)) == 2
+    assert "error: the picture of the last rung lacks 6 runs" in capsys.readouterr().err
+    assert not picture.exists()
+    assert tuned(tmp_path, PLAN, "--figure", str(picture)) == 0
+    labels = picture.read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert "loss minus that of setting" in labels
+    assert labels.count("adam_betas 0.9,0.99<") == 1, "the others differ in the rate alone"
