@@ -20,11 +20,12 @@ SCHEMAS = (1, 2)
 NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings: JSON has no such numbers
 KINDS = {str: "a string", int: "an integer of at least 0", float: "a number", bool: "true or false",
          dict: "an object", list: "a list"}  # fmt: skip
-OPTIONAL = {"target", "train_loss", "tokens", "registry_sha256"}
+OPTIONAL = {"target", "train_loss", "tokens", "registry_sha256", "lr_mul", "window", "skipped"}
 # The fields that are read of each event, and their kinds.
 HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha256": str,
           "env": dict}  # fmt: skip
-STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int}
+STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int, "lr_mul": float,
+        "window": int, "skipped": bool}  # fmt: skip
 PHASE = {"name": str, "timed": bool, "ms": float, "t_ms": float}
 RESUME = {"from_step": int, "differences": list, "registry_sha256": str}
 

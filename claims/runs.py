@@ -20,6 +20,9 @@ class Step(NamedTuple):
     train_time_ms: float | None  # on the clock when the step was done
     train_loss: float | None
     tokens: int | None = None  # of all steps up to this one
+    lr_mul: float | None = None  # multiplier of every learning rate
+    window: int | None = None  # earlier tokens that a long layer sees
+    skipped: bool | None = None  # by the guard
 
 
 class Phase(NamedTuple):

@@ -22,9 +22,12 @@ BUDGETS = {
     "kernels": 649,
     "data": 1145,
     "runtime": 2939,
-    "claims": 2322,
-    "scripts": 1581,
+    "claims": 2326,
+    "scripts": 1636,
     "inference": 918,
+    "view": 349,
+    "view/page.html": 134,
+    "view/page.js": 447,
     "run.sh": 101,
     ".ci/run": 25,
 }
@@ -39,8 +42,9 @@ MAY_IMPORT = {
     "claims": {"claims", "runtime"},
     "inference": {"inference", "train_gpt", "kernels", "data", "runtime"},
     "train_gpt.py": {"optim", "kernels", "data", "runtime"},
+    "view": {"view", "claims", "runtime"},
     "scripts": {
-        "scripts", "inference", "claims", "runtime", "train_gpt", "optim", "kernels", "data",
+        "scripts", "inference", "view", "claims", "runtime", "train_gpt", "optim", "kernels", "data",
     },
 }  # fmt: skip
 FIRST_PARTY = {name.removesuffix(".py") for name in MAY_IMPORT} | {"records", "tests"}
@@ -81,8 +85,8 @@ def test_imports_go_in_one_direction(path):
     assert not foreign, f"{path.relative_to(ROOT)} imports {foreign}"
 
 
-@pytest.mark.parametrize("path", files_of("claims"), ids=lambda path: path.name)
-def test_claims_reach_no_torch(path):
+@pytest.mark.parametrize("path", files_of("claims") + files_of("view"), ids=lambda path: path.name)
+def test_claims_and_view_reach_no_torch(path):
     waiting, reached = [path], set()
     while waiting:
         module = waiting.pop()

@@ -1,0 +1,55 @@
+"""Show runs in the browser as they grow: losses, learning rate, window, throughput, settings.
+
+    python scripts/view.py logs                                       a page of this machine
+    python scripts/view.py logs records/tiny/2026-11-22_ModernDefault     beside a record
+    python scripts/view.py logs --out runs.html                       one file that works offline
+    python scripts/view.py logs --png runs.png                        a picture; needs matplotlib
+
+Only this machine can open the page, and it changes nothing. Ctrl-C ends it. Exit code: 0 written,
+2 bad input, 130 ended by Ctrl-C.
+"""
+
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
+
+from scripts.command import command, make_parser, start
+from view.page import write_page
+from view.picture import write_png
+from view.runs import Store, find_folders
+from view.server import Server
+
+PORT = 8321
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="LOGS", help="folders of run logs, run logs, or records")
+    add("--port", type=int, default=PORT, help="of the page; 0: any free one (%(default)s)")
+    add("--open", action="store_true", help="open the page in the browser")
+    add("--out", type=Path, metavar="FILE", help="write the page to a file instead")
+    add("--png", type=Path, metavar="FILE", help="write a picture of the losses instead")
+    given = parser.parse_args(argv)
+    folders = find_folders(given.paths)
+    store = Store(folders)
+    if given.png:
+        write_png(folders, given.png)
+    if given.out:
+        write_page(store, given.out)
+    if given.png or given.out:
+        return 0
+    with Server(store, given.port) as server:
+        print(f"{server.url} shows {', '.join(given.paths)}. Ctrl-C ends it.", flush=True)
+        if given.open:
+            webbrowser.open(server.url)
+        server.serve_forever()
+    return 0
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,480 @@
+"""The page that shows runs: its data, its server, and the page itself in a real browser."""
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import browser as chromium
+import pytest
+
+from runtime.errors import Refused
+from scripts.view import main
+from view import runs as view_runs
+from view.page import build_page, write_page
+from view.runs import Store, find_folders
+from view.server import Server
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "records" / "tiny" / "2026-11-22_ModernDefault"
+HOSTILE = "<img src=x onerror=alert(1)></script><script>window.hacked = 1</script>"
+
+
+def log_lines(seed=0, steps=40, done=None, skip=(), **config):
+    """The lines of a run of 100 tokens and 10 ms a step; `done` steps: it still runs."""
+    settings = {"recipe": "modern", "steps": steps, "matrix_lr": 0.02, "seed": seed} | config
+    yield {
+        "event": "header", "t_ms": 0, "schema": 2, "run_id": f"run_{seed}", "track": "tiny",
+        "target": 3.5, "seed": seed, "source_sha256": "ab" * 32, "env": {"gpu_count": 0},
+        "config_sha256": str(sorted(config.items())), "config": settings,
+    }  # fmt: skip
+    for step in range(1, (steps if done is None else done) + 1):
+        yield {
+            "event": "step", "t_ms": 10 * step, "step": step, "tokens": 100 * step,
+            "train_time_ms": 10.0 * step, "train_loss": 4 - step / steps + seed / 10,
+            "lr_mul": 1 - step / steps, "window": 128 if step < 20 else 256,
+            "skipped": step in skip,
+        }  # fmt: skip
+    if done is None:
+        loss = 3.1 + seed / 10
+        yield {"event": "val", "t_ms": 1, "step": steps, "total_steps": steps, "val_loss": loss,
+               "train_time_ms": 10.0 * steps}  # fmt: skip
+        yield {"event": "end", "t_ms": 1, "status": "done", "val_loss": loss}
+
+
+def write_log(folder, name="a", **run):
+    folder.mkdir(exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in log_lines(**run))
+    (folder / f"{name}.jsonl").write_text(text)
+    return folder / f"{name}.jsonl"
+
+
+def read(*paths):
+    return Store(find_folders(paths)).reply(seconds=1000)
+
+
+# ---- Data
+
+
+def test_a_run_is_told_as_its_log_tells_it(tmp_path):
+    write_log(tmp_path / "logs", seed=1, skip={7})
+    (run,) = read(tmp_path / "logs")["runs"]
+    assert (run["status"], run["loss"], run["seconds"], run["done"]) == ("done", 3.2, 0.4, 40)
+    assert run["curve"]["step"] == list(range(1, 41))
+    assert run["curve"]["loss"][3] == pytest.approx(4.0)
+    assert run["curve"]["window"][17:20] == [128, 128, 256]
+    assert set(run["curve"]["speed"]) == {10_000}
+    assert run["skips"] == {"step": [7], "tokens": [700], "seconds": [0.07]}
+    assert run["val"] == {"step": [40], "tokens": [4000], "seconds": [0.4], "loss": [3.2]}
+    assert "seed" not in run["config"], "seeds of one configuration share a group"
+
+
+def test_runs_of_one_source_and_configuration_are_one_group_in_any_folder(tmp_path):
+    write_log(tmp_path / "logs", seed=1)
+    write_log(tmp_path / "other", seed=2)
+    write_log(tmp_path / "logs", "b", seed=1, matrix_lr=0.04)
+    groups = {run["name"] + str(run["config"]["matrix_lr"]): run["group"]
+              for run in read(tmp_path / "logs", tmp_path / "other")["runs"]}  # fmt: skip
+    assert groups["run_10.02"] == groups["run_20.02"] != groups["run_10.04"]
+
+
+def test_a_long_run_is_thinned_and_its_mean_loss_stays(tmp_path):
+    write_log(tmp_path / "logs", steps=2002)
+    curve = read(tmp_path / "logs")["runs"][0]["curve"]
+    assert len(curve["loss"]) <= view_runs.POINTS
+    assert curve["step"][0] == 6
+    assert curve["loss"][0] == pytest.approx(4 - 3.5 / 2002, abs=1e-6)  # of steps 1 to 6
+    assert curve["step"][-1] == 2002
+
+
+def test_a_record_and_a_folder_of_records_give_their_runs_as_references():
+    (folder,) = find_folders([RECORD])
+    assert (folder.name, folder.record) == (RECORD.name, True)
+    assert len(find_folders([RECORD.parent])) == len(list(RECORD.parent.glob("*/runs")))
+    assert len(read(RECORD)["ids"]) == len(list((RECORD / "runs").glob("*_tiny_*.jsonl")))
+
+
+def test_a_text_log_and_a_run_without_an_end_are_shown(tmp_path):
+    write_log(tmp_path, done=5)
+    text = "step:0/20 val_loss:10.8 train_time:0ms\nstep:20/20 val_loss:4.5 train_time:9ms\n"
+    (tmp_path / "b.txt").write_text(text)
+    running, text_log = read(tmp_path)["runs"]
+    assert (running["status"], running["done"], running["total"]) == (None, 5, 40)
+    assert running["why"] == "no end line"
+    assert (text_log["status"], text_log["loss"], text_log["curve"]["loss"]) == ("done", 4.5, [])
+
+
+def test_only_logs_that_changed_are_read_again(tmp_path, monkeypatch):
+    write_log(tmp_path, "a")
+    log = write_log(tmp_path, "b", seed=1, done=5)
+    store = Store(find_folders([tmp_path]))
+    first = store.reply()
+    parsed = []
+    original = view_runs.read_runs
+    monkeypatch.setattr(view_runs, "read_runs", lambda path: parsed.append(path) or original(path))
+    assert store.reply(first["version"])["runs"] == []
+    assert parsed == []
+    write_log(tmp_path, "b", seed=1, done=9)
+    reply = store.reply(first["version"])
+    assert [run["done"] for run in reply["runs"]] == [9]
+    assert parsed == [log]
+    log.unlink()
+    assert len(store.reply(reply["version"])["ids"]) == 1
+
+
+def test_a_reply_does_not_wait_until_all_is_read(tmp_path):
+    write_log(tmp_path, "a")
+    write_log(tmp_path, "b", seed=1)
+    store = Store(find_folders([tmp_path]))
+    assert store.reply(seconds=-1)["more"]
+    reply = store.reply()
+    assert not reply["more"]
+    assert len(reply["runs"]) == 2
+
+
+def test_a_file_that_is_no_log_is_named_and_the_others_are_shown(tmp_path):
+    write_log(tmp_path)
+    (tmp_path / "b.jsonl").write_text("nonsense\nmore\n")
+    (tmp_path / "c.jsonl").write_text('{"event": "header", "schema": 99}\n')
+    reply = read(tmp_path)
+    assert len(reply["ids"]) == 1
+    assert [re.sub(r".*/", "", reason)[:7] for reason in reply["unread"]] == ["b.jsonl", "c.jsonl"]
+
+
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
+    secret = write_log(tmp_path / "private", seed=5)
+    write_log(tmp_path / "logs")
+    (tmp_path / "logs" / "b.jsonl").symlink_to(secret)
+    (tmp_path / "logs" / "a.2.jsonl").symlink_to(secret)
+    reply = read(tmp_path / "logs")
+    assert reply["ids"] == []
+    assert "leads out of" in reply["unread"][0]
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"nan"', "[NaN]", "null", '{"a": [[["b"]]]}'])
+def test_any_value_in_a_header_can_be_sent(tmp_path, value):
+    log = write_log(tmp_path, matrix_lr="VALUE", target_of="x")
+    log.write_text(log.read_text().replace('"VALUE"', value))
+    json.dumps(read(tmp_path), allow_nan=False)
+
+
+# ---- Command
+
+
+def run_command(*words):
+    return main([str(word) for word in words])
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path, capsys):
+    assert run_command(tmp_path / "nowhere") == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
+
+
+def test_an_empty_folder_gives_no_page_and_no_picture(tmp_path, capsys):
+    for flag in ("--out", "--png"):
+        assert run_command(tmp_path, flag, tmp_path / "x.html") == 2
+    assert not (tmp_path / "x.html").exists()
+    assert capsys.readouterr().err.count("error: no ") == 2
+
+
+def test_a_picture_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert run_command(RECORD, "--png", tmp_path / "runs.png") == 0
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_that_is_written_asks_nothing_of_the_network(tmp_path):
+    write_log(tmp_path / "logs")
+    assert run_command(tmp_path / "logs", "--out", tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert set(re.findall(r"https?://[^\s'\")]+", page)) == {
+        "https://github.com/leeoniya/uPlot", "http://www.w3.org/2000/svg"}  # fmt: skip
+    assert "<link rel=\"icon\" href=\"data:" in page
+
+
+# ---- Server
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A folder with a run, and its server."""
+    write_log(tmp_path / "logs")
+    with Server(Store(find_folders([tmp_path / "logs"])), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield tmp_path / "logs", server
+        server.shutdown()
+
+
+def ask(server, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request(method, path, headers=headers)
+    reply = connection.getresponse()
+    body = reply.read()
+    connection.close()
+    return reply, body
+
+
+def test_the_server_gives_the_page_its_runs_and_a_log(served):
+    folder, server = served
+    assert ask(server, "/")[1].startswith(b"<!DOCTYPE html>")
+    (run_id,) = json.loads(ask(server, "/runs?since=0")[1])["ids"]
+    found = json.loads(ask(server, f"/run?id={run_id}")[1])
+    assert found["last"] == (folder / "a.jsonl").read_text()
+    assert json.loads(found["first"])["run_id"] == "run_0"
+
+
+@pytest.mark.parametrize("path", [
+    "/a.jsonl", "/../a.jsonl", "/run?id=../a.jsonl", "/run?id=a.jsonl", "/run", "/etc/passwd",
+    "//etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/run?id=%00", "/runs?since=-1", "/runs?since=x",
+])  # fmt: skip
+def test_the_server_knows_no_paths(served, path):
+    assert ask(served[1], path)[0].status == 404
+
+
+def test_the_server_only_reads(served):
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert ask(served[1], "/", method)[0].status == 501
+    reply, body = ask(served[1], "/", "HEAD")
+    assert (reply.status, body) == (200, b"")
+
+
+def test_a_web_page_of_another_name_cannot_ask_the_server(served):
+    server = served[1]
+    assert server.server_address[0] == "127.0.0.1"
+    for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1", ""):
+        assert ask(server, "/runs", Host=host)[0].status == 403
+    assert ask(server, "/runs", Host=f"localhost:{server.server_port}")[0].status == 200
+    headers = ask(server, "/runs")[0].headers
+    assert "Access-Control-Allow-Origin" not in headers
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_a_port_that_is_taken_is_refused_by_its_flag(served):
+    with pytest.raises(Refused, match="--port"):
+        Server(served[1].store, served[1].server_port)
+
+
+def test_data_cannot_end_the_script_that_holds_it():
+    page = build_page({"name": HOSTILE})
+    assert HOSTILE not in page
+    assert page.count("</script>") == build_page().count("</script>")
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path):
+    words = [sys.executable, ROOT / "scripts" / "view.py", tmp_path, "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        said = process.stdout.readline()
+        port = int(re.search(r"http://127.0.0.1:(\d+)/ shows", said)[1])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("GET", "/runs")
+        assert json.load(connection.getresponse())["ids"] == []
+        process.send_signal(2)
+        assert process.wait(timeout=20) == 130
+
+
+# ---- The page in a browser
+
+
+@pytest.fixture(scope="module")
+def started():
+    if not chromium.CHROMIUM:
+        pytest.skip("needs chromium, which is not installed")
+    found = chromium.Browser()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def page(started):
+    started.show(1280, 800)
+    started.errors.clear()
+    yield started
+    assert started.errors == []
+
+
+TEXT = "document.body.innerText"
+ROWS = "document.querySelectorAll('#rows tr')"
+LINES = "charts.loss.lines"
+
+
+def inked(page, chart="loss"):
+    """How many pixels of a chart's canvas are drawn on."""
+    return page.evaluate(f"""(() => {{
+        const canvas = document.querySelector("#{chart} canvas");
+        const {{data}} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        return data.filter((value, i) => i % 4 === 3 && value > 0).length }})()""")
+
+
+@pytest.fixture
+def opened(served, page):
+    folder, server = served
+    page.open(server.url)
+    page.wait(f"{ROWS}.length === 2")
+    return folder, page
+
+
+def test_it_loads_and_draws_every_chart(opened):
+    _, page = opened
+    assert page.evaluate("document.getElementById('live').textContent") == "live"
+    for chart in ("loss", "lr", "window", "speed"):
+        assert inked(page, chart) > 1000, chart
+    assert "3.1000" in page.evaluate(TEXT)
+    assert "reached" in page.evaluate(TEXT)
+
+
+def test_it_follows_a_log_that_grows_and_one_that_begins(opened):
+    folder, page = opened
+    write_log(folder, "b", seed=1, done=5)
+    page.wait(f"{TEXT}.includes('5 of 40')")
+    assert "running" in page.evaluate(TEXT)
+    write_log(folder, "b", seed=1, done=30)
+    page.wait(f"{TEXT}.includes('30 of 40')")
+    assert page.evaluate("charts.loss.plot.data[0].at(-1)") == 40
+    write_log(folder, "b", seed=1)
+    page.wait(f"{TEXT}.includes('2 reached')")
+
+
+def test_it_survives_a_torn_last_line(opened):
+    folder, page = opened
+    log = write_log(folder, "b", seed=1, done=5)
+    with log.open("a") as file:
+        file.write('{"event": "step", "st')
+    page.wait(f"{TEXT}.includes('5 of 40')")
+    assert "not read" not in page.evaluate(TEXT)
+
+
+def test_a_filter_hides_runs_from_table_and_chart(opened):
+    folder, page = opened
+    write_log(folder, "b", seed=1, matrix_lr=0.04)
+    page.wait(f"{LINES}.length === 2")
+    page.click("#filter")
+    page.call("Input.insertText", text="matrix_lr=0.04 seed=1")
+    page.wait(f"{LINES}.length === 1 && {ROWS}.length === 2")
+    assert "run_1" in page.evaluate(TEXT)
+    assert "run_0" not in page.evaluate(TEXT)
+
+
+def test_the_axis_is_steps_tokens_or_seconds_and_stays_after_a_reload(opened):
+    _, page = opened
+    for axis, last in (("tokens", 4000), ("seconds", 0.4), ("step", 40), ("tokens", 4000)):
+        page.click(f"#axis [data-value={axis}]")
+        page.wait(f"charts.loss.plot.data[0].at(-1) === {last}")
+    page.call("Page.reload")
+    page.wait("charts.loss && charts.loss.plot.data[0].at(-1) === 4000")
+
+
+def test_runs_of_a_group_become_a_median_with_a_band_or_lie_over_each_other(opened):
+    folder, page = opened
+    for seed in (1, 2):
+        write_log(folder, str(seed), seed=seed)
+    page.wait(f"{ROWS}.length === 4")
+    page.evaluate("set({smooth: '0'})")
+    line = page.evaluate(f"{LINES}[0]")  # of 4 - step / 40 + seed / 10 for seeds 0, 1 and 2
+    assert line["y"][19] == pytest.approx(3.6)
+    assert (line["low"][19], line["high"][19]) == pytest.approx((3.51, 3.69))
+    page.click("#lines [data-value=runs]")
+    page.wait(f"{LINES}.length === 3")
+    page.click("#rows .run input")
+    page.wait(f"{LINES}.length === 2 && document.querySelectorAll('.off').length === 1")
+
+
+def test_a_record_beside_runs_is_a_reference(served, page):
+    folder, _ = served
+    with Server(Store(find_folders([folder, RECORD])), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.open(server.url + "#lines=runs")
+        page.wait(f"{LINES}?.length === 2")
+        assert page.evaluate(f"{LINES}.map(line => line.dash.length > 0 && Boolean(line.low))") == [
+            False, True]  # fmt: skip
+        server.shutdown()
+
+
+def test_a_run_opens_its_header_and_log_and_a_group_closes(opened):
+    _, page = opened
+    page.click("#rows .run button")
+    page.wait("document.getElementById('dialog').open")
+    assert "config.matrix_lr" in page.evaluate("document.getElementById('facts').innerText")
+    assert '"status": "done"' in page.evaluate("document.getElementById('log').textContent")
+    page.click("#close")
+    page.wait("!document.getElementById('dialog').open")
+    page.click("#rows .group button")
+    page.wait(f"{ROWS}.length === 1")
+
+
+def test_a_drag_zooms_a_double_click_undoes_it_and_the_pointer_names_a_value(opened):
+    _, page = opened
+    x, y, width = page.evaluate(
+        "(() => { const b = charts.loss.plot.over.getBoundingClientRect();"
+        "return [b.left, b.top, b.width] })()"
+    )
+    page.mouse("mousePressed", x + width / 4, y + 50, button="left", clickCount=1)
+    page.mouse("mouseMoved", x + width / 2, y + 50, button="left", buttons=1)
+    page.mouse("mouseReleased", x + width / 2, y + 50, button="left", clickCount=1)
+    page.wait("charts.loss.plot.scales.x.max < 22 && charts.lr.plot.scales.x.min > 8")
+    for count in (1, 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            page.mouse(kind, x + width / 2, y + 50, button="left", clickCount=count)
+    page.wait("charts.loss.plot.scales.x.max > 39")
+    line_at = y + page.evaluate("charts.loss.plot.valToPos(charts.loss.lines[0].y[20], 'y')")
+    page.mouse("mouseMoved", x + page.evaluate("charts.loss.plot.valToPos(21, 'x')"), line_at)
+    page.wait("!document.getElementById('tip').hidden")
+    assert "step 21" in page.evaluate("document.getElementById('tip').textContent")
+
+
+def test_hostile_names_are_shown_as_text(opened):
+    folder, page = opened
+    log = write_log(folder, "b", seed=1, recipe=HOSTILE, optimizer=HOSTILE)
+    log.write_text(log.read_text().replace("run_1", HOSTILE.replace("/", "\\/")))
+    page.wait(f"{ROWS}.length === 4")
+    assert page.evaluate(TEXT).count(HOSTILE) >= 2
+    page.evaluate("[...document.querySelectorAll('#rows .run button')].at(-1).click()")
+    page.wait("document.getElementById('dialog').open")
+    assert page.evaluate("document.images.length") == 0
+    assert page.evaluate("window.hacked === undefined")
+
+
+def test_it_is_dark_where_the_reader_wants_it_dark(opened):
+    _, page = opened
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.show(1280, 800, "dark")
+    page.wait(f"{background} !== {light!r}")
+    assert sum(map(int, re.findall(r"\d+", page.evaluate(background)))) < 150
+    page.wait("charts.loss.plot.axes[0].stroke().trim() === css('--soft').trim()")
+    assert inked(page) > 1000
+
+
+def test_a_phone_shows_everything_without_scrolling_sideways(opened):
+    _, page = opened
+    page.show(390, 844)
+    page.wait("charts.loss.plot.width < 390")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.evaluate("document.querySelector('.scroll').scrollWidth") <= 390
+    page.click("#axis [data-value=seconds]")
+    page.wait("charts.loss.plot.data[0].at(-1) === 0.4")
+
+
+def test_a_written_page_works_from_a_file(tmp_path, page):
+    write_log(tmp_path / "logs")
+    write_page(Store(find_folders([tmp_path / "logs"])), tmp_path / "page.html")
+    page.open((tmp_path / "page.html").as_uri())
+    page.wait(f"{ROWS}.length === 2")
+    assert inked(page) > 1000
+    page.click("#rows .run button")
+    page.wait("document.getElementById('dialog').open")
+    assert '"status": "done"' in page.evaluate("document.getElementById('log').textContent")
+
+
+def test_an_empty_folder_says_so_until_its_first_run(tmp_path, page):
+    (tmp_path / "logs").mkdir()
+    with Server(Store(find_folders([tmp_path / "logs"])), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.open(server.url)
+        page.wait(f"{TEXT}.includes('No runs yet')")
+        write_log(tmp_path / "logs", done=3)
+        page.wait(f"{TEXT}.includes('3 of 40')")
+        assert inked(page) > 1000
+        server.shutdown()
