@@ -582,10 +582,11 @@ class GPT(nn.Module):
             stream = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
             generator = torch.Generator().manual_seed(int.from_bytes(stream))
             parameter.copy_(self._initial(name, parameter.shape, generator))
-        if self.config.copying:
+        table = copied_table(self.table)
+        if self.config.copying and table is not None:
             # A value embedding is the code of its token. The output of a long layer begins as the
             # identity and the head as a reader of the codes: what is attended to is predicted.
-            self.lm_head.copy_(self.config.copying * self.value_embeds[copied_table(self.table)])
+            self.lm_head.copy_(self.config.copying * self.value_embeds[table])
 
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         kind = name.rpartition(".")[2]
