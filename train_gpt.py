@@ -130,7 +130,9 @@ def record42_stages(extension: float) -> list[Stage]:
     ]
 
 
-HALF = Stage(0.5, short=10, long=20)
+# The start of many documents teaches more tokens than all of a few.
+EARLY = Stage(0.7, short=10, long=20, document=96)
+LATE = Stage(0.3, short=10, long=20, document=192)
 STAGES = {
     "record42": record42_stages(extension=40 / 2285),
     "medium": record42_stages(extension=40 / 4740),
@@ -148,14 +150,13 @@ STAGES = {
         Stage(424 / 1285, short=5, long=11, lr=1.73),
         Stage(15 / 1285, short=6, long=13, lr=1.73, extension=True),
     ],
-    # One thing that changes at half-time, for ablations.
-    "growing": [replace(HALF, batch=0.5), HALF],
-    "tied": [replace(HALF, tied=True), HALF],
-    "ahead": [replace(HALF, ahead=((0.5, 0.0),)), HALF],
-    "prefix": [replace(HALF, prefix=(0.25, 0.0)), HALF],
-    "short_documents": [replace(HALF, document=128), HALF],
-    "half_batch": [Stage(1.0, short=10, long=20, batch=0.5)],
-    "quarter_batch": [Stage(1.0, short=10, long=20, batch=0.25)],
+    "modern": [EARLY, LATE],
+    # One thing more that changes between the two, for ablations.
+    "growing": [replace(EARLY, batch=0.5), LATE],
+    "windows": [replace(EARLY, short=3, long=7), LATE],
+    "tied": [replace(EARLY, tied=True), LATE],
+    "ahead": [replace(EARLY, ahead=((0.5, 0.0),)), LATE],
+    "prefix": [replace(EARLY, prefix=(0.25, 0.0)), LATE],
 }
 
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
@@ -356,9 +357,9 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "modern": PLAIN | {
             "value_embeds": True, "smear": True, "key_offset": True, "tie_keys": True,
-            "bigram_rows": 5.0,
-            "cooldown": 1.0, "momentum": (0.85, 0.85), "steps": 70,
-            "embed_lr_mul": 25.0, "value_embed_lr_mul": 25.0, "val_every": 0,
+            "bigram_rows": 5.0, "copying": 0.07, "stages": "modern", "cooldown": 1.0,
+            "momentum": (0.75, 0.75), "steps": 34, "matrix_lr": 0.05, "embed_lr_mul": 40.0,
+            "value_embed_lr_mul": 10.0, "head_lr_mul": 0.5, "val_every": 0,
         },
         "record42": {},
         "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 660},

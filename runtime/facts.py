@@ -48,7 +48,7 @@ def summary(trainer: Any) -> str:
         f"parameters in {trainer.env['dtype']}, on {devices}",
         f"training: {config.steps:,} steps of {batches} tokens, from {config.data_dir}",
         f"target: a validation loss of {config.target} on {config.val_tokens:,} other tokens; "
-        f"without training it is {math.log(config.vocab_size):.2f}",
+        f"guessing has {math.log(config.vocab_size):.2f}",
     ]
     if config.verbose:
         first = header(trainer, config.seed, 0)

@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1317,
+    "train_gpt.py": 1318,
     "optim": 1878,
     "kernels": 649,
     "data": 1145,
     "runtime": 2939,
     "claims": 2326,
-    "scripts": 1636,
+    "scripts": 1637,
     "inference": 918,
     "view": 349,
     "view/page.html": 134,
