@@ -26,6 +26,7 @@ LONGEST_AT_END_MS = 60_000  # the probe reads 16,384 tokens once, and may have t
 SLACK_MS = 50  # added for each validation, whose log line waits for the disk
 LONG_VALIDATION = 4.0  # times the median of its run: it did something else too
 LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
+LEAST_OF_A_COPIER = 0.95  # with --copying, an untrained head already repeats what it reads
 LIFE = re.compile("start( (end )?resume)*( end)?")  # of a run, as the registry tells it
 ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count", "ranks", "train_sha256", "val_sha256")
 HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing faster
@@ -218,11 +219,13 @@ def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
         found = run.header["checks"].get(name)
         if found is not True:
             yield f"check {name} is {found}, not true"
-    ignorant = math.log(evidence.claim.config["vocab_size"])
+    config = evidence.claim.config
+    ignorant = math.log(config["vocab_size"])
+    least = LEAST_OF_A_COPIER if config.get("copying") else LEAST_FIRST_LOSS
     first = run.steps[0].train_loss if run.steps else None
     if run.validations and run.validations[0].step == 0:
         first = run.validations[0].loss
-    if run.complete and (first is None or not first >= LEAST_FIRST_LOSS * ignorant):
+    if run.complete and (first is None or not first >= least * ignorant):
         yield f"first loss {first}, but a model that knows nothing has {ignorant:.2f}"
 
 
