@@ -148,7 +148,7 @@ STAGES = {
             prefix=(0.25, 0.0),
         ),
         Stage(424 / 1285, short=5, long=11, lr=1.73),
-        Stage(15 / 1285, short=6, long=13, lr=1.73, extension=True),
+        Stage(15 / 1285, short=6, long=13, extension=True),
     ],
     "modern": [EARLY, LATE],
     # One thing more that changes between the two, for ablations.

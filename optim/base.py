@@ -72,13 +72,13 @@ def stack(tensors: list[Tensor]) -> Tensor:
 def descend(weights: Tensor, step: Tensor, decay: Any, cautious: bool) -> Tensor:
     """The weights after decoupled decay and the step.
 
-    decay: a share of the weights, or None. cautious: no decay where it works against the step
-    (Liang et al., arXiv:2411.16085).
+    decay: a share of the weights, or None. cautious: decay only where it works with the step
+    (Liang et al., arXiv:2411.16085), so not in rows without a gradient.
     """
     if decay is None:
         return weights - step
     if cautious:
-        return weights - torch.where(weights * step >= 0, weights * decay, 0) - step
+        return weights - torch.where(weights * step > 0, weights * decay, 0) - step
     return (weights * (1 - decay)).sub_(step)
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"
 ARMS = {
     BASELINE: "",
-    "no_value_embeds": "--value-embeds off",
+    "no_value_embeds": "--value-embeds off --copying 0",
     "no_smear": "--smear off",
     "no_key_offset": "--key-offset off",
     "no_tied_keys": "--tie-keys off",
@@ -217,8 +217,8 @@ def run_missing(given: argparse.Namespace) -> int:
             if done and (done.config_sha256, done.source) == (configs[arm], source):
                 continue
             words = [sys.executable, str(ROOT / "train_gpt.py"), *flags[arm], "--seed", str(seed)]
-            words += ["--keep-model", "off", "--sample-tokens", "0"]
-            code = run_child([*words, "--log-dir", str(given.out / "runs" / arm)])
+            words += ["--log-dir", str(given.out / "runs" / arm)]
+            code = run_child([*words, "--keep-model", "off", "--sample-tokens", "0"])
             print(f"{arm}, seed {seed}: exit code {code}", flush=True)
             if code not in (0, 3):  # 3: the run diverged, which is a result
                 failed += 1

@@ -22,7 +22,7 @@ BUDGETS = {
     "kernels": 649,
     "data": 1145,
     "runtime": 2939,
-    "claims": 2326,
+    "claims": 2329,
     "scripts": 1637,
     "inference": 918,
     "view": 349,

@@ -93,12 +93,23 @@ def test_cautious_decay_is_the_textbook_step_with_decay_only_along_it(kind):
     def cautious(index, weight, grad, state):
         change = weight - twin(weight, grad, state, lr=0.05, **options)
         decayed = weight * (1 - 0.05 * 0.8 * 2.0)
-        return torch.where(weight * change >= 0, decayed, weight) - change
+        return torch.where(weight * change > 0, decayed, weight) - change
 
     dtype = {} if kind is Adam else {"dtype": torch.float64}
     groups = [{"params": parameters((6, 12), (12, 6)), "wd_mul": 2.0}]
     optimizer = kind(groups, 0.05, weight_decay=0.8, cautious=True, **options, **dtype)
     assert_follows(optimizer, cautious)
+
+
+def test_cautious_decay_leaves_a_row_without_a_gradient_alone():
+    (table,) = parameters((6, 12))
+    before = table.detach().clone()
+    optimizer = Adam([table], 0.05, betas=BETAS, weight_decay=0.8, cautious=True)
+    table.grad = torch.zeros_like(table)
+    table.grad[1:] = 1
+    optimizer.step()
+    assert torch.equal(table[0], before[0])
+    assert not torch.equal(table[1], before[1])
 
 
 def test_groups_of_one_shape_keep_their_own_split_method_and_rates():
