@@ -278,8 +278,6 @@ class Config(RunSettings):
         for name in ("paired_heads", "head_pairs"):
             allowed = heads % 2 == 0 or not getattr(self, name)
             require(self, name, allowed, f"off, as --dim / --head-dim = {heads} is odd")
-        coded = copied_table(layer_table(self)) is not None
-        require(self, "copying", coded or not self.copying, "0 without such value embeddings")
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.sequence
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"

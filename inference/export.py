@@ -34,7 +34,7 @@ FOLLOWED = {
 }  # fmt: skip
 TRAINING_ONLY = {
     "keep_float32", "stream_init", "embed_std", "value_embed_std", "tie_keys", "zero_output",
-    "prefixes", "init",
+    "copying", "prefixes", "init",
 }  # fmt: skip
 FOLLOWED_OF_LAYERS = {
     "attention", "window", "value_embed", "skip_from", "backout", "reads", "paired",

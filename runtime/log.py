@@ -140,10 +140,12 @@ def _event(line: bytes) -> dict[str, Any]:
 
 
 def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
-    """Create the folder. LogError at once, not after hours, if no file can be written there."""
+    """LogError at once, not after hours, if no file can be written there. Creates nothing."""
+    existing = Path(directory).absolute()
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
+        while not existing.exists():
+            existing = existing.parent
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
         raise LogError(f"{flag} {directory} cannot be written: {error.strerror}. Make it writable, "

@@ -35,7 +35,7 @@ class Plan:
 
 
 def require_folders(config: Any) -> None:
-    """Create the folders that a run writes to. LogError for one that cannot be written."""
+    """LogError for a folder of the run that cannot be written."""
     require_writable(config.log_dir, "--log-dir")
     require_writable(config.checkpoint_dir, "--checkpoint-dir")
 

@@ -15,7 +15,7 @@ import torch
 from runtime.clock import Clock
 from runtime.log import config_hash, source_hash
 from runtime.machine import Machine
-from runtime.resume import plan_runs
+from runtime.resume import plan_runs, require_folders
 from runtime.run import Run
 from runtime.settings import RunSettings, setting
 from runtime.stop import Stop
@@ -148,6 +148,7 @@ def make_runs(trainer: StubTrainer) -> int:
     """All runs that are left to make, as train_gpt.py makes them; returns the exit code."""
     clock = Clock()
     with clock.phase("setup", timed=False):
+        require_folders(trainer.config)
         plans = plan_runs(trainer)
     with Stop(trainer.machine.device) as stopping:
         for plan in plans:

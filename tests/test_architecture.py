@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1318,
+    "train_gpt.py": 1316,
     "optim": 1878,
     "kernels": 649,
     "data": 1145,
-    "runtime": 2939,
-    "claims": 2329,
+    "runtime": 2941,
+    "claims": 2332,
     "scripts": 1637,
     "inference": 918,
     "view": 349,
@@ -44,7 +44,8 @@ MAY_IMPORT = {
     "train_gpt.py": {"optim", "kernels", "data", "runtime"},
     "view": {"view", "claims", "runtime"},
     "scripts": {
-        "scripts", "inference", "view", "claims", "runtime", "train_gpt", "optim", "kernels", "data",
+        "scripts", "inference", "view", "claims", "runtime", "train_gpt", "optim", "kernels",
+        "data",
     },
 }  # fmt: skip
 FIRST_PARTY = {name.removesuffix(".py") for name in MAY_IMPORT} | {"records", "tests"}

@@ -150,7 +150,7 @@ def test_training_on_does_not_change_a_snapshot_that_waits(data, tmp_path, monke
     taken = []
     monkeypatch.setattr(Run, "_write_checkpoint", lambda self, snapshot: taken.append(
         (snapshot, deepcopy(snapshot))))  # fmt: skip
-    run(data, tmp_path, checkpoint_every=2)
+    run(data, tmp_path, checkpoint_every=2, keep_model="off")
     assert len(taken) == STEPS // 2
     for snapshot, copied in taken:
         assert same_bits(snapshot._asdict(), copied._asdict())

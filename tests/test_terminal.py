@@ -107,7 +107,7 @@ def test_what_a_run_says_goes_above_the_block_and_the_target_line_is_whole(
     assert "step 5/10 | validation loss " in plain
     assert "| train loss" not in plain, "no lines beside the block"
     after = out.rpartition("\x1b[?25h")[2]  # where the cursor is shown again
-    assert re.match(r"target 1\.0 reached: val_loss .* \(log .*\.jsonl\)\n", after)
+    assert re.search(r"(?m)^target 1\.0 reached: val_loss .* \(log .*\.jsonl\)\n", after)
     assert plain.count("target 1.0 reached") == 1
 
 

@@ -37,7 +37,7 @@ UNTIED = train_gpt.Stage(0.5, short=1, long=2)
 UNTYING = STEPS // 2
 CHANGED = {
     "stages": "constant", "embed_std": 0.1, "adam_every": 2, "val_every": 3, "checkpoint_every": 0,
-    "keep_model": "on",
+    "keep_model": "on", "copying": 0.0,
 }  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_a_skipped_step_beside_the_untying_resumes_bit_for_bit(bad, data, tmp_pa
 
 RANKS = {
     "adamw": (2e-6, {"recipe": "adamw"}),
-    "modern": (2e-4, {}),
+    "modern": (1e-3, {}),  # its high rates amplify the rounding of sums
 }
 
 

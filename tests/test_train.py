@@ -98,7 +98,7 @@ def test_steps_are_counted_from_one_with_the_tokens_so_far_and_validated_now_and
     assert [event["step"] for event in validations] == [0, 5, 10, STEPS]
     padded_vocabulary = 128
     guessing = math.log(padded_vocabulary)
-    assert validations[0]["val_loss"] == pytest.approx(guessing, rel=1e-6), "it is untrained"
+    assert validations[0]["val_loss"] == pytest.approx(guessing, abs=0.1), "it is untrained"
 
 
 def test_the_registry_has_a_start_and_an_end_for_each_run(two_trials):
@@ -133,7 +133,8 @@ def test_only_training_is_timed_and_validations_have_the_time_of_the_phases_befo
     for log in (0, 1):
         phases = two_trials.events("phase", log)
         names = [phase["name"] for phase in phases]
-        assert names == ["setup", "compile", "warmup"] + ["train", "validate"] * 4 + ["probe"]
+        training = ["train", "validate"] * 4
+        assert names == ["setup", "compile", "warmup", *training, "probe", "keep"]
         assert [phase["timed"] for phase in phases] == [name == "train" for name in names]
         clock = 0.0
         for event in read_events(two_trials.logs[log]):
