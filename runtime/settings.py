@@ -34,6 +34,7 @@ def setting(
 
     `section` titles a new group of flags in --help, for this field and those after it. `one_of`
     holds for flags. `rules` are any of RULES with a limit: a number or the name of another setting.
+    A number must be at least 0 unless another `at_least` is given.
     """
     facts = {"about": about, "section": section, "one_of": one_of, "rules": rules}
     return dataclasses.field(default=default, metadata=facts)
@@ -53,15 +54,18 @@ def check_fields(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         values = value if isinstance(value, tuple) else () if value is None else (value,)
-        for rule, limit in field.metadata["rules"].items():
+        finite = all(math.isfinite(value) for value in values if isinstance(value, float))
+        require(settings, field.name, finite, "a finite number")
+        rules = field.metadata["rules"]
+        if not isinstance(value, str | bool):
+            rules = {"at_least": 0} | rules
+        for rule, limit in rules.items():
             words = f"{rule.replace('_', ' ')} {limit}"
             if isinstance(limit, str):
                 words = f"{rule.replace('_', ' ')} {flag(limit)} {getattr(settings, limit)}"
                 limit = getattr(settings, limit)
             kept = all(RULES[rule](value, limit) for value in values)
             require(settings, field.name, kept, words)
-        finite = all(math.isfinite(value) for value in values if isinstance(value, float))
-        require(settings, field.name, finite, "a finite number")
 
 
 DASHBOARDS = ("none", "tensorboard", "trackio", "wandb")  # packages of these names
@@ -71,15 +75,15 @@ DASHBOARDS = ("none", "tensorboard", "trackio", "wandb")  # packages of these na
 class RunSettings:
     """Settings that do not belong to the experiment."""
 
-    seed: int = setting(0, "of the first trial; trial i takes seed + i", at_least=0, section="Runs")
+    seed: int = setting(0, "of the first trial; trial i takes seed + i", section="Runs")
     trials: int = setting(1, "runs in this process, after one compilation", at_least=1)
     data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
     log_dir: str = setting("logs", "folder of the run logs")
     claim: str = setting("", "claim.json that the runs must fit: source, configuration and seeds")
-    checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal", at_least=0)
+    checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal")
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
     keep_model: bool = setting(False, "keep the trained model, in checkpoints/RUN/final")
-    sample_tokens: int = setting(0, "tokens the model writes after the last run", at_least=0)
+    sample_tokens: int = setting(0, "tokens the model writes after the last run")
     resume: str = setting("", "auto: the unfinished runs of these settings; or checkpoints/RUN")
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")

@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1316,
+    "train_gpt.py": 1315,
     "optim": 1878,
     "kernels": 649,
     "data": 1145,
-    "runtime": 2941,
+    "runtime": 2945,
     "claims": 2332,
     "scripts": 1637,
     "inference": 918,
