@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -17,9 +18,12 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import pytest
+from small_model import make_model, small
 from small_run import arguments, write_data
 
 import train_gpt
+from data.corpus import VOCABULARY
+from runtime.checkpoint import save_final
 from runtime.settings import parse
 from train_gpt import Config
 
@@ -32,6 +36,9 @@ PACKAGES = ("optim", "kernels", "data", "runtime", "claims")
 KINDS = {"sh", "console", "python", "diff", "text"}
 # Programs of a page that no test starts.
 FOREIGN = {"git", "cd", "source", "cmp", "grep", "tail", "ruff", "mypy", "bash", "pip", "mkdocs"}
+# Pages whose python blocks need more than the trainer: tests of their own run them, step.md's and
+# use_the_model.md's below, the first of export.md in test_export.py. Its second needs a hub.
+TESTED_ALONE = ("step.md", "export.md", "use_the_model.md")
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 by_written_page = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
@@ -156,8 +163,22 @@ def is_quoted(block: str) -> bool:
 @by_written_page
 def test_every_python_block_runs_or_is_quoted(page: Path) -> None:
     for block in blocks_of(page, "python"):
-        if page.name != "step.md" and not is_quoted(block):
+        if page.name not in TESTED_ALONE and not is_quoted(block):
             exec(block, copy.copy(vars(train_gpt)) | {"LAYERS": copy.deepcopy(train_gpt.LAYERS)})
+
+
+def test_the_example_of_use_the_model_reads_a_kept_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = make_model(small("tiny", "modern", vocab_size=1024, bos=1023))
+    model.initialize(0)
+    facts = {"config": asdict(model.config)}
+    save_final(Path("checkpoints/RUN"), dict(model.named_parameters()), facts, VOCABULARY)
+    names: dict[str, Any] = {}
+    for block in blocks_of(ROOT / "docs" / "use_the_model.md", "python"):
+        exec(block, names)
+    assert names["logits"].shape == (len(names["tokens"]), 1024)
 
 
 def flush_left(text: str) -> str:
