@@ -1,7 +1,7 @@
 """Records: a claim before the runs, a folder after them, its check, the leaderboards.
 
-    python scripts/record.py claim CamelName --n 10 --seed 1000 --about "what is new" -- --steps 58
-    ./run.sh --claim records/tiny/<date>_CamelName/claim.json --seed 1000 --trials 10 --steps 58
+    python scripts/record.py claim CamelName --n 10 --seed 1000 --about "what is new" -- --steps 30
+    ./run.sh --claim records/tiny/<date>_CamelName/claim.json --seed 1000 --trials 10 --steps 30
     python scripts/record.py make records/tiny/<date>_CamelName logs
     python scripts/record.py verify records/tiny/<date>_CamelName ...
     python scripts/record.py leaderboard            records/README.md and the pictures beside it

@@ -1,7 +1,7 @@
 """Show runs in the browser as they grow: losses, learning rate, window, throughput, settings.
 
     python scripts/view.py logs                                       a page of this machine
-    python scripts/view.py logs records/tiny/2026-11-22_ModernDefault     beside a record
+    python scripts/view.py logs records/tiny/2026-11-22_ModernCopying     beside a record
     python scripts/view.py logs --out runs.html                       one file that works offline
     python scripts/view.py logs --png runs.png                        a picture; needs matplotlib
 
