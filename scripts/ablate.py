@@ -92,7 +92,9 @@ Difference: loss of the arm minus that of the baseline on the same seed, nats pe
 where the recipe's choice helps. Interval: two-sided 95 % of its mean (paired t). Holm p: adjusted
 for all arms of the table. With few seeds this is a screening: confirm with fresh seeds."""
 LEVEL = 0.05
-PIECES = "| piece | claim | pairs | effect | 95 % interval | diverged | Holm p | elsewhere | here |"
+PIECES = (
+    "| piece | lines | claim | pairs | effect | 95 % interval | diverged | Holm p | elsewhere | here |"
+)
 PIECES_READING = """\
 Effect: loss with the piece minus loss without it on the same seed, nats per token; negative where
 the piece helps. The other columns are those of the first table; "here" goes by Holm p < 0.05."""
@@ -161,6 +163,7 @@ class Piece(NamedTuple):
     claim: str  # where it comes from, and what it is said to save
     elsewhere: str  # what others found for or against it
     size: str  # why a small model cannot show it
+    lines: int  # of code, about
 
 
 def read_pieces(path: Path) -> dict[str, Piece]:
@@ -179,7 +182,8 @@ def report_pieces(pieces: dict[str, Piece], effects: dict[str, Effect]) -> str:
     for arm, piece in pieces.items():
         effect = effects.get(arm)
         cells = effect.cells() if effect else [""] * 5
-        rows.append([piece.piece, piece.claim, *cells, piece.elsewhere, verdict(piece, effect)])
+        first = [piece.piece, str(piece.lines), piece.claim]
+        rows.append([*first, *cells, piece.elsewhere, verdict(piece, effect)])
     return "\n".join([table(PIECES, rows), "", PIECES_READING])
 
 

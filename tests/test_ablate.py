@@ -154,7 +154,7 @@ def test_one_seed_has_no_interval_and_prints_no_nan(project, tmp_path, capsys):
     assert "nan" not in difference
 
 
-PIECE = {"piece": "smear", "claim": "record 0: 5 steps of 9", "elsewhere": "", "size": ""}
+PIECE = {"piece": "smear", "claim": "record 0: 5 steps", "elsewhere": "", "size": "", "lines": 7}
 
 
 def write_pieces(path: Path, pieces: object) -> list[str]:
@@ -182,16 +182,16 @@ def test_a_piece_is_judged_by_what_having_it_does(project, tmp_path, capsys):
     base = [2.5, 2.52, 2.54, 2.56]
     test = ttest_rel(base, [2.6, 2.621, 2.642, 2.663])  # with the piece, and without
     low, high = test.confidence_interval(0.95)
-    _, pairs, effect, interval, _, p, _, label = found["no_smear"]
+    _, _, pairs, effect, interval, _, p, _, label = found["no_smear"]
     assert (pairs, label) == ("4", "helps here")
     assert float(effect) == pytest.approx((low + high) / 2, abs=6e-5)
     assert interval == f"{low:+.4f} to {high:+.4f}"
     assert p == rows(table)["no_smear"][-1]
-    assert found["no_smear"][0] == "record 0: 5 steps of 9"
+    assert found["no_smear"][:2] == ["7", "record 0: 5 steps"]
     assert found["no_bigram"][-1] == "hurts here"
     assert found["own_value"][-1] == "helps here"
     assert found["skips"][-1] == "not distinguishable here"
-    assert found["mudd"][1:] == [*[""] * 6, "not tried"]
+    assert found["mudd"][2:] == [*[""] * 6, "not tried"]
     assert found["signs"][-1] == "cannot show at this size: too few layers"
     picture = figure.read_text()
     assert "piece skips" in picture
