@@ -92,9 +92,8 @@ Difference: loss of the arm minus that of the baseline on the same seed, nats pe
 where the recipe's choice helps. Interval: two-sided 95 % of its mean (paired t). Holm p: adjusted
 for all arms of the table. With few seeds this is a screening: confirm with fresh seeds."""
 LEVEL = 0.05
-PIECES = (
-    "| piece | lines | claim | pairs | effect | 95 % interval | diverged | Holm p | elsewhere | here |"
-)
+PIECES = "| piece | lines | claim | pairs | effect | 95 % interval | diverged | Holm p |"
+PIECES += " elsewhere | here |"
 PIECES_READING = """\
 Effect: loss with the piece minus loss without it on the same seed, nats per token; negative where
 the piece helps. The other columns are those of the first table; "here" goes by Holm p < 0.05."""

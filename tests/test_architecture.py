@@ -23,7 +23,7 @@ BUDGETS = {
     "data": 1145,
     "runtime": 2945,
     "claims": 2332,
-    "scripts": 1641,
+    "scripts": 1640,
     "inference": 918,
     "view": 349,
     "view/page.html": 134,
