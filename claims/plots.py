@@ -171,7 +171,7 @@ def plot_records(claims: Sequence[Evidence], path: Path) -> None:
 
 
 def draw_records(axes: Any, claims: Sequence[Evidence]) -> None:
-    from matplotlib.ticker import AutoLocator
+    from matplotlib.ticker import AutoLocator, NullLocator
 
     in_time, records = claims[0].track.in_time, records_among(claims)
     unit = 1e3 if in_time else 1e6  # milliseconds, or tokens
@@ -189,8 +189,9 @@ def draw_records(axes: Any, claims: Sequence[Evidence]) -> None:
             axes.plot(when(one), one.score / unit, "o" if one.shown else "x", **HOLLOW)
     axes.plot([], [], "o", **HOLLOW, label="shown, no record")
     axes.plot([], [], "x", color="gray", label="not shown")
-    axes.set_yscale("log", subs=[])
+    axes.set_yscale("log")
     axes.yaxis.set_major_locator(AutoLocator())  # else none where all claims are alike
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("seconds" if in_time else "million training tokens")
     axes.set_xlabel("time of the claim, UTC")

@@ -141,15 +141,20 @@ def _event(line: bytes) -> dict[str, Any]:
 
 def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
     """LogError at once, not after hours, if no file can be written there. Creates nothing."""
-    existing = Path(directory).absolute()
     try:
-        while not existing.exists():
-            existing = existing.parent
-        with tempfile.TemporaryFile(dir=existing):
+        with tempfile.TemporaryFile(dir=existing(directory)):
             pass
     except OSError as error:
         raise LogError(f"{flag} {directory} cannot be written: {error.strerror}. Make it writable, "
                        f"or give another folder.") from None  # fmt: skip
+
+
+def existing(directory: str | Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    folder = Path(directory).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def store_sources(directory: str | Path, root: str | Path) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import Refused
+from runtime.log import existing
 
 GIB = 2**30
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements.txt"
@@ -107,7 +108,7 @@ def report(
     state = trainer.state_dict()
     saved_bytes = sum(t.nbytes for t in [*state["model"].values(), *state["optim"].values()])
     needed = CHECKPOINTS_ON_DISK * saved_bytes
-    free = machine.on_main(lambda: shutil.disk_usage(folder).free)
+    free = machine.on_main(lambda: shutil.disk_usage(existing(folder)).free)
     machine.say(f"{folder}: {free / GIB:,.1f} GiB free, {needed / GIB:,.1f} needed for checkpoints")
     fits = machine.on_main(lambda: free >= needed)  # other ranks have no state
     machine.say("go" if fits else "no-go: make room, or name another --checkpoint-dir")
