@@ -353,10 +353,11 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "tiny": {
         "modern": PLAIN | {
-            "value_embeds": True, "smear": True, "key_offset": True, "tie_keys": True,
-            "bigram_rows": 5.0, "copying": 0.07, "stages": "modern", "cooldown": 1.0,
-            "momentum": (0.75, 0.75), "steps": 34, "matrix_lr": 0.05, "embed_lr_mul": 40.0,
-            "value_embed_lr_mul": 10.0, "head_lr_mul": 0.5, "val_every": 0,
+            "value_embeds": True, "value_gates": True, "attention_gates": True,
+            "key_offset": True, "tie_keys": True, "copying": 0.07, "bigram_rows": 5.0,
+            "stages": "modern", "cooldown": 1.0, "final_lr": 0.15, "momentum": (0.75, 0.75),
+            "steps": 32, "matrix_lr": 0.05, "embed_lr_mul": 40.0, "value_embed_lr_mul": 10.0,
+            "head_lr_mul": 0.5, "val_every": 0,
         },
         "record42": {},
         "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 660},

@@ -1,7 +1,7 @@
 """Which pieces of the recipe help? Each arm switches off or replaces one, on the same seeds.
 
     python scripts/ablate.py --seeds 0,1,2,3                 all arms; the same command resumes
-    python scripts/ablate.py --arms no_smear -- --steps 200  one arm, with flags of train_gpt.py
+    python scripts/ablate.py --arms no_bigram -- --steps 20  one arm, with flags of train_gpt.py
     python scripts/ablate.py --report                        only print the table of the logs
 
 The logs go to OUT/runs/ARM; the tables are made from them alone, in Markdown. --pieces
@@ -32,7 +32,7 @@ BASELINE = "baseline"
 ARMS = {
     BASELINE: "",
     "no_value_embeds": "--value-embeds off --copying 0",
-    "no_smear": "--smear off",
+    "smear": "--smear on",
     "no_key_offset": "--key-offset off",
     "no_tied_keys": "--tie-keys off",
     "no_bigram": "--bigram-rows 0",
@@ -43,7 +43,7 @@ ARMS = {
     "nonzero_output": "--zero-output off",
     "skips": "--skips on",
     "backout": "--backout on",
-    "attention_gates": "--attention-gates on",
+    "no_attention_gates": "--attention-gates off",
     "x0_mixing": "--x0-mixing on",
     "growing_windows": "--stages windows",
     "adam_every_other_step": "--adam-every 2",
@@ -57,10 +57,10 @@ ARMS = {
     "vector_betas": "--vector-betas 0.9,0.99",
     "multi_token": "--stages ahead",
     "shifted_softcap": "--softcap shifted",
-    "value_gates": "--value-gates on",
+    "no_value_gates": "--value-gates off",
     "gates_under_adam": "--gates adam",
     "paired_heads": "--paired-heads on",
-    "learning_rate_floor": "--final-lr 0.15",
+    "no_learning_rate_floor": "--final-lr 0.1",
     "cached_attention_input": "--cached-input on",
     "head_pairs": "--head-pairs on",
     "signs": "--bigram-signs on",
@@ -241,7 +241,7 @@ def main(argv: Sequence[str]) -> int:
     add("--figure", type=svg, metavar="SVG", help="then draw the effects of --pieces")
     add("extra", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for each run")
     if not argv:
-        fix = "name some, as --arms no_smear --seeds 0,1, or type --seeds 0,1,2,3 for all"
+        fix = "name some, as --arms no_bigram --seeds 0,1, or type --seeds 0,1,2,3 for all"
         raise ValueError(f"without flags this would train {len(ARMS)} arms on 4 seeds: {fix}")
     given = parser.parse_args(argv)
     if given.figure and not given.pieces:

@@ -45,7 +45,7 @@ if wrong == "die":
 if wrong == "diverge":
     write("end", status="nonfinite")
     sys.exit(3)
-losses = {"": [2.5, 2.52, 2.54, 2.56], "--smear off": [2.6, 2.621, 2.642, 2.663],
+losses = {"": [2.5, 2.52, 2.54, 2.56], "--key-offset off": [2.6, 2.621, 2.642, 2.663],
           "--skips on": [2.49, 2.53, 2.53, 2.57]}
 loss = losses.get(flags, [2.4] * 4)[seed]
 write("val", step=10, total_steps=10, val_loss=loss, train_time_ms=1.0)
@@ -64,7 +64,7 @@ def project(tmp_path, monkeypatch) -> Path:
     return root
 
 
-def run(out: Path, *more: str, arms: str = "no_smear", seeds: str = "0,1") -> int:
+def run(out: Path, *more: str, arms: str = "no_key_offset", seeds: str = "0,1") -> int:
     return ablate.main(["--out", str(out), "--arms", arms, "--seeds", seeds, *more])
 
 
@@ -84,13 +84,13 @@ def rows(table: str) -> dict[str, list[str]]:
 
 def test_the_table_is_that_of_the_paired_test(project, tmp_path, capsys):
     out = tmp_path / "out"
-    assert ablate.main(["--out", str(out), "--arms", "no_smear", "skips"]) == 0
+    assert ablate.main(["--out", str(out), "--arms", "no_key_offset", "skips"]) == 0
     table = capsys.readouterr().out
     assert started(out) == 12
     base = [2.5, 2.52, 2.54, 2.56]
     smear = ttest_rel([2.6, 2.621, 2.642, 2.663], base)
     skips = ttest_rel([2.49, 2.53, 2.53, 2.57], base)
-    for arm, test, holm in (("no_smear", smear, 2), ("skips", skips, 1)):
+    for arm, test, holm in (("no_key_offset", smear, 2), ("skips", skips, 1)):
         _, pairs, difference, interval, diverged, p = rows(table)[arm]
         low, high = test.confidence_interval(0.95)
         assert (pairs, diverged) == ("4", "0")
@@ -112,18 +112,18 @@ def test_the_same_command_runs_only_what_is_missing(project, tmp_path):
 
 def test_a_run_that_died_is_named_and_repeated(project, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    monkeypatch.setenv("STUB", "--smear off|1|die")
+    monkeypatch.setenv("STUB", "--key-offset off|1|die")
     assert run(out) == 1
-    assert "no_smear, seed 1: exit code 1" in capsys.readouterr().out
+    assert "no_key_offset, seed 1: exit code 1" in capsys.readouterr().out
     monkeypatch.delenv("STUB")
     assert (run(out), started(out)) == (0, 5)
 
 
 def test_a_run_that_diverged_is_a_result_and_no_pair(project, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("STUB", "--smear off|1|diverge")
+    monkeypatch.setenv("STUB", "--key-offset off|1|diverge")
     out = tmp_path / "out"
     assert (run(out, seeds="0,1,2"), run(out, seeds="0,1,2"), started(out)) == (0, 0, 6)
-    _, pairs, *_, diverged, _ = rows(capsys.readouterr().out)["no_smear"]
+    _, pairs, *_, diverged, _ = rows(capsys.readouterr().out)["no_key_offset"]
     assert (pairs, diverged) == ("2", "1")
 
 
@@ -149,7 +149,7 @@ def test_without_flags_it_says_what_to_type_and_a_report_writes_nothing(project,
 
 def test_one_seed_has_no_interval_and_prints_no_nan(project, tmp_path, capsys):
     assert run(tmp_path / "out", seeds="0") == 0
-    _, pairs, difference, interval, *_ = rows(capsys.readouterr().out)["no_smear"]
+    _, pairs, difference, interval, *_ = rows(capsys.readouterr().out)["no_key_offset"]
     assert (pairs, interval) == ("1", "")
     assert "nan" not in difference
 
@@ -164,9 +164,10 @@ def write_pieces(path: Path, pieces: object) -> list[str]:
 
 def test_a_piece_is_judged_by_what_having_it_does(project, tmp_path, capsys):
     out, figure = tmp_path / "out", tmp_path / "f.svg"
-    arms = ["no_smear", "no_bigram", "own_value", "skips", "backout"]  # the stub: 2.4 at each seed
+    # The stub has 2.4 at each seed.
+    arms = ["no_key_offset", "no_bigram", "own_value", "skips", "backout"]
     small = PIECE | {"size": "too few layers"}
-    given = dict.fromkeys(["no_smear", "no_bigram", "own_value", "skips", "mudd"], PIECE)
+    given = dict.fromkeys(["no_key_offset", "no_bigram", "own_value", "skips", "mudd"], PIECE)
     given["signs"] = small
     pieces = write_pieces(tmp_path / "pieces.json", {
         arm: piece | {"piece": f"piece {arm}"} for arm, piece in given.items()
@@ -182,12 +183,12 @@ def test_a_piece_is_judged_by_what_having_it_does(project, tmp_path, capsys):
     base = [2.5, 2.52, 2.54, 2.56]
     test = ttest_rel(base, [2.6, 2.621, 2.642, 2.663])  # with the piece, and without
     low, high = test.confidence_interval(0.95)
-    _, _, pairs, effect, interval, _, p, _, label = found["no_smear"]
+    _, _, pairs, effect, interval, _, p, _, label = found["no_key_offset"]
     assert (pairs, label) == ("4", "helps here")
     assert float(effect) == pytest.approx((low + high) / 2, abs=6e-5)
     assert interval == f"{low:+.4f} to {high:+.4f}"
-    assert p == rows(table)["no_smear"][-1]
-    assert found["no_smear"][:2] == ["7", "record 0: 5 steps"]
+    assert p == rows(table)["no_key_offset"][-1]
+    assert found["no_key_offset"][:2] == ["7", "record 0: 5 steps"]
     assert found["no_bigram"][-1] == "hurts here"
     assert found["own_value"][-1] == "helps here"
     assert found["skips"][-1] == "not distinguishable here"

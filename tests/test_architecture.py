@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1315,
+    "train_gpt.py": 1316,
     "optim": 1878,
     "kernels": 649,
     "data": 1145,
