@@ -35,9 +35,9 @@ from data.loader import Batch
 from data.lookups import bigrams, random_signs, several_targets, sign_rows
 from data.prefixes import prefix_table, read_bytes
 from data.probes import probe_copying
-from data.sampling import generate
+from data.sampling import write_text
 from data.shards import ShardError
-from data.tokenizers import TOKENIZERS, read_tokenizer
+from data.tokenizers import TOKENIZERS, read_tokenizer, require_tokenizer
 from kernels.attention import ATTENTIONS, Attention, PortableAttention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import facts
@@ -581,11 +581,11 @@ class GPT(nn.Module):
             stream = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
             generator = torch.Generator().manual_seed(int.from_bytes(stream))
             parameter.copy_(self._initial(name, parameter.shape, generator))
-        table = copied_table(self.table)
-        if self.config.copying and table is not None:
+        last = [layer.value_embed for layer in self.table if layer.window == "long"][-1]
+        if self.config.copying and last is not None:
             # A value embedding is the code of its token. The output of a long layer begins as the
             # identity and the head as a reader of the codes: what is attended to is predicted.
-            self.lm_head.copy_(self.config.copying * self.value_embeds[table])
+            self.lm_head.copy_(self.config.copying * self.value_embeds[last])
 
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         kind = name.rpartition(".")[2]
@@ -746,11 +746,6 @@ def layer_table(config: Config) -> list[Layer]:
     return [replace(layer, **off) for layer in LAYERS[config.layers]]
 
 
-def copied_table(table: list[Layer]) -> int | None:
-    """Index of the value embedding of the last long layer."""
-    return [layer.value_embed for layer in table if layer.window == "long"][-1]
-
-
 def initial_scalars(config: Config) -> dict[str, float]:
     """Name and initial value of each learned scalar. All of them are one parameter."""
     scalars: dict[str, float] = {}
@@ -907,11 +902,11 @@ def unties(config: Config, step: int) -> bool:
 
 
 def validates(config: Config, step: int) -> bool:
-    """Whether to validate before this step. After its last step a run always validates."""
+    """Whether to validate before this step, or after the last one: a run always ends with it."""
     every = config.val_every
     if config.val_every_late and step >= 0.9 * config.steps:
         every = config.val_every_late
-    return every > 0 and step % every == 0
+    return step == config.steps or (every > 0 and step % every == 0)
 
 
 def reach(config: Config) -> int:
@@ -1065,8 +1060,7 @@ class Trainer:
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.chosen = {"attention": why, "head": why_head}
         self.changes, self.train_tokens = changes(config), tokens_before(config, config.steps)
-        self.validations = [step for step in range(config.steps) if validates(config, step)]
-        self.validations.append(config.steps)
+        self.validations = [step for step in range(config.steps + 1) if validates(config, step)]
         self.off_track = off_track(config, TRACKS[config.track])
 
     def reset(self, seed: int) -> None:
@@ -1172,15 +1166,10 @@ class Trainer:
         self.enter(config.steps)
 
         def logits(tokens: Tensor) -> Tensor:
-            logits_V = self.model.logits(tokens.to(device), self.windows)[-1]
-            logits_V[config.bos] = -torch.inf  # an early end would leave nothing to see
-            return logits_V
+            return self.model.logits(tokens.to(device), self.windows)[-1]
 
-        written = generate(logits, [config.bos], config.sample_tokens, bos=config.bos,
-                           context=context(config), temperature=0.8)  # fmt: skip
-        text = read_tokenizer(TOKENIZERS[config.vocab_size]).decode(list(written))
-        # A model may write any byte, and none may steer the terminal.
-        return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
+        tokenizer = read_tokenizer(TOKENIZERS[config.vocab_size])
+        return write_text(logits, tokenizer, config.sample_tokens, config.bos, context(config))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
@@ -1270,10 +1259,9 @@ def make_runs(config: Config) -> int:
                     probes = machine.on_main(trainer.probe)
                 if config.track == "tiny" and config.recipe != "adamw" and not trainer.off_track:
                     machine.say(f"the plain GPT with AdamW takes {ADAMW_STEPS} steps to the target")
-                tokenizer = TOKENIZERS.get(config.vocab_size)
                 if config.keep_model:
-                    run.keep(val_loss, tokenizer)
-                if config.sample_tokens and tokenizer is not None and plan is plans[-1]:
+                    run.keep(val_loss, TOKENIZERS.get(config.vocab_size))
+                if config.sample_tokens and config.vocab_size in TOKENIZERS and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")
                 run.finish(val_loss, probes)
@@ -1284,12 +1272,10 @@ def make_runs(config: Config) -> int:
 
 def set_up(config: Config, machine: Machine) -> Trainer:
     """Build a trainer. Refused if it cannot work, before anything costs time."""
-    if machine.device.type == "cpu":
-        # A resumed run must end in the same bits. Filling new memory would only cost time.
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    machines.repeat_bits(machine.device)
     machine.on_main(lambda: require_packages(config))
     machine.on_main(lambda: require_folders(config))
+    machine.on_main(lambda: require_tokenizer(config))
     try:
         trainer = Trainer(config, machine)
     except ValueError as error:  # kernels, optimizers and data do not know Refused

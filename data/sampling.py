@@ -1,6 +1,7 @@
 """Text from a model, token by token. V vocabulary, T tokens so far."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,27 @@ def generate(
         yield token
 
 
+def write_text(
+    logits: Callable[[Tensor], Tensor], tokenizer: Any, count: int, bos: int, context: int
+) -> str:
+    """The first `count` tokens of a document, as text. The arguments are those of `generate`."""
+
+    def without_end(tokens: Tensor) -> Tensor:
+        logits_V = logits(tokens)
+        logits_V[bos] = -torch.inf  # an early end would leave nothing to see
+        return logits_V
+
+    written = generate(without_end, [bos], count, bos=bos, context=context, temperature=0.9)
+    text = tokenizer.decode(list(written))
+    # A model may write any byte, and none may steer the terminal.
+    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
+
+
 def pick(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw one token, on the CPU: a seed then gives the same text on every device, to rounding."""
     if temperature == 0:
         return int(logits_V.argmax())
-    logits_V = logits_V.double().cpu() / temperature
+    logits_V = logits_V.cpu().double() / temperature  # Apple's GPUs have no float64
     if 0 < top_k < len(logits_V):
         least = logits_V.topk(top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)

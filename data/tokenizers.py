@@ -1,6 +1,7 @@
 """The tokenizers that are known: the corpus' own, and GPT-2's."""
 
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
@@ -22,6 +23,12 @@ def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
     except OSError as error:
         raise ValueError(f"tiktoken cannot read its vocabulary: {error}. Connect to the network "
                          f"once, or set TIKTOKEN_CACHE_DIR.") from error  # fmt: skip
+
+
+def require_tokenizer(config: Any) -> None:
+    """ValueError before a run if it could not decode, at its end, what its model writes."""
+    if config.sample_tokens and config.vocab_size in TOKENIZERS:
+        read_tokenizer(TOKENIZERS[config.vocab_size])
 
 
 def token_bytes(tokenizer: tiktoken.Encoding) -> list[bytes]:

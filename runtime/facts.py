@@ -84,7 +84,7 @@ def closing(config: Any, val_loss: float, phases: Sequence[Phase], records: Path
     steps = ["the same with --trials 10 trains ten seeds"]
     if config.trials > 1:
         steps = [f"python scripts/significance.py {config.log_dir} judges the runs"]
-    if config.keep_model:
+    if config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
         steps.insert(0, "python scripts/sample.py lets the model write")
     lines.append(f"next    {'; '.join(steps)}")
     return "\n".join(f"  {line}" for line in lines)

@@ -279,6 +279,14 @@ def out_of_memory(error: BaseException) -> bool:
 # ---- Around a run
 
 
+def repeat_bits(device: torch.device) -> None:
+    """On a CPU, give the same operations the same bits: a resumed run must end in the same."""
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True)
+        # Filling new memory would only cost time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Switch off the collector of reference cycles, whose pauses make single steps slow.

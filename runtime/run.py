@@ -284,14 +284,14 @@ class Run(contextlib.AbstractContextManager):
     def keep(self, val_loss: float, tokenizer: Path | str | None) -> None:
         """Write the trained model, off the clock. A full disk is a warning. Collective."""
         names = ("seed", "source_sha256", "config")
-        facts = {"run_id": self.plan.run_id} | {name: self._header[name] for name in names}
-        facts |= {"steps": self.steps_done, "tokens": self._header["train_tokens"]}
-        facts["val_loss"] = val_loss
+        known = {"run_id": self.plan.run_id} | {name: self._header[name] for name in names}
+        known |= {"steps": self.steps_done, "tokens": self._header["train_tokens"]}
+        known["val_loss"] = val_loss
         with self.pause("keep"):
             model = self.trainer.state_dict()["model"]
             if self._machine.is_main:
                 try:
-                    checkpoint.save_final(self._folder, model, facts, tokenizer)
+                    checkpoint.save_final(self._folder, model, known, tokenizer)
                 except Exception as error:  # of any kind: the run is done all the same
                     self._warn("the trained model", error)
 
@@ -342,9 +342,11 @@ class Run(contextlib.AbstractContextManager):
         self._machine.say(f"{said}, {saved} (log {self._log.path})")
 
     def _clear(self) -> None:
-        """Remove the checkpoints of a finished run. With --keep-model its model stays."""
+        """Remove the checkpoints of a finished run. With --keep-model its model stays, or they."""
         if not self._config.keep_model:
             shutil.rmtree(self._folder, ignore_errors=True)
+        elif not (self._folder / checkpoint.FINAL).exists():  # it could not be written
+            return
         for path in checkpoint.checkpoints(self._folder):
             checkpoint.remove(path)
 

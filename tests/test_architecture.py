@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1316,
+    "train_gpt.py": 1302,
     "optim": 1878,
     "kernels": 649,
-    "data": 1145,
-    "runtime": 2951,
+    "data": 1169,
+    "runtime": 2961,
     "claims": 2333,
     "scripts": 1640,
     "inference": 918,

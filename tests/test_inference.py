@@ -21,6 +21,7 @@ from small_run import run, write_data
 from data.corpus import VOCABULARY, read_vocabulary
 from data.loader import Batch
 from data.sampling import generate, pick
+from data.tokenizers import TOKENIZERS
 from inference import evaluation, hellaswag
 from inference.model import Model, find_model, load_model
 from runtime.checkpoint import CONFIG, SUMS, save_final
@@ -211,6 +212,18 @@ def test_a_changed_vocabulary_is_refused_when_it_is_read(tmp_path):
         load_model(folder).tokenizer.encode("x")
 
 
+def test_a_token_is_drawn_from_a_device_without_float64():
+    class OnApple(torch.Tensor):
+        def double(self):
+            raise TypeError("the MPS framework doesn't support float64")
+
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+    logits = torch.tensor([0.0, 9.0, 0.0])
+    assert pick(logits.as_subclass(OnApple), 0.01, 0, torch.Generator()) == 1
+
+
 # ---- The trainer's part
 
 
@@ -234,6 +247,14 @@ def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, 
         assert outcome.losses(trial) == quiet.losses(trial)
         untimed = [each["name"] for each in outcome.events("phase", trial) if not each["timed"]]
         assert untimed[-3:] == [["validate", "probe", "keep"], ["probe", "keep", "sample"]][trial]
+
+
+def test_a_vocabulary_that_cannot_be_read_is_refused_before_the_run(trained, tmp_path, monkeypatch):
+    data, _, sizes, _ = trained
+    monkeypatch.setitem(TOKENIZERS, 1024, tmp_path / "none.tiktoken")
+    outcome = run(data, tmp_path, **sizes, sample_tokens=9)
+    assert (outcome.code, outcome.logs) == (2, [])
+    assert "tiktoken cannot read its vocabulary" in outcome.err
 
 
 def test_an_evaluation_finds_the_losses_of_the_run(trained, monkeypatch):

@@ -297,3 +297,14 @@ def test_a_signal_in_the_last_validation_lets_the_run_finish_and_saves_the_next(
     assert run(tmp_path, {"validate 10": signalled(signal.SIGTERM)}, trials=2) == 143
     ends = [(end["status"], end["steps"]) for end in events(tmp_path, "end")]
     assert ends == [("done", 10), ("interrupted", 1)]
+
+
+def test_checkpoints_stay_where_the_model_that_was_to_be_kept_cannot_be_written(
+    tmp_path, monkeypatch
+):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_final", full)
+    assert run(tmp_path, {6: wait_for_writer}, checkpoint_every=3, keep_model=True) == 0
+    assert saved_in(tmp_path)[-1] == 9
