@@ -1,6 +1,6 @@
 """Write a model that a run has kept as a folder that transformers loads.
 
-    python scripts/export_model.py checkpoints/RUN/final --to my-model
+    python scripts/export_model.py checkpoints/RUN --to my-model
 
 The folder holds the weights, config.json, the forward pass in one file, and for the `tiny` track
 the tokenizer; docs/export.md shows its use. Needs transformers, which computes the logits that are
@@ -19,12 +19,13 @@ from scripts.command import command, make_parser, start
 @command
 def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("checkpoint", type=Path, help="folder of a kept model")
+    parser.add_argument("checkpoint", type=Path, help="folder of a run, or its final")
     parser.add_argument("--to", type=Path, required=True, help="folder to write; it must be new")
     given = parser.parse_args(argv)
     from inference.export import export  # torch takes seconds, which --help need not
+    from inference.model import find_model
 
-    apart = export(given.checkpoint, given.to)
+    apart = export(find_model(given.checkpoint), given.to)
     print(f"wrote {given.to}; its logits are at most {apart:.1g} from the trainer's")
     return 0
 

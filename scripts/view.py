@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
         write_png(folders, given.png)
     if given.out:
         write_page(store, given.out)
+        print(f"wrote {given.out}")
     if given.png or given.out:
         return 0
     with Server(store, given.port) as server:

@@ -394,6 +394,6 @@ def test_an_export_is_refused_where_transformers_is_missing(kept, tmp_path, caps
 
 
 def test_a_folder_that_is_no_model_or_is_there_already_is_refused(kept, tmp_path, capsys):
-    assert "is no kept model" in refusal(tmp_path / "nothing", tmp_path, capsys)
+    assert "holds no trained model" in refusal(tmp_path / "nothing", tmp_path, capsys)
     (tmp_path / "exported").mkdir()
     assert "exported exists: an export begins with a new folder" in refusal(kept, tmp_path, capsys)
