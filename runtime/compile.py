@@ -56,7 +56,8 @@ def try_compile(
     except Exception as error:  # whatever a compiler raises, the eager function can still run
         if out_of_memory(error):
             raise
-        obstacle = f"compilation failed: {type(error).__name__}: {first_line(error)}"
+        cause = getattr(error, "inner_exception", error)  # what torch's own error is about
+        obstacle = f"compilation failed: {type(cause).__name__}: {first_line(cause)}"
         if mode == "on":
             raise Refused(f"--compile on: {obstacle}. Use --compile auto to go without.") from error
         return function, obstacle
