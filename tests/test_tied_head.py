@@ -201,7 +201,8 @@ def test_a_skipped_step_beside_the_untying_resumes_bit_for_bit(bad, data, tmp_pa
 
 RANKS = {
     "adamw": (2e-6, {"recipe": "adamw"}),
-    "modern": (1e-3, {}),  # its high rates amplify the rounding of sums
+    # The recipe's own rates amplify the rounding of sums.
+    "modern": (2e-4, {"matrix_lr": 0.03, "embed_lr_mul": 25.0, "head_lr_mul": 1.0}),
 }
 
 
