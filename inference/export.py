@@ -1,6 +1,5 @@
 """Export of a kept model to a folder that transformers loads: see docs/export.md."""
 
-import hashlib
 import importlib.util
 import json
 import shutil
@@ -9,20 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from data.corpus import PATTERN
-from kernels.attention import PortableAttention
+from data.corpus import PATTERN, VOCABULARY
+from inference.model import Model, load_model
 from kernels.head import capped
+from runtime.checkpoint import CONFIG, MODEL
 from runtime.errors import Refused
-from runtime.settings import SETTINGS_OF_A_RUN
-from train_gpt import GPT, SOFTCAPS, Config, Layer, rotary_at, stage_at, windows_at
+from train_gpt import GPT, SOFTCAPS, Config, Layer, linear, rotary_at, windows_at
 
-MODEL, FACTS, SUMS, VOCABULARY = (
-    "model.safetensors", "config.json", "checksums.json", "vocabulary.tiktoken",
-)  # fmt: skip
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
 
 # The settings of the model that the exported one follows, and those that only training needs. Any
@@ -55,9 +50,10 @@ def export(kept: Path, to: Path) -> float:
     if to.exists():
         raise Refused(f"{to} exists: an export begins with a new folder. Remove it, or choose "
                       "another --to.")  # fmt: skip
-    facts, weights = read_kept(kept)
-    model = trained_model(read_config(facts["config"]), weights)
-    described = exported_config(model, facts)
+    trained = load_model(kept, "cpu", torch.float32)
+    require_followed(trained.config)
+    model = trained.gpt
+    described = exported_config(model, trained.facts)
     if importlib.util.find_spec("transformers") is None:
         raise Refused("an export is compared with the trainer's model by transformers, which is "
                       "not installed: python -m pip install transformers")  # fmt: skip
@@ -66,42 +62,17 @@ def export(kept: Path, to: Path) -> float:
     partial.mkdir(parents=True)
     try:
         write_model(model, described, partial)
-        if (kept / VOCABULARY).exists():
-            write_tokenizer(kept / VOCABULARY, partial)
-        apart = largest_difference(model, partial)
+        if (kept / VOCABULARY.name).exists():
+            write_tokenizer(kept / VOCABULARY.name, partial)
+        apart = largest_difference(trained, partial)
         partial.rename(to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return apart
 
 
-# ---- What was kept
-
-
-def read_kept(kept: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The facts and the weights by name. Refused if a file is missing or has changed."""
-    try:
-        sums = json.loads((kept / SUMS).read_bytes())
-        for name in (MODEL, FACTS):
-            found = hashlib.sha256((kept / name).read_bytes()).hexdigest()
-            if found != sums.get(name):
-                raise Refused(f"{kept / name} has SHA-256 {found:.12}, not the one in {SUMS}: it "
-                              "has changed since it was kept.")  # fmt: skip
-        return json.loads((kept / FACTS).read_bytes()), load_file(kept / MODEL)
-    except OSError as error:
-        raise Refused(f"{kept} is no kept model: {error}. Runs with --keep-model on leave one in "
-                      "checkpoints/RUN/final.") from None  # fmt: skip
-
-
-def read_config(settings: dict[str, Any]) -> Config:
-    """The configuration of the run. Refused for a setting that an export cannot follow."""
-    settings = {name: settings[name] for name in settings if name not in SETTINGS_OF_A_RUN}
-    known = {field.name for field in fields(Config)} - set(SETTINGS_OF_A_RUN)
-    for name in sorted(known ^ set(settings)):
-        where = "the model" if name in settings else "this trainer"
-        raise Refused(f"the setting {name} is known only to {where}: export with the source that "
-                      "trained the model.")  # fmt: skip
-    config = Config(**{name: as_setting(value) for name, value in settings.items()})
+def require_followed(config: Config) -> None:
+    """Refused for a setting that the exported model cannot follow."""
     section = ""
     for field in fields(Config):
         section = field.metadata["section"] or section
@@ -113,32 +84,6 @@ def read_config(settings: dict[str, Any]) -> Config:
     if SOFTCAPS[config.softcap][0] not in FOLLOWED_SOFTCAPS:
         raise Refused(f"the setting softcap {config.softcap} is none of the kinds that "
                       f"{MODELING.name} has: {', '.join(FOLLOWED_SOFTCAPS)}.")  # fmt: skip
-    return config
-
-
-def as_setting(value: Any) -> Any:
-    """JSON has lists where settings are tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def trained_model(config: Config, weights: dict[str, Tensor]) -> GPT:
-    """The trainer's model in float32 on the CPU, as at the last validation."""
-    model = GPT(config, torch.float32, torch.device("cpu"), PortableAttention())
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for name in sorted(shapes.keys() | weights.keys()):
-        found = weights[name].shape if name in weights else None
-        if found != shapes.get(name):
-            raise Refused(f"parameter {name} is {shape_text(found)} in the kept model and "
-                          f"{shape_text(shapes.get(name))} in this trainer: export with the source "
-                          "that trained it.")  # fmt: skip
-    model.load_state_dict(weights)
-    model.set_rotary(*rotary_at(config, config.steps))
-    model.tied = stage_at(config, config.steps).tied
-    return model
-
-
-def shape_text(shape: torch.Size | None) -> str:
-    return "absent" if shape is None else f"of shape {tuple(shape)}"
 
 
 # ---- What is written
@@ -147,7 +92,7 @@ def shape_text(shape: torch.Size | None) -> str:
 def write_model(model: GPT, described: dict[str, Any], folder: Path) -> None:
     """Write weights, config.json and the forward pass."""
     save_file(exported_weights(model), folder / MODEL, metadata={"format": "pt"})
-    write_json(folder / FACTS, described)
+    write_json(folder / CONFIG, described)
     shutil.copy(MODELING, folder)
 
 
@@ -253,21 +198,21 @@ def write_tokenizer(vocabulary: Path, folder: Path) -> None:
                {"tokenizer_class": "PreTrainedTokenizerFast"} | roles)  # fmt: skip
 
 
-def largest_difference(model: GPT, folder: Path) -> float:
+def largest_difference(trained: Model, folder: Path) -> float:
     """How far the logits of an export are at most from those of the trainer's model.
 
     Refused if they are not the same: then the trainer has changed, and the modeling file has not.
     """
     from inference.modeling_speedrun import SpeedrunForCausalLM
 
-    config = model.config
+    config = trained.config
     count = min(CHECKED_TOKENS, config.sequence)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, count), generator=generator)
     tokens[0, [0, count // 3]] = config.bos
     exported = SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        apart = (exported(tokens).logits - trainer_logits(model, tokens)).abs().max().item()
+        apart = (exported(tokens).logits - trainer_logits(trained, tokens)).abs().max().item()
     if not apart <= TOLERANCE:
         raise Refused(f"the logits of the export differ by {apart:.2g} from those of train_gpt.py:"
                       f" bring inference/{MODELING.name} up to date with its forward pass."
@@ -275,16 +220,13 @@ def largest_difference(model: GPT, folder: Path) -> float:
     return apart
 
 
-def trainer_logits(model: GPT, tokens_BT: Tensor) -> Tensor:
+def trainer_logits(trained: Model, tokens_BT: Tensor) -> Tensor:
     """Logits (B, T, V) of the trainer's model, float32, without the padding of the vocabulary."""
-    config, T = model.config, tokens_BT.size(1)
+    config, gpt = trained.config, trained.gpt
     begins_BT = (tokens_BT == config.bos) & config.align
     begins_BT[:, 0] = True
     starts = begins_BT.flatten().nonzero().flatten()
     cu_seqlens = torch.cat([starts, torch.tensor([tokens_BT.numel()])]).int()
-    windows = windows_at(config, config.steps)
-    attended = {kind: model.attention.window(count) for kind, count in windows.items()}
-    x_BTC = model.hidden(tokens_BT, cu_seqlens, attended, longest=T)
-    bias = None if model.lm_head_bias is None else model.lm_head_bias.to(x_BTC.dtype)
-    logits = F.linear(x_BTC, model.output_weight.to(x_BTC.dtype), bias).float()
+    x_BTC = gpt.hidden(tokens_BT, cu_seqlens, trained.windows, longest=tokens_BT.size(1))
+    logits = linear(x_BTC, gpt.output_weight, gpt.lm_head_bias).float()
     return capped(logits, SOFTCAPS[config.softcap])[..., : config.vocab_size]

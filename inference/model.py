@@ -36,8 +36,10 @@ def find_model(path: Path | None) -> Path:
                   f"checkpoints/RUN/{FINAL}.")  # fmt: skip
 
 
-def load_model(folder: Path, device: str = "auto") -> "Model":
-    """Read what a run with --keep-model left. device: auto, cpu or cuda.
+def load_model(
+    folder: Path, device: str = "auto", dtype: torch.dtype | None = None
+) -> "Model":
+    """Read what a run with --keep-model left. device: auto, cpu or cuda; dtype: None for the run's.
 
     Refused if a file has changed, if a setting is not known here, or if the device is missing.
     """
@@ -48,7 +50,7 @@ def load_model(folder: Path, device: str = "auto") -> "Model":
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch sees no GPU here. Use --device cpu.")
-    dtype = compute_dtype(config.dtype, place)
+    dtype = dtype or compute_dtype(config.dtype, place)
     attention, _ = choose_attention("auto", place, dtype, config.head_dim)
     gpt = GPT(config, dtype, place, attention)
     try:

@@ -24,7 +24,7 @@ BUDGETS = {
     "runtime": 2962,
     "claims": 2333,
     "scripts": 1642,
-    "inference": 918,
+    "inference": 862,
     "view": 349,
     "view/page.html": 134,
     "view/page.js": 447,
