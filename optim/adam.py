@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .base import ShardedOptimizer, State, decay_of, descend
 from .buckets import Bucket, widest
+from .sharded import is_sharded, shard_length
 
 LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 
@@ -40,6 +41,7 @@ class Adam(ShardedOptimizer):
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "eps": (0, float("inf")), "betas": (0, 1)}
+    elementwise = True
     at_once = 2**18  # a few such float32 pieces fit a CPU's cache
 
     def __init__(
@@ -56,6 +58,9 @@ class Adam(ShardedOptimizer):
         super().__init__(params, defaults, **options)
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
+        if is_sharded(param):
+            length, total = shard_length(param, ranks), param.numel()
+            return [(1, min(length, total - begin)) for begin in range(0, total, length)]
         if ranks == 1 or param.numel() < LARGE:
             return [(1, param.numel())]
         bounds = [param.numel() * rank // ranks for rank in range(ranks + 1)]

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
 
-from .buckets import READ_AT_ONCE, Bucket, Message, Part, Team, copy_all, deal, gathered, widest
+from .buckets import READ_AT_ONCE, Bucket, Message, Part, copy_all, deal, gathered, widest
+from .sharded import Exchange, is_sharded, shard_length, shards_of, team_of, whole
 from .state import names_of
 
 
@@ -87,7 +88,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     A subclass cuts parameters into parts (`_cuts`), describes their state (`_states`) and names its
     method (`_method`). process_group: None for one process. Gradients are summed over the ranks
-    and divided once by grad_divisor. compiled: whether to compile `update`; None: only on CUDA.
+    and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
+    that are already reduced: these are only divided. compiled: whether to compile `update`; None:
+    only on CUDA.
     State lives in buckets: read it with `named_state` or `state_dict`.
     """
 
@@ -97,6 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         "weight_decay": (0, math.inf),
         "wd_mul": (0, math.inf),
     }
+    elementwise: ClassVar[bool] = False  # a shard can be stepped where it lies
     at_once: int  # elements that a CPU steps in one call; more would not fit its caches
 
     def __init__(
@@ -113,7 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
         super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
-        self.team = Team.of(process_group)
+        self._process_group = process_group
         keep_freed_memory()
         self._build()
 
@@ -157,11 +161,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._names = dict(zip(self._group_of, names_of(self), strict=True))
         self._device = next(iter(self._names)).device
+        self.team = team_of(self._names, self._process_group)
+        self._sharded = is_sharded(next(iter(self._names)))
+        # Names alone. torch.distributed.checkpoint would step an optimizer that has no state.
+        for param, group in self._group_of.items():
+            self.state[param] = dict.fromkeys(self._states(param, group))
         self._parts: dict[Tensor, list[Part]] = {}
         self._owner: dict[Part, int] = {}
         self._place: dict[Part, tuple[Bucket, slice]] = {}  # of the parts owned here
         self.messages: list[Message] = []
         self.buckets: list[Bucket] = []
+        self._local: list[Bucket] = []  # whose gradients and weights need no message
         alike: dict[torch.dtype, list[Part]] = {}
         for number, (param, name) in enumerate(self._names.items()):
             self._check(name, param, self._group_of[param])
@@ -169,7 +179,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             alike.setdefault(param.dtype, []).extend(self._parts[param])
         for parts in alike.values():
             if self.team.size == 1:
-                self._own(parts)
+                self._local += self._own(parts)
+            elif self.elementwise and self._sharded:
+                self._keep(parts)
             else:
                 self._share(parts)
         numbers = [part.number for bucket in self.buckets for part in bucket.parts]
@@ -179,13 +191,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if param.numel() == 0:  # nothing to step, though it has state
             return []
         group, parts, start, index = self._group_of[param], [], 0, 0
+        first = self.team.rank * shard_length(param, self.team.size) if self._sharded else 0
         for shape in self._cuts(param, group, self.team.size):
             # The rate depends on the stored shape, so a bucket holds parameters of one shape.
             key = (shape, tuple(param.shape), id(group))
-            parts.append(Part(param, number, start, index, shape, key))
+            parts.append(Part(param, number, start, index, shape, key, first))
             start += math.prod(shape)
             index += shape[0]
         return parts
+
+    def _keep(self, parts: list[Part]) -> None:
+        """Let each rank own the shards that it holds; a part is a shard."""
+        for part in parts:
+            self._owner[part] = part.start // shard_length(part.param, self.team.size)
+        self._local += self._own([part for part in parts if self._owner[part] == self.team.rank])
 
     def _share(self, parts: list[Part]) -> None:
         """Deal parts of one dtype to the ranks and build the messages that carry them."""
@@ -195,7 +214,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 # Parts of one bucket stand together: a bucket is one stretch of the message.
                 share.sort(key=lambda part: (keys.index(part.key), part.number, part.start))
                 self._owner.update(dict.fromkeys(share, rank))
-            self.messages.append(Message(shares, self.team))
+            kind = Exchange if self._sharded else Message
+            self.messages.append(kind(shares, self.team))
             self.messages[-1].buckets = self._own(shares[self.team.rank])
 
     def _own(self, parts: list[Part]) -> list[Bucket]:
@@ -280,9 +300,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not flag:
                 return
             flag = None  # a CPU reads the flag for free, and then needs no selection
-        if self.team.size == 1:
-            for bucket in self.buckets:
-                self._step(bucket, flag)
+        for bucket in self._local:
+            self._step(bucket, flag)
         for message in self.messages:
             segment = message.open()
             for bucket in message.buckets:
@@ -295,7 +314,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             write()
         self._gathers = []
         for bucket in self.buckets:
-            bucket.sums = bucket.fresh = None
+            bucket.sums = bucket.fresh = bucket.old = None
 
     def _step(self, bucket: Bucket, ok: Tensor | None) -> None:
         taken = ok
@@ -322,7 +341,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 sums = [tensor[:, columns] for tensor in bucket.gradients(parts)]
             else:
                 sums = [bucket.sums[matrices, columns]]
-            weights = [tensor[:, columns] for tensor in bucket.weights(parts)]
+            weights = bucket.weights(parts) if bucket.old is None else [bucket.old[matrices]]
+            weights = [tensor[:, columns] for tensor in weights]
             kept = [tensor[matrices, columns] for tensor in state.values()]
             run(method, sums, weights, target, kept, flag, divisor, given)
         if t is not None:
@@ -331,7 +351,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""
         count = sum(param.numel() for param in self._names)
-        return f"{type(self).__name__}: {count:,} parameters on {self.team.size} rank(s)"
+        text = f"{type(self).__name__}: {count:,} parameters on {self.team.size} rank(s)"
+        if self._sharded:
+            sent = sum(m.bytes_sent() for m in self.messages if isinstance(m, Exchange))
+            text += f", in shards, {sent / 2**20:,.1f} MiB leave this rank a step"
+        return text
 
     # ---- state
 
@@ -381,19 +405,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._load(tensors)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        for part, (bucket, place) in self._place.items():
-            for name, stacked in bucket.state.items():
-                whole = tensors.get(f"{self._names[part.param]}.{name}")
-                if whole is not None:
-                    stacked[place].copy_(part.cut(whole).view_as(stacked[place]))
+        for param, group in self._group_of.items():
+            for name in self._states(param, group):
+                given = tensors.get(f"{self._names[param]}.{name}")
+                if given is None:
+                    continue
+                given = whole(given, self._device)
+                for part in self._parts[param]:
+                    if part in self._place:
+                        bucket, place = self._place[part]
+                        stacked = bucket.state[name][place]
+                        stacked.copy_(part.cut(given).view_as(stacked))
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state in torch's form, copied and equal on all ranks. Collective."""
-        numbers = {name: number for number, name in enumerate(self._names.values())}
+        """The whole state in torch's form, copied and equal on all ranks. Collective.
+
+        State shaped as a sharded parameter is a DTensor, sharded alike.
+        """
+        numbered = {self._names[pair[1]]: pair for pair in enumerate(self._names)}
         state: dict[int, dict[str, Tensor]] = {}
         for key, tensor in self.named_state():
             name, _, kind = key.rpartition(".")
-            state.setdefault(numbers[name], {})[kind] = tensor
+            number, param = numbered[name]
+            if self._sharded and tensor.shape == param.shape:
+                tensor = shards_of(tensor, param, self.team)
+            state.setdefault(number, {})[kind] = tensor
         return {"state": state, "param_groups": super().state_dict()["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -407,11 +443,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own = [len(group["params"]) for group in self.param_groups]
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
+        keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
+        named = dict(zip(keys, names, strict=True))
         tensors = {}
-        for number, state in state_dict["state"].items():
+        for key, state in state_dict["state"].items():
             for kind, tensor in state.items():
                 kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's
-                tensors[f"{names[number]}.{kind}"] = tensor
+                tensors[f"{named[key]}.{kind}"] = tensor
         self.load_named_state(tensors)
         # The backend depends on the machine, so it is not loaded.
         known = {*self.defaults, "initial_lr"} - {"backend"}

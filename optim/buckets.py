@@ -59,14 +59,39 @@ class Part:
     index: int  # matrices of the parameter before this part
     shape: tuple[int, ...]
     key: Hashable  # parts with one key share a bucket
+    first: int = 0  # element of a sharded parameter that this rank's shard begins with
 
     @property
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
 
+    def place_of(self, element: int) -> int:
+        """Place in this part of an element of the parameter, or the nearer end."""
+        return min(max(element - self.start, 0), self.numel)
+
+    def weight(self) -> Tensor:
+        """This part of the parameter, as a view; see `here`."""
+        return self.here(self.param)
+
+    def gradient(self) -> Tensor:
+        """This part of the gradient; zeros if there is none."""
+        grad = self.param.grad
+        return torch.zeros_like(self.weight()) if grad is None else self.here(grad)
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """This part of the parameter or its gradient.
+
+        Of a sharded one, what lies on this rank; that is flat if it is not the whole part.
+        """
+        flat = local(tensor).detach().reshape(-1)
+        begin, end = self.place_of(self.first), self.place_of(self.first + len(flat))
+        offset = self.start - self.first
+        found = flat[offset + begin : offset + end]
+        return found.view(self.shape) if len(found) == self.numel else found
+
     def cut(self, whole: Tensor) -> Tensor:
-        """This part of the parameter, of its gradient, or of one of its state tensors, as a view.
+        """This part of a state tensor of the whole parameter, as a view.
 
         A smaller state tensor holds its share of each matrix in turn, (matrices, ., .), or is cut
         in proportion.
@@ -91,6 +116,7 @@ class Bucket:
     # With several ranks, stretches of a message: received gradient sums, new weights to send.
     sums: Tensor | None = None
     fresh: Tensor | None = None
+    old: Tensor | None = None  # received weights, if they lie in shards
 
     def __post_init__(self) -> None:
         self.param = self.parts[0].param  # one of them, for dtype, device and stored shape
@@ -101,15 +127,11 @@ class Bucket:
 
     def gradients(self, parts: slice = slice(None)) -> list[Tensor]:
         """The gradient of each part; zeros where a parameter has none."""
-        found = []
-        for part in self.parts[parts]:
-            grad = part.param.grad
-            found.append(self.param.new_zeros(part.shape) if grad is None else part.cut(grad))
-        return found
+        return [part.gradient() for part in self.parts[parts]]
 
     def weights(self, parts: slice) -> list[Tensor]:
         """The weights of each part, as views."""
-        return [part.cut(part.param.detach()) for part in self.parts[parts]]
+        return [part.weight() for part in self.parts[parts]]
 
     def norms(self) -> Iterable[Tensor]:
         """Norm of each part's summed gradient, computed in float32 at least."""
@@ -146,6 +168,10 @@ class Message:
         self.like = next(part.param for share in shares for part in share)
         self.buckets: list[Bucket] = []  # of this rank, in the order of its segment
 
+    def zeros(self, *shape: int) -> Tensor:
+        """Zeros of the parts' dtype and device; a plain tensor even if the parts lie in shards."""
+        return torch.zeros(shape, dtype=self.like.dtype, device=self.like.device)
+
     def places(self, message: Tensor) -> Iterator[tuple[Part, Tensor]]:
         """Yield every part and its place in a message (ranks, length)."""
         for rank, share in enumerate(self.shares):
@@ -164,21 +190,21 @@ class Message:
 
     def reduce(self) -> Callable[[], None]:
         """Send the gradients to their owners; the returned function waits for the sums."""
-        message = self.like.new_zeros(self.team.size, self.length)
+        message = self.zeros(self.team.size, self.length)
         targets, sources = [], []
         for part, place in self.places(message):
             if part.param.grad is not None:
                 targets.append(place)
-                sources.append(part.cut(part.param.grad))
+                sources.append(part.here(part.param.grad))
         copy_all(targets, sources)
-        sums = self.like.new_empty(self.length)
+        sums = self.zeros(self.length)
         for bucket, stretch in self.stacks(sums):
             bucket.sums = stretch
         return launched(reduce_scatter, sums, message.view(-1), group=self.team.group)
 
     def open(self) -> Tensor:
         """A segment for the new weights of the owned buckets."""
-        segment = self.like.new_empty(self.length)
+        segment = self.zeros(self.length)
         for bucket, stretch in self.stacks(segment):
             bucket.fresh = stretch
         return segment
@@ -191,7 +217,7 @@ class Message:
         def write() -> None:
             wait()
             pairs = list(self.places(everything))
-            targets = [part.cut(part.param.detach()) for part, _ in pairs]
+            targets = [part.weight() for part, _ in pairs]
             copy_all(targets, [new for _, new in pairs])
 
         return write
@@ -220,6 +246,11 @@ def gathered(mine: Tensor, team: Team) -> Tensor:
     everyone = mine.new_empty(team.size, *mine.shape)
     launched(all_gather, everyone.view(-1), mine.view(-1), group=team.group)()
     return everyone
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def copy_all(targets: list[Tensor], sources: Iterable[Tensor]) -> None:

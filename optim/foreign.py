@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buckets import READ_AT_ONCE, Team, launched
+from .buckets import READ_AT_ONCE, Team, launched, local
+from .sharded import whole
 from .state import names_of, params_of
 
 
@@ -67,7 +68,8 @@ class Foreign:
             if self.grad_divisor != 1:
                 param.grad.div_(self.grad_divisor)
             wide = torch.promote_types(param.dtype, torch.float32)
-            norms.append(torch.linalg.vector_norm(param.grad, dtype=wide).float())
+            norm = torch.linalg.vector_norm(param.grad, dtype=wide)
+            norms.append(whole(norm, zero.device).float())
         return torch.stack(norms)
 
     def step(self, *, ok: Tensor | bool) -> None:
@@ -76,7 +78,8 @@ class Foreign:
             if ok:
                 self.optimizer.step()
             return
-        weights = [(p.detach(), p.detach().clone()) for p in self.params if p.grad is not None]
+        stepping = [local(param).detach() for param in self.params if param.grad is not None]
+        weights = [(weight, weight.clone()) for weight in stepping]
         before = {key: value.clone() for key, value in self._state().items()}  # step() overwrites
         self.optimizer.step()
         after = self._state()
@@ -111,5 +114,5 @@ class Foreign:
                         f"could not be undone without waiting; build {optimizer} with "
                         "capturable=True or fused=True"
                     )
-                found[param, kind] = value
+                found[param, kind] = local(value)
         return found

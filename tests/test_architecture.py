@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
     "train_gpt.py": 1302,
-    "optim": 1878,
+    "optim": 2099,
     "kernels": 649,
     "data": 1169,
     "runtime": 2962,

@@ -37,8 +37,9 @@ KINDS = {"sh", "console", "python", "diff", "text"}
 # Programs of a page that no test starts.
 FOREIGN = {"git", "cd", "source", "cmp", "grep", "tail", "ruff", "mypy", "bash", "pip", "mkdocs"}
 # Pages whose python blocks need more than the trainer: tests of their own run them, step.md's and
-# use_the_model.md's below, the first of export.md in test_export.py. Its second needs a hub.
-TESTED_ALONE = ("step.md", "export.md", "use_the_model.md")
+# use_the_model.md's below, that of optimizers.md in test_fsdp.py, the first of export.md in
+# test_export.py. Its second needs a hub.
+TESTED_ALONE = ("step.md", "export.md", "optimizers.md", "use_the_model.md")
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 by_written_page = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)

@@ -1,0 +1,144 @@
+"""Parameters that torch's fully_shard splits by rows over the ranks (FSDP2 and HSDP).
+
+Each rank holds a shard: the same number of rows, fewer or none at the end. Gradients arrive reduced
+and in shards. Adam steps a shard where it lies. For Muon one all-to-all takes the pieces of
+gradients and weights to the rank that owns a matrix, and one brings new weights back.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .buckets import Message, Part, Team, copy_all, launched, local
+
+Pieces = list[list[Tensor]]  # flat tensors for each rank, or from each rank
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(tensor, "to_local")
+
+
+def shard_length(param: Tensor, ranks: int) -> int:
+    """Elements of a full shard. Rank r holds those from r times this number on."""
+    rows, *rest = param.shape
+    return -(-rows // ranks) * math.prod(rest)
+
+
+def team_of(names: Mapping[Any, str], process_group: Any) -> Team:
+    """The ranks that share the rows of the parameters; if none is sharded, those of the group.
+
+    ValueError for placements other than fully_shard's, for several meshes, and for a group beside.
+    """
+    if not any(is_sharded(param) for param in names):
+        return Team.of(process_group)
+    from torch.distributed.tensor import Replicate, Shard
+
+    supported = [(Shard(0),), (Replicate(), Shard(0))]
+    for param, name in names.items():
+        if is_sharded(param) and tuple(param.placements) not in supported:
+            rule = " or ".join(map(str, supported))
+            what = f"parameter {name} has placements {tuple(param.placements)}"
+            raise ValueError(f"{what}; supported is {rule}, as fully_shard splits over one mesh")
+    meshes: dict[Any, str] = {}
+    for param, name in names.items():
+        meshes[getattr(param, "device_mesh", None)] = name
+    if len(meshes) > 1:
+        where = ", ".join(f"{name} on {mesh or 'none'}" for mesh, name in meshes.items())
+        raise ValueError(f"parameters lie on several meshes: {where}; build an optimizer for each")
+    [(mesh, name)] = meshes.items()
+    if process_group is not None:
+        what = f"fully_shard has already reduced the gradient of parameter {name}"
+        raise ValueError(f"{what}; leave out process_group")
+    # Each replica of HSDP takes the whole step: its ranks hold the same reduced gradients.
+    return Team.of(mesh.get_group(mesh.ndim - 1))
+
+
+def whole(tensor: Any, device: torch.device) -> Tensor:
+    """All of a DTensor, on `device`; any other tensor as it is. Collective for a DTensor."""
+    return tensor.to(device).full_tensor() if is_sharded(tensor) else tensor
+
+
+def shards_of(tensor: Tensor, param: Any, team: Team) -> Tensor:
+    """A whole tensor as a DTensor that is sharded like `param`; the shard is copied."""
+    from torch.distributed.tensor import DTensor
+
+    mine = local(param)
+    first = team.rank * shard_length(param, team.size)
+    shard = tensor.view(-1)[first : first + mine.numel()].view(mine.shape).clone()
+    return DTensor.from_local(
+        shard, param.device_mesh, param.placements,
+        run_check=False, shape=param.shape, stride=param.stride(),
+    )  # fmt: skip
+
+
+class Exchange(Message):
+    """A message of parts that lie in shards. Nothing is summed and nothing padded."""
+
+    def near(self, find: Callable[[Part], Tensor]) -> Pieces:
+        """What lies on this rank of each owner's parts, in the order of the owners."""
+        return [[find(part).reshape(-1) for part in share] for share in self.shares]
+
+    def far(self, segment: Tensor) -> Pieces:
+        """The places in this rank's segment of what lies on each rank."""
+        pieces: Pieces = [[] for _ in self.shares]
+        begin = 0
+        for part in self.shares[self.team.rank]:
+            stretch = segment[begin : begin + part.numel]
+            begin += part.numel
+            length = shard_length(part.param, self.team.size)
+            for rank, found in enumerate(pieces):
+                ends = part.place_of(rank * length), part.place_of((rank + 1) * length)
+                found.append(stretch[slice(*ends)])
+        return pieces
+
+    def reduce(self) -> Callable[[], None]:
+        """Send gradients and weights to their owners; the returned function waits for them."""
+        sums, old = self.zeros(self.length), self.zeros(self.length)
+        for bucket, stretch in self.stacks(sums):
+            bucket.sums = stretch
+        for bucket, stretch in self.stacks(old):
+            bucket.old = stretch
+        sent = joined(self.near(Part.gradient), self.near(Part.weight))
+        return self.send(sent, joined(self.far(sums), self.far(old)))
+
+    def gather(self, segment: Tensor) -> Callable[[], None]:
+        """Send new weights to their shards; the returned function waits and writes them."""
+        return self.send(self.far(segment), self.near(Part.weight))
+
+    def send(self, sent: Pieces, received: Pieces) -> Callable[[], None]:
+        """Send each rank its pieces; the returned function waits and fills those received."""
+        message = torch.cat([self.zeros(0), *chain(*sent)])
+        targets = list(chain(*received))
+        lengths = [len(target) for target in targets]
+        room = message.new_empty(sum(lengths))
+        collective = functools.partial(
+            dist.all_to_all_single,
+            output_split_sizes=[sum(map(len, pieces)) for pieces in received],
+            input_split_sizes=[sum(map(len, pieces)) for pieces in sent],
+        )
+        wait = launched(collective, room, message, group=self.team.group)
+
+        def write() -> None:
+            wait()
+            copy_all(targets, room.split(lengths))
+
+        return write
+
+    def bytes_sent(self) -> int:
+        """Bytes that leave this rank in a step."""
+        back = self.far(self.zeros(self.length))
+        sent = joined(self.near(Part.weight), self.near(Part.weight), back)
+        others = [pieces for rank, pieces in enumerate(sent) if rank != self.team.rank]
+        return sum(piece.nbytes for piece in chain(*others))
+
+
+def joined(*several: Pieces) -> Pieces:
+    """For each rank the pieces of all."""
+    return [list(chain(*pieces)) for pieces in zip(*several, strict=True)]
