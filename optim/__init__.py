@@ -3,7 +3,12 @@
 from .adam import Adam
 from .groups import Row, build_optimizers
 from .guards import Guard, Skip
+from .hooks import MomentumHook, UpdateHook
+from .hyperball import Hyperball
+from .lookahead import Lookahead
+from .mixture import Mixture
 from .muon import Muon, NorMuon
+from .row_floor import RowFloor
 from .spikes import SpikeRule
 from .state import (
     copy_state,
@@ -15,6 +20,7 @@ from .state import (
 )
 
 __all__ = [
-    "Adam", "Guard", "Muon", "NorMuon", "Row", "Skip", "SpikeRule", "build_optimizers",
-    "copy_state", "gather_state", "load_named_state", "named_state", "reset", "spread_state",
+    "Adam", "Guard", "Hyperball", "Lookahead", "Mixture", "MomentumHook", "Muon", "NorMuon", "Row",
+    "RowFloor", "Skip", "SpikeRule", "UpdateHook", "build_optimizers", "copy_state",
+    "gather_state", "load_named_state", "named_state", "reset", "spread_state",
 ]  # fmt: skip

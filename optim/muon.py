@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .base import ShardedOptimizer, State, decay_of, descend
 from .buckets import Bucket
+from .hooks import MomentumHook, UpdateHook
 from .orthogonalize import CPU_BATCH_BYTES, Choice, choose, native_dtype, orthogonalized
 
 # Factor on the step of a matrix, by its stored shape (rows, cols).
@@ -25,30 +26,37 @@ Split = int | tuple[int, ...] | None
 
 
 def muon(
-    gradients: Tensor, weights: Tensor, momentum: Tensor, *,
-    rate: Any, decay: Any, beta: Any, nesterov: bool, cautious: bool, choice: Choice,
+    gradients: Tensor, weights: Tensor, momentum: Tensor, *state: Tensor,
+    rate: Any, decay: Any, beta: Any, lr: Any, nesterov: bool, cautious: bool, choice: Choice,
+    momentum_hook: MomentumHook, update_hook: UpdateHook,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One step of Muon. Returns new (weights, momentum).
+    """One step of Muon. Returns new (weights, momentum, *state of the hooks).
 
     rate: learning rate times the scale of the shape. decay: a share of the weights, or None.
     """
+    own = len(momentum_hook.state())
     momentum = torch.lerp(momentum, gradients, 1 - beta)
-    update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
+    memory, *mixed = momentum_hook.mix(gradients, momentum, *state[:own])
+    update = torch.lerp(gradients, memory, beta) if nesterov else memory
     direction = orthogonalized(update, choice)
-    return descend(weights, direction * rate, decay, cautious), momentum
+    moved = descend(weights, direction * rate, decay, cautious)
+    moved, *held = update_hook.move(weights, moved, lr, *state[own:])
+    return moved, momentum, *mixed, *held
 
 
 def normuon(
-    gradients: Tensor, weights: Tensor, momentum: Tensor, variance: Tensor, *,
-    rate: Any, decay: Any, beta: Any, nesterov: bool, cautious: bool, choice: Choice,
-    beta2: float, axis: int,
+    gradients: Tensor, weights: Tensor, momentum: Tensor, variance: Tensor, *state: Tensor,
+    rate: Any, decay: Any, beta: Any, lr: Any, nesterov: bool, cautious: bool, choice: Choice,
+    momentum_hook: MomentumHook, update_hook: UpdateHook, beta2: float, axis: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One step of NorMuon. Returns new (weights, momentum, variance).
+    """One step of NorMuon. Returns new (weights, momentum, variance, *state of the hooks).
 
     variance: running mean square along `axis`, (k, rows, 1) for -1 and (k, 1, cols) for -2.
     """
+    own = len(momentum_hook.state())
     momentum = torch.lerp(momentum, gradients, 1 - beta)
-    update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
+    memory, *mixed = momentum_hook.mix(gradients, momentum, *state[:own])
+    update = torch.lerp(gradients, memory, beta) if nesterov else memory
     direction = orthogonalized(update, choice)
     squares = direction.to(update.dtype).square().sum(axis, keepdim=True)
     variance = torch.lerp(variance, squares / direction.shape[axis], 1 - beta2)
@@ -58,7 +66,9 @@ def normuon(
     after = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
     factor = factor * (rate * before / after.clamp_min(1e-10))
     # Trap: a float32 factor keeps the step float32. Rounded to bf16, the step cost loss.
-    return descend(weights, direction * factor, decay, cautious), momentum, variance
+    moved = descend(weights, direction * factor, decay, cautious)
+    moved, *held = update_hook.move(weights, moved, lr, *state[own:])
+    return moved, momentum, variance, *mixed, *held
 
 
 def matrix_shapes(shape: torch.Size, split: Split) -> list[tuple[int, int, int]]:
@@ -84,6 +94,13 @@ def require_split(split: Split, long: int, name: str) -> None:
         raise ValueError(f"split must divide {side}, or be a tuple of rows, got {split!r}")
 
 
+def require_hook(place: str, hook: Any, kind: type) -> Any:
+    """The hook, or one that changes nothing for None. ValueError if it is none of this place."""
+    if hook is not None and not isinstance(hook, kind):
+        raise ValueError(f"{place} must be a {kind.__name__}, got {hook!r}; see optim/hooks.py")
+    return kind() if hook is None else hook
+
+
 class Muon(ShardedOptimizer):
     """EMA momentum, Nesterov, orthogonalization, decoupled decay (Jordan et al., "Muon", 2024).
 
@@ -97,6 +114,7 @@ class Muon(ShardedOptimizer):
     split is the number of equal matrices, 4 for Q, K, V, O as (C, 4C), or a tuple of their rows.
     For the tuple the memory is read in rows as long as the shorter side: with six heads,
     (C // 3,) * 6 + (C, C) takes Q and K by pairs of heads, V and O whole.
+    momentum_hook, update_hook: techniques that change a step, see hooks.py.
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "momentum": (0, 1)}
@@ -115,8 +133,12 @@ class Muon(ShardedOptimizer):
         method: str = "polar_express",
         backend: str = "auto",
         dtype: torch.dtype | None = None,
+        momentum_hook: MomentumHook | None = None,
+        update_hook: UpdateHook | None = None,
         **options: Any,
     ):
+        self.momentum_hook = require_hook("momentum_hook", momentum_hook, MomentumHook)
+        self.update_hook = require_hook("update_hook", update_hook, UpdateHook)
         if scale not in SCALES:
             raise ValueError(f"unknown scale {scale!r}; choose one of {', '.join(SCALES)}")
         self.nesterov, self.scale, self.dtype = nesterov, scale, dtype
@@ -147,14 +169,17 @@ class Muon(ShardedOptimizer):
         return cuts
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        return {"momentum": State(param.shape, None, param.dtype)}
+        names = ("momentum", *self.momentum_hook.state(), *self.update_hook.state())
+        return {name: State(param.shape, None, param.dtype) for name in names}
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         group = bucket.group
         scale = SCALES[self.scale](*bucket.param.shape[-2:])
-        rates = {"rate": group["lr"] * group["lr_mul"] * scale, "beta": group["momentum"]}
+        lr = group["lr"] * group["lr_mul"]
+        rates = {"rate": lr * scale, "beta": group["momentum"], "lr": lr}
         choice = self._choice(bucket.param, group, *bucket.shape[1:])
         fixed = {"nesterov": self.nesterov, "cautious": self.cautious, "choice": choice}
+        fixed |= {"momentum_hook": self.momentum_hook, "update_hook": self.update_hook}
         return muon, fixed, rates | decay_of(group)
 
     def describe(self) -> str:
@@ -197,7 +222,8 @@ class NorMuon(Muon):
             if isinstance(group["split"], tuple):
                 whole = (sum(matrices * height for matrices, height, _ in shapes), 1)
             variance = State(whole, (-1, 1), param.dtype)
-        return {**super()._states(param, group), "variance": variance}
+        momentum, *hooks = super()._states(param, group).items()  # in the order of `normuon`
+        return dict([momentum, ("variance", variance), *hooks])
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         _, fixed, rates = super()._method(bucket)

@@ -6,10 +6,11 @@
 
 Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
 each time. Figures are medians over the rounds in milliseconds; ratios are taken round by round, to
-the last window or to torch.optim.Muon.
---against FILE.py times other code beside ours. For `step` it defines build(config), which returns
-a function that takes a training step; for `optim` build(parameters), which returns step functions
-by name. MFU, on a GPU of known peak, counts 6 FLOPs for each weight of the matrices and the head.
+the last window or to torch.optim.Muon, and "to plain" to the same optimizer without guard or hook.
+--against times other code beside ours, from files anywhere. For `step` a file defines
+build(config), which returns a function that takes a training step; for `optim` build(parameters),
+which returns step functions by name. MFU, on a GPU of known peak, counts 6 FLOPs for each weight of
+the matrices and the head.
 """
 
 import argparse
@@ -66,9 +67,14 @@ def timed(steps: Steps, prepare: Callable[[], object], rounds: int, machine: Any
 def figures(ms: Times, reference: str) -> Rows:
     rows = {}
     for name, each in ms.items():
-        ratio = median(mine / other for mine, other in zip(each, ms[reference], strict=True))
+        ratio = ratio_of(each, ms[reference])
         rows[name] = {"median": median(each), "low": min(each), "high": max(each), "ratio": ratio}
     return rows
+
+
+def ratio_of(mine: list[float], others: list[float]) -> float:
+    """Median over the rounds."""
+    return median(a / b for a, b in zip(mine, others, strict=True))
 
 
 def as_text(title: str, rows: Rows) -> str:
@@ -114,8 +120,8 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
         tokens[name] = train_gpt.batch_at(config, first)
         steps[name] = partial(take_steps, trainer, guard, first)
     steps[f"{name}, no guards"] = partial(take_steps, trainer, unguarded, first)
-    if given.against:
-        steps[given.against] = partial(repeat, runpy.run_path(given.against)["build"](config))
+    for path in given.against:
+        steps[path] = partial(repeat, runpy.run_path(path)["build"](config))
     if given.profile:
         prepare(trainer)
         with torch.profiler.profile() as found:
@@ -156,6 +162,10 @@ def optimizer_steps(weights: list[Tensor]) -> Steps:
         steps[f"{name}, no guard"] = build().step
         steps[f"{name}, nonfinite guard"] = optim.Guard([build()]).step
         steps[f"{name}, both guards"] = partial(guard.step, loss)
+    for hook in (optim.Hyperball(), optim.RowFloor(), optim.Lookahead(), optim.Mixture()):
+        place = "momentum_hook" if isinstance(hook, optim.MomentumHook) else "update_hook"
+        hooked: dict[str, Any] = products | {place: hook}
+        steps[f"Muon, {type(hook).__name__}"] = optim.Muon(weights, **OPTIONS, **hooked).step
     return steps
 
 
@@ -171,10 +181,13 @@ def bench_optim(given: argparse.Namespace) -> dict[str, Rows]:
         gradients = [0.02 * torch.randn(shape, device=machine.device) for shape in SETS[name]]
         weights = [gradient.clone().requires_grad_() for gradient in gradients]
         steps = optimizer_steps(weights)
-        if given.against:
-            steps |= runpy.run_path(given.against)["build"](weights)
+        for path in given.against:
+            steps |= runpy.run_path(path)["build"](weights)
         ms = timed(steps, partial(fill_gradients, weights, gradients), given.rounds, machine)
         tables[name] = figures(ms, "torch.optim.Muon")
+        for row, figure in tables[name].items():
+            plain = f"{row.partition(',')[0]}, no guard"
+            figure["to plain"] = ratio_of(ms[row], ms.get(plain, ms[row]))
     return tables
 
 
@@ -185,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("what", choices=("step", "optim"))
     add("--rounds", type=int, default=10, help="timed rounds (%(default)s)")
-    add("--against", metavar="FILE.py", help="code to time beside ours")
+    add("--against", nargs="+", default=[], metavar="FILE.py", help="code to time beside ours")
     add("--profile", action="store_true", help="step: a table of torch.profiler")
     add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim: which weights")
     add("--json", action="store_true", help="print JSON instead of tables")

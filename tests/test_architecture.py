@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1302,
-    "optim": 2099,
+    "train_gpt.py": 1326,
+    "optim": 2308,
     "kernels": 649,
     "data": 1169,
     "runtime": 2962,
     "claims": 2333,
-    "scripts": 1642,
+    "scripts": 1660,
     "inference": 862,
     "view": 349,
     "view/page.html": 134,

@@ -53,10 +53,17 @@ def test_a_step_is_timed_in_each_window_without_guards_and_beside_other_code(
         assert row["tokens/s"] == pytest.approx(1000 * batch / row["median"])
 
 
-def test_optimizers_are_timed_beside_those_of_torch_and_of_a_file(peer, monkeypatch, capsys):
+def test_optimizers_are_timed_beside_those_of_torch_and_of_files(
+    peer, tmp_path, monkeypatch, capsys
+):
+    other = tmp_path / "other.py"
+    other.write_text(PEER.replace("theirs", "others"))
     monkeypatch.setitem(bench.SETS, "tiny", [(16, 16), (32, 16), (16, 32)])
-    rows = figures(capsys, "optim", "--sets", "tiny", "--rounds", "3", "--against", peer)
-    assert {"torch.optim.Muon", "NorMuon, both guards", "theirs"} < rows.keys()
+    words = ("optim", "--sets", "tiny", "--rounds", "3", "--against", peer, str(other))
+    rows = figures(capsys, *words)
+    names = {"torch.optim.Muon", "NorMuon, both guards", "Muon, Lookahead", "theirs", "others"}
+    assert names < rows.keys()
+    assert {name for name, row in rows.items() if row["to plain"] == 1} >= {"Muon, no guard"}
 
 
 def test_every_optimizer_moves_every_weight():
