@@ -375,8 +375,6 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 
-ADAMW_STEPS = 555  # on `tiny`, with tuned rates: records/tiny/2026-11-22_AdamWTuned
-
 
 def preset(given: dict[str, Any]) -> dict[str, Any]:
     """Defaults for settings that are not given: the track's, overridden by the recipe's."""
@@ -1164,7 +1162,8 @@ class Trainer:
         """Mean loss over the validation tokens, in nats, with the windows of this step."""
         self.enter(step)
         # float64: adding ten million token losses in float32 would cost digits.
-        total = torch.zeros((), dtype=self.machine.widest, device=self.machine.device)
+        device = self.machine.device
+        total = torch.zeros((), dtype=optim.widest(device), device=device)
         for batch in self.data.validation if batches is None else batches:
             total += self.batch_loss(batch, self.data.val_longest)
         return self.machine.all_reduce(total).item() / self.config.val_tokens
@@ -1281,8 +1280,6 @@ def make_runs(config: Config) -> int:
                 val_loss = train(trainer, run)
                 with run.pause("probe"):
                     probes = machine.on_main(trainer.probe)
-                if config.track == "tiny" and config.recipe != "adamw" and not trainer.off_track:
-                    machine.say(f"the plain GPT with AdamW takes {ADAMW_STEPS} steps to the target")
                 if config.keep_model:
                     run.keep(val_loss, TOKENIZERS.get(config.vocab_size))
                 if config.sample_tokens and config.vocab_size in TOKENIZERS and plan is plans[-1]:
@@ -1291,6 +1288,7 @@ def make_runs(config: Config) -> int:
                 run.finish(val_loss, probes)
             if run.code != 0:
                 return run.code
+    machine.say(facts.closing(trainer, val_loss, clock, SOURCE / "records" / config.track))
     return 0
 
 

@@ -7,6 +7,7 @@ file; such a run can be read, but does not count.
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -43,12 +44,14 @@ def fits(value: Any, kind: type) -> bool:
 class Line(NamedTuple):
     """One line of a log. If it is no event, for example because it is torn, `fields` is empty."""
 
-    where: str  # file and line, for messages
+    path: Path
+    number: int
+    event: str | None
     fields: dict[str, Any]
 
     @property
-    def event(self) -> str | None:
-        return self.fields.get("event")
+    def where(self) -> str:
+        return f"{self.path}, line {self.number}"
 
     def get(self, name: str, kind: type) -> Any:
         """A field; numbers as float, None for an optional one that is missing. Raises LogError."""
@@ -93,10 +96,22 @@ def split_lines(path: Path, data: bytes) -> list[Line]:
             fields = json.loads(raw.decode())
         except (ValueError, RecursionError):
             fields = {}
-        if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
-            fields = {}
-        lines.append(Line(f"{path}, line {number}", fields))
+        event = fields.get("event") if isinstance(fields, dict) else None
+        if not isinstance(event, str):
+            event, fields = None, {}
+        lines.append(Line(path, number, event, fields))
     return lines if data else []
+
+
+def read_column(lines: Sequence[Line], name: str, kind: type) -> list[Any]:
+    """This field of each line, as `Line.get` reads it, and at once if all values are plain ones."""
+    values: list[Any] = [line.fields.get(name) for line in lines]
+    plain = set(map(type, values)) == {kind}
+    if plain and kind is int:
+        plain = min(values) >= 0 and max(values) < 2**53
+    if plain and kind is float:
+        plain = math.isfinite(sum(values))
+    return values if plain else [line.get(name, kind) for line in lines]
 
 
 def events(lines: Sequence[Line], event: str) -> list[Line]:
@@ -133,6 +148,8 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
         step, loss = line.get("step", int), line.get("val_loss", float)
         validations.append(Validation(step, loss, line.get("train_time_ms", float)))
         numbers.append((step, line.get("total_steps", int)))
+    steps = events(lines, "step")
+    columns = [read_column(steps, name, STEP[name]) for name in Step._fields]
     headers = [read_header(line) for line in events(lines, "header")]
     ends = events(lines, "end")
     problem = end_problem(ends, validations) or why_unfinished(numbers, validations)
@@ -147,7 +164,7 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
     return Run(
         path=segments[0].path, segments=segments, resumes=resumes,
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
-        steps=[Step(**line.get_all(STEP)) for line in events(lines, "step")],
+        steps=list(map(Step, *columns)),
         phases=[Phase(**line.get_all(PHASE)) for line in events(lines, "phase")],
         status=ends[-1].get("status", str) if ends else None, unfinished=problem,
         **(headers[0] if headers else {"run_id": segments[0].path.stem}),

@@ -1,6 +1,7 @@
 """A kept model, ready to use. T tokens of a document, V vocabulary."""
 
 import dataclasses
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from kernels.attention import choose_attention
 from runtime.checkpoint import CONFIG, FINAL, load_final, verify
 from runtime.errors import Refused
 from runtime.machine import compute_dtype
-from runtime.settings import SETTINGS_OF_A_RUN
+from runtime.settings import FLAGS, SETTINGS_OF_A_RUN, as_text
 from train_gpt import GPT, Config, context, rotary_at, stage_at, windows_at
 
 
@@ -76,8 +77,10 @@ def read_config(settings: Any, folder: Path) -> Config:
         if one_of and value not in one_of:
             raise Refused(f"{folder}: {name} is {value!r:.40}, which is none of "
                           f"{', '.join(one_of)}. {fix}")  # fmt: skip
-        if isinstance(value, list):
-            given[name] = tuple(value)  # JSON has no tuples
+        try:  # as the command line reads it
+            given[name] = FLAGS[fields[name].type]["type"](as_text(value))
+        except ArgumentTypeError as error:
+            raise Refused(f"{folder}: {name} {error}. {fix}") from None
     return Config(**given, data_dir=settings.get("data_dir", ""))
 
 

@@ -1,6 +1,7 @@
 """Optimizers for one or many ranks. They know tensors and process groups, but no model."""
 
 from .adam import Adam
+from .buckets import widest
 from .groups import Row, build_optimizers
 from .guards import Guard, Skip
 from .hooks import MomentumHook, UpdateHook
@@ -22,5 +23,5 @@ from .state import (
 __all__ = [
     "Adam", "Guard", "Hyperball", "Lookahead", "Mixture", "MomentumHook", "Muon", "NorMuon", "Row",
     "RowFloor", "Skip", "SpikeRule", "UpdateHook", "build_optimizers", "copy_state",
-    "gather_state", "load_named_state", "named_state", "reset", "spread_state",
+    "gather_state", "load_named_state", "named_state", "reset", "spread_state", "widest",
 ]  # fmt: skip

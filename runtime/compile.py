@@ -47,7 +47,7 @@ def try_compile(
         if mode == "on":
             raise Refused(f"--compile on: {obstacle}. Install it, or use --compile auto.")
         return function, obstacle
-    machine.say("compiling: tens of seconds the first time, then cached")
+    machine.say("compiling: about a minute the first time, then cached")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     compiled = torch.compile(function, dynamic=False, fullgraph=True)

@@ -54,10 +54,11 @@ class Wandb:
     def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
         import wandb
 
-        quiet = wandb.Settings(console="off", x_disable_stats=True)  # no threads but the sender's
+        # No threads but the sender's. What a dead network left on the disk `wandb sync` sends.
+        settings = wandb.Settings(console="off", x_disable_stats=True, finish_timeout=60)
         self._teardown = wandb.teardown
         self._run = wandb.init(
-            project=PROJECT, id=run_id, config=config, resume="allow", dir=folder, settings=quiet
+            project=PROJECT, id=run_id, config=config, resume="allow", dir=folder, settings=settings
         )
         self._run.define_metric("*", step_metric="step")  # a resumed run may go back
 

@@ -49,11 +49,6 @@ class Machine:
     def first_of_its_host(self) -> bool:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
-    @property
-    def widest(self) -> torch.dtype:
-        """The widest floating dtype of the device: Apple's GPUs have no float64."""
-        return torch.float32 if self.device.type == "mps" else torch.float64
-
     def say(self, text: str) -> None:
         """Print a line on rank 0. A closed terminal must not end the run."""
         if self.is_main:

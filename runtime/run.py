@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runtime import checkpoint, facts
+from runtime import checkpoint
 from runtime.checkpoint import Snapshot
 from runtime.clock import Clock
 from runtime.dashboards import Dashboard
@@ -71,18 +71,18 @@ class Run(contextlib.AbstractContextManager):
     # ---- The beginning
 
     def __enter__(self) -> "Run":
-        try:
+        with contextlib.ExitStack() as undo:  # what has begun, if the rest fails
+            undo.callback(self._log.close)
             self._load()
             self._header = self.trainer.header(self.plan.seed, self.plan.trial)
+            self._progress = open_progress(self.trainer, self._header)
+            undo.callback(self._progress.close)
             self._machine.on_main(self._begin)
-        except BaseException:
-            self._log.close()
-            raise
+            undo.pop_all()
         self._log_phases()
         log_to = self._config.log_to if self._machine.is_main else "none"
         self._dashboard = Dashboard(log_to, self._log.path, self._header, self._machine.say)
         self._dashboard.follow()
-        self._progress = open_progress(self.trainer, self._header)
         return self
 
     def _load(self) -> None:
@@ -171,7 +171,7 @@ class Run(contextlib.AbstractContextManager):
             "step_ms": now - self._stepped_at, "lr_mul": lr_mul, "window": window, "stage": stage,
         }  # fmt: skip
         self._stepped_at = now
-        values = torch.cat([part.to(self._machine.widest) for part in (message, verdict)])
+        values = torch.cat([message, verdict])  # in the verdict's dtype, the wider one
         arrived = None
         if values.is_cuda:
             pinned = torch.empty_like(values, device="cpu", pin_memory=True)
@@ -296,7 +296,7 @@ class Run(contextlib.AbstractContextManager):
                     self._warn("the trained model", error)
 
     def finish(self, val_loss: float, probes: dict[str, float]) -> None:
-        """End a run that is done, and say what came of it."""
+        """End a run that is done, and say whether it reached the target."""
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         reached = val_loss <= target
         word = "reached" if reached else "missed"
@@ -306,9 +306,6 @@ class Run(contextlib.AbstractContextManager):
                           f"{-probes['induction']:.2f} less when it is read again")
         self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
-        if self.plan.trial == self._config.trials - 1:  # once, however many runs there were
-            records = self._source / "records" / self._config.track
-            self._machine.say(facts.closing(self._config, val_loss, self.clock.phases, records))
         self._end = {"status": "done", "val_loss": val_loss, "reached": reached, "probes": probes}
         self.code = 0
 
@@ -338,7 +335,7 @@ class Run(contextlib.AbstractContextManager):
             said = f"interrupted after step {self.steps_done}"
         saved = "nothing was saved"
         if self._last_saved is not None:
-            saved = f"saved in {self._last_saved}, resume it with --resume auto"
+            saved = f"saved in {self._last_saved}, the same command with --resume auto resumes it"
         self._machine.say(f"{said}, {saved} (log {self._log.path})")
 
     def _clear(self) -> None:

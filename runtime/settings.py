@@ -210,7 +210,8 @@ class _Parser(argparse.ArgumentParser):
 def _make_parser(fields: Sequence[dataclasses.Field], description: str) -> argparse.ArgumentParser:
     """Return a parser with a group for each section. It returns the given flags alone."""
     parser = _Parser(
-        usage="train_gpt.py [flags]", description=description, allow_abbrev=False, add_help=False,
+        usage="train_gpt.py [--track NAME] [--steps N] [--seed N] [--trials N] [any flag below]",
+        description=description, allow_abbrev=False, add_help=False,
         argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     # Not argparse's own --help: it would end the program before the preset is known.

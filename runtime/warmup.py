@@ -113,11 +113,13 @@ def plan_without_data(machine: Machine, model: Any, tokens: int) -> None:
     weights = sum(parameter.numel() for parameter in model.parameters())
     flops = tokens * model.flops_per_token()
     rate = machine.world_size * matrix_flops_per_s(machine)
-    hours = timedelta(seconds=round(flops / rate))
+    seconds = flops / rate
+    days = f"{seconds / 86400:,.1f} days"
+    time_needed = days if seconds > 86400 else timedelta(seconds=round(seconds))
     machine.say(
         f"planned memory: {weights:,} parameters take at most {16 * weights / GIB:.1f} GiB with "
         f"gradients and optimizers; activations come on top\n"
-        f"planned time: at least {hours} for {flops:.2g} FLOPs at the {rate:.2g} FLOP/s of a "
+        f"planned time: at least {time_needed} for {flops:.2g} FLOPs at the {rate:.2g} FLOP/s of a "
         f"matrix product here"
     )
 

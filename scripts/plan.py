@@ -89,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
         text = f"sd {sd:.4g}, margin {margin:.4g}, p < {ALPHA:g}:"
         for power, runs in needed.items():
             text += f"\n  {runs} runs for a power of {power:g}"
+        if not argv:
+            text += "\nsd and margin are defaults: give --sd and --margin, or LOGS that tell them"
     if given.json:
         print_json(plan)
     else:

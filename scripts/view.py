@@ -9,6 +9,7 @@ Only this machine can open the page, and it changes nothing. Ctrl-C ends it. Exi
 2 bad input, 130 ended by Ctrl-C.
 """
 
+import gc
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -35,10 +36,12 @@ def main(argv: Sequence[str]) -> int:
     add("--out", type=Path, metavar="FILE", help="write the page to a file instead")
     add("--png", type=Path, metavar="FILE", help="write a picture of the losses instead")
     given = parser.parse_args(argv)
+    gc.set_threshold(100_000)  # logs become millions of objects, and none lie in cycles
     folders = find_folders(given.paths)
     store = Store(folders)
     if given.png:
         write_png(folders, given.png)
+        print(f"wrote {given.png}")
     if given.out:
         write_page(store, given.out)
         print(f"wrote {given.out}")

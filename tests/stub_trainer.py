@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from runtime import facts
 from runtime.clock import Clock
 from runtime.log import config_hash, source_hash
 from runtime.machine import Machine
@@ -59,6 +60,7 @@ class StubTrainer:
     save_every: int = 1  # steps after which no gradients are pending
 
     def __post_init__(self) -> None:
+        self.off_track: list[str] = []
         self.validations = [*range(0, self.config.steps, 5), self.config.steps]
         self.machine = Machine(torch.device("cpu"))
         self.guard = Guard()
@@ -150,6 +152,8 @@ def make_runs(trainer: StubTrainer) -> int:
     with clock.phase("setup", timed=False):
         require_folders(trainer.config)
         plans = plan_runs(trainer)
+    if not plans:
+        return 0
     with Stop(trainer.machine.device) as stopping:
         for plan in plans:
             torch.manual_seed(plan.seed)
@@ -162,6 +166,7 @@ def make_runs(trainer: StubTrainer) -> int:
                 run.finish(val_loss, probes)
             if run.code:
                 return run.code
+    trainer.machine.say(facts.closing(trainer, val_loss, clock, trainer.source))
     return 0
 
 

@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1326,
-    "optim": 2308,
+    "train_gpt.py": 1324,
+    "optim": 2309,
     "kernels": 649,
     "data": 1169,
-    "runtime": 2962,
-    "claims": 2333,
-    "scripts": 1660,
-    "inference": 862,
+    "runtime": 2963,
+    "claims": 2350,
+    "scripts": 1665,
+    "inference": 865,
     "view": 349,
     "view/page.html": 134,
     "view/page.js": 447,

@@ -17,6 +17,7 @@ import torch
 from small_ranks import Scenario, play, record
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+import optim
 from runtime import machine as machines
 from runtime.compile import why_not_compile
 from runtime.errors import Interrupted, NonFinite, Refused
@@ -244,7 +245,7 @@ def test_on_apples_gpu_runs_are_eager_float32_and_of_one_process(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     device = machines.start("mps").device
     assert device.type == "mps"
-    assert machines.compute_dtype("auto", device) == Machine(device).widest == torch.float32
+    assert machines.compute_dtype("auto", device) == optim.widest(device) == torch.float32
     assert "Apple" in why_not_compile(device)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Refused, match="--device mps: it takes one process"):

@@ -21,7 +21,9 @@ def test_the_runs_needed_are_the_published_ones(capsys):
     case = planned(capsys, "--sd", 0.0020, "--margin", 0.0025)
     assert case["runs_needed"] == {"0.8": 10, "0.9": 12}
     assert main([]) == 0
-    assert "20 runs for a power of 0.8" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "20 runs for a power of 0.8" in said
+    assert "sd and margin are defaults" in said
 
 
 def test_looks_are_planned_with_their_level(capsys):

@@ -144,7 +144,7 @@ def test_a_training_loss_that_is_not_finite_in_a_step_that_was_taken_ends_the_ru
     assert run(tmp_path, spoil(4, by=math.nan), checkpoint_every=2) == 3
     out = capsys.readouterr().out
     assert "training loss is nan at step 4 (shard shard_0, tokens from 16)" in out
-    assert "step_000002, resume it with --resume auto" in out
+    assert "step_000002, the same command with --resume auto resumes it" in out
     assert events(tmp_path, "step")[-1]["train_loss"] == "nan"
 
 

@@ -5,9 +5,10 @@ import json
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
-from stub_trainer import run, trainer_in
+from stub_trainer import logs_of, run, trainer_in
 
 from runtime import facts, terminal
 from runtime.clock import Phase
@@ -191,13 +192,15 @@ def test_the_end_has_five_lines_with_the_shown_record_of_the_fewest_steps(tmp_pa
     write_record(tmp_path, "First", 9)
     (tmp_path / "Torn").mkdir()
     (tmp_path / "Torn" / "record.json").write_text("{")
-    config = trainer_in(tmp_path, log_dir="logs").config
+    trainer = trainer_in(tmp_path, log_dir="logs")
     phases = [
         Phase("setup", False, 1000), Phase("train", True, 2000), Phase("validate", False, 500),
         Phase("train", True, 3000), Phase("validate", False, 600),
     ]  # fmt: skip
-    assert facts.closing(config, 1.25, phases, tmp_path).splitlines() == [
-        "  loss    1.2500 after 10 steps, 0.2500 above the target",
+    clock = SimpleNamespace(phases=phases, train_time_ms=5000.0)
+    assert facts.closing(trainer, 1.25, clock, tmp_path).splitlines() == [
+        "  loss    1.2500 after 10 steps, 0.2500 above the target; the plain GPT with AdamW takes "
+        f"{facts.ADAMW_STEPS} steps to it",
         "  record  mean loss 0.9000 after 7 steps, 12.3 s on its machine (Best)",
         "  time    5.0 s on the clock; 7.1 s in all, with setup 1.0, validate 1.1",
         "  log     in logs; python scripts/view.py logs draws it",
@@ -212,3 +215,22 @@ def test_the_summary_comes_once_after_the_last_of_several_runs(tmp_path, capsys)
     assert len(targets) == 3
     assert lines[targets[-1] + 1].startswith("  loss ")
     assert len(lines) == targets[-1] + 5, "no record of this recipe"
+
+
+def test_the_summary_comes_also_where_the_last_run_was_already_done(tmp_path, capsys):
+    assert run(tmp_path, seed=1) == 0
+    capsys.readouterr()
+    assert run(tmp_path, seed=0, trials=2, resume="auto") == 0
+    said = capsys.readouterr().out
+    assert "seed 1 is done" in said
+    assert said.count("\n  loss ") == 1
+
+
+def test_a_display_that_fails_leaves_no_log_behind(tmp_path, monkeypatch):
+    def broken(*given):
+        raise RuntimeError("no such display")
+
+    monkeypatch.setattr("runtime.run.open_progress", broken)
+    with pytest.raises(RuntimeError, match="no such display"):
+        run(tmp_path)
+    assert logs_of(tmp_path) == []

@@ -3,7 +3,7 @@ const COLORS = ["#3b82f6", "#f97316", "#10b981", "#e0559f", "#a78bfa", "#d4a106"
   "#ef4444", "#7ca616", "#a8744f"];
 const POLL = 2000, FRESH = 60;  // ms between questions; seconds without news in which a run lives
 const UNION = 1200, GRID = 700;  // points of the common axis: all that there are, or evenly spaced
-const MANY = 30;  // with more runs the table begins with closed groups
+const MANY = 30;  // a single group of at most so many runs begins open
 const SECONDS = [.1, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000];
 const FONT = "11px Inter, system-ui, sans-serif";
 const $ = id => document.getElementById(id);
@@ -63,6 +63,7 @@ function makeGroups() {
   const alone = all.length === 1 && order.length <= MANY;  // then each run has its own color
   all.forEach((group, i) => {
     group.color = color(i);
+    group.open = alone || group.runs.some(run => statusOf(run) === "running");
     group.runs.forEach((run, j) => { run.color = color(alone ? j : i); });
   });
   tellApart(all);
@@ -262,14 +263,10 @@ function drawMarks(chart, plot) {  // targets, validations, skipped and slow ste
   ctx.beginPath();
   ctx.rect(left, top, width, height);
   ctx.clip();
-  ctx.font = FONT.replace("11", 11 * scale);
-  ctx.textAlign = "right";
-  for (const target of chart.targets) {
-    ctx.strokeStyle = ctx.fillStyle = css("--soft");
-    ctx.setLineDash([2 * scale, 4 * scale]);
+  ctx.strokeStyle = css("--soft");
+  ctx.setLineDash([2 * scale, 4 * scale]);
+  for (const target of chart.targets)
     ctx.stroke(new Path2D(`M${left} ${place(target, "y")}h${width}`));
-    ctx.fillText(`target ${target}`, left + width - 4 * scale, place(target, "y") - 5 * scale);
-  }
   ctx.setLineDash([]);
   ctx.strokeStyle = css("--card");
   ctx.lineWidth = 1.5 * scale;
@@ -327,7 +324,7 @@ function row(item, kind, name, [seed, loss, time, steps, status, differs]) {
 
 const soft = text => el("span", {className: "soft"}, text);
 const said = (word, text, title) => el("span", {className: word, title}, text);
-const isOpen = group => toggled.has(group.id) !== (order.length <= MANY);
+const isOpen = group => toggled.has(group.id) !== group.open;
 
 function groupRow(group) {
   const {runs} = group, open = isOpen(group), n = runs.length;
@@ -354,9 +351,11 @@ function groupRow(group) {
 function runRow(run) {
   const word = statusOf(run);
   const of = known(run.total) && run.total !== run.done ? ` of ${run.total}` : "";
+  const rest = run.seconds / run.done * (run.total - run.done);
+  const left = word === "running" && rest > 0 ? `, ${duration(rest)} left` : "";
   return row(run, "run", [el("button", {onclick: () => openRun(run)}, run.name)],
     [show(run.seed ?? ""), [known(run.loss) ? run.loss.toFixed(4) : ""], duration(run.seconds ?? 0),
-      run.done + of, [said(word, word, run.why)], [soft(word === "running" ? "" : run.why)]]);
+      run.done + of, [said(word, word + left, run.why)], [soft(word === "running" ? "" : run.why)]]);
 }
 
 // ---- A run's header and log
@@ -395,7 +394,8 @@ function render() {
   const words = groups.flatMap(group => group.runs).map(statusOf);
   const count = word => words.filter(other => other === word).length;
   const silent = drawn.flatMap(group => group.runs).filter(run => !curveOf(run, "loss")[0].length);
-  $("told").textContent = ["line: training, smoothed", "dots: validation",
+  $("told").textContent = ["line: training, smoothed", "dots: validation, on other text",
+    ...(charts.loss.targets.length ? [`dotted: target ${charts.loss.targets.join(", ")}`] : []),
     ...(state.lines === "groups" ? ["band: 5 to 95 % of the runs"] : []),
     ...(silent.length ? [`${silent.length} without data on this axis`] : [])].join("; ");
   $("count").textContent = [`${words.length} in ${groups.length} group(s)`,

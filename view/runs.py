@@ -65,7 +65,7 @@ def segments_of(first: Path, folder: Folder) -> list[Path]:
 
 
 def column(values: Iterable[float | None]) -> np.ndarray:
-    return np.array([math.nan if value is None else value for value in values], dtype=float)
+    return np.array(list(values), dtype=float)  # None becomes NaN
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
