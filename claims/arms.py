@@ -154,10 +154,10 @@ class Arm:
     def __post_init__(self) -> None:
         self.losses = [point.loss for point in self.points]
         self.result = stats.one_sample(self.losses, self.target)
-        self.passes = self.result.p < ALPHA
         n = self.result.n
+        self.passes = self.result.p < ALPHA and n >= LEAST_RUNS
         if 0 < n < LEAST_RUNS:
-            rule = f"too few runs to know their spread, make {LEAST_RUNS}"
+            rule = f"too few runs to know their spread, make {LEAST_RUNS} or insist with --few"
             self.warnings.append(f"n = {n}: {rule}")
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")

@@ -8,27 +8,36 @@ import math
 import re
 import statistics
 from collections.abc import Iterator
+from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from claims.arms import ALPHA, leave_out_repeats
-from claims.evidence import FIRST_SOURCES, FIRST_TINY, Evidence, claim_text
+from claims.evidence import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, claim_text
 from claims.runs import Phase, Run
+from runtime.claim import SHA256, TIME
 from runtime.log import REGISTERED, config_hash
 
 FILES = ("claim.json", "record.json", "README.md", "NOTES.md", "runs")  # beside the logs
 STARTUP = {"setup", "compile", "warmup"}
-AT_END = {"probe", "keep", "sample"}  # of the trained model, which is then written and writes
+AT_END = {"check", "probe", "keep", "sample"}  # of the trained model: it is written, and writes
 UNTIMED = STARTUP | AT_END | {"validate"}
 TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume did again
 MOST_UNACCOUNTED = 0.01  # share of the training time that may lie in no phase
 LONGEST_AT_END_MS = 60_000  # the probe reads 16,384 tokens once, and may have to compile for them
+MOST_SKEW_S = 5.0  # of a process's clock from the registry's; of 200 honest runs the worst has 0.93
+# What the trainer's checks of the trained model may give; honest bf16 on `tiny`: 1.0000, 0, 1e-6.
+# Rows that pad the head take probability from the vocabulary: a sum below 1 only harms.
+TRAINED = {"normalized": (0.0, 1.01), "causality_trained": (0.0, 1e-3), "additive": (0.0, 1e-3)}
 SLACK_MS = 50  # added for each validation, whose log line waits for the disk
 LONG_VALIDATION = 4.0  # times the median of its run: it did something else too
 LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
 LEAST_OF_A_COPIER = 0.98  # with --copying, an untrained head already repeats what it reads
+MOST_DELAY = timedelta(days=1)  # between writing a claim and committing it
 LIFE = re.compile("start( (end )?resume)*( end)?")  # of a run, as the registry tells it
-ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count", "ranks", "train_sha256", "val_sha256")
+ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count", "ranks", "params", "train_sha256",
+         "val_sha256")
 HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing faster
 FORBIDDEN = re.compile(  # settings of the compiler, which only the medium track allows
     r"coordinate_descent_tuning|max[-_]autotune|torchinductor_\w"
@@ -82,6 +91,20 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
             yield f"{name} is {claim.config.get(name)!r}, fixed at {fixed!r} on this track"
     if config_hash(claim.config) != claim.config_sha256:
         yield "config_sha256 is not the hash of config"
+    if claim.schema == 1 and claim.created >= FIRST_LOGS:
+        yield f"schema 1, though written at {claim.created}: claims from {FIRST_LOGS} on have 2"
+
+
+def check_history(evidence: Evidence) -> Iterator[str]:
+    """The claim was committed when it was written, and before its runs, where git can tell."""
+    committed, created = evidence.committed, evidence.claim.created
+    if committed is None:
+        return
+    if created < (datetime.fromisoformat(committed) - MOST_DELAY).isoformat():
+        yield f"the claim says that it was written at {created}, but was committed at {committed}"
+    first = min((line["time"] for line in evidence.starts), default=committed)
+    if first < committed:
+        yield f"a run started {first}, before the claim was committed, {committed}"
 
 
 def check_started(evidence: Evidence) -> Iterator[str]:
@@ -120,6 +143,9 @@ def check_alike(evidence: Evidence) -> Iterator[str]:
             values.add(str(facts.get(name)))
         if len(values) > 1:
             yield f"{name} differs between runs: {', '.join(sorted(values))}"
+    trained = {str(run.end.get("train_tokens_sha256")) for run in evidence.complete}
+    if len(trained) > 1:  # the seed chooses the weights and not the tokens
+        yield f"runs trained on different tokens: {', '.join(sorted(trained))}"
 
 
 def check_copies(evidence: Evidence) -> Iterator[str]:
@@ -143,6 +169,8 @@ def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
     claim = evidence.claim
     if run.left_out:
         yield f"not counted: {run.left_out}"
+    if claim.schema > 1 and run.header.get("schema", 0) < 3:
+        yield f"a log of schema {run.header.get('schema')}, where the claim needs 3"
     if run.header.get("claim") != claim.id:
         yield "extra: the run was not started under this claim"
     elif run.seed not in claim.seeds:
@@ -164,6 +192,8 @@ def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
     """The registry holds start, resumes and end; each segment names the hash of the one before."""
     lines = [line for line in evidence.registry if line["run_id"] == run.run_id]
     order = " ".join(line["event"] for line in lines)
+    if not all(re.fullmatch(TIME, line["time"]) for line in lines):
+        yield "its lines in the registry have no time such as 2026-01-31T12:00:00+00:00"
     if lines and not LIFE.fullmatch(order):
         yield f"its lines in the registry are {order}, which no run writes"
     start = lines[0] if order.startswith("start") else {}
@@ -209,8 +239,48 @@ def check_data(run: Run, evidence: Evidence) -> Iterator[str]:
     for name in ("val_sha256", "train_sha256"):
         if not str(data.get(name)).startswith(getattr(track, name)):
             yield f"{name} {data.get(name)!s:.16}, not {getattr(track, name)}"
-    if type(overlap) not in (int, float) or not 0 <= overlap <= track.overlap:
+    if not lies_within(overlap, 0, track.overlap):
         yield f"validation documents in training: {overlap}, at most {track.overlap}"
+
+
+def lies_within(value: Any, low: float, high: float) -> bool:
+    """Whether it is a number, not true or nan, and between these."""
+    return type(value) in (int, float) and low <= value <= high
+
+
+def check_trained(run: Run, evidence: Evidence) -> Iterator[str]:
+    """From schema 3 on: the trained model passed the checks, and every target was scored."""
+    if evidence.claim.schema == 1 or not run.complete:
+        return
+    checks = run.end.get("checks")
+    for name, (low, high) in TRAINED.items():
+        found = checks.get(name) if isinstance(checks, dict) else None
+        if not lies_within(found, low, high):
+            yield f"check {name} of the trained model is {found!s:.20}, not {low:g} to {high:g}"
+    scored, trained = run.end.get("targets_scored"), run.end.get("train_tokens_sha256")
+    if scored != evidence.track.val_tokens:
+        yield f"{scored!s:.20} targets scored, not {evidence.track.val_tokens}"
+    if not re.fullmatch(SHA256, str(trained)):
+        yield f"no hash of the tokens trained on: {trained!s:.20}"
+
+
+def check_origin(run: Run, evidence: Evidence) -> Iterator[str]:
+    """From schema 3 on: all code was the claimed source, all weights the run's own."""
+    if evidence.claim.schema == 1:
+        return
+    for segment in run.segments:
+        env = segment.header.get("env", {})
+        flags, elsewhere = env.get("sys_flags"), env.get("modules_from_elsewhere")
+        for name, due in {"pythonpath": "", "pycache": "fresh"}.items():
+            found = flags.get(name) if isinstance(flags, dict) else None
+            if found != due:
+                yield f"started with {name} {found!r:.80}, not {due!r}"
+        if elsewhere != []:
+            yield f"modules from elsewhere: {elsewhere!r:.300}"
+    own = [(0, None), *run.checkpoints]  # a run that saved nothing begins again at step 0
+    for resume in run.resumes:
+        if (resume.from_step, resume.checkpoint_sha256) not in own:
+            yield f"resumed at step {resume.from_step} from a checkpoint that it did not write"
 
 
 def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
@@ -277,6 +347,21 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
         yield f"untimed work: a validation of {longest:.0f} ms, several times their median"
 
 
+def check_times(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The registry saw the run last as long as its clock says."""
+    lines = [line for line in evidence.registry if line["run_id"] == run.run_id]
+    if not (run.counts and lines and all(re.fullmatch(TIME, line["time"]) for line in lines)):
+        return  # what is missing fails in check_registry
+    seen = 0.0
+    for before, line in pairwise(lines):
+        if line["event"] == "end":  # between an end and a resume, the run paused
+            began, ended = (datetime.fromisoformat(each["time"]) for each in (before, line))
+            seen += (ended - began).total_seconds()
+    told, most = run.end.get("t_ms"), MOST_SKEW_S * len(run.segments)
+    if not lies_within(told, 1000 * (seen - most), 1000 * (seen + most)):
+        yield f"its clock ends at {told!s:.20} ms, but the registry saw {seen:.0f} s"
+
+
 def unaccounted_ms(phases: list[Phase], resumes: int) -> float:
     """Milliseconds in no phase, from the first phase of training of each process to its last."""
     total, before = 0.0, None
@@ -297,6 +382,7 @@ ANEW = "make all runs of the claim again, under a new claim with other seeds"
 OF_A_RECORD = (
     (check_files, "take it out: a record holds only what is checked"),
     (check_claim, "write the claim with record.py claim, by the rules of the track"),
+    (check_history, "commit a claim at once, and before its runs; else " + ANEW),
     (check_started, f"make the runs and add their logs, whatever their losses; else {ANEW}"),
     (check_seeds, "claim seeds that nobody has tried"),
     (check_alike, f"make all runs alike: {ANEW}"),
@@ -309,6 +395,9 @@ OF_A_RUN = (
     (check_compiler, "the track allows the defaults alone"),
     (check_data, "run on the track's data, with its --val-tokens"),
     (check_model, "find what leaked out of the warm-up, and run with the checks in place"),
+    (check_trained, f"the source computes another loss than it says: mend it, and {ANEW}"),
+    (check_origin, f"start the trainer without PYTHONPATH, on its own files: {ANEW}"),
+    (check_times, f"leave the clocks alone: {ANEW}"),
     (check_tokens, f"train on at most --batch-tokens in a step: {ANEW}"),
     (check_clock, "do this work in a timed phase, or not at all, and run again"),
 )

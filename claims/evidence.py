@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from claims.arms import ALPHA
+from claims.provenance import commit_time
 from claims.runlog import first_segment, read_run
 from claims.runs import Run
 from claims.sources import Source, read_source
@@ -63,6 +64,9 @@ TRACKS = {
 }
 
 
+FIRST_LOGS = "2026-11-23"  # claims before this day may be of schema 1, with logs of schema 1 and 2
+
+
 @dataclass(frozen=True)
 class Evidence:
     """A record, all of it readable."""
@@ -88,6 +92,11 @@ class Evidence:
             if run.counts and run.header.get("claim") == self.claim.id:
                 by_seed.setdefault(run.seed or 0, run)
         return [by_seed[seed] for seed in sorted(by_seed)]
+
+    @cached_property
+    def committed(self) -> str | None:
+        """When git first saw the claim; None where git cannot tell."""
+        return commit_time(self.folder / "claim.json")
 
     @cached_property
     def level(self) -> float:

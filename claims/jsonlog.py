@@ -6,7 +6,6 @@ file; such a run can be read, but does not count.
 """
 
 import hashlib
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -14,21 +13,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from claims.runs import Phase, Resume, Run, Segment, Step, Validation, why_unfinished
+from claims.runs import Checkpoint, Phase, Resume, Run, Segment, Step, Validation, why_unfinished
 from runtime.errors import LogError
+from runtime.jsonl import parse
 
-SCHEMAS = (1, 2)
+SCHEMAS = (1, 2, 3)
 NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings: JSON has no such numbers
 KINDS = {str: "a string", int: "an integer of at least 0", float: "a number", bool: "true or false",
          dict: "an object", list: "a list"}  # fmt: skip
-OPTIONAL = {"target", "train_loss", "tokens", "registry_sha256", "lr_mul", "window", "skipped"}
+OPTIONAL = {"target", "train_loss", "tokens", "registry_sha256", "checkpoint_sha256", "lr_mul",
+            "window", "skipped"}  # fmt: skip
 # The fields that are read of each event, and their kinds.
 HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha256": str,
           "env": dict}  # fmt: skip
 STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int, "lr_mul": float,
         "window": int, "skipped": bool}  # fmt: skip
 PHASE = {"name": str, "timed": bool, "ms": float, "t_ms": float}
-RESUME = {"from_step": int, "differences": list, "registry_sha256": str}
+RESUME = {"from_step": int, "differences": list, "registry_sha256": str, "checkpoint_sha256": str}
+CHECKPOINT = {"step": int, "sha256": str}
 
 
 def fits(value: Any, kind: type) -> bool:
@@ -77,12 +79,15 @@ def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
         segments.append(Segment(path, hashlib.sha256(data).hexdigest(), header))
         processes.append(lines)
     kept, resumes = processes[0], []
+    saved = [line for lines in processes for line in events(lines, "checkpoint")]
     for before, lines in pairwise(processes):
         for line in events(lines, "resume"):
             resumes.append(read_resume(line, before))
             kept = keep_until(kept, resumes[-1].from_step)
         kept = [line for line in kept if line.event != "end"] + lines
-    return to_run(kept, segments, resumes)
+    run = to_run(kept, segments, resumes)
+    run.checkpoints.extend(Checkpoint(**line.get_all(CHECKPOINT)) for line in saved)
+    return run
 
 
 def split_lines(path: Path, data: bytes) -> list[Line]:
@@ -93,8 +98,8 @@ def split_lines(path: Path, data: bytes) -> list[Line]:
             rule = 'every line must be one JSON object with an "event"'
             raise LogError(f"{lines[-1].where}: {rule}")
         try:
-            fields = json.loads(raw.decode())
-        except (ValueError, RecursionError):
+            fields = parse(raw)
+        except ValueError:
             fields = {}
         event = fields.get("event") if isinstance(fields, dict) else None
         if not isinstance(event, str):
@@ -146,6 +151,8 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
     numbers = []
     for line in events(lines, "val"):
         step, loss = line.get("step", int), line.get("val_loss", float)
+        if loss <= 0:
+            raise LogError(f"{line.where}: val_loss {loss}: a loss is above 0")
         validations.append(Validation(step, loss, line.get("train_time_ms", float)))
         numbers.append((step, line.get("total_steps", int)))
     steps = events(lines, "step")
@@ -166,7 +173,7 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
         steps=list(map(Step, *columns)),
         phases=[Phase(**line.get_all(PHASE)) for line in events(lines, "phase")],
-        status=ends[-1].get("status", str) if ends else None, unfinished=problem,
+        end=ends[-1].fields if ends else {}, unfinished=problem,
         **(headers[0] if headers else {"run_id": segments[0].path.stem}),
     )  # fmt: skip
 

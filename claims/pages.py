@@ -57,7 +57,7 @@ def printable(text: str) -> str:
 
 def literal(text: str) -> str:
     """Markdown that shows the text letter by letter, whatever it holds."""
-    return re.sub(r"([\\`*_\[\]<>&|])", r"\\\1", printable(text))
+    return re.sub(r"([\\`*_\[\]<>&|#~])", r"\\\1", printable(text))
 
 
 def fenced(text: str, language: str = "") -> str:
@@ -112,6 +112,11 @@ def run_part(evidence: Evidence) -> Iterator[str]:
            f"torch {literal(str(run.env.get('torch')))}; their headers say more.")
     if type(run.env.get("params")) is int:
         yield f"The model has {run.env['params']:,} parameters."
+    schemas = " and ".join(sorted({str(run.header["schema"]) for run in evidence.runs}))
+    said = "with checks of the trained models."
+    if claim.schema == 1:
+        said = "and the claim schema 1, which asks for no checks of the trained models."
+    yield f"The logs have schema {schemas}, {said}"
     looks = " and ".join(map(str, claim.looks))
     yield (f"The claim was written at {claim.created}, before the runs: {claim.n} runs,\n"
            f"seeds {claim.seeds[0]} to {claim.seeds[-1]}, tested after {looks}.")
@@ -137,7 +142,11 @@ def source_part(evidence: Evidence) -> Iterator[str]:
         return
     old = read_source(records_of(evidence.folder), before.source_sha256)
     lines = difference(old, evidence.source)
-    yield f"The diff from the claim before it, {before.name}, has {len(lines):,} lines."
+    changed = {name for name, _ in old.files.items() ^ evidence.source.files.items()}
+    folders = [f"records/{claim.track}/{one.created[:10]}_{one.name}" for one in (before, claim)]
+    yield (f"The diff from the claim before it, {before.name}, has {len(lines):,} lines in "
+           f"{len(changed)} files:")
+    yield fenced(shlex.join(["python", "scripts/record.py", "diff", *folders]))
     if 0 < len(lines) <= LONGEST_DIFF:
         yield "<details><summary>Show the diff</summary>"
         yield fenced("\n".join(map(printable, lines)), "diff")
@@ -162,7 +171,8 @@ def differences(evidence: Evidence) -> Iterator[Failure]:
     """The pages that are not, byte for byte, what the logs say."""
     for name, content in derived(evidence).items():
         path = evidence.folder / name
-        if not path.is_file() or path.read_bytes() != content:
+        same_size = path.is_file() and path.stat().st_size == len(content)  # else it may be huge
+        if not same_size or path.read_bytes() != content:
             mend = f"write it with scripts/record.py make {evidence.folder}"
             yield Failure(f"{name} is not what the logs say", path, mend)
 

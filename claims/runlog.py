@@ -41,6 +41,8 @@ def read_runs(path: str | Path) -> list[Run]:
     """
     first = first_segment(Path(path))
     data = read_bytes(first)
+    if not data:
+        raise LogError(f"{first} is empty: its run ended before its first line. Take it out.")
     if first.suffix != ".jsonl" and not data.startswith(b'{"'):
         return read_text(first, data)
     segments = [(first, data)]

@@ -40,10 +40,16 @@ class Segment(NamedTuple):
     header: dict[str, Any]
 
 
+class Checkpoint(NamedTuple):
+    step: int
+    sha256: str  # of its checksums.json
+
+
 class Resume(NamedTuple):
     from_step: int
     differences: list[str]  # of source and settings
     registry_sha256: str | None
+    checkpoint_sha256: str | None  # of the checkpoint that was loaded, from schema 3 on
     repeats: bool  # the process before did not stop at this step: steps were done twice
 
 
@@ -68,8 +74,13 @@ class Run:
     phases: list[Phase] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)  # of a log of ours
-    status: str | None = None  # of the end line
+    checkpoints: list[Checkpoint] = field(default_factory=list)  # of all segments
+    end: dict[str, Any] = field(default_factory=dict)  # the last end line
     unfinished: str | None  # why the run did not go to its end; None if it did
+
+    @property
+    def status(self) -> str | None:
+        return self.end.get("status")
 
     @property
     def complete(self) -> bool:

@@ -82,6 +82,13 @@ def write_source(records: Path, source: Source) -> Path:
     return path
 
 
+def write_files(source: Source, folder: Path) -> None:
+    """Write the files under a folder, as they stood in their repository."""
+    for name, content in source.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
 def difference(before: Source, after: Source) -> list[str]:
     """The lines of a unified diff from one source to another; none where they are equal."""
     lines: list[str] = []

@@ -116,7 +116,10 @@ def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> 
     if val_loss is None:
         traces[-1].steps.append(Step(step, ms, None))
     else:
-        traces[-1].validations.append(Validation(step, float(val_loss), ms))
+        loss = float(val_loss)
+        if loss <= 0:
+            raise ValueError(f"val_loss {loss}: a loss is above 0")
+        traces[-1].validations.append(Validation(step, loss, ms))
 
 
 def to_ms(word: str) -> float:

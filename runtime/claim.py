@@ -2,14 +2,13 @@
 """
 
 import dataclasses
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from runtime.errors import ClaimError
-from runtime.jsonl import json_hash, read_regular
+from runtime.jsonl import json_hash, parse, read_regular
 from runtime.log import config_hash, source_hash
 from runtime.settings import as_text
 
@@ -25,7 +24,7 @@ FIXED = {
         "attention_gates", "key_offset", "bigram_rows", "own_value",
     ),
 }  # fmt: skip
-SCHEMA = 1
+SCHEMA = 2  # of a claim whose runs have logs of schema 3; those of schema 1 stay valid
 LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may agree by chance
 MOST_BYTES = 2**20
 NAME = r"[A-Z][A-Za-z0-9]{1,60}"
@@ -68,9 +67,9 @@ def read_claim(path: str | Path) -> Claim:
             raise ClaimError(f"{path} is no claim: {name} must be {what}, not "
                              f"{fields.get(name)!r:.80}")  # fmt: skip
     more = sorted(fields.keys() - known.keys())
-    if fields["schema"] != SCHEMA or more:
+    if fields["schema"] not in (1, SCHEMA) or more:
         raise ClaimError(f"{path}: schema {fields['schema']} with fields {more} more; this version "
-                         f"reads schema {SCHEMA}")  # fmt: skip
+                         f"reads schemas 1 and {SCHEMA}")  # fmt: skip
     claim = Claim(**fields)
     for holds, rule in _rules(claim):
         if not holds:
@@ -80,14 +79,14 @@ def read_claim(path: str | Path) -> Claim:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(read_regular(path, MOST_BYTES))
+        fields = parse(read_regular(path, MOST_BYTES))
+        if not isinstance(fields, dict):
+            raise ValueError("it must be an object")
         json_hash(fields)  # as the id will be
     except OSError as error:
         raise ClaimError(f"cannot read the claim {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise ClaimError(f"{path} is no claim: write it with scripts/record.py claim")
+    except ValueError as error:
+        raise ClaimError(f"{path} is no claim: {error}. Write it with record.py claim.") from None
     return fields
 
 

@@ -12,6 +12,23 @@ from typing import Any
 
 import numpy as np
 
+MOST_BRACKETS = 200  # in a JSON text; a header has about 20. Code that walks it may recurse
+
+
+def parse(text: bytes) -> Any:
+    """JSON data. ValueError for anything else, a byte-order mark, a key that stands twice, and
+    values in values in values."""
+    if text.count(b"[") + text.count(b"{") > MOST_BRACKETS:
+        raise ValueError(f"it has more than {MOST_BRACKETS} brackets")
+    return json.loads(text.decode(), object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):  # a reader may see one value, a program the other
+        raise ValueError("a key stands twice in one object")
+    return fields
+
 
 def plain(value: Any) -> Any:
     """The value as JSON data. Floats keep every digit; NaN and infinities become text.

@@ -5,7 +5,6 @@ here. Removing, adding or editing a line breaks the chain; only the last lines c
 """
 
 import hashlib
-import json
 import os
 import re
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from runtime.errors import LogError
-from runtime.jsonl import append, json_line, read_regular
+from runtime.jsonl import append, json_line, parse, read_regular
 
 REGISTRY = "registry.jsonl"
 FIELDS = ("event", "time", "run_id", "previous")  # in every line, all text
@@ -51,8 +50,8 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
         raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None
     for number, line in enumerate(content.splitlines(keepends=True), 1):
         try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
+            entry = parse(line)
+        except ValueError:
             before = line  # torn by a crash; the next line holds the hash of what is left
             continue
         _check(entry, before, f"{path}, line {number}")

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from claims.arms import ALPHA, Arm, apply_holm, judge_all, judge_typed
 from claims.runlog import read_all
 from claims.runs import Run
+from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
 from scripts.command import command, decimals, make_parser, print_json, start, whole_numbers
 
@@ -87,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
     add("--losses", type=decimals, help="losses typed by hand; needs --target")
     add("--at-step", type=whole_numbers, default=[], help="judge the losses at these steps")
+    add("--few", action="store_true", help=f"let fewer than {LEAST_RUNS} runs pass")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     if bool(given.paths) == bool(given.losses):
@@ -95,9 +97,13 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--losses needs --target: typed losses name none")
     if given.target is not None and not math.isfinite(given.target):
         parser.error(f"--target {given.target}: it must be a finite number")
+    if given.losses and min(given.losses) <= 0:
+        parser.error(f"--losses {min(given.losses)}: a loss is above 0")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
     arms, unread = judge(given)
+    for arm in arms if given.few else []:
+        arm.passes = arm.result.p < ALPHA
     if given.json:
         print_json({"arms": [arm.documented for arm in arms], "warnings": unread})
     else:

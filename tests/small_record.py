@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ SOURCE = Source({"optim/muon.py": b"step:1/2 val_loss:1.0\n", "train_gpt.py": "Ã
                 commit="c" * 40)
 ENV = {"python": "3.12.7", "torch": "2.13.0+cu128", "cuda": "12.8", "gpu": "NVIDIA H100 80GB HBM3",
        "gpu_count": 8, "driver": "570.211.01", "cpu": "Xeon", "dtype": "bfloat16",
-       "compiled": True, "compile_flags": []}
+       "compiled": True, "compile_flags": [], "params": 10, "modules_from_elsewhere": [],
+       "sys_flags": {"safe_path": True, "pythonpath": "", "pycache": "fresh"}}
+END = {"targets_scored": VAL_TOKENS, "train_tokens_sha256": "d" * 64,
+       "checks": {"normalized": 1.00003, "causality_trained": 0.0, "additive": 9.5e-7}}
+SAVED = "e" * 64  # hash of a checkpoint
 
 
 def make_claim(name: str = "Good", n: int = 12, seed: int = 1000, **changed: Any) -> Claim:
@@ -47,7 +52,7 @@ def run_events(claim: Claim, seed: int, loss: float) -> Events:
     steps = claim.config["steps"]
     run_id = f"20260102-00{seed % 10000:04}_tiny_s{seed}_t0_abcdef"
     events: Events = [{
-        "event": "header", "schema": 2, "run_id": run_id,
+        "event": "header", "schema": 3, "run_id": run_id,
         "track": claim.track, "target": claim.target, "seed": seed, "trial": seed - claim.seeds[0],
         "claim": claim.id, "source_sha256": claim.source_sha256,
         "config_sha256": claim.config_sha256, "config": claim.config, "world_size": 8, "env": ENV,
@@ -76,7 +81,7 @@ def run_events(claim: Claim, seed: int, loss: float) -> Events:
         add("phase", name="validate", timed=False, ms=VALIDATION_MS)
         value = loss if stop == steps else ignorant + (loss - ignorant) * stop / steps
         add("val", step=stop, total_steps=steps, val_loss=value, train_time_ms=trained)
-    add("end", status="done", steps=steps, val_loss=loss, train_time_ms=trained, peak_mib=31286.4)
+    add("end", status="done", steps=steps, val_loss=loss, train_time_ms=trained, **END)
     return events
 
 
@@ -87,6 +92,7 @@ def resume_at(events: Events, step: int, saved: bool = True) -> list[Events]:
     clock = {"t_ms": first[-1]["t_ms"], "train_time_ms": step * STEP_MS}
     done = (step - 1) % 5 + 1  # since the last validation
     first.append({"event": "phase", "name": "train", "timed": True, "ms": done * STEP_MS, **clock})
+    first.append({"event": "checkpoint", "step": step, "sha256": SAVED, **clock})
     if saved:
         end = {"event": "end", "status": "interrupted", "steps": step, "val_loss": None}
         first.append(end | clock)
@@ -96,7 +102,8 @@ def resume_at(events: Events, step: int, saved: bool = True) -> list[Events]:
     train["ms"] -= done * STEP_MS
     startup = [event | clock for event in events if event.get("ms") == 3000.0]
     again = [header | {"segment": 2, "after_step": step},
-             {"event": "resume", "from_step": step, "checkpoint": "x", "differences": []}]
+             {"event": "resume", "from_step": step, "checkpoint": "x", "differences": [],
+              "checkpoint_sha256": SAVED}]
     return [first, again + startup + rest]
 
 
@@ -107,8 +114,11 @@ def register(path: Path, event: str, **fields: Any) -> str:
     return sha256
 
 
-def write_logs(folder: Path, runs: Sequence[list[Events]]) -> None:
-    """Logs and registry as the runs would have written them; each run is a list of segments."""
+def write_logs(folder: Path, runs: Sequence[list[Events]], slow: float = 1.0) -> None:
+    """Logs and registry as the runs would have written them; each run is a list of segments.
+
+    slow: how much longer the runs took than their clocks say.
+    """
     registry = folder / "runs" / "registry.jsonl"
     registry.parent.mkdir(parents=True, exist_ok=True)
     registry.unlink(missing_ok=True)
@@ -130,6 +140,10 @@ def write_logs(folder: Path, runs: Sequence[list[Events]]) -> None:
             path.write_bytes(b"".join(json_line({"t_ms": 0.0} | event) for event in events))
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
             if events[-1]["event"] == "end":
+                began = datetime.fromisoformat(line["time"])
+                clock = events[-1]["t_ms"] - (segments[place - 2][-1]["t_ms"] if place > 1 else 0)
+                ended = began + timedelta(milliseconds=slow * clock)
+                line["time"] = ended.isoformat(timespec="seconds")
                 register(registry, "end", **line, log_sha256=sha256)
 
 

@@ -19,6 +19,7 @@ from small_record import (
     RULES,
     SOURCE,
     STEPS,
+    VAL_TOKENS,
     Events,
     call,
     forge,
@@ -47,6 +48,7 @@ def contest():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TRACKS, "tiny", RULES)
         patch.setattr("os.fsync", lambda descriptor: None)
+        patch.setattr(record, "check_flags", lambda claim, source: [])  # these sources do not run
         yield
 
 
@@ -223,7 +225,7 @@ CHEATS: dict[str, tuple] = {
         partial(edit_with_end_line, number=5, change=partial(edit, old='l": 5', new='l": 6')),
         "its header differs from its line in the registry"),
     "an edited log with an end line of its own": (
-        end_again, "its lines in the registry are start end end, which no "),
+        end_again, "its lines in the registry are start end end, which no ", "its clock ends at"),
     "a seed that was tried with other settings": (
         partial(try_before, track="tiny"), "seed 1000 was run by early outside the claim"),
     "a seed that was tried as another track": (
@@ -233,7 +235,16 @@ CHEATS: dict[str, tuple] = {
         "started .*, before the claim, 2999-01-01"),
     "a claim that says the target twice": (
         lambda folder: edit(folder / "claim.json", '"name"', '"target": 9.0,\n  "name"'),
+        "claim.json is no claim: a key stands twice"),
+    "a claim with its words set out otherwise": (
+        lambda folder: edit(folder / "claim.json", '"name"', '\n\n"name"'),
         "claim.json is not as record.py claim wrote it"),
+    "a claim of schema 1 that is new": (
+        partial(forge_claim, schema=1, created="2999-01-01T00:00:00+00:00"),
+        "started .*, before the claim, 2999-01-01", "claims from 2026-11-23 on have 2"),
+    "a clock that runs at half the speed": (
+        lambda folder: write_logs(folder, read_logs(folder), slow=2.0),
+        "its clock ends at 13610.0 ms, but the registry saw 27 s"),
     "another target": (
         partial(forge_claim, target=3.5),
         "target 3.5 at alpha 0.01, not 3.25 at 0.01", "target 3.25, not the claimed 3.5"),
@@ -322,6 +333,11 @@ def each(kind: str, at: slice = slice(None), **fields: object) -> Change:
 
 def without(kind: str, at: int) -> Change:
     return lambda events: events.remove(of_kind(events, kind)[at])
+
+
+def checked(name: str, value: object) -> Change:
+    """A value of a check of the trained model."""
+    return lambda events: events[-1]["checks"].update({name: value})
 
 
 def learn_before(events: Events) -> None:
@@ -427,6 +443,33 @@ FORGED: dict[str, tuple] = {
     "a model kept in mid-run": (
         each("phase", FIRST_VALIDATE, name="keep"), "a keep of", "3 validations for 4"),
     "a probe of no time": (probe_at_end("nan"), "a probe of nan ms", "nan ms between"),
+    "a log of schema 2": (put(2, "schema"), "a log of schema 2, where the claim needs 3"),
+    "other tokens to train on": (
+        each("end", train_tokens_sha256="f" * 64), "runs trained on different tokens: d+, f+"),
+    "no hash of the tokens": (each("end", train_tokens_sha256=None), "no hash of the tokens",
+                              "runs trained on different tokens"),
+    "a row that was not scored": (each("end", targets_scored=VAL_TOKENS - 256),
+                                  "768 targets scored, not 1024"),
+    "no checks of the trained model": (
+        each("end", checks=None), "check normalized", "check causality_trained", "check additive"),
+    "probabilities that sum to 277": (checked("normalized", 277.0), "check normalized .* is 277.0"),
+    "a loss that is scaled": (
+        checked("normalized", 1.07), "check normalized .* is 1.07, not 0 to 1.01"),
+    "a sum of nan": (checked("normalized", "nan"), "check normalized of the trained model is nan"),
+    "sight of the future in long rows": (checked("causality_trained", 1.3),
+                                         "check causality_trained .* is 1.3, not 0 to 0.001"),
+    "a mean over the targets": (checked("additive", 0.5), "check additive .* is 0.5, not 0 to"),
+    "PYTHONPATH": (put("/elsewhere", "env", "sys_flags", "pythonpath"),
+                   "started with pythonpath '/elsewhere', not ''"),
+    "bytecode that lay beside the source": (
+        put("beside", "env", "sys_flags", "pycache"), "started with pycache 'beside', not 'fresh'"),
+    "no flags of the interpreter": (
+        put(None, "env", "sys_flags"), "with pythonpath None", "with pycache None"),
+    "sitecustomize": (put(["sitecustomize /x.py"], "env", "modules_from_elsewhere"),
+                      r"modules from elsewhere: \['sitecustomize /x.py'\]"),
+    "no list of modules": (put(None, "env", "modules_from_elsewhere"), "from elsewhere: None"),
+    "a larger model": (put(10**9, "env", "params"), "params differs between runs: 10, 1000000000"),
+    "a negative loss": (each("val", slice(-1, None), val_loss=-1.0), "val_loss -1.0: a loss is"),
     "a step left out": (
         without("step", 5), "11 of 12 steps are in the log", "step 7 trained on 1024 tokens"),
     "a validation left out": (without("val", 1), "4 validations for 3 losses"),
@@ -530,6 +573,12 @@ RESUMED: dict[str, tuple] = {
     "a second segment that begins elsewhere": (
         partial(forge, change=put(7, "after_step"), segment=1),
         r"edited: its segments begin after steps \[7\]"),
+    "weights swapped in the checkpoint": (
+        partial(forge, change=lambda events: events[1].update(checkpoint_sha256=ZERO), segment=1),
+        "resumed at step 8 from a checkpoint that it did not write"),
+    "PYTHONPATH after the resume": (
+        partial(forge, change=put("/x", "env", "sys_flags", "pythonpath"), segment=1),
+        "started with pythonpath '/x', not ''"),
     "a clock that was set back at the resume": (
         partial(forge, change=set_back, segment=1), "not counted: less train time", "missing: "),
     "lost work off the clock": (
@@ -546,3 +595,13 @@ def test_a_record_with_a_resumed_run_is_caught_with(cheat, folder, capsys):
     change, *patterns = RESUMED[cheat]
     change(folder)
     caught(folder, capsys, *patterns)
+
+
+def test_the_page_of_cheats_names_tests_and_cases_that_exist():
+    page = (small_run.ROOT / "docs" / "claims.md").read_text()
+    section = page.partition("## Cheats\n")[2].partition("\n## ")[0]
+    tests = "".join(path.read_text() for path in small_run.ROOT.glob("tests/test_*.py"))
+    named, cases = re.findall(r"`(test_\w+)`", section), re.findall(r'"(.+?)"', section)
+    assert (len(named) > 5, len(cases) > 20) == (True, True)
+    assert [name for name in named if f"def {name}(" not in tests] == []
+    assert set(cases) - {*CHEATS, *FORGED, *RESUMED} == set()

@@ -1,7 +1,9 @@
 """Records, logs and registries of strangers: no path out, nothing unbounded, no way to steer."""
 
+import functools
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,6 +26,7 @@ from scripts import record
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
 NAME = "2026-11-21_Record42"
+NESTED: dict = functools.reduce(lambda inner, _: {"a": inner}, range(700), {})
 STEERING = "\x1b[2J\x1b]0;owned\x07\r\u202e"  # clears a terminal, names it, turns text around
 
 
@@ -91,13 +94,39 @@ def test_no_file_from_outside_a_log_folder_gets_into_a_record(name, stranger, tm
     ("config_sha256", STEERING, "64 hexadecimal digits"),
     ("target", float("nan"), "must lie between"), ("target", 10**400, "must lie between"),
     ("alpha", float("inf"), "must lie between"), ("about", "x" * 2**20, "bytes"),
-], ids=range(6))
+    ("about", "Why.\u2028**Shown**", "one line"), ("config", NESTED, "brackets"),
+], ids=range(8))
 def test_a_claim_that_names_a_path_or_a_number_out_of_this_world_is_refused(
     field, value, rule, stranger
 ):
     change_claim(stranger, **{field: value})
     with pytest.raises(ClaimError, match=rule):
         read_claim(stranger / "claim.json")
+
+
+@pytest.mark.parametrize("name", ["README.md", "record.json", "source/x", "runs/x.bin"])
+def test_a_huge_file_in_a_record_is_named_and_not_read(name, stranger, monkeypatch, capsys):
+    (stranger / name).parent.mkdir(exist_ok=True)
+    with open(stranger / name, "wb") as file:
+        file.truncate(2**40)  # takes no room on the disk; a read would take all memory
+    assert record.main(["verify", "--read-only", str(stranger)]) == 1
+    assert re.search(rf"(unexpected file {name}|{name} is not what)", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("change", [
+    lambda text: "\ufeff" + text,
+    lambda text: text.replace('"target": ', '"target": 9.9, "target": ', 1),
+    lambda text: text.replace('"config": {', '"config": {"x": ' + json.dumps(NESTED) + ", ", 1),
+], ids=["byte-order mark", "key twice", "nested 700 deep"])
+def test_json_that_two_readers_may_read_differently_is_refused(change, stranger, capsys):
+    log = min((stranger / "runs").glob("2*.jsonl"))
+    for path, rule in ((log, "line 1: every line must be one JSON object"),
+                       (stranger / "claim.json", "is no claim: ")):
+        kept = path.read_bytes()
+        path.write_bytes(change(kept.decode()).encode())
+        assert record.main(["verify", "--read-only", str(stranger)]) == 2
+        assert rule in capsys.readouterr().err
+        path.write_bytes(kept)
 
 
 def test_logs_and_registries_of_huge_size_are_refused_unread(tmp_path):
@@ -123,7 +152,8 @@ def test_no_log_record_or_file_name_steers_the_terminal(stranger):
     edit_log(first, "header", claim=STEERING, checks={"causality": STEERING}, env=env)
     (stranger / f"{STEERING}.txt").write_text("x")
     second.rename(second.with_name(f"{STEERING}.jsonl"))
-    for words in (["record.py", "verify", stranger], ["significance.py", stranger / "runs"],
+    for words in (["record.py", "verify", "--read-only", stranger],
+                  ["significance.py", stranger / "runs"],
                   ["compare.py", stranger / "runs", stranger / f"{STEERING}.txt"]):
         done = tool(*words)
         said = done.stdout + done.stderr
@@ -137,14 +167,14 @@ def test_a_number_of_any_shape_in_claim_or_log_ends_in_a_sentence(value, strange
     first, second = sorted((stranger / "runs").glob("2*.jsonl"))
     claim = json.loads((stranger / "claim.json").read_text())
     change_claim(stranger, config=claim["config"] | {"batch_tokens": value})
-    assert record.main(["verify", str(stranger)]) == 2
+    assert record.main(["verify", "--read-only", str(stranger)]) == 2
     assert "batch_tokens in config must be a positive whole number" in capsys.readouterr().err
     change_claim(stranger, config=claim["config"])
     edit_log(first, "header", data=small_run.read_events(first)[0]["data"] | {"val_tokens": value})
-    assert record.main(["verify", str(stranger)]) == 1
+    assert record.main(["verify", "--read-only", str(stranger)]) == 1
     assert f"validated on {value!s:.20} tokens, not 262144" in capsys.readouterr().out
     edit_log(second, "val", total_steps=value)
-    assert record.main(["verify", str(stranger)]) == 2
+    assert record.main(["verify", "--read-only", str(stranger)]) == 2
     assert "total_steps must be an integer" in capsys.readouterr().err
 
 
@@ -159,11 +189,11 @@ def test_a_command_in_a_page_is_one_command_whatever_the_claim_says(stranger):
 
 
 def test_a_page_made_of_hostile_words_has_no_html_and_no_link_of_theirs(stranger):
-    hostile = "x <!-- **Shown**: p | [a](b) ` &lt;"
+    hostile = "x <!-- **Shown**: p | [a](b) ` &lt; # Shown ~~~"
     evidence = read_evidence(stranger)
     evidence.complete[0].env["cpu"] = hostile
     object.__setattr__(evidence.claim, "about", hostile)
-    escaped = r"x \<!-- \*\*Shown\*\*: p \| \[a\](b) \` \&lt;"
+    escaped = r"x \<!-- \*\*Shown\*\*: p \| \[a\](b) \` \&lt; \# Shown \~\~\~"
     page = readme(evidence)
     assert (f"> {escaped}" in page, f"1 x {escaped} and" in page, hostile in page) == (
         True, True, False)

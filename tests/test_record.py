@@ -44,6 +44,7 @@ LOSSES = list(3.2 + 0.012 * np.random.default_rng(0).standard_normal(12))
 def contest(monkeypatch, tmp_path):
     monkeypatch.setitem(TRACKS, "tiny", RULES)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setattr(record, "check_flags", lambda claim, source: [])  # these do not run
     monkeypatch.setattr(record, "RECORDS", tmp_path)
 
 
@@ -97,7 +98,9 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     page = (folder / "README.md").read_text()
     assert re.search(r"\nSeed 7 was resumed at step \d+ \(0 ms .*\); it counts\.\n", page), page
     failures = [failure.what for failure in find_failures(read_evidence(folder))]
-    assert [what for what in failures if not what.startswith("untimed work:")] == []
+    # Here the trainer runs inside pytest, whose modules are from elsewhere.
+    expected = ("untimed work:", "started with pycache", "modules from elsewhere")
+    assert [what for what in failures if not what.startswith(expected)] == []
     assert len(read_evidence(folder).complete) == 4
     assert code == bool(failures), said
 
@@ -109,7 +112,8 @@ def test_making_a_record_again_changes_nothing(folder, capsys):
         assert code == 0, said
         assert contents(folder) == before
     code, said = call(capsys, "verify", folder)
-    assert (code, said.count("\n")) == (0, 1)
+    assert (code, said.count("\n")) == (0, 2)
+    assert said.endswith("not checked: whether its claim was first; no git history here tells\n")
     assert re.search(r"verified: below 3\.25 with a mean loss of 3\.\d{6} in 4 runs", said)
 
 
@@ -151,7 +155,7 @@ def test_a_claim_that_breaks_a_rule_is_not_written(
 ):
     today = f"{record.datetime.now(record.UTC):%Y-%m-%d}_Good"
     shutil.copytree(folder, folder.with_name(today))
-    config = make_claim().config | {"val_tokens": VAL_TOKENS} | changed
+    config = make_claim().config | {"val_tokens": VAL_TOKENS, "recipe": "modern"} | changed
     monkeypatch.setattr(record, "ask_trainer", lambda root, flags: config)
     before = contents(tmp_path)
     code, said = call(capsys, "claim", *words, "--about", "x")
@@ -196,14 +200,16 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
         assert make(write_record(tmp_path, claim, LOSSES[:4])) == 0
     claim = make_claim("Short", 4, config={"steps": 3})
     failed = write_record(tmp_path, claim, [loss + 1 for loss in LOSSES[:4]])
-    assert make(failed) == 1
+    assert make(failed) == 0
     write_record(tmp_path, make_claim("Planned", 4, 3000), [])
     shutil.rmtree(next(tmp_path.glob("tiny/*_Planned")) / "runs", ignore_errors=True)
     code, said = call(capsys, "verify", failed)
-    assert (code, "verified, and NOT shown" in said) == (1, True)
+    assert (code, "verified, and NOT shown" in said) == (0, True)
+    assert call(capsys, "verify", "--require-shown", failed)[0] == 1
     assert "**Not shown**: the mean" in (failed / "README.md").read_text()
     assert json.loads((failed / "record.json").read_text())["shown"] is False
-    assert "from the claim before it, Again, has 0 lines." in (failed / "README.md").read_text()
+    page = (failed / "README.md").read_text()
+    assert "from the claim before it, Again, has 0 lines in 0 files:" in page
 
     assert call(capsys, "leaderboard")[0] == 0
     page, before = (tmp_path / "README.md").read_text(), contents(tmp_path)
@@ -279,7 +285,7 @@ def test_a_page_shows_the_diff_from_the_claim_before_and_no_line_of_it_leaves_it
     source_path(tmp_path, digest(files)).write_bytes(pack(Source(files, None)))
     assert make(folder) == 0
     page = (folder / "README.md").read_text()
-    assert "The diff from the claim before it, First, has 7 lines." in page
+    assert "The diff from the claim before it, First, has 7 lines in 1 files:" in page
     block = page.partition("`````diff\n")[2].partition("\n`````\n")[0]
     changed = ["-step:1/2 val_loss:1.0", "+````", "+</details><b>\\x1b[2J", " "]
     assert block.splitlines()[3:] == changed

@@ -167,6 +167,8 @@ def test_what_makes_p_say_less_than_it_seems_is_warned_of(tmp_path, capsys, loss
         write_run(tmp_path, f"run_{seed}", {50: 4.0 + seed, 100: value}, seed=seed)
     code, (arm,) = judge(capsys, tmp_path)
     assert warned(arm, words)
+    assert (code, arm["passes"]) == (1, False)
+    code, (arm,) = judge(capsys, tmp_path, "--few")
     assert arm["passes"] is (code == 0) is ("no test" not in words)
 
 
@@ -193,8 +195,8 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     code, (arm,) = judge(capsys, tmp_path)
     assert (code, arm["n"]) == (0, 7)
     assert [(run["path"], run["reason"]) for run in arm["incomplete"]] == [
-        (str(cut), "no end line"), (str(early), "ended with status interrupted"),
-        (str(empty), "no header")]  # fmt: skip
+        (str(cut), "no end line"), (str(early), "ended with status interrupted")]
+    assert f"not read: {empty} is empty" in text_of(capsys, tmp_path)
     assert f"left out: {cut}: no end line" in text_of(capsys, tmp_path)
     code, (arm,) = judge(capsys, cut)
     assert (code, arm["n"], arm["p"], arm["passes"]) == (1, 0, None, False)
@@ -266,3 +268,22 @@ def test_the_command_starts_anywhere_without_torch_and_ends_quietly_when_nobody_
     result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, **options)
     os.close(writer)
     assert result.stderr == b""
+
+
+@pytest.mark.parametrize("loss", [-3.2, 0.0])
+def test_a_loss_that_is_not_above_zero_is_refused_in_logs_of_any_kind_and_typed(
+    tmp_path, capsys, loss
+):
+    public = write_public(tmp_path / "public.txt", {1750: loss})
+    own = write_run(tmp_path, "own", {100: loss}, seed=0)
+    for words in ([str(public)], [str(own)], ["--losses=" + str(loss), "--target", "3.28"]):
+        try:
+            code = main(words)
+        except SystemExit as ended:
+            code = ended.code
+        assert (code, "a loss is above 0" in capsys.readouterr().err) == (2, True)
+
+
+def test_two_typed_losses_pass_only_by_insisting(capsys):
+    words = ["--losses", "3.2,3.21", "--target", "3.39"]
+    assert (main(words), main([*words, "--few"])) == (1, 0)

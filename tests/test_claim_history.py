@@ -1,0 +1,180 @@
+"""What verify asks beyond a record's folder: the git history, and the record's own parser."""
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_record import RULES, call, forge, make_claim, write_record
+
+from claims import provenance
+from claims.evidence import TRACKS, claim_text
+from claims.provenance import check_flags
+from claims.sources import Source, read_source
+from runtime.claim import read_claim
+from runtime.errors import Refused
+from scripts import record
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "records"
+LOSSES = list(3.2 + 0.012 * np.random.default_rng(0).standard_normal(4))
+CREATED = "2026-01-01T00:00:00+00:00"  # the runs of a small record start a day later
+IN_TIME, TOO_LATE = "2026-01-01T00:01:00+00:00", "2026-01-02T00:30:00+00:00"
+
+
+# ---- The claim's place in the history
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A git repository with a commit."""
+    monkeypatch.setitem(TRACKS, "tiny", RULES)
+    commit(tmp_path, "2025-01-01T00:00:00+00:00")
+    return tmp_path
+
+
+def git(root: Path, *words: str, **env: str) -> str:
+    who = ["-c", "user.name=x", "-c", "user.email=x"]
+    command = ["git", *who, "-C", str(root), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | env)
+    return done.stdout
+
+
+def commit(root: Path, time: str) -> None:
+    (root / "log").write_text(time)
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "x", GIT_COMMITTER_DATE=time)
+
+
+def made(root: Path, created: str, committed: str) -> Path:
+    """A record whose claim was committed at that time."""
+    folder = write_record(root / "records", make_claim(n=4, created=created), LOSSES)
+    commit(root, committed)
+    assert record.main(["make", str(folder)]) in (0, 1)
+    return folder
+
+
+def verify(folder: Path, capsys) -> tuple[int, str]:
+    return call(capsys, "verify", "--read-only", folder)
+
+
+def test_a_claim_that_was_committed_before_its_runs_holds_also_under_another_name(checkout, capsys):
+    folder = made(checkout, CREATED, IN_TIME)
+    code, said = verify(folder, capsys)
+    assert (code, "not checked" in said) == (0, False)
+    git(checkout, "mv", "records/tiny", "records/moved")
+    commit(checkout, TOO_LATE)
+    assert provenance.commit_time(next(checkout.glob("records/moved/*/claim.json"))) == IN_TIME
+
+
+def test_a_claim_that_was_committed_after_a_run_is_caught(checkout, capsys):
+    code, said = verify(made(checkout, CREATED, TOO_LATE), capsys)
+    assert (code, f"before the claim was committed, {TOO_LATE}" in said) == (1, True)
+
+
+def test_a_claim_that_was_edited_after_its_commit_is_caught(checkout, capsys):
+    """The commit that counts is that of its content, not of its name."""
+    folder = made(checkout, CREATED, IN_TIME)
+    claim = make_claim(n=4, about="Better seeds.")
+    (folder / "claim.json").write_text(claim_text(claim))
+    forge(folder)  # with runs that name it
+    commit(checkout, TOO_LATE)
+    code, said = verify(folder, capsys)
+    assert (code, "before the claim was committed" in said) == (1, True)
+
+
+def test_a_claim_with_a_date_in_the_past_is_caught(checkout, capsys):
+    """It would be the first record of its track."""
+    code, said = verify(made(checkout, "2001-01-01T00:00:00+00:00", IN_TIME), capsys)
+    assert (code, "written at 2001-01-01T00:00:00+00:00, but was committed" in said) == (1, True)
+
+
+@pytest.mark.parametrize("case", ["no checkout", "no commit", "no history before it", "no git"])
+def test_where_no_history_can_tell_it_says_so(case, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(TRACKS, "tiny", RULES)
+    folder = write_record(tmp_path / "records", make_claim(n=4), LOSSES)
+    if case == "no commit":
+        (tmp_path / "records").rename(tmp_path / "aside")
+        commit(tmp_path, IN_TIME)
+        (tmp_path / "aside").rename(tmp_path / "records")
+    elif case == "no history before it":  # as in a shallow clone
+        commit(tmp_path, TOO_LATE)
+    elif case == "no git":
+        monkeypatch.setenv("PATH", "")
+    record.main(["make", str(folder)])
+    code, said = verify(folder, capsys)
+    assert (code, "not checked: whether its claim was first" in said) == (0, True)
+
+
+# ---- The claim's flags
+
+PARSER = b"""
+import argparse, json, os, sys
+assert "SECRET" not in os.environ
+parser = argparse.ArgumentParser()
+parser.add_argument("--track", default="short")
+parser.add_argument("--steps", type=int, default=12)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--print-config", action="store_true")
+config = vars(parser.parse_args())
+del config["print_config"]
+print(json.dumps(config))
+"""
+
+
+def said_of(flags: list[str], source: bytes = PARSER, **config: object) -> list[str]:
+    claim = make_claim(flags=flags, config=config)
+    claim = replace(claim, config={"track": "tiny", "steps": 12, "seed": 7} | config)
+    return list(check_flags(claim, Source({"train_gpt.py": source}, None)))
+
+
+def test_flags_that_mean_the_claimed_settings_hold_and_without_a_track_they_mean_the_claims(
+    monkeypatch,
+):
+    monkeypatch.setenv("SECRET", "x")  # a stranger's parser is not told it
+    assert said_of([]) == said_of(["--track", "tiny", "--steps=12"]) == []
+
+
+def test_flags_that_say_something_else_than_the_settings_are_caught():
+    assert said_of([], steps=24) == ["its flags mean --steps 12, its config has 24"]
+    assert said_of(["--track", "short"]) == ["its flags mean --track short, its config has tiny"]
+    assert said_of([], dim=64) == ["its flags mean --dim auto, its config has 64"]
+    (refused,) = said_of(["--model", "large"])
+    assert refused.startswith("its source refuses its flags: usage")
+
+
+@pytest.mark.parametrize("source", [b"1 / 0", b"print('no JSON')", b"import time; time.sleep(60)"])
+def test_a_parser_that_does_not_answer_is_bad_input_and_can_be_left_out(source, monkeypatch):
+    monkeypatch.setattr(provenance, "LONGEST_S", 2)
+    with pytest.raises(Refused, match=r"(?s)does not say what its flags mean.*--read-only"):
+        said_of([], source)
+
+
+@pytest.mark.parametrize("name", [
+    "2026-11-21_Record42", "2026-11-22_AdamWTuned", "2026-11-22_ModernGates",
+])  # of each form of flags one: the others take two seconds each
+def test_the_flags_of_a_committed_record_mean_its_settings(name):
+    claim = read_claim(RECORDS / "tiny" / name / "claim.json")
+    assert list(check_flags(claim, read_source(RECORDS, claim.source_sha256))) == []
+
+
+def test_a_claim_writes_the_track_and_the_recipe_into_its_flags(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    words = ["claim", "Mine", "--about", "x", "--", "--recipe=adamw"]
+    assert record.main(words) == 0
+    claim = json.loads(next(tmp_path.glob("tiny/*/claim.json")).read_text())
+    assert claim["flags"] == ["--track", "tiny", "--recipe=adamw"]
+    assert claim["schema"] == 2
+
+
+def test_diff_prints_the_difference_of_two_records_sources(capsys):
+    folders = [RECORDS / "tiny" / f"2026-11-22_{name}" for name in ("Modern", "ModernFewest")]
+    assert record.main(["diff", *map(str, folders)]) == 0
+    said = capsys.readouterr().out
+    page = (folders[1] / "README.md").read_text()
+    assert said in page
+    assert '+            "embed_lr_mul": 25.0' in said
