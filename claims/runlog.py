@@ -61,6 +61,13 @@ def read_run(path: str | Path) -> Run:
     return runs[0]
 
 
+def finished_runs(folder: Path) -> list[Run]:
+    """The runs in a folder that finished or diverged, the oldest first."""
+    logs = sorted(folder.glob("*_*.jsonl"))  # run ids sort by start time
+    runs = [run for log in logs for run in read_runs(log)]
+    return [run for run in runs if run.complete or run.status == "nonfinite"]
+
+
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     """The first files of the runs that the paths name, each once.
 

@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from claims.pages import table
 from claims.plots import plot_effects
-from claims.runlog import read_run
+from claims.runlog import finished_runs
 from claims.runs import Run
 from claims.stats import NAN, Difference, holm, paired
 from runtime.log import config_hash, source_hash
-from scripts.command import ask_trainer, command, make_parser, run_child, start, svg, whole_numbers
+from scripts.command import ask_trainer, command, make_parser, start, svg, train, whole_numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"
@@ -106,12 +106,8 @@ the piece helps. The other columns are those of the first table; "here" goes by 
 
 def read_arm(out: Path, arm: str) -> dict[int, Run]:
     """The runs that finished or diverged, by seed; of one seed the last that started."""
-    runs = {}
-    for log in sorted((out / "runs" / arm).glob("*_*.jsonl")):  # run ids sort by start time
-        run = read_run(log)
-        if run.seed is not None and (run.complete or run.status == "nonfinite"):
-            runs[run.seed] = run
-    return runs
+    runs = finished_runs(out / "runs" / arm)
+    return {run.seed: run for run in runs if run.seed is not None}
 
 
 class Effect(NamedTuple):
@@ -224,9 +220,7 @@ def run_missing(given: argparse.Namespace) -> int:
             done = read_arm(given.out, arm).get(seed)
             if done and (done.config_sha256, done.source) == (configs[arm], source):
                 continue
-            words = [sys.executable, str(ROOT / "train_gpt.py"), *flags[arm], "--seed", str(seed)]
-            words += ["--log-dir", str(given.out / "runs" / arm)]
-            code = run_child([*words, "--keep-model", "off", "--sample-tokens", "0"])
+            code = train(ROOT, [*flags[arm], "--seed", str(seed)], given.out / "runs" / arm)
             print(f"{arm}, seed {seed}: exit code {code}", flush=True)
             if code not in (0, 3):  # 3: the run diverged, which is a result
                 failed += 1

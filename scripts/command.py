@@ -132,3 +132,9 @@ def run_child(words: str | list[str]) -> int:
         except SystemExit:  # of exit_by_signal
             os.killpg(child.pid, signal.SIGTERM)
             raise  # after the child's end, for which Popen waits
+
+
+def train(root: Path, flags: Sequence[str], folder: Path) -> int:
+    """Train with the source under `root`, logs in `folder`; returns the trainer's exit code."""
+    words = [sys.executable, str(root / "train_gpt.py"), *flags, "--log-dir", str(folder.resolve())]
+    return run_child([*words, "--keep-model", "off", "--sample-tokens", "0"])

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from a
 from claims.arms import ALPHA
 from claims.checks import Failure, find_failures
 from claims.evidence import TRACKS, Evidence, read_evidence, records_of
+from claims.judgements import find_judged, next_seed, require_source
 from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import best_of_each_recipe, derived, differences, leaderboard
 from claims.plots import plot_losses, plot_records
@@ -40,8 +41,13 @@ RECORDS = ROOT / "records"
 
 def claim(arguments: argparse.Namespace) -> int:
     """Write claim.json and say how to make its runs."""
-    config = ask_trainer(ROOT, arguments.flags)
-    source, flags = working_source(ROOT), arguments.flags
+    source = working_source(ROOT)
+    if arguments.from_judgement is not None:
+        judged = find_judged(arguments.judgements, arguments.from_judgement)
+        require_source(judged, digest(source.files))
+        arguments.flags = judged["B"]["flags"] + arguments.flags
+        arguments.seed = next_seed(Path("logs"), arguments.judgements, RECORDS)
+    config, flags = ask_trainer(ROOT, arguments.flags), arguments.flags
     for name in ("recipe", "track"):  # their defaults may change, or depend on the machine
         if f"--{name}" not in [word.partition("=")[0] for word in flags]:
             flags = [f"--{name}", config[name], *flags]
@@ -147,6 +153,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     sub.add_argument("--about", required=True, help="what is changed and why it should help")
     sub.add_argument("--n", type=int, default=10, help="runs, at least 4 (%(default)s)")
     sub.add_argument("--seed", type=int, default=1000, help="of the first run (%(default)s)")
+    sub.add_argument("--from-judgement", type=int, nargs="?", const=0, metavar="N",
+                     help="claim B of judgement N (the last) with its flags, on fresh seeds")
+    sub.add_argument("--judgements", type=Path, default=Path("logs/judge"),
+                     help="folder of judgements (%(default)s)")
     sub.add_argument("--looks", type=whole_numbers, help="test after so many runs: 5,10 (--n)")
     sub = commands.add_parser("make", help="make the record of a claim from its runs")
     sub.set_defaults(run=make)

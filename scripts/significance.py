@@ -3,11 +3,14 @@
     python scripts/significance.py logs                               every arm in a folder
     python scripts/significance.py logs machine_2/logs --json         two folders, for programs
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
+    python scripts/significance.py old new --track steps              fewest steps, by its rules
     python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. A folder is
-read without its subfolders, but of a record its runs/. Exit code: 0 every arm passes, 1 an arm
-fails, 2 bad input.
+read without its subfolders, but of a record its runs/. --track steps judges as track 3 of the
+public contest does: at the first step at which all runs together pass, or at --at-step, with a
+pairwise verdict on each arm and those before it. --skeptical writes the page of a result that
+challenges another one. Exit code: 0 every arm passes, 1 an arm fails, 2 bad input.
 """
 
 import argparse
@@ -19,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims.arms import ALPHA, Arm, apply_holm, judge_all, judge_typed
+from claims.fewest import judge_fewest, passes, skeptical
 from claims.runlog import read_all
 from claims.runs import Run
 from runtime.claim import LEAST_RUNS
@@ -39,6 +43,8 @@ def judge(given: argparse.Namespace) -> tuple[list[Arm], list[str]]:
     if given.losses:
         return [judge_typed(given.losses, given.target)], []
     runs, unread = read(given.paths)
+    if given.track:
+        return judge_fewest(runs, given.target, given.at_step[0] if given.at_step else None), unread
     arms = judge_all(runs, given.target, given.at_step)
     apply_holm(arms)
     return arms, unread
@@ -89,6 +95,8 @@ def main(argv: Sequence[str]) -> int:
     add("--losses", type=decimals, help="losses typed by hand; needs --target")
     add("--at-step", type=whole_numbers, default=[], help="judge the losses at these steps")
     add("--few", action="store_true", help=f"let fewer than {LEAST_RUNS} runs pass")
+    add("--track", choices=["steps"], help="judge by the rules of this track")
+    add("--skeptical", type=Path, metavar="MD", help="with --track steps and --at-step N")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     if bool(given.paths) == bool(given.losses):
@@ -101,14 +109,22 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--losses {min(given.losses)}: a loss is above 0")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
+    if given.track and (given.losses or given.few or len(given.at_step) > 1):
+        parser.error("--track steps needs run logs, at most one --at-step, and no --few")
+    if given.skeptical and not (given.track and given.at_step):
+        parser.error("--skeptical needs --track steps and the step that is challenged, --at-step")
     arms, unread = judge(given)
     for arm in arms if given.few else []:
         arm.passes = arm.result.p < ALPHA
+    if given.skeptical:
+        if len(arms) != 1 or not arms[0].losses:
+            raise LogError(f"--skeptical takes one arm with losses at its step, not {len(arms)}")
+        given.skeptical.write_text(skeptical(arms[0]), encoding="utf-8")
     if given.json:
         print_json({"arms": [arm.documented for arm in arms], "warnings": unread})
     else:
         print("\n\n".join([*map(to_text, arms), *unread]))
-    return 0 if all(arm.passes for arm in arms) else 1
+    return 0 if all(passes(arm) if given.track else arm.passes for arm in arms) else 1
 
 
 if __name__ == "__main__":

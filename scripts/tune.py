@@ -22,11 +22,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims.plots import plot_effects
-from claims.runlog import read_runs
+from claims.runlog import finished_runs
 from claims.runs import Run
 from claims.stats import holm, paired
 from runtime.settings import as_text, flag
-from scripts.command import command, make_parser, run_child, start, svg
+from scripts.command import command, make_parser, start, svg, train
 
 ROOT = Path(__file__).resolve().parent.parent
 Settings = dict[str, Any]
@@ -63,13 +63,6 @@ def draw_candidates(plan: Settings) -> list[Settings]:
         if drawn not in candidates:
             candidates.append(drawn)
     return candidates
-
-
-def read_results(folder: Path) -> list[Run]:
-    """The runs that finished or diverged, the oldest first."""
-    logs = sorted(folder.glob("*_*.jsonl"))  # run ids sort by start time
-    runs = [run for log in logs for run in read_runs(log)]
-    return [run for run in runs if run.complete or run.status == "nonfinite"]
 
 
 def find_loss(runs: list[Run], settings: Settings) -> float | None:
@@ -153,15 +146,13 @@ def flags_of(settings: Settings) -> list[str]:
 
 def run_all(plan: Settings, folder: Path) -> int:
     """Make the missing runs, rung by rung. Returns 1 if a run failed, else 0."""
-    while lacking := climb(plan, read_results(folder))[1]:
+    while lacking := climb(plan, finished_runs(folder))[1]:
         for run in lacking:
-            words = [sys.executable, str(ROOT / "train_gpt.py"), *flags_of(run)]
-            words += ["--keep-model", "off", "--sample-tokens", "0"]
-            code = run_child([*words, "--val-every", "0", "--log-dir", str(folder.resolve())])
+            code = train(ROOT, [*flags_of(run), "--val-every", "0"], folder)
             print(f"exit code {code}: {' '.join(flags_of(run))}", flush=True)
             if code not in (0, 3):  # 3: the run diverged, which is a result
                 return 1
-            results = read_results(folder)
+            results = finished_runs(folder)
             if find_loss(results, run) is None:  # it would be made again and again
                 logged = results[-1].header["config"] if results else {}
                 names = [f"{name} {run[name]!r}" for name in run if logged.get(name) != run[name]]
@@ -179,7 +170,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     plan, folder = read_plan(given.plan), given.out / given.plan.stem
     code = 0 if given.report else run_all(plan, folder)
-    results = read_results(folder)
+    results = finished_runs(folder)
     print(report(plan, results))
     if given.figure and code == 0:
         draw_last_rung(plan, results, given.figure)

@@ -157,6 +157,28 @@ def test_two_files_of_ten_runs_each_are_judged_at_the_claimed_step(tmp_path, cap
     assert "b.txt (run 10)" in text
 
 
+def test_the_steps_track_takes_the_first_step_at_which_all_runs_pass(tmp_path, capsys):
+    high = [{3000: 3.29, 3125: 3.285, 3250: loss, 3300: loss - 0.0017} for loss in NORMUON_3250]
+    high[0] = {3000: 3.29, 3125: 3.285, 3225: 3.1} | high[0]  # a step that only one run has
+    write_public(tmp_path / "new" / "a.txt", *high, total=3300, digits=5)
+    old = [{3325: loss, 3350: loss - 0.001} for loss in NORMUON_3250]
+    write_public(tmp_path / "old" / "a.txt", *old, total=3350, digits=5, source="old")
+    words = [tmp_path / "old", tmp_path / "new", "--track", "steps"]
+    code, arms = judge(capsys, *words)
+    assert (code, [arm["losses"] for arm in arms]) == (0, [NORMUON_3250] * 2)
+    text = text_of(capsys, *words)
+    assert "steps rule at step 3250, the first of 5 common steps that passes: 0.00503" in text
+    worth = 75 * 0.000045 / 0.1**0.5  # the losses are equal
+    assert f"old, 75 steps fewer at 4.5e-05 each: {worth:.5f}, pass" in text
+    page = tmp_path / "summary.md"
+    words = [tmp_path / "new", "--track", "steps", "--skeptical", page, "--at-step"]
+    assert judge(capsys, *words, 3000)[0] == 1
+    assert "| 20 | 3.29000 |" in page.read_text()
+    assert "statistic: 0.044721.\nShown: the mean does not attain 3.28: True." in page.read_text()
+    assert judge(capsys, *words, 3250)[0] == 0
+    assert "does not attain 3.28: False" in page.read_text()
+
+
 @pytest.mark.parametrize(("losses", "words"), [
     ([3.2765, 3.2766, 3.2767], "n = 3: too few runs to know their spread"),
     ([3.27, 3.28, 3.29, math.nan], "losses without a finite spread: there is no test"),
@@ -238,6 +260,8 @@ def test_what_is_no_log_in_a_folder_is_named_and_the_rest_goes_on(tmp_path, caps
     ([], "name run logs, or type losses"),
     (["--losses", "3.1,3.2"], "--losses needs --target"),
     (["--losses", "3.1", "--target", "3.28", "--at-step", "5"], "--at-step needs run logs"),
+    (["logs", "--track", "steps", "--at-step", "5,6"], "at most one --at-step"),
+    (["logs", "--skeptical", "page.md"], "--skeptical needs --track steps"),
     (["logs", "--at-step", "5,x"], "--at-step: '5,x': it must be whole numbers"),
     (["{folder}/absent"], "cannot read {folder}/absent: No such file"),
     (["{folder}"], "no run logs"),

@@ -8,7 +8,7 @@ import pytest
 
 from claims.runs import Run, Validation
 from runtime.settings import parse
-from scripts import tune
+from scripts import command, tune
 from train_gpt import Config, preset
 
 PLAN = {
@@ -175,7 +175,7 @@ def trainer(monkeypatch):
             (folder / f"{run_id}.jsonl").write_text(text + "\n")
 
     stub = Trainer()
-    monkeypatch.setattr(tune, "run_child", stub.run)
+    monkeypatch.setattr(command, "run_child", stub.run)
     return stub
 
 

@@ -1,0 +1,218 @@
+"""The judge: pairs in turn, an early stop, no run twice, and every judgement is counted."""
+
+import contextlib
+import io
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from claims.judgements import find_judged, next_seed, steps_to
+from claims.runs import Run, Validation
+from runtime.registry import read_registry
+from scripts import command, judge, record
+
+# Stands in for the trainer: the same flags and logs, at once. --gain is what a flag is worth.
+TRAINER = '''
+import argparse, json, random, sys, time
+from pathlib import Path
+
+from claims.evidence import TRACKS
+from runtime.log import config_hash, source_hash
+TRACK = TRACKS["tiny"].fixed | {"track": "tiny", "recipe": "modern", "target": 3.39, "val_tokens": 262_144}
+parser = argparse.ArgumentParser()
+for name, default in (("gain", 0.0), ("steps", 10), ("val-every", 0), ("seed", 0), ("trials", 1)):
+    parser.add_argument(f"--{name}", type=type(default), default=default)
+for name in ("log-dir", "keep-model", "sample-tokens", "diverge"):
+    parser.add_argument(f"--{name}", default="")
+parser.add_argument("--print-config", action="store_true")
+given = parser.parse_args()
+config = {"steps": given.steps, "val_every": given.val_every, "gain": given.gain} | TRACK
+if given.print_config:
+    print(json.dumps(config))
+    sys.exit()
+folder, seconds = Path(given.log_dir), 1.0
+folder.mkdir(parents=True, exist_ok=True)
+for trial in range(given.trials):
+    seed, run_id = given.seed + trial, f"2026_{time.time_ns()}"
+    noise = random.Random(seed).gauss(0, 0.05)
+    noise += random.Random(f"{seed} {given.gain}").gauss(0, 0.01) - given.gain
+    with Path(folder, "calls").open("a") as calls:
+        calls.write(f"{time.time_ns()} {folder.name} {seed} {trial}\\n")
+    diverged = given.diverge == str(seed)
+    last = {"event": "val", "step": given.steps, "total_steps": given.steps,
+            "val_loss": 3.4 + noise, "train_time_ms": 1000 * (seconds + noise)}
+    first = last | {"step": given.steps // 2, "val_loss": 4.0, "train_time_ms": 1.0}
+    header = {"event": "header", "schema": 2, "run_id": run_id, "track": "tiny", "target": 3.6,
+              "seed": seed, "source_sha256": source_hash(Path(__file__).parent), "config": config,
+              "config_sha256": config_hash(config), "env": {"gpu_count": 0}}
+    end = {"event": "end", "status": "nonfinite" if diverged else "done"}
+    lines = [header, end] if diverged else [header, first, last, end]
+    text = "".join(json.dumps(line | {"t_ms": 1.0}) + "\\n" for line in lines)
+    Path(folder, f"{run_id}.jsonl").write_text(text)
+    if diverged:
+        sys.exit(3)
+'''
+
+
+really_run = subprocess.run
+
+
+def execute(words: list[str]) -> tuple[int, str]:
+    """Run `python train_gpt.py ...` in this process. Returns exit code and output."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", words[1:])
+        try:
+            with contextlib.redirect_stderr(said):
+                runpy.run_path(words[1])
+        except SystemExit as error:
+            return error.code or 0, said.getvalue()
+    return 0, said.getvalue()
+
+
+def execute_asked(words: list[str], **options: object) -> CompletedProcess:
+    if words[0] != sys.executable:
+        return really_run(words, **options)
+    code, said = execute(words)
+    return CompletedProcess(words, code, said, said)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """A folder with the stub as its train_gpt.py, where commands run."""
+    root = tmp_path / "project"
+    root.mkdir()
+    (root / "train_gpt.py").write_text(TRAINER)
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(command, "run_child", lambda words: execute(words)[0])
+    monkeypatch.setattr(command.subprocess, "run", execute_asked)
+    for module in (judge, record):
+        monkeypatch.setattr(module, "ROOT", root)
+    monkeypatch.setattr(record, "RECORDS", root / "records")
+    return root
+
+
+def run(*words: str) -> int:
+    return judge.main([*words])
+
+
+def told(capsys, *words: str) -> tuple[int, dict]:
+    code = run("--json", *words)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def calls(project: Path, number: int = 1) -> list[list[str]]:
+    """Arm, seed and trial of each run of a judgement, in the order in which they were made."""
+    texts = [path.read_text() for path in project.glob(f"logs/judge/{number:03}/*/calls")]
+    return [line.split()[1:] for line in sorted("".join(texts).splitlines())]
+
+
+@pytest.mark.parametrize(("gain", "code", "outcome"), [
+    (0.2, 0, "better"), (-0.2, 1, "worse"), (0.001, 3, "no difference"),
+])  # fmt: skip
+def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome):
+    found, facts = told(capsys, "--b", f"--gain {gain}", "--margin", "0.05")
+    assert (found, facts["outcome"]) == (code, outcome)
+    assert facts["low"] <= -gain <= facts["high"]
+    assert len(calls(project)) == 2 * facts["pairs"] < 20
+    assert (facts["fixed"] or 0) >= 4
+
+
+def test_the_arms_take_turns_and_a_process_trains_all_runs_up_to_the_next_look(project, capsys):
+    words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--every", "2"]
+    code, facts = told(capsys, *words, "--seed", "40")
+    assert (code, facts["outcome"]) == (4, "undecided")
+    first = [[arm, str(40 + n), str(n)] for arm in "AB" for n in range(4)]
+    second = [[arm, str(44 + n), str(n)] for arm in "BA" for n in range(2)]
+    assert calls(project) == [*first, *second, ["A", "46", "0"], ["B", "46", "0"]]
+    code, facts = told(capsys, "--of", "time", "--b", "--gain 0.4", "--margin", "0.1")
+    assert (code, facts["pairs"]) == (0, 4)
+    assert [arm for arm, _, _ in calls(project, 2)] == list("ABBAABBA"), "times: one by one"
+
+
+def test_the_same_command_resumes_and_counts_once_and_fresh_seeds_are_fresh(project, capsys):
+    words = ["--b", "--gain 0.2", "--pairs", "6"]
+    assert told(capsys, *words)[1]["seed"] == 0
+    made = calls(project)
+    (project / "logs/judge/001/B").rename(project / "kept")  # as if killed before B's runs
+    assert told(capsys, *words)[0] == 0
+    assert [call[0] for call in calls(project)].count("A") == 4, "A's runs are not made again"
+    assert [call for call in calls(project) if call[0] == "B"] == [c for c in made if c[0] == "B"]
+    assert told(capsys, *words, "--seed", "9")[1]["run_id"] == "002"
+    code, third = told(capsys, "--b", "--gain 0.3", "--pairs", "6")
+    assert (code, third["run_id"], third["seed"]) == (0, "003", 15)
+    assert run(*words) == 0
+    said = capsys.readouterr().out
+    assert "judgement 2: B is better than A" in said, "the last of these arms"
+    assert "3 judgements so far" in said
+    assert "at most 3 x 0.01 = 0.03" in said
+    events = [line["event"] for line in read_registry(project / "logs/judge/judgements.jsonl")]
+    assert events == ["start", "end"] * 3
+
+
+def test_two_sources_are_compared_and_their_difference_is_kept(project, capsys):
+    shutil.copytree(project, project.parent / "before")
+    changed = TRAINER.replace('"val_loss": 3.4 + noise', '"val_loss": 3.2 + noise')
+    (project / "train_gpt.py").write_text(changed)
+    assert run("--a-source", "../before", "--b", "--gain 0.001") == 0
+    assert "the sources differ in 2 lines: logs/judge/001/source.diff" in capsys.readouterr().out
+    diff = (project / "logs/judge/001/source.diff").read_text()
+    assert '\n+            "val_loss": 3.2 + noise' in diff
+
+
+def test_a_run_that_diverges_or_fails_decides_nothing(project, capsys):
+    assert run("--b", "--gain 0.2 --diverge 2", "--seed", "0") == 4
+    assert "undecided after 3 pairs" in capsys.readouterr().out
+    trainer = project / "train_gpt.py"
+    trainer.write_text(TRAINER.replace("    diverged =", "    sys.exit(1)\n    diverged ="))
+    assert run("--b", "--gain 0.2") == 2
+    assert "exit code 1 of A" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (["--b", "--stepz 5"], "train_gpt.py refuses --stepz 5"),
+    (["--b", "--steps 20"], "steps is 10 in A and 20 in B"),
+    (["--of", "steps", "--margin", "1"], "val_every is 0"),
+    (["--pairs", "3"], "it takes 4 to 100 pairs"),
+    (["--margin", "0"], "margin is 0.0"),
+])  # fmt: skip
+def test_bad_input_exits_with_2_before_anything_runs(project, capsys, words, sentence):
+    assert run(*words) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (project / "logs").exists()
+
+
+def test_steps_to_the_target_lie_on_the_line_between_two_validations(project, capsys):
+    points = [Validation(0, 7.0, 0.0), Validation(10, 4.0, 0.0), Validation(20, 3.0, 0.0)]
+    reached = Run(path=Path(), run_id="", total_steps=20, validations=points, unfinished=None)
+    assert steps_to(reached, 3.25) == 17.5
+    assert steps_to(reached, 7.5) == 0
+    assert steps_to(reached, 2.9) == float("inf")
+    words = ["--of", "steps", "--margin", "0.5", "--b", "--gain 0.3", "--", "--val-every", "5"]
+    code, facts = told(capsys, *words)
+    assert code == 0
+    assert -5 < facts["mean"] < 0
+
+
+def test_a_claim_of_a_judgement_takes_its_flags_its_source_and_fresh_seeds(project, capsys):
+    assert run("--b", "--gain 0.2", "--pairs", "8", "--seed", "70") == 0
+    folder = Path("logs/judge")
+    assert find_judged(folder, 0)["B"]["flags"] == ["--gain", "0.2"]
+    assert next_seed(project / "logs") == 78
+    words = ["claim", "Gain", "--about", "more", "--from-judgement"]
+    assert record.main([*words, "2"]) == 2
+    assert "has 1 judgements" in capsys.readouterr().err
+    (project / "train_gpt.py").write_text(TRAINER + "# changed")
+    assert record.main(words) == 2
+    assert "Go back to it, or judge again" in capsys.readouterr().err
+    (project / "train_gpt.py").write_text(TRAINER)
+    assert record.main(words) == 0
+    claim = json.loads(next(project.glob("records/tiny/*_Gain/claim.json")).read_text())
+    assert claim["flags"] == ["--track", "tiny", "--recipe", "modern", "--gain", "0.2"]
+    assert claim["seeds"] == list(range(78, 88))
