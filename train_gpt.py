@@ -17,12 +17,29 @@ import signal
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.machinery import FileFinder, SourceFileLoader
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
+
+    class FromSource(SourceFileLoader):
+        """Compiles a module anew: bytecode beside the source may be that of another source."""
+
+        def get_code(self, fullname: str) -> Any:
+            return self.source_to_code(self.get_data(self.path), self.path)
+
+    def own_folder(folder: str) -> FileFinder:
+        """A path hook: modules of the source and its packages are .py files, read by FromSource."""
+        source, path = Path(__file__).resolve().parent, Path(folder).resolve()
+        if source not in (path, path.parent):
+            raise ImportError(folder)
+        return FileFinder(folder, (FromSource, [".py"]))
+
+    sys.path_hooks.insert(0, own_folder)
+    sys.path_importer_cache.clear()  # it has the folders by Python's own hook
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +59,18 @@ from kernels.attention import ATTENTIONS, Attention, PortableAttention, choose_a
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import facts
 from runtime import machine as machines
+from runtime.checkpoint import load_final
+from runtime.checks import prove
 from runtime.claim import admit, off_track
 from runtime.clock import Clock
 from runtime.errors import Refused
 from runtime.log import source_hash
 from runtime.machine import Machine
 from runtime.preflight import require_packages
+from runtime.provenance import provenance
 from runtime.resume import plan_runs, require_folders
 from runtime.run import Run
-from runtime.settings import RunSettings, parse, require, setting
+from runtime.settings import RunSettings, parse, read_settings, require, setting
 from runtime.stop import Stop, listen
 from runtime.warmup import dry_run, plan_without_data, warm_up
 
@@ -528,6 +548,7 @@ class GPT(nn.Module):
     sin: Tensor
     scale: Tensor
     signs: Tensor | None  # (8192, C), of bigrams
+    windows: Windows  # of the step that `enter` was given
 
     def __init__(
         self, config: Config, dtype: torch.dtype, device: torch.device, attention: Attention,
@@ -536,6 +557,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
         self.table, self.tied = layer_table(config), False
+        self.index = -1  # of the span that the rotary tables are for; -1: not set
         self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/prefixes.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
         wide = torch.promote_types(dtype, torch.float32)
@@ -577,6 +599,16 @@ class GPT(nn.Module):
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
         self.scale.copy_(scale)
+
+    def enter(self, step: int) -> None:
+        """Set windows, rotary tables and the output head for this step."""
+        index = index_at(self.config, step)
+        if index != self.index:
+            self.set_rotary(*rotary_at(self.config, step))
+            self.tied = stage_at(self.config, step).tied
+            self.index = index
+        tokens = windows_at(self.config, step)
+        self.windows = {kind: self.attention.window(count) for kind, count in tokens.items()}
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -715,6 +747,14 @@ class GPT(nn.Module):
         """The loss of each target, float32 (B, T). The arguments are those of `forward`."""
         x = self.hidden(inputs_BT, *context)[:, -targets_BT.size(1) :].flatten(0, 1)
         return self.plain_loss(x, targets_BT.flatten(), reduction="none").view_as(targets_BT)
+
+    def places(self, inputs_BT: Tensor) -> tuple[Tensor, Windows, int]:
+        """The last arguments of `token_losses` for rows in which documents begin with bos."""
+        begins = (inputs_BT == self.config.bos) & self.config.align
+        begins[:, 0] = True
+        starts = begins.flatten().nonzero().flatten().int()
+        ends = F.pad(starts, (0, 1), value=inputs_BT.numel())
+        return ends, self.windows, inputs_BT.size(1)
 
     def logits(self, tokens_T: Tensor, windows: Windows, count: int = 1) -> Tensor:
         """Logits after each of the last `count` tokens of a document, float32 (count, V)."""
@@ -1075,11 +1115,11 @@ class Trainer:
             self.model.prefixes = self.model.prefixes.to(device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
-        self.index = -1  # of the span that the rotary tables are for; -1: not set
         self.source_sha256 = self.found.pop("source_sha256")
         self.checks = {"overlap": self.found.pop("overlap")}
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
+        self.env |= provenance(SOURCE)
         self.chosen = {"attention": why, "head": why_head}
         self.changes, self.train_tokens = changes(config), tokens_before(config, config.steps)
         self.validations = [step for step in range(config.steps + 1) if validates(config, step)]
@@ -1097,16 +1137,6 @@ class Trainer:
         self.guard.reset()
         self.data.train.reset()
 
-    def enter(self, step: int) -> None:
-        """Set windows, rotary tables and the output head for this step."""
-        index = index_at(self.config, step)
-        if index != self.index:
-            self.model.set_rotary(*rotary_at(self.config, step))
-            self.model.tied = stage_at(self.config, step).tied
-            self.index = index
-        tokens = windows_at(self.config, step)
-        self.windows = {kind: self.model.attention.window(count) for kind, count in tokens.items()}
-
     @torch.no_grad()
     def untie(self) -> None:
         """Let the output head begin as the token embedding, with its Adam state (record 53)."""
@@ -1115,7 +1145,7 @@ class Trainer:
 
     def batch_loss(self, batch: Batch, longest: int, weights: Tensor | None = None) -> Tensor:
         """Loss summed over the targets. longest: tokens of the longest document, at most."""
-        return self.loss(*batch.to(self.machine.device), self.windows, longest, weights)
+        return self.loss(*batch.to(self.machine.device), self.model.windows, longest, weights)
 
     def train_loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """The summed loss to train on at this step, and that of the next token alone, detached."""
@@ -1133,7 +1163,7 @@ class Trainer:
         Returns the mean loss of the next token over the batch and the flags, summed over all ranks:
         (1 + flags,).
         """
-        self.enter(step)
+        self.model.enter(step)
         total = torch.zeros((), device=self.machine.device)
         for batch in next(self.data.train):
             loss, next_token = self.train_loss(batch, step)
@@ -1160,36 +1190,42 @@ class Trainer:
     @torch.no_grad()
     def validate(self, step: int, batches: list[Batch] | None = None) -> float:
         """Mean loss over the validation tokens, in nats, with the windows of this step."""
-        self.enter(step)
+        self.model.enter(step)
         # float64: adding ten million token losses in float32 would cost digits.
         device = self.machine.device
-        total = torch.zeros((), dtype=optim.widest(device), device=device)
+        total, scored = torch.zeros((), dtype=optim.widest(device), device=device), 0
         for batch in self.data.validation if batches is None else batches:
             total += self.batch_loss(batch, self.data.val_longest)
+            scored += batch.targets.numel()
+        self.targets_scored = sum(self.machine.gather(scored))
         return self.machine.all_reduce(total).item() / self.config.val_tokens
 
     @torch.no_grad()
     def probe(self) -> dict[str, float]:
         """How well the model copies from its context: see data/probes.py. On this rank's tokens."""
-        self.enter(self.config.steps)
-
-        def token_losses(batch: Batch) -> Tensor:
-            longest = max(self.data.val_longest, batch.inputs.size(1))
-            return self.model.token_losses(*batch.to(self.machine.device), self.windows, longest)
-
         config = self.config
+        self.model.enter(config.steps)
+
+        def losses(batch: Batch) -> Tensor:
+            place = batch.to(self.machine.device)
+            return self.model.token_losses(*place, self.model.windows, batch.inputs.size(1))
+
         longest_row = max(config.sequence, config.val_sequence)
         tokens = (config.vocab_size, config.bos)
-        return probe_copying(token_losses, self.data.validation, *tokens, longest_row)
+        return probe_copying(losses, self.data.validation, *tokens, longest_row)
+
+    def trained_rows(self) -> str:
+        """SHA-256 of the rows trained on, over all ranks: see data/loader.py. Collective."""
+        return f"{sum(self.machine.gather(self.data.train.rows_sum)) % 2**256:064x}"
 
     @torch.no_grad()
     def sample(self) -> str:
         """The first `sample_tokens` tokens of a document that the model writes, on one rank."""
         config, device = self.config, self.machine.device
-        self.enter(config.steps)
+        self.model.enter(config.steps)
 
         def logits(tokens: Tensor) -> Tensor:
-            return self.model.logits(tokens.to(device), self.windows)[-1]
+            return self.model.logits(tokens.to(device), self.model.windows)[-1]
 
         tokenizer = read_tokenizer(TOKENIZERS[config.vocab_size])
         return write_text(logits, tokenizer, config.sample_tokens, config.bos, context(config))
@@ -1197,11 +1233,12 @@ class Trainer:
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
         optimizers = optim.gather_state(self.optimizers, self.guard)
+        data = self.data.train.state_dict() | {"rows_sha256": self.trained_rows()}
         if not self.machine.is_main:
             return {"model": {}, "optim": {}, "data": {}}
         weights = self.model.named_parameters()
         model = {name: weight.detach().cpu().clone() for name, weight in weights}
-        return {"model": model, "optim": optimizers, "data": self.data.train.state_dict()}
+        return {"model": model, "optim": optimizers, "data": data}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
@@ -1209,6 +1246,39 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         optim.spread_state(self.optimizers, self.guard, state["optim"])
         self.data.train.load_state_dict(state["data"])
+
+
+# ---- A trained model
+
+
+def load_model(folder: Path, device: str = "auto", dtype: torch.dtype | None = None) -> GPT:
+    """Read checkpoints/RUN/final, ready at the windows and rotary tables of the last validation.
+
+    device: auto, cpu or cuda; dtype: None for the run's. Refused if a file has changed, if a
+    setting is not known here, or if the device is missing.
+    """
+    weights, found = load_final(folder)
+    config = read_settings(Config, found.get("config"), folder)
+    place = machines.find_device(device)
+    dtype = dtype or machines.compute_dtype(config.dtype, place)
+    attention, _ = choose_attention("auto", place, dtype, config.head_dim)
+    model = GPT(config, dtype, place, attention)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:  # names the parameters, over several lines
+        raise Refused(f"{folder}: {' '.join(str(error).split())}") from None
+    model.enter(config.steps)
+    return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def token_losses(model: GPT, tokens: Tensor) -> Tensor:
+    """The loss of each next token in nats, float32 (B, T), as the last validation scores it.
+
+    tokens: int64 (B, T + 1); every document begins with bos. T: at most that of the run's rows.
+    """
+    inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
+    return model.token_losses(inputs, targets, *model.places(inputs))
 
 
 # ---- A run
@@ -1278,6 +1348,8 @@ def make_runs(config: Config) -> int:
             trainer.reset(plan.seed)
             with Run(trainer, plan, clock, stop, source=SOURCE) as run:
                 val_loss = train(trainer, run)
+                with run.pause("check"):
+                    proof = prove(trainer)
                 with run.pause("probe"):
                     probes = machine.on_main(trainer.probe)
                 if config.keep_model:
@@ -1285,7 +1357,7 @@ def make_runs(config: Config) -> int:
                 if config.sample_tokens and config.vocab_size in TOKENIZERS and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")
-                run.finish(val_loss, probes)
+                run.finish(val_loss, {"probes": probes} | proof)
             if run.code != 0:
                 return run.code
     machine.say(facts.closing(trainer, val_loss, clock, SOURCE / "records" / config.track))

@@ -7,6 +7,7 @@ The batch and the longest document may change in the course of a run.
 The row rule is that of modded-nanogpt, record 42.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,6 +118,20 @@ def _make_batch(rows: Tokens, starts: Sequence[int] | NDArray, capacity: int) ->
     targets.numpy()[:] = rows[:, 1:]
     cu_seqlens.numpy()[: len(starts)] = starts
     return Batch(inputs, targets, cu_seqlens)
+
+
+def hash_rows(step: int, first: int, batch: Batch) -> int:
+    """The sum of the SHA-256 of rows, as big-endian numbers: the same however rows are shared out.
+
+    step: counted from 1. first: place of the batch's first row in the whole batch of the step.
+    Hashed are step, place, inputs and targets, each an 8-byte little-endian integer.
+    """
+    total = 0
+    rows = zip(batch.inputs.numpy(), batch.targets.numpy(), strict=True)
+    for place, (inputs, targets) in enumerate(rows, first):
+        numbers = np.concatenate([(step, place), inputs, targets]).astype("<i8")
+        total += int.from_bytes(hashlib.sha256(numbers.data).digest())
+    return total
 
 
 class Position(NamedTuple):
@@ -260,22 +275,28 @@ class TrainLoader(Iterator[list[Batch]]):
         self._steps = _walk(self._shards, self.order, position)
         self._pending: Future | None = None
         self._places: dict[int, dict[str, Any]] = {}  # by step, see `where`
+        self.rows_sum = 0  # of `hash_rows` over this rank's rows so far
 
     def __next__(self) -> list[Batch]:
         if self._pending is None:
             self._pending = self._worker.submit(self._build, self._steps)
-        batches, place, self._position = self._pending.result()
+        batches, place, rows_sum, self._position = self._pending.result()
+        self.rows_sum += rows_sum
         self._places[self._position.step] = place
         self._pending = self._worker.submit(self._build, self._steps)
         return batches
 
-    def _build(self, steps: Iterator[Step]) -> tuple[list[Batch], dict[str, Any], Position]:
+    def _build(self, steps: Iterator[Step]) -> tuple[list[Batch], dict[str, Any], int, Position]:
         # `steps` is an argument, so that a build still running at a seek advances the old walk.
         rows, end = next(steps)
         shard = self._shards[end.shard]
         own = _deal(len(rows), self.micro_rows, self._rank, self._world_size)
         batches = [self._micro_batch(shard, rows[part]) for part in own]
-        return batches, {"shard": shard.path.name, "token_offset": rows[0][0][0]}, end
+        rows_sum = 0
+        for part, batch in zip(own, batches, strict=True):
+            rows_sum += hash_rows(end.step, part.start, batch)
+        place = {"shard": shard.path.name, "token_offset": rows[0][0][0]}
+        return batches, place, rows_sum, end
 
     def _micro_batch(self, shard: Shard, rows: list[Row]) -> Batch:
         sequence, first = self.order.sequence, rows[0][0][0]
@@ -296,10 +317,15 @@ class TrainLoader(Iterator[list[Batch]]):
         order["changes"] = [list(change) for change in self.order.changes]
         for index, shard in enumerate(self._shards):
             order[f"shard {index}"] = f"{shard.path.name} of {len(shard):,} tokens"
-        return {"position": self._position._asdict(), "order": order}
+        rows_sha256 = f"{self.rows_sum % 2**256:064x}"
+        position = self._position._asdict()
+        return {"position": position, "order": order, "rows_sha256": rows_sha256}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, at any world size. ValueError names what differs."""
+        """Continue at a saved position, at any world size. ValueError names what differs.
+
+        rows_sha256 is that of all ranks; rank 0 takes it over.
+        """
         here = self.state_dict()["order"]
         for name, was in state["order"].items():
             if was != here.get(name):  # shards may have been added
@@ -308,6 +334,8 @@ class TrainLoader(Iterator[list[Batch]]):
                     f"{here.get(name, 'absent')}. Resume with the saved run's settings and shards."
                 )
         self._seek(Position(**state["position"]))
+        if self._rank == 0:
+            self.rows_sum = int(state["rows_sha256"], 16)
 
 
 def validation_batches(

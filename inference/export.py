@@ -227,6 +227,6 @@ def trainer_logits(trained: Model, tokens_BT: Tensor) -> Tensor:
     begins_BT[:, 0] = True
     starts = begins_BT.flatten().nonzero().flatten()
     cu_seqlens = torch.cat([starts, torch.tensor([tokens_BT.numel()])]).int()
-    x_BTC = gpt.hidden(tokens_BT, cu_seqlens, trained.windows, longest=tokens_BT.size(1))
+    x_BTC = gpt.hidden(tokens_BT, cu_seqlens, gpt.windows, longest=tokens_BT.size(1))
     logits = linear(x_BTC, gpt.output_weight, gpt.lm_head_bias).float()
     return capped(logits, SOFTCAPS[config.softcap])[..., : config.vocab_size]

@@ -1,7 +1,6 @@
 """A kept model, ready to use. T tokens of a document, V vocabulary."""
 
 import dataclasses
-from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,15 +10,13 @@ import tiktoken
 import torch
 from torch import Tensor
 
+import train_gpt
 from data.loader import Batch
 from data.sampling import generate
 from data.tokenizers import read_tokenizer
-from kernels.attention import choose_attention
-from runtime.checkpoint import CONFIG, FINAL, load_final, verify
+from runtime.checkpoint import CONFIG, FINAL, read_facts, verify
 from runtime.errors import Refused
-from runtime.machine import compute_dtype
-from runtime.settings import FLAGS, SETTINGS_OF_A_RUN, as_text
-from train_gpt import GPT, Config, context, rotary_at, stage_at, windows_at
+from train_gpt import GPT, Config, context
 
 
 def find_model(path: Path | None) -> Path:
@@ -37,51 +34,9 @@ def find_model(path: Path | None) -> Path:
                   f"checkpoints/RUN/{FINAL}.")  # fmt: skip
 
 
-def load_model(
-    folder: Path, device: str = "auto", dtype: torch.dtype | None = None
-) -> "Model":
-    """Read what a run with --keep-model left. device: auto, cpu or cuda; dtype: None for the run's.
-
-    Refused if a file has changed, if a setting is not known here, or if the device is missing.
-    """
-    weights, facts = load_final(folder)
-    config = read_config(facts.get("config"), folder)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise Refused("--device cuda: torch sees no GPU here. Use --device cpu.")
-    dtype = dtype or compute_dtype(config.dtype, place)
-    attention, _ = choose_attention("auto", place, dtype, config.head_dim)
-    gpt = GPT(config, dtype, place, attention)
-    try:
-        gpt.load_state_dict(weights)
-    except RuntimeError as error:  # names the parameters, over several lines
-        raise Refused(f"{folder}: {' '.join(str(error).split())}") from None
-    return Model(folder, facts, config, gpt)
-
-
-def read_config(settings: Any, folder: Path) -> Config:
-    """The settings of the experiment; those of the run have their defaults. Refused by name."""
-    if not isinstance(settings, dict):
-        raise Refused(f"{folder}: config.json has no settings under `config`.")
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    known = fields.keys() - SETTINGS_OF_A_RUN
-    given = {name: value for name, value in settings.items() if name not in SETTINGS_OF_A_RUN}
-    fix = "Use the version of the source that trained it."
-    if differing := sorted(given.keys() ^ known):
-        raise Refused(f"{folder}: settings {', '.join(differing)} are only in the model or only "
-                      f"in this version. {fix}")  # fmt: skip
-    for name, value in given.items():
-        one_of = fields[name].metadata["one_of"]
-        if one_of and value not in one_of:
-            raise Refused(f"{folder}: {name} is {value!r:.40}, which is none of "
-                          f"{', '.join(one_of)}. {fix}")  # fmt: skip
-        try:  # as the command line reads it
-            given[name] = FLAGS[fields[name].type]["type"](as_text(value))
-        except ArgumentTypeError as error:
-            raise Refused(f"{folder}: {name} {error}. {fix}") from None
-    return Config(**given, data_dir=settings.get("data_dir", ""))
+def load_model(folder: Path, device: str = "auto", dtype: torch.dtype | None = None) -> "Model":
+    """What train_gpt.load_model reads, with its facts and tokenizer; the same arguments."""
+    return Model(folder, read_facts(folder), train_gpt.load_model(folder, device, dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +45,11 @@ class Model:
 
     folder: Path
     facts: dict[str, Any]  # config.json
-    config: Config
     gpt: GPT
 
-    def __post_init__(self) -> None:
-        step = self.config.steps
-        self.gpt.set_rotary(*rotary_at(self.config, step))
-        self.gpt.tied = stage_at(self.config, step).tied
-        self.gpt.requires_grad_(False)
-
-    @cached_property
-    def windows(self) -> dict[str, Any]:
-        tokens = windows_at(self.config, self.config.steps)
-        return {kind: self.gpt.attention.window(count) for kind, count in tokens.items()}
+    @property
+    def config(self) -> Config:
+        return self.gpt.config
 
     @property
     def device(self) -> torch.device:
@@ -125,12 +72,12 @@ class Model:
 
         A document begins with `config.bos`.
         """
-        return self.gpt.logits(tokens_T.to(self.device), self.windows, count)
+        return self.gpt.logits(tokens_T.to(self.device), self.gpt.windows, count)
 
     def token_losses(self, batch: Batch) -> Tensor:
         """The loss of each target in nats, float32 (B, T) on the CPU."""
         longest = int(batch.cu_seqlens.diff().max())
-        return self.gpt.token_losses(*batch.to(self.device), self.windows, longest).cpu()
+        return self.gpt.token_losses(*batch.to(self.device), self.gpt.windows, longest).cpu()
 
     def write(self, tokens: Sequence[int], count: int, **options: Any) -> Iterator[int]:
         """Yield tokens that go on from a document that begins with `tokens`, bos not among them.

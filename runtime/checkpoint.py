@@ -50,10 +50,13 @@ class Snapshot(NamedTuple):
     state: dict[str, Any]
 
 
-def save(folder: Path, snapshot: Snapshot) -> Path:
+def save(
+    folder: Path, snapshot: Snapshot, announce: Callable[[str], None] | None = None
+) -> Path:
     """Write a checkpoint into the run's folder, then remove all but the two newest.
 
-    OSError or SafetensorError if the disk refuses. Older checkpoints then stay.
+    announce: is given the `checksum` before the checkpoint gets its name. OSError or
+    SafetensorError if the disk refuses. Older checkpoints then stay.
     """
     for left in folder.glob(".step_*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -64,7 +67,7 @@ def save(folder: Path, snapshot: Snapshot) -> Path:
         (partial / STATE).write_bytes(json_line({"schema": SCHEMA, **snapshot.state}))
 
     path = folder / f"step_{snapshot.state['step']:06d}"
-    _publish(path, write)
+    _publish(path, write, announce)
     found = checkpoints(folder)
     upto = found[: found.index(path) + 1]  # those after it are of steps that a resume gave up
     for other in found:
@@ -97,12 +100,19 @@ def save_final(
 
 def load_final(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verify what save_final wrote. Return the model and its facts. Refused if it is damaged."""
-    verify(path, (MODEL, CONFIG))
-    facts = _read_json(path / CONFIG)
-    return _read_tensors(path / MODEL), facts
+    verify(path, (MODEL,))
+    return _read_tensors(path / MODEL), read_facts(path)
 
 
-def _publish(path: Path, write: Callable[[Path], None]) -> None:
+def read_facts(path: Path) -> dict[str, Any]:
+    """Verify and read the facts of what save_final wrote. Refused if they are damaged."""
+    verify(path, (CONFIG,))
+    return _read_json(path / CONFIG)
+
+
+def _publish(
+    path: Path, write: Callable[[Path], None], announce: Callable[[str], None] | None = None
+) -> None:
     """Make a folder of what `write` puts into it, with checksums: all of it or nothing."""
     partial = path.with_name(f".{path.name}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -113,6 +123,8 @@ def _publish(path: Path, write: Callable[[Path], None]) -> None:
         (partial / SUMS).write_bytes(json_line(sums))
         for name in (*sums, SUMS, "."):
             _sync(partial / name)
+        if announce is not None:
+            announce(checksum(partial))
         remove(path)  # one of this name, of steps that a resume gave up
         partial.rename(path)
     finally:
@@ -160,9 +172,16 @@ def check(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(path: Path) -> Snapshot:
-    """Verify and read a checkpoint. Refused if it is damaged."""
+def checksum(path: Path) -> str:
+    """The SHA-256 of a checkpoint's checksums, and so of all that it holds."""
+    return _sha256(path / SUMS)
+
+
+def load(path: Path, sha256: str | None = None) -> Snapshot:
+    """Verify and read a checkpoint. Refused if it is damaged, or not the one with this checksum."""
     state = check(path)
+    if sha256 not in (None, checksum(path)):
+        raise Refused(f"{path} was exchanged while the trainer started. Start it again.")
     return Snapshot(_read_tensors(path / MODEL), _read_tensors(path / OPTIM), state)
 
 

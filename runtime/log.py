@@ -14,6 +14,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +27,7 @@ from runtime.jsonl import append, check_regular, json_hash, json_line
 from runtime.registry import BINARY, REGISTRY, register
 from runtime.settings import SETTINGS_OF_A_RUN
 
-SCHEMA = 2  # goes up when an event or field changes its meaning
+SCHEMA = 3  # goes up when an event or field changes its meaning
 SOURCE_FILES = (
     "train_gpt.py", "requirements.txt", "data/vocabulary.tiktoken", "data/left_out.txt",
 )  # fmt: skip
@@ -86,6 +87,7 @@ class History(NamedTuple):
     status: str | None  # from the end line; None if the process was killed
     train_time_ms: float  # the largest in any segment
     t_ms: float  # likewise
+    saved: tuple[str, ...]  # SHA-256 of each checkpoint's checksums
 
 
 def segment_path(directory: str | Path, run_id: str, number: int) -> Path:
@@ -98,6 +100,7 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
     history = None
     train_time_ms = t_ms = 0.0
     sizes: tuple[int, ...] = ()
+    saved: tuple[str, ...] = ()
     path = segment_path(directory, run_id, 1)
     while content := _read_segment(path):
         events = [_event(line) for line in content.splitlines()]
@@ -107,10 +110,12 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
         for event in events:
             train_time_ms = max(train_time_ms, event.get("train_time_ms", 0.0))
             t_ms = max(t_ms, event.get("t_ms", 0.0))
+            if event.get("event") == "checkpoint":
+                saved += (event["sha256"],)
         status = last["status"] if last.get("event") == "end" else None
         sizes += (len(content),)
         sha256 = hashlib.sha256(content).hexdigest()
-        history = History(header, sizes, sha256, status, train_time_ms, t_ms)
+        history = History(header, sizes, sha256, status, train_time_ms, t_ms, saved)
         path = segment_path(directory, run_id, len(sizes) + 1)
     return history
 
@@ -184,7 +189,7 @@ class RunLog:
 
     `begin` creates it; before that nothing is written. When `write` returns, the operating system
     has the line, so it survives the death of the process. A full disk does not end the run: lines
-    wait in memory, and each later write tries them again.
+    wait in memory, and each later write tries them again. Two threads may write.
     """
 
     def __init__(self, directory: str | Path, run_id: str, history: History | None = None) -> None:
@@ -199,12 +204,14 @@ class RunLog:
         if history:
             self._start_ns -= math.ceil(1e6 * history.t_ms)  # t_ms never falls within a run
         self._lock = FileLock(self.directory / f".{run_id}.lock")
+        self._one_writer = threading.Lock()
         self._descriptor: int | None = None
 
     def begin(self, header: dict[str, Any], resumed: dict[str, Any] | None = None) -> None:
         """Create the segment, register a start or a resume, and write the first lines. LogError.
 
-        `resumed` is the resume event: from_step, checkpoint (its name or None), differences.
+        `resumed` is the resume event: from_step, checkpoint and its checkpoint_sha256 (or None),
+        differences.
         """
         self._create()
         entry, registered = "start", {name: header.get(name) for name in REGISTERED}
@@ -248,15 +255,20 @@ class RunLog:
         """Append one event. The first OSError prints a warning; later ones are silent."""
         if self._descriptor is None:
             return
-        self._add(event, fields)
-        try:
-            self._flush(sync=event in SYNCED_EVENTS)
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                with contextlib.suppress(OSError):  # stderr may be on the same disk
-                    print(f"warning: cannot write {self.path}: {error.strerror}. The run continues."
-                          f" Free some space before it ends.", file=sys.stderr, flush=True)
+        with self._one_writer:
+            self._add(event, fields)
+            try:
+                self._flush(sync=event in SYNCED_EVENTS)
+            except OSError as error:
+                self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        with contextlib.suppress(OSError):  # stderr may be on the same disk
+            print(f"warning: cannot write {self.path}: {error.strerror}. The run continues."
+                  f" Free some space before it ends.", file=sys.stderr, flush=True)  # fmt: skip
 
     def _add(self, event: str, fields: dict[str, Any]) -> None:
         """Let a line wait. Its t_ms leaves out the pauses between segments."""

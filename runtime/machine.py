@@ -143,7 +143,7 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
     Raises Refused if the device is missing or the ranks cannot meet.
     """
     global _roll_call
-    place = _place(device)
+    place = find_device(device)
     nccl, timeout = place.type == "cuda", timedelta(seconds=rank_timeout)
     try:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -164,7 +164,8 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
     return Machine(place, rank, world_size)
 
 
-def _place(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
+    """The device called `device`, this rank's own GPU among several. Refused if it is missing."""
     if device == "cuda" and not torch.cuda.is_available():
         raise Refused("--device cuda: torch finds no GPU. Use --device auto or install CUDA torch.")
     if device == "mps":

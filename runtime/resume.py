@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint import check, checkpoints
+from runtime.checkpoint import check, checkpoints, checksum
 from runtime.errors import Refused
 from runtime.log import History, new_run_id, read_history, require_writable
 from runtime.registry import REGISTRY, read_registry
@@ -30,6 +30,7 @@ class Plan:
     run_id: str
     history: History | None = None
     checkpoint: Path | None = None
+    checkpoint_sha256: str | None = None
     step: int = 0
     clock_ms: float = 0.0
 
@@ -118,21 +119,24 @@ class Finder:
             problem = f"the run was saved in {saved_in}."
         for path in checkpoints(folder)[::-1]:
             try:
-                state = check(path)
-                _check_place(path, state, plan)
+                state, sha256 = check(path), checksum(path)
+                _check_place(path, state, sha256, plan)
             except Refused as error:  # damaged; the one before may be whole
                 problem = str(error)
                 self.say(f"warning: {problem}")
                 continue
-            return replace(plan, checkpoint=path, step=state["step"], clock_ms=state["clock_ms"])
+            return replace(
+                plan, checkpoint=path, checkpoint_sha256=sha256, step=state["step"],
+                clock_ms=state["clock_ms"],
+            )  # fmt: skip
         if problem:
             raise Refused(f"no usable checkpoint in {folder}: {problem} Give the right folder, or "
                           f"start a new run without --resume.")  # fmt: skip
         return plan
 
 
-def _check_place(path: Path, state: dict[str, Any], plan: Plan) -> None:
-    """Refused if a checkpoint is of another run, or later than the log."""
+def _check_place(path: Path, state: dict[str, Any], sha256: str, plan: Plan) -> None:
+    """Refused if a checkpoint is of another run, later than the log, or not the one it names."""
     assert plan.history is not None
     if state["run_id"] != plan.run_id:
         raise Refused(f"{path} is of run {state['run_id']!r:.80}, not of {plan.run_id}. A folder "
@@ -142,6 +146,9 @@ def _check_place(path: Path, state: dict[str, Any], plan: Plan) -> None:
     if size < state["log_bytes"]:
         raise Refused(f"{path}: segment {segment} of the log had {state['log_bytes']} bytes when "
                       f"it was saved, and has {size}. Restore the log.")  # fmt: skip
+    if sha256 not in plan.history.saved:
+        raise Refused(f"{path}: its checksums have SHA-256 {sha256:.12}, and the log names no such "
+                      f"checkpoint. It was changed after it was saved.")  # fmt: skip
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:

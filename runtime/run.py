@@ -92,10 +92,10 @@ class Run(contextlib.AbstractContextManager):
         if plan.history is None:
             return
         self.clock.resume_run(plan.clock_ms, lost_ms=plan.history.train_time_ms - plan.clock_ms)
-        path = plan.checkpoint
+        path, sha256 = plan.checkpoint, plan.checkpoint_sha256
         if path is None:
             return
-        model, optim, state = machine.on_main(lambda: checkpoint.load(path))
+        model, optim, state = machine.on_main(lambda: checkpoint.load(path, sha256))
         data = state["data"]
         self.trainer.load_state_dict({"model": model, "optim": optim, "data": data})
         set_random_state(machine, optim)
@@ -113,6 +113,7 @@ class Run(contextlib.AbstractContextManager):
         _, others = differences(plan.history.header, self._header)
         name = plan.checkpoint.name if plan.checkpoint else None
         found = {"from_step": plan.step, "checkpoint": name, "differences": others}
+        found["checkpoint_sha256"] = plan.checkpoint_sha256
         self._log.begin(self._header, found)
         said = f"run {plan.run_id} resumes after step {plan.step}"
         self._machine.say("; ".join([said, *others]))
@@ -268,8 +269,11 @@ class Run(contextlib.AbstractContextManager):
         self._writing = self._executor.submit(self._write_checkpoint, snapshot)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:
+        def announce(sha256: str) -> None:
+            self._log.write("checkpoint", step=snapshot.state["step"], sha256=sha256)
+
         try:
-            self._last_saved = checkpoint.save(self._folder, snapshot)
+            self._last_saved = checkpoint.save(self._folder, snapshot, announce)
         except Exception as error:  # of any kind: an error in this thread would be silent
             what = f"the checkpoint of step {snapshot.state['step']}"
             self._warn(what, error, f"; the last one is {self._last_saved}")
@@ -295,8 +299,12 @@ class Run(contextlib.AbstractContextManager):
                 except Exception as error:  # of any kind: the run is done all the same
                     self._warn("the trained model", error)
 
-    def finish(self, val_loss: float, probes: dict[str, float]) -> None:
-        """End a run that is done, and say whether it reached the target."""
+    def finish(self, val_loss: float, found: dict[str, Any]) -> None:
+        """End a run that is done, and say whether it reached the target.
+
+        found: further fields of the end event, `probes` among them.
+        """
+        probes = found["probes"]
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         reached = val_loss <= target
         word = "reached" if reached else "missed"
@@ -306,7 +314,7 @@ class Run(contextlib.AbstractContextManager):
                           f"{-probes['induction']:.2f} less when it is read again")
         self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
-        self._end = {"status": "done", "val_loss": val_loss, "reached": reached, "probes": probes}
+        self._end = {"status": "done", "val_loss": val_loss, "reached": reached, **found}
         self.code = 0
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:

@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from runtime.errors import Refused
@@ -97,6 +98,33 @@ class RunSettings:
 
 # Runs of one experiment may differ in these.
 SETTINGS_OF_A_RUN = tuple(field.name for field in dataclasses.fields(RunSettings))
+
+
+def read_settings(kind: Callable[..., Settings], settings: Any, folder: Path) -> Settings:
+    """Return an instance of the dataclass `kind`, made from what a kept model's folder says.
+
+    Those of a run have their defaults, but for data_dir. Refused, which names a setting that does
+    not fit.
+    """
+    if not isinstance(settings, dict):
+        raise Refused(f"{folder}: config.json has no settings under `config`.")
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    known = fields.keys() - SETTINGS_OF_A_RUN
+    given = {name: value for name, value in settings.items() if name not in SETTINGS_OF_A_RUN}
+    fix = "Use the version of the source that trained it."
+    if differing := sorted(given.keys() ^ known):
+        raise Refused(f"{folder}: settings {', '.join(differing)} are only in the model or only "
+                      f"in this version. {fix}")  # fmt: skip
+    for name, value in given.items():
+        one_of = fields[name].metadata["one_of"]
+        if one_of and value not in one_of:
+            raise Refused(f"{folder}: {name} is {value!r:.40}, which is none of "
+                          f"{', '.join(one_of)}. {fix}")  # fmt: skip
+        try:  # as the command line reads it
+            given[name] = FLAGS[fields[name].type]["type"](as_text(value))
+        except argparse.ArgumentTypeError as error:
+            raise Refused(f"{folder}: {name} {error}. {fix}") from None
+    return kind(**given, data_dir=settings.get("data_dir", ""))
 
 
 # ---- Flags

@@ -163,7 +163,7 @@ def make_runs(trainer: StubTrainer) -> int:
                 val_loss = trainer.train(run)
                 if trainer.config.keep_model:
                     run.keep(val_loss, "gpt2")
-                run.finish(val_loss, probes)
+                run.finish(val_loss, {"probes": probes})
             if run.code:
                 return run.code
     trainer.machine.say(facts.closing(trainer, val_loss, clock, trainer.source))

@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1324,
+    "train_gpt.py": 1396,
     "optim": 2309,
     "kernels": 649,
-    "data": 1169,
-    "runtime": 2978,
+    "data": 1197,
+    "runtime": 3211,
     "claims": 2968,
     "scripts": 1873,
-    "inference": 865,
+    "inference": 812,
     "view": 349,
     "view/page.html": 134,
     "view/page.js": 447,

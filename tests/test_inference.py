@@ -48,7 +48,9 @@ def random_model(recipe="modern", dtype=torch.float32, **changed):
     with torch.no_grad():
         for parameter in gpt.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
-    return Model(Path(), {"tokenizer": VOCABULARY.name}, config, gpt.to(dtype))
+    gpt = gpt.to(dtype).requires_grad_(False)
+    gpt.enter(config.steps)
+    return Model(Path(), {"tokenizer": VOCABULARY.name}, gpt)
 
 
 def keep(model, folder, **changed):
@@ -249,7 +251,7 @@ def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, 
     for trial in range(2):
         assert outcome.losses(trial) == quiet.losses(trial)
         untimed = [each["name"] for each in outcome.events("phase", trial) if not each["timed"]]
-        assert untimed[-3:] == [["validate", "probe", "keep"], ["probe", "keep", "sample"]][trial]
+        assert untimed[-3:] == [["check", "probe", "keep"], ["probe", "keep", "sample"]][trial]
 
 
 def test_a_vocabulary_that_cannot_be_read_is_refused_before_the_run(trained, tmp_path, monkeypatch):

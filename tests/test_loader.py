@@ -1,5 +1,6 @@
 """The loader against a slow twin on plain lists: rows, boundaries, positions, plans and errors."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -218,13 +219,28 @@ def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards
         for _ in range(step):
             next(loader)
         state = json.loads(json.dumps(loader.state_dict()))
-        ranks = []
+        ranks, rows_sum = [], 0
         for rank in range(world_size):
-            loader = make(files, order, rank, world_size)
-            loader.load_state_dict(state)
-            assert loader.state_dict() == state
-            ranks.append(remaining_steps(loader))
+            resumed = make(files, order, rank, world_size)
+            resumed.load_state_dict(state)
+            assert resumed.state_dict()["position"] == state["position"]
+            ranks.append(remaining_steps(resumed))
+            rows_sum += resumed.rows_sum
+        remaining_steps(loader)
     assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected[step:]
+    assert rows_sum % 2**256 == loader.rows_sum % 2**256
+
+
+def test_rows_are_hashed_as_the_documentation_says(files):
+    loader = make(files)
+    batches = [next(loader), next(loader)]
+    total = 0
+    for step, micro_batches in enumerate(batches, 1):
+        for place, (tokens, _) in enumerate(rows_of(micro_batches)):
+            numbers = [step, place, *tokens[:-1], *tokens[1:]]
+            content = b"".join(number.to_bytes(8, "little") for number in numbers)
+            total += int.from_bytes(hashlib.sha256(content).digest(), "big")
+    assert loader.state_dict()["rows_sha256"] == f"{total % 2**256:064x}"
 
 
 def test_resetting_loading_and_splitting_drop_what_was_built_ahead(files):

@@ -188,7 +188,7 @@ def test_a_resume_begins_a_segment_that_names_step_and_hash_of_the_one_before(tm
     log.finish(END)
     assert path.read_bytes() == before, "a process appends to its own segment alone"
     header, event, _ = lines_of(tmp_path / "run.2.jsonl")
-    assert (header["event"], header["run_id"], header["schema"]) == ("header", "run", 2)
+    assert (header["event"], header["run_id"], header["schema"]) == ("header", "run", 3)
     assert (header["segment"], header["after_step"]) == (2, 1)
     assert header["previous_sha256"] == sha256(path)
     assert event | RESUMED == event

@@ -1,11 +1,14 @@
 """Runs that break off and go on, with a trainer of eight numbers: the same run, and its time."""
 
+import hashlib
+import json
 import os
 import shutil
 import signal
 from functools import cache
 
 import pytest
+from safetensors.torch import save_file
 from stub_trainer import (
     STEPS,
     in_child,
@@ -20,7 +23,7 @@ from stub_trainer import (
     wait_for_writer,
 )
 
-from runtime.checkpoint import STATE, checkpoints, load
+from runtime.checkpoint import MODEL, OPTIM, STATE, SUMS, checkpoints, load
 from runtime.errors import Refused
 from runtime.registry import REGISTRY, read_registry
 
@@ -115,6 +118,14 @@ def test_a_run_that_broke_off_many_times_is_the_run(much_interrupted, whole):
     assert [event["from_step"] for event in resumed(much_interrupted)] == [0, 2, 3, 7, 9]
     headers = [read_events(path)[0] for path in logs_of(much_interrupted)]
     assert [header.get("segment") for header in headers] == [None, 2, 3, 4, 5, 6]
+
+
+def test_each_checkpoint_and_its_use_stand_in_the_log(much_interrupted):
+    events = read_events(*logs_of(much_interrupted))
+    saved = {each["sha256"]: each["step"] for each in events if each["event"] == "checkpoint"}
+    used = [(event["from_step"], event["checkpoint_sha256"]) for event in resumed(much_interrupted)]
+    assert used[0] == (0, None)
+    assert all(saved[sha256] == step for step, sha256 in used[1:])
 
 
 def test_the_registry_knows_of_each_resume_and_each_end(much_interrupted):
@@ -222,6 +233,18 @@ def broken(tmp_path):
     """The folder of the checkpoints of a run that broke off after step 3."""
     stop(tmp_path / "logs", 3)
     return saved(tmp_path / "logs")[-1].parent
+
+
+def test_a_checkpoint_with_other_weights_and_their_checksums_is_refused(tmp_path):
+    stop(tmp_path, 5, checkpoint_every=0)
+    (path,) = saved(tmp_path)
+    model = load(path).model
+    save_file({name: weight + 1 for name, weight in model.items()}, path / MODEL)
+    sums = {name: hashlib.sha256((path / name).read_bytes()).hexdigest()
+            for name in (MODEL, OPTIM, STATE)}  # fmt: skip
+    (path / SUMS).write_text(json.dumps(sums) + "\n")
+    with pytest.raises(Refused, match="the log names no such checkpoint"):
+        resume(tmp_path, checkpoint_every=0)
 
 
 def refused(broken, **changed):

@@ -48,7 +48,7 @@ def _handlers():
 def test_a_run_logs_header_phases_steps_validations_and_its_end(tmp_path, capsys):
     assert run(tmp_path) == 0
     found = events(tmp_path)
-    assert (found[0]["event"], found[0]["schema"]) == ("header", 2)
+    assert (found[0]["event"], found[0]["schema"]) == ("header", 3)
     assert (found[1]["name"], found[1]["timed"]) == ("setup", False)
     assert [each["step"] for each in found if each["event"] == "step"] == [*range(1, STEPS + 1)]
     assert [each["step"] for each in found if each["event"] == "val"] == [0, 5, 10]
@@ -189,10 +189,10 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
 ):
     save = checkpoint.save
 
-    def full_at_4(folder, snapshot):
+    def full_at_4(folder, snapshot, announce):
         if snapshot.state["step"] == 4:
             raise OSError(28, "No space left on device")
-        return save(folder, snapshot)
+        return save(folder, snapshot, announce)
 
     monkeypatch.setattr(checkpoint, "save", full_at_4)
 

@@ -263,7 +263,7 @@ def cross_entropy(trainer, weight):
     """Mean over the validation tokens, in float64, of the next token alone."""
     total = 0.0
     for batch in trainer.data.validation:
-        given = (batch.cu_seqlens, trainer.windows, trainer.data.val_longest)
+        given = (batch.cu_seqlens, trainer.model.windows, trainer.data.val_longest)
         x = trainer.model.hidden(batch.inputs, *given)[:, -batch.targets.size(1) :].double()
         logits = 30 * torch.sigmoid(x @ weight.double().T / 7.5)
         chosen = logits.gather(-1, batch.targets.long().unsqueeze(-1)).squeeze(-1)

@@ -100,10 +100,15 @@ def test_more_processes_give_the_losses_of_one(name, folder, data, left):
     assert header["train_tokens"] == sum(batches)
     losses = [step["train_loss"] for step in steps]
     losses += [event["val_loss"] for event in events if event["event"] == "val"]
-    alone = run(data, folder / f"{name}, alone", **changed).losses()
+    outcome = run(data, folder / f"{name}, alone", **changed)
+    alone = outcome.losses()
     assert losses == pytest.approx(alone, rel=tolerance)
     # Before the first step only the tokens and the order of the sum count.
     assert losses[0] == pytest.approx(alone[0], rel=1e-6)
+    (expected,) = outcome.events("end")
+    for fact in ("train_tokens_sha256", "targets_scored"):
+        assert events[-1][fact] == expected[fact]
+    assert events[-1]["checks"]["causality_trained"] == 0
 
 
 def test_processes_that_cannot_share_a_batch_are_refused(folder, left):

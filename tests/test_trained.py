@@ -1,0 +1,212 @@
+"""A finished run can be judged: by its kept model, and by what its log says of its weights."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import small_run
+import torch
+from small_model import MACHINE
+
+import train_gpt
+from data.shards import Shard
+from runtime.checkpoint import CONFIG
+from runtime.checks import prove
+from runtime.settings import parse
+from runtime.warmup import sees_no_future
+
+pytestmark = pytest.mark.usefixtures("two_layers")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return small_run.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def done(data, tmp_path_factory) -> small_run.Outcome:
+    """A run that keeps its model, with validation rows in parts, so that targets have context."""
+    logs = tmp_path_factory.mktemp("logs")
+    outcome = small_run.run(data, logs, keep_model="on", val_batch=128)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def kept(outcome: small_run.Outcome) -> Path:
+    (config,) = outcome.logs[0].parent.glob(f"checkpoints/*/final/{CONFIG}")
+    return config.parent
+
+
+def test_token_losses_of_a_kept_model_are_those_of_its_last_validation(data, done):
+    model = train_gpt.load_model(kept(done))
+    tokens = torch.from_numpy(Shard(data / "s_val_0.bin")[: 1024 + 1].astype("int64"))
+    rows = tokens.unfold(0, 256 + 1, 256)
+    losses = train_gpt.token_losses(model, rows)
+    assert losses.shape == (4, 256)
+    assert losses.dtype == torch.float32
+    assert losses.mean().item() == pytest.approx(done.events("val")[-1]["val_loss"], abs=1e-5)
+
+
+def test_a_finished_run_logs_what_a_judge_asks(done):
+    (end,) = done.events("end")
+    assert end["targets_scored"] == 1024
+    assert honest(end["checks"])
+    phases = {phase["name"]: phase["timed"] for phase in done.events("phase")}
+    assert phases["check"] is False
+
+
+# ---- The three checks, on weights that are not those of a start
+
+
+def honest(checks: dict[str, float]) -> bool:
+    """By the bounds of a judge."""
+    assert list(checks) == ["normalized", "causality_trained", "additive"]
+    near = abs(checks["normalized"] - 1) <= 0.01
+    return near and checks["causality_trained"] <= 1e-3 and checks["additive"] <= 1e-3
+
+
+def make_trainer(data, folder, **changed) -> train_gpt.Trainer:
+    words = ["--track", "tiny", *small_run.arguments(data, folder, **changed)]
+    trainer = train_gpt.Trainer(parse(train_gpt.Config, words, train_gpt.preset, ""), MACHINE)
+    trainer.reset(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    trainer.targets_scored = 0
+    return trainer
+
+
+@pytest.mark.parametrize("changed", [
+    {}, {"recipe": "modern"}, {"recipe": "adamw"}, {"dtype": "bfloat16"}, {"val_batch": 128},
+    {"align": "off"}, {"vocab_size": 100}, {"head": "chunked", "softcap": "rsqrt"},
+], ids=str)  # fmt: skip
+def test_honest_models_pass(changed, data, tmp_path):
+    checks = prove(make_trainer(data, tmp_path, **changed))["checks"]
+    assert honest(checks)
+    assert checks["causality_trained"] == 0
+
+
+GPT = train_gpt.GPT
+FORWARD, PLAIN_LOSS, HIDDEN = GPT.forward, GPT.plain_loss, GPT.hidden
+
+
+def scaled(self, *arguments, **options):
+    return 0.95 * PLAIN_LOSS(self, *arguments, **options)
+
+
+def scaled_in_validation(self, *arguments):
+    return 0.95 * FORWARD(self, *arguments)
+
+
+def unnormalised(self, x, targets, **options):
+    weights = self.output_weight.clone()
+    self.output_weight.data[1::2] -= 100  # half of the vocabulary is left out of the sum
+    loss = PLAIN_LOSS(self, x, targets - targets % 2, **options)
+    self.output_weight.data.copy_(weights)
+    return loss
+
+
+def target_in_the_stream(self, x, targets, **options):
+    return PLAIN_LOSS(self, x + 0.3 * self.output_weight[targets].to(x), targets, **options)
+
+
+def mean_of_targets(self, inputs, targets, *context):
+    """Minus the logarithm of the mean probability, which is below the mean loss."""
+    losses = GPT.token_losses(self, inputs, targets, *context)
+    return -targets.numel() * (-losses).exp().mean().log()
+
+
+def last_row_left_out(self, inputs, targets, cu_seqlens, *context):
+    losses = GPT.token_losses(self, inputs, targets, cu_seqlens, *context)
+    return losses[: max(len(losses) - 1, 1)].sum()
+
+
+def looks_ahead(when, by=1):
+    """The stream takes from a later token where `when(self, inputs)` holds."""
+
+    def hidden(self, inputs, *context):
+        x = HIDDEN(self, inputs, *context)
+        later = torch.cat([x[:, by:], x[:, :by]], dim=1)
+        return x + 0.1 * later if when(self, inputs) else x
+
+    return hidden
+
+
+def open_for_trained_weights(self, inputs):
+    return self.lm_head.std() < 0.09  # of those that warm-up tries it is 0.12
+
+
+def reads_document_ends(self, inputs, cu_seqlens, *context):
+    x = HIDDEN(self, inputs, cu_seqlens, *context)
+    places = torch.arange(inputs.numel())
+    ends = cu_seqlens[torch.bucketize(places, cu_seqlens, right=True)]
+    return x + 0.01 * (ends - places).view(*inputs.shape, 1) * x[..., :1]
+
+
+CHEATS = {
+    "loss scaled": ("plain_loss", scaled, "normalized"),
+    "loss scaled in validation": ("forward", scaled_in_validation, "additive"),
+    "scores of half the vocabulary": ("plain_loss", unnormalised, "normalized"),
+    "target in the stream": ("plain_loss", target_in_the_stream, "normalized"),
+    "mean of the targets": ("forward", mean_of_targets, "additive"),
+    "last row not scored": ("forward", last_row_left_out, "additive"),
+    "the next token read": ("hidden", looks_ahead(lambda *_: True), "causality_trained"),
+    "future in long rows": (
+        "hidden", looks_ahead(lambda _, inputs: inputs.size(1) > 200, by=50), "causality_trained",
+    ),
+    "future in batched rows": (
+        "hidden", looks_ahead(lambda _, inputs: len(inputs) > 1, by=20), "causality_trained",
+    ),
+    "a gate that random weights close": (
+        "hidden", looks_ahead(open_for_trained_weights), "causality_trained",
+    ),
+    "ends of documents": ("hidden", reads_document_ends, "causality_trained"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_caught(name, data, tmp_path, monkeypatch):
+    method, cheat, check = CHEATS[name]
+    trainer = make_trainer(data, tmp_path)
+    expected = prove(trainer)["checks"]
+    assert honest(expected)
+    monkeypatch.setattr(GPT, method, cheat)
+    found = prove(trainer)["checks"]
+    assert not honest(found), found
+    assert not honest(expected | {check: found[check]}), f"{check} is made for it: {found}"
+
+
+@pytest.mark.parametrize("name", [
+    "future in long rows", "future in batched rows", "a gate that random weights close",
+    "ends of documents",
+])  # fmt: skip
+def test_the_check_of_random_weights_alone_would_not_catch_it(name, data, tmp_path, monkeypatch):
+    trainer = make_trainer(data, tmp_path)
+    monkeypatch.setattr(GPT, CHEATS[name][0], CHEATS[name][1])
+    assert sees_no_future(trainer)
+
+
+def test_a_validation_batch_that_is_not_scored_is_missing_in_the_number_of_targets(data, tmp_path):
+    trainer = make_trainer(data, tmp_path)
+    trainer.validate(trainer.config.steps)
+    assert trainer.targets_scored == 1024
+    trainer.validate(trainer.config.steps, trainer.data.validation[:-1])
+    assert trainer.targets_scored == 512
+
+
+def test_training_tokens_that_change_after_the_audit_change_their_hash(data, tmp_path):
+    copy = Path(shutil.copytree(data, tmp_path / "data"))
+
+    def trained(cheat: bool) -> str:
+        trainer = make_trainer(copy, tmp_path)
+        if cheat:
+            shard = copy / "s_train_0.bin"
+            content = bytearray(shard.read_bytes())
+            content[1024 + 2 * 5] ^= 1  # one token, in place
+            shard.write_bytes(content)
+        next(trainer.data.train)
+        return trainer.trained_rows()
+
+    expected = trained(cheat=False)
+    assert trained(cheat=False) == expected
+    assert trained(cheat=True) != expected
