@@ -2,7 +2,7 @@
 
 from .adam import Adam
 from .buckets import widest
-from .groups import Row, build_optimizers
+from .groups import Row, build_optimizers, group_table, groups_for
 from .guards import Guard, Skip
 from .hooks import MomentumHook, UpdateHook
 from .hyperball import Hyperball
@@ -23,5 +23,6 @@ from .state import (
 __all__ = [
     "Adam", "Guard", "Hyperball", "Lookahead", "Mixture", "MomentumHook", "Muon", "NorMuon", "Row",
     "RowFloor", "Skip", "SpikeRule", "UpdateHook", "build_optimizers", "copy_state",
-    "gather_state", "load_named_state", "named_state", "reset", "spread_state", "widest",
+    "gather_state", "group_table", "groups_for", "load_named_state", "named_state", "reset",
+    "spread_state", "widest",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ the guard's flag says. A step is `launch` (send gradients), `measure` (their nor
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, copy_all, deal, gathered, widest
 from .sharded import Exchange, is_sharded, shard_length, shards_of, team_of, whole
-from .state import names_of
-
-
-class State(NamedTuple):
-    """One state tensor of a parameter: its whole shape, and its shape for each stacked matrix."""
-
-    shape: tuple[int, ...]
-    each: tuple[int, ...] | None  # None: as the matrix itself, -1: as this side of the matrix
-    dtype: torch.dtype
+from .state import State, names_of, require_dense, storage_of
 
 
 def update(
@@ -91,6 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
     that are already reduced: these are only divided. compiled: whether to compile `update`; None:
     only on CUDA.
+    maximize, also a group key: step along the gradient.
     State lives in buckets: read it with `named_state` or `state_dict`.
     """
 
@@ -112,12 +105,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         grad_divisor: float = 1,
         compiled: bool | None = None,
+        maximize: bool = False,
     ):
         if not 0 < grad_divisor < math.inf:
             raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
-        super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
         self._process_group = process_group
+        self._settings = [*vars(self), "_settings"]  # also those of a subclass
+        super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0, "maximize": maximize})
         keep_freed_memory()
         self._build()
 
@@ -144,7 +139,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 rule = f"{setting} must be in [{least}, {bound})"
                 raise ValueError(f"{rule}, got {given!r} for parameter {name}")
         if not param.is_contiguous():
-            raise ValueError(f"parameter {name} is not contiguous; build it from .contiguous()")
+            fix = "undo channels_last, or build it from .contiguous()"
+            raise ValueError(f"parameter {name} is not contiguous; {fix}")
 
     # ---- construction
 
@@ -152,15 +148,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a group of parameters and keep the state of the others. Collective."""
         super().add_param_group(param_group)
         if hasattr(self, "buckets"):  # torch calls this in the constructor too
-            kept = dict(self.named_state())
             self._build()
-            self._load(kept)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and deepcopy take: settings, groups and whole state."""
+        if self.team.group is not None:
+            raise TypeError("a process group cannot be copied; copy state_dict() instead")
+        settings = {name: vars(self)[name] for name in self._settings}
+        return {**super().__getstate__(), **settings, "_kept": dict(self.named_state())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Build a copy that has the state of the original."""
+        super().__setstate__(state)
+        self._build()
+        self._load(vars(self).pop("_kept"))
 
     def _build(self) -> None:
-        """Cut the parameters, deal the parts, and allocate the state of those owned here."""
+        """Cut parameters, deal parts, allocate state, and keep what state there was. Collective."""
+        kept = dict(self.named_state()) if hasattr(self, "buckets") else {}
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._names = dict(zip(self._group_of, names_of(self), strict=True))
-        self._device = next(iter(self._names)).device
+        for param, name in self._names.items():
+            self._check(name, param, self._group_of[param])
+        self._device, self._storage = next(iter(self._names)).device, storage_of(self)
         self.team = team_of(self._names, self._process_group)
         self._sharded = is_sharded(next(iter(self._names)))
         # Names alone. torch.distributed.checkpoint would step an optimizer that has no state.
@@ -173,8 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buckets: list[Bucket] = []
         self._local: list[Bucket] = []  # whose gradients and weights need no message
         alike: dict[torch.dtype, list[Part]] = {}
-        for number, (param, name) in enumerate(self._names.items()):
-            self._check(name, param, self._group_of[param])
+        for number, param in enumerate(self._names):
             self._parts[param] = self._cut(number, param)
             alike.setdefault(param.dtype, []).extend(self._parts[param])
         for parts in alike.values():
@@ -186,6 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._share(parts)
         numbers = [part.number for bucket in self.buckets for part in bucket.parts]
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        self._load(kept)
 
     def _cut(self, number: int, param: Tensor) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
@@ -262,6 +272,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def launch(self) -> None:
         """Send all gradients to their owners. Messages are the same if a gradient is missing."""
+        require_dense(self)
+        if storage_of(self) != self._storage:
+            self._build()
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
         self._waits = [message.reduce() for message in self.messages]
@@ -323,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             taken = here if ok is None else here & ok
         method, fixed, rates = self._method(bucket)
         run: Callable[..., Any] = update
-        divisor: Any = self.grad_divisor
+        divisor: Any = -self.grad_divisor if bucket.group["maximize"] else self.grad_divisor
         # Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products
         # that compile to the same calls.
         if self.compiled or (self.compiled is None and self._device.type == "cuda"):
@@ -450,6 +463,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for kind, tensor in state.items():
                 kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's
                 tensors[f"{named[key]}.{kind}"] = tensor
+        begun = {key.rpartition(".")[0] for key in tensors}
+        for param, group in self._group_of.items():
+            if self._names[param] not in begun:  # torch's state begins with the first step
+                for kind, made in self._states(param, group).items():
+                    tensors[f"{self._names[param]}.{kind}"] = torch.zeros(made.shape)
         self.load_named_state(tensors)
         # The backend depends on the machine, so it is not loaded.
         known = {*self.defaults, "initial_lr"} - {"backend"}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .buckets import READ_AT_ONCE, Team, launched, local
 from .sharded import whole
-from .state import names_of, params_of
+from .state import names_of, params_of, require_dense
 
 
 class Foreign:
@@ -37,6 +37,8 @@ class Foreign:
 
     def launch(self) -> None:
         """Send the gradients, one message a dtype."""
+        require_dense(self.optimizer)
+        self.params = params_of(self.optimizer)  # a group may be new
         self._messages = []
         if self.team.size == 1:
             return

@@ -1,11 +1,14 @@
-"""Builds optimizers from a table that sends each parameter to exactly one of them."""
+"""Sends each parameter to exactly one optimizer: by a table, or by a rule for any model."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Embedding, Linear, Module
 from torch.optim import Optimizer
 
 from .base import ShardedOptimizer
@@ -66,3 +69,98 @@ def _fold(group: dict[str, Any]) -> None:
     if group.get("weight_decay") and lr_mul:
         # torch decays by lr * weight_decay, and lr now contains lr_mul.
         group["weight_decay"] *= wd_mul / lr_mul
+
+
+# ---- A rule for any model
+
+# A Linear of one of these names that is in no numbered layer.
+HEAD = r"([a-z_]\w*\.)*(lm_head|head|output|classifier|unembed|embed_out|logits)"
+
+
+def groups_for(
+    model: Module, rows: Iterable[Row] = (), *, flatten: bool = False
+) -> dict[str, list[dict[str, Any]]]:
+    """Return {"muon": groups, "adam": groups} for all parameters that require a gradient.
+
+    Hidden matrices and stacks of them (k, rows, cols) go to Muon; embeddings, heads, norms, biases,
+    vectors and convolutions to Adam. flatten: convolutions go to Muon, each as one matrix. A row
+    overrides the rule for the parameters that it matches, by any of the names of a tied one.
+    `group_table` prints the groups; group["name"] is the reason. ValueError if a row matches no
+    parameter, or a parameter two rows.
+    """
+    places: dict[Tensor, list[tuple[str, Module]]] = {}
+    for path, module in model.named_modules():
+        for leaf, param in module.named_parameters(recurse=False):
+            if param.requires_grad:
+                places.setdefault(param, []).append((f"{path}.{leaf}".lstrip("."), module))
+    heads, table, used = heads_of(model), list(rows), set()
+    together: dict[tuple[str, str], dict[str, Any]] = {}
+    for param, found in places.items():
+        names, modules = zip(*found, strict=True)
+        own = [row for row in table if any(fnmatchcase(name, row.pattern) for name in names)]
+        used |= {row.pattern for row in own}
+        if len(own) > 1:
+            raise ValueError(f"parameter {names[0]} matches several rows: {own}; keep one")
+        optimizer, reason, options = kind_of(names[0], param, modules, heads, flatten)
+        if own:
+            optimizer, reason, options = own[0].optimizer, f"row {own[0].pattern}", own[0].options
+        reason = ", tied to ".join([reason, *names[1:]])
+        group = together.setdefault((optimizer, reason), {"params": [], "name": reason, **options})
+        group["params"].append((names[0], param))
+    unused = [row.pattern for row in table if row.pattern not in used]
+    if unused:
+        raise ValueError(f"no parameter has a name that matches {unused}; see named_parameters()")
+    groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adam": []}
+    for (optimizer, _), group in together.items():
+        groups.setdefault(optimizer, []).append(group)
+    return groups
+
+
+def kind_of(
+    name: str, param: Tensor, modules: Iterable[Module], heads: Mapping[Module, str], flatten: bool
+) -> tuple[str, str, Mapping[str, Any]]:
+    """Optimizer, reason and group keys of a parameter, from its name, shape and modules."""
+    leaf, types = name.rpartition(".")[2], " ".join(type(module).__name__ for module in modules)
+    if "Embed" in types or re.search("embed|token|position|wte|wpe", leaf):
+        return "adam", "embedding", {}
+    if "Conv" in types and param.ndim > 2:
+        return "muon" if flatten else "adam", "convolution", {"flatten": True} if flatten else {}
+    matrices = param.ndim in (2, 3) and min(param.shape[-2:]) > 1
+    if not matrices or "bias" in leaf or "Norm" in types:
+        return "adam", "norm, bias or vector", {}
+    for module in heads.keys() & modules:
+        return "adam", heads[module], {}
+    if "Conv1D" in types:  # of GPT-2 in transformers
+        return "muon", "hidden matrix (in, out)", {"transposed": True}
+    return "muon", "hidden matrix" if param.ndim == 2 else "stack of hidden matrices", {}
+
+
+def heads_of(model: Module) -> dict[Module, str]:
+    """The output heads, each with the reason.
+
+    If no name says so, the last Linear is one: if its outputs are the vocabulary, which is the
+    number of rows of the largest embedding, or if there is no embedding.
+    """
+    linears = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
+    named = [module for path, module in linears.items() if re.fullmatch(HEAD, path)]
+    heads: dict[Module, str] = dict.fromkeys(named, "head, by its name")
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, Embedding)]
+    if linears and not heads:
+        last = list(linears.values())[-1]
+        if not sizes or last.out_features == max(sizes):
+            heads[last] = "head, the last Linear"
+    return heads
+
+
+def group_table(groups: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
+    """Lines of optimizer, reason, how many of which shape, name. "*" stands for a layer's number.
+
+    Print it before you build the optimizers: they change the groups.
+    """
+    lines: Counter[tuple[str, str]] = Counter()
+    for optimizer, found in groups.items():
+        for group in found:
+            for name, param in group["params"]:
+                pattern = re.sub(r"\b\d+\b", "*", name)
+                lines[f"{optimizer:5} {group['name']:34}", f"{tuple(param.shape)} {pattern}"] += 1
+    return "\n".join(f"{reason} {count:4} x {rest}" for (reason, rest), count in lines.items())

@@ -71,12 +71,25 @@ def normuon(
     return moved, momentum, variance, *mixed, *held
 
 
-def matrix_shapes(shape: torch.Size, split: Split) -> list[tuple[int, int, int]]:
+def shape_of(param: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
+    """The parameter's shape; if its group is flattened, (first side, product of the others)."""
+    shape = tuple(param.shape)
+    return (shape[0], math.prod(shape[1:])) if group["flatten"] else shape
+
+
+def sides_of(param: Tensor, group: dict[str, Any]) -> tuple[int, int]:
+    """Outputs and inputs of each matrix: its rows and cols, or cols and rows if transposed."""
+    rows, cols = shape_of(param, group)[-2:]
+    return (cols, rows) if group["transposed"] else (rows, cols)
+
+
+def matrix_shapes(shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
     """How a parameter's memory is viewed: stacks of equal matrices (matrices, rows, cols)."""
     *batch, rows, cols = shape
     stacks, short = math.prod(batch), min(rows, cols)
     if isinstance(split, tuple):
-        runs = [(len(list(run)), height, short) for height, run in groupby(split)]
+        width = cols if sum(split) == rows else short
+        runs = [(len(list(run)), height, width) for height, run in groupby(split)]
         return runs * stacks or [(0, split[0], short)]
     split = split or 1
     if cols >= rows:
@@ -84,11 +97,13 @@ def matrix_shapes(shape: torch.Size, split: Split) -> list[tuple[int, int, int]]
     return [(stacks * split, rows // split, cols)]
 
 
-def require_split(split: Split, long: int, name: str) -> None:
-    """ValueError unless the parts make up the longer side of the parameter called `name`."""
+def require_split(split: Split, rows: int, long: int, name: str) -> None:
+    """ValueError unless the parts make up the rows or the longer side of the parameter `name`."""
     side = f"{long}, the longer side of parameter {name}"
     if isinstance(split, tuple):
-        if not all(type(rows) is int and rows > 0 for rows in split) or sum(split) != long:
+        whole = all(type(height) is int and height > 0 for height in split)
+        if not whole or sum(split) not in (rows, long):
+            side += f", or to its {rows} rows" if rows < long else ""
             raise ValueError(f"split must hold positive rows that add up to {side}, got {split}")
     elif split is not None and (type(split) is not int or split < 1 or long % split):
         raise ValueError(f"split must divide {side}, or be a tuple of rows, got {split!r}")
@@ -111,9 +126,12 @@ class Muon(ShardedOptimizer):
     on the owning rank only: momentum, shaped as the parameter. ValueError for an impossible setting
     or a backend that cannot run.
 
-    split is the number of equal matrices, 4 for Q, K, V, O as (C, 4C), or a tuple of their rows.
-    For the tuple the memory is read in rows as long as the shorter side: with six heads,
-    (C // 3,) * 6 + (C, C) takes Q and K by pairs of heads, V and O whole.
+    split is the number of equal matrices, 4 for Q, K, V, O as (C, 4C), or a tuple of their rows,
+    (768, 128, 128) for Q, K and V of unequal heights. A tuple that adds up to the longer side
+    reads the memory in rows as long as the shorter: with six heads, (C // 3,) * 6 + (C, C) takes
+    Q and K of (C, 4C) by pairs of heads, V and O whole.
+    flatten: a convolution (out, in, ...) is one matrix (out, in x ...). transposed: a weight is
+    stored as (in, out), which matters for the scale and NorMuon's rows. Both are group keys.
     momentum_hook, update_hook: techniques that change a step, see hooks.py.
     """
 
@@ -130,6 +148,8 @@ class Muon(ShardedOptimizer):
         weight_decay: float = 0.0,
         scale: str = "spectral",
         split: Split = None,
+        flatten: bool = False,
+        transposed: bool = False,
         method: str = "polar_express",
         backend: str = "auto",
         dtype: torch.dtype | None = None,
@@ -145,15 +165,20 @@ class Muon(ShardedOptimizer):
         self.at_once = CPU_BATCH_BYTES // (dtype or native_dtype(torch.device("cpu"))).itemsize
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         defaults |= {"split": split, "method": method, "backend": backend}
+        defaults |= {"flatten": flatten, "transposed": transposed}
         super().__init__(params, {**defaults, **self.more_defaults}, **options)
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         super()._check(name, param, group)
-        if param.ndim not in (2, 3):
+        shape = shape_of(param, group)
+        if param.ndim < 2 or len(shape) > 3:
             what = f"parameter {name} has shape {tuple(param.shape)}"
-            raise ValueError(f"{what}, Muon needs (rows, cols) or (k, rows, cols); give it to Adam")
-        require_split(group["split"], max(param.shape[-2:]), name)
-        for _, rows, cols in matrix_shapes(param.shape, group["split"]):
+            fix = "give it to Adam" if param.ndim < 2 else "give it to Adam or set flatten"
+            raise ValueError(f"{what}, Muon needs (rows, cols) or (k, rows, cols); {fix}")
+        if group["transposed"] and group["split"] is not None:
+            raise ValueError(f"parameter {name} is transposed, and split cuts rows; drop one")
+        require_split(group["split"], shape[-2], max(shape[-2:]), name)
+        for _, rows, cols in matrix_shapes(shape, group["split"]):
             self._choice(param, group, rows, cols)
 
     def _choice(self, param: Tensor, group: dict[str, Any], rows: int, cols: int) -> Choice:
@@ -164,7 +189,7 @@ class Muon(ShardedOptimizer):
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         # Several ranks can share the matrices of a parameter. One rank alone handles fewer tensors.
         cuts: list[tuple[int, ...]] = []
-        for count, rows, cols in matrix_shapes(param.shape, group["split"]):
+        for count, rows, cols in matrix_shapes(shape_of(param, group), group["split"]):
             cuts += [(count, rows, cols)] if ranks == 1 else [(1, rows, cols)] * count
         return cuts
 
@@ -174,7 +199,7 @@ class Muon(ShardedOptimizer):
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         group = bucket.group
-        scale = SCALES[self.scale](*bucket.param.shape[-2:])
+        scale = SCALES[self.scale](*sides_of(bucket.param, group))
         lr = group["lr"] * group["lr_mul"]
         rates = {"rate": lr * scale, "beta": group["momentum"], "lr": lr}
         choice = self._choice(bucket.param, group, *bucket.shape[1:])
@@ -186,7 +211,7 @@ class Muon(ShardedOptimizer):
         """The line of `ShardedOptimizer`, then one a shape: method, backend, dtype."""
         lines = [super().describe()]
         for param, group in self._group_of.items():
-            for _, rows, cols in matrix_shapes(param.shape, group["split"]):
+            for _, rows, cols in matrix_shapes(shape_of(param, group), group["split"]):
                 choice = self._choice(param, group, rows, cols)
                 products = f"{choice.backend} products in {choice.dtype}"
                 line = f"{rows} x {cols}: {choice.method}, {products}"
@@ -213,11 +238,11 @@ class NorMuon(Muon):
         super().__init__(params, lr, **options)
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        shapes = matrix_shapes(param.shape, group["split"])
+        shapes = matrix_shapes(shape_of(param, group), group["split"])
         count = sum(matrices for matrices, _, _ in shapes)
         _, rows, cols = shapes[0]
         variance = State((count, 1, cols), (1, -1), param.dtype)
-        if mean_axis(param) == -1:
+        if mean_axis(param, group) == -1:
             whole: tuple[int, ...] = (count, rows, 1)
             if isinstance(group["split"], tuple):
                 whole = (sum(matrices * height for matrices, height, _ in shapes), 1)
@@ -228,11 +253,11 @@ class NorMuon(Muon):
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         _, fixed, rates = super()._method(bucket)
         fixed["beta2"] = bucket.group["beta2"]
-        fixed["axis"] = mean_axis(bucket.param)
+        fixed["axis"] = mean_axis(bucket.param, bucket.group)
         return normuon, fixed, rates
 
 
-def mean_axis(param: Tensor) -> int:
+def mean_axis(param: Tensor, group: dict[str, Any]) -> int:
     """The axis that NorMuon's mean squares run along: -1 gives one number a row."""
-    rows, cols = param.shape[-2:]
-    return -1 if rows >= cols else -2
+    outputs, inputs = sides_of(param, group)
+    return -1 if (outputs >= inputs) != group["transposed"] else -2

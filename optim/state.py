@@ -1,11 +1,19 @@
 """State by name for any optimizer: ours, whole at any world size, and torch's own."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class State(NamedTuple):
+    """One state tensor of a parameter: its whole shape, and its shape for each stacked matrix."""
+
+    shape: tuple[int, ...]
+    each: tuple[int, ...] | None  # None: as the matrix itself, -1: as this side of the matrix
+    dtype: torch.dtype
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -17,6 +25,18 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of all parameters, or their numbers if they have no names."""
     names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     return names or [str(number) for number in range(len(params_of(optimizer)))]
+
+
+def storage_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What model.bfloat16(), .cuda() or .to(memory_format=...) changes of the parameters."""
+    return [(param.dtype, param.device, param.is_contiguous()) for param in params_of(optimizer)]
+
+
+def require_dense(optimizer: torch.optim.Optimizer) -> None:
+    """TypeError if a gradient is sparse."""
+    for name, param in zip(names_of(optimizer), params_of(optimizer), strict=True):
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise TypeError(f"parameter {name} has a sparse gradient; build it with sparse=False")
 
 
 def named_state(optimizer: Any, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:

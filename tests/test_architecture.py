@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
     "train_gpt.py": 1396,
-    "optim": 2309,
+    "optim": 2473,
     "kernels": 649,
     "data": 1197,
     "runtime": 3211,

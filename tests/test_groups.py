@@ -1,0 +1,287 @@
+"""groups_for on models of others, made here by hand, and Muon on what it finds in them."""
+
+import pytest
+import torch
+from test_optim import give_gradients, parameters
+from torch import nn
+
+from optim import Adam, Muon, NorMuon, Row, group_table, groups_for, named_state
+
+MATRICES = pytest.mark.parametrize("kind", [Muon, NorMuon])
+
+
+class Conv1D(nn.Module):
+    """As in transformers: the weight is stored as (in, out)."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+
+def block(**layers):
+    return nn.ModuleDict(layers)
+
+
+def gpt2():
+    """Transposed weights, a head tied to the embedding."""
+    layers = [
+        block(
+            ln_1=nn.LayerNorm(8),
+            attn=block(c_attn=Conv1D(24, 8), c_proj=Conv1D(8, 8)),
+            mlp=block(c_fc=Conv1D(32, 8), c_proj=Conv1D(8, 32)),
+        )
+        for _ in range(2)
+    ]
+    trunk = block(wte=nn.Embedding(50, 8), wpe=nn.Embedding(16, 8), h=nn.ModuleList(layers))
+    model = block(transformer=trunk, lm_head=nn.Linear(8, 50, bias=False))
+    model["lm_head"].weight = trunk["wte"].weight
+    return model
+
+
+def llama(tied=True):
+    """Grouped queries, and no bias."""
+    layers = [
+        block(
+            input_layernorm=RMSNorm(8),
+            self_attn=block(
+                q_proj=nn.Linear(8, 8, bias=False),
+                k_proj=nn.Linear(8, 2, bias=False),
+                o_proj=nn.Linear(8, 8, bias=False),
+            ),
+            mlp=block(gate_proj=nn.Linear(8, 20, bias=False), output=nn.Linear(20, 8, bias=False)),
+        )
+        for _ in range(2)
+    ]
+    model = block(embed_tokens=nn.Embedding(40, 8), layers=nn.ModuleList(layers), norm=RMSNorm(8))
+    model["unnamed"] = nn.Linear(8, 40, bias=False)
+    if tied:
+        model["unnamed"].weight = model["embed_tokens"].weight
+    return model
+
+
+class Experts(nn.Module):
+    """Stacked weights (E, rows, cols) and their biases (E, rows)."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 12, 8))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 12))
+        self.down_proj = nn.Parameter(torch.randn(4, 8, 6))
+
+
+def mixture():
+    return block(
+        embed=nn.Embedding(30, 8),
+        layers=nn.ModuleList([block(router=nn.Linear(8, 4), experts=Experts())]),
+        head=nn.Linear(8, 30),
+    )
+
+
+class ViT(nn.Module):
+    """A patch convolution, and embeddings that are plain parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 17, 8))
+        self.patch_embed = block(proj=nn.Conv2d(3, 8, 4, stride=4))
+        self.blocks = nn.ModuleList([block(attn=nn.MultiheadAttention(8, 2), norm=nn.LayerNorm(8))])
+        self.fc = nn.Linear(8, 10)
+
+
+def packed():
+    """Q, K and V of unequal heights in one matrix."""
+    return nn.ModuleList([block(qkv=nn.Linear(768, 1024, bias=False), proj=nn.Linear(768, 768))])
+
+
+TABLES = {
+    gpt2: """
+adam  embedding, tied to lm_head.weight     1 x (50, 8) transformer.wte.weight
+adam  embedding                             1 x (16, 8) transformer.wpe.weight
+adam  norm, bias or vector                  2 x (8,) transformer.h.*.ln_1.weight
+muon  hidden matrix (in, out)               2 x (8, 24) transformer.h.*.attn.c_attn.weight
+""",
+    llama: """
+adam  embedding, tied to unnamed.weight     1 x (40, 8) embed_tokens.weight
+adam  norm, bias or vector                  2 x (8,) layers.*.input_layernorm.weight
+muon  hidden matrix                         2 x (2, 8) layers.*.self_attn.k_proj.weight
+muon  hidden matrix                         2 x (8, 20) layers.*.mlp.output.weight
+""",
+    mixture: """
+muon  hidden matrix                         1 x (4, 8) layers.*.router.weight
+muon  stack of hidden matrices              1 x (4, 12, 8) layers.*.experts.gate_up_proj
+adam  norm, bias or vector                  1 x (4, 12) layers.*.experts.gate_up_proj_bias
+adam  head, by its name                     1 x (30, 8) head.weight
+adam  norm, bias or vector                  1 x (30,) head.bias
+""",
+    ViT: """
+adam  embedding                             1 x (1, 1, 8) cls_token
+adam  embedding                             1 x (1, 17, 8) pos_embed
+adam  convolution                           1 x (8, 3, 4, 4) patch_embed.proj.weight
+muon  hidden matrix                         1 x (24, 8) blocks.*.attn.in_proj_weight
+muon  hidden matrix                         1 x (8, 8) blocks.*.attn.out_proj.weight
+adam  head, the last Linear                 1 x (10, 8) fc.weight
+""",
+    packed: """
+muon  hidden matrix                         1 x (1024, 768) *.qkv.weight
+adam  head, the last Linear                 1 x (768, 768) *.proj.weight
+""",
+}
+
+
+@pytest.mark.parametrize("build", TABLES)
+def test_the_rule_sends_each_part_of_an_architecture_where_the_table_says(build):
+    table = group_table(groups_for(build())).splitlines()
+    for line in TABLES[build].strip().splitlines():
+        assert line in table
+
+
+@pytest.mark.parametrize("build", TABLES)
+def test_groups_hold_every_parameter_once_and_both_optimizers_take_them(build):
+    model = build()
+    groups = groups_for(model, flatten=True)
+    found = [param for kind in groups.values() for group in kind for _, param in group["params"]]
+    assert sorted(map(id, found)) == sorted(map(id, model.parameters()))
+    give_gradients(found, 0)
+    before = [param.detach().clone() for param in found]
+    for optimizer in (NorMuon(groups["muon"], 0.1), Adam(groups["adam"], 0.1)):
+        optimizer.step()
+    moved = [not torch.equal(param, old) for param, old in zip(found, before, strict=True)]
+    assert all(moved)
+
+
+def test_an_untied_head_without_a_name_is_the_last_linear_if_its_outputs_are_the_vocabulary():
+    model = llama(tied=False)
+    assert "head, the last Linear                 1 x (40, 8)" in group_table(groups_for(model))
+    model["unnamed"] = nn.Linear(8, 8)
+    assert "head" not in group_table(groups_for(model))
+
+
+def test_what_is_frozen_is_left_out():
+    model = mixture()
+    model["embed"].weight.requires_grad_(False)
+    assert "embed.weight" not in group_table(groups_for(model))
+
+
+def test_rows_override_the_rule_by_any_name_and_may_name_a_third_optimizer():
+    rows = [
+        Row("*.qkv.weight", "muon", {"split": (768, 128, 128)}),
+        Row("*.proj.*", "sgd", {"lr": 0.5}),
+    ]
+    groups = groups_for(packed(), rows)
+    (split,), (third,) = groups["muon"], groups["sgd"]
+    assert split["split"] == (768, 128, 128)
+    assert [name for name, _ in third["params"]] == ["0.proj.weight", "0.proj.bias"]
+    assert groups["adam"] == []
+    tied = groups_for(gpt2(), [Row("lm_head.weight", "sgd")])["sgd"]
+    assert tied[0]["params"][0][0] == "transformer.wte.weight"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([Row("h.*.qvk.*", "muon")], r"no parameter has a name that matches \['h.\*.qvk.\*'\]"),
+        ([Row("*.qkv.*", "muon"), Row("0.*", "adam")], r"0.qkv.weight matches several rows: .*'0"),
+    ],
+)
+def test_a_row_that_matches_nothing_and_two_that_match_one_parameter_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        groups_for(packed(), rows)
+
+
+# ---- what Muon does with them
+
+
+def stepped(kind, weights, turn=None, **options):
+    """Weights after three steps; `turn` shows the optimizer each tensor in another shape."""
+    given = turn or (lambda tensor: tensor)
+    params = [nn.Parameter(given(weight.detach()).clone().contiguous()) for weight in weights]
+    optimizer = kind(params, 0.1, weight_decay=0.1, **options)
+    for step in range(3):
+        give_gradients(weights, step)
+        for param, weight in zip(params, weights, strict=True):
+            param.grad = given(weight.grad)
+        optimizer.step()
+    return params
+
+
+def assert_close(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-9, atol=1e-9)
+
+
+@MATRICES
+@pytest.mark.parametrize("scale", ["spectral", "rms"])
+def test_a_transposed_weight_steps_as_the_one_of_a_linear_layer(kind, scale):
+    options = {"scale": scale, "dtype": torch.float64}
+    weights = parameters((8, 24), (32, 8), (6, 6))
+    plain = stepped(kind, weights, **options)
+    turned = stepped(kind, weights, lambda tensor: tensor.mT, transposed=True, **options)
+    assert_close([param.mT for param in turned], plain)
+
+
+@MATRICES
+def test_a_flattened_convolution_steps_as_its_matrix(kind):
+    weights = parameters((8, 3, 4, 4), (8, 1, 3), (16, 2, 1, 1))
+    one = stepped(kind, weights, flatten=True, dtype=torch.float64)
+    other = stepped(kind, weights, lambda tensor: tensor.flatten(1), dtype=torch.float64)
+    assert_close([param.flatten(1) for param in one], other)
+
+
+@pytest.mark.parametrize(
+    ("shape", "split"),
+    [
+        ((12, 6), (6, 3, 3)),  # Q, K and V of grouped queries
+        ((6, 20), (4, 2)),  # K and V alone: wider than high
+        ((12, 8), (4,) * 3),  # heads
+        ((2, 12, 8), (8, 4)),  # a pair of heads and one more, in each of two experts
+    ],
+)
+def test_packed_rows_step_as_parameters_of_their_own_at_the_scale_of_the_whole(shape, split):
+    def scale(matrix):
+        return max(1, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
+
+    whole = parameters(shape)[0]
+    groups = []
+    for part in whole.detach().split(split, dim=-2):
+        lr_mul = scale(whole) / scale(part)
+        groups.append({"params": [nn.Parameter(part.clone())], "lr_mul": lr_mul})
+    parts = [group["params"][0] for group in groups]
+    options = {"weight_decay": 0.1, "dtype": torch.float64}
+    packed, alone = Muon([whole], 0.1, split=split, **options), Muon(groups, 0.1, **options)
+    for step in range(3):
+        give_gradients([whole], step)
+        for part, gradient in zip(parts, whole.grad.split(split, dim=-2), strict=True):
+            part.grad = gradient.contiguous()
+        packed.step()
+        alone.step()
+    assert_close([whole], [torch.cat(parts, dim=-2)])
+
+
+def test_normuon_keeps_a_number_for_each_column_of_packed_rows_that_are_wider_than_high():
+    optimizer = NorMuon(parameters((6, 20)), 0.1, split=(4, 2))
+    assert dict(named_state(optimizer))["0.variance"].shape == (2, 1, 20)
+    give_gradients(optimizer.param_groups[0]["params"], 0)
+    optimizer.step()
+    assert dict(named_state(optimizer))["0.variance"].all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((8, 3, 4, 4), {}, r"shape \(8, 3, 4, 4\), Muon needs .* give it to Adam or set flatten"),
+        ((8,), {"flatten": True}, r"shape \(8,\), Muon needs .* give it to Adam$"),
+        ((8, 24), {"transposed": True, "split": 3}, r"is transposed, and split cuts rows"),
+        ((4, 8), {"split": (3, 2)}, r"add up to 8, the longer side .*, or to its 4 rows, got \(3"),
+    ],
+)
+def test_what_muon_cannot_take_is_refused_with_the_fix(shape, options, message):
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.ones(shape))], 0.1, **options)

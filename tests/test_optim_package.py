@@ -1,0 +1,135 @@
+"""The folder optim as the package speedrun_optim: wheel, sdist, and the guide in its README."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import optim
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDE = (ROOT / "optim" / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.M | re.S)
+OUTPUT = re.findall(r"^```text\n(.*?)^```$", GUIDE, re.M | re.S)
+QUIET = os.environ | {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
+QUIET.pop("PYTHONPATH", None)
+
+
+def run(*command, cwd):
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=QUIET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(kind, source, target):
+    """Have setuptools build a wheel or sdist of `source`, as pip would."""
+    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
+    run(sys.executable, "-c", code, cwd=source)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Folder with `tree`, a copy of the source, and what is built from it and from its sdist."""
+    folder = tmp_path_factory.mktemp("package")
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "optim", folder / "tree" / "optim", symlinks=True, ignore=ignored)
+    shutil.copy(ROOT / "LICENSE", folder / "tree")  # which the folder's own links to
+    build("sdist", folder / "tree" / "optim", folder)
+    build("wheel", folder / "tree" / "optim", folder)
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder / "sdist", filter="data")
+    (folder / "again").mkdir()
+    build("wheel", next((folder / "sdist").iterdir()), folder / "again")
+    return folder
+
+
+def contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_wheel_holds_the_files_that_the_trainer_imports_a_licence_and_the_mark_of_types(built):
+    files = contents(next(built.glob("*.whl")))
+    modules = {name: text for name, text in files.items() if name.startswith("speedrun_optim/")}
+    expected = {path.name: path.read_bytes() for path in (ROOT / "optim").glob("*.py")}
+    expected["py.typed"] = b""
+    assert modules == {f"speedrun_optim/{name}": text for name, text in expected.items()}
+    licences = [text for name, text in files.items() if name.endswith("/licenses/LICENSE")]
+    assert licences == [(ROOT / "LICENSE").read_bytes()]
+
+
+def test_the_sdist_builds_the_same_wheel(built):
+    (one,), (other,) = built.glob("*.whl"), (built / "again").glob("*.whl")
+    assert one.name == other.name
+    assert contents(one) == contents(other)
+
+
+def test_building_leaves_no_module_beside_the_source_which_would_change_the_hash_of_runs(built):
+    source = built / "tree" / "optim"
+    left = {str(path.relative_to(source)) for path in source.rglob("*.py")}
+    assert left == {path.name for path in (ROOT / "optim").glob("*.py")}
+
+
+# ---- in an environment that holds torch, what torch requires, and the wheel
+
+
+def required(name, found):
+    """Add to `found` the distributions that one requires, and itself."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return  # for another system
+    if distribution not in found.values():
+        found[name] = distribution
+        for text in distribution.requires or ():
+            if "extra ==" not in text and (other := re.match(r"[\w.-]+", text)[0]) not in found:
+                required(other, found)
+
+
+@pytest.fixture(scope="module")
+def bare(built):
+    """The interpreter of an environment made for the wheel."""
+    packages, found = built / "packages", {}
+    packages.mkdir()
+    required("torch", found)
+    for distribution in found.values():
+        for name in {file.parts[0] for file in distribution.files}:
+            place = Path(distribution.locate_file(name))
+            if name not in ("..", "__pycache__") and not (packages / name).exists():
+                (packages / name).symlink_to(place)
+    venv = built / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", str(venv), cwd=built)
+    python = venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=built)
+    (Path(site.strip()) / "torch.pth").write_text(str(packages))
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--quiet"]
+    run(*pip, next(built.glob("*.whl")), cwd=built)  # finds its requirements or fails
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_each_example_of_the_guide_trains_in_a_bare_environment(number, bare, tmp_path):
+    (tmp_path / "example.py").write_text(PYTHON[number])
+    ranks = 2 if "init_process_group" in PYTHON[number] else 1
+    command = [bare, "-I", "example.py"]
+    if ranks > 1:
+        command[1:2] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    output = run(*command, cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d\d)", output)]
+    assert len(losses) == ranks
+    assert max(losses) < 0.5  # guessing has 4.6
+    if number == 0:
+        assert output.startswith(OUTPUT[0])
+
+
+def test_the_guide_names_what_there_is():
+    for names in re.findall(r"^from speedrun_optim import (.*)$", GUIDE, re.M):
+        assert set(names.split(", ")) <= set(optim.__all__)

@@ -1,0 +1,238 @@
+"""What users of torch's optimizers expect of ours, held to torch's own where there is one."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from test_optim import KINDS, assert_same, give_gradients, members, parameters, train
+from torch import nn
+
+from optim import Adam, Guard, Muon, NorMuon, named_state
+
+SHAPES = ((4, 8), (8, 4), (4, 8))
+MOMENTS = {Muon: "momentum", NorMuon: "momentum", Adam: "exp_avg"}
+
+
+def state_of(optimizer):
+    return dict(named_state(optimizer))
+
+
+@KINDS
+def test_a_group_may_carry_keys_that_mean_nothing_to_the_optimizer(kind):
+    optimizer = kind([{"params": parameters(*SHAPES), "name": "hidden", "depth": 3}], 0.1)
+    train(optimizer, range(2))
+    (saved,) = optimizer.state_dict()["param_groups"]
+    assert (saved["name"], saved["depth"]) == ("hidden", 3)
+
+
+@pytest.mark.parametrize("key", [False, True])
+def test_maximize_is_that_of_torch_as_an_argument_and_as_a_group_key(key):
+    params, twins = parameters(*SHAPES), parameters(*SHAPES)
+    options = {"lr": 0.02, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-15}
+    group = {"params": params, "maximize": True} if key else {"params": params}
+    one = Adam([group], maximize=not key, **options)
+    other = torch.optim.AdamW(twins, maximize=True, **options)
+    train(one, range(4))
+    train(other, range(4))
+    torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-6)
+
+
+@KINDS
+def test_maximize_is_a_step_against_the_turned_gradient_and_a_guard_reports_the_same_norm(kind):
+    ones, others = parameters(*SHAPES), parameters(*SHAPES)
+    up, down = kind(ones, 0.1, weight_decay=0.1, maximize=True), kind(others, 0.1, weight_decay=0.1)
+    norms = []
+    for step in range(3):
+        for optimizer, sign in ((up, 1), (down, -1)):
+            give_gradients(members(optimizer), step)
+            for param in members(optimizer):
+                param.grad *= sign
+            guard = Guard([optimizer])
+            norms.append(guard.measure([0])[0])
+            guard.commit([0], True)
+    assert_same(ones, others)
+    assert_same(norms[::2], norms[1::2])
+
+
+# ---- copies
+
+
+@KINDS
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))]
+)
+def test_a_copied_model_with_its_optimizer_goes_on_alike_and_alone(kind, steps, duplicate):
+    params = parameters(*SHAPES)
+    groups = [{"params": params[:2], "lr": 0.3}, {"params": params[2:]}]
+    optimizer = kind(groups, 0.1, cautious=True)
+    optimizer.grad_divisor = 4
+    train(optimizer, range(steps))
+    weights, other = duplicate((params, optimizer))
+    assert all(a is b for a, b in zip(members(other), weights, strict=True))
+    before = [weight.detach().clone() for weight in weights]
+    train(optimizer, [5, 6])
+    assert_same(weights, before)
+    train(other, [5, 6])
+    assert_same(params, weights)
+    assert_same(state_of(optimizer), state_of(other))
+
+
+@KINDS
+def test_a_whole_optimizer_goes_through_torch_save(kind):
+    optimizer, file = kind(parameters(*SHAPES), 0.1), io.BytesIO()
+    train(optimizer, range(2))
+    torch.save(optimizer, file)
+    file.seek(0)
+    assert_same(state_of(torch.load(file, weights_only=False)), state_of(optimizer))
+
+
+# ---- gradients and weights that changed
+
+
+@pytest.mark.parametrize("kind", [Muon, Adam, torch.optim.AdamW])
+def test_a_sparse_gradient_is_refused_in_a_sentence_that_names_the_parameter(kind):
+    layer = nn.Embedding(8, 4, sparse=True)
+    optimizer = kind(layer.named_parameters(), 0.1)
+    layer(torch.tensor([1, 2])).sum().backward()
+    before = layer.weight.detach().clone()
+    with pytest.raises(TypeError, match=r"^parameter weight has a sparse gradient; build it with"):
+        Guard([optimizer]).step()
+    assert torch.equal(layer.weight, before)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_converted_after_construction_goes_on_as_if_built_so(kind, dtype):
+    model = nn.Linear(8, 4, bias=False)
+    optimizer = kind(model.parameters(), 0.1)
+    train(optimizer, range(2))
+    twin = copy.deepcopy(model).to(dtype)
+    built = kind(twin.parameters(), 0.1)
+    built.load_named_state(state_of(optimizer))
+    model.to(dtype)
+    train(optimizer, [2, 3])
+    train(built, [2, 3])
+    assert model.weight.dtype == dtype
+    assert_same([model.weight], [twin.weight])
+    assert_same(state_of(optimizer), state_of(built))
+    assert optimizer.buckets[0].state[MOMENTS[kind]].dtype == dtype
+
+
+@KINDS
+def test_channels_last_is_refused_before_and_after_construction_and_costs_no_state(kind):
+    options = {} if kind is Adam else {"flatten": True}
+    model = nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="weight is not contiguous; undo channels_last"):
+        kind(model.named_parameters(), 0.1, **options)
+    optimizer = kind(model.to(memory_format=torch.contiguous_format).parameters(), 0.1, **options)
+    train(optimizer, range(2))
+    before, weight = state_of(optimizer), model.weight.detach().clone()
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="parameter 0 is not contiguous; undo channels_last"):
+        train(optimizer, [2])
+    assert torch.equal(model.weight, weight)
+    model.to(memory_format=torch.contiguous_format)
+    assert_same(state_of(optimizer), before)
+    train(optimizer, [2])
+    assert not torch.equal(model.weight, weight)
+
+
+@KINDS
+def test_a_gradient_in_channels_last_is_read_in_its_own_order(kind):
+    options = {} if kind is Adam else {"flatten": True}
+    ones, others = parameters((8, 3, 3, 3)), parameters((8, 3, 3, 3))
+    plain, other = kind(ones, 0.1, **options), kind(others, 0.1, **options)
+    give_gradients(ones, 0)
+    others[0].grad = ones[0].grad.to(memory_format=torch.channels_last)
+    plain.step()
+    other.step()
+    assert_same(ones, others)
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (2, 0, 8)])
+def test_a_parameter_without_elements_does_not_disturb_the_others(kind, shape):
+    with_empty, alone = parameters(shape, (4, 8)), parameters((4, 8))
+    alone[0].data.copy_(with_empty[1].data)
+    optimizer, twin = kind(with_empty, 0.1), kind(alone, 0.1)
+    for step in range(2):
+        give_gradients(with_empty, step)
+        alone[0].grad = with_empty[1].grad.clone()
+        assert Guard([optimizer]).step()[0] == 0
+        twin.step()
+    assert_same(with_empty[1:], alone)
+    fresh = kind(parameters(shape, (4, 8)), 0.1)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert_same(state_of(fresh), state_of(optimizer))
+
+
+def test_a_guard_sees_a_group_that_was_added_to_an_optimizer_of_torch_after_it_was_built():
+    early, late = parameters((4, 8), (8, 4))
+    optimizer = torch.optim.AdamW([("early", early)], 0.1)
+    guard = Guard([optimizer])
+    optimizer.add_param_group({"params": [("late", late)]})
+    give_gradients([early, late], 0)
+    late.grad[0, 0] = torch.nan
+    before = early.detach().clone()
+    skip = guard.explain(guard.step())
+    assert (skip.guard, skip.tensor) == ("nonfinite", "late")
+    assert torch.equal(early, before)
+
+
+# ---- rates, compilation, state
+
+
+@KINDS
+def test_a_learning_rate_may_be_a_tensor_that_a_schedule_changes_in_place(kind):
+    ones, others = parameters(*SHAPES), parameters(*SHAPES)
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    tensor, number = kind(ones, rate), kind(others, 0.1)
+    for step in range(3):
+        train(tensor, [step])
+        train(number, [step])
+        rate *= 0.5
+        number.param_groups[0]["lr"] *= 0.5
+    torch.testing.assert_close(ones, others, rtol=1e-12, atol=1e-12)
+    assert tensor.param_groups[0]["lr"] is rate
+
+
+@KINDS
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_a_compiled_step_is_the_eager_one_for_groups_of_equal_shape(kind, rate):
+    optimizers = []
+    for _ in range(2):
+        params = parameters(*SHAPES, dtype=torch.float32)
+        groups = [{"params": params[:1], "lr": 0.2}, {"params": params[1:]}]
+        optimizers.append(kind(groups, rate))
+    eager, compiled = optimizers
+    step = torch.compile(compiled.step)
+    for number in range(3):
+        give_gradients(members(eager), number)
+        give_gradients(members(compiled), number)
+        eager.step()
+        step()
+    assert_same(members(eager), members(compiled))
+    assert_same(state_of(eager), state_of(compiled))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda p: Muon(p, 0.02, method="newton_schulz"), lambda p: torch.optim.Muon(p, 0.02)),
+        (lambda p: Adam(p, 0.02, betas=(0.9, 0.999)), lambda p: torch.optim.AdamW(p, 0.02)),
+    ],
+)
+def test_a_parameter_that_torch_has_never_stepped_has_the_state_of_a_first_step(ours, theirs):
+    params = parameters((8, 4), (4, 8), dtype=torch.float32)
+    before, optimizer = theirs(params), ours(params)
+    train(optimizer, range(2))  # what is loaded must replace it
+    for param in params:
+        param.grad = None
+    give_gradients(params[:1], 0)
+    before.step()
+    optimizer.load_state_dict(before.state_dict())
+    for name, tensor in named_state(optimizer):
+        assert tensor.any() == name.startswith("0.")
