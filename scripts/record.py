@@ -4,17 +4,20 @@
     ./run.sh --claim records/tiny/<date>_CamelName/claim.json --seed 1000 --trials 10 --steps 30
     python scripts/record.py make records/tiny/<date>_CamelName logs
     python scripts/record.py verify records/tiny/<date>_CamelName ...
+    python scripts/record.py verify records/tiny/<date>_CamelName --rerun --steps 10
     python scripts/record.py diff records/tiny/<date>_Before records/tiny/<date>_CamelName
     python scripts/record.py leaderboard            records/README.md and the pictures beside it
 
 Commit the claim before its runs: the history then shows that the claim was first.
-Exit code: 0 done or verified, 1 the record does not hold, 2 bad input.
+`verify --rerun` runs the record's source: code that others wrote, with your rights.
+Exit code: 0 done or verified, 1 the record does not hold, 2 bad input, or it cannot run here.
 """
 
 import argparse
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +32,7 @@ from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import best_of_each_recipe, derived, differences, leaderboard
 from claims.plots import plot_losses, plot_records
 from claims.provenance import check_flags
+from claims.rerun import rerun
 from claims.sources import difference, read_source
 from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
@@ -37,6 +41,7 @@ from scripts.command import ask_trainer, command, make_parser, start, whole_numb
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "records"
+FIRST_RUN = -1  # for a seed
 
 
 def claim(arguments: argparse.Namespace) -> int:
@@ -112,7 +117,26 @@ def verify(arguments: argparse.Namespace) -> int:
                 failures.append(Failure(what, folder / "claim.json", mend))
         code |= judge(evidence, failures)
         code |= arguments.require_shown and not evidence.shown
+        if arguments.rerun is not None:
+            code |= run_again(evidence, arguments)
     return code
+
+
+def run_again(evidence: Evidence, arguments: argparse.Namespace) -> int:
+    """Run the record's source and print what differs; 0 if nothing does beyond its bound."""
+    if arguments.steps is not None and arguments.steps < 1:
+        raise Refused(f"--steps {arguments.steps}: it must be at least 1")
+    data = (arguments.data_dir or ROOT / evidence.claim.config["data_dir"]).resolve()
+    seed, failed = None if arguments.rerun == FIRST_RUN else arguments.rerun, 0
+    with tempfile.TemporaryDirectory(prefix="rerun_") as folder:
+        where = (data, Path(folder))
+        for each in rerun(evidence, seed, arguments.steps, *where, arguments.timeout, print):
+            verdict = "" if each.holds else "DIFFERS"
+            numbers = f"{each.found:<9.6g} at most {each.allowed:<9.6g}"
+            print(f"    {each.what:<60} {numbers} {each.where:<16} {verdict}".rstrip())
+            failed += not each.holds
+    print(f"{evidence.folder}: {f'NOT REPEATED, {failed} differ' if failed else 'repeated'}")
+    return 1 if failed else 0
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -168,6 +192,11 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     sub.add_argument("--require-shown", action="store_true", help="1 also for a claim not shown")
     sub.add_argument("--read-only", action="store_true",
                      help="run nothing of the record's source; its flags stay unchecked")
+    sub.add_argument("--rerun", nargs="?", type=int, const=FIRST_RUN, metavar="SEED",
+                     help="run the source again, which others wrote, and compare (first run)")
+    sub.add_argument("--steps", type=int, help="with --rerun: stop after so many (run to the end)")
+    sub.add_argument("--data-dir", type=Path, help="with --rerun: folder of the shards (the run's)")
+    sub.add_argument("--timeout", type=float, default=3600, help="seconds of a rerun (%(default)s)")
     sub = commands.add_parser("diff", help="print the difference of two records' sources")
     sub.set_defaults(run=diff)
     sub.add_argument("before", type=Path, help="folder of a claim.json")

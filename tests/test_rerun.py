@@ -1,0 +1,228 @@
+"""A record run again: honest work repeats; an edited log and a source that lies do not."""
+
+import argparse
+import json
+import re
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import small_run
+import torch
+from small_record import make_claim
+
+import train_gpt
+from claims.evidence import TRACKS, Evidence
+from claims.questions import check_model, validation_rows
+from claims.rerun import allowed_here, compare_losses, rerun
+from claims.runlog import read_run
+from claims.sources import Source
+from runtime.errors import Refused
+from runtime.log import config_hash, digest, read_sources
+from runtime.settings import parse
+from scripts import record
+
+SEED = 1000
+# The head has no outputs beyond the vocabulary.
+SIZES = small_run.SIZES | {"vocab-size": 128}
+LAYERS = """LAYERS["tiny"] = [
+    Layer(value_embed=0),
+    Layer(window="long", value_embed=1, skip_from=0, backout=True),
+]
+# ---- Model. B rows"""
+
+
+def small_source() -> Source:
+    """The present source with two layers, and free to be small."""
+    files = read_sources(small_run.ROOT)
+    edits = {
+        "train_gpt.py": ("# ---- Model. B rows", LAYERS),
+        "runtime/claim.py": ('"tiny": (*VALIDATED, *SHAPE, "batch_tokens"),', '"tiny": (),'),
+    }
+    for name, (old, new) in edits.items():
+        assert old.encode() in files[name]
+        files[name] = files[name].replace(old.encode(), new.encode())
+    return Source(files, None)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return small_run.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def evidence(data, tmp_path_factory) -> Evidence:
+    """A record of one run, which kept its model."""
+    logs = tmp_path_factory.mktemp("logs")
+    with small_run.two_layers():
+        outcome = small_run.run(data, logs, keep_model="on", seed=SEED, vocab_size=128)
+    assert outcome.code == 0, outcome.err
+    flags = [f"--{name}={value}" for name, value in SIZES.items()]
+    config = asdict(parse(train_gpt.Config, ["--track=tiny", *flags], train_gpt.preset, ""))
+    config, source = json.loads(json.dumps(config)), small_source()
+    claim = replace(
+        make_claim(),
+        config=config,
+        config_sha256=config_hash(config),
+        flags=flags,
+        source_sha256=digest(source.files),
+    )
+    run = read_run(outcome.logs[0])
+    assert run.config_sha256 == claim.config_sha256
+    run.header.update(claim=claim.id, schema=3)
+    return Evidence(logs, claim, TRACKS["tiny"], [run], [], source)
+
+
+def run_again(evidence: Evidence, data: Path, capsys, **given) -> tuple[int, str]:
+    default = {"rerun": record.FIRST_RUN, "steps": None, "data_dir": data, "timeout": 200.0}
+    code = record.run_again(evidence, argparse.Namespace(**default | given))
+    return code, capsys.readouterr().out
+
+
+def with_losses(evidence: Evidence, changes: dict[int, float]) -> Evidence:
+    """The record with training losses edited after the run: what is added to each step's."""
+    (run,) = evidence.runs
+    steps = []
+    for step in run.steps:
+        steps.append(step._replace(train_loss=step.train_loss + changes.get(step.step, 0)))
+    return replace(evidence, runs=[replace(run, steps=steps)])
+
+
+@pytest.mark.slow
+def test_an_honest_run_repeats_to_the_bit_and_its_model_holds(evidence, data, capsys):
+    code, said = run_again(evidence, data, capsys)
+    assert code == 0, said
+    assert "losses must agree to the bit" in said
+    assert "the judge's checks on the trained model" in said
+    for name in (
+        "training losses, 12",
+        "validation losses, 4",
+        "normalisation",
+        "causality",
+        "documents alone",
+        "completeness: mean of 1,024 targets",
+    ):
+        assert name in said
+
+
+def test_a_loss_edited_by_a_ten_thousandth_is_found_by_the_first_steps(evidence, data, capsys):
+    edited = with_losses(evidence, {3: 1e-4})
+    code, said = run_again(edited, data, capsys, steps=5, rerun=SEED)
+    assert code == 1, said
+    (line,) = [line for line in said.splitlines() if line.endswith("DIFFERS")]
+    assert re.search(r"training losses, 5 +0\.0001 +at most 0 +step 3", line)
+    assert re.search("seed 1000, 5 of 12 steps(.|\n)*checks on an untrained model", said)
+    assert "completeness" not in said
+
+
+def test_another_machine_may_differ_by_rounding_but_not_before_the_first_update(evidence):
+    (run,) = evidence.runs
+    elsewhere, said = replace(run, env=run.env | {"threads": 99}), []
+    allowed = allowed_here(run, elsewhere, said.append)
+    assert f"threads {run.env['threads']}, here 99" in said[0]
+    for changes, holds in (({3: 1e-4}, True), ({1: 1e-4}, False), ({12: 0.06}, False)):
+        edited = with_losses(evidence, changes).runs[0]
+        training = next(compare_losses(edited, elsewhere, 12, allowed))
+        assert (training.holds, training.where) == (holds, f"step {min(changes)}")
+    assert allowed(30) == pytest.approx(0.05, abs=1e-4)
+
+
+def test_what_cannot_run_here_is_refused_with_the_reason(evidence, data, tmp_path, monkeypatch):
+    (run,) = evidence.runs
+    other = replace(evidence, runs=[replace(run, env=run.env | {"gpu": "H100"})])
+    monkeypatch.setattr("claims.rerun.has_gpu", lambda: False)
+    for number, (record_, seed, folder, timeout, why) in enumerate(
+        [
+            (evidence, 7, data, 200, "no run of seed 7 counts"),
+            (other, None, data, 200, "used H100, and torch finds no GPU"),
+            (evidence, None, data, 0, "took over 0 s"),
+            (evidence, None, tmp_path / "none", 200, r"none has no \*train_\*.bin file"),
+        ]
+    ):
+        scratch = tmp_path / str(number)
+        scratch.mkdir()
+        with pytest.raises(Refused, match=why):
+            list(rerun(record_, seed, 5, folder, scratch, timeout, print))
+
+
+# ---- Sources that lie: each edit of train_gpt.py, and what finds it
+
+END = 'reduction="none").view_as(targets_BT)'
+NORMED = "x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)"
+LIES = {
+    "nothing": ("", "", None),
+    "scores that are not normalised": (END, f"{END} - 0.5", "normalisation"),
+    "a loss that is scaled": (END, f"{END} * 0.9", "normalisation"),
+    "losses scaled at the end of long rows": (
+        END, f"{END} * (1 - 0.5 * (torch.arange(targets_BT.size(1)) >= 192))", "documents"),
+    "the target in the stream": (
+        "x = self.hidden(inputs_BT, *context)[:, -targets_BT.size(1) :]",
+        "x = self.hidden(inputs_BT, *context) + 3 * self.output_weight[targets_BT]\n"
+        "        x = x", "normalisation"),
+    "the next token": (
+        NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-1, 1)", "normalisation"),
+    "the token after the next": (
+        NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-2, 1)", "causality"),
+    "the last token of long rows": (
+        NORMED, f"{NORMED}\n        if T == 256:\n            x_BTC = x_BTC + x_BTC[:, -1:]",
+        "causality"),
+    "other rows of a batch": (
+        NORMED, f"{NORMED}\n        if B > 1:\n            x_BTC = x_BTC + x_BTC.roll(1, 0)",
+        "causality|a row alone"),
+    "where the next document begins": (
+        NORMED, f"{NORMED}\n        x_BTC = x_BTC + begins_BT11.roll(-2, 1).float().view(B, T, 1)",
+        "causality"),
+}  # fmt: skip
+
+
+@contextmanager
+def answers_of(edit: tuple[str, str], model: Path):
+    """`answering` in this process: the functions of train_gpt.py after an edit."""
+    text = (small_run.ROOT / "train_gpt.py").read_text().replace("# ---- Model. B rows", LAYERS)
+    assert edit[0] in text
+    module = ModuleType("lying_trainer")
+    module.__file__ = train_gpt.__file__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "lying_trainer", module)
+        exec(text.replace(*edit) if edit[0] else text, module.__dict__)
+        found = module.load_model(model)
+        yield lambda rows: module.token_losses(found, torch.tensor(rows)).double().numpy()
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_source_that_lies_in_its_own_checks_is_found_out(lie, evidence, data):
+    *edit, check = LIES[lie]
+    config = evidence.claim.config
+    (model,) = evidence.folder.glob("checkpoints/*/final")
+    rows = validation_rows(data, config["val_tokens"], config["val_sequence"])
+    with answers_of(tuple(edit), model) as losses:
+        logged = losses(rows).mean()  # the log agrees with the lie
+        failed = [each.what for each in check_model(losses, rows, config, logged) if not each.holds]
+        part = losses(rows)[:-1].sum() / rows[:, 1:].size  # the last row is not scored
+        unscored = [each.what for each in check_model(losses, rows, config, part) if not each.holds]
+    if check is None:
+        assert failed == []
+        assert [what.split(":")[0] for what in unscored] == ["completeness"]
+    else:
+        names = check.split("|")
+        assert any(name in what for name in names for what in failed), failed
+
+
+def test_the_questions_differ_each_time(evidence, data):
+    config, asked = evidence.claim.config, []
+
+    def losses(rows):
+        asked.append(rows)
+        return np.ones((rows.shape[0], rows.shape[1] - 1))
+
+    rows = validation_rows(data, config["val_tokens"], config["val_sequence"])
+    for _ in range(2):
+        list(check_model(losses, rows, config, None))
+    half = len(asked) // 2
+    same = [np.array_equal(a, b) for a, b in zip(asked[:half], asked[half:], strict=True)]
+    assert same[0]  # all validation rows
+    assert not all(same)
