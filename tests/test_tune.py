@@ -33,7 +33,7 @@ def finished(config, status="done"):
     diverged = status == "nonfinite"
     return Run(
         path=None, run_id="", header={"config": config}, total_steps=config["steps"],
-        validations=[Validation(config["steps"], value, 1.0)], status=status,
+        validations=[Validation(config["steps"], value, 1.0)], end={"status": status},
         unfinished="diverged" if diverged else None, source="ab",
     )  # fmt: skip
 
