@@ -5,6 +5,7 @@ the guard's flag says. A step is `launch` (send gradients), `measure` (their nor
 (update, send weights) and `finish` (receive weights). A guard judges between measure and commit.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, copy_all, deal, gathered, widest
 from .sharded import Exchange, is_sharded, shard_length, shards_of, team_of, whole
-from .state import State, names_of, require_dense, storage_of
+from .state import State, names_of, params_of, require_dense, storage_of
 
 
 def update(
@@ -138,6 +139,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not all(least <= value < bound for value in values):
                 rule = f"{setting} must be in [{least}, {bound})"
                 raise ValueError(f"{rule}, got {given!r} for parameter {name}")
+        if not param.is_floating_point():
+            raise ValueError(f"parameter {name} is {param.dtype}; only real numbers are stepped")
+        if getattr(param, "_fsdp_flattened", False):
+            fix = "use torch.distributed.fsdp.fully_shard, which keeps its shape"
+            raise ValueError(f"parameter {name} was flattened by FullyShardedDataParallel; {fix}")
         if not param.is_contiguous():
             fix = "undo channels_last, or build it from .contiguous()"
             raise ValueError(f"parameter {name} is not contiguous; {fix}")
@@ -147,8 +153,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters and keep the state of the others. Collective."""
         super().add_param_group(param_group)
-        if hasattr(self, "buckets"):  # torch calls this in the constructor too
+        if not hasattr(self, "buckets"):  # torch calls this in the constructor too
+            return
+        try:
             self._build()
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy take: settings, groups and whole state."""
@@ -164,14 +175,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._load(vars(self).pop("_kept"))
 
     def _build(self) -> None:
-        """Cut parameters, deal parts, allocate state, and keep what state there was. Collective."""
+        """Cut parameters, deal parts, allocate state, and keep what state there was. Collective.
+
+        ValueError, with nothing changed, for what cannot be stepped.
+        """
         kept = dict(self.named_state()) if hasattr(self, "buckets") else {}
-        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
-        self._names = dict(zip(self._group_of, names_of(self), strict=True))
-        for param, name in self._names.items():
-            self._check(name, param, self._group_of[param])
-        self._device, self._storage = next(iter(self._names)).device, storage_of(self)
-        self.team = team_of(self._names, self._process_group)
+        group_of = {p: group for group in self.param_groups for p in group["params"]}
+        names: dict[Tensor, str] = {}
+        for param, name in zip(params_of(self), names_of(self), strict=True):
+            if param in names:
+                raise ValueError(f"parameters {names[param]} and {name} are one; list it once")
+            self._check(name, param, group_of[param])
+            names[param] = name
+        self.team = team_of(names, self._process_group)
+        self._group_of, self._names = group_of, names
+        self._device, self._storage = next(iter(names)).device, storage_of(self)
         self._sharded = is_sharded(next(iter(self._names)))
         # Names alone. torch.distributed.checkpoint would step an optimizer that has no state.
         for param, group in self._group_of.items():
@@ -451,11 +469,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Muon also loads that of torch.optim.Muon, Adam that of torch.optim.AdamW. ValueError, with
         nothing changed, if it does not fit.
         """
-        groups, names = state_dict["param_groups"], list(self._names.values())
+        groups, names = copy.deepcopy(state_dict["param_groups"]), list(self._names.values())
         sizes = [len(group["params"]) for group in groups]
         own = [len(group["params"]) for group in self.param_groups]
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for key in {"split", "flatten", "transposed"} & group.keys() & saved.keys():
+                if saved[key] != group[key]:
+                    what = f"the state has {key} {saved[key]}, not {group[key]}"
+                    raise ValueError(f"{what}; build the optimizer as it was")
         keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
         named = dict(zip(keys, names, strict=True))
         tensors = {}

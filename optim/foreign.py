@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .buckets import READ_AT_ONCE, Team, launched, local
-from .sharded import whole
+from .sharded import is_sharded, whole
 from .state import names_of, params_of, require_dense
 
 
@@ -24,6 +24,9 @@ class Foreign:
         self.optimizer, self.grad_divisor = optimizer, grad_divisor
         self.team = Team.of(process_group)
         self.params = params_of(optimizer)
+        if self.team.size > 1 and any(is_sharded(param) for param in self.params):
+            what = f"fully_shard has already reduced the gradients of {type(optimizer).__name__}"
+            raise ValueError(f"{what}; leave out the guard's process_group")
 
     def describe(self) -> str:
         """One line: what a step costs beyond the optimizer's own."""

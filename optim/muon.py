@@ -11,6 +11,7 @@ from torch import Tensor
 from .base import ShardedOptimizer, State, decay_of, descend
 from .buckets import Bucket
 from .hooks import MomentumHook, UpdateHook
+from .hyperball import Hyperball
 from .orthogonalize import CPU_BATCH_BYTES, Choice, choose, native_dtype, orthogonalized
 
 # Factor on the step of a matrix, by its stored shape (rows, cols).
@@ -177,6 +178,8 @@ class Muon(ShardedOptimizer):
             raise ValueError(f"{what}, Muon needs (rows, cols) or (k, rows, cols); {fix}")
         if group["transposed"] and group["split"] is not None:
             raise ValueError(f"parameter {name} is transposed, and split cuts rows; drop one")
+        if group["weight_decay"] and isinstance(self.update_hook, Hyperball):
+            raise ValueError(f"Hyperball replaces weight decay; set it to 0 for parameter {name}")
         require_split(group["split"], shape[-2], max(shape[-2:]), name)
         for _, rows, cols in matrix_shapes(shape, group["split"]):
             self._choice(param, group, rows, cols)

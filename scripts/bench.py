@@ -164,8 +164,10 @@ def optimizer_steps(weights: list[Tensor]) -> Steps:
         steps[f"{name}, both guards"] = partial(guard.step, loss)
     for hook in (optim.Hyperball(), optim.RowFloor(), optim.Lookahead(), optim.Mixture()):
         place = "momentum_hook" if isinstance(hook, optim.MomentumHook) else "update_hook"
-        hooked: dict[str, Any] = products | {place: hook}
-        steps[f"Muon, {type(hook).__name__}"] = optim.Muon(weights, **OPTIONS, **hooked).step
+        hooked: dict[str, Any] = OPTIONS | products | {place: hook}
+        if isinstance(hook, optim.Hyperball):
+            hooked["weight_decay"] = 0.0  # which it replaces
+        steps[f"Muon, {type(hook).__name__}"] = optim.Muon(weights, **hooked).step
     return steps
 
 

@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
     "train_gpt.py": 1396,
-    "optim": 2473,
+    "optim": 2502,
     "kernels": 649,
     "data": 1197,
     "runtime": 3211,
     "claims": 3323,
-    "scripts": 1902,
+    "scripts": 1904,
     "inference": 812,
     "view": 349,
     "view/page.html": 134,

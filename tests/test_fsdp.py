@@ -211,6 +211,7 @@ def load(folder, mesh, group):
 
 def refusals(mesh):
     """The messages for parameters that cannot be stepped."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def message(call):
@@ -224,12 +225,15 @@ def refusals(mesh):
         return nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [placement]))
 
     rows, plain = param(Shard(0)), nn.Parameter(torch.ones(4, 4))
-    later = Muon([("w", rows)], 0.1)
+    later, theirs = Muon([("w", rows)], 0.1), torch.optim.SGD([("w", rows)], 0.1)
+    first = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     return {
         "columns": message(lambda: Muon([("w", param(Shard(1)))], 0.1)),
         "replicated": message(lambda: Adam([("w", param(Replicate()))], 0.1)),
         "mixed": message(lambda: Muon([("w", rows), ("v", plain)], 0.1)),
         "summed": message(lambda: Muon([("w", rows)], 0.1, process_group=dist.group.WORLD)),
+        "torch's": message(lambda: Guard([theirs], process_group=dist.group.WORLD)),
+        "first": message(lambda: Adam(first.named_parameters(), 0.1)),
         "added": message(lambda: later.add_param_group({"params": [("x", param(Shard(1)))]})),
     }
 
@@ -390,6 +394,8 @@ def test_other_placements_and_meshes_are_refused_by_name(ranks):
         assert refused["added"].startswith("parameter x has placements (Shard(dim=1),)")
         assert "v on none; build an optimizer for each" in refused["mixed"]
         assert refused["summed"].endswith("gradient of parameter w; leave out process_group")
+        assert refused["torch's"].endswith("gradients of SGD; leave out the guard's process_group")
+        assert "was flattened by FullyShardedDataParallel; use torch.dist" in refused["first"]
 
 
 def test_a_guard_steps_torchs_own_optimizers_on_shards(ranks):

@@ -32,6 +32,7 @@ HOOKS = {
 }
 STATES = {"lookahead": {"drift"}, "mixture": {"slow"}, "both": {"drift", "slow"}}
 KINDS = pytest.mark.parametrize("kind", [Muon, NorMuon])
+BALLS = ("hyperball", "growing")  # they replace weight decay
 EACH = pytest.mark.parametrize("name", HOOKS)
 
 
@@ -76,7 +77,7 @@ def textbook(name, weight, grads, options):
         else:
             plain = reference.muon_step(y, grad, state, lr=lr, **options)
         after = plain
-        if name in ("hyperball", "growing"):
+        if name in BALLS:
             after = hyperball(y, plain, lr, hook[0].rms)
         if name == "row_floor":
             after = row_floor(y, plain, lr, hook[0].share)
@@ -105,9 +106,11 @@ def steps(optimizer, params, grads, numbers=(0, 1, 2, 3), guard=None):
         (guard or optimizer).step()
 
 
-@EACH
+@pytest.mark.parametrize(
+    ("name", "decay"),
+    [(name, 0.0) for name in HOOKS] + [(name, 0.3) for name in HOOKS if name not in BALLS],
+)
 @KINDS
-@pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_a_technique_is_its_formula_for_one_matrix(name, kind, decay):
     params, grads = weights_and_gradients()
     options = {"weight_decay": decay} | ({"beta2": 0.95} if kind is NorMuon else {})
@@ -191,6 +194,10 @@ def test_compiled_hooks_are_the_eager_ones_and_a_new_rate_compiles_nothing(monke
     [
         (lambda p: Muon(p, 0.1, update_hook=Mixture()), r"update_hook must be a UpdateHook, got M"),
         (lambda p: Muon(p, 0.1, momentum_hook=3), r"momentum_hook must be a MomentumHook, got 3"),
+        (
+            lambda p: Muon(p, 0.1, weight_decay=0.1, update_hook=Hyperball()),
+            r"Hyperball replaces weight decay; set it to 0 for parameter 0",
+        ),
         (lambda p: Hyperball(rms=-1), r"rms must be in \[0, inf\), got -1"),
         (lambda p: RowFloor(share=2), r"share must be in \[0, 1\], got 2"),
         (lambda p: Lookahead(beta=1.0), r"beta must be in \[0, 1\), got 1.0"),

@@ -17,6 +17,7 @@ import optim
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "optim" / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.M | re.S)
+PYTHON.append(PYTHON[1].replace("shard = True", "shard = False"))  # the same loop with DDP
 OUTPUT = re.findall(r"^```text\n(.*?)^```$", GUIDE, re.M | re.S)
 QUIET = os.environ | {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"}
 QUIET.pop("PYTHONPATH", None)
@@ -131,5 +132,6 @@ def test_each_example_of_the_guide_trains_in_a_bare_environment(number, bare, tm
 
 
 def test_the_guide_names_what_there_is():
+    assert len(set(PYTHON)) == 3
     for names in re.findall(r"^from speedrun_optim import (.*)$", GUIDE, re.M):
         assert set(names.split(", ")) <= set(optim.__all__)

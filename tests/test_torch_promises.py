@@ -89,6 +89,52 @@ def test_a_whole_optimizer_goes_through_torch_save(kind):
     assert_same(state_of(torch.load(file, weights_only=False)), state_of(optimizer))
 
 
+# ---- what is refused changes nothing
+
+
+@KINDS
+def test_a_group_that_is_refused_is_not_added_and_the_optimizer_goes_on(kind):
+    params, twins = parameters(*SHAPES), parameters(*SHAPES)
+    optimizer, twin = kind(params, 0.1), kind(twins, 0.1)
+    train(optimizer, range(2))
+    train(twin, range(2))
+    integers = nn.Parameter(torch.ones(4, 8, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(ValueError, match=r"parameter 3 is torch\.int64; only real numbers"):
+        optimizer.add_param_group({"params": [integers]})
+    train(optimizer, [2])
+    train(twin, [2])
+    assert_same(params, twins)
+    assert_same(state_of(optimizer), state_of(twin))
+
+
+@KINDS
+def test_a_parameter_that_is_listed_twice_is_refused_by_its_names(kind):
+    (param,) = parameters((4, 8))
+    message = "parameters head and embed are one; list it once"
+    with (
+        pytest.warns(UserWarning, match="duplicate parameters"),
+        pytest.raises(ValueError, match=message),
+    ):
+        kind([("head", param), ("embed", param)], 0.1)
+
+
+@pytest.mark.parametrize("key", ["split", "transposed"])
+def test_a_state_whose_matrices_were_cut_otherwise_is_refused(key):
+    before, after = {"split": (2, 4), "transposed": (True, False)}[key]
+    saved = Muon(parameters((8, 4)), 0.1, **{key: before}).state_dict()
+    optimizer = Muon(parameters((8, 4)), 0.2, **{key: after})
+    with pytest.raises(ValueError, match=f"the state has {key} {before}, not {after}; build the"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_a_loaded_learning_rate_is_not_that_of_the_optimizer_that_was_saved():
+    one, other = (Adam(parameters((4, 8)), torch.tensor(rate)) for rate in (0.1, 0.2))
+    other.load_state_dict(one.state_dict())
+    one.param_groups[0]["lr"].mul_(2)
+    assert other.param_groups[0]["lr"] == torch.tensor(0.1)
+
+
 # ---- gradients and weights that changed
 
 
