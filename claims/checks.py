@@ -164,11 +164,15 @@ def check_source(evidence: Evidence) -> Iterator[str]:
             yield f"forbidden compiler setting {setting[0]!r} in {name}"
 
 
-def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
-    """The run belongs to the claim, counts, and has the claimed source and settings."""
-    claim = evidence.claim
+def check_counted(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The run went to its end, and did no step twice."""
     if run.left_out:
         yield f"not counted: {run.left_out}"
+
+
+def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The run belongs to the claim, and has the claimed source and settings."""
+    claim = evidence.claim
     if claim.schema > 1 and run.header.get("schema", 0) < 3:
         yield f"a log of schema {run.header.get('schema')}, where the claim needs 3"
     if run.header.get("claim") != claim.id:
@@ -390,6 +394,7 @@ OF_A_RECORD = (
     (check_source, "leave it out and run again"),
 )
 OF_A_RUN = (
+    (check_counted, f"if it was interrupted, repeat its command with --resume auto; else {ANEW}"),
     (check_claimed, ANEW),
     (check_registry, "restore all of the log and the registry as the run wrote them"),
     (check_compiler, "the track allows the defaults alone"),

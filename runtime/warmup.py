@@ -28,7 +28,8 @@ def warm_up(trainer: Any, clock: Clock) -> None:
         first_call = partial(find_micro_batch, trainer)
         trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, first_call)
         if obstacle is not None:
-            machine.say(f"not compiled, slower ({obstacle}); --compile on makes this an error")
+            fix = "" if config.compile == "off" else "; --compile on makes this an error"
+            machine.say(f"not compiled, slower ({obstacle}){fix}")
             find_micro_batch(trainer, trainer.model)
         trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}
     with clock.phase("warmup", timed=False):

@@ -126,6 +126,8 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     if given.margin is None and given.of != "loss":
         parser.error(f"--of {given.of} needs --margin, in {UNITS[given.of]}")
+    if given.seed is not None and given.seed < 0:  # before the judgement counts
+        raise ValueError(f"--seed {given.seed}: it must be at least 0")
     given.margin = MARGIN if given.margin is None else given.margin
     plan = Plan(given.pairs, given.margin, given.every)
     arms = [make_arm("A", given.a_source, given.a, given.shared),

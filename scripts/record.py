@@ -99,8 +99,11 @@ def judge(evidence: Evidence, more: Sequence[Failure] = ()) -> int:
         verdict = f"NOT VERIFIED, {len(failures)} failures"
     elif not evidence.shown:
         verdict = "verified, and NOT shown"
-    print(f"{evidence.folder}: {verdict}: below {evidence.claim.target:g} with a mean loss of "
-          f"{result.mean:.6f} in {result.n} runs, p = {result.p:.3g}, level {evidence.level:.3g}")
+    found = f"{result.n} runs that count, too few for a test"
+    if result.n > 1:
+        found = (f"with a mean loss of {result.mean:.6f} in {result.n} runs, "
+                 f"p = {result.p:.3g}, level {evidence.level:.3g}")
+    print(f"{evidence.folder}: {verdict}: below {evidence.claim.target:g} {found}")
     if evidence.committed is None:
         print("    not checked: whether its claim was first; no git history here tells")
     return 1 if failures else 0

@@ -177,6 +177,7 @@ def test_a_run_that_diverges_or_fails_decides_nothing(project, capsys):
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
+    (["--seed", "-5"], "--seed -5: it must be at least 0"),
     (["--b", "--stepz 5"], "train_gpt.py refuses --stepz 5"),
     (["--b", "--steps 20"], "steps is 10 in A and 20 in B"),
     (["--of", "steps", "--margin", "1"], "val_every is 0"),

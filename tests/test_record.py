@@ -26,6 +26,7 @@ from small_record import (
     contents,
     make_claim,
     read_logs,
+    resume_at,
     write_logs,
     write_record,
 )
@@ -162,6 +163,25 @@ def test_a_claim_that_breaks_a_rule_is_not_written(
     assert code == 2
     assert sentence in said, said
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("runs", [0, 1])
+def test_a_record_with_too_few_runs_for_a_test_says_so_without_nan(runs, tmp_path, capsys):
+    folder = write_record(tmp_path, make_claim(n=4), LOSSES[:runs])
+    code, said = call(capsys, "make", folder)
+    assert code == 1
+    assert f"below 3.25 {runs} runs that count, too few for a test\n" in said
+    assert "nan" not in said
+
+
+def test_an_interrupted_run_of_a_claim_is_told_to_resume(folder, capsys):
+    runs = read_logs(folder)
+    write_logs(folder, [resume_at(runs[0][0], 8)[:1], *runs[1:]])
+    code, said = call(capsys, "make", folder)
+    assert code == 1
+    found = re.search(r"not counted: .*\n    in .*\n    mend: (.*)\n", said)
+    assert found
+    assert "repeat its command with --resume auto" in found[1]
 
 
 def test_runs_of_two_machines_are_one_record(tmp_path, capsys):
