@@ -1,11 +1,11 @@
 """Making a record: the claim before the runs, copies of their logs after them."""
 
 import re
-import subprocess
 import tempfile
 from pathlib import Path
 
 from claims.evidence import claim_text
+from claims.provenance import git
 from claims.sources import Source, write_source
 from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
@@ -17,8 +17,7 @@ COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 
 def working_source(root: Path) -> Source:
     """The source under `root`; its commit where git knows one and no file has changed."""
-    git = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-    said = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    said = git(root, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
     return Source(read_sources(root), said if COMMIT.fullmatch(said) else None)
 
 

@@ -53,6 +53,12 @@ class Difference(NamedTuple):
     high: float = NAN
 
 
+def in_words(found: Any, form: str) -> str:
+    """The mean and its interval, which single runs do not have: fields mean, low and high."""
+    interval = f"{found.low:{form}} to {found.high:{form}}"
+    return f"{found.mean:{form}} ({'no interval' if math.isnan(found.low) else interval})"
+
+
 def moments(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample sd.
 
@@ -124,11 +130,15 @@ def equivalence(
 
 
 def holm(p_values: dict[Any, float]) -> dict[Any, float]:
-    """p-values adjusted so that the chance of any false finding keeps its level (Holm, 1979)."""
+    """p-values adjusted so that the chance of any false finding keeps its level (Holm, 1979).
+
+    One that is NaN was not tested: it is left out.
+    """
+    tested = {name: p for name, p in p_values.items() if not math.isnan(p)}
     adjusted = {}
     largest = 0.0
-    for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))
+    for rank, name in enumerate(sorted(tested, key=lambda name: tested[name])):
+        largest = max(largest, min(1.0, (len(tested) - rank) * tested[name]))
         adjusted[name] = largest
     return adjusted
 

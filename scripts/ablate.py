@@ -138,8 +138,7 @@ def measure(arms: dict[str, dict[int, Run]], having: bool = False) -> dict[str, 
         if having and arm in LEAVE_OUT:
             new, old = old, new
         effects[arm] = Effect(paired(new, old), len(pairs), len(runs) - len(complete))
-    ps = {arm: effect.difference.p_two_sided for arm, effect in effects.items()}
-    adjusted = holm({arm: p for arm, p in ps.items() if not math.isnan(p)})
+    adjusted = holm({arm: effect.difference.p_two_sided for arm, effect in effects.items()})
     return {arm: effect._replace(p=adjusted.get(arm, NAN)) for arm, effect in effects.items()}
 
 

@@ -16,7 +16,6 @@ the matrices and the head.
 import argparse
 import contextlib
 import copy
-import json
 import os
 import runpy
 import sys
@@ -37,7 +36,7 @@ from data.shards import ShardError
 from runtime import machine as machines
 from runtime.clock import Clock
 from runtime.settings import parse
-from scripts.command import make_parser
+from scripts.command import make_parser, show
 from train_gpt import Trainer
 
 WARM_UP = 2  # rounds that do not count
@@ -210,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         tables = bench_step(given, words[cut + 1 :]) if step else bench_optim(given)
     texts = [as_text(title, rows) for title, rows in tables.items()]
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(tables, indent=2) if given.json else "\n\n".join(texts))
+        show("\n\n".join(texts), tables, given.json)
     return 0
 
 

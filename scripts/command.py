@@ -83,10 +83,12 @@ def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def print_json(value: dict[str, Any]) -> None:
-    """Print JSON. It has no NaN and no infinity: they become null."""
-    known = json.loads(json.dumps(value), parse_constant=lambda name: None)
-    print(json.dumps(known, indent=2))
+def show(text: str, value: dict[str, Any], as_json: bool) -> None:
+    """Print the text, or the value as JSON, where NaN and infinities become null."""
+    if as_json:
+        known = json.loads(json.dumps(value), parse_constant=lambda name: None)
+        text = json.dumps(known, indent=2)
+    print(text)
 
 
 # ---- Processes

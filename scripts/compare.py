@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from claims.comparison import Comparison, Side, compare_sides, read_side
 from claims.plots import plot_seconds
 from claims.runlog import read_all
-from claims.stats import Difference, moments
+from claims.stats import Difference, in_words, moments
 from runtime.errors import LogError
-from scripts.command import command, make_parser, print_json, run_child, start, svg
+from scripts.command import command, make_parser, run_child, show, start, svg
 
 
 def run_in_turn(commands: Sequence[str], rounds: int) -> tuple[Side, Side]:
@@ -115,12 +115,6 @@ def on_pairs(found: Comparison) -> str:
     return said
 
 
-def in_words(found: Difference, form: str) -> str:
-    """The mean and its 95 % interval, which single runs do not have."""
-    interval = f"{found.low:{form}} to {found.high:{form}}"
-    return f"{found.mean:{form}} ({'no interval' if math.isnan(found.low) else interval})"
-
-
 @command
 def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
@@ -140,13 +134,10 @@ def main(argv: Sequence[str]) -> int:
     a, b, found = compare(given)
     if given.figure:
         draw(a, found, given.figure)
-    if given.json:
-        facts = found._asdict()
-        for name in ("seconds", "step_time", "stutters", "loss"):
-            facts[name] = facts[name]._asdict()
-        print_json({"a": a.seconds, "b": b.seconds, **facts})
-    else:
-        print(to_text(a, b, found))
+    facts = {"a": a.seconds, "b": b.seconds, **found._asdict()}
+    for name in ("seconds", "step_time", "stutters", "loss"):
+        facts[name] = facts[name]._asdict()
+    show(to_text(a, b, found), facts, given.json)
     return 0 if found.seconds.high < 0 else 1
 
 

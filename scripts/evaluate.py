@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from inference import hellaswag
 from inference.evaluation import evaluate
 from inference.model import find_model, load_model
-from scripts.command import command, make_parser, print_json, start
+from scripts.command import command, make_parser, show, start
 
 
 def as_text(scores: dict[str, Any]) -> str:
@@ -66,10 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if given.hellaswag:
         items = hellaswag.fetch_items(given.revision)[: given.items]
         scores["hellaswag"] = hellaswag.score(model, items)
-    if given.json:
-        print_json(scores)
-    else:
-        print(as_text(scores))
+    show(as_text(scores), scores, given.json)
     return 0
 
 

@@ -12,7 +12,6 @@ a claim of B. Exit code: 0 B is better, 1 worse, 3 no difference larger than --m
 """
 
 import argparse
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -24,14 +23,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from claims import judgements
 from claims.judgements import UNITS, Arm, figures
 from claims.sequential import ALPHA, Plan, Verdict, judge, one_look
+from claims.stats import in_words
 from runtime.errors import LogError
 from runtime.log import config_hash, source_hash
 from runtime.registry import register
-from scripts.command import ask_trainer, command, make_parser, print_json, start, train
+from scripts.command import ask_trainer, command, make_parser, show, start, train
 
 ROOT = Path(__file__).resolve().parent.parent
 CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
+FORM = "+.5g"  # of differences
 
 
 def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
@@ -53,7 +54,8 @@ def race(folder: Path, arms: Sequence[Arm], plan: Plan, of: str, first: int) -> 
         for arm in arms if turn % 2 == 0 else reversed(arms):
             make_runs(folder, arm, of, seeds[:stop])
         verdict = judge(judgements.paired_differences(folder, arms, of, seeds[:stop]), plan)
-        print(f"{verdict.pairs} pairs: B - A {in_words(verdict)}", file=sys.stderr, flush=True)
+        found = in_words(verdict, FORM)
+        print(f"{verdict.pairs} pairs: B - A {found}", file=sys.stderr, flush=True)
         if verdict.final:
             break
     return verdict
@@ -74,11 +76,6 @@ def make_runs(folder: Path, arm: Arm, of: str, seeds: range) -> None:
                        "was changed while it was judged")  # fmt: skip
 
 
-def in_words(verdict: Verdict) -> str:
-    interval = f"{verdict.low:+.5g} to {verdict.high:+.5g}"
-    return f"{verdict.mean:+.5g} ({'no interval' if math.isnan(verdict.low) else interval})"
-
-
 def to_text(given: argparse.Namespace, told: dict[str, Any], verdict: Verdict) -> str:
     """What a reader needs. told: the fields of --json."""
     words = {
@@ -90,7 +87,7 @@ def to_text(given: argparse.Namespace, told: dict[str, Any], verdict: Verdict) -
     number, count = int(told["run_id"]), len(judgements.read_judgements(given.out))
     lines = [
         f"judgement {number}: {words[verdict.outcome]}",
-        f"  B - A {in_words(verdict)} {UNITS[given.of]}: mean and 99 % interval",
+        f"  B - A {in_words(verdict, FORM)} {UNITS[given.of]}: mean and 99 % interval",
         f"  {verdict.pairs} pairs of at most {given.pairs}, seeds from {told['seed']}",
     ]
     if told["fixed"]:
@@ -141,10 +138,7 @@ def main(argv: Sequence[str]) -> int:
         register(log, "end", run_id=entry["run_id"], **verdict._asdict())
     power, fixed = one_look(plan, verdict.sd)
     told = entry | verdict._asdict() | {"power": power, "fixed": fixed}
-    if given.json:
-        print_json(told)
-    else:
-        print(to_text(given, told, verdict))
+    show(to_text(given, told, verdict), told, given.json)
     return CODES[verdict.outcome]
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from claims import stats
 from claims.arms import ALPHA, common_target
 from claims.comparison import read_side
-from scripts.command import command, make_parser, print_json, start, whole_numbers
+from scripts.command import command, make_parser, show, start, whole_numbers
 
 
 def spread_below(path: str, target: float | None) -> tuple[float, float]:
@@ -91,10 +91,7 @@ def main(argv: Sequence[str]) -> int:
             text += f"\n  {runs} runs for a power of {power:g}"
         if not argv:
             text += "\nsd and margin are defaults: give --sd and --margin, or LOGS that tell them"
-    if given.json:
-        print_json(plan)
-    else:
-        print(text)
+    show(text, plan, given.json)
     return 0
 
 

@@ -27,7 +27,7 @@ from claims.runlog import read_all
 from claims.runs import Run
 from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
-from scripts.command import command, decimals, make_parser, print_json, start, whole_numbers
+from scripts.command import command, decimals, make_parser, show, start, whole_numbers
 
 
 def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
@@ -120,10 +120,8 @@ def main(argv: Sequence[str]) -> int:
         if len(arms) != 1 or not arms[0].losses:
             raise LogError(f"--skeptical takes one arm with losses at its step, not {len(arms)}")
         given.skeptical.write_text(skeptical(arms[0]), encoding="utf-8")
-    if given.json:
-        print_json({"arms": [arm.documented for arm in arms], "warnings": unread})
-    else:
-        print("\n\n".join([*map(to_text, arms), *unread]))
+    facts = {"arms": [arm.documented for arm in arms], "warnings": unread}
+    show("\n\n".join([*map(to_text, arms), *unread]), facts, given.json)
     return 0 if all(passes(arm) if given.track else arm.passes for arm in arms) else 1
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
+from claims.pages import table
 from claims.plots import plot_effects
 from claims.runlog import finished_runs
 from claims.runs import Run
@@ -76,8 +77,8 @@ def find_loss(runs: list[Run], settings: Settings) -> float | None:
 def climb(plan: Settings, runs: list[Run]) -> tuple[dict[int, list[list[float]]], list[Settings]]:
     """Losses of each candidate on each rung, the best first; and the runs that a rung lacks."""
     candidates = draw_candidates(plan)
-    table: dict[int, list[list[float]]] = {number: [] for number in range(len(candidates))}
-    climbing = list(table)
+    reached: dict[int, list[list[float]]] = {number: [] for number in range(len(candidates))}
+    climbing = list(reached)
     lacking: list[Settings] = []
     for rung in plan["rungs"]:
         for number in climbing:
@@ -85,40 +86,39 @@ def climb(plan: Settings, runs: list[Run]) -> tuple[dict[int, list[list[float]]]
             wanted = [shared | {"seed": seed} for seed in rung["seeds"]]
             losses = [find_loss(runs, run) for run in wanted]
             lacking += [run for run, loss in zip(wanted, losses, strict=True) if loss is None]
-            table[number].append([loss for loss in losses if loss is not None])
-        climbing.sort(key=lambda number: fmean(table[number][-1] or [math.inf]))
-        table = {number: table[number] for number in climbing} | table
+            reached[number].append([loss for loss in losses if loss is not None])
+        climbing.sort(key=lambda number: fmean(reached[number][-1] or [math.inf]))
+        reached = {number: reached[number] for number in climbing} | reached
         climbing = [] if lacking else climbing[: rung["keep"]]
-    return table, lacking
+    return reached, lacking
 
 
 def report(plan: Settings, runs: list[Run]) -> str:
     """Every candidate with its mean loss at each rung that it reached; the best come first."""
-    table, lacking = climb(plan, runs)
+    losses, lacking = climb(plan, runs)
     candidates = draw_candidates(plan)
     lines = [f"- source {source}" for source in sorted({str(run.source) for run in runs})]
     lines += [f"- the last rung lacks {len(lacking)} runs" if lacking else "- complete", ""]
     titles = ["#", *plan["space"]]
     titles += [f"{rung['steps']} steps, {len(rung['seeds'])} seeds" for rung in plan["rungs"]]
-    lines += [f"| {' | '.join(titles)} |", "|-" * len(titles) + "|"]
-    for number, rungs in table.items():
-        cells = [str(number), *[str(candidates[number][name]) for name in plan["space"]]]
-        for losses, rung in zip(rungs, plan["rungs"], strict=False):
+    rows = []
+    for number, rungs in losses.items():
+        cells = [number, *[candidates[number][name] for name in plan["space"]]]
+        for made, rung in zip(rungs, plan["rungs"], strict=False):
             planned = len(rung["seeds"])
-            share = f" ({len(losses)} of {planned})" if len(losses) < planned else ""
-            cells.append(f"{fmean(losses):.4f}{share}" if losses else "")
-        cells += [""] * (len(titles) - len(cells))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            share = f" ({len(made)} of {planned})" if len(made) < planned else ""
+            cells.append(f"{fmean(made):.4f}{share}" if made else "")
+        rows.append(cells + [""] * (len(titles) - len(cells)))
+    return "\n".join([*lines, table(f"| {' | '.join(titles)} |", rows)])
 
 
 def draw_last_rung(plan: Settings, runs: list[Run], path: Path) -> None:
     """Write the forest plot of the last rung: each setting against the best, on the same seeds."""
-    table, lacking = climb(plan, runs)
+    losses, lacking = climb(plan, runs)
     if lacking:
         raise ValueError(f"the picture of the last rung lacks {len(lacking)} runs: make them first")
     height = len(plan["rungs"])
-    last = {number: rungs[-1] for number, rungs in table.items() if len(rungs) == height}
+    last = {number: rungs[-1] for number, rungs in losses.items() if len(rungs) == height}
     candidates, (best, *others) = draw_candidates(plan), last
     if not others:
         raise ValueError("the last rung trains one setting: a picture needs two to compare")
@@ -126,8 +126,7 @@ def draw_last_rung(plan: Settings, runs: list[Run], path: Path) -> None:
     for number in others:
         name = f"{number}: {describe(candidates[number], candidates[best])}"
         effects[textwrap.fill(name, 48)] = paired(last[number], last[best])
-    ps = {name: effect.p_two_sided for name, effect in effects.items()}
-    adjusted = holm({name: p for name, p in ps.items() if not math.isnan(p)})
+    adjusted = holm({name: effect.p_two_sided for name, effect in effects.items()})
     clear = [name for name, p in adjusted.items() if p < LEVEL]
     plot_effects(effects, clear, f"loss minus that of setting {best}", path)
 

@@ -96,7 +96,8 @@ def test_a_flag_wins_over_the_preset_and_the_preset_over_the_default():
 
 def test_help_groups_the_settings_by_section_with_their_values(capsys):
     text = printed(capsys, "--width", "3", "--help", preset=lambda given: {"size": 5})
-    positions = [text.index(word) for word in ("Runs:", "\n  --seed N", "Model:", "\n  --size N", "Rest:")]
+    words = ("Runs:", "\n  --seed N", "Model:", "\n  --size N", "Rest:")
+    positions = [text.index(word) for word in words]
     assert positions == sorted(positions)
     assert "so many [5]" in text
     assert "a multiple of the size [3]" in text  # shown although it breaks the rule
