@@ -9,9 +9,11 @@ all looks, makes its whole level (Pocock, 1977; for t statistics by simulation, 
 - Does the narrower interval lie within +-margin? Then no difference is larger. If there is one, one
   race in 20 ends so (EQUAL; two one-sided tests).
 
-The interval that is told may be read after any stop: in 99 of 100 races those of all looks hold the
-true difference (repeated confidence intervals, Jennison and Turnbull, 1989). The mean is not as
-honest: of a race that stopped early it lies too far from 0.
+The interval that is told is that of the test that decided. It may be read after any stop: in 99 of
+100 races those of all looks hold the true difference, in 90 the narrower ones (repeated confidence
+intervals, Jennison and Turnbull, 1989). The mean is not as honest: of a race that stopped early it
+lies too far from 0. All this holds for differences without a strong skew: with lognormal ones, 2 to
+3 races in 100 end better or worse without a difference.
 """
 
 import math
@@ -87,9 +89,10 @@ class Verdict(NamedTuple):
     final: bool  # whether no further pair is needed
     pairs: int
     mean: float  # B - A
-    low: float = math.nan  # of the 99 % interval
+    low: float = math.nan  # of the interval
     high: float = math.nan
     sd: float = math.nan  # of the differences
+    confidence: float = 1 - ALPHA  # of the interval
 
 
 def judge(differences: Sequence[float], plan: Plan) -> Verdict:
@@ -102,8 +105,10 @@ def judge(differences: Sequence[float], plan: Plan) -> Verdict:
     numbers, used = follow(np.array([differences]), plan)
     number, n = int(numbers[0]), int(used[0])
     final = number != UNDECIDED or n == plan.looks[-1]
-    half = plan.widths[n][0] * float(error_of(np.array(mean), np.array((n - 1) * sd**2), n))
-    return Verdict(OUTCOMES[number], final, n, mean, mean - half, mean + half, sd)
+    wide, narrow = plan.widths[n]
+    width, confidence = (narrow, 1 - 2 * EQUAL) if number == SAME else (wide, 1 - ALPHA)
+    half = width * float(error_of(np.array(mean), np.array((n - 1) * sd**2), n))
+    return Verdict(OUTCOMES[number], final, n, mean, mean - half, mean + half, sd, confidence)
 
 
 def simulate(plan: Plan, difference: float, sd: float) -> tuple[np.ndarray, np.ndarray]:

@@ -87,7 +87,8 @@ def to_text(given: argparse.Namespace, told: dict[str, Any], verdict: Verdict) -
     number, count = int(told["run_id"]), len(judgements.read_judgements(given.out))
     lines = [
         f"judgement {number}: {words[verdict.outcome]}",
-        f"  B - A {in_words(verdict, FORM)} {UNITS[given.of]}: mean and 99 % interval",
+        f"  B - A {in_words(verdict, FORM)} {UNITS[given.of]}: mean and "
+        f"{verdict.confidence:.0%} interval",
         f"  {verdict.pairs} pairs of at most {given.pairs}, seeds from {told['seed']}",
     ]
     if told["fixed"]:

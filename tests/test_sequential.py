@@ -58,6 +58,16 @@ def test_the_told_interval_holds_the_truth_at_every_stop():
     assert verdict.final
 
 
+def test_no_difference_is_told_with_an_interval_within_the_margin():
+    drawn = np.random.default_rng(2).normal(0.0, 0.2, (20, 20))
+    for differences in drawn:
+        _, used = follow(differences[None], PLAN)
+        verdict = judge(list(differences[: used[0]]), PLAN)
+        assert verdict.outcome == "no difference"
+        assert -PLAN.margin < verdict.low <= verdict.high < PLAN.margin
+        assert verdict.confidence == 0.9
+
+
 def test_a_verdict_is_that_of_the_t_test_at_the_level_of_a_look():
     differences = [-0.9, -1.4, -1.1, -1.2]
     test = stats.one_sample(differences, 0.0)
