@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
     "train_gpt.py": 1396,
-    "optim": 2502,
+    "optim": 2514,
     "kernels": 649,
     "data": 1197,
     "runtime": 3212,
-    "claims": 3337,
-    "scripts": 1885,
+    "claims": 3342,
+    "scripts": 1886,
     "inference": 812,
     "view": 349,
     "view/page.html": 134,

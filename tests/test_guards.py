@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim import Adam, Guard, Muon, NorMuon, Skip, SpikeRule
-from optim.base import update
+from optim.update import update
 
 NAN, INF = math.nan, math.inf
 # Reading the flag, and selecting by it as on a GPU.

@@ -17,7 +17,7 @@ from optim import (
     load_named_state,
     named_state,
 )
-from optim.base import update
+from optim.update import update
 from runtime.errors import Refused
 from train_gpt import TECHNIQUES, make_optimizers
 

@@ -78,7 +78,7 @@ def build(group):
             named["hooked"], 0.02, split=2, momentum_hook=Mixture(), update_hook=Lookahead(),
             **matrices,
         ),
-        Muon(named["sphere"], 0.02, update_hook=Hyperball(), **matrices),
+        Muon(named["sphere"], 0.02, update_hook=Hyperball(), **matrices | {"weight_decay": 0.0}),
     ]  # fmt: skip
     guard = Guard(optimizers, spike=SpikeRule(start=3, window=8), **common)
     return params, optimizers, guard
