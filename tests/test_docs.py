@@ -153,6 +153,16 @@ def test_every_command_is_accepted_by_the_program_that_it_starts(
             pytest.fail(f"{page.name}: {' '.join(words)}: {error}")
 
 
+def test_no_claim_of_a_page_takes_seeds_that_a_record_has_tried() -> None:
+    claims = ROOT.glob("records/*/*/claim.json")
+    tried = {seed for file in claims for seed in json.loads(file.read_text("utf-8"))["seeds"]}
+    for page in WRITTEN:
+        for words in commands(page):
+            if "claim" in words and "--seed" in words:
+                first = int(words[words.index("--seed") + 1])
+                assert tried.isdisjoint(range(first, first + 10)), f"{page.name}: {words}"
+
+
 def is_quoted(block: str) -> bool:
     """Whether a block's lines stand in the trainer in this order; `...` leaves something out."""
     source = iter((ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines())
