@@ -10,6 +10,7 @@ Only this machine can open the page, and it changes nothing. Ctrl-C ends it. Exi
 """
 
 import gc
+import signal
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     if given.png or given.out:
         return 0
     with Server(store, given.port) as server:
+        if hasattr(signal, "SIGPIPE"):  # a browser that leaves in mid-reply must not end the server
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         print(f"{server.url} shows {', '.join(given.paths)}. Ctrl-C ends it.", flush=True)
         if given.open:
             webbrowser.open(server.url)

@@ -1,8 +1,10 @@
 """The page that shows runs: its data, its server, and the page itself in a real browser."""
 
+import contextlib
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -263,16 +265,38 @@ def test_data_cannot_end_the_script_that_holds_it():
     assert page.count("</script>") == build_page().count("</script>")
 
 
-def test_the_command_serves_until_it_is_interrupted(tmp_path):
-    words = [sys.executable, ROOT / "scripts" / "view.py", tmp_path, "--port", "0"]
+@contextlib.contextmanager
+def serving(folder):
+    """The command in a process of its own, and the port it serves on."""
+    words = [sys.executable, ROOT / "scripts" / "view.py", folder, "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.readline()
-        port = int(re.search(r"http://127.0.0.1:(\d+)/ shows", said)[1])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        connection.request("GET", "/runs")
-        assert json.load(connection.getresponse())["ids"] == []
+        yield process, int(re.search(r"http://127.0.0.1:(\d+)/ shows", said)[1])
+        process.kill()
+
+
+def ask_runs(port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", "/runs")
+    return json.load(connection.getresponse())
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path):
+    with serving(tmp_path) as (process, port):
+        assert ask_runs(port)["ids"] == []
         process.send_signal(2)
         assert process.wait(timeout=20) == 130
+
+
+def test_clients_that_leave_in_mid_reply_do_not_end_the_server(tmp_path):
+    write_log(tmp_path)
+    with serving(tmp_path) as (process, port):
+        for path in ["/", "/runs?since=0"] * 20:
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
+                client.sendall(request.encode())
+        assert len(ask_runs(port)["ids"]) == 1
+        assert process.poll() is None
 
 
 # ---- The page in a browser
