@@ -19,9 +19,9 @@ SEGMENT = re.compile(r"(.+)\.([2-9]|[1-9][0-9]{1,5})\.jsonl")  # <run_id>.2.json
 MAX_BYTES = 32 * 2**20  # a hundred thousand steps; a wrong file must not fill the memory
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, links: bool = True) -> bytes:
     try:
-        return read_regular(path, MAX_BYTES)
+        return read_regular(path, MAX_BYTES, links)
     except OSError as error:
         raise LogError(f"cannot read {path}: {error.strerror}") from error
 
@@ -33,14 +33,14 @@ def first_segment(path: Path) -> Path:
     return first if first.exists() else path
 
 
-def read_runs(path: str | Path) -> list[Run]:
+def read_runs(path: str | Path, links: bool = True) -> list[Run]:
     """The runs in one file; for a segment, the run that it belongs to.
 
     An unfinished run says why in `unfinished`. Raises LogError for a file that is no
-    run log; the message names the file, the line and the rule.
+    run log; the message names the file, the line and the rule. links: whether to follow links.
     """
     first = first_segment(Path(path))
-    data = read_bytes(first)
+    data = read_bytes(first, links)
     if not data:
         raise LogError(f"{first} is empty: its run ended before its first line. Take it out.")
     if first.suffix != ".jsonl" and not data.startswith(b'{"'):
@@ -48,7 +48,7 @@ def read_runs(path: str | Path) -> list[Run]:
     segments = [(first, data)]
     later = first.with_name(f"{first.stem}.2.jsonl")
     while later.exists():
-        segments.append((later, read_bytes(later)))
+        segments.append((later, read_bytes(later, links)))
         later = first.with_name(f"{first.stem}.{len(segments) + 1}.jsonl")
     return [read_jsonl(segments)]
 

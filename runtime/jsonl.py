@@ -8,7 +8,7 @@ import math
 import os
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -66,15 +66,27 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a link or no regular file", str(path))
 
 
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The content of a file, also through a link. OSError if larger: it must not fill memory."""
-    found = path.stat()
-    if not S_ISREG(found.st_mode):
+def open_regular(path: Path, links: bool = True) -> BinaryIO:
+    """Open a file to read it. OSError for anything else, without `links` also for a link."""
+    if not links:
+        check_regular(path)
+    # A link that replaces the file after the check is not followed; a pipe is not waited for.
+    flags = getattr(os, "O_NONBLOCK", 0) | (0 if links else getattr(os, "O_NOFOLLOW", 0))
+    file = open(path, "rb", opener=lambda name, usual: os.open(name, usual | flags))  # noqa: SIM115
+    if not S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    if found.st_size > most_bytes:
-        told = f"{path.name} has {found.st_size:,} bytes, and {most_bytes:,} are the most"
-        raise OSError(errno.EFBIG, told, str(path))
-    return path.read_bytes()
+    return file
+
+
+def read_regular(path: Path, most_bytes: int, links: bool = True) -> bytes:
+    """The content of a file: see `open_regular`. OSError if larger: it must not fill memory."""
+    with open_regular(path, links) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            rule = f"{path.name} has {size:,} bytes, and {most_bytes:,} are the most"
+            raise OSError(errno.EFBIG, rule, str(path))
+        return file.read(most_bytes)
 
 
 def append(descriptor: int, line: bytes) -> None:

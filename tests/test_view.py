@@ -116,7 +116,9 @@ def test_only_logs_that_changed_are_read_again(tmp_path, monkeypatch):
     first = store.reply()
     parsed = []
     original = view_runs.read_runs
-    monkeypatch.setattr(view_runs, "read_runs", lambda path: parsed.append(path) or original(path))
+    monkeypatch.setattr(
+        view_runs, "read_runs", lambda path, links: parsed.append(path) or original(path, links)
+    )
     assert store.reply(first["version"])["runs"] == []
     assert parsed == []
     write_log(tmp_path, "b", seed=1, done=9)
@@ -146,14 +148,31 @@ def test_a_file_that_is_no_log_is_named_and_the_others_are_shown(tmp_path):
     assert [re.sub(r".*/", "", reason)[:7] for reason in reply["unread"]] == ["b.jsonl", "c.jsonl"]
 
 
-def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
+def test_a_link_in_a_folder_is_not_followed(tmp_path):
     secret = write_log(tmp_path / "private", seed=5)
     write_log(tmp_path / "logs")
     (tmp_path / "logs" / "b.jsonl").symlink_to(secret)
     (tmp_path / "logs" / "a.2.jsonl").symlink_to(secret)
     reply = read(tmp_path / "logs")
     assert reply["ids"] == []
-    assert "leads out of" in reply["unread"][0]
+    assert [reason.endswith("it is a link or no regular file") for reason in reply["unread"]] == [
+        True, True]  # fmt: skip
+
+
+@pytest.mark.parametrize("segment", ["a.jsonl", "a.2.jsonl"])
+def test_a_log_that_becomes_a_link_between_two_questions_is_not_shown(tmp_path, segment):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("a key\n")
+    log = write_log(tmp_path / "logs")
+    resumed = '{"event": "resume", "from_step": 40, "differences": [], "t_ms": 0}\n'
+    log.with_name("a.2.jsonl").write_text(resumed)
+    store = Store(find_folders([log.parent]))
+    (run_id,) = store.reply()["ids"]
+    assert "resume" in store.excerpt(run_id, 1000)["last"]
+    log.with_name(segment).unlink()
+    log.with_name(segment).symlink_to(secret)
+    assert store.excerpt(run_id, 1000) is None
+    assert store.reply()["ids"] == []
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", '"nan"', "[NaN]", "null", '{"a": [[["b"]]]}'])

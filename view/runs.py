@@ -17,7 +17,7 @@ from claims.comparison import find_stutters, step_times
 from claims.runlog import find_runs, read_runs
 from claims.runs import Run, Step, Validation
 from runtime.errors import LogError, Refused
-from runtime.jsonl import plain
+from runtime.jsonl import open_regular, plain
 from runtime.settings import SETTINGS_OF_A_RUN
 
 POINTS = 400  # of a curve: a screen shows no more
@@ -52,13 +52,10 @@ def logs_of(folder: Folder) -> list[Path]:
     return []
 
 
-def segments_of(first: Path, folder: Folder) -> list[Path]:
-    """The files of a run. LogError if one is a link that leads out of the folder."""
-    root = (folder.path if folder.path.is_dir() else folder.path.parent).resolve()
-    found, path = [], first
-    while path.exists() or path == first:
-        if not path.resolve().is_relative_to(root):
-            raise LogError(f"{path} is a link that leads out of {folder.path}: copy the log there")
+def segments_of(first: Path) -> list[Path]:
+    """The files of a run."""
+    found, path = [first], first.with_name(f"{first.stem}.2.jsonl")
+    while path.exists():
         found.append(path)
         path = first.with_name(f"{first.stem}.{len(found) + 1}.jsonl")
     return found
@@ -190,24 +187,33 @@ class Store:
         """The log as it is now; what was read before if its files did not change."""
         known, state, segments, runs, error = self.logs.get(path), [], [], [], None
         try:
-            segments = segments_of(path, folder)
-            state = [(found.st_mtime_ns, found.st_size) for found in map(Path.stat, segments)]
+            segments = segments_of(path)
+            state = [(found.st_mtime_ns, found.st_size) for found in map(Path.lstat, segments)]
             if known and known.state == state:
                 return known
-            runs = [summary(run, folder, state[-1][0] / 1e9) for run in read_runs(path)]
+            modified = state[-1][0] / 1e9
+            runs = [summary(run, folder, modified) for run in read_runs(path, links=False)]
         except (LogError, OSError, RecursionError) as problem:
             error = str(problem)
         self.version += 1
         return Log(state, self.version, runs, segments, error)
 
     def excerpt(self, run_id: str, most_bytes: int) -> dict[str, str] | None:
-        """The first line of a run's log, and the last bytes of its last segment; None: unknown."""
+        """The first line of a run's log, and the last bytes of its last segment.
+
+        None if the run is not known, or its log is no longer a file.
+        """
         for log in list(self.logs.values()):
             if run_id in [run["id"] for run in log.runs]:
-                with log.segments[0].open("rb") as file:
-                    first = file.readline(most_bytes).decode(errors="replace")
-                with log.segments[-1].open("rb") as file:
-                    file.seek(max(0, file.seek(0, SEEK_END) - most_bytes))
-                    last = file.read(most_bytes).decode(errors="replace")
-                return {"first": first, "last": last}
+                with contextlib.suppress(OSError):
+                    return read_ends(log.segments, most_bytes)
         return None
+
+
+def read_ends(segments: Sequence[Path], most_bytes: int) -> dict[str, str]:
+    with open_regular(segments[0], links=False) as file:
+        first = file.readline(most_bytes).decode(errors="replace")
+    with open_regular(segments[-1], links=False) as file:
+        file.seek(max(0, file.seek(0, SEEK_END) - most_bytes))
+        last = file.read(most_bytes).decode(errors="replace")
+    return {"first": first, "last": last}
