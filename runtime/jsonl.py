@@ -86,7 +86,7 @@ def read_regular(path: Path, most_bytes: int, links: bool = True) -> bytes:
         if size > most_bytes:
             rule = f"{path.name} has {size:,} bytes, and {most_bytes:,} are the most"
             raise OSError(errno.EFBIG, rule, str(path))
-        return file.read(most_bytes)
+        return file.read(size)
 
 
 def append(descriptor: int, line: bytes) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import browser as chromium
@@ -173,6 +174,18 @@ def test_a_log_that_becomes_a_link_between_two_questions_is_not_shown(tmp_path, 
     log.with_name(segment).symlink_to(secret)
     assert store.excerpt(run_id, 1000) is None
     assert store.reply()["ids"] == []
+
+
+def test_a_short_log_that_declares_a_billion_steps_is_shown_at_once(tmp_path):
+    log = write_log(tmp_path, steps=3)
+    text = re.sub(r'"(step|steps|total_steps)": 3,', r'"\1": 1000000000,', log.read_text())
+    log.write_text(text)
+    tracemalloc.start()
+    (run,) = read(tmp_path)["runs"]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (run["done"], run["total"], run["status"]) == (10**9, 10**9, "done")
+    assert peak < 10 * 2**20
 
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", '"nan"', "[NaN]", "null", '{"a": [[["b"]]]}'])
