@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -196,21 +197,43 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
             places[evidence.contest] += 1
             place = f"#{places[evidence.contest]}"
         name = f"[{claim.name}]({track}/{quote(evidence.folder.name)})"
+        probes = [mean_probe(evidence, probe) for probe in ("copy_loss", "new_loss")]
+        losses = ["" if loss is None else f"{loss:.2f}" for loss in probes]
         rows.append((place, claim.created[:10], name, literal(evidence.tier),
                      f"{claim.config['steps']:,}",
-                     f"{evidence.tokens / 1e6:,.3f}", found.n,
-                     f"{found.mean:.4f}", f"{found.sd:.4f}", f"{found.p:.2g}",
+                     f"{evidence.tokens / 1e6:,.3f}", parameters(evidence), found.n,
+                     f"{found.mean:.4f}", *losses, f"{found.sd:.4f}", f"{found.p:.2g}",
                      f"{evidence.median_ms / 1000:.1f}"))
     wins = "the shortest time" if TRACKS[track].in_time else "the fewest tokens"
     yield f"## {track}: to {TRACKS[track].target:g} nats per token in {wins}"
     yield table("| record | date | claim | hardware | steps | million tokens "
-                "| n | mean loss | sd | p | median s |", rows)
+                "| parameters | n | mean loss | copied | new | sd | p | median s |", rows)
+    yield ("*copied*: loss on validation tokens that end a pair seen earlier in the document;\n"
+           "*new*: loss on all others. An empty cell: the logs do not have it.")
     if TRACKS[track].in_time:
         yield "Places count for each hardware: a claim competes only with claims on the same one."
     yield (f"There are {len(claims)} claims on this track. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
-    yield f"![Loss curves: of each recipe the best claim]({track}/losses.svg)"
+    yield f"![Steps of each recipe's best claim, and its losses]({track}/steps.svg)"
     yield f"![What each claim takes, and the record, by date]({track}/records.svg)"
+
+
+def mean_probe(evidence: Evidence, probe: str) -> float | None:
+    """Mean over the runs of a loss among the probes of their end lines; None where one lacks it."""
+    losses = []
+    for run in evidence.complete:
+        probes = run.end.get("probes")
+        loss = probes.get(probe) if isinstance(probes, dict) else None
+        if not isinstance(loss, float):
+            return None
+        losses.append(loss)
+    return statistics.fmean(losses)
+
+
+def parameters(evidence: Evidence) -> str:
+    """The number of parameters of the first run, where its log has it."""
+    count = evidence.complete[0].env.get("params") if evidence.complete else None
+    return f"{count:,}" if type(count) is int else ""
 
 
 def records_among(claims: Sequence[Evidence]) -> list[Evidence]:

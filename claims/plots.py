@@ -1,15 +1,15 @@
-"""Pictures, as SVG: losses and records of a track, effects, seconds, schedules; light and dark."""
+"""Pictures, as SVG: losses and records of a track, effects; light and dark."""
 
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from claims.evidence import Evidence
-from claims.pages import records_among
+from claims.pages import mean_probe, records_among
 from claims.runs import Run
 from claims.stats import Difference
 from runtime.errors import Refused
@@ -29,6 +29,7 @@ STYLE: Any = {
 # Black and white change places, and each colour stays itself.
 DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(0.93) hue-rotate(180deg)}}"
 HOLLOW = {"color": "gray", "markerfacecolor": "white"}
+PROBES = {"copy_loss": "copied tokens", "new_loss": "new tokens"}
 SMOOTHED = 1 / 10  # of a run: a point of a curve is the mean over so many steps up to it
 POINTS = 200  # of a curve: nobody sees more
 LINEAR = 0.01  # nats: up to here an axis of effects is linear, beyond it logarithmic
@@ -97,6 +98,31 @@ def loss_curves(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(steps)[size - 1 + keep], np.array(smooth)[:, keep]
 
 
+# ---- Steps to the target
+
+
+def plot_steps(claims: Sequence[Evidence], path: Path) -> None:
+    """Write the steps of each claim, the most at the top, beside its loss by kind of token."""
+    size = 8, 1.2 + 0.4 * len(claims)
+    write_picture(path, size, lambda figure: draw_steps(figure, claims))
+
+
+def draw_steps(figure: Any, claims: Sequence[Evidence]) -> None:
+    bars, dots = figure.subplots(1, 2, sharey=True)
+    claims = sorted(claims, key=lambda one: one.claim.config["steps"])
+    names = [one.claim.name for one in claims]
+    drawn = bars.barh(names, [one.claim.config["steps"] for one in claims], height=0.6)
+    bars.bar_label(drawn, padding=3)
+    bars.margins(x=0.12)  # room for the longest label
+    bars.set_xlabel(f"steps to a loss of {claims[0].claim.target:g}")
+    for probe, label in PROBES.items():
+        losses = {one.claim.name: mean_probe(one, probe) for one in claims}
+        known = {name: loss for name, loss in losses.items() if loss is not None}
+        dots.plot(list(known.values()), list(known), "o", label=label)
+    dots.set_xlabel("loss at the end, nats per token")
+    dots.legend()
+
+
 # ---- Effects
 
 
@@ -131,35 +157,6 @@ def draw_effects(axes: Any, effects: Effects, clear: Collection[str], what: str)
 
 def write_beside(axes: Any, row: int, text: str) -> None:
     axes.text(1.01, row, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
-
-
-# ---- Seconds
-
-
-def plot_seconds(parts: Effects, before: float, path: Path) -> None:
-    """Write a waterfall: the seconds by which B differs from A, part by part, and their sum.
-
-    parts: all but the last add up to it. before: mean seconds of A.
-    """
-    size = 8, 1.2 + 0.4 * len(parts)
-    write_picture(path, size, lambda figure: draw_seconds(figure.subplots(), parts, before))
-
-
-def draw_seconds(axes: Any, parts: Effects, before: float) -> None:
-    axes.use_sticky_edges = False  # of bars, which would end where the axes do
-    start, last = 0.0, len(parts) - 1
-    for row, part in enumerate(parts.values()):
-        mean, low, high = np.round([part.mean, part.low, part.high], 6)
-        start = 0.0 if row == last else start
-        axes.barh(row, mean, left=start, height=0.6, color="C1" if mean > 0 else "C0")
-        axes.plot([start + low, start + high], [row, row], color="black")
-        write_beside(axes, row, f"{mean:+.3f}")
-        start += mean
-        axes.plot([start, start], [row, min(row + 1, last)], color="gray", linewidth=1)
-    axes.axvline(0, color="black", linestyle="--")
-    axes.set_yticks(range(len(parts)), list(parts))
-    axes.invert_yaxis()
-    axes.set_xlabel(f"seconds that B takes more than A (A takes {before:.3f})")
 
 
 # ---- Records
@@ -200,38 +197,3 @@ def draw_records(axes: Any, claims: Sequence[Evidence]) -> None:
 
 def when(evidence: Evidence) -> datetime:
     return datetime.fromisoformat(evidence.claim.created)
-
-
-# ---- Schedules
-
-
-class Schedule(NamedTuple):
-    """What a recipe does at each of its steps."""
-
-    begins: list[int]  # first steps of the stages
-    quantities: dict[str, dict[str, list[float]]]  # quantity: line: value at each step, or nan
-
-
-def plot_schedules(schedules: dict[str, Schedule], path: Path) -> None:
-    """Write the schedules, a column for each recipe and a row for each quantity."""
-    rows = len(next(iter(schedules.values())).quantities)
-    size = 0.5 + 3.3 * len(schedules), 0.6 + 1.4 * rows
-    write_picture(path, size, lambda figure: draw_schedules(figure, schedules, rows))
-
-
-def draw_schedules(figure: Any, schedules: dict[str, Schedule], rows: int) -> None:
-    grid = figure.subplots(rows, len(schedules), sharex="col", squeeze=False)
-    for column, (name, schedule) in zip(grid.T, schedules.items(), strict=True):
-        column[0].set_title(name, fontsize=9)
-        column[-1].set_xlabel("step")
-        for axes, (quantity, lines) in zip(column, schedule.quantities.items(), strict=True):
-            for line, values in lines.items():
-                axes.plot(values, label=line)
-            for step in schedule.begins[1:]:
-                axes.axvline(step, color="gray", linestyle=":")
-            axes.set_ylim(0, 1.1 * axes.dataLim.ymax)
-            if axes in grid[:, 0]:
-                axes.set_ylabel(quantity)
-            if len(lines) > 1:
-                axes.legend()
-    figure.align_ylabels()

@@ -5,8 +5,7 @@
 
 --run appends --log-dir and a folder to each command. The same command twice shows the noise.
 Compare times only between runs on the same machine. Differences are B - A, intervals 95 %. --margin
-also tests whether the losses are equal within it (two one-sided t-tests). --figure draws the parts
-of the difference.
+also tests whether the losses are equal within it (two one-sided t-tests).
 
 Exit code: 0 B is faster (its whole interval lies below 0), 1 that is not shown, 2 bad input or A
 and B differ in machine or software, 130 or 143 interrupted.
@@ -23,11 +22,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from claims.comparison import Comparison, Side, compare_sides, read_side
-from claims.plots import plot_seconds
 from claims.runlog import read_all
-from claims.stats import Difference, in_words, moments
+from claims.stats import in_words, moments
 from runtime.errors import LogError
-from scripts.command import command, make_parser, run_child, show, start, svg
+from scripts.command import command, make_parser, run_child, show, start
 
 
 def run_in_turn(commands: Sequence[str], rounds: int) -> tuple[Side, Side]:
@@ -97,17 +95,6 @@ def to_text(a: Side, b: Side, found: Comparison) -> str:
     return "\n".join(lines)
 
 
-def draw(a: Side, found: Comparison, path: Path) -> None:
-    """Write the waterfall of the seconds."""
-    parts = {
-        "more or fewer steps": Difference(found.steps),
-        "time of a step": found.step_time,
-        "stutters": found.stutters,
-        "together": found.seconds,
-    }
-    plot_seconds(parts, moments(a.seconds)[0], path)
-
-
 def on_pairs(found: Comparison) -> str:
     said = f", on {found.pairs} pairs of one seed each" if found.pairs else ""
     if found.pairs_save > 0:  # not nan
@@ -124,7 +111,6 @@ def main(argv: Sequence[str]) -> int:
     add("--rounds", type=int, default=5, help="runs of each command (%(default)s)")
     add("--margin", type=float, help="test whether the mean losses differ by less, nats per token")
     add("--allow-mismatch", action="store_true", help="compare across machines, and say so")
-    add("--figure", type=svg, metavar="SVG", help="draw what the difference consists of")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     if len(given.paths) != (0 if given.run else 2):
@@ -132,8 +118,6 @@ def main(argv: Sequence[str]) -> int:
     if given.rounds < 1:
         parser.error(f"--rounds {given.rounds}: it must be at least 1")
     a, b, found = compare(given)
-    if given.figure:
-        draw(a, found, given.figure)
     facts = {"a": a.seconds, "b": b.seconds, **found._asdict()}
     for name in ("seconds", "step_time", "stutters", "loss"):
         facts[name] = facts[name]._asdict()

@@ -30,7 +30,7 @@ from claims.evidence import TRACKS, Evidence, read_evidence, records_of
 from claims.judgements import find_judged, next_seed, require_source
 from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import best_of_each_recipe, derived, differences, leaderboard
-from claims.plots import plot_losses, plot_records
+from claims.plots import plot_records, plot_steps
 from claims.provenance import check_flags
 from claims.rerun import rerun
 from claims.sources import difference, read_source
@@ -161,8 +161,7 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
             return judge(one)
     for track in {one.claim.track for one in made}:
         claims = [one for one in made if one.claim.track == track]
-        best = {one.claim.name: one.complete for one in best_of_each_recipe(claims)}
-        plot_losses(best, TRACKS[track].target, RECORDS / track / "losses.svg")
+        plot_steps(best_of_each_recipe(claims), RECORDS / track / "steps.svg")
         plot_records(claims, RECORDS / track / "records.svg")
     (RECORDS / "README.md").write_text(leaderboard(made))
     print(f"{RECORDS / 'README.md'}: {len(made)} claims")

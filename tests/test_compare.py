@@ -2,14 +2,12 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -115,19 +113,6 @@ def test_logs_that_do_not_time_every_step_still_tell_steps_from_speed(tmp_path, 
     b = write_arm(tmp_path / "b", [[28] * 90, [29] * 90], first=10, source="b", timed=False)
     why = report(capsys, a, b)
     assert (why["steps"], why["step_time"]["mean"]) == pytest.approx((-0.295, -0.190))
-
-
-def test_the_figure_shows_the_parts_of_the_difference(tmp_path, capsys):
-    a, b = write_arm(tmp_path / "a", [[30] * 100]), write_arm(tmp_path / "b", [[20] * 90], first=5)
-    picture = tmp_path / "parts.svg"
-    compare.main([a, b, "--figure", str(picture)])
-    texts = [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
-    means = [text for text in texts if re.fullmatch(r"[+-]\d\.\d{3}", text)]
-    assert means == ["-0.250", "-0.950", "+0.000", "-1.200"]
-    assert "seconds that B takes more than A (A takes 3.000)" in texts
-    with pytest.raises(SystemExit, match="2"):
-        compare.main([a, b, "--figure", "parts.png"])
-    assert "parts.png is no name in .svg" in capsys.readouterr().err
 
 
 # ---- Machines and arms

@@ -10,11 +10,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from claims.plots import (
-    Schedule,
     draw_effects,
     draw_losses,
-    draw_schedules,
-    draw_seconds,
     loss_curves,
     plot_effects,
     plot_losses,
@@ -92,28 +89,3 @@ def test_a_picture_has_a_light_ground_a_dark_mode_and_the_same_bytes_again(tmp_p
     with rc_context({"font.size": 20, "svg.hashsalt": None, "savefig.transparent": True}):
         plot_effects(EFFECTS, ["best"], "effect", path)
     assert path.read_text() == before
-
-
-def test_each_part_of_a_waterfall_begins_where_the_one_before_ends_and_the_sum_at_0():
-    axes = Figure().subplots()
-    step_time = Difference(1.5, 0.1, 1.0, 2.0)
-    parts = {"steps": Difference(-4.0), "step time": step_time, "sum": Difference(-2.5)}
-    draw_seconds(axes, parts, 80)
-    ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches]
-    assert ends == [(0, -4), (-4, -2.5), (0, -2.5)]
-    intervals = [line.get_xdata() for line in axes.lines if line.get_color() == "black"]
-    assert list(intervals[1]) == [-3, -2], "around the end of its bar"
-
-
-def test_schedules_have_a_column_for_each_recipe_and_lines_where_stages_begin():
-    figure = Figure()
-    quantities = {"rate": {"all": [2.0, 1.0]}, "window": {"short": [8, 16], "long": [8, 24]}}
-    draw_schedules(figure, {"a": Schedule([0, 1], quantities), "b": Schedule([0], quantities)}, 2)
-    rate, other, window, _ = figure.axes
-    assert [rate.get_title(), other.get_title()] == ["a", "b"]
-    assert [rate.get_ylabel(), window.get_ylabel()] == ["rate", "window"]
-    *values, stage = [list(line.get_ydata()) for line in window.lines]
-    assert values == [[8, 16], [8, 24]]
-    assert (stage, list(window.lines[2].get_xdata())) == ([0, 1], [1, 1])
-    assert len(other.lines) == 1
-    assert window.get_ylim()[0] == 0 < 24 < window.get_ylim()[1]

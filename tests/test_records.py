@@ -12,7 +12,7 @@ import train_gpt
 from claims.checks import check_claim, find_failures
 from claims.evidence import TRACKS, Evidence, read_evidence
 from claims.pages import best_of_each_recipe, differences, leaderboard
-from claims.plots import draw_records, plot_losses, plot_records
+from claims.plots import draw_records, draw_steps, plot_records, plot_steps
 from runtime.claim import FIXED, off_track
 from runtime.errors import Refused
 from train_gpt import RECIPES, Config, preset
@@ -38,11 +38,25 @@ def test_nothing_speaks_against_a_record_and_its_pages_say_what_its_logs_say(cla
 def test_the_leaderboard_is_the_one_that_the_records_give(tmp_path):
     evidences = read_all()
     assert (RECORDS / "README.md").read_text() == leaderboard(evidences)
-    claims = {one.claim.name: one.complete for one in best_of_each_recipe(evidences)}
-    plot_losses(claims, TRACKS["tiny"].target, tmp_path / "losses.svg")
+    plot_steps(best_of_each_recipe(evidences), tmp_path / "steps.svg")
     plot_records(evidences, tmp_path / "records.svg")
-    for name in ("losses.svg", "records.svg"):
+    for name in ("steps.svg", "records.svg"):
         assert (tmp_path / name).read_bytes() == (RECORDS / "tiny" / name).read_bytes()
+
+
+def test_the_picture_of_steps_has_the_numbers_of_the_page():
+    figure, page = Figure(), (RECORDS / "README.md").read_text()
+    draw_steps(figure, best_of_each_recipe(read_all()))
+    bars, dots = figure.axes
+    rows = {}
+    for line in re.findall(r"^\| .*\|$", page, re.M):
+        cells = line[2:-2].split(" | ")
+        rows[cells[2].strip("[").partition("]")[0]] = [cells[4], *cells[9:11]]
+    names = [label.get_text() for label in bars.get_yticklabels()]
+    assert [f"{bar.get_width():.0f}" for bar in bars.patches] == [rows[name][0] for name in names]
+    for column, line in enumerate(dots.lines, 1):
+        shown = [f"{loss:.2f}" for loss in line.get_xdata()]
+        assert shown == [rows[name][column] for name in names if rows[name][column]]
 
 
 def test_the_picture_of_records_has_each_claim_once_and_the_numbers_of_the_page():
@@ -51,7 +65,7 @@ def test_the_picture_of_records_has_each_claim_once_and_the_numbers_of_the_page(
     (record,) = [line for line in axes.lines if line.get_label() == "record"]
     numbers = [text.get_text() for text in axes.texts]
     assert numbers == re.findall(r"^\| (#\d+) ", page, re.M)
-    tokens = re.findall(r"^\| #\d.* \| ([\d.]+) \| \d+ \| \d\.\d{4} ", page, re.M)
+    tokens = re.findall(r"^\| #\d.* \| ([\d.]+) \| [\d,]* \| \d+ \| \d\.\d{4} ", page, re.M)
     assert [f"{score:.3f}" for score in record.get_ydata()[:-1]] == tokens
     others = [line.get_marker() for line in axes.lines if len(line.get_xdata()) == 1]
     assert others.count("o") == page.count("| no record |")

@@ -1,11 +1,9 @@
 """Schedules at their corners, rotary tables, and the step that each parameter takes."""
 
 import math
-import shlex
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from small_model import MACHINE, configure, make_model, small
 import optim
 import train_gpt
 from runtime.errors import Refused
-from scripts import plot_schedules
 from train_gpt import (
     STAGES,
     TRACKS,
@@ -314,34 +311,3 @@ def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tent
     assert validated == [*range(0, 2925, 125), *range(2925, 3250, 25)]
     config = configure("tiny", val_every=0)
     assert not any(validates(config, step) for step in range(config.steps)), "only at the end"
-
-
-# ----
-# Their picture
-
-
-def test_a_picture_has_what_the_trainer_does_at_each_step():
-    config = configure("short", "modern")
-    begins, quantities = plot_schedules.schedule_of(config)
-    assert begins == [0, 424, 846, 1270]
-    batch = quantities["batch, 1000 tokens"]["all"]
-    assert sum(batch) * 1000 == pytest.approx(tokens_before(config, config.steps))
-    assert quantities["window, tokens"]["long"][423:425] == [3 * 128, 7 * 128]
-    weights = quantities["weight in the loss"]
-    assert [weights[name][424] for name in weights] == pytest.approx([1, 0.5, math.nan, 0.25],
-                                                                     nan_ok=True)
-    adamw = plot_schedules.schedule_of(configure("tiny", "adamw"))
-    assert set(adamw.quantities["momentum"]["matrices"]) == {0.9}, "its beta1"
-
-
-def test_the_picture_of_the_docs_is_that_of_todays_recipes(tmp_path, capsys):
-    docs, picture = Path(train_gpt.__file__).parent / "docs", tmp_path / "schedules.svg"
-    recipes = ["--track tiny --recipe modern", "--track short --recipe record42",
-               "--track short --recipe modern"]  # fmt: skip
-    assert plot_schedules.main([str(picture), *recipes]) == 0
-    written = picture.read_bytes()
-    words = shlex.join(["python", "scripts/plot_schedules.py", "docs/schedules.svg", *recipes])
-    assert written == (docs / "schedules.svg").read_bytes(), f"write it again: {words}"
-    assert plot_schedules.main([str(picture), "--recipe none"]) == 2
-    assert "--recipe none" in capsys.readouterr().err
-    assert picture.read_bytes() == written
