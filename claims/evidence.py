@@ -168,6 +168,9 @@ def claim_text(claim: Claim) -> str:
 
 def read_evidence(folder: Path) -> Evidence:
     """The record in a folder. ClaimError or LogError names the first file that cannot be read."""
+    for path in folder.rglob("*"):
+        if path.name.lower() == ".git":
+            raise ClaimError(f"{path}: a record has no git repository of its own. Remove it.")
     claim = read_claim(folder / "claim.json")
     if claim.track not in TRACKS:
         raise ClaimError(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")

@@ -14,27 +14,33 @@ from runtime.claim import Claim
 from runtime.errors import Refused
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
+ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 100  # for a parser that imports torch on a loaded machine
+# git may run commands and fetch objects that a repository's own files name.
+NO_FETCH = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
 
 
 def commit_time(path: Path) -> str | None:
-    """ISO time, UTC, of the first commit that holds a file with this content.
+    """ISO time, UTC, of the first commit of this checkout that holds a file with this content.
 
-    None where git cannot tell: outside a checkout, before a commit, or where the history begins
-    with the file, as in a shallow clone.
+    None where git cannot tell: for a file outside this checkout, before a commit, or where the
+    history begins with the file, as in a shallow clone.
     """
-    blob = git(path.parent, "hash-object", "--no-filters", path.name)
+    if not path.resolve().is_relative_to(ROOT):
+        return None  # a repository that came with the record could make git run its commands
+    blob = git(ROOT, "hash-object", "--no-filters", str(path.resolve()))
     # Another content at the same path, committed earlier, says nothing of this one.
     log = ["log", "--no-show-signature", "--format=%ct %P", f"--find-object={blob}"]
-    commits = git(path.parent, *log, "--", ":(top,glob)**/claim.json").splitlines()
+    commits = git(ROOT, *log, "--", ":(top,glob)**/claim.json").splitlines()
     first, _, parents = commits[-1].partition(" ") if commits else ("", "", "")
     return datetime.fromtimestamp(int(first), UTC).isoformat() if parents else None
 
 
-def git(folder: Path, *words: str) -> str:
-    """What a git command says; nothing if it fails."""
+def git(root: Path, *words: str) -> str:
+    """The output of a git command in a checkout of ours; nothing if it fails."""
+    command, env = ["git", "-C", str(root), *words], os.environ | NO_FETCH
     try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
     except OSError:  # no git
         return ""
     return done.stdout.strip()

@@ -30,8 +30,9 @@ IN_TIME, TOO_LATE = "2026-01-01T00:01:00+00:00", "2026-01-02T00:30:00+00:00"
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A git repository with a commit."""
+    """A git repository with a commit, which stands for that of this program."""
     monkeypatch.setitem(TRACKS, "tiny", RULES)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
     commit(tmp_path, "2025-01-01T00:00:00+00:00")
     return tmp_path
 
@@ -93,14 +94,18 @@ def test_a_claim_with_a_date_in_the_past_is_caught(checkout, capsys):
     assert (code, "written at 2001-01-01T00:00:00+00:00, but was committed" in said) == (1, True)
 
 
-@pytest.mark.parametrize("case", ["no checkout", "no commit", "no history before it", "no git"])
+@pytest.mark.parametrize(
+    "case", ["no checkout", "another checkout", "no commit", "no history before it", "no git"]
+)
 def test_where_no_history_can_tell_it_says_so(case, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(TRACKS, "tiny", RULES)
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    if case in ("no commit", "another checkout"):
+        commit(tmp_path, CREATED)
     folder = write_record(tmp_path / "records", make_claim(n=4), LOSSES)
-    if case == "no commit":
-        (tmp_path / "records").rename(tmp_path / "aside")
+    if case == "another checkout":
         commit(tmp_path, IN_TIME)
-        (tmp_path / "aside").rename(tmp_path / "records")
+        monkeypatch.setattr(provenance, "ROOT", tmp_path / "elsewhere")
     elif case == "no history before it":  # as in a shallow clone
         commit(tmp_path, TOO_LATE)
     elif case == "no git":

@@ -70,6 +70,39 @@ def test_nothing_is_written_through_a_link_in_a_record(name, stranger, tmp_path,
         assert (victim.read_text() if victim.exists() else None) == content
 
 
+@pytest.mark.parametrize("place", [".", "..", "runs"])
+def test_a_git_repository_that_comes_with_a_record_runs_none_of_its_commands(
+    place, stranger, tmp_path, capsys
+):
+    """Its remote promises an object that is missing, by way of a command."""
+    top, owned = stranger / place, tmp_path / "owned"
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(top), "-c", "user.name=x", "-c", "user.email=x", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    for content in "ab":
+        (top / "x.txt").write_text(content)
+        git("add", ".")
+        git("commit", "-qm", "x")
+    tree = git("rev-parse", "HEAD^{tree}")
+    for key, value in {
+        "core.repositoryformatversion": "1", "extensions.partialClone": "origin",
+        "remote.origin.url": "ssh://nobody@localhost/x", "remote.origin.promisor": "true",
+        "core.sshCommand": f"touch {owned}; false",
+    }.items():  # fmt: skip
+        git("config", key, value)
+    (top / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    code = record.main(["verify", "--read-only", str(stranger)])
+    said = "".join(capsys.readouterr())
+    assert not owned.exists()
+    if place == "..":
+        assert "no git history here tells" in said
+    else:
+        assert (code, "a record has no git repository of its own" in said) == (2, True)
+
+
 def test_a_pipe_in_a_record_is_refused_and_nobody_waits_for_it(stranger, capsys):
     (stranger / "README.md").unlink()
     os.mkfifo(stranger / "README.md")
