@@ -1055,8 +1055,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "muon": partial(optim.Muon, **muon),
         "adam": partial(optim.Adam, **adam, **ours),
         "torch_muon": partial(torch.optim.Muon, **matrix),
-        # The guard undoes a step by selection, so on a GPU all state must lie there: capturable.
-        "torch_adamw": partial(torch.optim.AdamW, capturable=machine.device.type == "cuda", **adam),
+        "torch_adamw": partial(torch.optim.AdamW, **adam),
     }
     named = {"matrix": factories[config.optimizer], "adam": partial(optim.Adam, **rest)}
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)

@@ -1,7 +1,7 @@
-"""A guard lets several optimizers step together or not at all, and never waits for the device.
+"""A guard lets several optimizers step together or not at all, without waiting for the device.
 
 Its decision is a flag on the device: the optimizers select new or old values by it. `explain` reads
-later what happened.
+later what happened. Only torch's own optimizers wait for the flag.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +13,9 @@ from torch._compile import _disable_dynamo as run_eagerly
 
 from .base import ShardedOptimizer
 from .buckets import widest
-from .foreign import Foreign
 from .spikes import SpikeRule, Spikes
 from .state import names_of
+from .torch_optimizer import TorchOptimizer
 
 TAKEN, NONFINITE, SPIKE = range(3)  # first number of a verdict
 
@@ -33,9 +33,9 @@ class Guard:
 
     nonfinite: skip a step if the square of a gradient's norm is not finite in float32. spike: rule
     for the loss and for each optimizer's gradient norm, over all ranks.
-    For torch's own optimizers (see `Foreign`) the guard sums gradients over process_group (None:
-    one process) and divides them once by grad_divisor. The optimizers of this folder take both
-    settings themselves.
+    For torch's own optimizers (see `TorchOptimizer`) the guard sums gradients over process_group
+    (None: one process) and divides them once by grad_divisor. The optimizers of this folder take
+    both settings themselves.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Guard:
             if isinstance(optimizer, ShardedOptimizer):
                 self._parts.append(optimizer)
             else:
-                self._parts.append(Foreign(optimizer, process_group, grad_divisor))
+                self._parts.append(TorchOptimizer(optimizer, process_group, grad_divisor))
         self._device = self.optimizers[0].param_groups[0]["params"][0].device
         self.reset()
 

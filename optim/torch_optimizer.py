@@ -6,18 +6,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buckets import READ_AT_ONCE, Team, launched, local
+from .buckets import READ_AT_ONCE, Team, launched
 from .sharded import is_sharded, whole
-from .state import names_of, params_of, require_dense
+from .state import params_of, require_dense
 
 
-class Foreign:
+class TorchOptimizer:
     """Steps one of torch's optimizers if a flag is true, through the same calls as ours.
 
     It sums gradients over the ranks and divides them in place; every rank steps all parameters. On
-    several ranks a missing gradient counts as zero. On a CPU it reads the flag before the step.
-    Elsewhere it copies weights and state, takes the step and selects new or old values: `describe`
-    tells the cost. State must then be on the device (capturable=True or fused=True).
+    several ranks a missing gradient counts as zero. The host reads the flag before each step: on a
+    GPU it waits for the device once a step, which optimizers of this folder never do.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any, grad_divisor: float):
@@ -30,12 +29,12 @@ class Foreign:
 
     def describe(self) -> str:
         """One line: what a step costs beyond the optimizer's own."""
-        mebibytes = sum(param.nbytes for param in self.params) / 2**20
         text = f"{type(self.optimizer).__name__} of torch: every rank steps all parameters"
         if self.team.size > 1:
+            mebibytes = sum(param.nbytes for param in self.params) / 2**20
             text += f", all-reduces {mebibytes:,.1f} MiB of gradients a step"
         if self.params[0].device.type not in READ_AT_ONCE:
-            text += f", copies {mebibytes:,.1f} MiB of weights and all its state a step"
+            text += ", waits for the device once a step to read the guard's verdict"
         return text
 
     def launch(self) -> None:
@@ -78,46 +77,9 @@ class Foreign:
         return torch.stack(norms)
 
     def step(self, *, ok: Tensor | bool) -> None:
-        """Take the step if `ok` is true."""
-        if not isinstance(ok, Tensor) or ok.device.type in READ_AT_ONCE:
-            if ok:
-                self.optimizer.step()
-            return
-        stepping = [local(param).detach() for param in self.params if param.grad is not None]
-        weights = [(weight, weight.clone()) for weight in stepping]
-        before = {key: value.clone() for key, value in self._state().items()}  # step() overwrites
-        self.optimizer.step()
-        after = self._state()
-        for weight, old in weights:
-            weight.copy_(torch.where(ok, weight, old))
-        for key, old in before.items():
-            after[key].copy_(torch.where(ok, after[key], old))
-        # A first step creates state, which has no old values. Reading the flag waits, but once.
-        created = [key for key in after if key not in before]
-        if created and not ok:
-            for param, name in created:
-                del self.optimizer.state[param][name]
-                if not self.optimizer.state[param]:
-                    del self.optimizer.state[param]
+        """Take the step if `ok` is true. Reading a flag on a GPU waits for it."""
+        if ok:
+            self.optimizer.step()
 
     def finish(self) -> None:
         """Do nothing: no weights are on their way."""
-
-    def _state(self) -> dict[tuple[Tensor, str], Tensor]:
-        """State of the parameters with a gradient. TypeError for state on the host."""
-        found = {}
-        for name, param in zip(names_of(self.optimizer), self.params, strict=True):
-            if param.grad is None:
-                continue
-            for kind, value in self.optimizer.state.get(param, {}).items():
-                if value is None:
-                    continue
-                if not isinstance(value, Tensor) or value.device != param.device:
-                    optimizer = type(self.optimizer).__name__
-                    raise TypeError(
-                        f"{kind} of parameter {name} in {optimizer} is kept on the host, so a step "
-                        f"could not be undone without waiting; build {optimizer} with "
-                        "capturable=True or fused=True"
-                    )
-                found[param, kind] = local(value)
-        return found
