@@ -45,7 +45,7 @@ def why_not_flash(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     capability = torch.cuda.get_device_capability(device)[0]
     if capability not in known:
         return f"it runs on compute capability {known[0]}.x to {known[-1]}.x, not {capability}.x"
-    if name == "flash4" and torch.__version__ < "2.13":
+    if name == "flash4" and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         return "it needs torch 2.13 or newer"  # at first, torch's FA4 had no backward with windows
     try:
         activate(impl)

@@ -268,6 +268,18 @@ def test_a_backend_that_cannot_run_is_refused_by_name_and_passed_over_by_auto(
         assert choose_attention(other, **given)[0].name == "portable"
 
 
+@pytest.mark.parametrize(("version", "runs"), [
+    ("2.9.1+cu128", False), ("2.12.0", False), ("2.13.0", True), ("2.100.0", True), ("10.0", True),
+])  # fmt: skip
+def test_flash4_asks_for_torch_2_13_as_a_version_and_not_as_a_string(
+    gpu, monkeypatch, version, runs
+):
+    gpu(10, "FA4")
+    monkeypatch.setattr(torch, "__version__", version)
+    obstacle = why_not_flash("flash4", CUDA, torch.bfloat16, 128)
+    assert obstacle == (None if runs else "it needs torch 2.13 or newer")
+
+
 @pytest.mark.parametrize(("capability", "installed", "choice", "reason"), [
     (7, (None,), "portable", "varlen may be faster but it runs on"),
     (9, (None, "FA3", "FA4"), "flash3", "the fastest here"),
