@@ -93,6 +93,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             fix = "undo channels_last, or build it from .contiguous()"
             raise ValueError(f"parameter {name} is not contiguous; {fix}")
 
+    def _require_as_built(self) -> None:
+        """ValueError if model.double(), .cuda() or .to(memory_format=...) came after this."""
+        for (param, name), built in zip(self._names.items(), self._built, strict=True):
+            if storage_of(param) != built:
+                now = f"parameter {name} is {storage_of(param)} now and was {built}"
+                fix = "convert a model first, then build its optimizer"
+                raise ValueError(f"{now} when {type(self).__name__} was built; {fix}")
+
     # ---- construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -134,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             names[param] = name
         self.team = team_of(names, self._process_group)
         self._group_of, self._names = group_of, names
-        self._device, self._storage = next(iter(names)).device, storage_of(self)
+        self._device, self._built = next(iter(names)).device, [*map(storage_of, names)]
         self._sharded = is_sharded(next(iter(self._names)))
         # Names alone. torch.distributed.checkpoint would step an optimizer that has no state.
         for param, group in self._group_of.items():
@@ -236,8 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def launch(self) -> None:
         """Send all gradients to their owners. Messages are the same if a gradient is missing."""
         require_dense(self)
-        if storage_of(self) != self._storage:
-            self._build()
+        self._require_as_built()
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
         self._waits = [message.reduce() for message in self.messages]

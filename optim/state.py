@@ -27,9 +27,10 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
     return names or [str(number) for number in range(len(params_of(optimizer)))]
 
 
-def storage_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What model.bfloat16(), .cuda() or .to(memory_format=...) changes of the parameters."""
-    return [(param.dtype, param.device, param.is_contiguous()) for param in params_of(optimizer)]
+def storage_of(param: Tensor) -> str:
+    """What model.bfloat16(), .cuda() or .to(memory_format=...) changes of a parameter."""
+    order = "contiguous" if param.is_contiguous() else "not contiguous"
+    return f"{param.dtype} on {param.device}, {order},"
 
 
 def require_dense(optimizer: torch.optim.Optimizer) -> None:
