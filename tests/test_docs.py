@@ -32,8 +32,6 @@ WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = [*WRITTEN, *sorted(ROOT.glob("records/*/README.md")), ROOT / "records" / "README.md"]
 PACKAGES = ("optim", "kernels", "data", "runtime", "claims")
 
-# How a block begins, and what the tests below do with it; `text` is output or a list of files.
-KINDS = {"sh", "console", "python", "diff", "text"}
 # Programs of a page that no test starts.
 FOREIGN = {"git", "cd", "source", "cmp", "grep", "tail", "ruff", "mypy", "bash", "pip", "mkdocs"}
 # Pages whose python blocks need more than the trainer: tests of their own run them, step.md's and
@@ -81,12 +79,6 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: Path) -> None
 # ---- Blocks of code
 
 
-@by_written_page
-def test_every_block_says_whether_it_is_code_or_output(page: Path) -> None:
-    for kind, text in blocks(page):
-        assert kind in KINDS, f"{page.name}: a block of kind {kind!r}, not {sorted(KINDS)}:\n{text}"
-
-
 class Accepted(Exception):
     """A program has read its arguments and would now begin."""
 
@@ -96,17 +88,12 @@ def commands(page: Path) -> list[list[str]]:
     lines = [line for block in blocks_of(page, "sh", "") for line in block.splitlines()]
     for block in blocks_of(page, "console"):
         lines += [line[2:] for line in block.splitlines() if line.startswith("$ ")]
-    found: list[list[str]] = []
-    for line in lines:
-        lexer = shlex.shlex(line, posix=True, punctuation_chars="&")
-        lexer.whitespace_split = True
-        words: list[str] = []
-        for word in [*lexer, "&&"]:
-            if word == "&&":
-                found += [words] if words else []
-                words = []
-            elif words or not re.match(r"[A-Z_]+=", word):
-                words.append(word)
+    found = []
+    for part in [part for line in lines for part in line.split(" && ")]:
+        words = shlex.split(part, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        found += [words] if words else []
     return found
 
 
