@@ -7,7 +7,7 @@
 A run is set-up, compilation and warm-up, then steps with a validation now and then. The clock
 counts training steps, data loading and checkpoints. It does not count set-up, compilation, warm-up
 or validation. Warm-up restores all state and compares it bit for bit. The log names every phase,
-timed or untimed. The recipe is record 42 of modded-nanogpt; `modern`, the default of `tiny`, adds
+timed or untimed. The recipe is record 42 of modded-nanogpt; `copyinit`, the default of `tiny`, adds
 what later records found. On any number of ranks a run takes the same trajectory up to rounding.
 """
 
@@ -170,7 +170,7 @@ STAGES = {
         Stage(424 / 1285, short=5, long=11, lr=1.73),
         Stage(15 / 1285, short=6, long=13, extension=True),
     ],
-    "modern": [EARLY, LATE],
+    "copyinit": [EARLY, LATE],
     # One thing more that changes between the two, for ablations.
     "growing": [replace(EARLY, batch=0.5), LATE],
     "windows": [replace(EARLY, short=3, long=7), LATE],
@@ -184,32 +184,32 @@ STAGES = {
 
 METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
 BACKENDS = ("auto", "plain", "gram", "triton")
-OPTIMIZERS = ("normuon", "muon", "adam", "torch_muon", "torch_adamw")
+OPTIMIZERS = ("normuon", "muon", "adamw", "torch_muon", "torch_adamw")
 TECHNIQUES = ("none", "hyperball", "row_floor", "lookahead", "mixture")
 
 
 @dataclass(frozen=True)
 class Config(RunSettings):
     track: str = setting("short", "preset for all settings below", section="What is run, and where")
-    recipe: str = setting("record42", "changes to the track: modern, record42, muon, adamw")
+    recipe: str = setting("record42", "changes to the track")
     target: float = setting(3.28, "validation loss to reach, nats per token")
     device: str = setting("auto", "where to compute", one_of=machines.DEVICES)
     dtype: str = setting("auto", "of the forward pass", one_of=("auto", "bfloat16", "float32"))
     attention: str = setting("auto", "attention backend", one_of=ATTENTIONS)
-    head: str = setting("auto", "output head; auto: fp8 where it runs, else chunked", one_of=HEADS)
-    recompute: bool = setting(False, "activation checkpointing: less memory, slower")
+    loss_kernel: str = setting("auto", "loss of the head; auto: fp8 or chunked", one_of=HEADS)
+    activation_checkpointing: bool = setting(False, "activation checkpointing: less memory, slower")
     compile: str = setting("auto", "auto: eager where it cannot work", one_of=("auto", "on", "off"))
 
     vocab_size: int = setting(50257, "tokens of the vocabulary", at_least=1, section="Data")
     bos: int = setting(50256, "token that precedes each document", below="vocab_size")
-    align: bool = setting(True, "rows begin with a document, attention stays inside documents")
-    batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", a_multiple_of="sequence")
-    sequence: int = setting(32_768, "tokens of a row, the unit that ranks share", at_least=1)
-    micro_batch: int | None = setting(32_768, "most tokens at once", a_multiple_of="sequence")
+    document_mask: bool = setting(True, "rows begin with a document, attention stays inside")
+    batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", a_multiple_of="seq_len")
+    seq_len: int = setting(32_768, "tokens of a row, the unit that ranks share", at_least=1)
+    micro_batch: int | None = setting(32_768, "most tokens at once", a_multiple_of="seq_len")
     max_document: int = setting(2048, "training documents are cut to this length", at_least=1)
-    val_tokens: int = setting(10_485_760, "validation tokens used", a_multiple_of="val_sequence")
-    val_sequence: int = setting(262_144, "tokens of a validation row", at_least=1)
-    val_batch: int = setting(262_144, "targets validated at once, at most", at_least="sequence")
+    val_tokens: int = setting(10_485_760, "validation tokens used", a_multiple_of="val_seq_len")
+    val_seq_len: int = setting(262_144, "tokens of a validation row", at_least=1)
+    val_batch: int = setting(262_144, "targets validated at once, at most", at_least="seq_len")
     val_sha256: str = setting("", "first digits of the validation tokens' SHA-256")
     val_every: int = setting(250, "steps between validations; 0: only the last")
     val_every_late: int = setting(0, "val_every in the last tenth; 0: no change")
@@ -233,12 +233,12 @@ class Config(RunSettings):
     embed_std: float = setting(1.0, "standard deviation of new token embeddings")
     value_embed_std: float = setting(1.0, "of new value embeddings")
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
-    tie_keys: bool = setting(False, "long layers begin with keys equal to queries")
+    init_keys_as_queries: bool = setting(False, "long layers begin with keys equal to queries")
     bigram_rows: float = setting(0.0, "rows of a bigram table, times vocab_size")
     bigram_signs: bool = setting(False, "signs that tell bigrams of one row apart")
-    own_value: bool = setting(False, "subtract a learned share of attention along the own value")
+    xsa: bool = setting(False, "subtract a learned share of attention along the own value")
     zero_output: bool = setting(True, "attention begins with an output of 0")
-    copying: float = setting(0.0, "head begins as this times long layers' value embeddings")
+    copy_init: float = setting(0.0, "head begins as this times long layers' value embeddings")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
     prefixes: bool = setting(False, "also predict the longest token that begins the next one")
     softcap: str = setting(
@@ -261,18 +261,18 @@ class Config(RunSettings):
     matrix_lr: float = setting(0.03, "learning rate of hidden matrices")
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon and adam", below=1)
-    cautious: bool = setting(False, "decay as lr^2, and only where a step agrees with it")
+    cautious_wd: bool = setting(False, "decay as lr^2, and only where a step agrees with it")
     technique: str = setting("none", "a hook of normuon and muon", one_of=TECHNIQUES)
-    matrix_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
-    orthogonalization: str = setting("plain", "its backend", one_of=BACKENDS)
-    head_pairs: bool = setting(False, "orthogonalize Q and K by pairs of heads")
+    ortho_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
+    ortho_backend: str = setting("plain", "its backend", one_of=BACKENDS)
+    muon_head_pairs: bool = setting(False, "orthogonalize Q and K by pairs of heads")
     mlp_up_lr_mul: float = setting(2.0, "multiplier for the MLPs' first matrices")
     mlp_down_lr_mul: float = setting(1.0, "multiplier for the MLPs' second matrices")
     adam_lr: float = setting(0.008, "learning rate of all other parameters")
     adam_betas: tuple[float, float] = setting((0.65, 0.95), "of Adam", below=1)
     adam_eps: float = setting(1e-8, "of Adam, for gradients summed over a row")
     adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times their rates")
-    adam_every: int = setting(2, "steps whose gradients Adam sums before it steps", at_least=1)
+    adam_accum_steps: int = setting(2, "steps whose gradients Adam sums", at_least=1)
     embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
     embed_wd_mul: float | None = setting(None, "of its and the head's decay; auto: the rate's")
     value_embed_lr_mul: float = setting(75.0, "multiplier for value embeddings and bigrams")
@@ -293,19 +293,19 @@ class Config(RunSettings):
         super().__post_init__()  # the rules that stand beside the settings
         if changed := off_track(self, TRACKS[self.track]):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
-        torchs = self.cautious and self.optimizer.startswith("torch")
-        require(self, "cautious", not torchs, f"off for --optimizer {self.optimizer}")
+        torchs = self.cautious_wd and self.optimizer.startswith("torch")
+        require(self, "cautious_wd", not torchs, f"off for --optimizer {self.optimizer}")
         hooked = self.technique == "none" or self.optimizer in ("normuon", "muon")
         require(self, "technique", hooked, f"none for --optimizer {self.optimizer}")
         if self.technique == "hyperball":  # gates begin as zeros and must grow
             require(self, "matrix_wd", self.matrix_wd == 0, "0 for --technique hyperball")
             require(self, "gates", self.gates == "adam", "adam for --technique hyperball")
         heads = self.dim // self.head_dim
-        for name in ("paired_heads", "head_pairs"):
+        for name in ("paired_heads", "muon_head_pairs"):
             allowed = heads % 2 == 0 or not getattr(self, name)
             require(self, name, allowed, f"off, as --dim / --head-dim = {heads} is odd")
         for index, stage in enumerate(STAGES[self.stages]):
-            rows = stage.batch * self.batch_tokens / self.sequence
+            rows = stage.batch * self.batch_tokens / self.seq_len
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"
             require(self, "stages", abs(rows - round(rows)) < 1e-6 and round(rows) > 0, rule)
 
@@ -317,34 +317,34 @@ class Config(RunSettings):
 
 # The plain GPT: what record 42 adds to it, switched off.
 PIECES = ("value_embeds", "smear", "skips", "backout", "x0_mixing", "attention_gates")
-PLAIN: dict[str, Any] = dict.fromkeys(PIECES, False) | {"stages": "constant", "adam_every": 1}
+PLAIN: dict[str, Any] = dict.fromkeys(PIECES, False) | {"stages": "constant", "adam_accum_steps": 1}
 
 TRACKS: dict[str, dict[str, Any]] = {
     "short": {},
     "medium": {
-        "target": 2.92, "head": "chunked", "layers": "medium", "dim": 1024, "steps": 4740,
+        "target": 2.92, "loss_kernel": "chunked", "layers": "medium", "dim": 1024, "steps": 4740,
         "batch_tokens": 524_288, "max_document": 4096, "stages": "medium", "val_window": 2944,
         "cooldown": 0.7,
         "matrix_lr": 0.015, "adam_lr": 0.004, "adam_betas": (0.8, 0.95), "vector_lr_mul": 2.0,
     },
     # Track 3 of the public contest: fewest steps of a plain GPT-2 with Muon.
     "steps": PLAIN | {
-        "head": "plain", "layers": "steps", "biases": True, "keep_float32": "head",
-        "align": False, "batch_tokens": 524_288, "sequence": 1024, "micro_batch": 65_536,
-        "val_sequence": 1024, "val_batch": 65_536, "val_every": 125, "val_every_late": 25,
+        "loss_kernel": "plain", "layers": "steps", "biases": True, "keep_float32": "head",
+        "document_mask": False, "batch_tokens": 524_288, "seq_len": 1024, "micro_batch": 65_536,
+        "val_seq_len": 1024, "val_batch": 65_536, "val_every": 125, "val_every_late": 25,
         "attention_scale": 0.12, "softcap": "rsqrt", "init": "normal", "steps": 3250,
         "cooldown": 0.7, "final_lr": 0.0, "window_block": 0, "optimizer": "muon",
-        "matrix_lr": 0.025, "matrix_wd": 0.05, "matrix_method": "newton_schulz_12",
+        "matrix_lr": 0.025, "matrix_wd": 0.05, "ortho_method": "newton_schulz_12",
         "momentum": (0.95, 0.95), "adam_lr": 0.7, "adam_betas": (0.8, 0.95), "adam_eps": 1e-10,
         "adam_wd": 0.001, "embed_lr_mul": 1.0, "head_lr_mul": 0.004 / 0.7,
         "vector_lr_mul": 0.015 / 0.7,
     },
     "tiny": {
-        "recipe": "modern", "target": 3.39, "val_sha256": "61a7bae6fab302b9",
-        "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "head": "plain",
+        "recipe": "copyinit", "target": 3.39, "val_sha256": "61a7bae6fab302b9",
+        "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "loss_kernel": "plain",
         "layers": "tiny", "dim": 256, "val_window": 320,
-        "keep_float32": "all", "batch_tokens": 2048, "sequence": 512, "micro_batch": 2048,
-        "max_document": 512, "val_tokens": 262_144, "val_sequence": 4096, "val_batch": 16_384,
+        "keep_float32": "all", "batch_tokens": 2048, "seq_len": 512, "micro_batch": 2048,
+        "max_document": 512, "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384,
         "val_every": 100, "steps": 350, "stages": "tiny", "window_block": 16,
         "momentum_warmup": 40, "momentum_cooldown": 10, "adam_lr": 0.02,
         "keep_model": True, "sample_tokens": 200,
@@ -355,9 +355,10 @@ TRACKS: dict[str, dict[str, Any]] = {
 RECORD89: dict[str, Any] = {
     "stages": "record89", "cooldown": 0.6, "final_lr": 0.15, "keep_float32": "all",
     "value_gates": True, "cached_input": True, "paired_heads": True, "stream_init": 1.1,
-    "key_offset": True, "bigram_rows": 7.5, "bigram_signs": True, "own_value": True,
+    "key_offset": True, "bigram_rows": 7.5, "bigram_signs": True, "xsa": True,
     "zero_output": False, "embed_std": 0.005, "value_embed_std": 0.01, "softcap": "shifted",
-    "prefixes": True, "cautious": True, "matrix_wd": 1.2, "matrix_beta2": 0.9, "head_pairs": True,
+    "prefixes": True, "cautious_wd": True, "matrix_wd": 1.2, "matrix_beta2": 0.9,
+    "muon_head_pairs": True,
     "mlp_down_lr_mul": 4.0, "gates": "adam", "adam_betas": (0.5, 0.95), "adam_eps": 1e-10,
     "adam_wd": 0.005, "embed_lr_mul": 1.0, "embed_wd_mul": 150.0,
     "value_embed_betas": (0.75, 0.95), "value_embed_wd_mul": 5 * 75.0**2,
@@ -367,29 +368,29 @@ RECORD89: dict[str, Any] = {
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "short": {
         "record42": {},
-        "modern": RECORD89 | {
-            "layers": "record89", "steps": 1285, "batch_tokens": 393_216, "sequence": 16_384,
+        "record89": RECORD89 | {
+            "layers": "record89", "steps": 1285, "batch_tokens": 393_216, "seq_len": 16_384,
             "matrix_lr": 0.023,
         },
     },
     "medium": {
         "record42": {},
-        "modern": RECORD89 | {  # never run
-            "steps": 3855, "batch_tokens": 786_432, "sequence": 16_384,
+        "record89": RECORD89 | {  # never run
+            "steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384,
         },
     },
     "tiny": {
-        "modern": PLAIN | {
+        "copyinit": PLAIN | {
             "value_embeds": True, "value_gates": True, "attention_gates": True,
-            "key_offset": True, "tie_keys": True, "copying": 0.07, "bigram_rows": 5.0,
-            "stages": "modern", "cooldown": 1.0, "final_lr": 0.15, "momentum": (0.75, 0.75),
+            "key_offset": True, "init_keys_as_queries": True, "copy_init": 0.07, "bigram_rows": 5.0,
+            "stages": "copyinit", "cooldown": 1.0, "final_lr": 0.15, "momentum": (0.75, 0.75),
             "steps": 32, "matrix_lr": 0.05, "embed_lr_mul": 40.0, "value_embed_lr_mul": 10.0,
             "head_lr_mul": 0.5, "val_every": 0,
         },
         "record42": {},
         "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 660},
         "adamw": PLAIN | {
-            "optimizer": "adam", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0,
+            "optimizer": "adamw", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0,
             "momentum": (0.9, 0.9), "adam_lr": 0.008, "embed_lr_mul": 40.0, "steps": 740,
         },
     },
@@ -463,7 +464,7 @@ class SelfAttention(nn.Module):
         self.gate = optional(config.attention_gates, heads, GATE_CHANNELS, dtype=gate_dtype)
         gated_value = config.value_gates and layer.value_embed is not None
         self.value_gate = optional(gated_value, heads, GATE_CHANNELS, dtype=gate_dtype)
-        self.own_value = optional(config.own_value and not layer.paired, heads, 1)
+        self.own_value = optional(config.xsa and not layer.paired, heads, 1)
         self.bias = optional(config.biases, 4 * config.dim)
 
     def forward(
@@ -585,7 +586,7 @@ class GPT(nn.Module):
             self.head_gain = optional(config.biases, config.dim)
             self.scalar_init = initial_scalars(config)
             self.scalars = optional(self.scalar_init, len(self.scalar_init))
-            positions = max(config.sequence, config.val_sequence)
+            positions = max(config.seq_len, config.val_seq_len)
             positions *= 2 if any(layer.paired for layer in self.table) else 1
             tables = torch.empty(2, positions, 1, config.head_dim // 2, dtype=dtype)
             self.register_buffer("cos", tables[0], persistent=False)
@@ -619,10 +620,10 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(int.from_bytes(stream))
             parameter.copy_(self._initial(name, parameter.shape, generator))
         last = [layer.value_embed for layer in self.table if layer.window == "long"][-1]
-        if self.config.copying and last is not None:
+        if self.config.copy_init and last is not None:
             # A value embedding is the code of its token. The output of a long layer begins as the
             # identity and the head as a reader of the codes: what is attended to is predicted.
-            self.lm_head.copy_(self.config.copying * self.value_embeds[last])
+            self.lm_head.copy_(self.config.copy_init * self.value_embeds[last])
 
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         kind = name.rpartition(".")[2]
@@ -631,9 +632,9 @@ class GPT(nn.Module):
             long = self.table[int(name.split(".")[1])].window == "long"
             if self.config.zero_output:
                 qkvo[3] = 0  # layers begin as the identity
-            if self.config.tie_keys and long:
+            if self.config.init_keys_as_queries and long:
                 qkvo[1] = qkvo[0]  # a query finds its own token from the first step on
-            if self.config.copying and long:
+            if self.config.copy_init and long:
                 qkvo[3] = 0.5 * torch.eye(shape[0])
             return qkvo.view(shape)
         if kind == "up":
@@ -706,7 +707,7 @@ class GPT(nn.Module):
             value_BTC = None if layer.value_embed is None else values[layer.value_embed]
             read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
             inputs = (x_BTC, read_BTC, value_BTC, mix, place, attend)
-            if self.config.recompute:
+            if self.config.activation_checkpointing:
                 x_BTC = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x_BTC = block(*inputs)
@@ -750,7 +751,7 @@ class GPT(nn.Module):
 
     def places(self, inputs_BT: Tensor) -> tuple[Tensor, Windows, int]:
         """The last arguments of `token_losses` for rows in which documents begin with bos."""
-        begins = (inputs_BT == self.config.bos) & self.config.align
+        begins = (inputs_BT == self.config.bos) & self.config.document_mask
         begins[:, 0] = True
         starts = begins.flatten().nonzero().flatten().int()
         ends = F.pad(starts, (0, 1), value=inputs_BT.numel())
@@ -833,7 +834,8 @@ def spans(config: Config) -> list[Span]:
         end = math.ceil(share * config.steps - 1e-6)  # 1e-6 undoes the rounding of the sum
         if (stage.batch, stage.tied) != (after.batch, after.tied):
             # Adam must not sum gradients of two batches that count differently.
-            end = min(math.ceil(end / config.adam_every) * config.adam_every, config.steps)
+            every = config.adam_accum_steps
+            end = min(math.ceil(end / every) * every, config.steps)
         if end > first:
             found.append(Span(first, end, stage))
             first = end
@@ -895,7 +897,7 @@ def windows_at(config: Config, step: int) -> dict[str, int]:
     stage, block = stage_at(config, step), config.window_block
     short, long = stage.short * block, stage.long * block
     if block == 0:
-        short = long = max(config.sequence, config.val_sequence)
+        short = long = max(config.seq_len, config.val_seq_len)
     if step == config.steps:
         short, long = min(short, config.val_window), config.val_window
     return {"short": short, "long": long}
@@ -922,8 +924,8 @@ def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
 
 
 def adam_steps(config: Config, step: int) -> bool:
-    """Whether Adam takes a step, on the gradients of the last `adam_every` steps."""
-    return (step + 1) % config.adam_every == 0
+    """Whether Adam takes a step, on the gradients of the last `adam_accum_steps` steps."""
+    return (step + 1) % config.adam_accum_steps == 0
 
 
 def loss_weights(config: Config, step: int) -> list[float]:
@@ -968,7 +970,7 @@ def reach(config: Config) -> int:
 
 def context(config: Config) -> int:
     """The most tokens of a document that the next one is predicted from."""
-    return min(reach(config) + 1, max(config.sequence, config.val_sequence))
+    return min(reach(config) + 1, max(config.seq_len, config.val_seq_len))
 
 
 # ---- Optimizers
@@ -981,9 +983,9 @@ def optimizer_table(config: Config) -> list[optim.Row]:
     split: dict[str, Any] = {}
     if config.optimizer in ("normuon", "muon"):
         split = {"split": 4}
-        if config.head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
+        if config.muon_head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
             split = {"split": (pair,) * (2 * config.dim // pair) + (config.dim,) * 2}
-    decay = None if config.cautious else 1.0  # record 42 decays all matrices alike
+    decay = None if config.cautious_wd else 1.0  # record 42 decays all matrices alike
     up, down = (multiplied(mul, decay) for mul in (config.mlp_up_lr_mul, config.mlp_down_lr_mul))
     tables = multiplied(config.embed_lr_mul, config.embed_wd_mul)
     head = multiplied(config.head_lr_mul, config.embed_wd_mul)
@@ -1036,15 +1038,15 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
     # the number of rows, which `set_schedule` updates: the mean over rows on any number of ranks.
     shared: dict[str, Any] = {
-        "grad_divisor": batch_at(config, 0) // config.sequence,
+        "grad_divisor": batch_at(config, 0) // config.seq_len,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
     # On GPUs the update is compiled, unless --compile is off.
     ours = shared | {"compiled": False if config.compile == "off" else None}
-    ours["cautious"] = config.cautious
+    ours["cautious"] = config.cautious_wd
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
-    muon |= {"method": config.matrix_method, "backend": config.orthogonalization}
+    muon |= {"method": config.ortho_method, "backend": config.ortho_backend}
     muon |= hooks(config)
     adam = matrix | {"betas": (config.momentum[1], config.matrix_beta2), "eps": config.adam_eps}
     rest = ours | {"lr": config.adam_lr, "weight_decay": config.adam_wd}
@@ -1053,7 +1055,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     factories: dict[str, Any] = {
         "normuon": partial(optim.NorMuon, beta2=config.matrix_beta2, **muon),
         "muon": partial(optim.Muon, **muon),
-        "adam": partial(optim.Adam, **adam, **ours),
+        "adamw": partial(optim.Adam, **adam, **ours),
         "torch_muon": partial(torch.optim.Muon, **matrix),
         "torch_adamw": partial(torch.optim.AdamW, **adam),
     }
@@ -1069,13 +1071,13 @@ def set_schedule(
     config: Config, optimizers: dict[str, Any], guard: optim.Guard, step: int
 ) -> None:
     """Give the optimizers the learning rates, the momentum and the rows of this step."""
-    guard.divide_by(batch_at(config, step) // config.sequence)
+    guard.divide_by(batch_at(config, step) // config.seq_len)
     multiplier = learning_rate(config, step)
     decays = {"matrix": config.matrix_wd, "adam": config.adam_wd}
     for kind, optimizer in optimizers.items():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * multiplier
-            if config.cautious:  # the rate enters twice, so decay follows its square (record 43)
+            if config.cautious_wd:  # the rate enters twice, so decay follows its square (record 43)
                 group["weight_decay"] = decays[kind] * group["lr"]
     for group in optimizers["matrix"].param_groups:
         if "momentum" in group:  # those of Adam have betas instead
@@ -1098,7 +1100,7 @@ class Trainer:
         dtype = machines.compute_dtype(config.dtype, device)
         attention, why = choose_attention(config.attention, device, dtype, config.head_dim)
         head, why_head = choose_head(
-            config.head, device, dtype, config.dim, config.padded_vocab, config.biases
+            config.loss_kernel, device, dtype, config.dim, config.padded_vocab, config.biases
         )
         place = (machine.rank, machine.world_size)
         # One process a host hashes all tokens and the source, as all hosts must have the same.
@@ -1173,7 +1175,7 @@ class Trainer:
         return message
 
     def update(self, step: int, loss: Tensor) -> Tensor:
-        """Step the hidden matrices, and on every `adam_every`-th step the other parameters.
+        """Step the hidden matrices, and on every `adam_accum_steps`-th step the other parameters.
 
         loss: the mean over all ranks. Returns the guard's verdict, unread, so nothing waits.
         """
@@ -1209,7 +1211,7 @@ class Trainer:
             place = batch.to(self.machine.device)
             return self.model.token_losses(*place, self.model.windows, batch.inputs.size(1))
 
-        longest_row = max(config.sequence, config.val_sequence)
+        longest_row = max(config.seq_len, config.val_seq_len)
         tokens = (config.vocab_size, config.bos)
         return probe_copying(losses, self.data.validation, *tokens, longest_row)
 

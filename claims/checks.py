@@ -33,7 +33,7 @@ TRAINED = {"normalized": (0.0, 1.01), "causality_trained": (0.0, 1e-3), "additiv
 SLACK_MS = 50  # added for each validation, whose log line waits for the disk
 LONG_VALIDATION = 4.0  # times the median of its run: it did something else too
 LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
-LEAST_OF_A_COPIER = 0.98  # with --copying, an untrained head already repeats what it reads
+LEAST_OF_A_COPIER = 0.98  # with --copy-init, an untrained head already repeats what it reads
 MOST_DELAY = timedelta(days=1)  # between writing a claim and committing it
 LIFE = re.compile("start( (end )?resume)*( end)?")  # of a run, as the registry tells it
 ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count", "ranks", "params", "train_sha256",
@@ -87,8 +87,8 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
         yield f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}"
     rules = FIRST_TINY if claim.source_sha256 in FIRST_SOURCES else track.fixed
     for name, fixed in {"track": claim.track, **rules}.items():
-        if claim.config.get(name) != fixed:
-            yield f"{name} is {claim.config.get(name)!r}, fixed at {fixed!r} on this track"
+        if evidence.settings.get(name) != fixed:
+            yield f"{name} is {evidence.settings.get(name)!r}, fixed at {fixed!r} on this track"
     if config_hash(claim.config) != claim.config_sha256:
         yield "config_sha256 is not the hash of config"
     if claim.schema == 1 and claim.created >= FIRST_LOGS:
@@ -293,9 +293,9 @@ def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
         found = run.header["checks"].get(name)
         if found is not True:
             yield f"check {name} is {found}, not true"
-    config = evidence.claim.config
+    config = evidence.settings
     ignorant = math.log(config["vocab_size"])
-    least = LEAST_OF_A_COPIER if config.get("copying") else LEAST_FIRST_LOSS
+    least = LEAST_OF_A_COPIER if config.get("copy_init") else LEAST_FIRST_LOSS
     first = run.steps[0].train_loss if run.steps else None
     if run.validations and run.validations[0].step == 0:
         first = run.validations[0].loss
@@ -305,11 +305,11 @@ def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
 
 def check_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
     """Every step counts its tokens, in whole rows, and none has more than a batch."""
-    config, before = evidence.claim.config, 0
+    config, before = evidence.settings, 0
     most = config["batch_tokens"]
     for step in run.steps:
         tokens = (step.tokens or 0) - before
-        if not 0 < tokens <= most or tokens % config["sequence"]:
+        if not 0 < tokens <= most or tokens % config["seq_len"]:
             yield f"step {step.step} trained on {tokens} tokens, not on whole rows up to {most}"
             return
         before += tokens

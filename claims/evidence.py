@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from claims.arms import ALPHA
 from claims.provenance import commit_time
 from claims.runlog import first_segment, read_run
-from claims.runs import Run
+from claims.runs import Run, current_names
 from claims.sources import Source, read_source
 from claims.stats import Result, look_level, one_sample
 from runtime.claim import Claim, read_claim
@@ -41,15 +41,15 @@ class Track(NamedTuple):
 # Tracks that rank by tokens bound a step at batch_tokens. Stages may use fewer, but on `steps`.
 # So is what makes a model larger or gives the last validation more context. `tiny` leaves windows
 # of training steps, lookup tables, gates and scalars free.
-TINY = {"vocab_size": 1024, "bos": 1023, "align": True, "batch_tokens": 2048,
-        "val_sequence": 4096, "val_window": 320, "layers": "tiny", "dim": 256, "head_dim": 128,
+TINY = {"vocab_size": 1024, "bos": 1023, "document_mask": True, "batch_tokens": 2048,
+        "val_seq_len": 4096, "val_window": 320, "layers": "tiny", "dim": 256, "head_dim": 128,
         "mlp_ratio": 4}
-STEPS = {"vocab_size": 50257, "bos": 50256, "align": False, "batch_tokens": 524_288,
-         "sequence": 1024, "val_sequence": 1024, "val_window": 2560, "window_block": 0,
+STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_tokens": 524_288,
+         "seq_len": 1024, "val_seq_len": 1024, "val_window": 2560, "window_block": 0,
          "layers": "steps", "dim": 768, "head_dim": 128, "mlp_ratio": 4, "biases": True,
          "value_embeds": False, "smear": False, "skips": False, "backout": False,
          "x0_mixing": False, "attention_gates": False, "key_offset": False, "bigram_rows": 0,
-         "own_value": False, "stages": "constant", "softcap": "rsqrt", "attention_scale": 0.12}
+         "xsa": False, "stages": "constant", "softcap": "rsqrt", "attention_scale": 0.12}
 # The sources of the records of 2026-11-21 hold the mlp_ratio as a number, and their settings give
 # the last window in blocks. Only these two may lack what later became a setting.
 FIRST_SOURCES = {"706e244f84b2d81dd40d8cea885e720426aa76d9b7f041e776612e828e590cde",
@@ -77,6 +77,11 @@ class Evidence:
     runs: list[Run]
     registry: list[dict[str, Any]]
     source: Source
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The claimed configuration, by today's names of settings."""
+        return current_names(self.claim.config)
 
     @cached_property
     def starts(self) -> list[dict[str, Any]]:
@@ -174,8 +179,8 @@ def read_evidence(folder: Path) -> Evidence:
     claim = read_claim(folder / "claim.json")
     if claim.track not in TRACKS:
         raise ClaimError(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")
-    for name in ("steps", "batch_tokens", "sequence", "vocab_size"):
-        value = claim.config.get(name)
+    for name in ("steps", "batch_tokens", "seq_len", "vocab_size"):
+        value = current_names(claim.config).get(name)
         if type(value) is not int or not 0 < value < 2**53:
             raise ClaimError(f"{folder / 'claim.json'}: {name} in config must be a positive whole "
                              f"number, not {value!r:.40}. Write the claim with record.py claim.")

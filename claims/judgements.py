@@ -22,7 +22,7 @@ JUDGEMENTS = "judgements.jsonl"
 UNITS = {"loss": "nats per token", "steps": "steps", "time": "seconds"}
 # What both arms must share, else their figures do not mean the same.
 SHARED = {"loss": ("steps",), "steps": ("val_every",), "time": ()}
-ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_sequence", "val_window")
+ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "val_window")
 
 
 class Arm(NamedTuple):

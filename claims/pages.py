@@ -252,5 +252,5 @@ def best_of_each_recipe(claims: Sequence[Evidence]) -> list[Evidence]:
     best: dict[str, Evidence] = {}
     for evidence in sorted(claims, key=lambda one: one.score):
         if evidence.shown:
-            best.setdefault(evidence.claim.config.get("recipe", ""), evidence)
+            best.setdefault(evidence.settings.get("recipe", ""), evidence)
     return list(best.values())

@@ -102,7 +102,7 @@ def check_model(
         row, length = int(random.integers(len(rows))), int(random.integers(low, high))
         yield from check_normalisation(losses, rows[row], scored[row], length, config["vocab_size"])
     yield from check_causality(losses, rows, config, random)
-    if config["align"]:
+    if config["document_mask"]:
         yield from check_documents(losses, rows, scored, config["bos"], random)
     if val_loss is not None:
         what = f"completeness: mean of {scored.size:,} targets, less the logged one"
@@ -127,7 +127,7 @@ def check_causality(
     losses: Losses, rows: Rows, config: dict[str, Any], random: np.random.Generator
 ) -> Iterator[Finding]:
     """Rows of validation's shape, several at once; in every second a document begins at `cut`."""
-    sequence = config["val_sequence"]
+    sequence = config["val_seq_len"]
     count = max(2, min(config["val_batch"], TOKENS_AT_ONCE) // sequence)
     plain = rows[random.integers(len(rows), size=count)].copy()
     cut = int(random.integers(sequence // 4, 3 * sequence // 4))

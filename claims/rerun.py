@@ -43,7 +43,7 @@ def rerun(
     runs = [run for run in evidence.complete if seed in (None, run.seed)]
     if not runs:
         raise Refused(f"no run of seed {seed} counts in {evidence.folder}. Take another seed.")
-    before, config = runs[0], evidence.claim.config
+    before, config = runs[0], evidence.settings
     total = len(before.steps)
     steps = min(steps or total, total)
     whole = steps == total
@@ -59,7 +59,7 @@ def rerun(
         say("losses only: a source of before schema 3 cannot answer the judge's own checks")
         return
     say(f"the judge's checks on {'the trained' if whole else 'an untrained'} model")
-    rows = validation_rows(data, config["val_tokens"], config["val_sequence"])
+    rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
     with answering(scratch, kept_model(scratch, after), timeout_s) as losses:
         yield from check_model(losses, rows, config, after.final_loss if whole else None)
 

@@ -120,6 +120,32 @@ class Run:
         return f"resumed at step {steps} ({lost:.0f} ms of lost work on the clock)"
 
 
+# What settings and their values were called in older logs and claims.
+OLD_NAMES = {
+    "head_pairs": "muon_head_pairs", "tie_keys": "init_keys_as_queries", "copying": "copy_init",
+    "head": "loss_kernel", "matrix_method": "ortho_method", "orthogonalization": "ortho_backend",
+    "adam_every": "adam_accum_steps", "cautious": "cautious_wd", "own_value": "xsa",
+    "align": "document_mask", "recompute": "activation_checkpointing", "sequence": "seq_len",
+    "val_sequence": "val_seq_len",
+}  # fmt: skip
+OLD_VALUES = {  # by setting, then by track
+    "recipe": {"tiny": {"modern": "copyinit"}, "short": {"modern": "record89"},
+               "medium": {"modern": "record89"}},
+    "stages": {"tiny": {"modern": "copyinit"}},
+    "optimizer": {track: {"adam": "adamw"} for track in ("tiny", "short", "medium", "steps")},
+}  # fmt: skip
+
+
+def current_names(config: dict[str, Any]) -> dict[str, Any]:
+    """A logged configuration by today's names. Its hash is that of the names it was logged by."""
+    settings = {OLD_NAMES.get(name, name): value for name, value in config.items()}
+    for name, of_track in OLD_VALUES.items():
+        value = settings.get(name)
+        if isinstance(value, str):
+            settings[name] = of_track.get(str(config.get("track")), {}).get(value, value)
+    return settings
+
+
 def why_unfinished(
     numbers: Sequence[tuple[int, int | None]], validations: Sequence[Validation]
 ) -> str | None:

@@ -55,7 +55,7 @@ def open_validation(settings: Mapping[str, Any], most: int) -> list[Batch]:
     try:
         files = _find(settings, "val")
         _check_validation(files, settings["vocab_size"], settings["val_sha256"])
-        order, tokens, row = read_order(settings), settings["val_tokens"], settings["val_sequence"]
+        order, tokens, row = read_order(settings), settings["val_tokens"], settings["val_seq_len"]
         return validation_batches(files, order, tokens, row, most, rank=0, world_size=1)
     except ShardError as error:
         raise ShardError(f"{error} {FIXES.get(settings['track'], '')}") from error

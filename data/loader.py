@@ -1,8 +1,8 @@
 """Batches of tokens: document-aligned training steps, contiguous validation, and a run's plan.
 
-A row is `sequence` tokens and their targets. A step is `batch_tokens / sequence` rows, the same at
+A row is `seq_len` tokens and their targets. A step is `batch_tokens / seq_len` rows, the same at
 every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
-of pieces: ranges [start, end) of a shard with `sequence + 1` tokens in all, the last one a target.
+of pieces: ranges [start, end) of a shard with `seq_len + 1` tokens in all, the last one a target.
 The batch and the longest document may change in the course of a run.
 The row rule is that of modded-nanogpt, record 42.
 """
@@ -33,17 +33,17 @@ Step = tuple[list[Row], "Position"]
 class Order:
     """Settings that decide, with the shards, which tokens are in which row of which step."""
 
-    batch_tokens: int  # of a step, all ranks together; a multiple of `sequence`
-    sequence: int  # tokens of a row
+    batch_tokens: int  # of a step, all ranks together; a multiple of `seq_len`
+    seq_len: int  # tokens of a row
     max_document: int  # longer documents are cut to this many tokens
     bos: int  # the token before each document
-    align: bool = True  # rows begin with a document; False: contiguous rows
+    document_mask: bool = True  # rows begin with a document; False: contiguous rows
     # (step, batch_tokens, max_document): what they are from this step on
     changes: Sequence[Sequence[int]] = ()
 
     @property
     def rows(self) -> int:  # of a step, all ranks together
-        return self.batch_tokens // self.sequence
+        return self.batch_tokens // self.seq_len
 
     def at(self, step: int) -> "Order":
         """Return the order of this step, which counts from 0."""
@@ -70,7 +70,7 @@ class Order:
             raise ValueError(
                 f"world size {world_size} does not divide {', '.join(map(str, counts))} rows a "
                 f"step; start one of {', '.join(sizes)} ranks, or change --batch-tokens or "
-                "--sequence."
+                "--seq-len."
             )
         return common // world_size
 
@@ -151,7 +151,9 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator
                 break
         else:  # no step spans two shards: the rest of a shard is dropped
             index, offset = index + 1, 0
-    rule = f"documents that start with token {order.bos}" if order.align else "contiguous rows"
+    rule = "contiguous rows"
+    if order.document_mask:
+        rule = f"documents that start with token {order.bos}"
     raise ShardError(
         f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read as {rule}. "
         f"Set --steps to at most {step:,}, or add shards."
@@ -160,7 +162,7 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator
 
 def _stretch(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[list[Row], int]]:
     """Yield the rows of each step in a shard, with the offset where the next step begins."""
-    find_rows = _aligned_rows if order.align else _dense_rows
+    find_rows = _aligned_rows if order.document_mask else _dense_rows
     rows = []
     for row, end in find_rows(tokens, order, offset):
         rows.append(row)
@@ -172,14 +174,14 @@ def _stretch(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[list[Ro
 def _aligned_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
     """Yield rows of whole or cut documents, each with the offset where the next row begins."""
     row: Row = []
-    missing = order.sequence + 1
+    missing = order.seq_len + 1
     for start, stop in _documents(tokens, order.bos, offset):
         end = min(stop, start + order.max_document, start + missing)  # the tail is dropped
         row.append((start, end))
         missing -= end - start
         if missing == 0:
             yield row, stop
-            row, missing = [], order.sequence + 1
+            row, missing = [], order.seq_len + 1
 
 
 def _documents(tokens: Shard, bos: int, offset: int) -> Iterator[tuple[int, int]]:
@@ -195,8 +197,8 @@ def _documents(tokens: Shard, bos: int, offset: int) -> Iterator[tuple[int, int]
 
 def _dense_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
     """Yield contiguous rows; the last target of a row is the first input of the next."""
-    for start in range(offset, len(tokens) - order.sequence, order.sequence):
-        yield [(start, start + order.sequence + 1)], start + order.sequence
+    for start in range(offset, len(tokens) - order.seq_len, order.seq_len):
+        yield [(start, start + order.seq_len + 1)], start + order.seq_len
 
 
 def _document_starts(row: Row, sequence: int) -> list[int]:
@@ -210,7 +212,7 @@ def _document_starts(row: Row, sequence: int) -> list[int]:
 
 
 def _most_documents(rows: list[Row], order: Order) -> int:
-    return max(len(_document_starts(row, order.sequence)) for row in rows)
+    return max(len(_document_starts(row, order.seq_len)) for row in rows)
 
 
 class Plan(NamedTuple):
@@ -262,7 +264,7 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def split(self, micro_batch: int) -> None:
         """From the next step on, hand out equal micro-batches of at most `micro_batch` tokens."""
-        self.micro_rows = largest_divisor(self._divisor, micro_batch // self.order.sequence)
+        self.micro_rows = largest_divisor(self._divisor, micro_batch // self.order.seq_len)
         self._capacity = capacity_for(self.micro_rows, self._max_documents)
         self._seek(self._position)
 
@@ -299,7 +301,7 @@ class TrainLoader(Iterator[list[Batch]]):
         return batches, place, rows_sum, end
 
     def _micro_batch(self, shard: Shard, rows: list[Row]) -> Batch:
-        sequence, first = self.order.sequence, rows[0][0][0]
+        sequence, first = self.order.seq_len, rows[0][0][0]
         tokens = shard[first : rows[-1][-1][1]]  # one read; one for each piece would be slow
         filled, starts = [], []
         for index, row in enumerate(rows):
@@ -343,7 +345,7 @@ def validation_batches(
 ) -> list[Batch]:
     """Return this rank's share of the first `tokens` tokens, contiguous across shards.
 
-    A batch has at most `most` tokens, or one row of `sequence`. Ranks may differ by one row. In
+    A batch has at most `most` tokens, or one row of `seq_len`. Ranks may differ by one row. In
     aligned orders a document also begins at each BOS. ShardError if the tokens do not suffice.
     """
     stream = np.concatenate([Shard(file)[: tokens + 1] for file in files])[: tokens + 1]
@@ -353,7 +355,7 @@ def validation_batches(
             f"{len(stream):,}. Lower --val-tokens, or add shards."
         )
     starts = np.arange(0, tokens, sequence)
-    if order.align:
+    if order.document_mask:
         starts = np.union1d(starts, np.flatnonzero(stream[:-1] == order.bos))
     count = tokens // sequence
     rows = largest_divisor(count // world_size, most // sequence)
@@ -398,7 +400,7 @@ class Data:
     def longest(self, step: int) -> int:
         """Return how many tokens a document has at most in a training row of this step."""
         order = self.train.order.at(step)
-        return min(order.max_document, order.sequence) if order.align else order.sequence
+        return min(order.max_document, order.seq_len) if order.document_mask else order.seq_len
 
     def in_parts(self, val_batch: int, reach: int) -> "Data":
         """Return the data with validation rows in parts; inputs start `reach` tokens earlier."""
@@ -422,9 +424,9 @@ def open_data(
     train = TrainLoader(train_files, order, plan.max_documents, rank, world_size)
     train.split(settings["micro_batch"] or order.batch_tokens)
     validation = validation_batches(
-        val_files, order, settings["val_tokens"], settings["val_sequence"], settings["val_batch"],
+        val_files, order, settings["val_tokens"], settings["val_seq_len"], settings["val_batch"],
         rank, world_size,
     )  # fmt: skip
     lengths = [int(batch.cu_seqlens.diff().max()) for batch in validation]
-    val_longest = max(lengths, default=settings["val_sequence"])  # a rank may have no rows
+    val_longest = max(lengths, default=settings["val_seq_len"])  # a rank may have no rows
     return Data(train, validation, plan, val_longest)

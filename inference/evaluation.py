@@ -27,14 +27,14 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
     config = model.config
     settings = asdict(config) | {"data_dir": data_dir or config.data_dir}
     if rows is not None:
-        settings["val_tokens"] = rows * config.val_sequence
+        settings["val_tokens"] = rows * config.val_seq_len
     batches = open_validation(settings, TOKENS_AT_ONCE)
     losses = []
     for part in in_parts(batches, TOKENS_AT_ONCE, reach(config)):
         losses.append(model.token_losses(part).flatten())
     loss = torch.cat(losses).double()
     targets = torch.cat([batch.targets.flatten() for batch in batches])
-    row_losses = loss.view(-1, config.val_sequence).mean(1)
+    row_losses = loss.view(-1, config.val_seq_len).mean(1)
     scores: dict[str, Any] = {"tokens": len(loss), "rows": len(row_losses)}
     scores["loss"] = loss.mean().item()
     if len(row_losses) > 1:

@@ -25,11 +25,12 @@ MODELING = Path(__file__).with_name("modeling_speedrun.py")
 FOLLOWED = {
     "layers", "dim", "head_dim", "mlp_ratio", "attention_scale", "value_embeds", "smear", "skips",
     "backout", "x0_mixing", "attention_gates", "value_gates", "cached_input", "paired_heads",
-    "key_offset", "bigram_rows", "bigram_signs", "own_value", "biases", "softcap",
+    "key_offset", "bigram_rows", "bigram_signs", "xsa", "biases", "softcap",
 }  # fmt: skip
 TRAINING_ONLY = {
-    "keep_float32", "stream_init", "embed_std", "value_embed_std", "tie_keys", "zero_output",
-    "copying", "prefixes", "init",
+    "keep_float32", "stream_init", "embed_std", "value_embed_std", "init_keys_as_queries",
+    "zero_output",
+    "copy_init", "prefixes", "init",
 }  # fmt: skip
 FOLLOWED_OF_LAYERS = {
     "attention", "window", "value_embed", "skip_from", "backout", "reads", "paired",
@@ -115,7 +116,9 @@ def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
     """config.json: what the modeling file needs, spelt out in numbers."""
     config = model.config
     frequency, scale = rotary_at(config, config.steps)
-    trained_on = min(config.sequence, config.max_document) if config.align else config.sequence
+    trained_on = config.seq_len
+    if config.document_mask:
+        trained_on = min(config.seq_len, config.max_document)
     return {
         "architectures": ["SpeedrunForCausalLM"],
         "model_type": "speedrun",
@@ -136,7 +139,7 @@ def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
         "use_cache": False,
         "tie_word_embeddings": False,
         "layers": exported_layers(model),
-        "own_documents": config.align,
+        "own_documents": config.document_mask,
         "rotary_frequencies": frequency.tolist(),
         "query_scale": scale.item(),
         "softcap": list(SOFTCAPS[config.softcap]),
@@ -147,7 +150,7 @@ def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
         "smear": config.smear,
         "attention_gates": config.attention_gates,
         "value_gates": config.value_gates,
-        "own_value": config.own_value,
+        "own_value": config.xsa,
         "biases": config.biases,
         "trained": {name: value for name, value in facts.items() if name != "config"},
     }
@@ -206,7 +209,7 @@ def largest_difference(trained: Model, folder: Path) -> float:
     from inference.modeling_speedrun import SpeedrunForCausalLM
 
     config = trained.config
-    count = min(CHECKED_TOKENS, config.sequence)
+    count = min(CHECKED_TOKENS, config.seq_len)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, count), generator=generator)
     tokens[0, [0, count // 3]] = config.bos
@@ -223,7 +226,7 @@ def largest_difference(trained: Model, folder: Path) -> float:
 def trainer_logits(trained: Model, tokens_BT: Tensor) -> Tensor:
     """Logits (B, T, V) of the trainer's model, float32, without the padding of the vocabulary."""
     config, gpt = trained.config, trained.gpt
-    begins_BT = (tokens_BT == config.bos) & config.align
+    begins_BT = (tokens_BT == config.bos) & config.document_mask
     begins_BT[:, 0] = True
     starts = begins_BT.flatten().nonzero().flatten()
     cu_seqlens = torch.cat([starts, torch.tensor([tokens_BT.numel()])]).int()

@@ -152,7 +152,7 @@ class SelfAttention(nn.Module):
         self.qkvo = nn.Parameter(torch.empty(dim, 4 * dim))  # four (C, C) matrices
         self.gate = optional(config.attention_gates, heads, GATE_CHANNELS)
         self.value_gate = optional(gated_value, heads, GATE_CHANNELS)
-        self.own_value = optional(config.own_value and not layer["paired"], heads, 1)
+        self.own_value = optional(config.xsa and not layer["paired"], heads, 1)
         self.bias = optional(config.biases, 4 * dim)
 
     def forward(

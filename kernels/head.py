@@ -286,4 +286,4 @@ def choose_head(
         return "fp8", ("as asked" if name == "fp8" else "the fastest here")
     if name == "auto":
         return ("plain" if bias else "chunked"), f"fp8 would be faster but {obstacle}"
-    raise ValueError(f"--head {name} cannot run here: {obstacle}. Use --head auto.")
+    raise ValueError(f"--loss-kernel {name} cannot run here: {obstacle}. Use --loss-kernel auto.")

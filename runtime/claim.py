@@ -15,13 +15,14 @@ from runtime.settings import as_text
 # What a claim on a track may not change, beside its data. On `tiny` stages may use smaller batches;
 # windows of training steps, lookup tables, gates and scalars are free.
 SHAPE = ("layers", "dim", "head_dim", "mlp_ratio")
-VALIDATED = ("target", "vocab_size", "bos", "align", "val_tokens", "val_sequence", "val_window")
+VALIDATED = ("target", "vocab_size", "bos", "document_mask", "val_tokens", "val_seq_len",
+             "val_window")  # fmt: skip
 FIXED = {
     "tiny": (*VALIDATED, *SHAPE, "batch_tokens"),
     "steps": (
-        *VALIDATED, *SHAPE, "batch_tokens", "sequence", "window_block", "stages", "biases",
+        *VALIDATED, *SHAPE, "batch_tokens", "seq_len", "window_block", "stages", "biases",
         "softcap", "attention_scale", "value_embeds", "smear", "skips", "backout", "x0_mixing",
-        "attention_gates", "key_offset", "bigram_rows", "own_value",
+        "attention_gates", "key_offset", "bigram_rows", "xsa",
     ),
 }  # fmt: skip
 SCHEMA = 2  # of a claim whose runs have logs of schema 3; those of schema 1 stay valid

@@ -27,7 +27,7 @@ def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
         "config": settings, "train_tokens": trainer.train_tokens,
         "data": trainer.found | {"val_tokens": config.val_tokens},
         "env": trainer.env, "checks": trainer.checks, "world_size": trainer.machine.world_size,
-        "micro_batch": train.micro_rows * config.sequence,
+        "micro_batch": train.micro_rows * config.seq_len,
         "grad_accum": train.rows // train.micro_rows,
     }  # fmt: skip
 

@@ -214,7 +214,7 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
         return getattr(error, "code", 2)
     except Exception as error:
         if out_of_memory(error):
-            advice = "Use --recompute on, a smaller --val-batch or --micro-batch auto"
+            advice = "Use --activation-checkpointing on, or a smaller --val-batch or --micro-batch"
             _say_error(f"out of memory: {first_line(error)}. {advice}: same trajectory.")
         elif lost := _lost_ranks(error):
             _say_error(lost)

@@ -14,7 +14,7 @@ from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 # If one of these or a setting of the experiment differs, it is another run.
 HASHES = ("source_sha256", "train_sha256", "val_sha256")
 # Settings that change only rounding. A resume after an out-of-memory error may change them.
-ROUNDING = ("micro_batch", "val_batch", "recompute")
+ROUNDING = ("micro_batch", "val_batch", "activation_checkpointing")
 RECORDED = (
     "torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "head", "compiled",
     "compile_flags", "world_size", *ROUNDING,

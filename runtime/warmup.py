@@ -49,7 +49,7 @@ def find_micro_batch(trainer: Any, loss: Any) -> None:
     trainer.loss = loss
     step = max((first for first, *_ in trainer.changes), key=trainer.data.longest)
     trainer.model.enter(step)
-    data, sequence = trainer.data, trainer.config.sequence
+    data, sequence = trainer.data, trainer.config.seq_len
     while not fits(partial(try_largest_batches, trainer, step), trainer.machine):
         tokens = data.train.micro_rows * sequence
         if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
@@ -73,7 +73,8 @@ def try_largest_batches(trainer: Any, step: int) -> None:
 def rehearse(trainer: Any) -> None:
     """Take steps of every stage and validate batches of every shape: all graphs compile here."""
     config = trainer.config
-    take_steps(trainer, 0, 2 * config.adam_every)  # some gradients are 0 until the head has moved
+    # Some gradients are 0 until the head has moved.
+    take_steps(trainer, 0, 2 * config.adam_accum_steps)
     heads = {}  # a step with the head tied, and one without
     for first, *_ in trainer.changes:
         take_steps(trainer, first, 1)
@@ -97,7 +98,7 @@ def take_steps(trainer: Any, first: int, count: int) -> None:
 def sees_no_future(trainer: Any) -> bool:
     """Whether, with random weights, the second half of a row leaves the first unchanged."""
     config, model, device = trainer.config, trainer.model, trainer.machine.device
-    length = min(config.sequence, config.val_sequence)
+    length = min(config.seq_len, config.val_seq_len)
     inputs = next(trainer.data.train)[0].inputs[:1, :length].to(device)
     rows = torch.tensor([0, length], dtype=torch.int32, device=device)
     model.initialize(config.seed)
@@ -141,7 +142,7 @@ def matrix_flops_per_s(machine: Machine, size: int = 2048) -> float:
 
 def dry_run(trainer: Any, clock: Clock, validations: int) -> int:
     """Time real steps of each stage and say what a run would take. Returns 0: go, 2: no-go."""
-    config, together = trainer.config, 3 * trainer.config.adam_every
+    config, together = trainer.config, 3 * trainer.config.adam_accum_steps
     stages: dict[str, tuple[int, float]] = {}
     firsts = [first for first, *_ in trainer.changes]
     for index, (first, end) in enumerate(pairwise([*firsts, config.steps])):

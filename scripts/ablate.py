@@ -31,26 +31,26 @@ ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "baseline"
 ARMS = {
     BASELINE: "",
-    "no_value_embeds": "--value-embeds off --copying 0",
+    "no_value_embeds": "--value-embeds off --copy-init 0",
     "smear": "--smear on",
     "no_key_offset": "--key-offset off",
-    "no_tied_keys": "--tie-keys off",
+    "no_tied_keys": "--init-keys-as-queries off",
     "no_bigram": "--bigram-rows 0",
-    "no_copying": "--copying 0",
+    "no_copying": "--copy-init 0",
     "no_short_documents": "--stages constant",
     "no_mlp_up_x2": "--mlp-up-lr-mul 1",
-    "own_value": "--own-value on",
+    "own_value": "--xsa on",
     "nonzero_output": "--zero-output off",
     "skips": "--skips on",
     "backout": "--backout on",
     "no_attention_gates": "--attention-gates off",
     "x0_mixing": "--x0-mixing on",
     "growing_windows": "--stages windows",
-    "adam_every_other_step": "--adam-every 2",
+    "adam_every_other_step": "--adam-accum-steps 2",
     "half_cooldown": "--cooldown 0.5",
     "rising_momentum": "--momentum 0.85,0.95",
     "muon": "--optimizer muon",
-    "cautious_decay": "--cautious on --matrix-wd 1.2 --adam-wd 0.005",
+    "cautious_decay": "--cautious-wd on --matrix-wd 1.2 --adam-wd 0.005",
     "residual_multiplier": "--x0-mixing on --stream-init 1.1",
     "growing_batch": "--stages growing",
     "tied_head": "--stages tied --embed-std 0.005 --embed-lr-mul 1",
@@ -62,7 +62,7 @@ ARMS = {
     "paired_heads": "--paired-heads on",
     "no_learning_rate_floor": "--final-lr 0.1",
     "cached_attention_input": "--cached-input on",
-    "head_pairs": "--head-pairs on",
+    "muon_head_pairs": "--muon-head-pairs on",
     "signs": "--bigram-signs on",
     "prefixes": "--stages prefix --prefixes on",
     "hyperball": "--technique hyperball --gates adam",
@@ -73,14 +73,14 @@ ARMS = {
 }
 # These arms leave a piece out (muon: what NorMuon adds); the others put one in.
 LEAVE_OUT = {"muon"} | {arm for arm in ARMS if arm.startswith("no_")}
-OFFSET = "--key-offset on --tie-keys on"
+OFFSET = "--key-offset on --init-keys-as-queries on"
 # The best settings of records/tuning, for the plain GPT.
 ADAMW = "--recipe adamw --matrix-lr 0.0014 --matrix-wd 0 --matrix-beta2 0.9 --momentum 0.8,0.8"
 ADAMW += " --adam-lr 0.016 --cooldown 1 --final-lr 0"
 MUON = "--recipe muon --momentum 0.9,0.9 --embed-lr-mul 25 --cooldown 1 --final-lr 0"
 # How much of the gain belongs to the optimizer, and how much to the model? Only run by name.
 CONTROLS = {
-    "plain": "--key-offset off --tie-keys off --bigram-rows 0",
+    "plain": "--key-offset off --init-keys-as-queries off --bigram-rows 0",
     "muon_plain": MUON,
     "muon_offset": f"{MUON} {OFFSET}",
     "adamw_plain": ADAMW,

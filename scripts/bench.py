@@ -40,7 +40,7 @@ from scripts.command import make_parser, show
 from train_gpt import Trainer
 
 WARM_UP = 2  # rounds that do not count
-STEPS = 12  # timed at once; a multiple of adam_every, so that no gradient waits for Adam
+STEPS = 12  # timed at once; a multiple of adam_accum_steps, so that no gradient waits for Adam
 BLOCK = [(256, 256)] * 4 + [(1024, 256), (256, 1024)]
 SETS = {"gpt2s": [(3 * rows, 3 * cols) for rows, cols in BLOCK] * 12, "tiny": BLOCK * 6}
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # all share weights: move them little

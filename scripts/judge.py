@@ -2,7 +2,7 @@
 
     python scripts/judge.py --b "--smear on"                        a flag, at equal steps
     python scripts/judge.py --a-source ../before                    the source here against another
-    python scripts/judge.py --of time --margin 0.1 --b "--head-pairs on" -- --steps 30
+    python scripts/judge.py --of time --margin 0.1 --b "--muon-head-pairs on" -- --steps 30
 
 Flags after -- go to both arms. The same command resumes. --of steps needs --val-every: the figure
 is the step at which the line between two validations crosses the target. Runs and judgements.jsonl,

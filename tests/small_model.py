@@ -13,8 +13,8 @@ EVERY_RECIPE = [(t, recipe) for t in TRACKS for recipe in RECIPES.get(t, ["recor
 SIZES = {
     "dim": 24, "head_dim": 8, "vocab_size": VOCABULARY, "bos": VOCABULARY - 1, "window_block": 8,
     "val_window": 160,
-    "sequence": SEQUENCE, "batch_tokens": 2 * SEQUENCE, "micro_batch": 2 * SEQUENCE,
-    "val_sequence": SEQUENCE, "val_tokens": SEQUENCE, "val_batch": SEQUENCE,
+    "seq_len": SEQUENCE, "batch_tokens": 2 * SEQUENCE, "micro_batch": 2 * SEQUENCE,
+    "val_seq_len": SEQUENCE, "val_tokens": SEQUENCE, "val_batch": SEQUENCE,
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def configure(track="short", recipe="record42", **changes):
 
 def small(track="short", recipe="record42", **changes):
     sizes: dict = dict(SIZES)
-    if (track, recipe) in (("short", "modern"), ("medium", "modern")):
+    if (track, recipe) in (("short", "record89"), ("medium", "record89")):
         # Heads in pairs, and stages of 1, 2 and 3 parts of the batch.
         sizes |= {"dim": 32, "batch_tokens": 6 * SEQUENCE}
     return configure(track, recipe, **sizes | changes)

@@ -26,10 +26,10 @@ ROWS, SEQUENCE = 4, 128
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STEPS = 12
 SIZES = {
-    "vocab-size": VOCABULARY, "bos": BOS, "dim": 32, "head-dim": 16, "sequence": SEQUENCE,
+    "vocab-size": VOCABULARY, "bos": BOS, "dim": 32, "head-dim": 16, "seq-len": SEQUENCE,
     "max-document": 64,
     "batch-tokens": ROWS * SEQUENCE, "micro-batch": ROWS * SEQUENCE, "val-tokens": 1024,
-    "val-sequence": 256,
+    "val-seq-len": 256,
     "val-batch": 512, "val-every": 5, "steps": STEPS, "stages": "tiny", "window-block": 16,
     "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
     "dtype": "float32", "device": "cpu", "target": 1.0,

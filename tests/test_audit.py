@@ -56,9 +56,9 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_file_and_place(tmp_path
 # ---- opening a run's data
 
 SETTINGS = {
-    "track": "short", "vocab_size": VOCAB, "bos": BOS, "align": True, "batch_tokens": 64,
-    "sequence": 16, "max_document": 16, "micro_batch": None, "steps": 3, "val_tokens": 64,
-    "val_sequence": 16, "val_batch": 16, "val_sha256": "",
+    "track": "short", "vocab_size": VOCAB, "bos": BOS, "document_mask": True, "batch_tokens": 64,
+    "seq_len": 16, "max_document": 16, "micro_batch": None, "steps": 3, "val_tokens": 64,
+    "val_seq_len": 16, "val_batch": 16, "val_sha256": "",
 }  # fmt: skip
 
 

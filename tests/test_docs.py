@@ -171,7 +171,7 @@ def test_the_example_of_use_the_model_reads_a_kept_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = make_model(small("tiny", "modern", vocab_size=1024, bos=1023))
+    model = make_model(small("tiny", "copyinit", vocab_size=1024, bos=1023))
     model.initialize(0)
     facts = {"config": asdict(model.config)}
     save_final(Path("checkpoints/RUN"), dict(model.named_parameters()), facts, VOCABULARY)

@@ -37,7 +37,7 @@ NAMES = [f"{track}-{recipe}" for track, recipe in EVERY_RECIPE]
 # Windows shorter than a row, and tables with rows that only pad the vocabulary: 100 of 128.
 SIZES: dict[str, Any] = {"window_block": 2, "val_window": 20}
 LENGTHS = (1, 2, 33, 70)
-MODERN = ("short", "modern")
+MODERN = ("short", "record89")
 
 MISSING = importlib.util.find_spec("transformers") is None
 
@@ -96,7 +96,7 @@ def losses(model, tokens, targets):
     """The trainer's loss of each target, (2, T)."""
     config, length = model.config, tokens.size(1)
     starts = {0, length, 2 * length}
-    if config.align:
+    if config.document_mask:
         starts |= set((tokens.flatten() == config.bos).nonzero().flatten().tolist())
     cu_seqlens = torch.tensor(sorted(starts), dtype=torch.int32)
     windows = windows_at(config, config.steps)
@@ -244,7 +244,7 @@ def test_its_loss_is_that_of_the_next_tokens_and_padding_on_the_right_changes_no
 def tiny(tmp_path_factory):
     """An export of the `tiny` track, with its tokenizer."""
     place = tmp_path_factory.mktemp("tiny")
-    kept = keep(trained(small("tiny", "modern", vocab_size=1024, bos=1023)), place / "kept")
+    kept = keep(trained(small("tiny", "copyinit", vocab_size=1024, bos=1023)), place / "kept")
     shutil.copy(VOCABULARY, kept)
     export(kept, place / "my-model")
     return place / "my-model"
@@ -359,7 +359,7 @@ def test_a_setting_of_another_trainer_is_refused_by_name(kept, tmp_path, capsys)
 
 @pytest.mark.parametrize(
     ("table", "name", "words"),
-    [("FOLLOWED", "own_value", "the setting own_value True has no place in modeling_speedrun.py"),
+    [("FOLLOWED", "xsa", "the setting xsa True has no place in modeling_speedrun.py"),
      ("FOLLOWED_OF_LAYERS", "reads", "reads 7 of layer 8 has no place in modeling_speedrun.py"),
      ("FOLLOWED_SOFTCAPS", "sigmoid", "the setting softcap shifted is none of the kinds")],
 )  # fmt: skip

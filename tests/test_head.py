@@ -415,7 +415,7 @@ def test_auto_takes_fp8_where_it_runs_and_says_why_not_elsewhere(
     assert choose_head("plain", **given) == ("plain", "as asked")
     refused = ("fp8", "chunked") if "bias" in change else ("fp8",)
     for asked in refused:
-        with pytest.raises(ValueError, match=f"--head {asked} cannot run here: .*{reason}"):
+        with pytest.raises(ValueError, match=f"--loss-kernel {asked} cannot run here: .*{reason}"):
             choose_head(asked, **given)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     can = {"device": CUDA, "dtype": torch.bfloat16, "dim": 768, "vocab": 50_304}

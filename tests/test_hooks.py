@@ -214,7 +214,7 @@ def test_a_bad_hook_is_refused_with_value_and_rule(build, message):
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_each_technique_of_the_trainer_moves_all_matrices(technique):
-    config = small("tiny", "modern", technique=technique, gates="adam")
+    config = small("tiny", "copyinit", technique=technique, gates="adam")
     model = make_model(config)
     model.initialize(0)
     optimizers, guard = make_optimizers(config, model, MACHINE)
@@ -244,4 +244,4 @@ def test_each_technique_of_the_trainer_moves_all_matrices(technique):
 )
 def test_a_technique_that_cannot_work_is_refused_by_name(changes, message):
     with pytest.raises(Refused, match=message):
-        small("tiny", **{"recipe": "modern"} | changes)
+        small("tiny", **{"recipe": "copyinit"} | changes)

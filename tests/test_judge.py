@@ -25,7 +25,7 @@ from pathlib import Path
 from claims.evidence import TRACKS
 from runtime.log import config_hash, source_hash
 TRACK = TRACKS["tiny"].fixed | {"track": "tiny", "target": 3.39, "val_tokens": 262_144}
-TRACK["recipe"] = "modern"
+TRACK["recipe"] = "copyinit"
 parser = argparse.ArgumentParser()
 for name, default in (("gain", 0.0), ("steps", 10), ("val-every", 0), ("seed", 0), ("trials", 1)):
     parser.add_argument(f"--{name}", type=type(default), default=default)

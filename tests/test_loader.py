@@ -24,7 +24,7 @@ from data.shards import ShardError, write_shard
 ROOT = Path(__file__).parents[1]
 BOS = 0
 MOST = 31  # documents in a row, for a capacity that always suffices
-ORDER = Order(batch_tokens=32, sequence=8, max_document=6, bos=BOS)
+ORDER = Order(batch_tokens=32, seq_len=8, max_document=6, bos=BOS)
 examples = settings(max_examples=50, deadline=None)
 
 
@@ -32,7 +32,7 @@ examples = settings(max_examples=50, deadline=None)
 
 
 def slow_aligned_steps(shards, order):
-    steps, sequence = [], order.sequence
+    steps, sequence = [], order.seq_len
     for shard in shards:
         documents = []
         for token in shard:
@@ -60,11 +60,11 @@ def rows_at(order, step):
     """Rows of a step and its longest document: those of the last change that is not after it."""
     sizes = [(0, order.batch_tokens, order.max_document), *order.changes]
     _, tokens, cut = max(change for change in sizes if change[0] <= step)
-    return tokens // order.sequence, cut
+    return tokens // order.seq_len, cut
 
 
 def slow_dense_steps(shards, order):
-    steps, sequence = [], order.sequence
+    steps, sequence = [], order.seq_len
     for shard in shards:
         shard = list(shard)
         while len(shard) >= (rows := rows_at(order, len(steps))[0]) * sequence + 1:
@@ -75,7 +75,7 @@ def slow_dense_steps(shards, order):
 
 
 def slow_steps(shards, order):
-    return (slow_aligned_steps if order.align else slow_dense_steps)(shards, order)
+    return (slow_aligned_steps if order.document_mask else slow_dense_steps)(shards, order)
 
 
 def rows_of(batches):
@@ -173,7 +173,7 @@ def test_a_row_by_hand(tmp_path):
     first_row = [[0, 1, 2, 3, 4, 5], [0, 6], [0, 7, 8]]  # 4 + 2 + 1 of sequence + 1 = 7 tokens
     second_row = [[0, 9, 10], [0, 11, 12], [0, 13]]  # 3 + 3 + 1
     write_shard(tmp_path / "a.bin", [77, 78] + joined(first_row + second_row) + [0, 14])
-    order = Order(batch_tokens=12, sequence=6, max_document=4, bos=0)
+    order = Order(batch_tokens=12, seq_len=6, max_document=4, bos=0)
     loader = TrainLoader([tmp_path / "a.bin"], order, 3)
     (batch,) = next(loader)
     assert batch.inputs.tolist() == [[0, 1, 2, 3, 0, 6], [0, 9, 10, 0, 11, 12]]
@@ -197,7 +197,7 @@ def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards,
                 ranks = []
                 for rank in range(world_size):
                     loader = make(files, order, rank, world_size)
-                    loader.split(micro_rows * order.sequence)
+                    loader.split(micro_rows * order.seq_len)
                     assert loader.micro_rows == micro_rows
                     ranks.append(remaining_steps(loader))
                 assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected
@@ -210,7 +210,7 @@ def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards,
 @examples
 def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards, align, data):
     changes = data.draw(st.sampled_from([(), [(1, 64, 6)], [(2, 64, 3), (4, 32, 9)]]))
-    order = replace(ORDER, align=align, changes=changes)
+    order = replace(ORDER, document_mask=align, changes=changes)
     expected = slow_steps(shards, order)
     step = data.draw(st.integers(0, len(expected)))
     world_size = data.draw(st.sampled_from([1, 2, 4]))
@@ -311,11 +311,12 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
         read = [*expected]  # and what warm-up can read: the first shard, cut as in later steps
         for _, tokens, cut in order.changes:
             if cut != order.max_document:
-                read += slow_steps(shards[:1], Order(tokens, order.sequence, cut, BOS, order.align))
+                now = replace(order, batch_tokens=tokens, max_document=cut, changes=())
+                read += slow_steps(shards[:1], now)
         documents = [len(lengths) for step in read for _, lengths in step]
         assert plan.max_documents == max(documents, default=0)
         assert plan.tokens_available == sum(map(len, shards))
-        handed_out = sum(len(step) * order.sequence for step in expected)
+        handed_out = sum(len(step) * order.seq_len for step in expected)
         assert handed_out <= plan.tokens_needed <= plan.tokens_available
         message = f"data end after {len(expected):,} steps: .*--steps to at most {len(expected):,}"
         with pytest.raises(ShardError, match=message):
@@ -358,7 +359,7 @@ loader = TrainLoader(sys.argv[1:], {ORDER}, {MOST}); next(loader); sys.exit(7)""
 
 
 def validate(files, tokens, sequence, most, align=True, rank=0, world_size=1):
-    order = replace(ORDER, align=align)
+    order = replace(ORDER, document_mask=align)
     return validation_batches(files, order, tokens, sequence, most, rank, world_size)
 
 
@@ -393,8 +394,8 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
 
 def open_both(files, **changes):
     values = {
-        "batch_tokens": 64, "sequence": 8, "max_document": 6, "bos": BOS, "align": True,
-        "steps": 5, "micro_batch": None, "val_tokens": 64, "val_sequence": 16, "val_batch": 32,
+        "batch_tokens": 64, "seq_len": 8, "max_document": 6, "bos": BOS, "document_mask": True,
+        "steps": 5, "micro_batch": None, "val_tokens": 64, "val_seq_len": 16, "val_batch": 32,
     }  # fmt: skip
     return open_data(files, files[:1], values | changes, rank=1, world_size=2)
 
@@ -406,9 +407,9 @@ def test_a_micro_batch_is_the_largest_equal_part_within_the_limit(files, micro_b
     assert [len(batch.inputs) for batch in next(train)] == [rows] * (4 // rows)
 
 
-@pytest.mark.parametrize(("align", "val_sequence"), [(True, 16), (True, 32), (False, 16)])
-def test_the_longest_validation_document_is_that_of_a_loop_over_tokens(files, align, val_sequence):
-    data = open_both(files, align=align, val_sequence=val_sequence)
+@pytest.mark.parametrize(("align", "val_seq_len"), [(True, 16), (True, 32), (False, 16)])
+def test_the_longest_validation_document_is_that_of_a_loop_over_tokens(files, align, val_seq_len):
+    data = open_both(files, document_mask=align, val_seq_len=val_seq_len)
     longest = length = 0
     for row in joined(batch.inputs.tolist() for batch in data.validation):
         for place, token in enumerate(row):
@@ -419,7 +420,7 @@ def test_the_longest_validation_document_is_that_of_a_loop_over_tokens(files, al
 
 @pytest.mark.parametrize(("align", "most"), [(True, [6, 6, 3, 3, 8]), (False, [8] * 5)])
 def test_the_longest_document_of_a_step_is_that_of_its_rows(align, most, files):
-    data = open_both(files, align=align, batch_tokens=32, changes=[(2, 32, 3), (4, 32, 20)])
+    data = open_both(files, document_mask=align, batch_tokens=32, changes=[(2, 32, 3), (4, 32, 20)])
     assert [data.longest(step) for step in range(5)] == most
     found = [max(length for _, lengths in rows_of(next(data.train)) for length in lengths)
              for _ in range(5)]  # fmt: skip

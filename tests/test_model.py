@@ -142,7 +142,7 @@ def cross_entropy(logits, targets):
     return (logits.exp().sum(-1).log() - logits.gather(1, targets[:, None])[:, 0]).sum()
 
 
-LATER = {"key_offset": True, "own_value": True, "bigram_rows": 2}  # records 49, 82 and 62
+LATER = {"key_offset": True, "xsa": True, "bigram_rows": 2}  # records 49, 82 and 62
 VALUE_TABLE = {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
 LONG_SLOTS = (4, 11)
 
@@ -264,7 +264,7 @@ def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
 
 def meta(track):
     """The model of a track in its real size, on the meta device."""
-    config = configure(track, sequence=1024, val_sequence=1024)
+    config = configure(track, seq_len=1024, val_seq_len=1024)
     return make_model(config, torch.bfloat16, torch.device("meta"))
 
 
@@ -358,7 +358,7 @@ def test_record_42_starts_from_its_published_distributions():
 
 
 def test_attention_can_begin_with_an_output_that_is_not_0():
-    model = make_model(small("tiny", "modern", zero_output=False))
+    model = make_model(small("tiny", "copyinit", zero_output=False))
     model.initialize(0)
     for block in model.blocks:
         q, _, v, o = block.attention.qkvo.view(4, 24, 24)
@@ -367,7 +367,7 @@ def test_attention_can_begin_with_an_output_that_is_not_0():
 
 
 def test_tied_keys_begin_as_copies_of_the_queries_in_long_layers_alone():
-    model = make_model(small("tiny", "modern"))
+    model = make_model(small("tiny", "copyinit"))
     model.initialize(0)
     for layer, block in zip(model.table, model.blocks, strict=True):
         q, k, _, _ = block.attention.qkvo.view(4, 24, 24)
@@ -376,7 +376,7 @@ def test_tied_keys_begin_as_copies_of_the_queries_in_long_layers_alone():
 
 def test_with_copying_an_untrained_model_predicts_what_it_has_read_before():
     def induction(copying):
-        model = build(configure("tiny", "modern", copying=copying))
+        model = build(configure("tiny", "copyinit", copy_init=copying))
         model.initialize(0)
         losses = model.token_losses(*repeated_text(1024, bos=1023), windows(320, 320), 128)
         first, second = losses.chunk(2, dim=1)
@@ -451,7 +451,7 @@ def test_an_earlier_document_reaches_a_later_one_only_by_the_smear_of_its_last_t
 
 
 LONG_ROW = dict.fromkeys(
-    ("sequence", "val_sequence", "batch_tokens", "micro_batch", "val_tokens", "val_batch"), 1200
+    ("seq_len", "val_seq_len", "batch_tokens", "micro_batch", "val_tokens", "val_batch"), 1200
 )
 
 
@@ -460,7 +460,8 @@ LONG_ROW = dict.fromkeys(
 def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_before_them(
     tokens, cuts
 ):
-    model, row = build(small("tiny", "modern", **LONG_ROW), torch.float64), batch(1, 1200, (cuts,))
+    model = build(small("tiny", "copyinit", **LONG_ROW), torch.float64)
+    row = batch(1, 1200, (cuts,))
     reach = train_gpt.reach(model.config)
     last = windows(10 * 8, 20 * 8)
 
@@ -490,7 +491,7 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
 )
 def test_the_reach_counts_the_windows_the_smear_and_each_key_offset(changes, tokens):
     # Two short layers see 80 tokens each and two long ones 432: all together 8 * 128.
-    config = small("tiny", "modern", **LONG_ROW | {"val_window": 432} | changes)
+    config = small("tiny", "copyinit", **LONG_ROW | {"val_window": 432} | changes)
     assert train_gpt.reach(config) == math.ceil(tokens / 128) * 128
 
 
@@ -505,7 +506,7 @@ def with_head(head, dtype=torch.float32, **changes):
     [("chunked", False, 1e-5), ("plain", True, 0.0), ("chunked", True, 1e-5)],
 )
 def test_chunks_and_recomputation_change_neither_loss_nor_gradients(head, recompute, tolerance):
-    found = gradients(with_head(head, recompute=recompute), batch())
+    found = gradients(with_head(head, activation_checkpointing=recompute), batch())
     expected = gradients(with_head("plain"), batch())
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -532,7 +533,7 @@ GONE = {  # what a piece brings: names of parameters or scalars
 @pytest.mark.parametrize("changes", [
     *({piece: False} for piece in GONE), dict.fromkeys(GONE, False),
     {"biases": True, "softcap": "rsqrt"}, {"layers": "medium"}, {"layers": "tiny"},
-    {"optimizer": "muon"}, {"optimizer": "adam"},
+    {"optimizer": "muon"}, {"optimizer": "adamw"},
 ], ids=str)  # fmt: skip
 def test_a_model_with_pieces_off_or_exchanged_trains(changes):
     config = small(**changes)

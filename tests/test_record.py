@@ -156,7 +156,7 @@ def test_a_claim_that_breaks_a_rule_is_not_written(
 ):
     today = f"{record.datetime.now(record.UTC):%Y-%m-%d}_Good"
     shutil.copytree(folder, folder.with_name(today))
-    config = make_claim().config | {"val_tokens": VAL_TOKENS, "recipe": "modern"} | changed
+    config = make_claim().config | {"val_tokens": VAL_TOKENS, "recipe": "copyinit"} | changed
     monkeypatch.setattr(record, "ask_trainer", lambda root, flags: config)
     before = contents(tmp_path)
     code, said = call(capsys, "claim", *words, "--about", "x")

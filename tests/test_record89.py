@@ -36,7 +36,7 @@ LONG, PAIRED, LATE = (3, 10), (0, 2, 5, 9), (8, 9, 10)
 
 def modern(**changes):
     """The recipe in a small size with an even number of heads."""
-    return small("short", "modern", bigram_rows=2.0, **changes)
+    return small("short", "record89", bigram_rows=2.0, **changes)
 
 
 def heads(x_TC):
@@ -160,7 +160,7 @@ def test_while_the_head_is_tied_the_embedding_takes_its_gradient_too():
 
 # ---- The constants of record 89
 
-RECIPE = configure("short", "modern")
+RECIPE = configure("short", "record89")
 # step, tokens, short and long window in blocks, learning rate, weights of next tokens and prefix
 SCHEDULE = [
     (0, 131_072, 1, 3, 1.0, [1, 0.5, 0.25, 0.25]),
@@ -187,7 +187,7 @@ def test_the_recipe_trains_as_many_tokens_as_record_89():
 
 
 def test_the_recipe_has_as_many_parameters_as_the_plain_part_of_record_89():
-    on_meta = configure("short", "modern", sequence=1024, val_sequence=1024)
+    on_meta = configure("short", "record89", seq_len=1024, val_seq_len=1024)
     model = make_model(on_meta, torch.bfloat16, torch.device("meta"))
     counts = dict.fromkeys(("bigram", "value_embeds", "embed", "lm_head", "qkvo", "up", "down"), 0)
     for name, parameter in model.named_parameters():

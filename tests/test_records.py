@@ -75,7 +75,7 @@ def test_the_picture_of_records_has_each_claim_once_and_the_numbers_of_the_page(
 def test_the_recipes_of_tiny_run_the_steps_of_a_claim_that_was_shown():
     claimed: dict[str, set[int]] = {}
     for evidence in read_all():
-        config = evidence.claim.config
+        config = evidence.settings
         if config["track"] == "tiny" and evidence.shown:
             claimed.setdefault(config["recipe"], set()).add(config["steps"])
     for recipe in RECIPES["tiny"]:
@@ -97,7 +97,7 @@ def test_what_the_track_fixes_can_be_changed_but_not_claimed(name):
     values = preset({"track": "tiny"})
     config = Config(**values)
     now = getattr(config, name)
-    values[name] = {"layers": "record42", "align": False}.get(name, now * 2)
+    values[name] = {"layers": "record42", "document_mask": False}.get(name, now * 2)
     if name in ("target", "val_window", "bos"):
         values[name] = now - 1
     (changed,) = off_track(Config(**values), train_gpt.TRACKS["tiny"])
@@ -125,8 +125,9 @@ def test_a_claim_on_steps_with_another_model_other_data_or_another_batch_is_caug
     config = asdict(Config(**preset({"track": "steps"})))
     claim = replace(evidence.claim, track="steps", source_sha256="0" * 64)
     pieces = ["value_embeds", "smear", "skips", "backout", "x0_mixing", "attention_gates"]
-    others = {"vocab_size": 1024, "bos": 0, "align": True, "batch_tokens": 1, "sequence": 2048,
-              "val_sequence": 4096, "val_window": 64, "window_block": 128, "layers": "tiny",
+    others = {"vocab_size": 1024, "bos": 0, "document_mask": True, "batch_tokens": 1,
+              "seq_len": 2048,
+              "val_seq_len": 4096, "val_window": 64, "window_block": 128, "layers": "tiny",
               "dim": 1, "head_dim": 64, "mlp_ratio": 8, "biases": False, "key_offset": True}
     for name, value in {**others, **dict.fromkeys(pieces, True)}.items():
         changed = replace(claim, config=config | {name: value})

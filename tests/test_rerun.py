@@ -198,7 +198,7 @@ def test_a_source_that_lies_in_its_own_checks_is_found_out(lie, evidence, data):
     *edit, check = LIES[lie]
     config = evidence.claim.config
     (model,) = evidence.folder.glob("checkpoints/*/final")
-    rows = validation_rows(data, config["val_tokens"], config["val_sequence"])
+    rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
     with answers_of(tuple(edit), model) as losses:
         logged = losses(rows).mean()  # the log agrees with the lie
         failed = [each.what for each in check_model(losses, rows, config, logged) if not each.holds]
@@ -219,7 +219,7 @@ def test_the_questions_differ_each_time(evidence, data):
         asked.append(rows)
         return np.ones((rows.shape[0], rows.shape[1] - 1))
 
-    rows = validation_rows(data, config["val_tokens"], config["val_sequence"])
+    rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
     for _ in range(2):
         list(check_model(losses, rows, config, None))
     half = len(asked) // 2

@@ -106,11 +106,11 @@ def assert_same(folder, reference):
     (TERM, 5, {"recipe": "muon", "checkpoint_every": 0}),
     (KILL, 8, {"recipe": "adamw", "checkpoint_every": 3}),
     (TERM, 7, {"dtype": "bfloat16", "biases": "on"}),
-    (KILL, 7, {"micro_batch": SEQUENCE, "adam_every": 3}),
+    (KILL, 7, {"micro_batch": SEQUENCE, "adam_accum_steps": 3}),
     (TERM, 5, {"optimizer": "torch_muon", "checkpoint_every": 0}),
     (KILL, 7, {"optimizer": "torch_adamw", "matrix_lr": 0.002}),
     (TERM, 5, {"stages": "growing"}),  # before the batch grows
-    (KILL, 9, {"stages": "growing", "bigram_rows": 2, "own_value": "on"}),
+    (KILL, 9, {"stages": "growing", "bigram_rows": 2, "xsa": "on"}),
 ], ids=str)  # fmt: skip
 def test_a_run_that_broke_off_goes_on_bit_for_bit(number, moment, changed, data, whole, tmp_path):
     settings = {name: value for name, value in changed.items() if name != "checkpoint_every"}
@@ -119,7 +119,7 @@ def test_a_run_that_broke_off_goes_on_bit_for_bit(number, moment, changed, data,
     resume(data, tmp_path, **changed)
     assert_same(tmp_path, whole(**settings))
     (event,) = read_events(*logs_of(tmp_path), kind="resume")
-    every = changed.get("adam_every", 1 if "recipe" in changed else 2)
+    every = changed.get("adam_accum_steps", 1 if "recipe" in changed else 2)
     assert event["from_step"] % every == 0
     if number != KILL:  # no step is done twice
         assert event["from_step"] >= moment
@@ -129,7 +129,7 @@ def test_a_run_that_broke_off_goes_on_bit_for_bit(number, moment, changed, data,
 def test_a_compiled_run_goes_on_bit_for_bit(data, tmp_path, monkeypatch):
     monkeypatch.setitem(train_gpt.LAYERS, "tiny", [train_gpt.Layer(window="long")])
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    changed = {"recipe": "adamw", "sequence": 256, "compile": "on"}
+    changed = {"recipe": "adamw", "seq_len": 256, "compile": "on"}
     torch.manual_seed(0)
     assert run(data, tmp_path / "whole", keep_model="on", **changed).code == 0
     torch.manual_seed(0)

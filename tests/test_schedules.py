@@ -247,19 +247,19 @@ def test_the_schedule_reaches_every_group(step):
 
 def test_a_batch_that_grows_is_divided_by_its_own_rows():
     for optimizer in ("normuon", "torch_muon"):
-        config = small("tiny", "modern", stages="growing", steps=10, optimizer=optimizer)
+        config = small("tiny", "copyinit", stages="growing", steps=10, optimizer=optimizer)
         optimizers, guard = make_optimizers(config, make_model(config), MACHINE)
         for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
             set_schedule(config, optimizers, guard, step)
             assert {part.grad_divisor for part in guard._parts} == {rows}
-            assert batch_at(config, step) == rows * config.sequence
-        assert tokens_before(config, 10) == 13 * config.sequence
+            assert batch_at(config, step) == rows * config.seq_len
+        assert tokens_before(config, 10) == 13 * config.seq_len
 
 
 def test_a_stage_changes_the_peak_of_the_learning_rate(monkeypatch):
     stages = [train_gpt.Stage(0.5, short=1, long=2), train_gpt.Stage(0.5, short=1, long=2, lr=1.5)]
-    monkeypatch.setitem(train_gpt.STAGES, "modern", stages)
-    config = small("tiny", "modern", steps=100, cooldown=0.4, final_lr=0.1, warmup=10)
+    monkeypatch.setitem(train_gpt.STAGES, "copyinit", stages)
+    config = small("tiny", "copyinit", steps=100, cooldown=0.4, final_lr=0.1, warmup=10)
     rates = [learning_rate(config, step) for step in (4, 20, 49, 50, 60, 80)]
     assert rates == pytest.approx([0.5, 1, 1, 1.5, 1.5, 1.5 * 0.5 + 0.1 * 0.5])
 
@@ -269,18 +269,18 @@ def test_a_stage_changes_the_peak_of_the_learning_rate(monkeypatch):
 ])  # fmt: skip
 def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, rule):
     stage = train_gpt.Stage(0.5, short=1, long=2)
-    monkeypatch.setitem(train_gpt.STAGES, "modern", [stage, replace(stage, batch=batch)])
+    monkeypatch.setitem(train_gpt.STAGES, "copyinit", [stage, replace(stage, batch=batch)])
     with pytest.raises(Refused, match=rule):
-        small("tiny", "modern")
+        small("tiny", "copyinit")
 
 
 @pytest.mark.parametrize("changed", [{"batch": 0.5}, {"tied": True}], ids=str)
 def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
     whole = train_gpt.Stage(0.3, short=1, long=2)
     stages = [whole, replace(whole, **changed), replace(whole, share=0.4)]
-    monkeypatch.setitem(train_gpt.STAGES, "modern", stages)
+    monkeypatch.setitem(train_gpt.STAGES, "copyinit", stages)
     for steps in range(1, 30):
-        found = spans(small("tiny", "modern", steps=steps, adam_every=2))
+        found = spans(small("tiny", "copyinit", steps=steps, adam_accum_steps=2))
         ends = [0] + [span.end for span in found]
         assert [span.first for span in found] == ends[:-1]
         assert ends[-1] == steps

@@ -81,8 +81,8 @@ def test_every_stored_source_belongs_to_a_record_and_records_with_one_source_sha
 
 # Settings of a small run that all sources so far know.
 SMALL = {
-    "vocab_size": 64, "bos": 63, "dim": 32, "head_dim": 16, "sequence": 128, "max_document": 64,
-    "batch_tokens": 512, "micro_batch": 512, "val_tokens": 1024, "val_sequence": 256,
+    "vocab_size": 64, "bos": 63, "dim": 32, "head_dim": 16, "seq_len": 128, "max_document": 64,
+    "batch_tokens": 512, "micro_batch": 512, "val_tokens": 1024, "val_seq_len": 256,
     "val_batch": 512, "val_sha256": "", "steps": 1, "extension": 0, "window_block": 16,
     "windows": 3, "extension_window": 3, "final_window": 3, "compile": "off", "device": "cpu",
 }

@@ -36,8 +36,9 @@ TIED = train_gpt.Stage(0.5, short=1, long=2, tied=True, ahead=((0.5, 0.25),))
 UNTIED = train_gpt.Stage(0.5, short=1, long=2)
 UNTYING = STEPS // 2
 CHANGED = {
-    "stages": "constant", "embed_std": 0.1, "adam_every": 2, "val_every": 3, "checkpoint_every": 0,
-    "keep_model": "on", "copying": 0.0,
+    "stages": "constant", "embed_std": 0.1, "adam_accum_steps": 2, "val_every": 3,
+    "checkpoint_every": 0,
+    "keep_model": "on", "copy_init": 0.0,
 }  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def test_a_skipped_step_beside_the_untying_resumes_bit_for_bit(bad, data, tmp_pa
         heads[step] = self.model.lm_head.detach().clone(), self.model.embed.detach().clone()
         return message
 
-    changed = CHANGED | {"adam_every": 1}
+    changed = CHANGED | {"adam_accum_steps": 1}
     with mock.patch.object(train_gpt.Trainer, "gradients", failing):
         outcome = run(data, tmp_path / "whole", **changed)
         assert outcome.code == 0, outcome.err
@@ -202,7 +203,7 @@ def test_a_skipped_step_beside_the_untying_resumes_bit_for_bit(bad, data, tmp_pa
 RANKS = {
     "adamw": (2e-6, {"recipe": "adamw"}),
     # The recipe's own rates amplify the rounding of sums.
-    "modern": (2e-4, {"matrix_lr": 0.03, "embed_lr_mul": 25.0, "head_lr_mul": 1.0}),
+    "copyinit": (2e-4, {"matrix_lr": 0.03, "embed_lr_mul": 25.0, "head_lr_mul": 1.0}),
 }
 
 

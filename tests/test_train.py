@@ -99,7 +99,7 @@ def test_steps_are_counted_from_one_with_the_tokens_so_far_and_validated_now_and
 
 
 def test_a_model_without_a_start_at_copying_guesses_before_its_first_step(data, tmp_path):
-    validations = run(data, tmp_path, steps=1, copying=0.0).events("val")
+    validations = run(data, tmp_path, steps=1, copy_init=0.0).events("val")
     assert [event["step"] for event in validations] == [0, 1]
     padded_vocabulary = 128
     assert validations[0]["val_loss"] == pytest.approx(math.log(padded_vocabulary), rel=1e-6)
@@ -173,7 +173,7 @@ def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_
 ):
     monkeypatch.setitem(train_gpt.LAYERS, "tiny", [train_gpt.Layer(window="long")])
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    changed = {"recipe": "adamw", "sequence": 256, "steps": 8}
+    changed = {"recipe": "adamw", "seq_len": 256, "steps": 8}
     torch.compiler.reset()  # graphs of other tests
     counters.clear()
     compiled = run(data, tmp_path, compile="on", seed=3, trials=2, **changed)

@@ -132,8 +132,9 @@ def parsed(flags):
 @pytest.mark.parametrize("micro_batch", [None, 1024])
 def test_the_trainer_reads_from_the_flags_what_the_plan_says(micro_batch):
     settings = {
-        "track": "tiny", "recipe": "muon", "key_offset": True, "align": False, "steps": 7,
-        "micro_batch": micro_batch, "adam_betas": [0.9, 0.99], "adam_eps": 1e-12, "head": "chunked",
+        "track": "tiny", "recipe": "muon", "key_offset": True, "document_mask": False, "steps": 7,
+        "micro_batch": micro_batch, "adam_betas": [0.9, 0.99], "adam_eps": 1e-12,
+        "loss_kernel": "chunked",
     }  # fmt: skip
     config = parsed(tune.flags_of(settings))
     assert {name: config[name] for name in settings} == settings
