@@ -25,10 +25,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
+
+from scripts.command import make_parser, show
+
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 import optim
 import train_gpt
@@ -36,7 +38,6 @@ from data.shards import ShardError
 from runtime import machine as machines
 from runtime.clock import Clock
 from runtime.settings import parse
-from scripts.command import make_parser, show
 from train_gpt import Trainer
 
 WARM_UP = 2  # rounds that do not count

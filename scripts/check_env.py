@@ -10,8 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # starts from any folder
 
-from runtime.preflight import findings
 from scripts.command import make_parser, start
+
+from runtime.preflight import findings
 
 
 def main() -> int:

@@ -1,6 +1,9 @@
-"""What the commands share: errors, arguments, output, the trainer's settings, child processes."""
+"""What the commands share: packages, errors, arguments, output, child processes.
 
-from __future__ import annotations  # check_env must start on an old Python, to say that it is old
+Every script imports this first (pyproject.toml keeps it so): it needs the standard library alone.
+"""
+
+from __future__ import annotations  # an old Python must get as far as `find_packages`
 
 import argparse
 import functools
@@ -14,6 +17,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = ROOT / ".venv" / "bin" / "python"
+
+
+def find_packages(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A sys.excepthook: a script that lacks a package starts again with the .venv of run.sh.
+
+    So a command works in a shell without an activated environment. Without a .venv, say what to do.
+    """
+    lacking = "is older than 3.11" if sys.version_info < (3, 11) else None
+    if isinstance(error, ModuleNotFoundError):
+        lacking = f"has no {error.name}"
+    if lacking is None:
+        sys.__excepthook__(kind, error, trace)
+        return
+    if PYTHON.exists() and Path(sys.prefix).resolve() != PYTHON.parents[1].resolve():
+        os.execv(PYTHON, [str(PYTHON), *sys.argv])
+    fix = "run ./run.sh once, which makes .venv, or install requirements.txt"
+    print(f"error: {sys.executable} {lacking}: {fix}", file=sys.stderr)
+    sys.exit(2)
+
+
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # not in a test
+    sys.excepthook = find_packages
+
 
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """A main whose arguments default to sys.argv. An error is one line on stderr and code 2."""
@@ -22,6 +50,8 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     def run(argv: Sequence[str] | None = None) -> int:
         try:
             return main(sys.argv[1:] if argv is None else argv)
+        except BrokenPipeError:
+            raise  # `start` ends the program
         except (ValueError, OSError) as error:
             said = str(error)
             if isinstance(error, OSError) and error.filename:
@@ -106,16 +136,23 @@ class SafeOutput(io.TextIOWrapper):
 
 
 def start(main: Callable[[], int]) -> None:
-    """Run `main` as a program: its output is safe in any encoding, and a signal ends it quietly."""
+    """Run `main` as a program: its output is safe in any encoding.
+
+    A signal ends it quietly, and so does a reader that closes the pipe, such as head.
+    """
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)  # sys.__stdout__ keeps it, and so its buffer, open
         safe = SafeOutput(old.buffer, old.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, safe)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, exit_by_signal)
-    if hasattr(signal, "SIGPIPE"):  # Windows has none
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a closed pipe, as of head
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails again
+        code = 128 + 13  # what a shell reports for SIGPIPE
+    sys.exit(code)
 
 
 def exit_by_signal(number: int, frame: Any) -> None:

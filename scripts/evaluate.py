@@ -16,10 +16,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
+from scripts.command import command, make_parser, show, start
+
 from inference import hellaswag
 from inference.evaluation import evaluate
 from inference.model import find_model, load_model
-from scripts.command import command, make_parser, show, start
 
 
 def as_text(scores: dict[str, Any]) -> str:

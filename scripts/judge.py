@@ -20,6 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
+from scripts.command import ask_trainer, command, make_parser, show, start, train
+
 from claims import judgements
 from claims.judgements import UNITS, Arm, figures
 from claims.sequential import ALPHA, Plan, Verdict, judge, one_look
@@ -27,7 +29,6 @@ from claims.stats import in_words
 from runtime.errors import LogError
 from runtime.log import config_hash, source_hash
 from runtime.registry import register
-from scripts.command import ask_trainer, command, make_parser, show, start, train
 
 ROOT = Path(__file__).resolve().parent.parent
 CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}

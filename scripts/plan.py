@@ -17,10 +17,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
+from scripts.command import command, make_parser, show, start, whole_numbers
+
 from claims import stats
 from claims.arms import ALPHA, common_target
 from claims.comparison import read_side
-from scripts.command import command, make_parser, show, start, whole_numbers
 
 
 def spread_below(path: str, target: float | None) -> tuple[float, float]:

@@ -24,6 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from any folder
 
+from scripts.command import ask_trainer, command, make_parser, start, whole_numbers
+
 from claims.arms import ALPHA
 from claims.checks import Failure, find_failures
 from claims.evidence import TRACKS, Evidence, read_evidence, records_of
@@ -37,7 +39,6 @@ from claims.sources import difference, read_source
 from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest
-from scripts.command import ask_trainer, command, make_parser, start, whole_numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "records"

@@ -18,8 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from inference.model import Model, find_model, load_model
 from scripts.command import command, make_parser, start
+
+from inference.model import Model, find_model, load_model
 
 
 def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ Only this machine can open the page, and it changes nothing. Ctrl-C ends it. Exi
 """
 
 import gc
-import signal
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from scripts.command import command, make_parser, start
+
 from view.page import write_page
 from view.picture import write_png
 from view.runs import Store, find_folders
@@ -49,8 +49,6 @@ def main(argv: Sequence[str]) -> int:
     if given.png or given.out:
         return 0
     with Server(store, given.port) as server:
-        if hasattr(signal, "SIGPIPE"):  # a browser that leaves in mid-reply must not end the server
-            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         print(f"{server.url} shows {', '.join(given.paths)}. Ctrl-C ends it.", flush=True)
         if given.open:
             webbrowser.open(server.url)

@@ -1,0 +1,56 @@
+"""What every command does: it finds its packages, and it ends quietly when nobody reads on."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted({*ROOT.glob("scripts/[!_]*.py")} - {ROOT / "scripts" / "command.py"})
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone without an environment."""
+    ignored = shutil.ignore_patterns("__pycache__", ".venv", ".git", "records", "tests", "logs")
+    return shutil.copytree(ROOT, tmp_path / "clone", ignore=ignored)
+
+
+def run_bare(script: Path, *words: str) -> subprocess.CompletedProcess:
+    """Start a script in a Python that has only the standard library."""
+    command = [sys.executable, "-S", str(script), *words]
+    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True)
+
+
+def test_a_script_that_lacks_a_package_starts_again_with_the_environment_of_run_sh(clone):
+    python = clone / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "environment: $@"\n')
+    python.chmod(0o755)
+    script = clone / "scripts" / "significance.py"
+    done = run_bare(script, "a folder", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"environment: {script} a folder --json\n"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_without_an_environment_every_script_says_in_one_line_what_to_do(script, clone):
+    done = run_bare(clone / "scripts" / script.name, "logs", "--to", "model")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert "./run.sh" in done.stderr
+
+
+def test_a_reader_that_closes_the_pipe_ends_a_command_quietly():
+    losses = ",".join(["3.27"] * 20_000)  # more lines than a pipe holds
+    words = [sys.executable, str(ROOT / "scripts" / "significance.py"), "--losses", losses]
+    with subprocess.Popen(
+        [*words, "--target", "3.28"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline().startswith("typed losses")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
