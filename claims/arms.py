@@ -12,13 +12,112 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from claims import stats
+from claims.runlog import read_all
 from claims.runs import Run, Validation
 from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
+from runtime.settings import SETTINGS_OF_A_RUN, as_text
 
 PUBLIC_TARGETS = {"track_1_short": 3.28, "track_2_medium": 2.92, "track_3_optimization": 3.28}
 STEPS_TRACKS = {"steps", "track_3_optimization"}  # judged by their own rule, too
 ALPHA = 0.01
+
+
+PREFIX = 4  # so many digits of a hash are enough to select by it
+NAMED_FIRST = ("recipe", "steps", "optimizer")
+
+# ---- Which runs are meant
+
+
+def read_selected(paths: Sequence[str]) -> tuple[list[Run], list[LogError]]:
+    """The runs that the paths select, and an error for each file of a folder that is no run log.
+
+    PATH:key=value,... means the runs of PATH whose settings have these values. Raises LogError
+    where a path selects nothing.
+    """
+    selected: dict[Any, Run] = {}
+    errors: list[LogError] = []
+    for path in paths:
+        place, wanted = split_selector(path)
+        runs, unread = read_all([place])
+        errors += [error for error in unread if str(error) not in map(str, errors)]
+        kept = [run for run in runs if selects(wanted, facts_of(run))]
+        if runs and not kept:
+            arms = "\n  ".join(list_arms(group_runs(runs)))
+            raise LogError(f"{path} selects none of {len(runs)} runs. Their arms:\n  {arms}")
+        selected |= {(os.path.realpath(run.path), run.index): run for run in kept}
+    return list(selected.values()), errors
+
+
+def split_selector(path: str) -> tuple[str, dict[str, str]]:
+    """The path and what follows its last colon: wanted values by setting. A value may have commas.
+
+    Raises LogError for a part without a setting.
+    """
+    place, colon, words = path.rpartition(":")
+    if not colon or "=" not in words or os.path.exists(path):
+        return path, {}
+    wanted: dict[str, str] = {}
+    for part in words.split(","):
+        name, equals, value = part.partition("=")
+        if equals:
+            wanted[name.strip().replace("-", "_")] = value
+        elif wanted:
+            wanted[list(wanted)[-1]] += f",{part}"
+        else:
+            raise LogError(f"{path}: after the colon come settings, such as {place}:steps=32")
+    return place, wanted
+
+
+def facts_of(run: Run) -> dict[str, str]:
+    """What a run can be selected by: its settings as flags take them, and where it ran."""
+    config = run.header.get("config")
+    settings = config.items() if isinstance(config, dict) else ()
+    facts = {name: as_text(value) for name, value in settings}
+    facts["steps"] = facts.get("steps", str(run.total_steps))
+    return facts | {"gpus": str(run.gpu_count), "source": f"{run.source or 'unknown':.12}",
+                    "config": f"{run.config_sha256 or 'unknown':.12}"}  # fmt: skip
+
+
+def selects(wanted: dict[str, str], facts: dict[str, str]) -> bool:
+    return all(is_same(name, value, facts.get(name)) for name, value in wanted.items())
+
+
+def is_same(name: str, wanted: str, value: str | None) -> bool:
+    if value is None or wanted == value:
+        return wanted == value
+    if name in ("source", "config"):
+        return len(wanted) >= PREFIX and (wanted.startswith(value) or value.startswith(wanted))
+    try:
+        return float(wanted) == float(value)
+    except ValueError:
+        return False
+
+
+def names_of(arms: dict["ArmKey", list[Run]]) -> dict["ArmKey", str]:
+    """Each arm by what tells it from the others, as a path takes it after a colon.
+
+    As few settings as it takes, in an order that puts those first by which people know a run.
+    """
+    facts = {key: facts_of(runs[0]) for key, runs in arms.items()}
+    one = next(iter(facts.values()), {})
+    told: dict[ArmKey, tuple[str, ...]] = dict.fromkeys(facts, ())
+    for name in dict.fromkeys([*NAMED_FIRST, *one]):
+        if name in SETTINGS_OF_A_RUN or any(name not in each for each in facts.values()):
+            continue
+        more = {key: (*told[key], f"{name}={facts[key][name]}") for key in facts}
+        if len(set(more.values())) > len(set(told.values())):
+            told = more
+    return {key: ",".join(parts) for key, parts in told.items()}
+
+
+def list_arms(arms: dict["ArmKey", list[Run]]) -> list[str]:
+    """A line for each arm: how to select it, and its runs."""
+    lines = []
+    for key, name in names_of(arms).items():
+        runs = arms[key]
+        lines.append(f"{common_folder(runs)}:{name} has {len(runs)} runs")
+    return lines
 
 
 # ---- Which runs make an arm
@@ -142,9 +241,10 @@ class Arm:
     """Runs that are judged together and what follows from their losses."""
 
     key: ArmKey
+    name: str  # what tells it from the other arms of these logs; "" if it is alone
     path: str | None  # common folder of the logs; None for losses typed by hand
     at_step: int | None  # whose validations are judged; None: the last ones
-    names: list[str]  # of the runs
+    run_names: list[str]
     points: list[Validation]  # one a run
     target: float  # nats per token
     warnings: list[str]  # why p may say less than it seems to
@@ -161,6 +261,10 @@ class Arm:
             self.warnings.append(f"n = {n}: {rule}")
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")
+
+    @property
+    def selector(self) -> str:
+        return f"{self.path}:{self.name}" if self.name else str(self.path)
 
     @property
     def documented(self) -> dict[str, Any]:
@@ -183,16 +287,20 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
     sources = {run.source for run in runs if run.complete}
     tried: Sequence[int | None] = sorted(set(steps)) or [None]
     arms = []
-    for key, group in group_runs(runs).items():
+    groups = group_runs(runs)
+    names = names_of(groups)
+    for key, group in groups.items():
         for step in tried:
-            arm = judge(key, group, target, step)
+            arm = judge(key, names[key], group, target, step)
             if len(sources) > 1:
                 arm.warnings.append(f"{len(sources)} sources in these logs: they are not pooled")
             arms.append(arm)
     return arms
 
 
-def judge(key: ArmKey, runs: Sequence[Run], target: float | None, at_step: int | None) -> Arm:
+def judge(
+    key: ArmKey, name: str, runs: Sequence[Run], target: float | None, at_step: int | None
+) -> Arm:
     """The verdict on one arm, at its end or at one step. Raises LogError without a target."""
     counted, repeats = leave_out_repeats([run for run in runs if run.counts])
     left_out = [(run, run.left_out) for run in runs if not run.counts]
@@ -207,7 +315,7 @@ def judge(key: ArmKey, runs: Sequence[Run], target: float | None, at_step: int |
     if target is None:
         target = common_target(runs) if points else math.nan
     warnings = origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
-    arm = Arm(key, common_folder(runs), at_step, names, points, target, warnings)
+    arm = Arm(key, name, common_folder(runs), at_step, names, points, target, warnings)
     for run, reason in left_out:
         lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
         arm.incomplete.append(lost)
@@ -222,7 +330,7 @@ def judge_typed(losses: Sequence[float], target: float) -> Arm:
     points = [Validation(0, loss, None) for loss in losses]
     warning = "unverified: these numbers were typed by hand, no log stands behind them"
     nothing = ArmKey(None, None, None, None)
-    return Arm(nothing, None, None, ["typed"] * len(points), points, target, [warning])
+    return Arm(nothing, "", None, None, ["typed"] * len(points), points, target, [warning])
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.ndimage import percentile_filter
 
-from claims.arms import group_runs, leave_out_repeats, name_of
-from claims.runlog import read_all
+from claims.arms import group_runs, leave_out_repeats, list_arms, name_of, read_selected
 from claims.runs import Run, Step, Validation
 from claims.stats import Difference, equivalence, paired, saving, welch
 from runtime.errors import LogError
@@ -56,13 +55,13 @@ class Side:
 
 def read_side(path: str) -> Side:
     """Read the runs that count from a log or folder. LogError unless they are exactly one arm."""
-    runs, errors = read_all([path])
+    runs, errors = read_selected([path])
     side = Side(path, left_out=list(map(str, errors)))
     side.left_out += [f"{name_of(run)}: {run.left_out}" for run in runs if run.left_out]
     arms = group_runs([run for run in runs if run.counts])
     if len(arms) != 1:
-        rule = f"{path} holds {len(arms)} arms where one is needed: give each arm its own folder"
-        raise LogError("\n  ".join([rule, *map(str, arms), *side.left_out]))
+        rule = f"{path} holds {len(arms)} arms where one is needed"
+        raise LogError("\n  ".join([f"{rule}: select one", *list_arms(arms), *side.left_out]))
     (members,) = arms.values()
     kept, repeats = leave_out_repeats(members)
     side.left_out += repeats

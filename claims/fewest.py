@@ -6,7 +6,7 @@ stops each run where it happens to be low.
 
 from collections.abc import Sequence
 
-from claims.arms import PUBLIC_TARGETS, Arm, group_runs, judge, leave_out_repeats, said
+from claims.arms import PUBLIC_TARGETS, Arm, group_runs, judge, leave_out_repeats, names_of, said
 from claims.runs import Run
 from claims.stats import STEP_WORTH, STEPS_BOUND, pairwise_rule, steps_rule
 
@@ -29,9 +29,11 @@ def judge_fewest(runs: Sequence[Run], target: float | None, step: int | None) ->
     """
     target = TARGET if target is None else target
     arms: list[Arm] = []
-    for key, group in group_runs(runs).items():
+    groups = group_runs(runs)
+    names = names_of(groups)
+    for key, group in groups.items():
         steps: list[int | None] = [*common_steps(group)] if step is None else [step]
-        tried = [judge(key, group, target, each) for each in steps or [None]]
+        tried = [judge(key, names[key], group, target, each) for each in steps or [None]]
         passing = [arm for arm in tried if passes(arm)]
         arm = [*passing, tried[-1]][0]
         arm.notes = [describe(arm, len(tried)), *[compare(arm, old) for old in arms]]
@@ -56,7 +58,7 @@ def compare(new: Arm, old: Arm) -> str:
     saved = (old.at_step or 0) - (new.at_step or 0)
     value, shown = pairwise_rule(new.losses, old.losses, saved)
     worth = f"{saved} steps fewer at {float(STEP_WORTH):g} each"
-    better = f"better than {old.path}, {worth}"
+    better = f"better than {old.selector}, {worth}"
     return f"pairwise rule: {better}: {value:.5f}, {said(shown)} ({RULE})"
 
 

@@ -1,6 +1,7 @@
 """Which of two arms is faster, by how much, and why: from run logs, or from runs made here in turn.
 
     python scripts/compare.py OLD NEW                        logs: files or folders, A and B
+    python scripts/compare.py logs:steps=30 logs:steps=32    two arms in one folder
     python scripts/compare.py --run "CMD_A" "CMD_B" --rounds 6            A B, B A, ... made here
 
 --run appends --log-dir and a folder to each command. The same command twice shows the noise.
@@ -21,11 +22,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
+from scripts.command import command, make_parser, run_child, show, start
+
 from claims.comparison import Comparison, Side, compare_sides, read_side
 from claims.runlog import read_all
 from claims.stats import in_words, moments
 from runtime.errors import LogError
-from scripts.command import command, make_parser, run_child, show, start
 
 
 def run_in_turn(commands: Sequence[str], rounds: int) -> tuple[Side, Side]:

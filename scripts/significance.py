@@ -1,13 +1,15 @@
 """Do these runs reach the target? A one-sided t-test at p < 0.01, from the run logs alone.
 
     python scripts/significance.py logs                               every arm in a folder
+    python scripts/significance.py logs:steps=32                      one of them
     python scripts/significance.py logs machine_2/logs --json         two folders, for programs
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
     python scripts/significance.py old new --track steps              fewest steps, by its rules
     python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
-An arm is one source, one configuration, one declared number of steps and one GPU count. A folder is
-read without its subfolders, but of a record its runs/. --track steps judges as track 3 of the
+An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
+folder are named by what differs, and the name after a colon selects one. A folder is read without
+its subfolders, but of a record its runs/. --track steps judges as track 3 of the
 public contest does: at the first step at which all runs together pass, or at --at-step, with a
 pairwise verdict on each arm and those before it. --skeptical writes the page of a result that
 challenges another one. Exit code: 0 every arm passes, 1 an arm fails, 2 bad input.
@@ -21,18 +23,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from claims.arms import ALPHA, Arm, apply_holm, judge_all, judge_typed
+from scripts.command import command, decimals, make_parser, show, start, whole_numbers
+
+from claims.arms import ALPHA, Arm, apply_holm, judge_all, judge_typed, read_selected
 from claims.fewest import judge_fewest, passes, skeptical
-from claims.runlog import read_all
 from claims.runs import Run
 from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
-from scripts.command import command, decimals, make_parser, show, start, whole_numbers
 
 
 def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
     """All runs, and why other files of the folders were not read."""
-    runs, errors = read_all(paths)
+    runs, errors = read_selected(paths)
     if not runs:
         raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
     return runs, [f"not read: {error}" for error in errors]
@@ -58,9 +60,7 @@ def title(arm: Arm) -> str:
         return "typed losses, UNVERIFIED"
     key = arm.key
     facts = f"source {key.source or 'unknown':.12}, steps {key.total_steps}, GPUs {key.gpu_count}"
-    if key.config_sha256:
-        facts += f", configuration {key.config_sha256:.12}"
-    return f"{arm.path}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
+    return f"{arm.selector}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
 
 
 def to_text(arm: Arm) -> str:
@@ -79,7 +79,7 @@ def to_text(arm: Arm) -> str:
     for run in arm.incomplete:
         lines.append(f"left out: {run['path']}: {run['reason']} (loss {run['last_loss']})")
     lines += arm.notes
-    for name, point in zip(arm.names, arm.points, strict=True):
+    for name, point in zip(arm.run_names, arm.points, strict=True):
         ms = point.train_time_ms
         time = "time unknown" if ms is None else f"{ms / 1000:10.3f} s"
         lines.append(f"  {point.loss:.6f}  {time}  {Path(name).name}")
@@ -90,7 +90,8 @@ def to_text(arm: Arm) -> str:
 def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="run logs, or folders of run logs")
+    add("paths", nargs="*", metavar="PATH",
+        help="run logs, or folders of run logs; PATH:setting=value,... takes some of their runs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
     add("--losses", type=decimals, help="losses typed by hand; needs --target")
     add("--at-step", type=whole_numbers, default=[], help="judge the losses at these steps")

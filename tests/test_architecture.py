@@ -22,7 +22,7 @@ BUDGETS = {
     "kernels": 649,
     "data": 1197,
     "runtime": 3224,
-    "claims": 3344,
+    "claims": 3460,
     "scripts": 1889,
     "inference": 812,
     "view": 355,

@@ -137,6 +137,17 @@ def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(tmp_path, caps
     assert "is in both arms" in capsys.readouterr().err
 
 
+def test_two_arms_of_one_folder_are_listed_and_can_be_selected(tmp_path, capsys):
+    write_arm(tmp_path, noisy(0, 3, 50, 30), source="a" * 64)
+    for ms, name in zip(noisy(1, 3, 40, 29), "xyz", strict=True):
+        write_log(tmp_path / f"{name}.jsonl", ms, begin=f"0100{ord(name)}", source="b" * 64)
+    assert compare.main([str(tmp_path), str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}:steps=50 has 3 runs\n  {tmp_path}:steps=40 has 3 runs" in error
+    assert "a" * 13 not in error
+    assert compare.main([f"{tmp_path}:steps=50", f"{tmp_path}:steps=40"]) == 0
+
+
 # ---- Runs made here
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +27,13 @@ def write_run(
     folder: Path, run_id: str, losses: dict[int, Any], *, seed: int, total: int = 100,
     target: float | None = 3.28, source: str = "source", config: str = "config", gpus: int = 8,
     status: str | None = "done", track: str = "short", claim: str | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
     """A log as the trainer writes it; `status=None` leaves the end line out."""
     events: list[dict] = [{
         "event": "header", "schema": 2, "run_id": run_id, "track": track, "target": target,
         "seed": seed, "trial": 0, "claim": claim, "source_sha256": source, "config_sha256": config,
-        "config": {}, "env": {"gpu_count": gpus},
+        "config": settings or {}, "env": {"gpu_count": gpus},
     }]  # fmt: skip
     for step, loss in losses.items():
         events.append({"event": "val", "step": step, "total_steps": total, "val_loss": loss,
@@ -169,7 +169,7 @@ def test_the_steps_track_takes_the_first_step_at_which_all_runs_pass(tmp_path, c
     text = text_of(capsys, *words)
     assert "steps rule at step 3250, the first of 5 common steps that passes: 0.00503" in text
     worth = 75 * 0.000045 / 0.1**0.5  # the losses are equal
-    assert f"old, 75 steps fewer at 4.5e-05 each: {worth:.5f}, pass" in text
+    assert f"old:steps=3350, 75 steps fewer at 4.5e-05 each: {worth:.5f}, pass" in text
     page = tmp_path / "summary.md"
     words = [tmp_path / "new", "--track", "steps", "--skeptical", page, "--at-step"]
     assert judge(capsys, *words, 3000)[0] == 1
@@ -280,18 +280,60 @@ def test_bad_input_exits_with_2_and_a_sentence(tmp_path, capsys, arguments, sent
     assert sentence.format(folder=tmp_path) in capsys.readouterr().err
 
 
-def test_the_command_starts_anywhere_without_torch_and_ends_quietly_when_nobody_reads(tmp_path):
+def test_the_command_starts_anywhere_without_torch(tmp_path):
     write_arm(tmp_path / "logs", MIMETIC)
     (tmp_path / "torch.py").write_text("raise ImportError('torch is not installed here')\n")
     command = [sys.executable, ROOT / "scripts" / "significance.py", "logs", "--json"]
     options = {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}}
     result = subprocess.run(command, capture_output=True, check=True, **options)
     assert json.loads(result.stdout)["arms"][0]["n"] == 7
-    reader, writer = os.pipe()
-    os.close(reader)
-    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, **options)
-    os.close(writer)
-    assert result.stderr == b""
+
+
+# ---- Arms in one folder
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Three arms: two numbers of steps, one of them with two momentums."""
+    shared = {"recipe": "muon", "log_dir": "logs", "cautious_wd": True}
+    for number, (steps, momentum) in enumerate([(30, 0.95), (32, 0.95), (32, [0.85, 0.9])]):
+        for seed in range(4):
+            config = shared | {"steps": steps, "momentum": momentum, "seed": seed}
+            write_run(tmp_path, f"{number}_{seed}", {steps: 3.2 + number + seed / 100}, seed=seed,
+                      total=steps, config=f"config {number}", settings=config)  # fmt: skip
+    return tmp_path
+
+
+@pytest.mark.parametrize(("selector", "losses"), [
+    ("steps=30", [3.2]), ("steps=32", [4.2, 5.2]), ("steps=32,momentum=0.85,0.9", [5.2]),
+    ("momentum=9.5e-1", [3.2, 4.2]), ("cautious-wd=on,steps=30", [3.2]), ("config=config 2", [5.2]),
+    ("source=sour,gpus=8", [3.2, 4.2, 5.2]),
+])  # fmt: skip
+def test_a_colon_and_settings_select_arms_of_a_folder(mixed, capsys, selector, losses):
+    _, arms = judge(capsys, f"{mixed}:{selector}")
+    assert [arm["losses"][0] for arm in arms] == losses
+
+
+def test_arms_of_one_folder_are_named_by_what_differs_and_each_name_selects_its_arm(mixed, capsys):
+    titles = [part.splitlines()[0] for part in text_of(capsys, mixed).split("\n\n")]
+    names = [title.partition(": source")[0] for title in titles]
+    assert names == [f"{mixed}:steps=30,momentum=0.95", f"{mixed}:steps=32,momentum=0.95",
+                     f"{mixed}:steps=32,momentum=0.85,0.9"]  # fmt: skip
+    for name in names:
+        assert len(judge(capsys, name)[1]) == 1
+
+
+@pytest.mark.parametrize("selector", ["steps=33", "momentun=0.95", "source=abc", "steps=many"])
+def test_a_selector_without_runs_lists_the_arms_that_there_are(mixed, capsys, selector):
+    assert main([f"{mixed}:{selector}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{selector} selects none of 12 runs" in error
+    assert f"{mixed}:steps=32,momentum=0.85,0.9 has 4 runs" in error
+
+
+def test_a_colon_in_the_name_of_a_folder_is_no_selector(tmp_path, capsys):
+    write_arm(tmp_path / "a:b=c", MIMETIC)
+    assert judge(capsys, tmp_path / "a:b=c")[1][0]["n"] == 7
 
 
 @pytest.mark.parametrize("loss", [-3.2, 0.0])
