@@ -347,7 +347,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "max_document": 512, "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384,
         "val_every": 100, "steps": 350, "stages": "tiny", "window_block": 16,
         "momentum_warmup": 40, "momentum_cooldown": 10, "adam_lr": 0.02,
-        "keep_model": True, "sample_tokens": 200,
+        "keep_model": True, "sample_tokens": 200, "quick_vals": 5,
     },
 }  # fmt: skip
 
@@ -956,6 +956,16 @@ def validates(config: Config, step: int) -> bool:
     return step == config.steps or (every > 0 and step % every == 0)
 
 
+def quick_validates(config: Config, step: int) -> bool:
+    """Whether to score one validation batch before this step. Runs under a claim never do.
+
+    The batches of a short run are so different that its training loss does not show its progress.
+    """
+    if config.quick_vals == 0 or config.claim or validates(config, step):
+        return False
+    return step % math.ceil(config.steps / config.quick_vals) == 0
+
+
 def reach(config: Config) -> int:
     """How many earlier tokens an output can depend on: the windows of all layers, added up."""
     windows = [windows_at(config, span.first) for span in spans(config)]
@@ -1190,7 +1200,10 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, step: int, batches: list[Batch] | None = None) -> float:
-        """Mean loss over the validation tokens, in nats, with the windows of this step."""
+        """Mean loss over the validation tokens, in nats, with the windows of this step.
+
+        batches: those of this rank to score; None: all. `targets_scored` counts them, on all ranks.
+        """
         self.model.enter(step)
         # float64: adding ten million token losses in float32 would cost digits.
         device = self.machine.device
@@ -1199,7 +1212,7 @@ class Trainer:
             total += self.batch_loss(batch, self.data.val_longest)
             scored += batch.targets.numel()
         self.targets_scored = sum(self.machine.gather(scored))
-        return self.machine.all_reduce(total).item() / self.config.val_tokens
+        return self.machine.all_reduce(total).item() / self.targets_scored
 
     @torch.no_grad()
     def probe(self) -> dict[str, float]:
@@ -1298,6 +1311,10 @@ def train(trainer: Trainer, run: Run) -> float:
         # once in a while: validate, with the clock stopped
         if validates(config, step):
             evaluate(trainer, run, step)
+        elif quick_validates(config, step):
+            with run.pause("quick_val"):
+                val_loss = trainer.validate(step, trainer.data.validation[:1])
+                run.quick_validated(step, val_loss, trainer.targets_scored)
 
         # step: gradients of the whole batch, summed; then one update
         message = trainer.gradients(step, run.stop.flags())

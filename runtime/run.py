@@ -222,6 +222,13 @@ class Run(contextlib.AbstractContextManager):
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
 
+    def quick_validated(self, step: int, val_loss: float, val_tokens: int) -> None:
+        """Log and print the loss on a few validation tokens, inside a pause."""
+        ms = self.clock.train_time_ms
+        event = {"step": step, "val_loss": val_loss, "val_tokens": val_tokens, "train_time_ms": ms}
+        self._log.write("quick_val", **event)
+        self._progress.quick_validated(step, val_loss, val_tokens)
+
     # ---- Checkpoints
 
     def must_save(self) -> bool:

@@ -83,6 +83,7 @@ class RunSettings:
     claim: str = setting("", "claim.json that the runs must fit: source, configuration and seeds")
     checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal")
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
+    quick_vals: int = setting(0, "validations of one batch in a run, to see it fall")
     keep_model: bool = setting(False, "keep the trained model, in checkpoints/RUN/final")
     sample_tokens: int = setting(0, "tokens the model writes after the last run")
     resume: str = setting("", "auto: the unfinished runs of these settings; or checkpoints/RUN")

@@ -29,6 +29,7 @@ class Lines:
         self.trainer, self.header, self.steps = trainer, header, trainer.config.steps
         self.event: dict[str, Any] = {}  # of the last step
         self.losses: list[float] = []  # smoothed training losses, without those of skipped steps
+        self.quick_losses: list[float] = []  # of quick validations; where they are, they are shown
         self.skips = 0
         self.validated_at, self.val_loss = -1, math.nan  # the last validation
         self.validation_s: float | None = None
@@ -45,6 +46,14 @@ class Lines:
 
     def validated(self, step: int, val_loss: float) -> None:
         self.validated_at, self.val_loss = step, val_loss
+
+    def quick_validated(self, step: int, val_loss: float, val_tokens: int) -> None:
+        """Take note of a quick validation, and print it."""
+        self.quick_losses.append(val_loss)
+        seconds = self.event.get("train_time_ms", 0.0) / 1000
+        said = f"step {step}/{self.steps} | validation loss on {val_tokens:,} tokens {val_loss:.4f}"
+        self.trainer.machine.say(f"{said} | {seconds:.1f} s")
+        self._said_at = time.monotonic()
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
@@ -65,8 +74,9 @@ class Lines:
         self._said_at = now
         step = self.event["step"]
         seconds = self.event["train_time_ms"] / 1000
-        line = [f"step {step}/{self.steps} {step / self.steps:4.0%}", f"train loss {self.loss:.4f}"]
-        line += [*self.rates(), f"{seconds:.1f} s", f"ETA {self.seconds_left():.0f} s"]
+        line = [f"step {step}/{self.steps} {step / self.steps:4.0%}"]
+        line += [f"{self.shown} {self.loss:.4f}", *self.rates()]
+        line += [f"{seconds:.1f} s", f"ETA {self.seconds_left():.0f} s"]
         self.trainer.machine.say(" | ".join(line))
 
     def close(self) -> None:
@@ -75,8 +85,17 @@ class Lines:
     # ---- What is shown
 
     @property
+    def curve(self) -> list[float]:
+        """Losses to draw: of quick validations, else of training."""
+        return self.quick_losses or self.losses
+
+    @property
+    def shown(self) -> str:
+        return "quick val loss" if self.quick_losses else "train loss"
+
+    @property
     def loss(self) -> float:
-        return self.losses[-1] if self.losses else math.nan
+        return self.curve[-1] if self.curve else math.nan
 
     @property
     def tokens_per_s(self) -> float:
@@ -144,7 +163,7 @@ class Live(Lines):
         text.append(f"step {event['step']:,} of {self.steps:,} ")
         text.append("━" * filled, "green").append("─" * (WIDTH - filled), "dim")
         text.append(f" {self.time_left()}\n")
-        text.append(f"train loss {self.loss:.3f} ", "bold").append(sparkline(self.losses), "cyan")
+        text.append(f"{self.shown} {self.loss:.3f} ", "bold").append(sparkline(self.curve), "cyan")
         validation = f"{self.val_loss:.4f}" if self.validated_at >= 0 else "not yet"
         text.append(f" | validation {validation} | target {config.target}\n")
         last = [*self.rates(), f"{event['train_time_ms'] / 1000:,.1f} s"]

@@ -33,7 +33,7 @@ SIZES = {
     "val-batch": 512, "val-every": 5, "steps": STEPS, "stages": "tiny", "window-block": 16,
     "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
     "dtype": "float32", "device": "cpu", "target": 1.0,
-    "val-sha256": "",
+    "val-sha256": "", "quick-vals": 0,
 }  # fmt: skip
 
 

@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1396,
+    "train_gpt.py": 1414,
     "optim": 2514,
     "kernels": 649,
     "data": 1197,
-    "runtime": 3224,
+    "runtime": 3340,
     "claims": 3460,
     "scripts": 1889,
     "inference": 812,

@@ -29,6 +29,7 @@ from claims.runlog import read_run
 from data.loader import TrainLoader
 from kernels.attention import PortableAttention
 from optim import Adam, NorMuon
+from runtime.settings import parse
 
 pytestmark = pytest.mark.usefixtures("two_layers")
 
@@ -48,6 +49,34 @@ def two_trials(data, tmp_path_factory):
 
 # ----
 # The log
+
+
+def test_a_quick_validation_scores_one_batch_off_the_clock_and_changes_no_other_loss(
+    data, tmp_path
+):
+    """Where one batch holds all validation tokens, it has the loss of a full validation."""
+    one_batch = {"val_tokens": 512, "steps": 12}
+    quick = run(data, tmp_path / "quick", val_every=0, quick_vals=4, **one_batch)
+    full = run(data, tmp_path / "full", val_every=3, **one_batch)
+    losses = {event["step"]: event["val_loss"] for event in full.events("val")}
+    assert [*losses] == [0, 3, 6, 9, 12]
+    found = {event["step"]: event["val_loss"] for event in quick.events("quick_val")}
+    assert found | {12: quick.losses()[-1]} == losses
+    assert [event["val_tokens"] for event in quick.events("quick_val")] == [512] * 4
+    assert quick.losses()[:12] == full.losses()[:12]
+    phases = {event["name"]: event["timed"] for event in quick.events("phase")}
+    assert phases["quick_val"] is False
+    said = re.findall(r"^step \d+/12 \| validation loss on 512 tokens (\S+)", quick.out, re.M)
+    assert said == [f"{loss:.4f}" for loss in found.values()]
+
+
+def test_a_run_under_a_claim_has_no_quick_validation():
+    def steps(*words: str) -> list[int]:
+        config = parse(train_gpt.Config, ["--track", "tiny", *words], train_gpt.preset, "")
+        return [step for step in range(config.steps) if train_gpt.quick_validates(config, step)]
+
+    assert steps() == [0, 7, 14, 21, 28]
+    assert steps("--claim", "claim.json") == []
 
 
 def test_every_event_has_the_fields_that_the_documentation_names(two_trials):
