@@ -29,6 +29,9 @@ A record is a claim that was written before its runs, the logs of all these runs
 `python scripts/record.py verify FOLDER` recomputes every number of a record from its logs.
 `python scripts/record.py leaderboard` writes this page and its pictures.
 
+The command on a record's page is that of its own source. Recipes and flags had other names before
+2026-11-23: `modern` on `tiny` is now `copyinit`.
+
 Also here: [ablations](ablations), [benchmarks](benchmarks), and
 [how the target of `tiny` was chosen](tiny/README.md)."""
 
