@@ -185,7 +185,6 @@ STAGES = {
 METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
 BACKENDS = ("auto", "plain", "gram", "triton")
 OPTIMIZERS = ("normuon", "muon", "adamw", "torch_muon", "torch_adamw")
-TECHNIQUES = ("none", "hyperball", "row_floor", "lookahead", "mixture")
 
 
 @dataclass(frozen=True)
@@ -262,7 +261,6 @@ class Config(RunSettings):
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon and adam", below=1)
     cautious_wd: bool = setting(False, "decay as lr^2, and only where a step agrees with it")
-    technique: str = setting("none", "a hook of normuon and muon", one_of=TECHNIQUES)
     ortho_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
     ortho_backend: str = setting("plain", "its backend", one_of=BACKENDS)
     muon_head_pairs: bool = setting(False, "orthogonalize Q and K by pairs of heads")
@@ -295,11 +293,6 @@ class Config(RunSettings):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
         torchs = self.cautious_wd and self.optimizer.startswith("torch")
         require(self, "cautious_wd", not torchs, f"off for --optimizer {self.optimizer}")
-        hooked = self.technique == "none" or self.optimizer in ("normuon", "muon")
-        require(self, "technique", hooked, f"none for --optimizer {self.optimizer}")
-        if self.technique == "hyperball":  # gates begin as zeros and must grow
-            require(self, "matrix_wd", self.matrix_wd == 0, "0 for --technique hyperball")
-            require(self, "gates", self.gates == "adam", "adam for --technique hyperball")
         heads = self.dim // self.head_dim
         for name in ("paired_heads", "muon_head_pairs"):
             allowed = heads % 2 == 0 or not getattr(self, name)
@@ -1026,22 +1019,6 @@ def multiplied(lr_mul: float, wd_mul: float | None = None) -> dict[str, Any]:
     return {"lr_mul": lr_mul, "wd_mul": lr_mul if wd_mul is None else wd_mul}
 
 
-def hooks(config: Config) -> dict[str, Any]:
-    """Options of normuon and muon for `technique`."""
-    # Slow means reach back 100 steps, as in long public runs, but at most a third of the run.
-    beta = 1 - 1 / min(100, max(1, config.steps // 3))
-    # Matrices that begin as zeros grow to the size at which the others begin.
-    rms = 0.5 / config.dim**0.5
-    options: dict[str, dict[str, Any]] = {
-        "none": {},
-        "hyperball": {"update_hook": optim.Hyperball(rms=rms)},
-        "row_floor": {"update_hook": optim.RowFloor()},
-        "lookahead": {"update_hook": optim.Lookahead(beta=beta)},
-        "mixture": {"momentum_hook": optim.Mixture(beta=beta)},
-    }
-    return options[config.technique]
-
-
 def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict, optim.Guard]:
     """{"matrix": ..., "adam": ...} for all parameters, and the guard that steps both."""
     # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch.
@@ -1057,7 +1034,6 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix
     muon |= {"method": config.ortho_method, "backend": config.ortho_backend}
-    muon |= hooks(config)
     adam = matrix | {"betas": (config.momentum[1], config.matrix_beta2), "eps": config.adam_eps}
     rest = ours | {"lr": config.adam_lr, "weight_decay": config.adam_wd}
     rest |= {"betas": config.adam_betas, "eps": config.adam_eps}

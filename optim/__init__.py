@@ -4,12 +4,7 @@ from .adam import Adam
 from .buckets import widest
 from .groups import Row, build_optimizers, group_table, groups_for
 from .guards import Guard, Skip
-from .hooks import MomentumHook, UpdateHook
-from .hyperball import Hyperball
-from .lookahead import Lookahead
-from .mixture import Mixture
 from .muon import Muon, NorMuon
-from .row_floor import RowFloor
 from .spikes import SpikeRule
 from .state import (
     copy_state,
@@ -21,8 +16,7 @@ from .state import (
 )
 
 __all__ = [
-    "Adam", "Guard", "Hyperball", "Lookahead", "Mixture", "MomentumHook", "Muon", "NorMuon", "Row",
-    "RowFloor", "Skip", "SpikeRule", "UpdateHook", "build_optimizers", "copy_state",
-    "gather_state", "group_table", "groups_for", "load_named_state", "named_state", "reset",
-    "spread_state", "widest",
+    "Adam", "Guard", "Muon", "NorMuon", "Row", "Skip", "SpikeRule", "build_optimizers",
+    "copy_state", "gather_state", "group_table", "groups_for", "load_named_state", "named_state",
+    "reset", "spread_state", "widest",
 ]  # fmt: skip

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .base import ShardedOptimizer, State, decay_of
 from .buckets import Bucket
-from .hooks import MomentumHook, UpdateHook
-from .hyperball import Hyperball
 from .orthogonalize import CPU_BATCH_BYTES, Choice, choose, native_dtype, orthogonalized
 from .update import descend
 
@@ -28,37 +26,30 @@ Split = int | tuple[int, ...] | None
 
 
 def muon(
-    gradients: Tensor, weights: Tensor, momentum: Tensor, *state: Tensor,
-    rate: Any, decay: Any, beta: Any, lr: Any, nesterov: bool, cautious: bool, choice: Choice,
-    momentum_hook: MomentumHook, update_hook: UpdateHook,
+    gradients: Tensor, weights: Tensor, momentum: Tensor, *,
+    rate: Any, decay: Any, beta: Any, nesterov: bool, cautious: bool, choice: Choice,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One step of Muon. Returns new (weights, momentum, *state of the hooks).
+    """One step of Muon. Returns new (weights, momentum).
 
     rate: learning rate times the scale of the shape. decay: a share of the weights, or None.
     """
-    own = len(momentum_hook.state())
     momentum = torch.lerp(momentum, gradients, 1 - beta)
-    memory, *mixed = momentum_hook.mix(gradients, momentum, *state[:own])
-    update = torch.lerp(gradients, memory, beta) if nesterov else memory
+    update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
     direction = orthogonalized(update, choice)
-    moved = descend(weights, direction * rate, decay, cautious)
-    moved, *held = update_hook.move(weights, moved, lr, *state[own:])
-    return moved, momentum, *mixed, *held
+    return descend(weights, direction * rate, decay, cautious), momentum
 
 
 def normuon(
-    gradients: Tensor, weights: Tensor, momentum: Tensor, variance: Tensor, *state: Tensor,
-    rate: Any, decay: Any, beta: Any, lr: Any, nesterov: bool, cautious: bool, choice: Choice,
-    momentum_hook: MomentumHook, update_hook: UpdateHook, beta2: float, axis: int,
+    gradients: Tensor, weights: Tensor, momentum: Tensor, variance: Tensor, *,
+    rate: Any, decay: Any, beta: Any, nesterov: bool, cautious: bool, choice: Choice,
+    beta2: float, axis: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One step of NorMuon. Returns new (weights, momentum, variance, *state of the hooks).
+    """One step of NorMuon. Returns new (weights, momentum, variance).
 
     variance: running mean square along `axis`, (k, rows, 1) for -1 and (k, 1, cols) for -2.
     """
-    own = len(momentum_hook.state())
     momentum = torch.lerp(momentum, gradients, 1 - beta)
-    memory, *mixed = momentum_hook.mix(gradients, momentum, *state[:own])
-    update = torch.lerp(gradients, memory, beta) if nesterov else memory
+    update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
     direction = orthogonalized(update, choice)
     squares = direction.to(update.dtype).square().sum(axis, keepdim=True)
     variance = torch.lerp(variance, squares / direction.shape[axis], 1 - beta2)
@@ -68,9 +59,7 @@ def normuon(
     after = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
     factor = factor * (rate * before / after.clamp_min(1e-10))
     # Trap: a float32 factor keeps the step float32. Rounded to bf16, the step cost loss.
-    moved = descend(weights, direction * factor, decay, cautious)
-    moved, *held = update_hook.move(weights, moved, lr, *state[own:])
-    return moved, momentum, variance, *mixed, *held
+    return descend(weights, direction * factor, decay, cautious), momentum, variance
 
 
 def shape_of(param: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
@@ -111,13 +100,6 @@ def require_split(split: Split, rows: int, long: int, name: str) -> None:
         raise ValueError(f"split must divide {side}, or be a tuple of rows, got {split!r}")
 
 
-def require_hook(place: str, hook: Any, kind: type) -> Any:
-    """The hook, or one that changes nothing for None. ValueError if it is none of this place."""
-    if hook is not None and not isinstance(hook, kind):
-        raise ValueError(f"{place} must be a {kind.__name__}, got {hook!r}; see optim/hooks.py")
-    return kind() if hook is None else hook
-
-
 class Muon(ShardedOptimizer):
     """EMA momentum, Nesterov, orthogonalization, decoupled decay (Jordan et al., "Muon", 2024).
 
@@ -134,7 +116,6 @@ class Muon(ShardedOptimizer):
     Q and K of (C, 4C) by pairs of heads, V and O whole.
     flatten: a convolution (out, in, ...) is one matrix (out, in x ...). transposed: a weight is
     stored as (in, out), which matters for the scale and NorMuon's rows. Both are group keys.
-    momentum_hook, update_hook: techniques that change a step, see hooks.py.
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "momentum": (0, 1)}
@@ -155,12 +136,8 @@ class Muon(ShardedOptimizer):
         method: str = "polar_express",
         backend: str = "auto",
         dtype: torch.dtype | None = None,
-        momentum_hook: MomentumHook | None = None,
-        update_hook: UpdateHook | None = None,
         **options: Any,
     ):
-        self.momentum_hook = require_hook("momentum_hook", momentum_hook, MomentumHook)
-        self.update_hook = require_hook("update_hook", update_hook, UpdateHook)
         if scale not in SCALES:
             raise ValueError(f"unknown scale {scale!r}; choose one of {', '.join(SCALES)}")
         self.nesterov, self.scale, self.dtype = nesterov, scale, dtype
@@ -179,8 +156,6 @@ class Muon(ShardedOptimizer):
             raise ValueError(f"{what}, Muon needs (rows, cols) or (k, rows, cols); {fix}")
         if group["transposed"] and group["split"] is not None:
             raise ValueError(f"parameter {name} is transposed, and split cuts rows; drop one")
-        if group["weight_decay"] and isinstance(self.update_hook, Hyperball):
-            raise ValueError(f"Hyperball replaces weight decay; set it to 0 for parameter {name}")
         require_split(group["split"], shape[-2], max(shape[-2:]), name)
         for _, rows, cols in matrix_shapes(shape, group["split"]):
             self._choice(param, group, rows, cols)
@@ -198,17 +173,14 @@ class Muon(ShardedOptimizer):
         return cuts
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        names = ("momentum", *self.momentum_hook.state(), *self.update_hook.state())
-        return {name: State(param.shape, None, param.dtype) for name in names}
+        return {"momentum": State(param.shape, None, param.dtype)}
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         group = bucket.group
         scale = SCALES[self.scale](*sides_of(bucket.param, group))
-        lr = group["lr"] * group["lr_mul"]
-        rates = {"rate": lr * scale, "beta": group["momentum"], "lr": lr}
+        rates = {"rate": group["lr"] * group["lr_mul"] * scale, "beta": group["momentum"]}
         choice = self._choice(bucket.param, group, *bucket.shape[1:])
         fixed = {"nesterov": self.nesterov, "cautious": self.cautious, "choice": choice}
-        fixed |= {"momentum_hook": self.momentum_hook, "update_hook": self.update_hook}
         return muon, fixed, rates | decay_of(group)
 
     def describe(self) -> str:
@@ -251,8 +223,7 @@ class NorMuon(Muon):
             if isinstance(group["split"], tuple):
                 whole = (sum(matrices * height for matrices, height, _ in shapes), 1)
             variance = State(whole, (-1, 1), param.dtype)
-        momentum, *hooks = super()._states(param, group).items()  # in the order of `normuon`
-        return dict([momentum, ("variance", variance), *hooks])
+        return super()._states(param, group) | {"variance": variance}
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         _, fixed, rates = super()._method(bucket)

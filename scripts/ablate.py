@@ -66,11 +66,6 @@ ARMS = {
     "muon_head_pairs": "--muon-head-pairs on",
     "signs": "--bigram-signs on",
     "prefixes": "--stages prefix --prefixes on",
-    "hyperball": "--technique hyperball --gates adam",
-    "hyperball_double_rate": "--technique hyperball --gates adam --matrix-lr 0.1",
-    "row_floor": "--technique row_floor",
-    "lookahead": "--technique lookahead",
-    "mixture": "--technique mixture",
 }
 # These arms leave a piece out (muon: what NorMuon adds); the others put one in.
 LEAVE_OUT = {"muon"} | {arm for arm in ARMS if arm.startswith("no_")}

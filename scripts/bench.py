@@ -6,7 +6,7 @@
 
 Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
 each time. Figures are medians over the rounds in milliseconds; ratios are taken round by round, to
-the last window or to torch.optim.Muon, and "to plain" to the same optimizer without guard or hook.
+the last window or to torch.optim.Muon, and "to plain" to the same optimizer without guard.
 --against times other code beside ours, from files anywhere. For `step` a file defines
 build(config), which returns a function that takes a training step; for `optim` build(parameters),
 which returns step functions by name. MFU, on a GPU of known peak, counts 6 FLOPs for each weight of
@@ -162,12 +162,6 @@ def optimizer_steps(weights: list[Tensor]) -> Steps:
         steps[f"{name}, no guard"] = build().step
         steps[f"{name}, nonfinite guard"] = optim.Guard([build()]).step
         steps[f"{name}, both guards"] = partial(guard.step, loss)
-    for hook in (optim.Hyperball(), optim.RowFloor(), optim.Lookahead(), optim.Mixture()):
-        place = "momentum_hook" if isinstance(hook, optim.MomentumHook) else "update_hook"
-        hooked: dict[str, Any] = OPTIONS | products | {place: hook}
-        if isinstance(hook, optim.Hyperball):
-            hooked["weight_decay"] = 0.0  # which it replaces
-        steps[f"Muon, {type(hook).__name__}"] = optim.Muon(weights, **hooked).step
     return steps
 
 

@@ -38,19 +38,14 @@ def muon_step(
     lr_mul: float = 1.0,
     wd_mul: float = 1.0,
     beta2: float | None = None,
-    memory: Tensor | None = None,
 ) -> Tensor:
-    """One step of Muon or, with beta2, of NorMuon, for one weight (rows, cols).
-
-    memory: what is used in place of the momentum.
-    """
+    """One step of Muon or, with beta2, of NorMuon, for one weight (rows, cols)."""
     weight, grad = weight.double(), grad.double()
     rows, cols = weight.shape
 
     buffer = momentum * state.get("momentum", torch.zeros_like(grad)) + (1 - momentum) * grad
     state["momentum"] = buffer
-    memory = buffer if memory is None else memory
-    update = momentum * memory + (1 - momentum) * grad if nesterov else memory
+    update = momentum * buffer + (1 - momentum) * grad if nesterov else buffer
 
     if cols >= rows:
         blocks = update.reshape(split, rows, cols // split)

@@ -1,6 +1,7 @@
 """The optimizers on one process, against float64 twins and torch's own optimizers."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import reference
@@ -228,6 +229,28 @@ def test_adam_is_the_one_in_torch_when_eps_vanishes(betas):
     own, torchs = (dict(named_state(optimizer)) for optimizer in optimizers)
     for name, tensor in torchs.items():
         torch.testing.assert_close(own[name].to(tensor.dtype), tensor, rtol=1e-5, atol=1e-7)
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "optimizers.md"
+
+
+def test_the_technique_of_the_page_keeps_each_norm_and_steps_by_a_share_of_it():
+    blocks = [text.partition("```")[0] for text in PAGE.read_text().split("```python\n")[1:]]
+    [code] = [block for block in blocks if "class Hyperball" in block]
+    names: dict = {}
+    exec(code, names)
+    (param,) = parameters((8, 32), dtype=torch.float32)
+    optimizer = names["Hyperball"]([{"params": [param], "lr_mul": 2.0}], 0.05, split=4)
+    before = param.detach().clone().view(4, 8, 8)
+    train(optimizer, range(1))
+    after = param.detach().view(4, 8, 8)
+    norms = before.flatten(1).norm(dim=1)
+    torch.testing.assert_close(after.flatten(1).norm(dim=1), norms, rtol=1e-5, atol=0)
+    # Brought back to the sphere, a step of 0.1 R at an angle a with the weights moves them by
+    # atan(0.1 sin a / (1 + 0.1 cos a)) R: 0.082 to 0.1002 R for a between 60 and 120 degrees.
+    moved = (after - before).flatten(1).norm(dim=1) / norms
+    assert (moved > 0.08).all()
+    assert (moved < 0.102).all()
 
 
 # ---- gradients

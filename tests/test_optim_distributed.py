@@ -18,9 +18,6 @@ import torch.multiprocessing as mp
 from optim import (
     Adam,
     Guard,
-    Hyperball,
-    Lookahead,
-    Mixture,
     Muon,
     NorMuon,
     SpikeRule,
@@ -40,11 +37,9 @@ SHAPES = {
     "torch": [(5, 4), (3,)],
     "theirs": [(6, 4)],
     "unequal": [(8, 32), (32, 8), (2, 32, 4), (0, 32, 4), (32, 0)],
-    "hooked": [(6, 12)] * 3 + [(16, 8)],
-    "sphere": [(8, 8)] * 3,
 }
 UNUSED = [  # in the last step
-    "normuon.0", "normuon.6", "muon.2", "few.1", "adam.2", "adam.5", "hooked.1",
+    "normuon.0", "normuon.6", "muon.2", "few.1", "adam.2", "adam.5",
 ]  # fmt: skip
 EMPTY = {"adam.6", "unequal.3", "unequal.4"}
 PARTLY = {(1, "normuon.1"): {0}, (1, "muon.0"): {1, 2}, (1, "adam.0"): {0, 1}, (1, "torch.1"): {0}}
@@ -74,12 +69,7 @@ def build(group):
         Adam(named["adam"], 0.01, betas=(0.65, 0.95), weight_decay=0.1, **common),
         torch.optim.AdamW(named["torch"], 0.01),
         torch.optim.Muon(named["theirs"], 0.01),
-        NorMuon(
-            named["hooked"], 0.02, split=2, momentum_hook=Mixture(), update_hook=Lookahead(),
-            **matrices,
-        ),
-        Muon(named["sphere"], 0.02, update_hook=Hyperball(), **matrices | {"weight_decay": 0.0}),
-    ]  # fmt: skip
+    ]
     guard = Guard(optimizers, spike=SpikeRule(start=3, window=8), **common)
     return params, optimizers, guard
 
