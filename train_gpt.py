@@ -197,7 +197,7 @@ class Config(RunSettings):
     attention: str = setting("auto", "attention backend", one_of=ATTENTIONS)
     loss_kernel: str = setting("auto", "loss of the head; auto: fp8 or chunked", one_of=HEADS)
     activation_checkpointing: bool = setting(False, "activation checkpointing: less memory, slower")
-    compile: str = setting("auto", "auto: eager where it cannot work", one_of=("auto", "on", "off"))
+    compile: str = setting("auto", "auto: where it works and pays", one_of=("auto", "on", "off"))
 
     vocab_size: int = setting(50257, "tokens of the vocabulary", at_least=1, section="Data")
     bos: int = setting(50256, "token that precedes each document", below="vocab_size")

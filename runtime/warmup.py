@@ -4,6 +4,7 @@ Also the dry run. `trainer` is that of train_gpt.py.
 """
 
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -15,7 +16,9 @@ from torch import Tensor
 from runtime import preflight
 from runtime.checks import is_causal, same_bits
 from runtime.clock import Clock
-from runtime.compile import compile_flags, fits, try_compile
+from runtime.compile import Plan, compile_flags, fits, try_compile
+from runtime.jsonl import json_hash
+from runtime.log import config_hash
 from runtime.machine import Machine, compute_dtype
 from runtime.preflight import GIB
 
@@ -26,10 +29,11 @@ def warm_up(trainer: Any, clock: Clock) -> None:
     before, random = trainer.state_dict(), torch.get_rng_state()
     with clock.phase("compile", timed=False):
         first_call = partial(find_micro_batch, trainer)
-        trainer.loss, obstacle = try_compile(trainer.model, config.compile, machine, first_call)
+        trainer.loss, obstacle = try_compile(
+            trainer.model, config.compile, machine, plan_compilation(trainer), first_call
+        )
         if obstacle is not None:
-            fix = "" if config.compile == "off" else "; --compile on makes this an error"
-            machine.say(f"not compiled, slower ({obstacle}){fix}")
+            machine.say(f"not compiled: {obstacle}")
             find_micro_batch(trainer, trainer.model)
         trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}
     with clock.phase("warmup", timed=False):
@@ -42,6 +46,15 @@ def warm_up(trainer: Any, clock: Clock) -> None:
     trainer.checks |= {"causality": causal, "warmup_restored": restored}
     if not (causal and restored):
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
+
+
+def plan_compilation(trainer: Any) -> Plan:
+    """What all runs of this process compute. Validation has no backward pass: a third of FLOPs."""
+    config = trainer.config
+    tokens = trainer.train_tokens + len(trainer.validations) * config.val_tokens / 3
+    flops = config.trials * tokens * trainer.model.flops_per_token()
+    settings = config_hash(asdict(config) | {"compile": ""})
+    return Plan(flops, json_hash([trainer.source_sha256, settings, torch.__version__]))
 
 
 def find_micro_batch(trainer: Any, loss: Any) -> None:
