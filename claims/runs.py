@@ -104,6 +104,14 @@ class Run:
         return self.left_out is None
 
     @property
+    def has_every_step(self) -> bool:
+        """Whether the log holds each step up to the last once, in order."""
+        # Count first: the log may declare any number of steps.
+        return len(self.steps) == self.total_steps and all(
+            step.step == number for number, step in enumerate(self.steps, 1)
+        )
+
+    @property
     def final_loss(self) -> float | None:
         return self.validations[-1].loss if self.validations else None
 

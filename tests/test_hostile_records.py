@@ -41,7 +41,9 @@ def stranger(tmp_path):
 
 
 def tool(name: str, *words: object) -> subprocess.CompletedProcess:
+    """Run a script with at most 8 GiB of address space."""
     command = [sys.executable, str(ROOT / "scripts" / name), *map(str, words)]
+    command = ["sh", "-c", 'ulimit -v 8388608; exec "$@"', "sh", *command]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -209,6 +211,24 @@ def test_a_number_of_any_shape_in_claim_or_log_ends_in_a_sentence(value, strange
     edit_log(second, "val", total_steps=value)
     assert record.main(["verify", "--read-only", str(stranger)]) == 2
     assert "total_steps must be an integer" in capsys.readouterr().err
+
+
+def test_a_log_that_declares_a_billion_steps_fills_no_memory(stranger, tmp_path):
+    for log in (stranger / "runs").glob("2*.jsonl"):
+        edit_log(log, "step", step=10**9)
+        events = small_run.read_events(log)
+        for event in events:
+            if event["event"] == "val":
+                event |= {"step": 10**9 * bool(event["step"]), "total_steps": 10**9}
+        log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    first, second = sorted((stranger / "runs").glob("2*.jsonl"))
+    for words, code in (
+        (["record.py", "verify", "--read-only", stranger], 1),
+        (["compare.py", first, second], 1),
+        (["view.py", stranger, "--out", tmp_path / "page.html"], 0),
+    ):
+        done = tool(*words)
+        assert (done.returncode, "Error" in done.stderr) == (code, False), done.stderr
 
 
 def test_a_command_in_a_page_is_one_command_whatever_the_claim_says(stranger):
