@@ -130,7 +130,8 @@ def check_seeds(evidence: Evidence) -> Iterator[str]:
     claimed = {str(line.get("seed")): line["time"] for line in evidence.starts}
     for line in evidence.registry:
         time = claimed.get(str(line.get("seed")), "")  # ISO times sort as text
-        if line["event"] == "start" and line not in evidence.starts and line["time"] <= time:
+        ours = line.get("claim") == evidence.claim.id
+        if line["event"] == "start" and not ours and line["time"] <= time:
             yield f"seed {line['seed']} was run by {line['run_id']} outside the claim"
 
 
@@ -194,7 +195,7 @@ def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
 
 def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
     """The registry holds start, resumes and end; each segment names the hash of the one before."""
-    lines = [line for line in evidence.registry if line["run_id"] == run.run_id]
+    lines = evidence.registered.get(run.run_id, [])
     order = " ".join(line["event"] for line in lines)
     if not all(re.fullmatch(TIME, line["time"]) for line in lines):
         yield "its lines in the registry have no time such as 2026-01-31T12:00:00+00:00"
@@ -281,7 +282,7 @@ def check_origin(run: Run, evidence: Evidence) -> Iterator[str]:
                 yield f"started with {name} {found!r:.80}, not {due!r}"
         if elsewhere != []:
             yield f"modules from elsewhere: {elsewhere!r:.300}"
-    own = [(0, None), *run.checkpoints]  # a run that saved nothing begins again at step 0
+    own = {(0, None), *run.checkpoints}  # a run that saved nothing begins again at step 0
     for resume in run.resumes:
         if (resume.from_step, resume.checkpoint_sha256) not in own:
             yield f"resumed at step {resume.from_step} from a checkpoint that it did not write"
@@ -322,14 +323,15 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
 
     Comparisons are written so that nan fails.
     """
-    for place, phase in enumerate(run.phases):
+    later: set[str] = set()
+    for phase in reversed(run.phases):
         if phase.name not in (TIMED if phase.timed else UNTIMED):
             yield f"untimed work: phase {phase.name!r} of {phase.ms:.0f} ms, timed: {phase.timed}"
-        later = {each.name for each in run.phases[place + 1 :]}
         once_at_end = later <= AT_END - {phase.name} and phase.ms <= LONGEST_AT_END_MS
         if phase.name in AT_END and not once_at_end:
             yield (f"untimed work: a {phase.name} of {phase.ms:.0f} ms; one may end a run, in 60 s "
                    f"at most")
+        later.add(phase.name)
     if not run.complete:
         return
     total = run.train_time_ms or 0.0
@@ -353,7 +355,7 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
 
 def check_times(run: Run, evidence: Evidence) -> Iterator[str]:
     """The registry saw the run last as long as its clock says."""
-    lines = [line for line in evidence.registry if line["run_id"] == run.run_id]
+    lines = evidence.registered.get(run.run_id, [])
     if not (run.counts and lines and all(re.fullmatch(TIME, line["time"]) for line in lines)):
         return  # what is missing fails in check_registry
     seen = 0.0

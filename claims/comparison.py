@@ -98,9 +98,7 @@ def step_times(run: Run) -> np.ndarray:
     Between a step and the validation after it the clock waits for the device. That time belongs to
     no step.
     """
-    numbers = [step.step for step in run.steps]
-    every = range(1, len(numbers) + 1)  # never as long as the total that a log declares
-    if len(numbers) != run.total_steps or numbers != list(every):
+    if not run.has_every_step:
         return np.array([])
     events: list[Step | Validation] = [*run.steps, *run.validations]
     clock = 0.0

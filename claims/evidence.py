@@ -90,6 +90,14 @@ class Evidence:
         return [line for line in lines if line.get("claim") == self.claim.id]
 
     @cached_property
+    def registered(self) -> dict[str, list[dict[str, Any]]]:
+        """The registry's lines of each run."""
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for line in self.registry:
+            lines.setdefault(line["run_id"], []).append(line)
+        return lines
+
+    @cached_property
     def complete(self) -> list[Run]:
         """The runs of the claim that count, one for each seed, sorted by seed."""
         by_seed: dict[int, Run] = {}

@@ -81,7 +81,10 @@ def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
     kept, resumes = processes[0], []
     saved = [line for lines in processes for line in events(lines, "checkpoint")]
     for before, lines in pairwise(processes):
-        for line in events(lines, "resume"):
+        found = events(lines, "resume")
+        if len(found) > 1:
+            raise LogError(f"{found[1].where}: a segment has one resume line, its second line")
+        for line in found:
             resumes.append(read_resume(line, before))
             kept = keep_until(kept, resumes[-1].from_step)
         kept = [line for line in kept if line.event != "end"] + lines

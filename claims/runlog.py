@@ -16,14 +16,8 @@ from runtime.jsonl import read_regular
 
 SUFFIXES = (".jsonl", ".txt", ".log", ".stdout", ".out")
 SEGMENT = re.compile(r"(.+)\.([2-9]|[1-9][0-9]{1,5})\.jsonl")  # <run_id>.2.jsonl
-MAX_BYTES = 32 * 2**20  # a hundred thousand steps; a wrong file must not fill the memory
-
-
-def read_bytes(path: Path, links: bool = True) -> bytes:
-    try:
-        return read_regular(path, MAX_BYTES, links)
-    except OSError as error:
-        raise LogError(f"cannot read {path}: {error.strerror}") from error
+# Of a run, all segments together: a hundred thousand steps, read in a few seconds.
+MAX_BYTES, MAX_LINES, MAX_SEGMENTS = 32 * 2**20, 250_000, 200
 
 
 def first_segment(path: Path) -> Path:
@@ -40,17 +34,33 @@ def read_runs(path: str | Path, links: bool = True) -> list[Run]:
     run log; the message names the file, the line and the rule. links: whether to follow links.
     """
     first = first_segment(Path(path))
-    data = read_bytes(first, links)
+    segments = read_segments(first, links)
+    data = segments[0][1]
     if not data:
         raise LogError(f"{first} is empty: its run ended before its first line. Take it out.")
     if first.suffix != ".jsonl" and not data.startswith(b'{"'):
         return read_text(first, data)
-    segments = [(first, data)]
-    later = first.with_name(f"{first.stem}.2.jsonl")
-    while later.exists():
-        segments.append((later, read_bytes(later, links)))
-        later = first.with_name(f"{first.stem}.{len(segments) + 1}.jsonl")
     return [read_jsonl(segments)]
+
+
+def read_segments(first: Path, links: bool) -> list[tuple[Path, bytes]]:
+    """The files of a run with their contents. LogError if they are too large together."""
+    segments: list[tuple[Path, bytes]] = []
+    path, size, lines = first, 0, 0
+    while path == first or path.exists():
+        try:
+            data = read_regular(path, MAX_BYTES - size, links)
+        except OSError as error:
+            raise LogError(f"cannot read {path}: {error.strerror}") from error
+        segments.append((path, data))
+        size += len(data)
+        lines += data.count(b"\n")
+        if lines > MAX_LINES:
+            raise LogError(f"{path}: its run has {lines:,} lines, and {MAX_LINES:,} are the most")
+        if len(segments) > MAX_SEGMENTS:
+            raise LogError(f"{path}: {MAX_SEGMENTS} segments of a run are the most")
+        path = first.with_name(f"{first.stem}.{len(segments) + 1}.jsonl")
+    return segments
 
 
 def read_run(path: str | Path) -> Run:

@@ -27,7 +27,7 @@ FIXED = {
 }  # fmt: skip
 SCHEMA = 2  # of a claim whose runs have logs of schema 3; those of schema 1 stay valid
 LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may agree by chance
-MOST_BYTES = 2**20
+MOST_BYTES, MOST_ABOUT = 2**20, 1000  # of the file; of `about`, in characters
 NAME = r"[A-Z][A-Za-z0-9]{1,60}"
 SHA256 = "[0-9a-f]{64}"
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"
@@ -120,7 +120,8 @@ def _rules(claim: Claim) -> list[tuple[bool, str]]:
         (re.fullmatch(TIME, claim.created) is not None,
          f"created must be a time like 2026-01-31T12:00:00+00:00, not {claim.created!r:.80}"),
         (re.fullmatch(NAME, claim.name) is not None, f"name {claim.name!r} must be a CamelName"),
-        (claim.about.isprintable(), "about must be one line of text"),
+        (claim.about.isprintable() and len(claim.about) <= MOST_ABOUT,
+         f"about must be one line of at most {MOST_ABOUT} characters"),
     ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ here. Removing, adding or editing a line breaks the chain; only the last lines c
 """
 
 import hashlib
+import io
 import os
 import re
 from datetime import UTC, datetime
@@ -19,7 +20,8 @@ from runtime.jsonl import append, json_line, parse, read_regular
 REGISTRY = "registry.jsonl"
 FIELDS = ("event", "time", "run_id", "previous")  # in every line, all text
 TAIL_BYTES = 2**16  # no line is longer
-MOST_BYTES = 2**28  # about 500,000 lines
+MOST_BYTES = 2**26  # about 150,000 lines
+MOST_TORN = 1000  # lines; only a crash in mid-write leaves one
 BINARY = getattr(os, "O_BINARY", 0)  # without it Windows changes the line ends
 
 
@@ -48,11 +50,15 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
         content = read_regular(path, MOST_BYTES)
     except OSError as error:
         raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
+    torn = 0
+    for number, line in enumerate(io.BytesIO(content), 1):
         try:
             entry = parse(line)
         except ValueError:
             before = line  # torn by a crash; the next line holds the hash of what is left
+            torn += 1
+            if torn > MOST_TORN:
+                raise LogError(f"{path}: over {MOST_TORN} lines are torn. Restore it.") from None
             continue
         _check(entry, before, f"{path}, line {number}")
         entries.append(entry | {"sha256": _sha256(line)})
@@ -83,5 +89,5 @@ def _sha256(line: bytes) -> str:
 def _last_line(descriptor: int) -> bytes:
     size = os.fstat(descriptor).st_size
     os.lseek(descriptor, max(size - TAIL_BYTES, 0), os.SEEK_SET)
-    lines = os.read(descriptor, TAIL_BYTES).splitlines(keepends=True)
-    return lines[-1] if lines else b""
+    tail = os.read(descriptor, TAIL_BYTES)
+    return tail[tail.rfind(b"\n", 0, -1) + 1 :]

@@ -19,7 +19,7 @@ from claims.evidence import read_evidence
 from claims.pages import readme
 from claims.runlog import MAX_BYTES, read_run
 from runtime.claim import read_claim
-from runtime.errors import ClaimError
+from runtime.errors import ClaimError, LogError
 from runtime.registry import read_registry
 from scripts import record
 
@@ -129,8 +129,9 @@ def test_no_file_from_outside_a_log_folder_gets_into_a_record(name, stranger, tm
     ("config_sha256", STEERING, "64 hexadecimal digits"),
     ("target", float("nan"), "must lie between"), ("target", 10**400, "must lie between"),
     ("alpha", float("inf"), "must lie between"), ("about", "x" * 2**20, "bytes"),
-    ("about", "Why.\u2028**Shown**", "one line"), ("config", NESTED, "brackets"),
-], ids=range(8))
+    ("about", "Why.\u2028**Shown**", "one line"), ("about", "x" * 1001, "1000 characters"),
+    ("config", NESTED, "brackets"),
+], ids=range(9))
 def test_a_claim_that_names_a_path_or_a_number_out_of_this_world_is_refused(
     field, value, rule, stranger
 ):
@@ -171,6 +172,25 @@ def test_logs_and_registries_of_huge_size_are_refused_unread(tmp_path):
             file.truncate(size)  # takes no room on the disk
         with pytest.raises(ValueError, match=f"{name} has .*bytes"):
             read(tmp_path / name)
+
+
+@pytest.mark.parametrize(("files", "read", "rule"), [
+    ({"a.jsonl": b"{}\n" * 250_001}, read_run, "250,001 lines, and 250,000 are the most"),
+    ({"a.txt": b"s:0 tel:1\ns:1 tel:1\n" * 125_001}, read_run, "250,002 lines"),
+    ({"a.jsonl": b" " * 2**24, "a.2.jsonl": b" " * 2**24, "a.3.jsonl": b" "}, read_run,
+     "a.3.jsonl has 1 bytes, and 0 are the most"),
+    ({f"a.{number}.jsonl" if number > 1 else "a.jsonl": b"x" for number in range(1, 202)},
+     read_run, "200 segments of a run are the most"),
+    ({"a.jsonl": b'{"event": "x"}\n', "a.2.jsonl": 3 * b'{"event": "resume"}\n'}, read_run,
+     "line 2: a segment has one resume line"),
+    ({"registry.jsonl": b"x\n" * 1001}, read_registry, "over 1000 lines are torn"),
+], ids=range(6))
+def test_what_would_take_minutes_to_read_is_refused(files, read, rule, tmp_path):
+    """Each of these limits bounds work that grows with the product of two counts."""
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(LogError, match=rule):
+        read(tmp_path / min(files, key=len))
 
 
 @pytest.mark.parametrize("run_id", ["../../elsewhere", "/absolute", "sub/name", "..", ""])
