@@ -48,10 +48,10 @@ from torch.utils.checkpoint import checkpoint
 
 import optim
 from data.audit import missing_data, open_audited
+from data.copied import copied_and_new_loss
 from data.loader import Batch
 from data.lookups import bigrams, random_signs, several_targets, sign_rows
 from data.prefixes import prefix_table, read_bytes
-from data.probes import probe_copying
 from data.sampling import write_text
 from data.shards import ShardError
 from data.tokenizers import TOKENIZERS, read_tokenizer, require_tokenizer
@@ -59,7 +59,6 @@ from kernels.attention import ATTENTIONS, Attention, PortableAttention, choose_a
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from runtime import facts
 from runtime import machine as machines
-from runtime.checkpoint import load_final
 from runtime.checks import prove
 from runtime.claim import admit, off_track
 from runtime.clock import Clock
@@ -70,7 +69,7 @@ from runtime.preflight import require_packages
 from runtime.provenance import provenance
 from runtime.resume import plan_runs, require_folders
 from runtime.run import Run
-from runtime.settings import RunSettings, parse, read_settings, require, setting
+from runtime.settings import RunSettings, parse, require, setting
 from runtime.stop import Stop, listen
 from runtime.warmup import dry_run, plan_without_data, warm_up
 
@@ -737,26 +736,25 @@ class GPT(nn.Module):
     def output_weight(self) -> Tensor:
         return self.embed if self.tied else self.lm_head
 
-    def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor, *context: Any) -> Tensor:
-        """The loss of each target, float32 (B, T). The arguments are those of `forward`."""
-        x = self.hidden(inputs_BT, *context)[:, -targets_BT.size(1) :].flatten(0, 1)
-        return self.plain_loss(x, targets_BT.flatten(), reduction="none").view_as(targets_BT)
-
-    def places(self, inputs_BT: Tensor) -> tuple[Tensor, Windows, int]:
-        """The last arguments of `token_losses` for rows in which documents begin with bos."""
+    def eval_context(self, inputs_BT: Tensor) -> tuple[Tensor, Windows, int]:
+        """The last arguments of `hidden` and `forward`, for rows whose documents begin with bos."""
         begins = (inputs_BT == self.config.bos) & self.config.document_mask
         begins[:, 0] = True
         starts = begins.flatten().nonzero().flatten().int()
         ends = F.pad(starts, (0, 1), value=inputs_BT.numel())
         return ends, self.windows, inputs_BT.size(1)
 
-    def logits(self, tokens_T: Tensor, windows: Windows, count: int = 1) -> Tensor:
-        """Logits after each of the last `count` tokens of a document, float32 (count, V)."""
-        T = len(tokens_T)
-        ends = torch.tensor([0, T], dtype=torch.int32, device=tokens_T.device)
-        x = self.hidden(tokens_T.view(1, T), ends, windows, T)[0, -count:]
+    def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """The loss of each target, float32 (B, T). Fewer targets are those of each row's end."""
+        x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -targets_BT.size(1) :]
+        losses = self.plain_loss(x.flatten(0, 1), targets_BT.flatten(), reduction="none")
+        return losses.view_as(targets_BT)
+
+    def logits(self, inputs_BT: Tensor, count: int) -> Tensor:
+        """Logits after each of the last `count` inputs, float32 (B, count, V)."""
+        x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -count:]
         z = linear(x, self.output_weight, self.lm_head_bias).float()
-        return capped(z, SOFTCAPS[self.config.softcap])[:, : self.config.vocab_size]
+        return capped(z, SOFTCAPS[self.config.softcap])[..., : self.config.vocab_size]
 
     def plain_loss(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
         bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
@@ -1191,18 +1189,15 @@ class Trainer:
         return self.machine.all_reduce(total).item() / self.targets_scored
 
     @torch.no_grad()
-    def probe(self) -> dict[str, float]:
-        """How well the model copies from its context: see data/probes.py. On this rank's tokens."""
-        config = self.config
-        self.model.enter(config.steps)
+    def copied_and_new(self) -> dict[str, float]:
+        """Loss on copied and on new tokens of this rank: see data/copied.py."""
+        self.model.enter(self.config.steps)
 
-        def losses(batch: Batch) -> Tensor:
-            place = batch.to(self.machine.device)
-            return self.model.token_losses(*place, self.model.windows, batch.inputs.size(1))
+        def losses(inputs: Tensor, targets: Tensor) -> Tensor:
+            device = self.machine.device
+            return self.model.token_losses(inputs.to(device), targets.to(device))
 
-        longest_row = max(config.seq_len, config.val_seq_len)
-        tokens = (config.vocab_size, config.bos)
-        return probe_copying(losses, self.data.validation, *tokens, longest_row)
+        return copied_and_new_loss(losses, self.data.validation, self.config.bos)
 
     def trained_rows(self) -> str:
         """SHA-256 of the rows trained on, over all ranks: see data/loader.py. Collective."""
@@ -1215,7 +1210,7 @@ class Trainer:
         self.model.enter(config.steps)
 
         def logits(tokens: Tensor) -> Tensor:
-            return self.model.logits(tokens.to(device), self.model.windows)[-1]
+            return self.model.logits(tokens.to(device).view(1, -1), count=1)[0, 0]
 
         tokenizer = read_tokenizer(TOKENIZERS[config.vocab_size])
         return write_text(logits, tokenizer, config.sample_tokens, config.bos, context(config))
@@ -1236,39 +1231,6 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         optim.spread_state(self.optimizers, self.guard, state["optim"])
         self.data.train.load_state_dict(state["data"])
-
-
-# ---- A trained model
-
-
-def load_model(folder: Path, device: str = "auto", dtype: torch.dtype | None = None) -> GPT:
-    """Read checkpoints/RUN/final, ready at the windows and rotary tables of the last validation.
-
-    device: auto, cpu or cuda; dtype: None for the run's. Refused if a file has changed, if a
-    setting is not known here, or if the device is missing.
-    """
-    weights, found = load_final(folder)
-    config = read_settings(Config, found.get("config"), folder)
-    place = machines.find_device(device)
-    dtype = dtype or machines.compute_dtype(config.dtype, place)
-    attention, _ = choose_attention("auto", place, dtype, config.head_dim)
-    model = GPT(config, dtype, place, attention)
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:  # names the parameters, over several lines
-        raise Refused(f"{folder}: {' '.join(str(error).split())}") from None
-    model.enter(config.steps)
-    return model.requires_grad_(False)
-
-
-@torch.no_grad()
-def token_losses(model: GPT, tokens: Tensor) -> Tensor:
-    """The loss of each next token in nats, float32 (B, T), as the last validation scores it.
-
-    tokens: int64 (B, T + 1); every document begins with bos. T: at most that of the run's rows.
-    """
-    inputs, targets = tokens[:, :-1].int(), tokens[:, 1:]
-    return model.token_losses(inputs, targets, *model.places(inputs))
 
 
 # ---- A run
@@ -1345,7 +1307,7 @@ def make_runs(config: Config) -> int:
                 with run.pause("check"):
                     proof = prove(trainer)
                 with run.pause("probe"):
-                    probes = machine.on_main(trainer.probe)
+                    probes = machine.on_main(trainer.copied_and_new)
                 if config.keep_model:
                     run.keep(val_loss, TOKENIZERS.get(config.vocab_size))
                 if config.sample_tokens and config.vocab_size in TOKENIZERS and plan is plans[-1]:

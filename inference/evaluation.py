@@ -9,8 +9,8 @@ from scipy.stats import ttest_1samp
 from torch import Tensor
 
 from data.audit import open_validation
+from data.copied import is_copied
 from data.loader import Batch, in_parts
-from data.probes import is_copied
 from data.tokenizers import token_bytes
 from inference.model import Model
 from kernels.portable_attention import document_starts
@@ -31,7 +31,7 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
     batches = open_validation(settings, TOKENS_AT_ONCE)
     losses = []
     for part in in_parts(batches, TOKENS_AT_ONCE, reach(config)):
-        losses.append(model.token_losses(part).flatten())
+        losses.append(model.token_losses(part.inputs, part.targets).flatten())
     loss = torch.cat(losses).double()
     targets = torch.cat([batch.targets.flatten() for batch in batches])
     row_losses = loss.view(-1, config.val_seq_len).mean(1)

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from data.corpus import PATTERN, VOCABULARY
 from inference.model import Model, load_model
-from kernels.head import capped
 from runtime.checkpoint import CONFIG, MODEL
 from runtime.errors import Refused
-from train_gpt import GPT, SOFTCAPS, Config, Layer, linear, rotary_at, windows_at
+from train_gpt import GPT, SOFTCAPS, Config, Layer, rotary_at, windows_at
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
 
@@ -215,21 +214,9 @@ def largest_difference(trained: Model, folder: Path) -> float:
     tokens[0, [0, count // 3]] = config.bos
     exported = SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        apart = (exported(tokens).logits - trainer_logits(trained, tokens)).abs().max().item()
+        apart = (exported(tokens).logits - trained.gpt.logits(tokens, count)).abs().max().item()
     if not apart <= TOLERANCE:
         raise Refused(f"the logits of the export differ by {apart:.2g} from those of train_gpt.py:"
                       f" bring inference/{MODELING.name} up to date with its forward pass."
                       )  # fmt: skip
     return apart
-
-
-def trainer_logits(trained: Model, tokens_BT: Tensor) -> Tensor:
-    """Logits (B, T, V) of the trainer's model, float32, without the padding of the vocabulary."""
-    config, gpt = trained.config, trained.gpt
-    begins_BT = (tokens_BT == config.bos) & config.document_mask
-    begins_BT[:, 0] = True
-    starts = begins_BT.flatten().nonzero().flatten()
-    cu_seqlens = torch.cat([starts, torch.tensor([tokens_BT.numel()])]).int()
-    x_BTC = gpt.hidden(tokens_BT, cu_seqlens, gpt.windows, longest=tokens_BT.size(1))
-    logits = linear(x_BTC, gpt.output_weight, gpt.lm_head_bias).float()
-    return capped(logits, SOFTCAPS[config.softcap])[..., : config.vocab_size]

@@ -10,12 +10,13 @@ import tiktoken
 import torch
 from torch import Tensor
 
-import train_gpt
-from data.loader import Batch
 from data.sampling import generate
 from data.tokenizers import read_tokenizer
-from runtime.checkpoint import CONFIG, FINAL, read_facts, verify
+from kernels.attention import choose_attention
+from runtime import machine
+from runtime.checkpoint import CONFIG, FINAL, load_final, verify
 from runtime.errors import Refused
+from runtime.settings import read_settings
 from train_gpt import GPT, Config, context
 
 
@@ -35,8 +36,32 @@ def find_model(path: Path | None) -> Path:
 
 
 def load_model(folder: Path, device: str = "auto", dtype: torch.dtype | None = None) -> "Model":
-    """What train_gpt.load_model reads, with its facts and tokenizer; the same arguments."""
-    return Model(folder, read_facts(folder), train_gpt.load_model(folder, device, dtype))
+    """Read checkpoints/RUN/final, ready at the windows and rotary tables of the last validation.
+
+    device: auto, cpu or cuda; dtype: None for the run's. Refused if a file has changed, if a
+    setting is not known here, or if the device is missing.
+    """
+    weights, facts = load_final(folder)
+    config = read_settings(Config, facts.get("config"), folder)
+    place = machine.find_device(device)
+    dtype = dtype or machine.compute_dtype(config.dtype, place)
+    attention, _ = choose_attention("auto", place, dtype, config.head_dim)
+    gpt = GPT(config, dtype, place, attention)
+    try:
+        gpt.load_state_dict(weights)
+    except RuntimeError as error:  # names the parameters, over several lines
+        raise Refused(f"{folder}: {' '.join(str(error).split())}") from None
+    gpt.enter(config.steps)
+    return Model(folder, facts, gpt.requires_grad_(False))
+
+
+def token_losses(model: "Model", tokens: Tensor) -> Tensor:
+    """The loss of each next token in nats, float32 (B, T), as the last validation scores it.
+
+    tokens: int64 (B, T + 1); every document begins with bos. T: at most that of the run's rows.
+    A judge calls this function of a record's source.
+    """
+    return model.token_losses(tokens[:, :-1].int(), tokens[:, 1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +97,14 @@ class Model:
 
         A document begins with `config.bos`.
         """
-        return self.gpt.logits(tokens_T.to(self.device), self.gpt.windows, count)
+        return self.gpt.logits(tokens_T.to(self.device).view(1, -1), count)[0]
 
-    def token_losses(self, batch: Batch) -> Tensor:
-        """The loss of each target in nats, float32 (B, T) on the CPU."""
-        longest = int(batch.cu_seqlens.diff().max())
-        return self.gpt.token_losses(*batch.to(self.device), self.gpt.windows, longest).cpu()
+    def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """The loss of each target in nats, float32 (B, T) on the CPU.
+
+        Documents begin with bos. Fewer targets than inputs are those of each row's end.
+        """
+        return self.gpt.token_losses(inputs_BT.to(self.device), targets_BT.to(self.device)).cpu()
 
     def write(self, tokens: Sequence[int], count: int, **options: Any) -> Iterator[int]:
         """Yield tokens that go on from a document that begins with `tokens`, bos not among them.

@@ -100,14 +100,8 @@ def save_final(
 
 def load_final(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Verify what save_final wrote. Return the model and its facts. Refused if it is damaged."""
-    verify(path, (MODEL,))
-    return _read_tensors(path / MODEL), read_facts(path)
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """Verify and read the facts of what save_final wrote. Refused if they are damaged."""
-    verify(path, (CONFIG,))
-    return _read_json(path / CONFIG)
+    verify(path, (MODEL, CONFIG))
+    return _read_tensors(path / MODEL), _read_json(path / CONFIG)
 
 
 def _publish(

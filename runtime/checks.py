@@ -102,10 +102,10 @@ def prove(trainer: Any) -> dict[str, Any]:
 
     # Nothing is compiled for them: they cost less than a compilation.
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:
-        return model.token_losses(inputs, targets, *model.places(inputs))
+        return model.token_losses(inputs, targets)
 
     def summed(inputs: Tensor, targets: Tensor) -> Tensor:
-        return model(inputs, targets, *model.places(inputs))
+        return model(inputs, targets, *model.eval_context(inputs))
 
     found = []
     for batch in trainer.data.validation[:1]:

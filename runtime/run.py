@@ -316,9 +316,8 @@ class Run(contextlib.AbstractContextManager):
         reached = val_loss <= target
         word = "reached" if reached else "missed"
         self._progress.close()
-        self._machine.say(f"probes: loss {probes['copy_loss']:.2f} on tokens that can be copied, "
-                          f"{probes['new_loss']:.2f} on others; random text costs "
-                          f"{-probes['induction']:.2f} less when it is read again")
+        self._machine.say(f"loss on copied tokens {probes['copy_loss']:.2f}, on new tokens "
+                          f"{probes['new_loss']:.2f}")
         self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
         self._end = {"status": "done", "val_loss": val_loss, "reached": reached, **found}

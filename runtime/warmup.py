@@ -96,7 +96,7 @@ def rehearse(trainer: Any) -> None:
     shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
     for step in heads.values():
         trainer.validate(step, list(shapes.values()))
-    trainer.machine.on_main(trainer.probe)
+    trainer.machine.on_main(trainer.copied_and_new)
 
 
 def take_steps(trainer: Any, first: int, count: int) -> None:

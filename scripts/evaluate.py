@@ -2,7 +2,6 @@
 
     python scripts/evaluate.py                       the newest model under checkpoints/
     python scripts/evaluate.py checkpoints/RUN       that of a run
-    python scripts/evaluate.py --hellaswag           and on HellaSwag, fetched from the hub
 
 Prints the validation loss with its 95 % interval over validation rows, bits per byte of text, and
 losses by position in the document, of copied tokens and of new ones. Exit codes: 0 done, 2 bad
@@ -18,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts.command import command, make_parser, show, start
 
-from inference import hellaswag
 from inference.evaluation import evaluate
 from inference.model import find_model, load_model
 
@@ -37,9 +35,6 @@ def as_text(scores: dict[str, Any]) -> str:
         lines.append(f"  {span:<30}  {each['loss']:.4f} {each['tokens']:>10,}")
     for name in ("copied", "new"):
         lines.append(f"  {name:<30}  {scores[name]['loss']:.4f} {scores[name]['tokens']:>10,}")
-    if found := scores.get("hellaswag"):
-        lines.append(f"HellaSwag {found['acc_norm']:.4f} by loss a token, {found['acc']:.4f} by "
-                     f"loss, of {found['items']:,} items")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -50,23 +45,13 @@ def main(argv: Sequence[str]) -> int:
     add("checkpoint", nargs="?", type=Path, help="folder of a run or of its model")
     add("--data-dir", help="folder of the validation shards (as in training)")
     add("--rows", type=int, help="validation rows to read (all)")
-    add("--hellaswag", action="store_true", help="for models with GPT-2's vocabulary")
-    add("--items", type=int, help="read only the first items of HellaSwag")
-    add("--revision", default=hellaswag.REVISION, help="commit of the dataset (%(default).12s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
-    for name in ("rows", "items"):
-        if (number := getattr(given, name)) is not None and number < 1:
-            raise ValueError(f"--{name} {number}: it must be at least 1")
+    if given.rows is not None and given.rows < 1:
+        raise ValueError(f"--rows {given.rows}: it must be at least 1")
     model = load_model(find_model(given.checkpoint), given.device)
-    if given.hellaswag and model.facts.get("tokenizer") != "gpt2":
-        raise ValueError(f"--hellaswag: {model.folder} has a vocabulary of Python source, not "
-                         f"GPT-2's. Evaluate a model of a FineWeb track.")  # fmt: skip
     scores = evaluate(model, given.data_dir, given.rows)
-    if given.hellaswag:
-        items = hellaswag.fetch_items(given.revision)[: given.items]
-        scores["hellaswag"] = hellaswag.score(model, items)
     show(as_text(scores), scores, given.json)
     return 0
 

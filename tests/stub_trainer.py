@@ -159,7 +159,7 @@ def make_runs(trainer: StubTrainer) -> int:
             torch.manual_seed(plan.seed)
             trainer.reset(plan.seed)
             with Run(trainer, plan, clock, stopping, source=trainer.source) as run:
-                probes = {"copy_loss": 1.5, "new_loss": 3.5, "induction": -0.5}
+                probes = {"copy_loss": 1.5, "new_loss": 3.5}
                 val_loss = trainer.train(run)
                 if trainer.config.keep_model:
                     run.keep(val_loss, "gpt2")

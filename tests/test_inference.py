@@ -5,15 +5,11 @@ import io
 import json
 import math
 import os
-import subprocess
 import sys
-import threading
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import tiktoken
 import torch
 from small_model import configure, make_model
 from small_run import run, write_data
@@ -22,8 +18,8 @@ from data.corpus import VOCABULARY, read_vocabulary
 from data.loader import Batch
 from data.sampling import generate, pick
 from data.tokenizers import TOKENIZERS
-from inference import evaluation, hellaswag
-from inference.model import Model, find_model, load_model
+from inference import evaluation
+from inference.model import Model, find_model, load_model, token_losses
 from runtime.checkpoint import CONFIG, SUMS, save_final
 from runtime.errors import Refused
 from scripts import evaluate as evaluate_script
@@ -31,7 +27,6 @@ from scripts import sample as sample_script
 from train_gpt import context
 
 pytestmark = pytest.mark.usefixtures("two_layers")
-ROOT = Path(__file__).resolve().parents[1]
 # So small that a document of 700 tokens is computed at once, and longer than the context.
 SIZES = {
     "dim": 48, "head_dim": 12, "window_block": 4, "val_window": 24, "val_tokens": 2048,
@@ -90,8 +85,7 @@ def test_logits_give_the_losses_that_validation_gives():
     model = random_model()
     tokens = torch.randint(BOS, (1, 301), generator=torch.Generator().manual_seed(1))
     tokens[0, 0] = BOS
-    ends = torch.tensor([0, 300], dtype=torch.int32)
-    losses = model.token_losses(Batch(tokens[:, :-1].int(), tokens[:, 1:], ends))
+    losses = token_losses(model, tokens)
     logits = model.logits(tokens[0, :-1], count=300)
     expected = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
     # The loss also counts the padding of the vocabulary: none at 1,024 tokens.
@@ -295,8 +289,6 @@ def test_the_script_prints_all_scores(trained, capsys):
     for words in ("validation loss ", "95 % interval", "1,024 tokens in 4 rows", "bits per byte",
                   "64 to 127", "copied", "new"):  # fmt: skip
         assert words in said
-    assert evaluate_script.main([str(final), "--hellaswag"]) == 2
-    assert "not GPT-2's" in capsys.readouterr().err
     assert evaluate_script.main([str(final), "--data-dir", str(folder)]) == 2
     assert "has no *val_*.bin file" in capsys.readouterr().err
 
@@ -319,81 +311,3 @@ def test_positions_count_from_the_start_of_the_document():
     assert [tuple(each.values()) for each in parts] == [
         (1, 1, 3, (0 + 3 + 5) / 3), (2, 3, 5, (1 + 2 + 4 + 6 + 7) / 5), (4, 7, 2, 8.5),
     ]  # fmt: skip
-
-
-# ---- HellaSwag
-
-
-PRICES = {"a": 1.0, "b": 2.0, "c": 3.0, " ": 0.5}
-
-
-class Priced:
-    """In place of a model: tokens are bytes, and each costs what `PRICES` say, else 9."""
-
-    tokenizer = tiktoken.Encoding(
-        "bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([byte]): byte for byte in range(256)},
-        special_tokens={"<|endoftext|>": 256},
-    )  # fmt: skip
-
-    def token_losses(self, batch):
-        assert (batch.inputs[:, 0] == 256).all(), "a document begins with bos"
-        price = torch.full((257,), 9.0)
-        for char, value in PRICES.items():
-            price[ord(char)] = value
-        return price[batch.targets]
-
-
-ITEMS = [
-    # Sums 1.5, 4.5, 3.5, 18.5; means over the space and the rest 0.75, 0.9, 1.75, 6.17.
-    {"ctx": "zz", "endings": ["a", "aaaa", "c", "zz"], "label": "0"},
-    # Sums 2.5, 3.5, 4.5, 9.5; means 1.25, 0.875, 1.5, 4.75: right by the token, wrong by the sum.
-    {"ctx": "z", "endings": ["b", "aaa", "bb", "z"], "label": "1"},
-    # Sums 1.5, 2.5, 3.5, 9.5: wrong in both ways.
-    {"ctx": "a", "endings": ["a", "b", "c", "z"], "label": "3"},
-]
-
-
-def test_scores_are_those_of_a_pencil():
-    assert hellaswag.score(Priced(), ITEMS) == {"items": 3, "acc_norm": 2 / 3, "acc": 1 / 3}
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Answers with the file at the pinned commit alone."""
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = f"/datasets/{hellaswag.DATASET}/resolve/{hellaswag.REVISION}/{hellaswag.FILE}"
-        content = self.server.content if self.path == path else b""
-        self.send_response(200 if content else 404)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", hellaswag.REVISION)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.server.tokens.append(self.headers.get("Authorization"))
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *arguments):
-        pass
-
-
-def test_items_come_from_the_pinned_commit_without_a_token(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(ITEMS), tmp_path / "items")
-    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    hub.content, hub.tokens = (tmp_path / "items").read_bytes(), []
-    threading.Thread(target=hub.serve_forever, args=(0.05,), daemon=True).start()
-    code = "import json; from inference.hellaswag import *; print(json.dumps(fetch_items()))"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "NO_PROXY": "127.0.0.1",
-                    "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret"}  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT,
-                          capture_output=True, text=True)  # fmt: skip
-    hub.shutdown()
-    hub.server_close()
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ITEMS
-    assert set(hub.tokens) == {None}

@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from runpy import run_path
 from types import ModuleType
 
 import numpy as np
@@ -151,7 +152,8 @@ def test_what_cannot_run_here_is_refused_with_the_reason(evidence, data, tmp_pat
 
 # ---- Sources that lie: each edit of train_gpt.py, and what finds it
 
-END = 'reduction="none").view_as(targets_BT)'
+END = "return losses.view_as(targets_BT)"
+STREAM = "self.hidden(inputs_BT, *self.eval_context(inputs_BT))"
 NORMED = "x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)"
 LIES = {
     "nothing": ("", "", None),
@@ -160,9 +162,8 @@ LIES = {
     "losses scaled at the end of long rows": (
         END, f"{END} * (1 - 0.5 * (torch.arange(targets_BT.size(1)) >= 192))", "documents"),
     "the target in the stream": (
-        "x = self.hidden(inputs_BT, *context)[:, -targets_BT.size(1) :]",
-        "x = self.hidden(inputs_BT, *context) + 3 * self.output_weight[targets_BT]\n"
-        "        x = x", "normalisation"),
+        f"{STREAM}[:, -targets_BT.size(1) :]",
+        f"{STREAM} + 3 * self.output_weight[targets_BT]", "normalisation"),
     "the next token": (
         NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-1, 1)", "normalisation"),
     "the token after the next": (
@@ -189,8 +190,10 @@ def answers_of(edit: tuple[str, str], model: Path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "lying_trainer", module)
         exec(text.replace(*edit) if edit[0] else text, module.__dict__)
-        found = module.load_model(model)
-        yield lambda rows: module.token_losses(found, torch.tensor(rows)).double().numpy()
+        patch.setitem(sys.modules, "train_gpt", module)
+        lying = run_path(str(small_run.ROOT / "inference" / "model.py"))
+        found = lying["load_model"](model)
+        yield lambda rows: lying["token_losses"](found, torch.tensor(rows)).double().numpy()
 
 
 @pytest.mark.parametrize("lie", LIES)

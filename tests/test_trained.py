@@ -10,6 +10,7 @@ from small_model import MACHINE
 
 import train_gpt
 from data.shards import Shard
+from inference.model import load_model, token_losses
 from runtime.checkpoint import CONFIG
 from runtime.checks import prove
 from runtime.settings import parse
@@ -38,10 +39,10 @@ def kept(outcome: small_run.Outcome) -> Path:
 
 
 def test_token_losses_of_a_kept_model_are_those_of_its_last_validation(data, done):
-    model = train_gpt.load_model(kept(done))
+    model = load_model(kept(done))
     tokens = torch.from_numpy(Shard(data / "s_val_0.bin")[: 1024 + 1].astype("int64"))
     rows = tokens.unfold(0, 256 + 1, 256)
-    losses = train_gpt.token_losses(model, rows)
+    losses = token_losses(model, rows)
     assert losses.shape == (4, 256)
     assert losses.dtype == torch.float32
     assert losses.mean().item() == pytest.approx(done.events("val")[-1]["val_loss"], abs=1e-5)
@@ -112,12 +113,12 @@ def target_in_the_stream(self, x, targets, **options):
 
 def mean_of_targets(self, inputs, targets, *context):
     """Minus the logarithm of the mean probability, which is below the mean loss."""
-    losses = GPT.token_losses(self, inputs, targets, *context)
+    losses = GPT.token_losses(self, inputs, targets)
     return -targets.numel() * (-losses).exp().mean().log()
 
 
-def last_row_left_out(self, inputs, targets, cu_seqlens, *context):
-    losses = GPT.token_losses(self, inputs, targets, cu_seqlens, *context)
+def last_row_left_out(self, inputs, targets, *context):
+    losses = GPT.token_losses(self, inputs, targets)
     return losses[: max(len(losses) - 1, 1)].sum()
 
 
