@@ -12,6 +12,7 @@ from data.shards import Shard, ShardError, verify_shard
 
 PREFIX = 64  # first tokens of a document that identify it
 FIXES = {  # by track; run.sh fetches the same numbers of shards
+    "small": "To fetch 37 MB and build the data: python -m data.prose",
     "tiny": "To build the data in seconds: python -m data.corpus",
     "short": "To fetch 2.0 GB: ./run.sh --track short, or python -m data.cached_fineweb 9",
     "medium": "To fetch 7.4 GB: ./run.sh --track medium, or python -m data.cached_fineweb 36",

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from data.shards import Tokens, write_shard
 PACKAGES = ("mpmath", "networkx", "sympy")  # at the versions in requirements.txt
 VOCABULARY = Path(__file__).with_name("vocabulary.tiktoken")
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
+RESTORE = "To restore the packages: python -m pip install --force-reinstall -r requirements.txt"
 MIN_CHARACTERS = 500  # shorter files are empty modules and re-exports
 MAX_DIGIT_SHARE = 0.12  # above it a file is a table of numbers, not text
 VAL_BELOW = 16  # first byte of a file's SHA-256: one file in 16 is validation
@@ -39,6 +41,14 @@ PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^A-Za-z0-9 \t\r\n]+|[ \t\r\n]+(?![^ \t\r\n])
 BOUNDARIES = [re.compile(kind) for kind in (r"\n", r"\n\n(?=    [^ \t\n])", r"\n\n(?=[^ \t\n])")]
 
 
+def package_folder(package: str) -> Path:
+    """Return where a package is installed, without importing it. ImportError if it is not."""
+    try:
+        return Path(str(metadata.distribution(package).locate_file(package)))
+    except ImportError:
+        raise ImportError(f"{package} is not installed. {RESTORE}") from None
+
+
 def read_sources() -> list[tuple[bytes, str, str]]:
     """Return (SHA-256 of its bytes, name, text) for each file of the corpus, sorted by hash.
 
@@ -46,7 +56,7 @@ def read_sources() -> list[tuple[bytes, str, str]]:
     """
     files = []
     for package in PACKAGES:
-        folder = Path(str(metadata.distribution(package).locate_file(package)))
+        folder = package_folder(package)
         for path in folder.rglob("*.py"):
             name = path.relative_to(folder.parent).as_posix()
             content = path.read_bytes()
@@ -57,16 +67,18 @@ def read_sources() -> list[tuple[bytes, str, str]]:
     return sorted(files)
 
 
-def split_documents(text: str) -> list[str]:
-    """Cut a file into documents of at most DOCUMENT_CHARACTERS; joined, they are the file.
+def split_documents(
+    text: str, limit: int = DOCUMENT_CHARACTERS, boundaries: Sequence[re.Pattern] = BOUNDARIES
+) -> list[str]:
+    """Cut a text into documents of at most `limit` characters; joined, they are the text.
 
     A document ends at the last boundary of the best kind in the second half of the limit.
     """
     documents, start = [], 0
-    while len(text) - start > DOCUMENT_CHARACTERS:
-        cut = end = start + DOCUMENT_CHARACTERS
-        for boundary in BOUNDARIES:
-            for match in boundary.finditer(text, start + DOCUMENT_CHARACTERS // 2, end):
+    while len(text) - start > limit:
+        cut = end = start + limit
+        for boundary in boundaries:
+            for match in boundary.finditer(text, start + limit // 2, end):
                 cut = match.end()
         documents.append(text[start:cut])
         start = cut
@@ -85,10 +97,31 @@ def read_vocabulary(path: Path = VOCABULARY) -> tiktoken.Encoding:
 
 def encode(documents: list[str], tokenizer: tiktoken.Encoding) -> Tokens:
     """Return the tokens (n,) of all documents, <|endoftext|> before each."""
-    pieces = []
+    pieces = [np.empty(0, np.uint16)]
     for ids in tokenizer.encode_ordinary_batch(documents):
         pieces.append(np.array([tokenizer.eot_token, *ids], dtype=np.uint16))
     return np.concatenate(pieces)
+
+
+def write_pinned(
+    folder: Path, shards: Mapping[str, Tokens], pins: Mapping[str, str], packages: Sequence[str]
+) -> None:
+    """Write the shards in order. ValueError at one whose tokens do not have the pinned hash.
+
+    Validation must come last, so that a folder that has it has both.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tokens in shards.items():
+        found = hashlib.sha256(tokens.data).hexdigest()
+        if found != pins[name]:
+            versions = [f"{name} {metadata.distribution(name).version}" for name in packages]
+            raise ValueError(
+                f"the tokens of {name} have SHA-256 {found}, not {pins[name]}: data/ has changed "
+                f"or a package is not the pinned release ({', '.join(versions)} are installed). "
+                f"{RESTORE}"
+            )
+        write_shard(folder / name, tokens)
+        print(f"{len(tokens):,} tokens in {folder / name}", flush=True)
 
 
 def build(folder: Path) -> None:
@@ -101,29 +134,20 @@ def build(folder: Path) -> None:
             train += split_documents(text)
         elif name not in left_out:
             val += split_documents(text)
-    folder.mkdir(parents=True, exist_ok=True)
-    # Validation comes last, so a folder that has it has both.
-    for shard, documents in ((TRAIN, train), (VAL, val)):
-        tokens = encode(documents, tokenizer)
-        found = hashlib.sha256(tokens.data).hexdigest()
-        if found != PINS[shard]:
-            versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
-            raise ValueError(
-                f"the tokens of {shard} have SHA-256 {found}, not {PINS[shard]}: data/ has changed "
-                f"or a package is not the pinned release ({versions} are installed)"
-            )
-        write_shard(folder / shard, tokens)
-        print(f"corpus: {len(tokens):,} tokens in {folder / shard}", flush=True)
+    shards = {TRAIN: encode(train, tokenizer), VAL: encode(val, tokenizer)}
+    write_pinned(folder, shards, PINS, PACKAGES)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.corpus", description="Build the corpus.")
-    parser.add_argument("--out", type=Path, default=Path("data/corpus"), help="target folder")
+def main(
+    argv: list[str] | None = None, name: str = "corpus", build: Callable[[Path], None] = build
+) -> int:
+    """Build the corpus in data/`name` or --out. A failure is one sentence and exit code 2."""
+    parser = argparse.ArgumentParser(prog=f"python -m data.{name}", description="Build the data.")
+    parser.add_argument("--out", type=Path, default=Path("data", name), help="target folder")
     try:
         build(parser.parse_args(argv).out)
     except (ValueError, ImportError, OSError) as error:
-        fix = "python -m pip install --force-reinstall -r requirements.txt"
-        print(f"corpus: {error}. To restore the packages: {fix}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     return 0
 

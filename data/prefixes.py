@@ -25,11 +25,11 @@ def prefix_table(vocabulary: Sequence[bytes]) -> list[int]:
 
 
 def read_bytes(vocab_size: int) -> list[bytes]:
-    """Return the bytes of each token of the corpus' vocabulary or of GPT-2's, told by their size.
+    """Return the bytes of each token of the known vocabulary of this size.
 
     ValueError for another size, or if tiktoken cannot download GPT-2's.
     """
     if vocab_size not in TOKENIZERS:
-        raise ValueError(f"no vocabulary of {vocab_size} tokens is known. Set --vocab-size to 1024 "
-                         f"(the corpus) or 50257 (GPT-2), or do without prefixes.")  # fmt: skip
+        raise ValueError(f"no vocabulary of {vocab_size} tokens is known. Set --vocab-size to one "
+                         f"of {', '.join(map(str, TOKENIZERS))}, or do without prefixes.")
     return token_bytes(read_tokenizer(TOKENIZERS[vocab_size]))

@@ -1,14 +1,16 @@
-"""The tokenizers that are known: the corpus' own, and GPT-2's."""
+"""The tokenizers that are known: those of the two corpora, and GPT-2's."""
 
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 
-from data.corpus import VOCABULARY, read_vocabulary
+from data import corpus, prose
 
 # By the size of the vocabulary: its file, or its name for tiktoken.
-TOKENIZERS: dict[int, Path | str] = {1024: VOCABULARY, 50257: "gpt2"}
+TOKENIZERS: dict[int, Path | str] = {
+    1024: corpus.VOCABULARY, 2048: prose.VOCABULARY, 50257: "gpt2",
+}  # fmt: skip
 
 
 def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
@@ -18,7 +20,7 @@ def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
     """
     try:
         if isinstance(tokenizer, Path):
-            return read_vocabulary(tokenizer)
+            return corpus.read_vocabulary(tokenizer)
         return tiktoken.get_encoding(tokenizer)
     except OSError as error:
         raise ValueError(f"tiktoken cannot read its vocabulary: {error}. Connect to the network "

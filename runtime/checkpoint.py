@@ -10,7 +10,7 @@ A checkpoint gets its name only when all of it is on the disk. It fits any numbe
 
     <checkpoint_dir>/<run_id>/final/model.safetensors     parameters by name
                                     config.json           settings, and where the model comes from
-                                    vocabulary.tiktoken   if the tokenizer is the corpus' own
+                                    vocabulary.tiktoken   if the tokenizer is a corpus' own
                                     checksums.json        SHA-256 of each
 """
 
@@ -89,8 +89,8 @@ def save_final(
         save_file(model, partial / MODEL)
         name = tokenizer
         if isinstance(tokenizer, Path):
-            shutil.copyfile(tokenizer, partial / tokenizer.name)
-            name = tokenizer.name
+            name = "vocabulary.tiktoken"
+            shutil.copyfile(tokenizer, partial / name)
         text = json.dumps(facts | {"tokenizer": name}, indent=2)
         (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
 

@@ -30,7 +30,7 @@ from runtime.settings import SETTINGS_OF_A_RUN
 SCHEMA = 3  # goes up when an event or field changes its meaning
 SOURCE_FILES = (
     "train_gpt.py", "inference/__init__.py", "inference/model.py", "requirements.txt",
-    "data/vocabulary.tiktoken", "data/left_out.txt",
+    "data/vocabulary.tiktoken", "data/prose.tiktoken", "data/left_out.txt",
 )  # fmt: skip
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")

@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1414,
+    "train_gpt.py": 1440,
     "optim": 2514,
     "kernels": 649,
-    "data": 1197,
+    "data": 1461,
     "runtime": 3340,
     "claims": 3513,
     "scripts": 1889,
@@ -28,7 +28,7 @@ BUDGETS = {
     "view": 355,
     "view/page.html": 134,
     "view/page.js": 447,
-    "run.sh": 101,
+    "run.sh": 102,
     ".ci/run": 25,
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
