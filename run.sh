@@ -6,7 +6,7 @@
 #
 # Environment, all optional:
 #   PYTHON                  interpreter that makes .venv, 3.11 or newer (default python3)
-#   NPROC                   processes on this machine (default: one a GPU; tiny takes one)
+#   NPROC                   processes on this machine (default: one a GPU; tiny and small take one)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    as torchrun takes them: the same command on each
 #                           machine, with its own .venv and data; NODE_RANK=0 writes the logs
 #
@@ -41,6 +41,7 @@ prepare() { # prepare TRACK: environment and data; train_gpt.py explains an unkn
     install requirements.txt
     case $1 in
         tiny) [[ -e data/corpus/val_000000.bin ]] || "$VENV_PYTHON" -m data.corpus ;;
+        small) [[ -e data/prose/val_000000.bin ]] || "$VENV_PYTHON" -m data.prose ;;
         short) fetch 9 ;;
         medium) fetch 36 ;;
         steps) fetch 18 ;;
@@ -74,7 +75,7 @@ train() {
     fi
     prepare "${data:+$track}"
     processes=${NPROC:-1}
-    if [[ -z ${NPROC:-} && $track != tiny ]]; then # its batch of four rows needs one process
+    if [[ -z ${NPROC:-} && $track != tiny && $track != small ]]; then # these have few rows a step
         processes=$("$VENV_PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     fi
     ((processes * ${NNODES:-1} > 1)) || exec "$VENV_PYTHON" train_gpt.py "$@"

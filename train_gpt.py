@@ -113,6 +113,13 @@ LAYERS = {
         Layer(), Layer(value_embed=0), Layer(value_embed=1), Layer(window="long", value_embed=2),
     ],
     "steps": [Layer(window="long")] * 12,
+    "small": [
+        Layer(value_embed=1, paired=True), Layer(value_embed=2), Layer(window="long"),
+        Layer(paired=True), Layer(attention=False, skip_from=2),
+        Layer(value_embed=0, skip_from=1, backout=True),
+        Layer(value_embed=1, skip_from=0, reads=5, paired=True),
+        Layer(window="long", value_embed=2, reads=5),
+    ],
     "tiny": [
         Layer(value_embed=0, paired=True), Layer(window="long", value_embed=1),
         Layer(value_embed=0, skip_from=0, backout=True, paired=True),
@@ -331,6 +338,16 @@ TRACKS: dict[str, dict[str, Any]] = {
         "adam_wd": 0.001, "embed_lr_mul": 1.0, "head_lr_mul": 0.004 / 0.7,
         "vector_lr_mul": 0.015 / 0.7,
     },
+    # The public contest in miniature, on prose: its layers, windows and stages, 3 tokens a weight.
+    "small": {
+        "target": 3.2, "val_sha256": "be27130d408f4ce8", "data_dir": "data/prose",
+        "vocab_size": 2048, "bos": 2047, "loss_kernel": "plain", "layers": "small", "dim": 128,
+        "head_dim": 32, "val_window": 640, "keep_float32": "all", "batch_tokens": 6144,
+        "seq_len": 512, "micro_batch": 6144, "max_document": 512, "val_tokens": 262_144,
+        "val_seq_len": 4096, "val_batch": 16_384, "val_every": 300, "steps": 900,
+        "window_block": 32, "momentum_warmup": 120, "momentum_cooldown": 20,
+        "keep_model": True, "sample_tokens": 200,
+    },
     "tiny": {
         "recipe": "copyinit", "target": 3.39, "val_sha256": "61a7bae6fab302b9",
         "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "loss_kernel": "plain",
@@ -369,6 +386,15 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "record42": {},
         "record89": RECORD89 | {  # never run
             "steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384,
+        },
+    },
+    "small": {  # rates are first guesses
+        "record42": {},
+        "record89": RECORD89,
+        "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01},
+        "adamw": PLAIN | {
+            "optimizer": "adamw", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0,
+            "momentum": (0.9, 0.9), "embed_lr_mul": 40.0,
         },
     },
     "tiny": {

@@ -39,11 +39,14 @@ class Track(NamedTuple):
 
 
 # Tracks that rank by tokens bound a step at batch_tokens. Stages may use fewer, but on `steps`.
-# So is what makes a model larger or gives the last validation more context. `tiny` leaves windows
-# of training steps, lookup tables, gates and scalars free.
+# So is what makes a model larger or gives the last validation more context. `small` and `tiny`
+# leave windows of training steps, lookup tables, gates and scalars free.
 TINY = {"vocab_size": 1024, "bos": 1023, "document_mask": True, "batch_tokens": 2048,
         "val_seq_len": 4096, "val_window": 320, "layers": "tiny", "dim": 256, "head_dim": 128,
         "mlp_ratio": 4}
+SMALL = {"vocab_size": 2048, "bos": 2047, "document_mask": True, "batch_tokens": 6144,
+         "val_seq_len": 4096, "val_window": 640, "layers": "small", "dim": 128, "head_dim": 32,
+         "mlp_ratio": 4}
 STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_tokens": 524_288,
          "seq_len": 1024, "val_seq_len": 1024, "val_window": 2560, "window_block": 0,
          "layers": "steps", "dim": 768, "head_dim": 128, "mlp_ratio": 4, "biases": True,
@@ -57,6 +60,7 @@ FIRST_SOURCES = {"706e244f84b2d81dd40d8cea885e720426aa76d9b7f041e776612e828e590c
 FIRST_TINY = TINY | {"window_block": 16, "final_window": 20}
 del FIRST_TINY["mlp_ratio"], FIRST_TINY["val_window"]
 TRACKS = {
+    "small": Track(3.2, 262_144, "be27130d408f4ce8", 0.02, "731d5f2bab729778", SMALL, False),
     "tiny": Track(3.39, 262_144, "61a7bae6fab302b9", 0.02, "77e6e4d2acaa19c3", TINY, False),
     "short": Track(3.28, 10_485_760, "", 0.01, "", {}, True),
     "medium": Track(2.92, 10_485_760, "", 0.01, "", {}, True),

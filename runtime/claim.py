@@ -12,12 +12,13 @@ from runtime.jsonl import json_hash, parse, read_regular
 from runtime.log import config_hash, source_hash
 from runtime.settings import as_text
 
-# What a claim on a track may not change, beside its data. On `tiny` stages may use smaller batches;
-# windows of training steps, lookup tables, gates and scalars are free.
+# What a claim on a track may not change, beside its data. On `small` and `tiny` stages may use
+# smaller batches; windows of training steps, lookup tables, gates and scalars are free.
 SHAPE = ("layers", "dim", "head_dim", "mlp_ratio")
 VALIDATED = ("target", "vocab_size", "bos", "document_mask", "val_tokens", "val_seq_len",
              "val_window")  # fmt: skip
 FIXED = {
+    "small": (*VALIDATED, *SHAPE, "batch_tokens"),
     "tiny": (*VALIDATED, *SHAPE, "batch_tokens"),
     "steps": (
         *VALIDATED, *SHAPE, "batch_tokens", "seq_len", "window_block", "stages", "biases",
