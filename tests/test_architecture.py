@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Lines at 100 columns, comments and blank lines counted.
 BUDGETS = {
-    "train_gpt.py": 1440,
+    "train_gpt.py": 1378,
     "optim": 2514,
     "kernels": 649,
     "data": 1461,
     "runtime": 3340,
-    "claims": 3513,
+    "claims": 3517,
     "scripts": 1889,
     "inference": 765,
     "view": 355,
