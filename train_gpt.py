@@ -1342,7 +1342,7 @@ def make_runs(config: Config) -> int:
                 run.finish(val_loss, {"probes": probes} | proof)
             if run.code != 0:
                 return run.code
-    machine.say(facts.closing(trainer, val_loss, clock, SOURCE / "records" / config.track))
+    machine.say(facts.closing(trainer, clock, SOURCE))
     return 0
 
 

@@ -3,8 +3,9 @@
 `trainer` is that of train_gpt.py.
 """
 
-import json
 import math
+import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ from typing import Any
 from runtime.clock import Clock
 from runtime.log import config_hash
 from runtime.machine import peak_flops
-
-ADAMW_STEPS = 555  # on `tiny`, with tuned rates: records/tiny/2026-11-22_AdamWTuned
 
 
 def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
@@ -65,51 +64,35 @@ def summary(trainer: Any) -> str:
     return "\n".join(lines)
 
 
-def closing(trainer: Any, val_loss: float, clock: Clock, records: Path) -> str:
-    """Lines for people after the last run, whose clock this is. `records`: of its track."""
+def closing(trainer: Any, clock: Clock, source: Path) -> str:
+    """Lines for people after the last run, whose clock this is. `source`: where scripts/ is."""
     config = trainer.config
-    side = "below" if val_loss <= config.target else "above"
-    baseline = ""
-    if config.track == "tiny" and config.recipe != "adamw" and not trainer.off_track:
-        baseline = f"; the plain GPT with AdamW takes {ADAMW_STEPS} steps to it"
     timed_s = clock.train_time_ms / 1000
     untimed_s: dict[str, float] = {}
     for phase in clock.phases:
         if not phase.timed:
             untimed_s[phase.name] = untimed_s.get(phase.name, 0.0) + phase.ms / 1000
     others = ", ".join(f"{name} {seconds:.1f}" for name, seconds in untimed_s.items())
-    lines = [
-        f"loss    {val_loss:.4f} after {config.steps:,} steps, "
-        f"{abs(val_loss - config.target):.4f} {side} the target{baseline}",
-        *best_record(records, config.recipe),
-        f"time    {timed_s:.1f} s on the clock; {timed_s + sum(untimed_s.values()):.1f} s in all, "
-        f"with {others}",
-        f"log     in {config.log_dir}; python scripts/view.py {config.log_dir} draws it",
-    ]
-    steps = ["the same with --trials 10 trains ten seeds"]
+    following = "--trials 10 trains ten seeds"
     if config.trials > 1:
-        steps = [f"python scripts/significance.py {config.log_dir} judges the runs"]
-    if config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
-        steps.insert(0, "python scripts/sample.py lets the model write")
-    lines.append(f"next    {'; '.join(steps)}")
-    return "\n".join(f"  {line}" for line in lines)
+        following = f"{script(source, 'significance.py')} {config.log_dir} judges the runs"
+    elif config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
+        following = f"{script(source, 'sample.py')} lets the model write"
+    return (
+        f"  time  {timed_s:.1f} s on the clock; {timed_s + sum(untimed_s.values()):.1f} s in all, "
+        f"with {others}\n"
+        f"  draw  {script(source, 'view.py')} {config.log_dir}\n"
+        f"  next  {following}"
+    )
 
 
-def best_record(records: Path, recipe: str) -> list[str]:
-    """A line on the record of this recipe with the fewest steps, or none."""
-    found = []
-    for path in records.glob("*/record.json"):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            claim = json.loads(path.with_name("claim.json").read_text(encoding="utf-8"))
-            line = (f"record  mean loss {record['mean']:.4f} after {record['steps']:,} steps, "
-                    f"{record['median_train_time_ms'] / 1000:.1f} s on its machine "
-                    f"({path.parent.name})")  # fmt: skip
-            if record["shown"] and claim["config"]["recipe"] == recipe:
-                found.append((record["steps"], line))
-        except (OSError, ValueError, KeyError, TypeError):  # no reason to end a run
-            continue
-    return [line for _, line in sorted(found)[:1]]
+def script(source: Path, name: str) -> str:
+    """The words that start a script with this Python, also where no environment is active."""
+    here = Path.cwd()
+    words = []
+    for path in (Path(sys.executable), source / "scripts" / name):
+        words.append(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    return shlex.join(words)
 
 
 def mfu(trainer: Any, tokens_per_s: float) -> float | None:

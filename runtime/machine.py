@@ -206,11 +206,12 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
     except Interrupted as error:
         return error.code
     except explained as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # this host says it once
-            _say_error(str(error))
-        else:  # torchrun ends all ranks when the first one exits: let rank 0 speak
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # Mostly all ranks of a host have this error. When one exits, torchrun ends the others:
+            # so the first says it, and another only if it is still there afterwards.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
+        _say_error(str(error))
         return getattr(error, "code", 2)
     except Exception as error:
         if out_of_memory(error):

@@ -166,7 +166,7 @@ def make_runs(trainer: StubTrainer) -> int:
                 run.finish(val_loss, {"probes": probes})
             if run.code:
                 return run.code
-    trainer.machine.say(facts.closing(trainer, val_loss, clock, trainer.source))
+    trainer.machine.say(facts.closing(trainer, clock, trainer.source))
     return 0
 
 

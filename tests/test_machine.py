@@ -206,7 +206,7 @@ def fail(error):
         (NonFinite("loss is nan"), 3, "error: loss is nan"),
         (KeyError("of the data"), 2, "error: 'of the data'"),  # in `refused`
         (Interrupted(signal.SIGTERM), 143, ""),
-        (torch.OutOfMemoryError("no room\na page"), 1, "error: out of memory: no room. Use --rec"),
+        (torch.OutOfMemoryError("no room\na page"), 1, "error: out of memory: no room. Use --act"),
         (RuntimeError("[enforce fail] can't allocate memory: 8 GB"), 1, "error: out of memory: [e"),
         (ZeroDivisionError("a bug"), 1, "Traceback"),
     ],
@@ -218,12 +218,17 @@ def test_what_ends_a_run_has_its_exit_code_and_only_a_bug_a_traceback(capsys, er
     assert ("Traceback" in err) == (said == "Traceback")
 
 
-def test_the_processes_of_a_host_say_an_error_once(monkeypatch, capsys):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+def test_of_a_host_the_first_rank_says_an_error_and_another_one_if_nobody_ends_it(
+    monkeypatch, capsys
+):
+    said_before = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: said_before.append(capsys.readouterr().err))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    assert supervise(lambda: fail(Refused("bad"))) == 2
-    assert capsys.readouterr().err == ""
+    for local_rank in ("0", "2"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert supervise(lambda: fail(Refused("bad"))) == 2
+        assert capsys.readouterr().err == "error: bad\n"
+    assert said_before == [""], "the second rank waits for torchrun before it speaks"
 
 
 def test_the_report_of_torchrun_ends_with_our_sentence(tmp_path, monkeypatch):

@@ -1,10 +1,11 @@
 """What a run shows: lines, the live block, start-up and the end."""
 
 import io
-import json
 import re
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,8 @@ from runtime.clock import Phase
 from runtime.errors import Refused
 from runtime.preflight import require_packages
 from runtime.terminal import BLOCKS, Lines, Live, open_progress, sparkline
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def an_event(step, train_time_ms=1000.0):
@@ -177,35 +180,31 @@ def test_a_terminal_that_closes_does_not_end_the_run(tmp_path, monkeypatch):
 # ---- The end
 
 
-def write_record(folder, name, steps, shown=True, recipe="descent"):
-    record = folder / name / "record.json"
-    record.parent.mkdir(parents=True)
-    facts = {"steps": steps, "shown": shown, "mean": 0.9, "median_train_time_ms": 12_345.6}
-    record.write_text(json.dumps(facts))
-    record.with_name("claim.json").write_text(json.dumps({"config": {"recipe": recipe}}))
-
-
-def test_the_end_has_five_lines_with_the_shown_record_of_the_fewest_steps(tmp_path):
-    write_record(tmp_path, "Other", 5, recipe="adamw")
-    write_record(tmp_path, "Refuted", 6, shown=False)
-    write_record(tmp_path, "Best", 7)
-    write_record(tmp_path, "First", 9)
-    (tmp_path / "Torn").mkdir()
-    (tmp_path / "Torn" / "record.json").write_text("{")
-    trainer = trainer_in(tmp_path, log_dir="logs")
+def test_the_closing_lines_add_up_the_phases(tmp_path):
     phases = [
         Phase("setup", False, 1000), Phase("train", True, 2000), Phase("validate", False, 500),
         Phase("train", True, 3000), Phase("validate", False, 600),
     ]  # fmt: skip
     clock = SimpleNamespace(phases=phases, train_time_ms=5000.0)
-    assert facts.closing(trainer, 1.25, clock, tmp_path).splitlines() == [
-        "  loss    1.2500 after 10 steps, 0.2500 above the target; the plain GPT with AdamW takes "
-        f"{facts.ADAMW_STEPS} steps to it",
-        "  record  mean loss 0.9000 after 7 steps, 12.3 s on its machine (Best)",
-        "  time    5.0 s on the clock; 7.1 s in all, with setup 1.0, validate 1.1",
-        "  log     in logs; python scripts/view.py logs draws it",
-        "  next    the same with --trials 10 trains ten seeds",
-    ]
+    time, draw, next_ = facts.closing(trainer_in(tmp_path), clock, tmp_path).splitlines()
+    assert time == "  time  5.0 s on the clock; 7.1 s in all, with setup 1.0, validate 1.1"
+    assert (draw[:8], next_[:8]) == ("  draw  ", "  next  ")
+
+
+@pytest.mark.parametrize("changed", [{"trials": 2}, {"keep_model": True}])
+def test_the_commands_of_the_closing_lines_start_when_pasted(changed, tmp_path, monkeypatch):
+    """In the folder of the source, by a shell that finds no python."""
+    monkeypatch.chdir(ROOT)
+    trainer = trainer_in(tmp_path, checkpoint_dir="checkpoints", **changed)
+    clock = SimpleNamespace(phases=[], train_time_ms=5000.0)
+    _, *lines = facts.closing(trainer, clock, ROOT).splitlines()
+    for line in lines:
+        words = re.search(r"^  \w+  (.*\.py)", line)[1]
+        done = subprocess.run(
+            f"{words} --help", shell=True, capture_output=True, text=True, env={"PATH": "/nowhere"},
+            executable="/bin/sh",
+        )  # fmt: skip
+        assert done.stdout.startswith("usage: "), done.stderr
 
 
 def test_the_summary_comes_once_after_the_last_of_several_runs(tmp_path, capsys):
@@ -213,8 +212,8 @@ def test_the_summary_comes_once_after_the_last_of_several_runs(tmp_path, capsys)
     lines = capsys.readouterr().out.splitlines()
     targets = [index for index, line in enumerate(lines) if line.startswith("target ")]
     assert len(targets) == 3
-    assert lines[targets[-1] + 1].startswith("  loss ")
-    assert len(lines) == targets[-1] + 5, "no record of this recipe"
+    assert lines[targets[-1] + 1].startswith("  time ")
+    assert len(lines) == targets[-1] + 4
 
 
 def test_the_summary_comes_also_where_the_last_run_was_already_done(tmp_path, capsys):
@@ -223,7 +222,7 @@ def test_the_summary_comes_also_where_the_last_run_was_already_done(tmp_path, ca
     assert run(tmp_path, seed=0, trials=2, resume="auto") == 0
     said = capsys.readouterr().out
     assert "seed 1 is done" in said
-    assert said.count("\n  loss ") == 1
+    assert said.count("\n  time ") == 1
 
 
 def test_a_display_that_fails_leaves_no_log_behind(tmp_path, monkeypatch):
