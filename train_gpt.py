@@ -16,7 +16,7 @@ import math
 import signal
 import sys
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import FileFinder, SourceFileLoader
 from itertools import pairwise
 from pathlib import Path
@@ -255,7 +255,6 @@ class Config(RunSettings):
     stages: str = setting("record42", "table of stages", one_of=tuple(STAGES))
     window_block: int = setting(128, "tokens in a block, the unit of windows; 0: none")
     val_window: int = setting(2560, "tokens long layers see in the last validation", at_least=1)
-    warmup: int = setting(0, "steps in which the learning rate rises")
     cooldown: float = setting(0.5, "share of the steps with a falling rate", at_most=1)
     final_lr: float = setting(0.1, "learning rate at the end, as a share of its peak")
     momentum: tuple[float, float] = setting((0.85, 0.95), "at the ends and in the middle", below=1)
@@ -621,13 +620,12 @@ class GPT(nn.Module):
 
     def enter(self, step: int) -> None:
         """Set windows, rotary tables and the output head for this step."""
-        index = index_at(self.config, step)
-        if index != self.index:
-            self.set_rotary(*rotary_at(self.config, step))
-            self.tied = stage_at(self.config, step).tied
-            self.index = index
-        tokens = windows_at(self.config, step)
-        self.windows = {kind: self.attention.window(count) for kind, count in tokens.items()}
+        now = at(self.config, step)
+        if now.index != self.index:
+            self.set_rotary(*rotary(self.config, now.index))
+            self.tied = now.stage.tied
+            self.index = now.index
+        self.windows = {kind: self.attention.window(count) for kind, count in now.windows.items()}
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -831,7 +829,7 @@ def initial_scalars(config: Config) -> dict[str, float]:
     return scalars
 
 
-# ---- Schedules: pure functions of the step. At step s, s steps are done.
+# ---- Schedule: all that holds at a step, as a pure function. At step s, s steps are done.
 
 
 class Span(NamedTuple):
@@ -842,6 +840,23 @@ class Span(NamedTuple):
     stage: Stage
 
 
+class Now(NamedTuple):
+    """What holds at a step."""
+
+    index: int  # in `spans`; the last validation belongs to the last span
+    stage: Stage
+    batch_tokens: int
+    lr: float  # factor on the peak of every learning rate
+    momentum: float  # of the hidden matrices
+    adam_steps: bool  # Adam takes a step, on the gradients of the last `adam_accum_steps` steps
+    windows: dict[str, int]  # tokens that "short" and "long" layers see
+    loss_weights: list[float]  # of the next token, of those after it, and of its prefix if used
+    unties: bool  # the output head leaves the token embedding before this step
+    validates: bool  # before this step, or after the last one
+    quick_validates: bool  # on one batch, before this step
+
+
+@cache
 def spans(config: Config) -> list[Span]:
     """The stages that have steps."""
     found, first, share = [], 0, 0.0
@@ -859,38 +874,29 @@ def spans(config: Config) -> list[Span]:
     return found
 
 
-def index_at(config: Config, step: int) -> int:
-    """Index in `spans`. The last validation belongs to the last step's stage."""
-    return sum(step >= span.first for span in spans(config)) - 1
+@cache
+def at(config: Config, step: int) -> Now:
+    """All that holds at this step."""
+    index = sum(step >= span.first for span in spans(config)) - 1
+    first, end, stage = spans(config)[index]
+    before = spans(config)[max(index - 1, 0)].stage
+    return Now(
+        index=index,
+        stage=stage,
+        batch_tokens=round(stage.batch * config.batch_tokens),
+        lr=learning_rate(config, stage.lr, step),
+        momentum=momentum(config, step),
+        adam_steps=(step + 1) % config.adam_accum_steps == 0,
+        windows=windows(config, stage, step),
+        loss_weights=loss_weights(config, stage, (step - first) / (end - first)),
+        unties=step == first and before.tied and not stage.tied,
+        validates=validates(config, step),
+        quick_validates=quick_validates(config, step),
+    )
 
 
-def stage_at(config: Config, step: int) -> Stage:
-    return spans(config)[index_at(config, step)].stage
-
-
-def batch_at(config: Config, step: int) -> int:
-    """Tokens of this step."""
-    return round(stage_at(config, step).batch * config.batch_tokens)
-
-
-def tokens_before(config: Config, step: int) -> int:
-    """Tokens of all steps before this one."""
-    return sum(batch_at(config, earlier) for earlier in range(step))
-
-
-def changes(config: Config) -> list[tuple[int, int, int]]:
-    """For the loader: each stage's first step, tokens of its batch, and longest document."""
-    found = []
-    for first, _, stage in spans(config):
-        found.append((first, batch_at(config, first), stage.document or config.max_document))
-    return found
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Multiplier of every learning rate; it falls to final_lr and stays there in the extension."""
-    peak = stage_at(config, step).lr
-    if step < config.warmup:
-        return peak * (step + 1) / config.warmup
+def learning_rate(config: Config, peak: float, step: int) -> float:
+    """It falls from the stage's peak to final_lr, and stays there in the extension."""
     scheduled = max(span.end for span in spans(config) if not span.stage.extension)
     # 0.9999 as in record 42. It also keeps `left` above a cooldown of 0, so nothing divides by 0.
     left = 1 - min(step / scheduled, 0.9999)
@@ -901,7 +907,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def momentum(config: Config, step: int) -> float:
-    """Momentum of the hidden matrices."""
+    """It rises at the start and falls at the end."""
     low, high = config.momentum
     rising = step / config.momentum_warmup if config.momentum_warmup else 1.0
     left = config.steps - step
@@ -909,28 +915,68 @@ def momentum(config: Config, step: int) -> float:
     return low + (high - low) * min(rising, falling, 1.0)
 
 
-def windows_at(config: Config, step: int) -> dict[str, int]:
-    """Tokens that "short" and "long" layers see; in the last validation at most `val_window`."""
-    stage, block = stage_at(config, step), config.window_block
-    short, long = stage.short * block, stage.long * block
-    if block == 0:
+def windows(config: Config, stage: Stage, step: int) -> dict[str, int]:
+    """Tokens that layers see; in the last validation at most `val_window`."""
+    short, long = stage.short * config.window_block, stage.long * config.window_block
+    if config.window_block == 0:
         short = long = max(config.seq_len, config.val_seq_len)
     if step == config.steps:
         short, long = min(short, config.val_window), config.val_window
     return {"short": short, "long": long}
 
 
-def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
+def loss_weights(config: Config, stage: Stage, share: float) -> list[float]:
+    """They change linearly within a stage; [1.0] where the stage has only the next token."""
+    ends = [(1.0, 1.0), *stage.ahead]
+    if config.prefixes and (stage.ahead or any(stage.prefix)):
+        ends.append(stage.prefix)
+    return [start + (last - start) * share for start, last in ends]
+
+
+def validates(config: Config, step: int) -> bool:
+    every = config.val_every
+    if config.val_every_late and step >= 0.9 * config.steps:
+        every = config.val_every_late
+    return step == config.steps or (every > 0 and step % every == 0)
+
+
+def quick_validates(config: Config, step: int) -> bool:
+    """Whether to score one batch, as training losses of a few steps differ by their texts.
+
+    Runs under a claim never do.
+    """
+    if config.quick_vals == 0 or config.claim or validates(config, step):
+        return False
+    return step % math.ceil(config.steps / config.quick_vals) == 0
+
+
+def tokens_before(config: Config, step: int) -> int:
+    """Tokens of all steps before this one."""
+    return sum(at(config, earlier).batch_tokens for earlier in range(step))
+
+
+def changes(config: Config) -> list[tuple[int, int, int]]:
+    """For the loader: each stage's first step, tokens of its batch, and longest document."""
+    found = []
+    for first, _, stage in spans(config):
+        batch_tokens = at(config, first).batch_tokens
+        found.append((first, batch_tokens, stage.document or config.max_document))
+    return found
+
+
+@cache
+def rotary(config: Config, index: int) -> tuple[Tensor, Tensor]:
     """Radians a token for each pair (D / 2,), half of them 0, and the factor () on queries.
 
-    Both are float32. When the long window grows, YaRN (arXiv:2309.00071) slows the frequencies that
-    turn less than once in the old window, keeps those over 32 turns, and raises the factor.
+    Both are float32 and hold in the span of this index. When the long window grows, YaRN
+    (arXiv:2309.00071) slows the frequencies that turn less than once in the old window, keeps those
+    over 32 turns, and raises the factor.
     """
     pairs = config.head_dim // 2
     turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2)
     frequency = torch.cat([turning, torch.zeros(pairs - pairs // 2)])
     scale = torch.tensor(config.attention_scale)
-    stages = [span.stage for span in spans(config)[: index_at(config, step) + 1]]
+    stages = [span.stage for span in spans(config)[: index + 1]]
     for before, now in pairwise(stages if config.window_block else ()):
         rotations = config.window_block * before.long * frequency / (2 * math.pi)
         kept = ((rotations - 1) / (32 - 1)).clamp(0, 1)
@@ -940,53 +986,10 @@ def rotary_at(config: Config, step: int) -> tuple[Tensor, Tensor]:
     return frequency, scale
 
 
-def adam_steps(config: Config, step: int) -> bool:
-    """Whether Adam takes a step, on the gradients of the last `adam_accum_steps` steps."""
-    return (step + 1) % config.adam_accum_steps == 0
-
-
-def loss_weights(config: Config, step: int) -> list[float]:
-    """Weights of the losses of the next token, of those after it, and of its prefix if it is used.
-
-    They change linearly within a stage; [1.0] where the stage has only the next token.
-    """
-    first, end, stage = spans(config)[index_at(config, step)]
-    share = (step - first) / (end - first)
-    ends = [(1.0, 1.0), *stage.ahead]
-    if config.prefixes and (stage.ahead or any(stage.prefix)):
-        ends.append(stage.prefix)
-    return [start + (last - start) * share for start, last in ends]
-
-
-def unties(config: Config, step: int) -> bool:
-    """Whether the output head leaves the token embedding before this step."""
-    first = spans(config)[index_at(config, step)].first
-    tied_before = step > 0 and stage_at(config, step - 1).tied
-    return step == first and tied_before and not stage_at(config, step).tied
-
-
-def validates(config: Config, step: int) -> bool:
-    """Whether to validate before this step, or after the last one: a run always ends with it."""
-    every = config.val_every
-    if config.val_every_late and step >= 0.9 * config.steps:
-        every = config.val_every_late
-    return step == config.steps or (every > 0 and step % every == 0)
-
-
-def quick_validates(config: Config, step: int) -> bool:
-    """Whether to score one validation batch before this step. Runs under a claim never do.
-
-    The batches of a short run are so different that its training loss does not show its progress.
-    """
-    if config.quick_vals == 0 or config.claim or validates(config, step):
-        return False
-    return step % math.ceil(config.steps / config.quick_vals) == 0
-
-
-def reach(config: Config) -> int:
+def receptive_field(config: Config) -> int:
     """How many earlier tokens an output can depend on: the windows of all layers, added up."""
-    windows = [windows_at(config, span.first) for span in spans(config)]
-    windows.append(windows_at(config, config.steps))
+    windows = [at(config, span.first).windows for span in spans(config)]
+    windows.append(at(config, config.steps).windows)
     tokens = int(config.smear or config.bigram_rows > 0)
     for layer in LAYERS[config.layers]:
         if layer.attention:
@@ -997,7 +1000,7 @@ def reach(config: Config) -> int:
 
 def context(config: Config) -> int:
     """The most tokens of a document that the next one is predicted from."""
-    return min(reach(config) + 1, max(config.seq_len, config.val_seq_len))
+    return min(receptive_field(config) + 1, max(config.seq_len, config.val_seq_len))
 
 
 # ---- Optimizers
@@ -1049,7 +1052,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
     # the number of rows, which `set_schedule` updates: the mean over rows on any number of ranks.
     shared: dict[str, Any] = {
-        "grad_divisor": batch_at(config, 0) // config.seq_len,
+        "grad_divisor": at(config, 0).batch_tokens // config.seq_len,
         "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
     }
     # On GPUs the update is compiled, unless --compile is off.
@@ -1081,17 +1084,17 @@ def set_schedule(
     config: Config, optimizers: dict[str, Any], guard: optim.Guard, step: int
 ) -> None:
     """Give the optimizers the learning rates, the momentum and the rows of this step."""
-    guard.divide_by(batch_at(config, step) // config.seq_len)
-    multiplier = learning_rate(config, step)
+    now = at(config, step)
+    guard.divide_by(now.batch_tokens // config.seq_len)
     decays = {"matrix": config.matrix_wd, "adam": config.adam_wd}
     for kind, optimizer in optimizers.items():
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * multiplier
+            group["lr"] = group["initial_lr"] * now.lr
             if config.cautious_wd:  # the rate enters twice, so decay follows its square (record 43)
                 group["weight_decay"] = decays[kind] * group["lr"]
     for group in optimizers["matrix"].param_groups:
         if "momentum" in group:  # those of Adam have betas instead
-            group["momentum"] = momentum(config, step)
+            group["momentum"] = now.momentum
 
 
 # ---- Trainer: what a run changes, and what changes it
@@ -1116,7 +1119,7 @@ class Trainer:
         # One process a host hashes all tokens and the source, as all hosts must have the same.
         settings = asdict(config) | {"changes": changes(config)}
         data, found = open_audited(settings, *place, audited=machine.first_of_its_host)
-        self.data = data.in_parts(config.val_batch, reach(config))
+        self.data = data.in_parts(config.val_batch, receptive_field(config))
         if found is not None:
             found = {**found, "source_sha256": source_hash(SOURCE)}
         self.found = machine.gather_equal(found)
@@ -1133,7 +1136,7 @@ class Trainer:
         self.env |= provenance(SOURCE)
         self.chosen = {"attention": why, "head": why_head}
         self.changes, self.train_tokens = changes(config), tokens_before(config, config.steps)
-        self.validations = [step for step in range(config.steps + 1) if validates(config, step)]
+        self.validations = [step for step in range(config.steps + 1) if at(config, step).validates]
         self.off_track = off_track(config, TRACKS[config.track])
 
     def reset(self, seed: int) -> None:
@@ -1160,7 +1163,7 @@ class Trainer:
 
     def train_loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """The summed loss to train on at this step, and that of the next token alone, detached."""
-        weights = loss_weights(self.config, step)
+        weights = at(self.config, step).loss_weights
         if len(weights) == 1:
             loss = self.batch_loss(batch, self.data.longest(step))
             return loss, loss.detach()
@@ -1181,7 +1184,7 @@ class Trainer:
             loss.backward()
             total += next_token
         message = self.machine.all_reduce(torch.cat([total.view(1), flags]))
-        message[0] /= batch_at(self.config, step)  # the flags stay sums
+        message[0] /= at(self.config, step).batch_tokens  # the flags stay sums
         return message
 
     def update(self, step: int, loss: Tensor) -> Tensor:
@@ -1191,7 +1194,7 @@ class Trainer:
         """
         set_schedule(self.config, self.optimizers, self.guard, step)
         stepping = list(self.optimizers.values())
-        if not adam_steps(self.config, step):
+        if not at(self.config, step).adam_steps:
             stepping.remove(self.optimizers["adam"])
         verdict = self.guard.step(loss, only=stepping)
         for optimizer in stepping:
@@ -1268,14 +1271,16 @@ def train(trainer: Trainer, run: Run) -> float:
     tokens = tokens_before(config, run.steps_done)
     run.start_training()
     for step in range(run.steps_done, config.steps):
+        now = at(config, step)
+
         # once: from here on, head and embedding are two
-        if unties(config, step):
+        if now.unties:
             trainer.untie()
 
         # once in a while: validate, with the clock stopped
-        if validates(config, step):
+        if now.validates:
             evaluate(trainer, run, step)
-        elif quick_validates(config, step):
+        elif now.quick_validates:
             with run.pause("quick_val"):
                 val_loss = trainer.validate(step, trainer.data.validation[:1])
                 run.quick_validated(step, val_loss, trainer.targets_scored)
@@ -1285,15 +1290,14 @@ def train(trainer: Trainer, run: Run) -> float:
         verdict = trainer.update(step, message[0])
 
         # log: without waiting for the device; losses are read when they have arrived
-        tokens += batch_at(config, step)
+        tokens += now.batch_tokens
         run.stepped(
-            message, verdict, tokens=tokens,
-            lr_mul=learning_rate(config, step), window=windows_at(config, step)["long"],
-            stage=index_at(config, step),
+            message, verdict, tokens=tokens, lr_mul=now.lr, window=now.windows["long"],
+            stage=now.index,
         )  # fmt: skip
 
         # save: when it is time, or the run must end; never while Adam still sums gradients
-        if adam_steps(config, step) and run.must_save():
+        if now.adam_steps and run.must_save():
             run.save()
     run.settle()
     return evaluate(trainer, run, config.steps)

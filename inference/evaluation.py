@@ -14,7 +14,7 @@ from data.loader import Batch, in_parts
 from data.tokenizers import token_bytes
 from inference.model import Model
 from kernels.portable_attention import document_starts
-from train_gpt import reach
+from train_gpt import receptive_field
 
 TOKENS_AT_ONCE = 16_384  # their logits take 3.3 GB at GPT-2's vocabulary
 
@@ -30,7 +30,7 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
         settings["val_tokens"] = rows * config.val_seq_len
     batches = open_validation(settings, TOKENS_AT_ONCE)
     losses = []
-    for part in in_parts(batches, TOKENS_AT_ONCE, reach(config)):
+    for part in in_parts(batches, TOKENS_AT_ONCE, receptive_field(config)):
         losses.append(model.token_losses(part.inputs, part.targets).flatten())
     loss = torch.cat(losses).double()
     targets = torch.cat([batch.targets.flatten() for batch in batches])

@@ -15,7 +15,7 @@ from data.corpus import PATTERN, VOCABULARY
 from inference.model import Model, load_model
 from runtime.checkpoint import CONFIG, MODEL
 from runtime.errors import Refused
-from train_gpt import GPT, SOFTCAPS, Config, Layer, rotary_at, windows_at
+from train_gpt import GPT, SOFTCAPS, Config, Layer, at, rotary
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
 
@@ -114,7 +114,7 @@ def exported_weights(model: GPT) -> dict[str, Tensor]:
 def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
     """config.json: what the modeling file needs, spelt out in numbers."""
     config = model.config
-    frequency, scale = rotary_at(config, config.steps)
+    frequency, scale = rotary(config, at(config, config.steps).index)
     trained_on = config.seq_len
     if config.document_mask:
         trained_on = min(config.seq_len, config.max_document)
@@ -157,7 +157,7 @@ def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
 
 def exported_layers(model: GPT) -> list[dict[str, Any]]:
     """The layer table, with windows in tokens. Refused for a field that is not followed."""
-    windows = windows_at(model.config, model.config.steps)
+    windows = at(model.config, model.config.steps).windows
     rows = []
     for index, layer in enumerate(model.table):
         for field in fields(Layer):

@@ -117,7 +117,7 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     tokens: dict[str, int] = {}
     for index, (first, _, stage) in enumerate(train_gpt.spans(config)):
         name = f"stage {index}, window {stage.long}"
-        tokens[name] = train_gpt.batch_at(config, first)
+        tokens[name] = train_gpt.at(config, first).batch_tokens
         steps[name] = partial(take_steps, trainer, guard, first)
     steps[f"{name}, no guards"] = partial(take_steps, trainer, unguarded, first)
     for path in given.against:

@@ -31,7 +31,7 @@ from inference.export import (
 from inference.model import load_model
 from runtime.errors import Refused
 from scripts.export_model import main
-from train_gpt import STAGES, Config, rotary_at, windows_at
+from train_gpt import STAGES, Config, at, rotary
 
 NAMES = [f"{track}-{recipe}" for track, recipe in EVERY_RECIPE]
 # Windows shorter than a row, and tables with rows that only pad the vocabulary: 100 of 128.
@@ -51,7 +51,7 @@ def needs_transformers(test):
 def trained(config, dtype=torch.float32):
     """A model with random weights, none of them zero, as at the last validation."""
     model = make_model(config, dtype)
-    model.set_rotary(*rotary_at(config, config.steps))
+    model.set_rotary(*rotary(config, at(config, config.steps).index))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -99,7 +99,7 @@ def losses(model, tokens, targets):
     if config.document_mask:
         starts |= set((tokens.flatten() == config.bos).nonzero().flatten().tolist())
     cu_seqlens = torch.tensor(sorted(starts), dtype=torch.int32)
-    windows = windows_at(config, config.steps)
+    windows = at(config, config.steps).windows
     windows = {kind: model.attention.window(count) for kind, count in windows.items()}
     with torch.no_grad():
         return model.token_losses(tokens.int(), targets, cu_seqlens, windows, length)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_gpt
 from data.loader import Batch, Data
 from kernels.attention import PortableAttention
-from train_gpt import initial_scalars, make_optimizers, rotary_at, spans, windows_at
+from train_gpt import at, initial_scalars, make_optimizers, rotary, spans
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def build(config, dtype=torch.float32, step=0):
     """A model with random weights, none of them zero, and the rotary tables of a step."""
     with float64_throughout() if dtype == torch.float64 else nullcontext():
         model = make_model(config, dtype)
-        model.set_rotary(*rotary_at(config, step))
+        model.set_rotary(*rotary(config, at(config, step).index))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -249,7 +249,7 @@ def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(windows_so_fa
 
 def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
     model = build(small("steps", window_block=0), torch.float64)
-    unwindowed = windows(**windows_at(model.config, 0))
+    unwindowed = windows(**at(model.config, 0).windows)
 
     def row_loss(p, tokens, targets, starts):
         return steps_loss(p, tokens, targets, head_dim=8)
@@ -464,7 +464,7 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
 ):
     model = build(small("tiny", "copyinit", **LONG_ROW), torch.float64)
     row = batch(1, 1200, (cuts,))
-    reach = train_gpt.reach(model.config)
+    reach = train_gpt.receptive_field(model.config)
     last = windows(10 * 8, 20 * 8)
 
     def loss(reach):
@@ -494,7 +494,7 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
 def test_the_reach_counts_the_windows_the_smear_and_each_key_offset(changes, tokens):
     # Two short layers see 80 tokens each and two long ones 432: all together 8 * 128.
     config = small("tiny", "copyinit", **LONG_ROW | {"val_window": 432} | changes)
-    assert train_gpt.reach(config) == math.ceil(tokens / 128) * 128
+    assert train_gpt.receptive_field(config) == math.ceil(tokens / 128) * 128
 
 
 def with_head(head, dtype=torch.float32, **changes):

@@ -19,14 +19,11 @@ from test_model import (
 )  # fmt: skip
 
 from train_gpt import (
-    batch_at,
+    at,
     initial_scalars,
-    learning_rate,
-    loss_weights,
     make_optimizers,
     set_schedule,
     tokens_before,
-    windows_at,
 )  # fmt: skip
 
 HEAD_DIM = 8
@@ -175,10 +172,10 @@ SCHEDULE = [
 @pytest.mark.parametrize("row", SCHEDULE, ids=lambda row: f"step {row[0]}")
 def test_batch_windows_rate_and_loss_change_as_in_record_89(row):
     step, tokens, short, long, rate, weights = row
-    assert batch_at(RECIPE, step) == tokens
-    assert windows_at(RECIPE, step) == {"short": 128 * short, "long": 128 * long}
-    assert learning_rate(RECIPE, step) == pytest.approx(rate, abs=3e-4)  # 0.9999, as in record 42
-    assert loss_weights(RECIPE, step) == pytest.approx(weights)
+    assert at(RECIPE, step).batch_tokens == tokens
+    assert at(RECIPE, step).windows == {"short": 128 * short, "long": 128 * long}
+    assert at(RECIPE, step).lr == pytest.approx(rate, abs=3e-4)  # 0.9999, as in record 42
+    assert at(RECIPE, step).loss_weights == pytest.approx(weights)
 
 
 def test_the_recipe_trains_as_many_tokens_as_record_89():

@@ -18,17 +18,12 @@ from train_gpt import (
     STAGES,
     TRACKS,
     Trainer,
-    batch_at,
-    index_at,
-    learning_rate,
+    at,
     make_optimizers,
-    momentum,
-    rotary_at,
+    rotary,
     set_schedule,
     spans,
     tokens_before,
-    validates,
-    windows_at,
 )
 
 SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
@@ -43,7 +38,7 @@ SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
     (2284, 6, 13), (2285, 6, 20),
 ])  # fmt: skip
 def test_the_windows_change_where_record_42_changes_them(step, short, long):
-    assert windows_at(SHORT, step) == {"short": 128 * short, "long": 128 * long}
+    assert at(SHORT, step).windows == {"short": 128 * short, "long": 128 * long}
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
@@ -52,9 +47,9 @@ def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_las
     track, steps
 ):
     config = configure(track, steps=steps)
-    stages = [index_at(config, step) for step in range(steps)]
+    stages = [at(config, step).index for step in range(steps)]
     assert stages == sorted(stages)
-    assert index_at(config, steps) == stages[-1]
+    assert at(config, steps).index == stages[-1]
     for index, stage in enumerate(STAGES[config.stages]):
         assert abs(stages.count(index) - stage.share * steps) <= 1
     extension = [stage.extension for stage in STAGES[config.stages]]
@@ -73,7 +68,7 @@ def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_las
     ],
 )
 def test_the_learning_rate_falls_linearly_over_the_second_half_to_a_tenth(step, multiplier):
-    assert learning_rate(SHORT, step) == pytest.approx(multiplier, rel=1e-12)
+    assert at(SHORT, step).lr == pytest.approx(multiplier, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -82,21 +77,16 @@ def test_the_learning_rate_falls_linearly_over_the_second_half_to_a_tenth(step, 
      (2236, 0.948), (2260, 0.9), (2284, 0.852)],
 )  # fmt: skip
 def test_momentum_rises_over_300_steps_and_falls_over_the_last_50(step, value):
-    assert momentum(SHORT, step) == pytest.approx(value, rel=1e-12)
-
-
-def test_warmup_raises_the_learning_rate_linearly_from_above_zero():
-    config = configure("short", warmup=4)
-    assert [learning_rate(config, step) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert at(SHORT, step).momentum == pytest.approx(value, rel=1e-12)
 
 
 def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window():
     config = configure("steps")
-    assert learning_rate(config, 974) == 1
-    assert learning_rate(config, 3250 - 455) == pytest.approx(0.2)
-    assert learning_rate(config, 3249) == pytest.approx(1 / 3250 / 0.7)
-    assert {momentum(config, step) for step in range(config.steps)} == {0.95}
-    assert windows_at(config, 3) == {"short": 1024, "long": 1024}
+    assert at(config, 974).lr == 1
+    assert at(config, 3250 - 455).lr == pytest.approx(0.2)
+    assert at(config, 3249).lr == pytest.approx(1 / 3250 / 0.7)
+    assert {at(config, step).momentum for step in range(config.steps)} == {0.95}
+    assert at(config, 3).windows == {"short": 1024, "long": 1024}
 
 
 @settings(max_examples=40)
@@ -104,17 +94,12 @@ def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window()
     steps=st.integers(1, 300),
     cooldown=st.floats(0, 1),
     final_lr=st.floats(0, 1),
-    warmup=st.integers(0, 10),
 )
-def test_the_learning_rate_never_rises_after_warmup_and_stays_above_its_end(
-    steps, cooldown, final_lr, warmup
-):
-    config = configure(steps=steps, cooldown=cooldown, final_lr=final_lr, warmup=warmup)
-    rates = [learning_rate(config, step) for step in range(steps)]
-    after = rates[warmup:]
-    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(after))
-    assert all(final_lr - 1e-12 <= rate <= 1 + 1e-12 for rate in after)
-    assert all(0 < rate <= 1 for rate in rates[:warmup])
+def test_the_learning_rate_never_rises_and_stays_above_its_end(steps, cooldown, final_lr):
+    config = configure(steps=steps, cooldown=cooldown, final_lr=final_lr)
+    rates = [at(config, step).lr for step in range(steps)]
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(rates))
+    assert all(final_lr - 1e-12 <= rate <= 1 + 1e-12 for rate in rates)
 
 
 # ----
@@ -133,7 +118,7 @@ def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_
                 frequencies[j] = f * (old / new + kept * (1 - old / new))
             factor *= 1 + 0.2 * math.log(new / old)
             assert round(factor, 5) == rounded
-        frequency, scale = rotary_at(SHORT, spans(SHORT)[stage].first)
+        frequency, scale = rotary(SHORT, stage)
         expected = torch.tensor(frequencies + [0.0] * 32)
         torch.testing.assert_close(frequency, expected, rtol=1e-5, atol=0)
         assert scale.item() == pytest.approx(factor, rel=1e-6)
@@ -141,7 +126,8 @@ def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_
 
 def test_without_windows_the_rotary_tables_stay_as_they_are():
     config = configure("short", window_block=0)
-    for first, last in zip(rotary_at(config, 0), rotary_at(config, config.steps), strict=True):
+    last_index = at(config, config.steps).index
+    for first, last in zip(rotary(config, 0), rotary(config, last_index), strict=True):
         assert torch.equal(first, last)
 
 
@@ -241,8 +227,8 @@ def test_the_schedule_reaches_every_group(step):
     set_schedule(model.config, optimizers, guard, step)
     for name, peak in (("matrix", 0.03), ("adam", 0.008)):
         for group in optimizers[name].param_groups:
-            assert group["lr"] == peak * learning_rate(SHORT, step)
-            assert name == "adam" or group["momentum"] == momentum(SHORT, step)
+            assert group["lr"] == peak * at(SHORT, step).lr
+            assert name == "adam" or group["momentum"] == at(SHORT, step).momentum
 
 
 def test_a_batch_that_grows_is_divided_by_its_own_rows():
@@ -252,16 +238,22 @@ def test_a_batch_that_grows_is_divided_by_its_own_rows():
         for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
             set_schedule(config, optimizers, guard, step)
             assert {part.grad_divisor for part in guard._parts} == {rows}
-            assert batch_at(config, step) == rows * config.seq_len
+            assert at(config, step).batch_tokens == rows * config.seq_len
         assert tokens_before(config, 10) == 13 * config.seq_len
+
+
+def add_stages(monkeypatch, stages):
+    """The name of a new table of stages: `at` remembers what it found for a name."""
+    monkeypatch.setitem(train_gpt.STAGES, repr(stages), stages)
+    return repr(stages)
 
 
 def test_a_stage_changes_the_peak_of_the_learning_rate(monkeypatch):
     stages = [train_gpt.Stage(0.5, short=1, long=2), train_gpt.Stage(0.5, short=1, long=2, lr=1.5)]
-    monkeypatch.setitem(train_gpt.STAGES, "copyinit", stages)
-    config = small("tiny", "copyinit", steps=100, cooldown=0.4, final_lr=0.1, warmup=10)
-    rates = [learning_rate(config, step) for step in (4, 20, 49, 50, 60, 80)]
-    assert rates == pytest.approx([0.5, 1, 1, 1.5, 1.5, 1.5 * 0.5 + 0.1 * 0.5])
+    name = add_stages(monkeypatch, stages)
+    config = small("tiny", "copyinit", stages=name, steps=100, cooldown=0.4, final_lr=0.1)
+    rates = [at(config, step).lr for step in (20, 49, 50, 60, 80)]
+    assert rates == pytest.approx([1, 1, 1.5, 1.5, 1.5 * 0.5 + 0.1 * 0.5])
 
 
 @pytest.mark.parametrize(("batch", "rule"), [
@@ -269,18 +261,18 @@ def test_a_stage_changes_the_peak_of_the_learning_rate(monkeypatch):
 ])  # fmt: skip
 def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, rule):
     stage = train_gpt.Stage(0.5, short=1, long=2)
-    monkeypatch.setitem(train_gpt.STAGES, "copyinit", [stage, replace(stage, batch=batch)])
+    name = add_stages(monkeypatch, [stage, replace(stage, batch=batch)])
     with pytest.raises(Refused, match=rule):
-        small("tiny", "copyinit")
+        small("tiny", "copyinit", stages=name)
 
 
 @pytest.mark.parametrize("changed", [{"batch": 0.5}, {"tied": True}], ids=str)
 def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
     whole = train_gpt.Stage(0.3, short=1, long=2)
     stages = [whole, replace(whole, **changed), replace(whole, share=0.4)]
-    monkeypatch.setitem(train_gpt.STAGES, "copyinit", stages)
+    name = add_stages(monkeypatch, stages)
     for steps in range(1, 30):
-        found = spans(small("tiny", "copyinit", steps=steps, adam_accum_steps=2))
+        found = spans(small("tiny", "copyinit", stages=name, steps=steps, adam_accum_steps=2))
         ends = [0] + [span.end for span in found]
         assert [span.first for span in found] == ends[:-1]
         assert ends[-1] == steps
@@ -307,7 +299,7 @@ def test_gradients_are_divided_once_by_the_rows_of_the_batch_at_any_number_of_mi
 
 def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tenth():
     config = configure("steps")
-    validated = [step for step in range(config.steps) if validates(config, step)]
+    validated = [step for step in range(config.steps) if at(config, step).validates]
     assert validated == [*range(0, 2925, 125), *range(2925, 3250, 25)]
     config = configure("tiny", val_every=0)
-    assert not any(validates(config, step) for step in range(config.steps)), "only at the end"
+    assert not any(at(config, step).validates for step in range(config.steps)), "only at the end"

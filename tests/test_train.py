@@ -73,7 +73,7 @@ def test_a_quick_validation_scores_one_batch_off_the_clock_and_changes_no_other_
 def test_a_run_under_a_claim_has_no_quick_validation():
     def steps(*words: str) -> list[int]:
         config = parse(train_gpt.Config, ["--track", "tiny", *words], train_gpt.preset, "")
-        return [step for step in range(config.steps) if train_gpt.quick_validates(config, step)]
+        return [step for step in range(config.steps) if train_gpt.at(config, step).quick_validates]
 
     assert steps() == [0, 7, 14, 21, 28]
     assert steps("--claim", "claim.json") == []
@@ -326,12 +326,13 @@ def test_a_model_that_sees_the_future_is_caught(leak, data, tmp_path, monkeypatc
 
 
 def test_trials_that_diverge_end_at_the_first_loss_that_is_no_number(data, tmp_path, monkeypatch):
+    at = train_gpt.at
+
     def diverging(config, step):
-        return math.inf if step == 6 else learning_rate(config, step)
+        return at(config, step)._replace(lr=math.inf) if step == 6 else at(config, step)
 
     # The seventh step ruins the weights, so the eighth has no loss.
-    learning_rate = train_gpt.learning_rate
-    monkeypatch.setattr(train_gpt, "learning_rate", diverging)
+    monkeypatch.setattr(train_gpt, "at", diverging)
     outcome = run(data, tmp_path, guard="off", trials=3)
     assert (outcome.code, len(outcome.logs)) == (3, 1)
     assert "training loss is nan at step 8" in outcome.out + outcome.err
