@@ -177,12 +177,6 @@ STAGES = {
         Stage(15 / 1285, short=6, long=13, extension=True),
     ],
     "copyinit": [EARLY, LATE],
-    # One thing more that changes between the two, for ablations.
-    "growing": [replace(EARLY, batch=0.5), LATE],
-    "windows": [replace(EARLY, short=3, long=7), LATE],
-    "tied": [replace(EARLY, tied=True), LATE],
-    "ahead": [replace(EARLY, ahead=((0.5, 0.0),)), LATE],
-    "prefix": [replace(EARLY, prefix=(0.25, 0.0)), LATE],
 }
 
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
@@ -219,7 +213,7 @@ class Config(RunSettings):
     val_every: int = setting(250, "steps between validations; 0: only the last")
     val_every_late: int = setting(0, "val_every in the last tenth; 0: no change")
 
-    layers: str = setting("record42", "table of layers", one_of=tuple(LAYERS), section="Model")
+    layers: str = setting("record42", "table of layers", section="Model")
     dim: int = setting(768, "model dimension", at_least=12, a_multiple_of="head_dim")
     head_dim: int = setting(128, "dimension of an attention head", at_least=2, a_multiple_of=2)
     mlp_ratio: int = setting(4, "width of an MLP, as a multiple of dim", at_least=1)
@@ -252,7 +246,7 @@ class Config(RunSettings):
     init: str = setting("uniform", "of the hidden matrices", one_of=("uniform", "normal"))
 
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
-    stages: str = setting("record42", "table of stages", one_of=tuple(STAGES))
+    stages: str = setting("record42", "table of stages")
     window_block: int = setting(128, "tokens in a block, the unit of windows; 0: none")
     val_window: int = setting(2560, "tokens long layers see in the last validation", at_least=1)
     cooldown: float = setting(0.5, "share of the steps with a falling rate", at_most=1)
@@ -293,6 +287,8 @@ class Config(RunSettings):
         require(self, "track", self.track in TRACKS, f"one of {', '.join(TRACKS)}")
         recipes = tuple(RECIPES.get(self.track, ["record42"]))
         require(self, "recipe", self.recipe in recipes, f"one of {', '.join(recipes)}")
+        require(self, "layers", self.layers in LAYERS, f"one of {', '.join(LAYERS)}")
+        require(self, "stages", self.stages in STAGES, f"one of {', '.join(STAGES)}")
         super().__post_init__()  # the rules that stand beside the settings
         if changed := off_track(self, TRACKS[self.track]):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")

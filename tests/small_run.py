@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -47,10 +47,13 @@ def quick_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def two_layers() -> Iterator[None]:
-    """Two layers with all that layers can have."""
+    """Two layers with all that layers can have, and stages whose batch grows."""
     first = train_gpt.Layer(value_embed=0)
     last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
-    with mock.patch.dict(train_gpt.LAYERS, tiny=[first, last]):
+    early, late = train_gpt.STAGES["copyinit"]
+    layers = mock.patch.dict(train_gpt.LAYERS, tiny=[first, last])
+    stages = mock.patch.dict(train_gpt.STAGES, growing=[replace(early, batch=0.5), late])
+    with layers, stages:
         yield
 
 

@@ -186,7 +186,7 @@ def test_unknown_missing_and_other_settings_are_refused_by_name(tmp_path):
     for name, value in (("steps", "thirty"), ("dim", 256.0), ("momentum", [1]), ("skips", 1)):
         with pytest.raises(Refused, match=f"{name} '.*: it must be "):
             load_model(keep(model, tmp_path, **{name: value}))
-    with pytest.raises(Refused, match="layers is 'huge', which is none of record42"):
+    with pytest.raises(Refused, match="--layers huge: it must be one of record42"):
         load_model(keep(model, tmp_path, layers="huge"))
     with pytest.raises(Refused, match="size mismatch for"):
         load_model(keep(model, tmp_path, dim=96))

@@ -231,9 +231,11 @@ def test_the_schedule_reaches_every_group(step):
             assert name == "adam" or group["momentum"] == at(SHORT, step).momentum
 
 
-def test_a_batch_that_grows_is_divided_by_its_own_rows():
+def test_a_batch_that_grows_is_divided_by_its_own_rows(monkeypatch):
+    early, late = STAGES["copyinit"]
+    name = add_stages(monkeypatch, [replace(early, batch=0.5), late])
     for optimizer in ("normuon", "torch_muon"):
-        config = small("tiny", "copyinit", stages="growing", steps=10, optimizer=optimizer)
+        config = small("tiny", "copyinit", stages=name, steps=10, optimizer=optimizer)
         optimizers, guard = make_optimizers(config, make_model(config), MACHINE)
         for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
             set_schedule(config, optimizers, guard, step)
