@@ -28,6 +28,7 @@ HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha
           "env": dict}  # fmt: skip
 STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int, "lr_mul": float,
         "window": int, "skipped": bool}  # fmt: skip
+QUICK_VAL = {"step": int, "val_loss": float, "train_time_ms": float}
 PHASE = {"name": str, "timed": bool, "ms": float, "t_ms": float}
 RESUME = {"from_step": int, "differences": list, "registry_sha256": str, "checkpoint_sha256": str}
 CHECKPOINT = {"step": int, "sha256": str}
@@ -134,7 +135,7 @@ def keep_until(lines: list[Line], after_step: int) -> list[Line]:
     for index, line in enumerate(lines):
         if line.event == "step" and line.get("step", int) > after_step:
             return lines[:index]
-        if line.event == "val" and line.get("step", int) >= after_step:
+        if line.event in ("val", "quick_val") and line.get("step", int) >= after_step:
             return lines[:index]
     return lines
 
@@ -158,6 +159,7 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
             raise LogError(f"{line.where}: val_loss {loss}: a loss is above 0")
         validations.append(Validation(step, loss, line.get("train_time_ms", float)))
         numbers.append((step, line.get("total_steps", int)))
+    quick = [Validation(*line.get_all(QUICK_VAL).values()) for line in events(lines, "quick_val")]
     steps = events(lines, "step")
     columns = [read_column(steps, name, STEP[name]) for name in Step._fields]
     headers = [read_header(line) for line in events(lines, "header")]
@@ -174,7 +176,7 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
     return Run(
         path=segments[0].path, segments=segments, resumes=resumes,
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
-        steps=list(map(Step, *columns)),
+        quick_validations=quick, steps=list(map(Step, *columns)),
         phases=[Phase(**line.get_all(PHASE)) for line in events(lines, "phase")],
         end=ends[-1].fields if ends else {}, unfinished=problem,
         **(headers[0] if headers else {"run_id": segments[0].path.stem}),

@@ -48,9 +48,6 @@ def write_picture(path: Path, size: tuple[float, float], draw: Callable[[Any], N
     with style.context(STYLE, after_reset=True):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
-        if path.suffix == ".png":
-            figure.savefig(path, dpi=150)
-            return
         text = StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue().replace("</style>", f"{DARK}</style>", 1)

@@ -70,6 +70,7 @@ class Run:
     env: dict[str, Any] = field(default_factory=dict)
     total_steps: int | None  # as the log declares it
     validations: list[Validation]
+    quick_validations: list[Validation] = field(default_factory=list)  # on few tokens, only shown
     steps: list[Step] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)

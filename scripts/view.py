@@ -3,7 +3,6 @@
     python scripts/view.py logs                                       a page of this machine
     python scripts/view.py logs records/tiny/2026-11-22_ModernCopying     beside a record
     python scripts/view.py logs --out runs.html                       one file that works offline
-    python scripts/view.py logs --png runs.png                        a picture; needs matplotlib
 
 Only this machine can open the page, and it changes nothing. Ctrl-C ends it. Exit code: 0 written,
 2 bad input, 130 ended by Ctrl-C.
@@ -20,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from scripts.command import command, make_parser, start
 
 from view.page import write_page
-from view.picture import write_png
 from view.runs import Store, find_folders
 from view.server import Server
 
@@ -35,18 +33,12 @@ def main(argv: Sequence[str]) -> int:
     add("--port", type=int, default=PORT, help="of the page; 0: any free one (%(default)s)")
     add("--open", action="store_true", help="open the page in the browser")
     add("--out", type=Path, metavar="FILE", help="write the page to a file instead")
-    add("--png", type=Path, metavar="FILE", help="write a picture of the losses instead")
     given = parser.parse_args(argv)
     gc.set_threshold(100_000)  # logs become millions of objects, and none lie in cycles
-    folders = find_folders(given.paths)
-    store = Store(folders)
-    if given.png:
-        write_png(folders, given.png)
-        print(f"wrote {given.png}")
+    store = Store(find_folders(given.paths))
     if given.out:
         write_page(store, given.out)
         print(f"wrote {given.out}")
-    if given.png or given.out:
         return 0
     with Server(store, given.port) as server:
         print(f"{server.url} shows {', '.join(given.paths)}. Ctrl-C ends it.", flush=True)

@@ -217,6 +217,17 @@ def test_steps_that_were_done_twice_are_those_of_the_later_segment_and_do_not_co
     assert run.resumed == "resumed at step 1 (10 ms of lost work on the clock)"
 
 
+def test_a_quick_validation_at_the_resumed_step_is_that_of_the_later_segment(tmp_path):
+    def quick(number: int, loss: float) -> bytes:
+        fields = {"val_loss": loss, "val_tokens": 16, "train_time_ms": 10.0 * number}
+        return line("quick_val", step=number, **fields)
+
+    killed = header(2) + quick(0, 9.0) + ONE + quick(1, 8.0) + TWO
+    run = read_segments(tmp_path, killed, begin_again(1) + quick(1, 7.0) + REST)
+    assert run.quick_validations == [(0, 9.0, 0.0), (1, 7.0, 10.0)]
+    assert [validation.step for validation in run.validations] == [3]
+
+
 @pytest.mark.parametrize(("before", "counts"), [
     (SAVED, True),
     (SAVED.replace(b"interrupted", b"error"), False),

@@ -26,8 +26,11 @@ RECORD = ROOT / "records" / "tiny" / "2026-11-22_ModernDefault"
 HOSTILE = "<img src=x onerror=alert(1)></script><script>window.hacked = 1</script>"
 
 
-def log_lines(seed=0, steps=40, done=None, skip=(), **config):
-    """The lines of a run of 100 tokens and 10 ms a step; `done` steps: it still runs."""
+def log_lines(seed=0, steps=40, done=None, skip=(), quick=None, **config):
+    """The lines of a run of 100 tokens and 10 ms a step; `done` steps: it still runs.
+
+    quick: losses of quick validations by step.
+    """
     settings = {"recipe": "modern", "steps": steps, "matrix_lr": 0.02, "seed": seed} | config
     yield {
         "event": "header", "t_ms": 0, "schema": 2, "run_id": f"run_{seed}", "track": "tiny",
@@ -41,6 +44,9 @@ def log_lines(seed=0, steps=40, done=None, skip=(), **config):
             "lr_mul": 1 - step / steps, "window": 128 if step < 20 else 256,
             "skipped": step in skip,
         }  # fmt: skip
+        if step in (quick or {}):
+            yield {"event": "quick_val", "t_ms": 10 * step, "step": step, "val_loss": quick[step],
+                   "val_tokens": 16, "train_time_ms": 10.0 * step}  # fmt: skip
     if done is None:
         loss = 3.1 + seed / 10
         yield {"event": "val", "t_ms": 1, "step": steps, "total_steps": steps, "val_loss": loss,
@@ -73,6 +79,13 @@ def test_a_run_is_told_as_its_log_tells_it(tmp_path):
     assert run["skips"] == {"step": [7], "tokens": [700], "seconds": [0.07]}
     assert run["val"] == {"step": [40], "tokens": [4000], "seconds": [0.4], "loss": [3.2]}
     assert "seed" not in run["config"], "seeds of one configuration share a group"
+
+
+def test_quick_validations_are_told_apart_and_do_not_end_a_run(tmp_path):
+    write_log(tmp_path, done=30, quick={10: 3.9, 20: 3.4})
+    (run,) = read(tmp_path)["runs"]
+    quick = {"step": [10, 20], "tokens": [1000, 2000], "seconds": [0.1, 0.2], "loss": [3.9, 3.4]}
+    assert (run["quick"], run["val"]["loss"], run["loss"]) == (quick, [], None)
 
 
 def test_runs_of_one_source_and_configuration_are_one_group_in_any_folder(tmp_path):
@@ -207,17 +220,10 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path, capsys):
     assert "nowhere does not exist" in capsys.readouterr().err
 
 
-def test_an_empty_folder_gives_no_page_and_no_picture(tmp_path, capsys):
-    for flag in ("--out", "--png"):
-        assert run_command(tmp_path, flag, tmp_path / "x.html") == 2
+def test_an_empty_folder_gives_no_page(tmp_path, capsys):
+    assert run_command(tmp_path, "--out", tmp_path / "x.html") == 2
     assert not (tmp_path / "x.html").exists()
-    assert capsys.readouterr().err.count("error: no ") == 2
-
-
-def test_a_picture_is_written(tmp_path):
-    pytest.importorskip("matplotlib")
-    assert run_command(RECORD, "--png", tmp_path / "runs.png") == 0
-    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+    assert "error: no run log" in capsys.readouterr().err
 
 
 def test_a_page_that_is_written_asks_nothing_of_the_network(tmp_path):
@@ -391,6 +397,19 @@ def test_it_follows_a_log_that_grows_and_one_that_begins(opened):
     assert page.evaluate("charts.loss.plot.data[0].at(-1)") == 40
     write_log(folder, "b", seed=1)
     page.wait(f"{TEXT}.includes('2 reached')")
+
+
+def test_validations_are_one_curve_of_each_group_or_run(opened):
+    folder, page = opened
+    for seed, loss in ((1, 3.9), (2, 3.7)):
+        write_log(folder, str(seed), seed=seed, quick={20: loss})
+    curves = "charts.loss.curves.map(curve => curve.dots.map(dot => [dot.x, dot.y, dot.few]))"
+    page.wait(f"{ROWS}.length === 4")
+    assert page.evaluate(curves) == [[[20, pytest.approx(3.8), True], [40, 3.2, False]]]
+    assert "small dots: quick validation" in page.evaluate(TEXT)
+    page.click("#lines [data-value=runs]")
+    page.wait("charts.loss.curves.length === 3")
+    assert [[20, 3.7, True], [40, 3.3, False]] in page.evaluate(curves)
 
 
 def test_it_survives_a_torn_last_line(opened):

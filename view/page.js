@@ -161,14 +161,17 @@ function band(ys) {  // median and 5 to 95 % of the runs, where at least half of
   return {y: at(.5), low: at(.05), high: at(.95)};
 }
 
-function dotsOf(runs) {  // the median validation of these runs at each step
-  const places = new Map();
+function validationsOf(runs) {  // their median at each step; few: of a quick one, on few tokens
+  const steps = new Map();
   for (const run of runs)
-    run.val.step.forEach((step, i) =>
-      places.set(step, [...places.get(step) ?? [], [run.val[state.axis][i], run.val.loss[i]]]));
-  return [...places.values()].map(found => ({color: runs[0].color,
-    x: quantile(found.map(place => place[0]), .5), y: quantile(found.map(place => place[1]), .5)}))
-    .filter(dot => known(dot.x) && known(dot.y));
+    for (const kind of ["quick", "val"])
+      run[kind].step.forEach((step, i) => steps.set(step, [...steps.get(step) ?? [],
+        {x: run[kind][state.axis][i], y: run[kind].loss[i], few: kind === "quick"}]));
+  const median = (found, name) => quantile(found.map(one => one[name]), .5);
+  const dots = [...steps.values()].map(found =>
+    ({x: median(found, "x"), y: median(found, "y"), few: found[0].few}));
+  return {color: runs[0].color,
+    dots: dots.filter(dot => known(dot.x) && known(dot.y)).sort((a, b) => a.x - b.x)};
 }
 
 // ---- Charts
@@ -176,13 +179,13 @@ function dotsOf(runs) {  // the median validation of these runs at each step
 function drawChart(name, groups) {
   const {grid, lines} = linesOf(groups, name);
   const chart = charts[name] ??= {};
-  Object.assign(chart, {name, lines, targets: [], dots: [], marks: []});
+  Object.assign(chart, {name, lines, targets: [], curves: [], marks: []});
   const all = groups.flatMap(group => group.runs);
   const marksOf = kind => all.flatMap(run => run[kind][state.axis].map(x => [x, run.color]));
   if (name === "loss") {
     chart.targets = [...new Set(all.map(run => run.target).filter(known))];
-    chart.dots = state.lines === "runs" ? all.flatMap(run => dotsOf([run]))
-      : groups.flatMap(group => dotsOf(group.runs));
+    chart.curves = (state.lines === "runs" ? all.map(run => [run]) : groups.map(one => one.runs))
+      .map(validationsOf);
     chart.marks = marksOf("skips");
   } else if (name === "speed" && state.lines === "runs") chart.marks = marksOf("stutters");
   chart.range = name === "loss" ? lossRange(grid, chart) : null;
@@ -198,10 +201,11 @@ function drawChart(name, groups) {
   chart.plot = new uPlot(options(chart), data, $(name).lastElementChild);
 }
 
-function lossRange(grid, {lines, targets, dots}) {  // the steep start would flatten the rest
+function lossRange(grid, {lines, targets, curves}) {  // the steep start would flatten the rest
   const start = zoom ? -Infinity : grid[0] + .04 * (grid.at(-1) - grid[0]);
   const ys = lines.flatMap(line => [line.y, line.low ?? [], line.high ?? []]);
-  const all = [targets, dots.map(dot => dot.y), ...ys].flat().filter(known);
+  const dots = curves.flatMap(curve => curve.dots.map(dot => dot.y));
+  const all = [targets, dots, ...ys].flat().filter(known);
   const late = [targets, ...ys.map(y => y.filter((_, i) => grid[i] >= start))].flat().filter(known);
   const low = all.reduce((a, b) => Math.min(a, b), Infinity);
   const high = late.reduce((a, b) => Math.max(a, b), -Infinity);
@@ -268,14 +272,19 @@ function drawMarks(chart, plot) {  // targets, validations, skipped and slow ste
   for (const target of chart.targets)
     ctx.stroke(new Path2D(`M${left} ${place(target, "y")}h${width}`));
   ctx.setLineDash([]);
-  ctx.strokeStyle = css("--card");
   ctx.lineWidth = 1.5 * scale;
-  for (const {x, y, color} of chart.dots) {
-    const circle = new Path2D();
-    circle.arc(place(x, "x"), place(y, "y"), 4 * scale, 0, 7);
-    ctx.fillStyle = color;
-    ctx.fill(circle);
-    ctx.stroke(circle);
+  for (const {dots, color} of chart.curves) {
+    const line = new Path2D();
+    for (const {x, y} of dots) line.lineTo(place(x, "x"), place(y, "y"));
+    ctx.strokeStyle = ctx.fillStyle = color;
+    ctx.stroke(line);
+    ctx.strokeStyle = css("--card");
+    for (const {x, y, few} of dots) {
+      const circle = new Path2D();
+      circle.arc(place(x, "x"), place(y, "y"), (few ? 3 : 4.5) * scale, 0, 7);
+      ctx.fill(circle);
+      ctx.stroke(circle);
+    }
   }
   for (const [x, color] of chart.marks) {  // triangles at the foot
     const side = 8 * scale;
@@ -395,6 +404,8 @@ function render() {
   const count = word => words.filter(other => other === word).length;
   const silent = drawn.flatMap(group => group.runs).filter(run => !curveOf(run, "loss")[0].length);
   $("told").textContent = ["line: training, smoothed", "dots: validation, on other text",
+    ...(drawn.some(group => group.runs.some(run => run.quick.step.length))
+      ? ["small dots: quick validation, on a few of its tokens"] : []),
     ...(charts.loss.targets.length ? [`dotted: target ${charts.loss.targets.join(", ")}`] : []),
     ...(state.lines === "groups" ? ["band: 5 to 95 % of the runs"] : []),
     ...(silent.length ? [`${silent.length} without data on this axis`] : [])].join("; ");

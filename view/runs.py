@@ -89,6 +89,10 @@ def places(points: Sequence[Step | Validation], tokens: dict[int, int | None]) -
     }
 
 
+def losses(points: Sequence[Validation], tokens: dict[int, int | None]) -> Curves:
+    return places(points, tokens) | {"loss": numbers(column(point.loss for point in points))}
+
+
 def curves(run: Run, tokens: dict[int, int | None]) -> Curves:
     """The steps in at most POINTS groups: mean training loss, and the rest at each group's end."""
     size = max(1, math.ceil(len(run.steps) / POINTS))
@@ -134,9 +138,9 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
         "status": run.status or ("done" if run.complete else None), "modified": modified,
         "why": "; ".join(reason for reason in (run.left_out, run.resumed) if reason),
     }  # fmt: skip
-    losses = {"loss": numbers(column(point.loss for point in run.validations))}
     return plain(facts) | {
-        "curve": curves(run, tokens), "val": places(run.validations, tokens) | losses,
+        "curve": curves(run, tokens), "val": losses(run.validations, tokens),
+        "quick": losses(run.quick_validations, tokens),
         "skips": places(skipped[:MARKS], tokens), "stutters": places(slow[:MARKS], tokens),
     }  # fmt: skip
 
