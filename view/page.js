@@ -24,6 +24,7 @@ const known = value => typeof value === "number" && isFinite(value);
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name);
 const show = value => typeof value === "string" ? value : JSON.stringify(value) ?? "";
 const color = i => COLORS[i] ?? `hsl(${Math.round(i * 137.5 % 360)} 62% 55%)`;
+const mixed = (tone, percent) => `color-mix(in srgb, ${tone} ${percent}%, transparent)`;
 const flip = (set, id) => { set.delete(id) || set.add(id); render(); };
 const two = value => String(Math.floor(value)).padStart(2, "0");
 
@@ -145,7 +146,9 @@ function linesOf(groups, name) {
     const members = group.runs.filter(run => curves.get(run)[0].length);
     const ys = members.map(run => onto(grid, curves.get(run)));
     const reference = group.record && groups.some(other => !other.record);
-    const line = {group: group.id, color: group.color, dash: reference ? [6, 4] : []};
+    // Batches of a short run differ much: where it was validated on the way, that is its curve.
+    const faint = name === "loss" && group.runs.some(run => run.quick.step.length);
+    const line = {group: group.id, color: group.color, faint, dash: reference ? [6, 4] : []};
     if (members.length > 1 && (state.lines === "groups" || reference))
       lines.push({...line, ...band(ys), id: group.id, label: `${group.label}, ${ys.length} runs`});
     else
@@ -193,7 +196,7 @@ function drawChart(name, groups) {
   if ($(name).hidden) return;
   const columns = lines.flatMap(line => line.low ? [line.y, line.high, line.low] : [line.y]);
   const data = [grid, ...columns];
-  const style = lines.map(line => [line.id, line.color, line.dash, Boolean(line.low)]);
+  const style = lines.map(line => [line.id, line.color, line.faint, line.dash, Boolean(line.low)]);
   const key = JSON.stringify([state.axis, dark.matches, style]);
   if (chart.key === key) return chart.plot.setData(data);
   chart.plot?.destroy();
@@ -219,11 +222,12 @@ function options(chart) {
   for (const line of chart.lines) {
     const shared = {paths, dash: line.dash, points: {show: false}};
     line.index = series.length;
-    series.push({...shared, stroke: line.color, width: chart.lines.length < 20 ? 2 : 1.2});
+    const stroke = line.faint ? mixed(line.color, 40) : line.color;
+    series.push({...shared, stroke, width: chart.lines.length < 20 && !line.faint ? 2 : 1.2});
     if (!line.low) continue;
     const edge = {...shared, stroke: "transparent", width: 0};
-    const fill = `color-mix(in srgb, ${line.color} 16%, transparent)`;
-    bands.push({series: [series.push(edge) - 1, series.push({...edge}) - 1], fill});
+    const pair = [series.push(edge) - 1, series.push({...edge}) - 1];
+    bands.push({series: pair, fill: mixed(line.color, 16)});
   }
   const grid = {stroke: css("--grid"), width: 1};
   const axis = {stroke: css("--soft"), grid, ticks: {show: false}, font: FONT};
