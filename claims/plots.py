@@ -1,4 +1,4 @@
-"""Pictures, as SVG: losses and records of a track, effects; light and dark."""
+"""Pictures, as SVG: steps and records of a track, effects; light and dark."""
 
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
@@ -10,7 +10,6 @@ import numpy as np
 
 from claims.evidence import Evidence
 from claims.pages import mean_probe, records_among
-from claims.runs import Run
 from claims.stats import Difference
 from runtime.errors import Refused
 
@@ -30,8 +29,6 @@ STYLE: Any = {
 DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(0.93) hue-rotate(180deg)}}"
 HOLLOW = {"color": "gray", "markerfacecolor": "white"}
 PROBES = {"copy_loss": "copied tokens", "new_loss": "new tokens"}
-SMOOTHED = 1 / 10  # of a run: a point of a curve is the mean over so many steps up to it
-POINTS = 200  # of a curve: nobody sees more
 LINEAR = 0.01  # nats: up to here an axis of effects is linear, beyond it logarithmic
 
 
@@ -52,47 +49,6 @@ def write_picture(path: Path, size: tuple[float, float], draw: Callable[[Any], N
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue().replace("</style>", f"{DARK}</style>", 1)
     path.write_text(svg, encoding="utf-8", newline="\n")
-
-
-# ---- Loss curves
-
-
-def plot_losses(claims: dict[str, list[Run]], target: float, path: Path) -> None:
-    """Write the median training loss of each claim's runs, with a band from 5 to 95 % of them."""
-    write_picture(path, (8, 4.5), lambda figure: draw_losses(figure.subplots(), claims, target))
-
-
-def draw_losses(axes: Any, claims: dict[str, list[Run]], target: float) -> None:
-    for name, runs in claims.items():
-        steps, losses = loss_curves(runs)
-        counts = {step.step: step.tokens for step in runs[0].steps}
-        tokens = np.array([counts[step] for step in steps.tolist()]) / 1e6
-        # Rounded, as the last bits of a sum depend on what ran in this process before.
-        low, median, high = np.percentile(losses, (5, 50, 95), axis=0).round(4)
-        (curve,) = axes.plot(tokens, median, label=f"{name}, {len(runs)} runs")
-        axes.fill_between(tokens, low, high, alpha=0.2, linewidth=0, color=curve.get_color())
-        last = np.median([run.final_loss for run in runs]).round(4)
-        axes.plot(tokens[-1], last, "o", color=curve.get_color())
-    axes.plot([], [], "o", color="gray", label="last validation loss, median")
-    axes.axhline(target, color="black", linestyle="--", label=f"target {target:g}")
-    axes.set_xlabel("million training tokens")
-    axes.set_ylabel("training loss, nats per token")
-    axes.legend()
-
-
-def loss_curves(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps whose training loss every run knows, and the losses [runs, steps], smoothed."""
-    series = []
-    for run in runs:
-        series.append({s.step: s.train_loss for s in run.steps if s.train_loss is not None})
-    steps = sorted(set.intersection(*map(set, series)))
-    size = max(1, round(SMOOTHED * len(steps)))
-    window = np.ones(size) / size
-    smooth = []
-    for losses in series:
-        smooth.append(np.convolve([losses[step] for step in steps], window, "valid"))
-    keep = np.unique(np.linspace(0, len(steps) - size, POINTS).round().astype(int))
-    return np.array(steps)[size - 1 + keep], np.array(smooth)[:, keep]
 
 
 # ---- Steps to the target
