@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from claims.plots import draw_effects, plot_effects
 from claims.stats import Difference
 
-
 EFFECTS = {
     "worse": Difference(0.02, 0.01, 0.01, 0.03),
     "best": Difference(-1.0, 0.001, -1.2, -0.8),
