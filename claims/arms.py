@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from claims import stats
-from claims.runlog import read_all
+from claims.logs import read_all
 from claims.runs import Run, Validation
 from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from claims.arms import ALPHA, leave_out_repeats
-from claims.evidence import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, claim_text
+from claims.record import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, claim_text
 from claims.runs import Phase, Run
 from runtime.claim import SHA256, TIME
 from runtime.log import REGISTERED, config_hash
@@ -40,7 +40,7 @@ ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count", "ranks", "params", "t
          "val_sha256")
 HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing faster
 FORBIDDEN = re.compile(  # settings of the compiler, which only the medium track allows
-    r"coordinate_descent_tuning|max[-_]autotune|torchinductor_\w"
+    r"coordinate_descent_tuning|max[-_]autotune|torchinductor_(?!cache_dir)\w"
     r"|inductor\.config\.\w+\s*=[^=]|inductor import config"
     r"|torch\.compile\((?:[^()]|\([^()]*\))*?\b(options|mode)\s*=",
     re.IGNORECASE,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from claims.runlog import finished_runs
+from claims.logs import finished_runs
+from claims.record import Source, difference
 from claims.runs import Run
 from claims.sequential import ALPHA
-from claims.sources import Source, difference
 from runtime.claim import read_claim
 from runtime.errors import Refused
 from runtime.jsonl import json_hash

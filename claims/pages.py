@@ -16,8 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from claims.checks import Failure
-from claims.evidence import TRACKS, Evidence, records_of
-from claims.sources import difference, read_source, source_path
+from claims.record import TRACKS, Evidence, difference, read_source, records_of, source_path
 from runtime.claim import Claim, read_claim
 from runtime.jsonl import plain
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from claims.evidence import Evidence
 from claims.pages import mean_probe, records_among
+from claims.record import Evidence
 from claims.stats import Difference
 from runtime.errors import Refused
 

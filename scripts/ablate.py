@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts.command import ask_trainer, command, make_parser, start, svg, train, whole_numbers
 
+from claims.logs import finished_runs
 from claims.pages import table
 from claims.plots import plot_effects
-from claims.runlog import finished_runs
 from claims.runs import Run
 from claims.stats import NAN, Difference, holm, paired
 from runtime.log import config_hash, source_hash

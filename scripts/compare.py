@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from scripts.command import command, make_parser, run_child, show, start
 
 from claims.comparison import Comparison, Side, compare_sides, read_side
-from claims.runlog import read_all
+from claims.logs import read_all
 from claims.stats import in_words, moments
 from runtime.errors import LogError
 

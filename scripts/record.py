@@ -28,14 +28,23 @@ from scripts.command import ask_trainer, command, make_parser, start, whole_numb
 
 from claims.arms import ALPHA
 from claims.checks import Failure, find_failures
-from claims.evidence import TRACKS, Evidence, read_evidence, records_of
 from claims.judgements import find_judged, next_seed, require_source
-from claims.making import copy_runs, require_plain, working_source, write_claim
 from claims.pages import best_of_each_recipe, derived, differences, leaderboard
 from claims.plots import plot_records, plot_steps
-from claims.provenance import check_flags
+from claims.record import (
+    TRACKS,
+    Evidence,
+    check_flags,
+    copy_runs,
+    difference,
+    read_evidence,
+    read_source,
+    records_of,
+    require_plain,
+    working_source,
+    write_claim,
+)
 from claims.rerun import rerun
-from claims.sources import difference, read_source
 from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest

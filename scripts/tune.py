@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts.command import command, make_parser, start, svg, train
 
+from claims.logs import finished_runs
 from claims.pages import table
 from claims.plots import plot_effects
-from claims.runlog import finished_runs
 from claims.runs import Run
 from claims.stats import holm, paired
 from runtime.settings import as_text, flag

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from small_run import read_events
 
-from claims.evidence import Track
-from claims.making import write_claim
-from claims.sources import Source
+from claims.record import Source, Track, write_claim
 from runtime import registry as registries
 from runtime.claim import Claim, read_claim
 from runtime.jsonl import json_line

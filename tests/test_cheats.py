@@ -31,9 +31,8 @@ from small_record import (
     write_record,
 )
 
-from claims.evidence import TRACKS, read_evidence
+from claims.record import TRACKS, Source, pack, read_evidence, source_path
 from claims.runs import Run
-from claims.sources import Source, pack, source_path
 from runtime.jsonl import json_line
 from runtime.log import digest
 from scripts import record

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from small_record import RULES, call, forge, make_claim, write_record
 
-from claims import provenance
-from claims.evidence import TRACKS, claim_text
-from claims.provenance import check_flags
-from claims.sources import Source, read_source
+from claims import record as provenance
+from claims.record import TRACKS, Source, check_flags, claim_text, read_source
 from runtime.claim import read_claim
 from runtime.errors import Refused
 from scripts import record

@@ -14,7 +14,7 @@ import pytest
 from scipy.stats import ttest_ind
 
 from claims.comparison import account
-from claims.runlog import read_run
+from claims.logs import read_run
 from scripts import compare
 
 SCRIPT = Path(compare.__file__)

@@ -15,9 +15,9 @@ import pytest
 import small_run
 from small_record import register
 
-from claims.evidence import read_evidence
+from claims.logs import MAX_BYTES, read_run
 from claims.pages import readme
-from claims.runlog import MAX_BYTES, read_run
+from claims.record import read_evidence
 from runtime.claim import read_claim
 from runtime.errors import ClaimError, LogError
 from runtime.registry import read_registry

@@ -22,7 +22,7 @@ TRAINER = '''
 import argparse, json, random, sys, time
 from pathlib import Path
 
-from claims.evidence import TRACKS
+from claims.record import TRACKS
 from runtime.log import config_hash, source_hash
 TRACK = TRACKS["tiny"].fixed | {"track": "tiny", "target": 3.39, "val_tokens": 262_144}
 TRACK["recipe"] = "copyinit"
@@ -216,5 +216,5 @@ def test_a_claim_of_a_judgement_takes_its_flags_its_source_and_fresh_seeds(proje
     (project / "train_gpt.py").write_text(TRAINER)
     assert record.main(words) == 0
     claim = json.loads(next(project.glob("records/tiny/*_Gain/claim.json")).read_text())
-    assert claim["flags"] == ["--track", "tiny", "--recipe", "modern", "--gain", "0.2"]
+    assert claim["flags"] == ["--track", "tiny", "--recipe", "copyinit", "--gain", "0.2"]
     assert claim["seeds"] == list(range(78, 88))

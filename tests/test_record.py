@@ -33,8 +33,7 @@ from small_record import (
 
 import runtime.run
 from claims.checks import find_failures
-from claims.evidence import TRACKS, read_evidence
-from claims.sources import Source, pack, source_path
+from claims.record import TRACKS, Source, pack, read_evidence, source_path
 from runtime.log import digest
 from scripts import record
 

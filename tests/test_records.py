@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 import train_gpt
 from claims.checks import check_claim, find_failures
-from claims.evidence import TRACKS, Evidence, read_evidence
 from claims.pages import best_of_each_recipe, differences, leaderboard
 from claims.plots import draw_records, draw_steps, plot_records, plot_steps
+from claims.record import TRACKS, Evidence, read_evidence
 from runtime.claim import FIXED, off_track
 from runtime.errors import Refused
 from train_gpt import RECIPES, Config, preset

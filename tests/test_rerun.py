@@ -17,11 +17,9 @@ import torch
 from small_record import make_claim
 
 import train_gpt
-from claims.evidence import TRACKS, Evidence
-from claims.questions import check_model, validation_rows
-from claims.rerun import allowed_here, compare_losses, rerun
-from claims.runlog import read_run
-from claims.sources import Source
+from claims.logs import read_run
+from claims.record import TRACKS, Evidence, Source
+from claims.rerun import allowed_here, check_model, compare_losses, rerun, validation_rows
 from runtime.errors import Refused
 from runtime.log import config_hash, digest, read_sources
 from runtime.settings import parse

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from claims import runlog
-from claims.runlog import find_runs, read_run, read_runs
+from claims import logs
+from claims.logs import find_runs, read_run, read_runs
 from claims.runs import Phase, Run, Step, Validation
 from runtime.errors import LogError
 from runtime.jsonl import json_line
@@ -356,7 +356,7 @@ def test_bytes_of_any_kind_give_runs_or_a_log_error(name, inserted, position, re
 
 
 def test_what_cannot_be_read_is_named_and_the_rest_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(runlog, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(logs, "MAX_BYTES", 100_000)
     write(LOG, tmp_path / "good.txt")
     write(WHOLE, tmp_path / "good.jsonl")
     (tmp_path / "folder.txt").mkdir()
@@ -372,7 +372,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(tmp_path, monkeypatch
     }  # fmt: skip
     for name, content in bad.items():
         write(content, tmp_path / name)
-    runs, errors = runlog.read_all([tmp_path])
+    runs, errors = logs.read_all([tmp_path])
     assert sorted(run.path.name for run in runs) == ["good.jsonl", "good.txt"]
     said = "\n".join(map(str, errors))
     named = [name for name in os.listdir(tmp_path) if f"{tmp_path / name}" in said]

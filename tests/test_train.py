@@ -25,7 +25,7 @@ from small_run import (
 from torch._dynamo.utils import counters
 
 import train_gpt
-from claims.runlog import read_run
+from claims.logs import read_run
 from data.loader import TrainLoader
 from kernels.attention import PortableAttention
 from optim import Adam, NorMuon

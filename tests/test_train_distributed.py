@@ -25,7 +25,7 @@ from small_run import (
 )
 
 import train_gpt
-from claims.runlog import read_run
+from claims.logs import read_run
 
 pytestmark = pytest.mark.usefixtures("two_layers")
 

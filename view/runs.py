@@ -14,7 +14,7 @@ import numpy as np
 
 from claims.arms import PUBLIC_TARGETS, track_of
 from claims.comparison import find_stutters, step_times
-from claims.runlog import find_runs, read_runs
+from claims.logs import find_runs, read_runs
 from claims.runs import Run, Step, Validation
 from runtime.errors import LogError, Refused
 from runtime.jsonl import open_regular, plain

@@ -1,0 +1,453 @@
+"""Find and read run logs: those of this trainer and those of the public NanoGPT speedruns.
+
+Nothing that is read is executed.
+"""
+
+import hashlib
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from claims.runs import Checkpoint, Phase, Resume, Run, Segment, Step, Validation, why_unfinished
+from runtime.errors import LogError
+from runtime.jsonl import parse, read_regular
+
+# ---- Files
+
+SUFFIXES = (".jsonl", ".txt", ".log", ".stdout", ".out")
+SEGMENT = re.compile(r"(.+)\.([2-9]|[1-9][0-9]{1,5})\.jsonl")  # <run_id>.2.jsonl
+# Of a run, all segments together: a hundred thousand steps, read in a few seconds.
+MAX_BYTES, MAX_LINES, MAX_SEGMENTS = 32 * 2**20, 250_000, 200
+
+
+def first_segment(path: Path) -> Path:
+    """The first segment of the run that this file belongs to; the file itself if there is none."""
+    match = SEGMENT.fullmatch(path.name)
+    first = path.with_name(f"{match[1]}.jsonl") if match else path
+    return first if first.exists() else path
+
+
+def read_runs(path: str | Path, links: bool = True) -> list[Run]:
+    """The runs in one file; for a segment, the run that it belongs to.
+
+    An unfinished run says why in `unfinished`. Raises LogError for a file that is no
+    run log; the message names the file, the line and the rule. links: whether to follow links.
+    """
+    first = first_segment(Path(path))
+    segments = read_segments(first, links)
+    data = segments[0][1]
+    if not data:
+        raise LogError(f"{first} is empty: its run ended before its first line. Take it out.")
+    if first.suffix != ".jsonl" and not data.startswith(b'{"'):
+        return read_text(first, data)
+    return [read_jsonl(segments)]
+
+
+def read_segments(first: Path, links: bool) -> list[tuple[Path, bytes]]:
+    """The files of a run with their contents. LogError if they are too large together."""
+    segments: list[tuple[Path, bytes]] = []
+    path, size, lines = first, 0, 0
+    while path == first or path.exists():
+        try:
+            data = read_regular(path, MAX_BYTES - size, links)
+        except OSError as error:
+            raise LogError(f"cannot read {path}: {error.strerror}") from error
+        segments.append((path, data))
+        size += len(data)
+        lines += data.count(b"\n")
+        if lines > MAX_LINES:
+            raise LogError(f"{path}: its run has {lines:,} lines, and {MAX_LINES:,} are the most")
+        if len(segments) > MAX_SEGMENTS:
+            raise LogError(f"{path}: {MAX_SEGMENTS} segments of a run are the most")
+        path = first.with_name(f"{first.stem}.{len(segments) + 1}.jsonl")
+    return segments
+
+
+def read_run(path: str | Path) -> Run:
+    """The run in a file that holds exactly one, else LogError; see `read_runs`."""
+    runs = read_runs(path)
+    if len(runs) != 1:
+        raise LogError(f"{path} holds {len(runs)} runs where one is needed")
+    return runs[0]
+
+
+def finished_runs(folder: Path) -> list[Run]:
+    """The runs in a folder that finished or diverged, the oldest first."""
+    logs = sorted(folder.glob("*_*.jsonl"))  # run ids sort by start time
+    runs = [run for log in logs for run in read_runs(log)]
+    return [run for run in runs if run.complete or run.status == "nonfinite"]
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[Path]:
+    """The first files of the runs that the paths name, each once.
+
+    A folder is read without its subfolders: files with a log's suffix that are no registry. Of a
+    record its runs/ is read. Raises LogError where there is nothing.
+    """
+    found: dict[str, Path] = {}
+    for path in map(Path, paths):
+        logs = [path]
+        if path.is_dir():
+            if (path / "claim.json").exists() and (path / "runs").is_dir():
+                path /= "runs"
+            logs = sorted(log for log in path.iterdir() if log.suffix in SUFFIXES)
+            logs = [log for log in logs if not log.name.startswith("registry")]
+            if not logs:
+                kinds = ", *".join(SUFFIXES)
+                raise LogError(f"no run logs (*{kinds}) in {path}; name subfolders, if it has some")
+        for log in map(first_segment, logs):
+            found.setdefault(os.path.realpath(log), log)
+    return list(found.values())
+
+
+def read_all(paths: Sequence[str | Path]) -> tuple[list[Run], list[LogError]]:
+    """All runs of files and folders, and an error for each file in a folder that is no run log.
+
+    Raises LogError if a file that was named itself is no run log.
+    """
+    named = set(map(Path, paths))
+    runs: list[Run] = []
+    errors = []
+    for path in find_runs(paths):
+        try:
+            runs += read_runs(path)
+        except LogError as error:
+            if path in named:
+                raise
+            errors.append(error)
+    return runs, errors
+
+
+# ---- Logs of this trainer: one JSON object a line
+
+SCHEMAS = (1, 2, 3)
+NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings: JSON has no such numbers
+KINDS = {str: "a string", int: "an integer of at least 0", float: "a number", bool: "true or false",
+         dict: "an object", list: "a list"}  # fmt: skip
+OPTIONAL = {"target", "train_loss", "tokens", "registry_sha256", "checkpoint_sha256", "lr_mul",
+            "window", "skipped"}  # fmt: skip
+# The fields that are read of each event, and their kinds.
+HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha256": str,
+          "env": dict}  # fmt: skip
+STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int, "lr_mul": float,
+        "window": int, "skipped": bool}  # fmt: skip
+QUICK_VAL = {"step": int, "val_loss": float, "train_time_ms": float}
+PHASE = {"name": str, "timed": bool, "ms": float, "t_ms": float}
+RESUME = {"from_step": int, "differences": list, "registry_sha256": str, "checkpoint_sha256": str}
+CHECKPOINT = {"step": int, "sha256": str}
+
+
+def fits(value: Any, kind: type) -> bool:
+    if kind is int:  # isinstance would take True for an int
+        return type(value) is int and 0 <= value < 2**53
+    if kind is float and isinstance(value, str):
+        return value in NOT_FINITE
+    if kind is float:  # a huge integer would not fit a float, 1e999 is read as infinity
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return isinstance(value, kind)
+
+
+class Line(NamedTuple):
+    """One line of a log. If it is no event, for example because it is torn, `fields` is empty."""
+
+    path: Path
+    number: int
+    event: str | None
+    fields: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}, line {self.number}"
+
+    def get(self, name: str, kind: type) -> Any:
+        """A field; numbers as float, None for an optional one that is missing. Raises LogError."""
+        value: Any = self.fields.get(name)
+        if value is None and name in OPTIONAL:
+            return None
+        if not fits(value, kind):
+            raise LogError(f"{self.where}: {name} must be {KINDS[kind]}, not {value!r:.80}")
+        return float(value) if kind is float else value
+
+    def get_all(self, kinds: dict[str, type]) -> dict[str, Any]:
+        return {name: self.get(name, kind) for name, kind in kinds.items()}
+
+
+def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
+    """The run in these segments, in order. Raises LogError."""
+    segments: list[Segment] = []
+    processes: list[list[Line]] = []
+    for path, data in files:
+        lines = split_lines(path, data)
+        headers = events(lines, "header")
+        header = headers[0].fields if headers else {}
+        segments.append(Segment(path, hashlib.sha256(data).hexdigest(), header))
+        processes.append(lines)
+    kept, resumes = processes[0], []
+    saved = [line for lines in processes for line in events(lines, "checkpoint")]
+    for before, lines in pairwise(processes):
+        found = events(lines, "resume")
+        if len(found) > 1:
+            raise LogError(f"{found[1].where}: a segment has one resume line, its second line")
+        for line in found:
+            resumes.append(read_resume(line, before))
+            kept = keep_until(kept, resumes[-1].from_step)
+        kept = [line for line in kept if line.event != "end"] + lines
+    run = to_run(kept, segments, resumes)
+    run.checkpoints.extend(Checkpoint(**line.get_all(CHECKPOINT)) for line in saved)
+    return run
+
+
+def split_lines(path: Path, data: bytes) -> list[Line]:
+    """The lines of a log. LogError if any but the last, which a crash may tear, is no event."""
+    lines: list[Line] = []
+    for number, raw in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
+        if lines and not lines[-1].event:
+            rule = 'every line must be one JSON object with an "event"'
+            raise LogError(f"{lines[-1].where}: {rule}")
+        try:
+            fields = parse(raw)
+        except ValueError:
+            fields = {}
+        event = fields.get("event") if isinstance(fields, dict) else None
+        if not isinstance(event, str):
+            event, fields = None, {}
+        lines.append(Line(path, number, event, fields))
+    return lines if data else []
+
+
+def read_column(lines: Sequence[Line], name: str, kind: type) -> list[Any]:
+    """This field of each line, as `Line.get` reads it, and at once if all values are plain ones."""
+    values: list[Any] = [line.fields.get(name) for line in lines]
+    plain = set(map(type, values)) == {kind}
+    if plain and kind is int:
+        plain = min(values) >= 0 and max(values) < 2**53
+    if plain and kind is float:
+        plain = math.isfinite(sum(values))
+    return values if plain else [line.get(name, kind) for line in lines]
+
+
+def events(lines: Sequence[Line], event: str) -> list[Line]:
+    return [line for line in lines if line.event == event]
+
+
+def keep_until(lines: list[Line], after_step: int) -> list[Line]:
+    """The lines that stand when the run was resumed after this step.
+
+    A checkpoint is saved before the validation at its step: the resumed process validates again.
+    """
+    for index, line in enumerate(lines):
+        if line.event == "step" and line.get("step", int) > after_step:
+            return lines[:index]
+        if line.event in ("val", "quick_val") and line.get("step", int) >= after_step:
+            return lines[:index]
+    return lines
+
+
+def read_resume(line: Line, before: list[Line]) -> Resume:
+    """A resume. before: lines of the process before. If that saved and stopped, no step repeats."""
+    resume = Resume(**line.get_all(RESUME), repeats=True)
+    end = before[-1].fields if before else {}
+    stopped = end.get("event") == "end" and end.get("status") == "interrupted"
+    at_step = end.get("steps") == resume.from_step
+    nothing_lost = keep_until(before, resume.from_step) == before
+    return resume._replace(repeats=not (stopped and at_step and nothing_lost))
+
+
+def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) -> Run:
+    validations = []
+    numbers = []
+    for line in events(lines, "val"):
+        step, loss = line.get("step", int), line.get("val_loss", float)
+        if loss <= 0:
+            raise LogError(f"{line.where}: val_loss {loss}: a loss is above 0")
+        validations.append(Validation(step, loss, line.get("train_time_ms", float)))
+        numbers.append((step, line.get("total_steps", int)))
+    quick = [Validation(*line.get_all(QUICK_VAL).values()) for line in events(lines, "quick_val")]
+    steps = events(lines, "step")
+    columns = [read_column(steps, name, STEP[name]) for name in Step._fields]
+    headers = [read_header(line) for line in events(lines, "header")]
+    ends = events(lines, "end")
+    problem = end_problem(ends, validations) or why_unfinished(numbers, validations)
+    if not headers:
+        problem = "no header"
+    elif len(headers) != len(segments):
+        problem = f"{len(headers)} headers in {len(segments)} segment(s)"
+    if any("log_offset" in line.fields for line in lines):
+        problem = "resumed within its file, as runs of schema 1 were"
+    if lines and not lines[-1].event:
+        problem = "torn last line"
+    return Run(
+        path=segments[0].path, segments=segments, resumes=resumes,
+        total_steps=numbers[-1][1] if numbers else None, validations=validations,
+        quick_validations=quick, steps=list(map(Step, *columns)),
+        phases=[Phase(**line.get_all(PHASE)) for line in events(lines, "phase")],
+        end=ends[-1].fields if ends else {}, unfinished=problem,
+        **(headers[0] if headers else {"run_id": segments[0].path.stem}),
+    )  # fmt: skip
+
+
+def read_header(line: Line) -> dict[str, Any]:
+    """The fields of `Run` that the header fixes. Raises LogError."""
+    schema = line.get("schema", int)
+    if schema not in SCHEMAS:
+        raise LogError(f"{line.where}: schema {schema}; this version reads {SCHEMAS}: update it")
+    fields = line.get_all(HEADER)
+    fields["header"] = line.fields
+    fields["source"] = line.get("source_sha256", str)
+    fields["gpu_count"] = line._replace(fields=fields["env"]).get("gpu_count", int)
+    return fields
+
+
+def end_problem(ends: list[Line], validations: list[Validation]) -> str | None:
+    """Why the end line keeps the run from counting as finished; None if it does not."""
+    if len(ends) != 1:
+        return f"{len(ends)} end lines in one log" if ends else "no end line"
+    status = ends[0].get("status", str)
+    if status != "done":
+        return f"ended with status {status}"
+    loss = ends[0].fields.get("val_loss")
+    if validations and loss not in (None, validations[-1].loss):
+        return "the end line has another val_loss than the last validation"
+    return None
+
+
+# ---- Text logs of the public speedruns
+
+RULE = "=" * 100
+NUMBER = re.compile(r"s(?:tep)?:([0-9]{1,9})(?:/([0-9]{1,9}))?")
+TIMED = re.compile(r"(?:train_time|step_avg):(?:nan|[0-9.]+)m?s")
+TORCH = re.compile(r"Running [Pp]y[Tt]orch (\S+)")
+GPUS = re.compile(r"Running (?:.* )?on (?:device_name=)?(\S.*?) +with world_size[ =]([0-9]{1,6})")
+BUS_ID = re.compile(r" +[0-9A-F]{8}:", re.IGNORECASE)
+LONGEST_LINE = 300  # of the environment; a pattern may take quadratic time on a longer one
+
+
+@dataclass
+class Trace:
+    """What the numbered lines of one run tell."""
+
+    source: str | None
+    numbers: list[tuple[int, int | None]] = field(default_factory=list)  # step and declared total
+    validations: list[Validation] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+
+def read_text(path: Path, data: bytes) -> list[Run]:
+    """The runs in a text log. LogError if it is not text, has no step line or a bad one."""
+    lines = decode(path, data)
+    source, start = find_source(lines)
+    traces = read_traces(path, lines, source, start)
+    env = read_environment(lines[start:])
+    runs = []
+    for index, trace in enumerate(traces):
+        runs.append(Run(
+            path=path, index=index, source=trace.source, env=env, gpu_count=env.get("gpu_count"),
+            run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}",
+            total_steps=trace.numbers[-1][1], validations=trace.validations, steps=trace.steps,
+            unfinished=why_unfinished(trace.numbers, trace.validations),
+        ))  # fmt: skip
+    return runs
+
+
+def decode(path: Path, data: bytes) -> list[str]:
+    """The lines of the text. A last line that may have been cut short is left out."""
+    try:
+        lines = data.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise LogError(f"{path} is not text in UTF-8: {error}. Convert it to UTF-8") from None
+    if is_numbered(lines[-1]) and not TIMED.fullmatch(lines[-1].split()[-1]):
+        lines.pop()
+    return lines
+
+
+def is_numbered(line: str) -> bool:
+    return line.startswith(("step:", "s:"))
+
+
+def is_rule(line: str) -> bool:
+    return line.rstrip("\r") == RULE
+
+
+def find_source(lines: Sequence[str]) -> tuple[str | None, int]:
+    """SHA-256 of the source at the head of a log, rules included, and the index of what follows.
+
+    The source ends at the first rule, or at the second where the log begins with one.
+    """
+    for index, line in enumerate(lines):
+        if is_rule(line) and index > 0:
+            text = "\n".join(lines[: index + 1]) + "\n"
+            return hashlib.sha256(text.encode()).hexdigest(), index + 1
+    return None, 0
+
+
+def read_traces(path: Path, lines: list[str], source: str | None, start: int) -> list[Trace]:
+    """The runs in the lines from `start` on."""
+    traces: list[Trace] = []
+    for index in range(start, len(lines)):
+        if is_rule(lines[index]) and traces:
+            source = None  # another log was appended: its runs may have another source
+        if is_numbered(lines[index]):
+            try:
+                read_line(lines[index].split(), traces, source)
+            except ValueError as error:
+                raise LogError(f"{path}, line {index + 1}: {error}") from None
+    if not traces:
+        rule = "it has neither JSON events nor a line like step:0/1750 val_loss:10.8258"
+        raise LogError(f"{path} is no run log: {rule}")
+    return traces
+
+
+def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> None:
+    """Add a numbered line to the last run; a step 0 begins another one. Raises ValueError."""
+    named = dict(word.split(":", 1) for word in words if ":" in word)
+    val_loss = named.get("val_loss", named.get("tel"))
+    number = NUMBER.fullmatch(words[0])
+    if not number:
+        if val_loss is not None:
+            raise ValueError(f"{' '.join(words)!r:.80} is no step:N/TOTAL with whole numbers")
+        return
+    step = int(number[1])
+    if not traces or (step == 0 and traces[-1].numbers[-1][0] > 0):
+        traces.append(Trace(source))
+    traces[-1].numbers.append((step, int(number[2]) if number[2] else None))
+    ms = to_ms(named["train_time"]) if "train_time" in named else None
+    if val_loss is None:
+        traces[-1].steps.append(Step(step, ms, None))
+    else:
+        loss = float(val_loss)
+        if loss <= 0:
+            raise ValueError(f"val_loss {loss}: a loss is above 0")
+        traces[-1].validations.append(Validation(step, loss, ms))
+
+
+def to_ms(word: str) -> float:
+    """Milliseconds of `6009ms` or `6.009s`. Raises ValueError."""
+    if word.endswith("ms"):
+        return float(word.removesuffix("ms"))
+    return 1000 * float(word.removesuffix("s"))
+
+
+def read_environment(lines: Sequence[str]) -> dict[str, Any]:
+    """What the lines before the first step say of the machine: torch, gpu, gpu_count."""
+    env: dict[str, Any] = {}
+    names = []  # of the GPUs in the table of nvidia-smi, a line each
+    for line in lines:
+        if is_numbered(line):
+            break
+        head = line[:LONGEST_LINE]
+        torch, gpus, cells = TORCH.match(head), GPUS.match(head), head.split("|")
+        if torch:
+            env["torch"] = torch[1]
+        if gpus:
+            env |= {"gpu": gpus[1], "gpu_count": int(gpus[2])}
+        if len(cells) > 3 and BUS_ID.match(cells[2]):
+            names.append(" ".join(cells[1].split()[1:-1]))  # | 0  NVIDIA H100  On | 0000004E:...
+    if names:
+        env = {"gpu": " + ".join(sorted(set(names))), "gpu_count": len(names)} | env
+    return env

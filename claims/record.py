@@ -1,0 +1,443 @@
+"""A record as it is read: its claim, its runs, their registry and its source.
+
+A record is a folder `records/<track>/<date>_<name>` with claim.json, runs/*.jsonl, and the pages
+that `scripts/record.py make` writes from these: record.json and README.md. Its source lies in
+`records/sources`. `claims.checks` judges whether to believe a record.
+"""
+
+import difflib
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from claims.arms import ALPHA
+from claims.logs import first_segment, read_run
+from claims.runs import Run, current_names
+from claims.stats import Result, look_level, one_sample
+from runtime.claim import Claim, read_claim
+from runtime.errors import ClaimError, LogError, Refused
+from runtime.jsonl import check_regular, plain, read_regular
+from runtime.log import digest, read_sources
+from runtime.registry import REGISTRY, read_registry
+from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
+
+# ---- Sources
+
+MOST_BYTES = 2**24  # sixty times the first sources; keeps a wrong file from filling the memory
+HEAD = re.compile(rb"source [0-9a-f]{64}\n(?:commit ([0-9a-f]{40,64})\n)?")
+# No part of a name begins with a dot: someone may write the files to a folder.
+NAMED = re.compile(rb"file ((?:\w[\w.-]{0,80}/){0,9}\w[\w.-]{0,80}), ([0-9]{1,9}) bytes\n")
+
+
+class Source(NamedTuple):
+    files: dict[str, bytes]  # by name relative to the repository
+    commit: str | None  # the commit that held these files; not part of the hash
+
+
+def pack(source: Source) -> bytes:
+    """The source as one text, which `unpack` reads."""
+    parts = [f"source {digest(source.files)}\n".encode()]
+    if source.commit:
+        parts.append(f"commit {source.commit}\n".encode())
+    for name, content in sorted(source.files.items()):
+        parts += [f"file {name}, {len(content)} bytes\n".encode(), content, b"\n"]
+    return b"".join(parts)
+
+
+def unpack(text: bytes) -> Source:
+    """The source in a text. ClaimError for a text that `pack` does not write."""
+    head = HEAD.match(text)
+    commit = head[1].decode() if head and head[1] else None
+    files: dict[str, bytes] = {}
+    named = NAMED.match(text, head.end() if head else 0)
+    while named:
+        end = named.end() + int(named[2])
+        files[named[1].decode()] = text[named.end() : end]
+        named = NAMED.match(text, end + 1)  # after the newline behind the file
+    source = Source(files, commit)
+    if pack(source) != text:  # another hash or order, a file twice, bytes between files
+        raise ClaimError("the stored source is not as record.py claim wrote it")
+    return source
+
+
+def source_path(records: Path, sha256: str) -> Path:
+    """Where the source with this hash is kept."""
+    return records / "sources" / f"{sha256[:12]}.txt"
+
+
+def read_source(records: Path, sha256: str) -> Source:
+    """The source with this hash. ClaimError where the file is missing, damaged or another."""
+    path = source_path(records, sha256)
+    try:
+        check_regular(path)  # no link: it could lead out of the store
+        source = unpack(read_regular(path, MOST_BYTES))
+    except OSError as error:
+        raise ClaimError(f"cannot read the source {path}: {error.strerror}") from None
+    if digest(source.files) != sha256:
+        raise ClaimError(f"{path} is not the source {sha256} but {digest(source.files)}")
+    return source
+
+
+def write_source(records: Path, source: Source) -> Path:
+    """Store the source, unless it is there already."""
+    path = source_path(records, digest(source.files))
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pack(source))
+    read_source(records, digest(source.files))  # a file that was there may be damaged
+    return path
+
+
+def write_files(source: Source, folder: Path) -> None:
+    """Write the files under a folder, as they stood in their repository."""
+    for name, content in source.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def difference(before: Source, after: Source) -> list[str]:
+    """The lines of a unified diff from one source to another; none where they are equal."""
+    lines: list[str] = []
+    for name in sorted(before.files.keys() | after.files.keys()):
+        old = before.files.get(name, b"").decode(errors="replace").split("\n")
+        new = after.files.get(name, b"").decode(errors="replace").split("\n")
+        lines += difflib.unified_diff(old, new, name, name, lineterm="")
+    return lines
+
+
+# ---- Records
+
+
+class Track(NamedTuple):
+    """The rules of a track, repeated here: a judge does not take the rules from the judged."""
+
+    target: float  # nats per token
+    val_tokens: int
+    val_sha256: str  # how the hash of the validation tokens begins; "" where it is not known here
+    overlap: float  # the largest share of validation documents that training may hold
+    train_sha256: str  # like val_sha256; "" where the hash depends on the number of shards
+    fixed: dict[str, Any]  # settings that no claim on the track may change
+    in_time: bool  # the shortest time wins; otherwise the fewest tokens
+
+
+# Tracks that rank by tokens bound a step at batch_tokens. Stages may use fewer, but on `steps`.
+# So is what makes a model larger or gives the last validation more context. `small` and `tiny`
+# leave windows of training steps, lookup tables, gates and scalars free.
+TINY = {"vocab_size": 1024, "bos": 1023, "document_mask": True, "batch_tokens": 2048,
+        "val_seq_len": 4096, "val_window": 320, "layers": "tiny", "dim": 256, "head_dim": 128,
+        "mlp_ratio": 4}
+SMALL = {"vocab_size": 2048, "bos": 2047, "document_mask": True, "batch_tokens": 6144,
+         "val_seq_len": 4096, "val_window": 640, "layers": "small", "dim": 128, "head_dim": 32,
+         "mlp_ratio": 4}
+STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_tokens": 524_288,
+         "seq_len": 1024, "val_seq_len": 1024, "val_window": 2560, "window_block": 0,
+         "layers": "steps", "dim": 768, "head_dim": 128, "mlp_ratio": 4, "biases": True,
+         "value_embeds": False, "smear": False, "skips": False, "backout": False,
+         "x0_mixing": False, "attention_gates": False, "key_offset": False, "bigram_rows": 0,
+         "xsa": False, "stages": "constant", "softcap": "rsqrt", "attention_scale": 0.12}
+# The sources of the records of 2026-11-21 hold the mlp_ratio as a number, and their settings give
+# the last window in blocks. Only these two may lack what later became a setting.
+FIRST_SOURCES = {"706e244f84b2d81dd40d8cea885e720426aa76d9b7f041e776612e828e590cde",
+                 "a8b6f28ab30cae0afadf6a9165c283aada5695b11cf8719da84020a457c73fd7"}
+FIRST_TINY = TINY | {"window_block": 16, "final_window": 20}
+del FIRST_TINY["mlp_ratio"], FIRST_TINY["val_window"]
+TRACKS = {
+    "small": Track(3.2, 262_144, "be27130d408f4ce8", 0.02, "731d5f2bab729778", SMALL, False),
+    "tiny": Track(3.39, 262_144, "61a7bae6fab302b9", 0.02, "77e6e4d2acaa19c3", TINY, False),
+    "short": Track(3.28, 10_485_760, "", 0.01, "", {}, True),
+    "medium": Track(2.92, 10_485_760, "", 0.01, "", {}, True),
+    "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, False),
+}
+
+
+FIRST_LOGS = "2026-11-23"  # claims before this day may be of schema 1, with logs of schema 1 and 2
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A record, all of it readable."""
+
+    folder: Path
+    claim: Claim
+    track: Track
+    runs: list[Run]
+    registry: list[dict[str, Any]]
+    source: Source
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The claimed configuration, by today's names of settings."""
+        return current_names(self.claim.config)
+
+    @cached_property
+    def starts(self) -> list[dict[str, Any]]:
+        """The registry's start lines of the claim."""
+        lines = [line for line in self.registry if line["event"] == "start"]
+        return [line for line in lines if line.get("claim") == self.claim.id]
+
+    @cached_property
+    def registered(self) -> dict[str, list[dict[str, Any]]]:
+        """The registry's lines of each run."""
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for line in self.registry:
+            lines.setdefault(line["run_id"], []).append(line)
+        return lines
+
+    @cached_property
+    def complete(self) -> list[Run]:
+        """The runs of the claim that count, one for each seed, sorted by seed."""
+        by_seed: dict[int, Run] = {}
+        for run in self.runs:
+            if run.counts and run.header.get("claim") == self.claim.id:
+                by_seed.setdefault(run.seed or 0, run)
+        return [by_seed[seed] for seed in sorted(by_seed)]
+
+    @cached_property
+    def committed(self) -> str | None:
+        """When git first saw the claim; None where git cannot tell."""
+        return commit_time(self.folder / "claim.json")
+
+    @cached_property
+    def level(self) -> float:
+        """p must be below it: alpha, or less where the claim planned several looks."""
+        return look_level(tuple(self.claim.looks), ALPHA)
+
+    @cached_property
+    def result(self) -> Result:
+        return one_sample([run.validations[-1].loss for run in self.complete], self.claim.target)
+
+    @property
+    def median_ms(self) -> float:
+        """Median training time in milliseconds."""
+        return statistics.median([run.train_time_ms or 0.0 for run in self.complete] or [0.0])
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of the longest run."""
+        return max((run.steps[-1].tokens or 0 for run in self.complete if run.steps), default=0)
+
+    @property
+    def score(self) -> float:
+        """What a new record must lower: milliseconds, or tokens on tracks where time is free."""
+        return self.median_ms if self.track.in_time else self.tokens
+
+    @cached_property
+    def tier(self) -> str:
+        """The hardware of all runs, such as `8 x 80 GB`; "mixed" if it differs."""
+        tiers = {tier_of(run) for run in self.runs}
+        return tiers.pop() if len(tiers) == 1 else "mixed"
+
+    @property
+    def contest(self) -> str:
+        """A record beats the claims of its contest: times on one tier, tokens on any."""
+        return self.tier if self.track.in_time else ""
+
+    @property
+    def shown(self) -> bool:
+        return self.result.n in self.claim.looks and self.result.p < self.level
+
+
+def is_memory(size: Any) -> bool:
+    return type(size) in (int, float) and 0 < size < 2**20
+
+
+def tier_of(run: Run) -> str:
+    """Ranks and the memory of each one's GPU, or `CPU`; "mixed" if the ranks' memory differs.
+
+    The first logs lack the memory. There the GPU's name may say it, else the name stands for it.
+    """
+    gpu = run.env.get("gpu")
+    if gpu is None:
+        return "CPU"
+    sizes = run.env.get("gpu_memory_gib")
+    named = re.search(r"(\d{1,4}) ?GB", str(gpu))
+    if not sizes and named:
+        sizes = [int(named[1])]
+    # Cards are sold with multiples of 4 GB, of which torch sees up to 3.6 less.
+    cards = {f"{4 * math.ceil(size / 4)} GB" for size in sizes or []} or {str(gpu)}
+    if len(cards) > 1:
+        return "mixed"
+    return f"{run.header.get('world_size')} x {cards.pop()}"
+
+
+def claim_text(claim: Claim) -> str:
+    """What claim.json holds."""
+    return json.dumps(plain(vars(claim)), indent=2) + "\n"
+
+
+def read_evidence(folder: Path) -> Evidence:
+    """The record in a folder. ClaimError or LogError names the first file that cannot be read."""
+    for path in folder.rglob("*"):
+        if path.name.lower() == ".git":
+            raise ClaimError(f"{path}: a record has no git repository of its own. Remove it.")
+    claim = read_claim(folder / "claim.json")
+    if claim.track not in TRACKS:
+        raise ClaimError(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")
+    for name in ("steps", "batch_tokens", "seq_len", "vocab_size"):
+        value = current_names(claim.config).get(name)
+        if type(value) is not int or not 0 < value < 2**53:
+            raise ClaimError(f"{folder / 'claim.json'}: {name} in config must be a positive whole "
+                             f"number, not {value!r:.40}. Write the claim with record.py claim.")
+    runs: list[Run] = []
+    registry: list[dict[str, Any]] = []
+    for path in sorted((folder / "runs").glob("*.jsonl")):
+        if path.name.startswith("registry"):
+            registry += read_registry(path)
+        elif first_segment(path) == path:
+            run = read_run(path)
+            for name in ("data", "checks", "config"):
+                if not isinstance(run.header.get(name), dict):
+                    raise LogError(f"{path}: the header must have {name}, an object")
+            sizes = run.env.get("gpu_memory_gib", [])
+            if not isinstance(sizes, list) or not all(map(is_memory, sizes)):
+                raise LogError(f"{path}: gpu_memory_gib must be a list of GiB, one for each rank, "
+                               f"not {sizes!r:.40}. Restore the log.")
+            runs.append(run)
+    source = read_source(records_of(folder), claim.source_sha256)
+    return Evidence(folder, claim, TRACKS[claim.track], runs, registry, source)
+
+
+def records_of(folder: Path) -> Path:
+    """The folder of all records and of their sources."""
+    return folder.resolve().parents[1]
+
+
+
+# ---- What a record's folder cannot tell
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_S = 100  # for a parser that imports torch on a loaded machine
+# git may run commands and fetch objects that a repository's own files name.
+NO_FETCH = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
+
+
+def commit_time(path: Path) -> str | None:
+    """ISO time, UTC, of the first commit of this checkout that holds a file with this content.
+
+    None where git cannot tell: for a file outside this checkout, before a commit, or where the
+    history begins with the file, as in a shallow clone.
+    """
+    if not path.resolve().is_relative_to(ROOT):
+        return None  # a repository that came with the record could make git run its commands
+    blob = git(ROOT, "hash-object", "--no-filters", str(path.resolve()))
+    # Another content at the same path, committed earlier, says nothing of this one.
+    log = ["log", "--no-show-signature", "--format=%ct %P", f"--find-object={blob}"]
+    commits = git(ROOT, *log, "--", ":(top,glob)**/claim.json").splitlines()
+    first, _, parents = commits[-1].partition(" ") if commits else ("", "", "")
+    return datetime.fromtimestamp(int(first), UTC).isoformat() if parents else None
+
+
+def git(root: Path, *words: str) -> str:
+    """The output of a git command in a checkout of ours; nothing if it fails."""
+    command, env = ["git", "-C", str(root), *words], os.environ | NO_FETCH
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+    except OSError:  # no git
+        return ""
+    return done.stdout.strip()
+
+
+def check_flags(claim: Claim, source: Source) -> Iterator[str]:
+    """The flags of the claim, read by the claimed source, are its settings.
+
+    This runs the imports and the parser of the source: in a process of its own, which gets an
+    empty environment and a scratch folder. Refused if it does not answer.
+    """
+    # Sources of schema 1 had their own default; `tiny` it was for all claims.
+    flags = ["--track", claim.track, *claim.flags]
+    with tempfile.TemporaryDirectory() as scratch:
+        write_files(source, Path(scratch))
+        command = [sys.executable, "-E", "-s", "-B", "train_gpt.py", *flags, "--print-config"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S,
+                                  cwd=scratch, env={"PATH": os.defpath, "HOME": scratch})
+        except subprocess.TimeoutExpired:
+            raise cannot_tell(claim, f"no answer in {LONGEST_S} s") from None
+    if done.returncode == Refused.code:
+        yield f"its source refuses its flags: {done.stderr.strip():.300}"
+        return
+    try:
+        meant = dict(json.loads(done.stdout))
+    except ValueError:
+        raise cannot_tell(claim, done.stderr.strip()[-300:] or "no JSON") from None
+    for name in sorted((meant.keys() | claim.config.keys()) - set(SETTINGS_OF_A_RUN)):
+        found, claimed = meant.get(name), claim.config.get(name)
+        if found != claimed:
+            yield f"its flags mean {flag(name)} {as_text(found)}, its config has {as_text(claimed)}"
+
+
+def cannot_tell(claim: Claim, said: str) -> Refused:
+    return Refused(f"the source of {claim.name} does not say what its flags mean: {said}. Install "
+                   "what it needs, or leave the flags unchecked with --read-only.")
+
+
+
+# ---- Making a record
+
+COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+
+
+def working_source(root: Path) -> Source:
+    """The source under `root`; its commit where git knows one and no file has changed."""
+    said = git(root, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    return Source(read_sources(root), said if COMMIT.fullmatch(said) else None)
+
+
+def write_claim(records: Path, claim: Claim, source: Source) -> Path:
+    """Write the claim, and its source unless it is stored already. Returns the record's folder."""
+    with tempfile.TemporaryDirectory() as scratch:
+        draft = Path(scratch, "claim.json")
+        draft.write_text(claim_text(claim))
+        read_claim(draft)  # ClaimError for a claim that breaks a rule; nothing is written then
+    folder = records / claim.track / f"{claim.created[:10]}_{claim.name}"
+    folder.mkdir(parents=True)  # FileExistsError: a claim is written once
+    (folder / "claim.json").write_text(claim_text(claim))
+    write_source(records, source)
+    return folder
+
+
+def copy_runs(folder: Path, folders: list[Path]) -> None:
+    """Copy the logs of all runs of the claim in `folder`, and each log folder's registry.
+
+    Every run that was started is copied, however it ended.
+    """
+    claim = read_claim(folder / "claim.json")
+    for number, logs in enumerate(folders, 1):
+        if not (logs / REGISTRY).is_file():
+            raise Refused(f"{logs} has no {REGISTRY}: give the --log-dir of the claim's runs.")
+        for line in read_registry(logs / REGISTRY):
+            if line["event"] == "start" and line.get("claim") == claim.id:
+                for segment in logs.glob(f"{line['run_id']}.*jsonl"):  # ID.jsonl, ID.2.jsonl
+                    copy(segment, folder / "runs" / segment.name)
+        name = REGISTRY if number == 1 else f"registry_{number}.jsonl"
+        copy(logs / REGISTRY, folder / "runs" / name)
+
+
+def copy(original: Path, path: Path) -> None:
+    """Copy a file. An older copy is replaced only by a file that begins with it."""
+    if original.is_symlink():
+        raise Refused(f"{original} is a link: put the file itself there.")
+    content = original.read_bytes()
+    if path.exists() and not content.startswith(path.read_bytes()):
+        raise Refused(f"{original} does not begin with {path}, and only a file that has grown is "
+                      "copied again. Name the log folders in the same order, or remove the copy.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def require_plain(folder: Path) -> None:
+    """Refuse links, which a write would follow, and pipes and devices, where a read would wait."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise Refused(f"{path} is a link or no regular file: a record has none. Take it out.")
