@@ -22,7 +22,7 @@ TOKENS_AT_ONCE = 16_384  # their logits take 3.3 GB at GPT-2's vocabulary
 def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None) -> dict[str, Any]:
     """Scores on the first `rows` validation rows of the run, or on all, as JSON data.
 
-    ShardError if the shards are not there or are others than the run's.
+    ShardError if the shards are missing or differ from the run's.
     """
     config = model.config
     settings = asdict(config) | {"data_dir": data_dir or config.data_dir}
@@ -63,7 +63,7 @@ def bits_per_byte(loss: Tensor, targets: Tensor, model: Model) -> float:
 
 
 def positions(batch: Batch) -> Tensor:
-    """For each target, how many tokens of its document stand before it: (rows * sequence,)."""
+    """For each target, how many tokens of its document precede it: (rows * sequence,)."""
     rows, sequence = batch.inputs.shape
     starts = document_starts(batch.cu_seqlens, rows, sequence)
     return (torch.arange(sequence) - starts).flatten() + 1

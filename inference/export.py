@@ -38,7 +38,7 @@ FOLLOWED_SOFTCAPS = ("sigmoid", "rsqrt")
 BY_TOKEN = ("embed", "lm_head", "lm_head_bias")  # rows for tokens; value embeddings have them too
 
 CHECKED_TOKENS = 256  # of the comparison with the trainer's model
-TOLERANCE = 2e-3  # on float32 logits, which lie between 0 and 30; a wrong piece moves them by more
+TOLERANCE = 2e-3  # on float32 logits, which are between 0 and 30; a wrong piece moves them by more
 
 
 def export(kept: Path, to: Path) -> float:
@@ -86,7 +86,7 @@ def require_followed(config: Config) -> None:
                       f"{MODELING.name} has: {', '.join(FOLLOWED_SOFTCAPS)}.")  # fmt: skip
 
 
-# ---- What is written
+# ---- Writing
 
 
 def write_model(model: GPT, described: dict[str, Any], folder: Path) -> None:
@@ -179,7 +179,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-# ---- What takes transformers
+# ---- Needs transformers
 
 
 def write_tokenizer(vocabulary: Path, folder: Path) -> None:
@@ -201,7 +201,7 @@ def write_tokenizer(vocabulary: Path, folder: Path) -> None:
 
 
 def largest_difference(trained: Model, folder: Path) -> float:
-    """How far the logits of an export are at most from those of the trainer's model.
+    """The largest difference between an export's logits and the trainer's.
 
     Refused if they are not the same: then the trainer has changed, and the modeling file has not.
     """

@@ -107,7 +107,7 @@ class Model:
         return self.gpt.token_losses(inputs_BT.to(self.device), targets_BT.to(self.device)).cpu()
 
     def write(self, tokens: Sequence[int], count: int, **options: Any) -> Iterator[int]:
-        """Yield tokens that go on from a document that begins with `tokens`, bos not among them.
+        """Yield the tokens that continue a document of bos and `tokens`.
 
         options: temperature, top_k and seed of data.sampling.generate.
         """

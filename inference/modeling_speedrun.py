@@ -35,7 +35,7 @@ class SpeedrunConfig(PretrainedConfig):
     scalars               names of the learned scalars, in their order
     value_tables          number of tables of value embeddings
     bigram_rows           rows of the table of token pairs; 0: none
-    sign_rows             rows of the signs that tell pairs of one row apart; 0: none
+    sign_rows             rows of the signs that distinguish pairs of one row; 0: none
     smear, attention_gates, value_gates, own_value, biases    which pieces the model has
     trained               which run it comes from
     """
@@ -94,7 +94,7 @@ def visible_keys(starts_BT: Tensor, window: int) -> Tensor:
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries or keys by their position; cos and sin: (T or more, 1, D / 2)."""
+    """Rotate queries or keys by their position; cos and sin: (T or more, 1, D / 2)."""
     T = x_BTHD.size(1)
     a, b = x_BTHD.chunk(2, dim=-1)
     return torch.cat([a * cos[:T] + b * sin[:T], b * cos[:T] - a * sin[:T]], dim=-1)
@@ -113,7 +113,7 @@ def offset_keys(k_BTHD: Tensor, begins_BT: Tensor) -> Tensor:
 
 
 class Place:
-    """Where the tokens stand: rotary tables, document boundaries, and what each query sees."""
+    """Positions of the tokens: rotary tables, document boundaries, and the keys of each query."""
 
     def __init__(self, tokens_BT: Tensor, config: SpeedrunConfig, dtype: torch.dtype):
         self.begins_BT = (tokens_BT == config.bos_token_id) & config.own_documents
@@ -180,7 +180,7 @@ class SelfAttention(nn.Module):
 
         y_BTHD = self.attend(q_BTHD, k_BTHD, v_BTHD, place)
         if self.own_value is not None:
-            # Subtract a share of what lies along the token's own value.
+            # Subtract a share of the part along the token's own value.
             own_BTHD = F.normalize(v_BTHD, dim=-1)
             along_BTH1 = (y_BTHD * own_BTHD).sum(-1, keepdim=True)
             y_BTHD = y_BTHD - torch.tanh(self.own_value) * along_BTH1 * own_BTHD

@@ -57,7 +57,7 @@ def _check(targets: Tensor, weights: Tensor | None) -> None:
     given = None if weights is None else tuple(weights.shape)
     if given != (tuple(targets.shape[1:]) or None):
         raise ValueError(
-            f"targets of shape {tuple(targets.shape)} do not go with weights of shape {given}: "
+            f"targets of shape {tuple(targets.shape)} do not fit weights of shape {given}: "
             "give targets (N,) and no weights, or targets (N, K) and weights (K,)"
         )
 

@@ -29,7 +29,7 @@ def document_starts(cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
 
 
 class Piece(NamedTuple):
-    """What is multiplied at once, and the place of its probabilities among those kept."""
+    """Queries and keys that are multiplied at once, and where their probabilities are kept."""
 
     rows: slice
     queries: slice

@@ -1,4 +1,4 @@
-"""The server: this machine alone can ask it, and it only reads."""
+"""The server of the page: only this machine can reach it, and it only reads."""
 
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the page asks every two seconds."""
+        """Log nothing: the page asks every two seconds."""
 
 
 class Server(ThreadingHTTPServer):
@@ -68,4 +68,4 @@ class Server(ThreadingHTTPServer):
             raise Refused(f"--port {port}: {error}; give another, or 0 for any free one") from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that went away."""
+        """Ignore a browser that left."""
