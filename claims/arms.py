@@ -1,6 +1,6 @@
 """Arms: which runs are judged together, which of them count, and the verdict.
 
-Does the mean loss of an arm lie below the target, at p < 0.01? Which runs count never depends on
+Is the mean loss of an arm below the target, at p < 0.01? Which runs count never depends on
 their losses.
 """
 
@@ -23,7 +23,7 @@ STEPS_TRACKS = {"steps", "track_3_optimization"}  # judged by their own rule, to
 ALPHA = 0.01
 
 
-PREFIX = 4  # so many digits of a hash are enough to select by it
+PREFIX = 4  # digits of a hash that are enough to select by it
 NAMED_FIRST = ("recipe", "steps", "optimizer")
 
 # ---- Which runs are meant
@@ -95,7 +95,7 @@ def is_same(name: str, wanted: str, value: str | None) -> bool:
 
 
 def names_of(arms: dict["ArmKey", list[Run]]) -> dict["ArmKey", str]:
-    """Each arm by what tells it from the others, as a path takes it after a colon.
+    """Each arm by the settings that distinguish it, as a path takes them after a colon.
 
     As few settings as it takes, in an order that puts those first by which people know a run.
     """
@@ -160,7 +160,7 @@ def name_of(run: Run) -> str:
 
 
 def marks(run: Run) -> Iterator[tuple[Hashable, ...]]:
-    """What independent runs cannot share. Runs that share any mark but the seed are copies."""
+    """Fingerprints that expose duplicated runs: runs that share any but the seed are copies."""
     trained = [step.train_loss for step in run.steps if step.train_loss is not None]
     if run.header:
         yield "id", run.run_id
@@ -241,7 +241,7 @@ class Arm:
     """Runs that are judged together and what follows from their losses."""
 
     key: ArmKey
-    name: str  # what tells it from the other arms of these logs; "" if it is alone
+    name: str  # the settings that distinguish it here; "" if it is alone
     path: str | None  # common folder of the logs; None for losses typed by hand
     at_step: int | None  # whose validations are judged; None: the last ones
     run_names: list[str]
@@ -328,19 +328,19 @@ def judge(
 def judge_typed(losses: Sequence[float], target: float) -> Arm:
     """The verdict on losses that were typed by hand."""
     points = [Validation(0, loss, None) for loss in losses]
-    warning = "unverified: these numbers were typed by hand, no log stands behind them"
+    warning = "unverified: these numbers were typed by hand, no log backs them"
     nothing = ArmKey(None, None, None, None)
     return Arm(nothing, "", None, None, ["typed"] * len(points), points, target, [warning])
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
-    """Signs that the runs were not chosen fairly."""
+    """Signs that runs were selected."""
     warnings = []
     if any(run.complete and run.source is None for run in runs):
         warnings.append("the logs do not hold their source: nothing shows that it is the same")
     claims = sorted({str(run.header.get("claim")) for run in runs if run.header})
     if len(claims) > 1:
-        warnings.append(f"the runs stand under different claims: {', '.join(claims)}")
+        warnings.append(f"the runs belong to different claims: {', '.join(claims)}")
     missing = ", ".join(map(str, missing_seeds(runs)))
     if missing:
         warnings.append(f"no run has seed {missing}: was it made and left out?")

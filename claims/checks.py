@@ -24,7 +24,7 @@ STARTUP = {"setup", "compile", "warmup"}
 AT_END = {"check", "probe", "keep", "sample"}  # of the trained model: it is written, and writes
 UNTIMED = STARTUP | AT_END | {"validate"}
 TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume did again
-MOST_UNACCOUNTED = 0.01  # share of the training time that may lie in no phase
+MOST_UNACCOUNTED = 0.01  # share of the training time that may be in no phase
 LONGEST_AT_END_MS = 60_000  # the probe reads 16,384 tokens once, and may have to compile for them
 MOST_SKEW_S = 5.0  # of a process's clock from the registry's; of 200 honest runs the worst has 0.93
 # What the trainer's checks of the trained model may give; honest bf16 on `tiny`: 1.0000, 0, 1e-6.
@@ -33,9 +33,9 @@ TRAINED = {"normalized": (0.0, 1.01), "causality_trained": (0.0, 1e-3), "additiv
 SLACK_MS = 50  # added for each validation, whose log line waits for the disk
 LONG_VALIDATION = 4.0  # times the median of its run: it did something else too
 LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
-LEAST_OF_A_COPIER = 0.98  # with --copy-init, an untrained head already repeats what it reads
+LEAST_OF_A_COPIER = 0.98  # with --copy-init, an untrained head already favours what it reads
 MOST_DELAY = timedelta(days=1)  # between writing a claim and committing it
-LIFE = re.compile("start( (end )?resume)*( end)?")  # of a run, as the registry tells it
+LIFE = re.compile("start( (end )?resume)*( end)?")  # of a run in the registry
 ALIKE = ("torch", "dtype", "compiled", "gpu", "gpu_count", "ranks", "params", "train_sha256",
          "val_sha256")
 HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing faster
@@ -56,7 +56,7 @@ class Failure(NamedTuple):
 
 
 def find_failures(evidence: Evidence) -> list[Failure]:
-    """Everything that speaks against the record."""
+    """All reasons against the record."""
     failures: list[Failure] = []
     for of_record, mend in OF_A_RECORD:
         failures += [Failure(what, evidence.folder, mend) for what in of_record(evidence)]
@@ -96,7 +96,7 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
 
 
 def check_history(evidence: Evidence) -> Iterator[str]:
-    """The claim was committed when it was written, and before its runs, where git can tell."""
+    """The claim was committed when it was written, and before its runs, where git knows."""
     committed, created = evidence.committed, evidence.claim.created
     if committed is None:
         return
@@ -402,7 +402,7 @@ OF_A_RUN = (
     (check_compiler, "the track allows the defaults alone"),
     (check_data, "run on the track's data, with its --val-tokens"),
     (check_model, "find what leaked out of the warm-up, and run with the checks in place"),
-    (check_trained, f"the source computes another loss than it says: mend it, and {ANEW}"),
+    (check_trained, f"the source computes another loss than it says: fix it, and {ANEW}"),
     (check_origin, f"start the trainer without PYTHONPATH, on its own files: {ANEW}"),
     (check_times, f"leave the clocks alone: {ANEW}"),
     (check_tokens, f"train on at most --batch-tokens in a step: {ANEW}"),

@@ -41,7 +41,7 @@ class Side:
 
     @property
     def by_seed(self) -> dict[int, float]:
-        """Losses of the runs whose seed the log tells."""
+        """Losses of the runs whose seed is in the log."""
         pairs = zip(self.runs, self.losses, strict=True)
         return {run.seed: loss for run, loss in pairs if run.seed is not None}
 

@@ -1,7 +1,7 @@
 """Track 3 of the public contest, `steps` here: who reaches the target in the fewest steps?
 
-Its rules stand beside the t-test. All runs of a result are read at one common step, so that nobody
-stops each run where it happens to be low.
+Its rules apply beside the t-test. All runs of a result are read at one common step, so that no run
+is stopped where it happens to be low.
 """
 
 from collections.abc import Sequence

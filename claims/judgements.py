@@ -1,7 +1,7 @@
 """The judgements of a folder: what each compares, what its runs show, and how many there were.
 
 `judgements.jsonl` is a registry: a line when a judgement starts, one when it ends, each with the
-hash of the line before. A judgement that nobody finished counts too.
+hash of the line before. An unfinished judgement counts too.
 """
 
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ def find_judgement(
     folder: Path, plan: dict[str, Any], arms: Sequence[Arm], seed: int | None, records: Path
 ) -> dict[str, Any]:
     """The start line of the judgement with this plan, these arms and this seed; if need be, a new
-    one. Without a seed a new one takes seeds that nobody has tried.
+    one. Without a seed a new one takes untried seeds.
     """
     facts = plan | {arm.name: arm.facts for arm in arms}
     known = read_judgements(folder)
@@ -155,7 +155,7 @@ def write_diff(path: Path, a: Path, b: Path) -> dict[str, Any]:
 
 
 def family_level(judgements: int) -> float:
-    """A bound on the chance of any false finding in so many judgements (Bonferroni)."""
+    """A bound on the chance of any false finding in this many judgements (Bonferroni)."""
     return min(1.0, judgements * ALPHA)
 
 

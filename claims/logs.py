@@ -237,7 +237,7 @@ def events(lines: Sequence[Line], event: str) -> list[Line]:
 
 
 def keep_until(lines: list[Line], after_step: int) -> list[Line]:
-    """The lines that stand when the run was resumed after this step.
+    """The lines that count when the run was resumed after this step.
 
     A checkpoint is saved before the validation at its step: the resumed process validates again.
     """
@@ -330,7 +330,7 @@ LONGEST_LINE = 300  # of the environment; a pattern may take quadratic time on a
 
 @dataclass
 class Trace:
-    """What the numbered lines of one run tell."""
+    """The numbered lines of one run."""
 
     source: str | None
     numbers: list[tuple[int, int | None]] = field(default_factory=list)  # step and declared total

@@ -25,7 +25,7 @@ STYLE: Any = {
     # Okabe and Ito's colours, which the colour-blind can tell apart.
     "axes.prop_cycle": "cycler(color=['0072B2', 'D55E00', '009E73', 'CC79A7', 'E69F00', '56B4E9'])",
 }
-# Black and white change places, and each colour stays itself.
+# Black and white are swapped; colours keep their hue.
 DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(0.93) hue-rotate(180deg)}}"
 HOLLOW = {"color": "gray", "markerfacecolor": "white"}
 PROBES = {"copy_loss": "copied tokens", "new_loss": "new tokens"}
@@ -82,7 +82,7 @@ def draw_steps(figure: Any, claims: Sequence[Evidence]) -> None:
 def plot_effects(effects: Effects, clear: Collection[str], what: str, path: Path) -> None:
     """Write a forest plot: each effect with its interval, the lowest at the top.
 
-    clear: the names whose effects are told from 0; the others get a hollow dot. what: on the axis.
+    clear: the names whose effects differ from 0; the others get a hollow dot. what: axis label.
     """
     size = 8, 1.5 + 0.25 * sum(name.count("\n") + 1 for name in effects)
     write_picture(path, size, lambda figure: draw_effects(figure.subplots(), effects, clear, what))
@@ -99,7 +99,7 @@ def draw_effects(axes: Any, effects: Effects, clear: Collection[str], what: str)
         axes.plot(mean, row, "o", **look)
         write_beside(axes, row, f"{mean:+.4f}")
     axes.plot([], [], "o-", color="C0", label="differs from 0")
-    axes.plot([], [], "o-", **HOLLOW, label="not told from 0")
+    axes.plot([], [], "o-", **HOLLOW, label="does not differ from 0")
     axes.axvline(0, color="black", linestyle="--")
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(-0.6, len(names) - 0.4)
@@ -130,7 +130,7 @@ def draw_records(axes: Any, claims: Sequence[Evidence]) -> None:
         dates, scores = [when(one) for one in won], [one.score / unit for one in won]
         for place, at in enumerate(zip(dates, scores, strict=True), 1):
             axes.annotate(f"#{place}", at, (4, 4), textcoords="offset points", fontsize=8)
-        dates.append(when(claims[-1]))  # until then the last record stands
+        dates.append(when(claims[-1]))  # until then the last record holds
         scores.append(scores[-1])
         look = {"where": "post", "marker": "o", "markevery": slice(len(won))}
         axes.step(dates, scores, **look, label=f"record {contest}".strip())

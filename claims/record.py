@@ -1,7 +1,7 @@
 """A record as it is read: its claim, its runs, their registry and its source.
 
 A record is a folder `records/<track>/<date>_<name>` with claim.json, runs/*.jsonl, and the pages
-that `scripts/record.py make` writes from these: record.json and README.md. Its source lies in
+that `scripts/record.py make` writes from these: record.json and README.md. Its source is in
 `records/sources`. `claims.checks` judges whether to believe a record.
 """
 
@@ -205,7 +205,7 @@ class Evidence:
 
     @cached_property
     def committed(self) -> str | None:
-        """When git first saw the claim; None where git cannot tell."""
+        """When git first saw the claim; None where git does not know."""
         return commit_time(self.folder / "claim.json")
 
     @cached_property
@@ -255,7 +255,7 @@ def is_memory(size: Any) -> bool:
 def tier_of(run: Run) -> str:
     """Ranks and the memory of each one's GPU, or `CPU`; "mixed" if the ranks' memory differs.
 
-    The first logs lack the memory. There the GPU's name may say it, else the name stands for it.
+    The first logs lack the memory. There the GPU's name may have it; else the name is used.
     """
     gpu = run.env.get("gpu")
     if gpu is None:
@@ -325,7 +325,7 @@ NO_FETCH = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
 def commit_time(path: Path) -> str | None:
     """ISO time, UTC, of the first commit of this checkout that holds a file with this content.
 
-    None where git cannot tell: for a file outside this checkout, before a commit, or where the
+    None where git does not know: for a file outside this checkout, before a commit, or where the
     history begins with the file, as in a shallow clone.
     """
     if not path.resolve().is_relative_to(ROOT):

@@ -1,6 +1,6 @@
 """Run a record's source again and compare what comes out with the record's log.
 
-This executes code that others wrote, with the rights of whoever calls it.
+This executes code that others wrote, with the caller's rights.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def answering(scratch: Path, model: Path, timeout_s: float) -> Iterator[Losses]:
 def check_model(
     losses: Losses, rows: Rows, config: dict[str, Any], val_loss: float | None
 ) -> Iterator[Finding]:
-    """The three checks. val_loss: that of the last validation; None: the model is of before."""
+    """The three checks. val_loss: that of the last validation; None: training stopped early."""
     random = np.random.default_rng()  # without a seed: no source knows what will be asked
     scored = losses(rows)
     for low, high in STARTS:
@@ -167,7 +167,7 @@ def check_documents(
     if found:
         documents, inside = map(np.stack, zip(*found, strict=True))
         what = f"additivity: {len(found)} documents alone and in their rows"
-        # The smear gate, and rotary tables in bf16, tell a document where it stands: 0.001.
+        # The smear gate, and rotary tables in bf16, depend on a document's position: 0.001.
         yield Finding(what, relative(losses(documents), inside), 0.01)
 
 
@@ -195,7 +195,7 @@ MACHINE = ("cpu", "gpu", "gpu_count", "torch", "cuda", "threads", "dtype", "atte
 FIRST, AFTER_30 = 1e-5, 0.05
 LONGEST_END_S = 60  # a run that is stopped writes a checkpoint
 
-Allowed = Callable[[int], float]  # difference of losses after so many updates
+Allowed = Callable[[int], float]  # difference of losses after this many updates
 
 
 def rerun(
@@ -204,7 +204,7 @@ def rerun(
 ) -> Iterator[Finding]:  # fmt: skip
     """What the record's run of this seed and the same run made here have in common, or not.
 
-    seed: None for the first run. steps: stop after so many; None: run to the end. scratch: an empty
+    seed: None for the first run. steps: stop after these; None: run to the end. scratch: an empty
     folder. Refused if the source cannot run here.
     """
     runs = [run for run in evidence.complete if seed in (None, run.seed)]
@@ -223,7 +223,7 @@ def rerun(
     if whole and trained[0]:
         yield Finding("trained tokens: 1 if their hash is another", int(len(set(trained)) > 1), 0)
     if before.header["schema"] < 3:
-        say("losses only: a source of before schema 3 cannot answer the judge's own checks")
+        say("losses only: a source before schema 3 cannot answer the judge's own checks")
         return
     say(f"the judge's checks on {'the trained' if whole else 'an untrained'} model")
     rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
@@ -234,7 +234,7 @@ def rerun(
 def train(
     evidence: Evidence, before: Run, data: Path, scratch: Path, steps: int | None, timeout_s: float
 ) -> None:
-    """Run the source; with `steps`, until its log has so many. Refused if it takes too long."""
+    """Run the source; with `steps`, until its log has these. Refused if it takes too long."""
     claim, ranks = evidence.claim, before.header["world_size"]
     flags: dict[str, Any] = {
         "seed": before.seed, "trials": 1, "data-dir": data, "log-dir": scratch / "logs",
@@ -296,7 +296,7 @@ def read_again(before: Run, scratch: Path, steps: int) -> Run:
 
 
 def allowed_here(before: Run, after: Run, say: Callable[[str], object]) -> Allowed:
-    """How far losses may lie apart: not at all on a CPU of the same kind."""
+    """How far losses may differ: not at all on a CPU of the same kind."""
     differ = []
     for name in MACHINE:
         if before.env.get(name) != after.env.get(name):
@@ -304,7 +304,7 @@ def allowed_here(before: Run, after: Run, say: Callable[[str], object]) -> Allow
     if before.env.get("gpu") is None and not differ:
         say("the same kind of machine: losses must agree to the bit")
         return lambda updates: 0.0
-    say(f"not the same machine ({'; '.join(differ) or 'GPUs do not repeat bits'}): losses may lie "
+    say(f"not the same machine ({'; '.join(differ) or 'GPUs do not repeat bits'}): losses may be "
         f"{FIRST:g} apart in step 1 and {AFTER_30:g} after 30, growing as a random walk")
     return lambda updates: FIRST + AFTER_30 * math.sqrt(updates / 30)
 

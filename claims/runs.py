@@ -1,4 +1,4 @@
-"""What a run log tells: a `Run`, its validations, steps, phases, segments and resumes."""
+"""A run as its log has it: `Run`, validations, steps, phases, segments and resumes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class Resume(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run as its log tells it. None: the log does not say."""
+    """One run as its log has it. None: the log does not say."""
 
     path: Path  # of the first segment
     index: int = 0  # which run of the file
@@ -91,7 +91,7 @@ class Run:
     def left_out(self) -> str | None:
         """Why the run does not count in a claim; None if it does.
 
-        Whoever repeats steps could keep the better outcome, so such a run is shown, not counted.
+        Repeating steps allows keeping the better outcome, so such a run is shown, not counted.
         """
         if self.unfinished:
             return self.unfinished

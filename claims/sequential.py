@@ -6,13 +6,13 @@ all looks, makes its whole level (Pocock, 1977; for t statistics by simulation, 
 
 - Does the interval exclude 0? Then B is better or worse. If there is no difference, one race in
   100 ends so (ALPHA).
-- Does the narrower interval lie within +-margin? Then no difference is larger. If there is one, one
+- Is the narrower interval within +-margin? Then no difference is larger. If there is one, one
   race in 20 ends so (EQUAL; two one-sided tests).
 
-The interval that is told is that of the test that decided. It may be read after any stop: in 99 of
+We report the interval of the deciding test. It may be read after any stop: in 99 of
 100 races those of all looks hold the true difference, in 90 the narrower ones (repeated confidence
 intervals, Jennison and Turnbull, 1989). The mean is not as honest: of a race that stopped early it
-lies too far from 0. All this holds for differences without a strong skew: with lognormal ones, 2 to
+is too far from 0. All this holds for differences without a strong skew: with lognormal ones, 2 to
 3 races in 100 end better or worse without a difference.
 """
 
@@ -79,7 +79,7 @@ def follow(differences: np.ndarray, plan: Plan) -> tuple[np.ndarray, np.ndarray]
 
 
 def error_of(mean: np.ndarray, squares: np.ndarray, n: int) -> np.ndarray:
-    """The standard error of the mean. Equal differences tell none, unless all of them are 0."""
+    """The standard error of the mean. Equal differences give none, unless all of them are 0."""
     error = np.sqrt(squares / (n - 1) / n)
     return np.where((error == 0) & (mean != 0), np.inf, error)
 

@@ -20,16 +20,16 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 NAN, INF = math.nan, math.inf
 STEPS_BOUND = Fraction("0.004")  # of track 3: (target - mean) * sqrt(n) must reach it
-STEP_WORTH = Fraction("0.0045") / 100  # nats per token that the contest reckons for a step
+STEP_WORTH = Fraction("0.0045") / 100  # nats per token that the contest counts for a step
 MOST_RUNS = 10_000  # a plan that needs more has a typing error
-CERTAIN = 1e5  # an effect of so many standard errors has power 1; beyond, nctdtr is only noise
+CERTAIN = 1e5  # standard errors of an effect with power 1; beyond, nctdtr is only noise
 SEQUENCES = 10**6  # simulated for planned looks: a level of 0.01 comes out to about 1 %
 
 
 def check(low: float, high: float, **settings: float) -> None:
     for name, value in settings.items():
         if not low < value < high:
-            raise ValueError(f"{name} is {value}: it must lie between {low:g} and {high:g}")
+            raise ValueError(f"{name} is {value}: it must be between {low:g} and {high:g}")
 
 
 # ---- Tests
@@ -54,7 +54,7 @@ class Difference(NamedTuple):
 
 
 def in_words(found: Any, form: str) -> str:
-    """The mean and its interval, which single runs do not have: fields mean, low and high."""
+    """The mean and its interval, none for single runs: fields mean, low and high."""
     interval = f"{found.low:{form}} to {found.high:{form}}"
     return f"{found.mean:{form}} ({'no interval' if math.isnan(found.low) else interval})"
 
@@ -73,7 +73,7 @@ def moments(values: Sequence[float]) -> tuple[float, float]:
 
 
 def one_sample(losses: Sequence[float], target: float) -> Result:
-    """One-sided one-sample t-test of whether the mean loss lies below `target`."""
+    """One-sided one-sample t-test of whether the mean loss is below `target`."""
     mean, sd = moments(losses)
     if not sd > 0:
         return Result(len(losses), mean, sd, NAN, NAN, NAN)

@@ -110,9 +110,9 @@ def _rules(claim: Claim) -> list[tuple[bool, str]]:
         (looks == sorted(set(looks)) and 0 < len(looks) <= MOST_LOOKS,
          f"looks must rise, and be 1 to {MOST_LOOKS}"),
         (min(looks, default=0) >= LEAST_RUNS and looks[-1] == n,
-         f"looks must lie between {LEAST_RUNS} and n = {n}, the last one at n"),
-        (0 < claim.target < 100, f"target {claim.target!s:.20} must lie between 0 and 100"),
-        (0 < claim.alpha < 1, f"alpha {claim.alpha!s:.20} must lie between 0 and 1"),
+         f"looks must be between {LEAST_RUNS} and n = {n}, the last one at n"),
+        (0 < claim.target < 100, f"target {claim.target!s:.20} must be between 0 and 100"),
+        (0 < claim.alpha < 1, f"alpha {claim.alpha!s:.20} must be between 0 and 1"),
         # The hash of the source becomes the name of a folder.
         (re.fullmatch(SHA256, claim.source_sha256) is not None,
          f"source_sha256 must be 64 hexadecimal digits, not {claim.source_sha256!r:.80}"),

@@ -127,8 +127,8 @@ def test_no_file_from_outside_a_log_folder_gets_into_a_record(name, stranger, tm
 @pytest.mark.parametrize(("field", "value", "rule"), [
     ("source_sha256", "../../elsewhere", "64 hexadecimal digits"),
     ("config_sha256", STEERING, "64 hexadecimal digits"),
-    ("target", float("nan"), "must lie between"), ("target", 10**400, "must lie between"),
-    ("alpha", float("inf"), "must lie between"), ("about", "x" * 2**20, "bytes"),
+    ("target", float("nan"), "must be between"), ("target", 10**400, "must be between"),
+    ("alpha", float("inf"), "must be between"), ("about", "x" * 2**20, "bytes"),
     ("about", "Why.\u2028**Shown**", "one line"), ("about", "x" * 1001, "1000 characters"),
     ("config", NESTED, "brackets"),
 ], ids=range(9))

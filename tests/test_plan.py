@@ -32,7 +32,7 @@ def test_looks_are_planned_with_their_level(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--sd", "0"], "sd is 0.0: it must lie between 0 and inf"),
+    (["--sd", "0"], "sd is 0.0: it must be between 0 and inf"),
     (["--looks", "10,5"], "looks are (10, 5): they must be rising numbers of runs"),
     (["--sd", "1", "--margin", "1e-9"], "more than 10,000 runs are needed"),
 ])  # fmt: skip

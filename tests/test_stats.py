@@ -105,8 +105,8 @@ def test_values_without_a_spread_have_no_test(values):
 
 
 @pytest.mark.parametrize(("call", "rule"), [
-    (lambda: stats.power(10, 0.0, 0.001), "sd is 0.0: it must lie between 0 and inf"),
-    (lambda: stats.runs_needed(0.001, 0.001, 1.0), "power is 1.0: it must lie between 0.01 and 1"),
+    (lambda: stats.power(10, 0.0, 0.001), "sd is 0.0: it must be between 0 and inf"),
+    (lambda: stats.runs_needed(0.001, 0.001, 1.0), "power is 1.0: it must be between 0.01 and 1"),
     (lambda: stats.runs_needed(1.0, 1e-6), "more than 10,000 runs"),
     (lambda: stats.power(10, 0.001, 0.001, alpha=0.7), "alpha is 0.7"),
     (lambda: stats.look_level((1, 5)), "looks are (1, 5): they must be rising numbers of runs"),
