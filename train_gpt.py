@@ -50,13 +50,12 @@ import optim
 from data.audit import missing_data, open_audited
 from data.copied import copied_and_new_loss
 from data.loader import Batch
-from data.lookups import bigrams, random_signs, several_targets, sign_rows
-from data.prefixes import prefix_table, read_bytes
 from data.sampling import write_text
 from data.shards import ShardError
-from data.tokenizers import TOKENIZERS, read_tokenizer, require_tokenizer
+from data.tokenizers import TOKENIZERS, read_prefixes, read_tokenizer, require_tokenizer
 from kernels.attention import ATTENTIONS, Attention, PortableAttention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
+from kernels.lookups import bigrams, random_signs, several_targets, sign_rows
 from runtime import facts
 from runtime import machine as machines
 from runtime.checks import prove
@@ -1121,7 +1120,7 @@ class Trainer:
         self.found = machine.gather_equal(found)
         self.model = GPT(config, dtype, device, attention, head)
         if config.prefixes:
-            self.model.prefixes = torch.tensor(prefix_table(read_bytes(config.vocab_size)))
+            self.model.prefixes = torch.tensor(read_prefixes(config.vocab_size))
             self.model.prefixes = self.model.prefixes.to(device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)

@@ -1,9 +1,11 @@
-"""Turn raw documents, .jsonl or .parquet files, into token shards of GPT-2's vocabulary.
+"""Turn documents into token shards: text of your own, or FineWeb in another vocabulary.
 
-    python -m data.fineweb sample/10BT/*.parquet --out data/mine
+    python -m data.fineweb mine.jsonl --out data/mine
+    python -m data.fineweb data/fineweb10B/*.bin --vocab-size 2048 --out data/web
 
-<|endoftext|> precedes each document. The first shard is for validation. A document may straddle
-two shards, as in the public sets. Parquet files need pyarrow. Exit codes: 0 done, 2 failed.
+A row of a .jsonl file is an object with the document in "text"; a .bin file is a shard of GPT-2's
+vocabulary. <|endoftext|> precedes each document. The first shard is for validation. A document may
+straddle two shards, as in the public sets. Exit codes: 0 done, 2 failed.
 """
 
 import argparse
@@ -13,39 +15,38 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tiktoken
 
 from data.corpus import encode
-from data.shards import Tokens, write_shard
+from data.shards import Shard, Tokens, write_shard
+from data.tokenizers import TOKENIZERS, read_tokenizer
 
 
-def read_documents(paths: Iterable[Path], field: str) -> Iterator[str]:
-    """Yield the text of every row, but no empty text. ValueError names a row without the field."""
+def read_documents(paths: Iterable[Path]) -> Iterator[str]:
+    """Yield all documents but empty ones. ValueError names a row without text."""
     for path in paths:
-        for number, row in enumerate(_rows(path, field), start=1):
-            text = row.get(field) if isinstance(row, dict) else None
-            if not isinstance(text, str):
-                raise ValueError(f"{path}: row {number} has no text in {field!r}. Set --field.")
-            if text:
-                yield text
+        yield from filter(None, decode(path) if path.suffix == ".bin" else read_rows(path))
 
 
-def _rows(path: Path, field: str) -> Iterator[Any]:
-    if path.suffix == ".parquet":
-        from pyarrow import parquet  # optional
+def decode(path: Path) -> Iterator[str]:
+    """Yield the documents of a shard of GPT-2's vocabulary."""
+    tokenizer, tokens = read_tokenizer("gpt2"), Shard(path)[:]
+    ends = np.flatnonzero(tokens == tokenizer.eot_token)
+    for document in np.split(tokens, ends):
+        yield tokenizer.decode(document[document != tokenizer.eot_token].tolist())
 
-        for batch in parquet.ParquetFile(path).iter_batches(columns=[field]):
-            yield from batch.to_pylist()
-        return
+
+def read_rows(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
-        for line in filter(bytes.strip, file):  # without blank lines
-            row = None  # stays so if the line is not JSON in UTF-8
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-            yield row
+        for number, line in enumerate(filter(bytes.strip, file), start=1):  # without blank lines
+            text = None  # stays so if the line is no JSON object in UTF-8 with text
+            with suppress(ValueError, RecursionError, TypeError, KeyError):
+                text = json.loads(line)["text"]
+            if not isinstance(text, str):
+                raise ValueError(f'{path}: row {number} has no text in "text".')
+            yield text
 
 
 def tokenize(documents: Iterator[str], encoding: tiktoken.Encoding, size: int) -> Iterator[Tokens]:
@@ -81,13 +82,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="taken in this order")
     parser.add_argument("--out", type=Path, required=True, help="a new folder for the shards")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="tokens of a shard")
-    parser.add_argument("--field", default="text", help="field of a row that has the text")
+    parser.add_argument("--vocab-size", type=int, default=50257, choices=TOKENIZERS)
     given = parser.parse_args(argv)
     try:
-        documents = read_documents(given.files, given.field)
-        shards = tokenize(documents, tiktoken.get_encoding("gpt2"), max(given.shard_tokens, 1))
+        tokenizer = read_tokenizer(TOKENIZERS[given.vocab_size])
+        shards = tokenize(read_documents(given.files), tokenizer, max(given.shard_tokens, 1))
         count = write_shards(shards, given.out)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{given.out}: 1 validation shard, {count} for training")

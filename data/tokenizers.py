@@ -1,5 +1,6 @@
-"""The tokenizers that are known: those of the two corpora, and GPT-2's."""
+"""The known vocabularies, told apart by their size: those of the two corpora, and GPT-2's."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,28 @@ def token_bytes(tokenizer: tiktoken.Encoding) -> list[bytes]:
     vocabulary = [tokenizer.decode_single_token_bytes(token) for token in range(tokenizer.n_vocab)]
     vocabulary[tokenizer.eot_token] = b""
     return vocabulary
+
+
+def read_prefixes(vocab_size: int) -> list[int]:
+    """Return the `prefix_table` of the vocabulary of this size. ValueError if none is known."""
+    if vocab_size not in TOKENIZERS:
+        sizes = ", ".join(map(str, TOKENIZERS))
+        raise ValueError(f"no vocabulary of {vocab_size} tokens is known. Set --vocab-size to one "
+                         f"of {sizes}, or do without prefixes.")  # fmt: skip
+    return prefix_table(token_bytes(read_tokenizer(TOKENIZERS[vocab_size])))
+
+
+def prefix_table(vocabulary: Sequence[bytes]) -> list[int]:
+    """Return for each token the id of the longest other token that begins it, or -1 (record 88).
+
+    A token's id is its place in `vocabulary`. Special tokens are b"": they have no prefix and are
+    no prefix.
+    """
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    table = []
+    for token in vocabulary:
+        start = token[:-1]
+        while start and start not in ids:
+            start = start[:-1]
+        table.append(ids[start] if start else -1)
+    return table

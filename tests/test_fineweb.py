@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import tiktoken
 
-from data import corpus, fineweb
-from data.shards import Shard
+from data import corpus, fineweb, prose
+from data.shards import Shard, write_shard
 
 DOCUMENTS = ["the other thing", "naïve 日本語 <|endoftext|> inside", "last\nlines\n" * 9, "the end"]
-END = 1023
 
 
 @pytest.fixture
@@ -23,6 +22,12 @@ def convert(tmp_path, monkeypatch):
         return fineweb.main(words)
 
     return convert
+
+
+def read_documents(stream, vocabulary):
+    tokenizer = corpus.read_vocabulary(vocabulary)
+    parts = np.split(stream, np.flatnonzero(stream == tokenizer.eot_token))[1:]
+    return [tokenizer.decode(part[1:].tolist()) for part in parts]
 
 
 def write_jsonl(path, documents):
@@ -42,21 +47,18 @@ def test_documents_come_back_from_shards_of_equal_size_that_they_straddle(
     assert len(list((tmp_path / "out").iterdir())) == len(shards) > 3
     assert all(shard.size == 20 for shard in shards[:-1])
     assert 1 <= shards[-1].size <= 20
-    stream = np.concatenate(shards)
-    parts = np.split(stream, np.flatnonzero(stream == END))[1:]
-    decode = corpus.read_vocabulary().decode
-    assert [decode(part[1:].tolist()) for part in parts] == DOCUMENTS
+    assert read_documents(np.concatenate(shards), corpus.VOCABULARY) == DOCUMENTS
     assert f"1 validation shard, {len(training)} for training" in capsys.readouterr().out
     assert convert(first) == 2
     assert "File exists" in capsys.readouterr().err
 
 
-def test_parquet_rows_come_back(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is optional")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    source = tmp_path / "in.parquet"
-    parquet.write_table(pyarrow.table({"text": DOCUMENTS, "id": [1, 2, 3, 4]}), source)
-    assert list(fineweb.read_documents([source], "text")) == DOCUMENTS
+def test_a_shard_of_another_vocabulary_becomes_one_of_the_small_vocabulary(tmp_path, convert):
+    write_shard(tmp_path / "in.bin", corpus.encode(DOCUMENTS, corpus.read_vocabulary()))
+    assert convert(tmp_path / "in.bin", "--vocab-size", 2048) == 0
+    shards = [tmp_path / "out" / "val_000000.bin", *sorted((tmp_path / "out").glob("train_*"))]
+    stream = np.concatenate([Shard(path)[:] for path in shards])
+    assert read_documents(stream, prose.VOCABULARY) == DOCUMENTS
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_a_bad_line_is_named_and_leaves_no_validation_shard(tmp_path, convert, c
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"text": "' + b"a" * 99 + b'"}\n' + line + b"\n")
     assert convert(source) == 2
-    assert f"{source}: row 2 has no text in 'text'" in capsys.readouterr().err
+    assert f'{source}: row 2 has no text in "text"' in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("val*"))
 
 

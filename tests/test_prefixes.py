@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.corpus import read_vocabulary
-from data.prefixes import prefix_table, read_bytes
+from data.tokenizers import prefix_table, read_prefixes, token_bytes
 
 
 def slow_table(vocabulary):
@@ -33,22 +33,23 @@ def test_the_prefix_is_the_longest_of_a_search_through_all_tokens(vocabulary):
 
 
 def test_the_bytes_of_the_corpus_vocabulary_encode_to_their_token_and_have_prefixes():
-    vocabulary, tokenizer = read_bytes(1024), read_vocabulary()
+    tokenizer = read_vocabulary()
+    vocabulary = token_bytes(tokenizer)
     assert vocabulary.pop() == b"", "<|endoftext|>"
     ranks = [tokenizer.encode_single_token(token) for token in vocabulary]
     assert ranks == [*range(1023)]
-    table = prefix_table(vocabulary)
-    assert table == slow_table(vocabulary)
+    table = read_prefixes(1024)
+    assert table == [*slow_table(vocabulary), -1]
     assert [token for token in range(1023) if table[token] == -1] == [*range(256)]
 
 
 def test_a_vocabulary_that_is_not_known_or_not_there_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"no vocabulary of 64 .* one of 1024, 2048"):
-        read_bytes(64)
+        read_prefixes(64)
 
     def fail(name):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
     with pytest.raises(ValueError, match=r"no network\. Connect .*TIKTOKEN_CACHE_DIR"):
-        read_bytes(50257)
+        read_prefixes(50257)

