@@ -149,7 +149,7 @@ def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
         "smear": config.smear,
         "attention_gates": config.attention_gates,
         "value_gates": config.value_gates,
-        "own_value": config.xsa,
+        "xsa": config.xsa,
         "biases": config.biases,
         "trained": {name: value for name, value in facts.items() if name != "config"},
     }

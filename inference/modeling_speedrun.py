@@ -36,7 +36,7 @@ class SpeedrunConfig(PretrainedConfig):
     value_tables          number of tables of value embeddings
     bigram_rows           rows of the table of token pairs; 0: none
     sign_rows             rows of the signs that distinguish pairs of one row; 0: none
-    smear, attention_gates, value_gates, own_value, biases    which pieces the model has
+    smear, attention_gates, value_gates, xsa, biases    which pieces the model has
     trained               which run it comes from
     """
 

@@ -31,7 +31,7 @@ from inference.export import (
 from inference.model import load_model
 from runtime.errors import Refused
 from scripts.export_model import main
-from train_gpt import STAGES, Config, at, rotary
+from train_gpt import STAGES, Config
 
 NAMES = [f"{track}-{recipe}" for track, recipe in EVERY_RECIPE]
 # Windows shorter than a row, and tables with rows that only pad the vocabulary: 100 of 128.
@@ -51,7 +51,7 @@ def needs_transformers(test):
 def trained(config, dtype=torch.float32):
     """A model with random weights, none of them zero, as at the last validation."""
     model = make_model(config, dtype)
-    model.set_rotary(*rotary(config, at(config, config.steps).index))
+    model.enter(config.steps)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -92,19 +92,6 @@ def tokens_of(config, length):
     return tokens
 
 
-def losses(model, tokens, targets):
-    """The trainer's loss of each target, (2, T)."""
-    config, length = model.config, tokens.size(1)
-    starts = {0, length, 2 * length}
-    if config.document_mask:
-        starts |= set((tokens.flatten() == config.bos).nonzero().flatten().tolist())
-    cu_seqlens = torch.tensor(sorted(starts), dtype=torch.int32)
-    windows = at(config, config.steps).windows
-    windows = {kind: model.attention.window(count) for kind, count in windows.items()}
-    with torch.no_grad():
-        return model.token_losses(tokens.int(), targets, cu_seqlens, windows, length)
-
-
 def targets_of(tokens):
     """Two targets for each token."""
     return torch.stack([(tokens * 7 + 3) % 100, (tokens * 11 + 5) % 100])
@@ -115,8 +102,9 @@ def preference(model, tokens):
 
     In the difference of two losses the sum over the vocabulary cancels, with all that pads it.
     """
-    first, second = targets_of(tokens)
-    return losses(model, tokens, second) - losses(model, tokens, first)
+    with torch.no_grad():
+        first, second = (model.token_losses(tokens, targets) for targets in targets_of(tokens))
+    return second - first
 
 
 def exported_preference(logits, tokens):
