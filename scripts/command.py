@@ -173,7 +173,7 @@ def run_child(words: str | list[str]) -> int:
             raise  # after the child's end, for which Popen waits
 
 
-def train(root: Path, flags: Sequence[str], folder: Path) -> int:
-    """Train with the source under `root`, logs in `folder`; returns the trainer's exit code."""
+def training_command(root: Path, flags: Sequence[str], folder: Path) -> list[str]:
+    """A run of the source under `root` that keeps nothing but its log, in `folder`."""
     words = [sys.executable, str(root / "train_gpt.py"), *flags, "--log-dir", str(folder.resolve())]
-    return run_child([*words, "--keep-model", "off", "--sample-tokens", "0"])
+    return [*words, "--keep-model", "off", "--sample-tokens", "0"]

@@ -20,7 +20,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from scripts.command import ask_trainer, command, make_parser, show, start, train
+from scripts.command import (
+    ask_trainer,
+    command,
+    make_parser,
+    run_child,
+    show,
+    start,
+    training_command,
+)
 
 from claims import judgements
 from claims.judgements import UNITS, Arm, figures
@@ -68,7 +76,7 @@ def make_runs(folder: Path, arm: Arm, of: str, seeds: range) -> None:
     if not missing:
         return
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
-    code = train(arm.source, flags, folder / arm.name)
+    code = run_child(training_command(arm.source, flags, folder / arm.name))
     done = figures(folder, arm, of)
     if code not in (0, 3):  # 3: a run diverged, which is a result
         raise LogError(f"exit code {code} of {arm.name}: see above, then repeat the command")

@@ -91,7 +91,7 @@ def project(tmp_path, monkeypatch) -> Path:
     root.mkdir()
     (root / "train_gpt.py").write_text(TRAINER)
     monkeypatch.chdir(root)
-    monkeypatch.setattr(command, "run_child", lambda words: execute(words)[0])
+    monkeypatch.setattr(judge, "run_child", lambda words: execute(words)[0])
     monkeypatch.setattr(command.subprocess, "run", execute_asked)
     for module in (judge, record):
         monkeypatch.setattr(module, "ROOT", root)
