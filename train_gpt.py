@@ -289,7 +289,7 @@ class Config(RunSettings):
         require(self, "layers", self.layers in LAYERS, f"one of {', '.join(LAYERS)}")
         require(self, "stages", self.stages in STAGES, f"one of {', '.join(STAGES)}")
         super().__post_init__()  # the rules that stand beside the settings
-        if changed := off_track(self, TRACKS[self.track]):
+        if changed := off_track(self, TRACKS, FIXED):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
         torchs = self.cautious_wd and self.optimizer.startswith("torch")
         require(self, "cautious_wd", not torchs, f"off for --optimizer {self.optimizer}")
@@ -352,6 +352,21 @@ TRACKS: dict[str, dict[str, Any]] = {
         "momentum_warmup": 40, "momentum_cooldown": 10, "adam_lr": 0.02,
         "keep_model": True, "sample_tokens": 200, "quick_vals": 5,
     },
+}  # fmt: skip
+
+# What a claim on a track may not change, beside its data. On `small` and `tiny` stages may use
+# smaller batches; windows of training steps, lookup tables, gates and scalars are free.
+SHAPE = ("layers", "dim", "head_dim", "mlp_ratio")
+VALIDATED = ("target", "vocab_size", "bos", "document_mask", "val_tokens", "val_seq_len",
+             "val_window")  # fmt: skip
+FIXED: dict[str, tuple[str, ...]] = {
+    "small": (*VALIDATED, *SHAPE, "batch_tokens"),
+    "tiny": (*VALIDATED, *SHAPE, "batch_tokens"),
+    "steps": (
+        *VALIDATED, *SHAPE, "batch_tokens", "seq_len", "window_block", "stages", "biases",
+        "softcap", "attention_scale", "value_embeds", "smear", "skips", "backout", "x0_mixing",
+        "attention_gates", "key_offset", "bigram_rows", "xsa",
+    ),
 }  # fmt: skip
 
 # What records 43 to 89 changed, without their kernels and without dynamic mixing (MUDD).
@@ -1132,7 +1147,7 @@ class Trainer:
         self.chosen = {"attention": why, "head": why_head}
         self.changes, self.train_tokens = changes(config), tokens_before(config, config.steps)
         self.validations = [step for step in range(config.steps + 1) if at(config, step).validates]
-        self.off_track = off_track(config, TRACKS[config.track])
+        self.off_track = off_track(config, TRACKS, FIXED)
 
     def reset(self, seed: int) -> None:
         """Set everything that a run changes to its value before the first step of this seed."""

@@ -12,20 +12,6 @@ from runtime.jsonl import json_hash, parse, read_regular
 from runtime.log import config_hash, source_hash
 from runtime.settings import as_text
 
-# What a claim on a track may not change, beside its data. On `small` and `tiny` stages may use
-# smaller batches; windows of training steps, lookup tables, gates and scalars are free.
-SHAPE = ("layers", "dim", "head_dim", "mlp_ratio")
-VALIDATED = ("target", "vocab_size", "bos", "document_mask", "val_tokens", "val_seq_len",
-             "val_window")  # fmt: skip
-FIXED = {
-    "small": (*VALIDATED, *SHAPE, "batch_tokens"),
-    "tiny": (*VALIDATED, *SHAPE, "batch_tokens"),
-    "steps": (
-        *VALIDATED, *SHAPE, "batch_tokens", "seq_len", "window_block", "stages", "biases",
-        "softcap", "attention_scale", "value_embeds", "smear", "skips", "backout", "x0_mixing",
-        "attention_gates", "key_offset", "bigram_rows", "xsa",
-    ),
-}  # fmt: skip
 SCHEMA = 2  # of a claim whose runs have logs of schema 3; those of schema 1 stay valid
 LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may agree by chance
 MOST_BYTES, MOST_ABOUT = 2**20, 1000  # of the file; of `about`, in characters
@@ -126,17 +112,20 @@ def _rules(claim: Claim) -> list[tuple[bool, str]]:
     ]  # fmt: skip
 
 
-def off_track(config: Any, track: dict[str, Any]) -> list[str]:
-    """For each setting that the track fixes and that differs here: what it is and should be.
+def off_track(
+    config: Any, tracks: dict[str, dict[str, Any]], fixed: dict[str, tuple[str, ...]]
+) -> list[str]:
+    """For each setting that the track fixes and that differs here: its value and the track's.
 
-    track: the preset of the track; other settings have their defaults.
+    tracks: the settings of each track that differ from the defaults. fixed: names of settings.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    due = {field.name: field.default for field in dataclasses.fields(config)}
+    due |= tracks[config.track]
     found = []
-    for name in FIXED.get(config.track, ()):
-        value, due = getattr(config, name), (defaults | track)[name]
-        if value != due:
-            found.append(f"{name} is {as_text(value)}, the track has {as_text(due)}")
+    for name in fixed.get(config.track, ()):
+        value = getattr(config, name)
+        if value != due[name]:
+            found.append(f"{name} is {as_text(value)}, the track has {as_text(due[name])}")
     return found
 
 

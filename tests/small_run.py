@@ -18,7 +18,6 @@ import torch
 
 import train_gpt
 from data.shards import write_shard
-from runtime.claim import FIXED
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, BOS = 64, 63
@@ -120,7 +119,7 @@ def run(data: Path, logs: Path, **changed: object) -> Outcome:
 def run_words(words: list[str], logs: Path) -> Outcome:
     before = set(find_logs(logs))
     out, err = io.StringIO(), io.StringIO()
-    sizes_are_free = mock.patch.dict(FIXED, tiny=())
+    sizes_are_free = mock.patch.dict(train_gpt.FIXED, tiny=())
     with restored_settings(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             with sizes_are_free:

@@ -14,7 +14,7 @@ from small_record import make_claim
 from small_run import ROOT, arguments, run, write_data
 
 import train_gpt
-from runtime.claim import FIXED, Claim, admit, read_claim
+from runtime.claim import Claim, admit, read_claim
 from runtime.errors import ClaimError, LogError
 from runtime.log import config_hash, source_hash
 from runtime.registry import read_registry, register
@@ -180,7 +180,7 @@ def settings(words: list[str]) -> dict[str, object]:
 def test_runs_of_the_claimed_source_configuration_and_seeds_are_admitted(
     words, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(FIXED, "tiny", ())  # sizes of a test
+    monkeypatch.setitem(train_gpt.FIXED, "tiny", ())  # sizes of a test
     path = str(tmp_path / "claim.json")
     own = ["--seed", "8", "--trials", "2", "--log-dir", "x", "--data-dir", "y", "--claim", path]
     elsewhere = settings([*words, *own])

@@ -13,9 +13,9 @@ from claims.checks import check_claim, find_failures
 from claims.pages import best_of_each_recipe, differences, leaderboard
 from claims.plots import draw_records, draw_steps, plot_records, plot_steps
 from claims.record import TRACKS, Evidence, read_evidence
-from runtime.claim import FIXED, off_track
+from runtime.claim import off_track
 from runtime.errors import Refused
-from train_gpt import RECIPES, Config, preset
+from train_gpt import FIXED, RECIPES, Config, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 CLAIMS = sorted(RECORDS.glob("*/*/claim.json"))
@@ -100,7 +100,7 @@ def test_what_the_track_fixes_can_be_changed_but_not_claimed(name):
     values[name] = {"layers": "record42", "document_mask": False}.get(name, now * 2)
     if name in ("target", "val_window", "bos"):
         values[name] = now - 1
-    (changed,) = off_track(Config(**values), train_gpt.TRACKS["tiny"])
+    (changed,) = off_track(Config(**values), train_gpt.TRACKS, FIXED)
     assert changed.startswith(f"{name} is ")
     with pytest.raises(Refused, match=name):
         Config(**values, claim="claim.json")
