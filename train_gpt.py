@@ -182,7 +182,7 @@ STAGES = {
 # `section` opens a group of them in --help. The defaults are the `short` track.
 
 METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
-BACKENDS = ("auto", "plain", "gram", "triton")
+BACKENDS = ("auto", "plain", "triton")
 OPTIMIZERS = ("normuon", "muon", "adamw", "torch_muon", "torch_adamw")
 
 

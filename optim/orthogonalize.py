@@ -6,7 +6,6 @@ for each iteration, and how the matrix is scaled first.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,10 +22,6 @@ class Method(NamedTuple):
     coefficients: tuple[Coefficients, ...]
     safety: float = 1.0
     eps: float = 1e-7
-    # How many iterations, 1 or 2, share each Gram matrix. A shared one adds rounding of its small
-    # eigenvalues. In bf16, these runs kept the largest singular value below 1.25 on every spectrum
-    # tried; sharing the first two of Polar Express let it reach 14.
-    runs: tuple[int, ...] = ()
 
 
 METHODS = {
@@ -42,15 +37,14 @@ METHODS = {
         ),
         safety=1.02,
         eps=1e-6,
-        runs=(1, 1, 1, 2),
     ),
     # Jordan et al., "Muon" (2024): steep at zero, singular values end between 0.68 and 1.13.
-    "newton_schulz": Method(((3.4445, -4.7750, 2.0315),) * 5, runs=(1, 2, 2)),
+    "newton_schulz": Method(((3.4445, -4.7750, 2.0315),) * 5),
     # Track 3 of the public contest: twelve gentle iterations.
-    "newton_schulz_12": Method(((2.0, -1.5, 0.5),) * 12, runs=(2,) * 6),
+    "newton_schulz_12": Method(((2.0, -1.5, 0.5),) * 12),
 }
 
-BACKENDS = ("plain", "gram", "triton")
+BACKENDS = ("plain", "triton")
 # Below 512 rows launching a product costs most. Triton loads sides that 16 divides fastest.
 TRITON_LEAST, TRITON_MULTIPLE = 512, 16
 # A CPU is fastest when a batch fits its inner caches. 2 MiB hold one 768 x 768 matrix in bf16.
@@ -76,7 +70,6 @@ class Choice(NamedTuple):
     method: str
     dtype: torch.dtype
     backend: str
-    runs: tuple[int, ...]  # iterations on each Gram matrix
 
 
 @functools.cache
@@ -99,14 +92,8 @@ def choose(
     if backend == "auto":
         aligned = rows % TRITON_MULTIPLE == cols % TRITON_MULTIPLE == 0
         suits = rows >= TRITON_LEAST and aligned and dtype.itemsize == 2 and device.type == "cuda"
-        backend = "triton" if suits and obstacle is None else "gram"
-    # Sharing a Gram matrix adds three small products and saves two with the whole matrix.
-    shares = cols > 1.5 * rows and backend != "plain"
-    if backend == "gram" and not shares:
-        backend = "plain"
-    single = (1,) * len(METHODS[method].coefficients)
-    runs = METHODS[method].runs if shares else single
-    return Choice(method, dtype, backend, runs)
+        backend = "triton" if suits and obstacle is None else "plain"
+    return Choice(method, dtype, backend)
 
 
 def orthogonalized(G: Tensor, choice: Choice) -> Tensor:
@@ -132,42 +119,19 @@ def iterate(G: Tensor, choice: Choice) -> Tensor:
     # Trap: on a CPU, a bf16 product of anything but row-major is orders of magnitude slower.
     X = scaled(G, method).to(choice.dtype).contiguous()
     tall = X.shape[-2] > X.shape[-1]
-    symmetric = choice.backend == "triton"
-    product = symmetric_matmul.symmetric_product if symmetric else plain_product
+    triton = choice.backend == "triton"
+    product = symmetric_matmul.symmetric_product if triton else plain_product
     side = min(X.shape[-2:])
     A, B = (X.new_empty(len(X), side, side) for _ in range(2))
-    other, done = torch.empty_like(X), 0
-    for run in choice.runs:
-        a, b, c = method.coefficients[done]
+    other = torch.empty_like(X)
+    for a, b, c in method.coefficients:
         wide = X.mT if tall else X
         product(wide, wide, A)
         product(A, A, B, D=A, alpha=c, beta=b)
-        factor = B
-        if run == 2:
-            factor = joint(a, method.coefficients[done + 1], A, B, product)
-            a = 0.0
-        left, right = (X, factor) if tall else (factor, X)
+        left, right = (X, B) if tall else (B, X)
         torch.baddbmm(X, left, right, beta=a, out=other)
-        X, other, done = other, X, done + run
+        X, other = other, X
     return X
-
-
-def joint(
-    a: float, second: Coefficients, A: Tensor, B: Tensor, product: Callable[..., Tensor]
-) -> Tensor:
-    """The joint polynomial of two iterations, from the first one's a, A and B = b A + c A^2.
-
-    Overwrites A and B. The second Gram matrix is (a I + B) A (a I + B), a product of small
-    matrices. a I is added as late as possible: beside it, bf16 would round B away.
-    """
-    next_a, b, c = second
-    spare, result = torch.empty_like(A), torch.empty_like(A)
-    product(B, A, spare, D=A, beta=a)
-    product(spare, B, A, D=spare, beta=a)
-    B.diagonal(dim1=-2, dim2=-1).add_(a)
-    product(A, A, spare, D=A, alpha=c, beta=b)
-    product(spare, B, result, D=B, beta=next_a)
-    return result
 
 
 def plain_product(
