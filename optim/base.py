@@ -29,7 +29,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
     that are already reduced: these are only divided. compiled: whether to compile `update`; None:
     only on CUDA.
-    maximize, also a group key: step along the gradient.
     State lives in buckets: read it with `named_state` or `state_dict`.
     """
 
@@ -51,14 +50,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         grad_divisor: float = 1,
         compiled: bool | None = None,
-        maximize: bool = False,
     ):
         if not 0 < grad_divisor < math.inf:
             raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
         self._process_group = process_group
         self._settings = [*vars(self), "_settings"]  # also those of a subclass
-        super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0, "maximize": maximize})
+        super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
         keep_freed_memory()
         self._build()
 
@@ -306,7 +304,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             taken = here if ok is None else here & ok
         method, fixed, rates = self._method(bucket)
         run: Callable[..., Any] = update
-        divisor: Any = -self.grad_divisor if bucket.group["maximize"] else self.grad_divisor
+        divisor: Any = self.grad_divisor
         # Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products
         # that compile to the same calls.
         if self.compiled or (self.compiled is None and self._device.type == "cuda"):

@@ -26,35 +26,6 @@ def test_a_group_may_carry_keys_that_mean_nothing_to_the_optimizer(kind):
     assert (saved["name"], saved["depth"]) == ("hidden", 3)
 
 
-@pytest.mark.parametrize("key", [False, True])
-def test_maximize_is_that_of_torch_as_an_argument_and_as_a_group_key(key):
-    params, twins = parameters(*SHAPES), parameters(*SHAPES)
-    options = {"lr": 0.02, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-15}
-    group = {"params": params, "maximize": True} if key else {"params": params}
-    one = Adam([group], maximize=not key, **options)
-    other = torch.optim.AdamW(twins, maximize=True, **options)
-    train(one, range(4))
-    train(other, range(4))
-    torch.testing.assert_close(params, twins, rtol=1e-6, atol=1e-6)
-
-
-@KINDS
-def test_maximize_is_a_step_against_the_turned_gradient_and_a_guard_reports_the_same_norm(kind):
-    ones, others = parameters(*SHAPES), parameters(*SHAPES)
-    up, down = kind(ones, 0.1, weight_decay=0.1, maximize=True), kind(others, 0.1, weight_decay=0.1)
-    norms = []
-    for step in range(3):
-        for optimizer, sign in ((up, 1), (down, -1)):
-            give_gradients(members(optimizer), step)
-            for param in members(optimizer):
-                param.grad *= sign
-            guard = Guard([optimizer])
-            norms.append(guard.measure([0])[0])
-            guard.commit([0], True)
-    assert_same(ones, others)
-    assert_same(norms[::2], norms[1::2])
-
-
 # ---- copies
 
 
