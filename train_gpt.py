@@ -1078,11 +1078,11 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     factories: dict[str, Any] = {
         "normuon": partial(optim.NorMuon, beta2=config.matrix_beta2, **muon),
         "muon": partial(optim.Muon, **muon),
-        "adamw": partial(optim.Adam, **adam, **ours),
+        "adamw": partial(optim.AdamW, **adam, **ours),
         "torch_muon": partial(torch.optim.Muon, **matrix),
         "torch_adamw": partial(torch.optim.AdamW, **adam),
     }
-    named = {"matrix": factories[config.optimizer], "adam": partial(optim.Adam, **rest)}
+    named = {"matrix": factories[config.optimizer], "adam": partial(optim.AdamW, **rest)}
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     nonfinite = config.guard != "off"

@@ -1,6 +1,6 @@
 """Optimizers for one or many ranks. They know tensors and process groups, but no model."""
 
-from .adam import Adam
+from .adam import AdamW
 from .buckets import widest
 from .groups import Row, build_optimizers, group_table, groups_for
 from .guards import Guard, Skip
@@ -15,8 +15,10 @@ from .state import (
     spread_state,
 )
 
+Adam = AdamW  # its name in version 0.1; goes in 0.3
+
 __all__ = [
-    "Adam", "Guard", "Muon", "NorMuon", "Row", "Skip", "SpikeRule", "build_optimizers",
+    "Adam", "AdamW", "Guard", "Muon", "NorMuon", "Row", "Skip", "SpikeRule", "build_optimizers",
     "copy_state", "gather_state", "group_table", "groups_for", "load_named_state", "named_state",
     "reset", "spread_state", "widest",
 ]  # fmt: skip

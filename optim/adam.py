@@ -1,4 +1,4 @@
-"""Adam with decoupled weight decay, on one or many ranks."""
+"""AdamW: Adam with decoupled weight decay, on one or many ranks."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -14,11 +14,11 @@ from .update import descend
 LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 
 
-def adam(
+def adamw(
     gradients: Tensor, weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
     t: Tensor, rate: Any, decay: Any, beta1: float, beta2: float, eps: float, cautious: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One step of Adam on stacks (k, n). Returns new (weights, exp_avg, exp_avg_sq).
+    """One step of AdamW on stacks (k, n). Returns new (weights, exp_avg, exp_avg_sq).
 
     t (k, 1): number of this step, from 1. eps acts before bias correction, as in section 2 of the
     paper. decay: a share of the weights, or None.
@@ -32,7 +32,7 @@ def adam(
     return descend(weights, step, decay, cautious), exp_avg, exp_avg_sq
 
 
-class Adam(ShardedOptimizer):
+class AdamW(ShardedOptimizer):
     """Adam (Kingma & Ba, arXiv:1412.6980) with decoupled decay: p -= lr' m / (sqrt(v) + eps).
 
     lr' = lr lr_mul sqrt(1 - beta2^t) / (1 - beta1^t). Group keys: lr, lr_mul, betas, eps,
@@ -68,11 +68,11 @@ class Adam(ShardedOptimizer):
         return [(1, bounds[rank + 1] - bounds[rank]) for rank in range(ranks)]
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        moment, counter = State(param.shape, None, param.dtype), State((), (1,), torch.int64)
+        moment, counter = State(param.shape, (-1,), param.dtype), State((), (1,), torch.int64)
         return {"step": counter, "exp_avg": moment, "exp_avg_sq": moment}
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         group = bucket.group
         beta1, beta2 = group["betas"]
         fixed = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "cautious": self.cautious}
-        return adam, fixed, {"rate": group["lr"] * group["lr_mul"], **decay_of(group)}
+        return adamw, fixed, {"rate": group["lr"] * group["lr_mul"], **decay_of(group)}

@@ -1,4 +1,4 @@
-"""What Muon, NorMuon and Adam share: buckets, the step, and whole state by name.
+"""What Muon, NorMuon and AdamW share: the step, buckets of parts, and whole state by name.
 
 A method is a pure function on stacks of parts. `update` runs it and writes new or old values, as
 the guard's flag says. A step is `launch` (send gradients), `measure` (their norms), `commit`
@@ -15,29 +15,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
 
-from .buckets import READ_AT_ONCE, Bucket, Message, Part, deal, gathered, widest
-from .sharded import Exchange, is_sharded, shard_length, shards_of, team_of, whole
+from .buckets import READ_AT_ONCE, Bucket, Message, Part, gathered, partition, widest
+from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
 from .state import State, names_of, params_of, require_dense, storage_of
 from .update import compiled_update, update
 
+Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
+
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Base of Muon, NorMuon and Adam.
+    """Base of Muon, NorMuon and AdamW.
 
     A subclass cuts parameters into parts (`_cuts`), describes their state (`_states`) and names its
     method (`_method`). process_group: None for one process. Gradients are summed over the ranks
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
     that are already reduced: these are only divided. compiled: whether to compile `update`; None:
-    only on CUDA.
-    State lives in buckets: read it with `named_state` or `state_dict`.
+    only on CUDA. State lies in buckets: read it with `named_state` or `state_dict`.
     """
 
-    RANGES: ClassVar[dict[str, tuple[float, float]]] = {  # smallest value, first one too large
-        "lr": (0, math.inf),
-        "lr_mul": (0, math.inf),
-        "weight_decay": (0, math.inf),
-        "wd_mul": (0, math.inf),
-    }
+    RANGES: ClassVar[dict[str, tuple[float, float]]] = dict.fromkeys(
+        ("lr", "lr_mul", "weight_decay", "wd_mul"), (0, math.inf)
+    )  # smallest value, first one too large
     elementwise: ClassVar[bool] = False  # a shard can be stepped where it lies
     at_once: int  # elements that a CPU steps in one call; more would not fit its caches
 
@@ -55,7 +53,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
         self._process_group = process_group
-        self._settings = [*vars(self), "_settings"]  # also those of a subclass
         super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
         keep_freed_memory()
         self._build()
@@ -70,7 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """{name: State} for one parameter. State starts as zeros."""
         raise NotImplementedError
 
-    def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+    def _method(self, bucket: Bucket) -> Method:
         """The method, its fixed options, and its rates, which may change at every step."""
         raise NotImplementedError
 
@@ -91,14 +88,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             fix = "undo channels_last, or build it from .contiguous()"
             raise ValueError(f"parameter {name} is not contiguous; {fix}")
 
-    def _require_as_built(self) -> None:
-        """ValueError if model.double(), .cuda() or .to(memory_format=...) came after this."""
-        for (param, name), built in zip(self._names.items(), self._built, strict=True):
-            if storage_of(param) != built:
-                now = f"parameter {name} is {storage_of(param)} now and was {built}"
-                fix = "convert a model first, then build its optimizer"
-                raise ValueError(f"{now} when {type(self).__name__} was built; {fix}")
-
     # ---- construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -113,22 +102,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and deepcopy take: settings, groups and whole state."""
-        if self.team.group is not None:
-            raise TypeError("a process group cannot be copied; copy state_dict() instead")
-        settings = {name: vars(self)[name] for name in self._settings}
-        return {**super().__getstate__(), **settings, "_kept": dict(self.named_state())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Build a copy that has the state of the original."""
-        super().__setstate__(state)
-        self._build()
-        self._load(vars(self).pop("_kept"))
+        """Refuse pickle and deepcopy: state lies in buckets, not in optimizer.state."""
+        raise TypeError(f"{type(self).__name__} cannot be copied; copy its state_dict() instead")
 
     def _build(self) -> None:
-        """Cut parameters, deal parts, allocate state, and keep what state there was. Collective.
+        """Cut parameters, give parts to ranks, allocate state, keep what state there was.
 
-        ValueError, with nothing changed, for what cannot be stepped.
+        Collective. ValueError, with nothing changed, for what cannot be stepped.
         """
         kept = dict(self.named_state()) if hasattr(self, "buckets") else {}
         group_of = {p: group for group in self.param_groups for p in group["params"]}
@@ -138,64 +118,51 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"parameters {names[param]} and {name} are one; list it once")
             self._check(name, param, group_of[param])
             names[param] = name
-        self.team = team_of(names, self._process_group)
+        self.ranks = ranks_of(names, self._process_group)
         self._group_of, self._names = group_of, names
-        self._device, self._built = next(iter(names)).device, [*map(storage_of, names)]
-        self._sharded = is_sharded(next(iter(self._names)))
-        # Names alone. torch.distributed.checkpoint would step an optimizer that has no state.
-        for param, group in self._group_of.items():
-            self.state[param] = dict.fromkeys(self._states(param, group))
-        self._parts: dict[Tensor, list[Part]] = {}
-        self._owner: dict[Part, int] = {}
-        self._place: dict[Part, tuple[Bucket, slice]] = {}  # of the parts owned here
+        self._built = [storage_of(param) for param in names]
+        first = next(iter(names))
+        self._device, self._sharded = first.device, is_sharded(first)
         self.messages: list[Message] = []
         self.buckets: list[Bucket] = []
         self._local: list[Bucket] = []  # whose gradients and weights need no message
+        self._parts: dict[Tensor, list[Part]] = {}
         alike: dict[torch.dtype, list[Part]] = {}
-        for number, param in enumerate(self._names):
-            self._parts[param] = self._cut(number, param)
+        for number, (param, group) in enumerate(group_of.items()):
+            # Names alone. torch.distributed.checkpoint would step an optimizer that has no state.
+            self.state[param] = dict.fromkeys(self._states(param, group))
+            self._parts[param] = self._cut(number, param, group)
             alike.setdefault(param.dtype, []).extend(self._parts[param])
         for parts in alike.values():
-            if self.team.size == 1:
-                self._local += self._own(parts)
-            elif self.elementwise and self._sharded:
-                self._keep(parts)
-            else:
-                self._share(parts)
+            self._share(parts)
         numbers = [part.number for bucket in self.buckets for part in bucket.parts]
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         self._load(kept)
 
-    def _cut(self, number: int, param: Tensor) -> list[Part]:
+    def _cut(self, number: int, param: Tensor, group: dict[str, Any]) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
             return []
-        group, parts, start, index = self._group_of[param], [], 0, 0
-        first = self.team.rank * shard_length(param, self.team.size) if self._sharded else 0
-        for shape in self._cuts(param, group, self.team.size):
-            # The rate depends on the stored shape, so a bucket holds parameters of one shape.
-            key = (shape, tuple(param.shape), id(group))
-            parts.append(Part(param, number, start, index, shape, key, first))
+        parts, start, index, size = [], 0, 0, self.ranks.size
+        first = self.ranks.rank * shard_length(param, size) if self._sharded else 0
+        for shape in self._cuts(param, group, size):
+            parts.append(Part(param, group, number, start, index, shape, first))
             start += math.prod(shape)
             index += shape[0]
         return parts
 
-    def _keep(self, parts: list[Part]) -> None:
-        """Let each rank own the shards that it holds; a part is a shard."""
-        for part in parts:
-            self._owner[part] = part.start // shard_length(part.param, self.team.size)
-        self._local += self._own([part for part in parts if self._owner[part] == self.team.rank])
-
     def _share(self, parts: list[Part]) -> None:
-        """Deal parts of one dtype to the ranks and build the messages that carry them."""
-        keys = list(dict.fromkeys(part.key for part in parts))
-        for shares in deal(parts, self.team.size):
-            for rank, share in enumerate(shares):
-                # Parts of one bucket stand together: a bucket is one stretch of the message.
-                share.sort(key=lambda part: (keys.index(part.key), part.number, part.start))
-                self._owner.update(dict.fromkeys(share, rank))
+        """Give parts of one dtype to the ranks, with the messages that carry them."""
+        ranks = self.ranks
+        if ranks.size == 1:
+            self._local += self._own(parts)
+        elif self.elementwise and self._sharded:  # each rank owns what lies on it
+            for part in parts:
+                part.owner = part.start // shard_length(part.param, ranks.size)
+            self._local += self._own([part for part in parts if part.owner == ranks.rank])
+        else:
             kind = Exchange if self._sharded else Message
-            self.messages.append(kind(shares, self.team))
-            self.messages[-1].buckets = self._own(shares[self.team.rank])
+            for shares in partition(parts, ranks.size):
+                self.messages.append(kind(shares, ranks, self._own(shares[ranks.rank])))
 
     def _own(self, parts: list[Part]) -> list[Bucket]:
         together: dict[Any, list[Part]] = {}
@@ -203,15 +170,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             together.setdefault(part.key, []).append(part)
         buckets = []
         for members in together.values():
-            param, (each, *rest) = members[0].param, members[0].shape
-            state = {}
-            for name, kind in self._states(param, self._group_of[param]).items():
-                sides = zip(kind.each or rest, rest, strict=True)
-                shape = (each * len(members), *(side if own < 0 else own for own, side in sides))
-                state[name] = torch.zeros(shape, dtype=kind.dtype, device=param.device)
-            buckets.append(Bucket(members, self._group_of[param], state))
-            for index, part in enumerate(members):
-                self._place[part] = buckets[-1], slice(index * each, (index + 1) * each)
+            states = self._states(members[0].param, members[0].group)
+            buckets.append(Bucket(members, states, self.at_once))
         self.buckets += buckets
         return buckets
 
@@ -242,7 +202,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def launch(self) -> None:
         """Send all gradients to their owners. Messages are the same if a gradient is missing."""
         require_dense(self)
-        self._require_as_built()
+        for (param, name), built in zip(self._names.items(), self._built, strict=True):
+            if storage_of(param) != built:
+                now = f"parameter {name} is {storage_of(param)} now and was {built}"
+                fix = "convert a model first, then build its optimizer"
+                raise ValueError(f"{now} when {type(self).__name__} was built; {fix}")
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
         self._waits = [message.reduce() for message in self.messages]
@@ -257,30 +221,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         squares = torch.zeros(len(self._names), dtype=dtype, device=self._device)
         if norms:
             squares.index_add_(0, self._numbers, torch.stack(norms).square())
-        # Which parameters have a gradient on any rank; None: all.
-        self._present: Tensor | None = None
-        missing = [number for number, param in enumerate(self._names) if param.grad is None]
-        if missing or self.team.size > 1:
-            flags = torch.ones_like(squares)
-            for number in missing:
-                flags[number] = 0
-            if self.team.size > 1:
-                # Each rank gathers and adds in the same order, so that all judge the same bits.
-                squares, flags = gathered(torch.stack([squares, flags]), self.team).sum(0)
-            self._present = flags > 0
-            # Read on the host only where that is free.
-            if self._device.type in READ_AT_ONCE and self._present.all():
-                self._present = None
+        present = torch.ones_like(squares)
+        for number, param in enumerate(self._names):
+            if param.grad is None:
+                present[number].zero_()  # an assignment would wait for a GPU
+        if self.ranks.size > 1:
+            # Each rank gathers and adds in the same order, so that all judge the same bits.
+            squares, present = gathered(torch.stack([squares, present]), self.ranks).sum(0)
+        # Which parameters have a gradient on any rank; None: all, where the host knows for free.
+        # Elsewhere always a tensor: one more kind of argument would compile one more graph.
+        self._present: Tensor | None = present > 0
+        if self._device.type in READ_AT_ONCE and self._present.all():
+            self._present = None
         return (squares.sqrt() / self.grad_divisor).float()
 
     def commit(self, ok: Tensor | bool) -> None:
         """Step all buckets where `ok` is true and send the new weights."""
         self._gathers: list[Callable[[], None]] = []
-        flag = ok if isinstance(ok, Tensor) else None
-        if flag is not None and flag.device.type in READ_AT_ONCE:
-            if not flag:
-                return
-            flag = None  # a CPU reads the flag for free, and then needs no selection
+        flag = ok if isinstance(ok, Tensor) and ok.device.type not in READ_AT_ONCE else None
+        if flag is None and not ok:  # read on the host, for free, and then nothing is selected
+            return
         for bucket in self._local:
             self._step(bucket, flag)
         for message in self.messages:
@@ -300,8 +260,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _step(self, bucket: Bucket, ok: Tensor | None) -> None:
         taken = ok
         if self._present is not None:
-            here = self._present[bucket.numbers]
-            taken = here if ok is None else here & ok
+            taken = self._present[bucket.numbers]
+            taken = taken if ok is None else taken & ok
         method, fixed, rates = self._method(bucket)
         run: Callable[..., Any] = update
         divisor: Any = self.grad_divisor
@@ -309,30 +269,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # that compile to the same calls.
         if self.compiled or (self.compiled is None and self._device.type == "cuda"):
             run = compiled_update()
-            rates = {name: as_tensor(rate, bucket.param) for name, rate in rates.items()}
-            divisor = as_tensor(divisor, bucket.param)  # it may change with the batch
-        # The method sees the number of this step. The counter itself rises after the last slice.
-        state = dict(bucket.state)
-        t = state.pop("step") + 1 if "step" in state else None
-        for parts, matrices, columns in bucket.slices(self.at_once):
-            given = fixed | rates | ({} if t is None else {"t": t[matrices]})
+            # As tensors on the device: a new value then needs no new compilation.
+            for name, rate in {**rates}.items():
+                rates[name] = None if rate is None else bucket.scalar(rate)
+            divisor = bucket.scalar(divisor)
+        counter = bucket.state.get("step")
+        for matrices, tensors in bucket.slices():
+            given = fixed | rates
+            if counter is not None:  # the method sees the number of this step
+                given["t"] = counter[matrices] + 1
             flag = taken[matrices] if taken is not None and taken.ndim else taken
-            target = None if bucket.fresh is None else bucket.fresh[matrices, columns]
-            if bucket.sums is None:
-                sums = [tensor[:, columns] for tensor in bucket.gradients(parts)]
-            else:
-                sums = [bucket.sums[matrices, columns]]
-            weights = bucket.weights(parts) if bucket.old is None else [bucket.old[matrices]]
-            weights = [tensor[:, columns] for tensor in weights]
-            kept = [tensor[matrices, columns] for tensor in state.values()]
-            run(method, sums, weights, target, kept, flag, divisor, given)
-        if t is not None:
-            bucket.state["step"] += 1 if taken is None else taken.view(-1, 1)
+            run(method, *tensors, flag, divisor, given)
+        if counter is not None:
+            counter += 1 if taken is None else taken.view(-1, 1)
 
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""
         count = sum(param.numel() for param in self._names)
-        text = f"{type(self).__name__}: {count:,} parameters on {self.team.size} rank(s)"
+        text = f"{type(self).__name__}: {count:,} parameters on {self.ranks.size} rank(s)"
         if self._sharded:
             sent = sum(m.bytes_sent() for m in self.messages if isinstance(m, Exchange))
             text += f", in shards, {sent / 2**20:,.1f} MiB leave this rank a step"
@@ -346,25 +300,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for tensor in bucket.state.values():
                 tensor.zero_()
 
+    def _shapes(self) -> Iterator[tuple[Tensor, str, State]]:
+        """Yield (parameter, name of a state tensor, State), in the order of `named_state`."""
+        for param, group in self._group_of.items():
+            for kind, state in self._states(param, group).items():
+                yield param, kind, state
+
     @torch.no_grad()
     def named_state(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield ("parameter.state", whole tensor) pairs, only on `rank` if one is given.
 
         All values are tensors, ready for safetensors. Collective: all ranks must exhaust it.
         """
-        for param, group in self._group_of.items():
-            for name, kind in self._states(param, group).items():
-                whole = torch.zeros(kind.shape, dtype=kind.dtype, device=param.device)
-                for part in self._parts[param]:
-                    cut = part.cut(whole)
-                    if part in self._place:
-                        bucket, place = self._place[part]
-                        cut.copy_(bucket.state[name][place].view_as(cut))
-                    if part in self._owner:
-                        bits, owner = cut.view(-1).view(torch.uint8), self._owner[part]
-                        dist.broadcast(bits, group=self.team.group, group_src=owner)
-                if rank in (None, self.team.rank):
-                    yield f"{self._names[param]}.{name}", whole
+        for param, kind, state in self._shapes():
+            whole = torch.zeros(state.shape, dtype=state.dtype, device=param.device)
+            for part in self._parts[param]:
+                cut = part.cut(whole)
+                if part.bucket is not None:
+                    cut.copy_(part.bucket.state[kind][part.place].view_as(cut))
+                if self.ranks.size > 1:
+                    bits = cut.view(-1).view(torch.uint8)
+                    dist.broadcast(bits, group=self.ranks.group, group_src=part.owner)
+            if rank in (None, self.ranks.rank):
+                yield f"{self._names[param]}.{kind}", whole
 
     @torch.no_grad()
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -372,10 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ValueError, with nothing changed, if names or shapes differ.
         """
-        shapes = {}
-        for param, group in self._group_of.items():
-            for name, kind in self._states(param, group).items():
-                shapes[f"{self._names[param]}.{name}"] = tuple(kind.shape)
+        shapes = {f"{self._names[p]}.{kind}": tuple(s.shape) for p, kind, s in self._shapes()}
         wrong = [f"lacks {name}" for name in shapes if name not in tensors]
         wrong += [f"has an unknown {name}" for name in tensors if name not in shapes]
         for name, shape in shapes.items():
@@ -386,40 +341,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._load(tensors)
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        for param, group in self._group_of.items():
-            for name in self._states(param, group):
-                given = tensors.get(f"{self._names[param]}.{name}")
-                if given is None:
-                    continue
-                given = whole(given, self._device)
-                for part in self._parts[param]:
-                    if part in self._place:
-                        bucket, place = self._place[part]
-                        stacked = bucket.state[name][place]
-                        stacked.copy_(part.cut(given).view_as(stacked))
+        for param, kind, _ in self._shapes():
+            given = tensors.get(f"{self._names[param]}.{kind}")
+            if given is None:
+                continue
+            given = whole(given, self._device)
+            for part in self._parts[param]:
+                if part.bucket is not None:
+                    stacked = part.bucket.state[kind][part.place]
+                    stacked.copy_(part.cut(given).view_as(stacked))
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's form, copied and equal on all ranks. Collective.
 
         State shaped as a sharded parameter is a DTensor, sharded alike.
         """
-        numbered = {self._names[pair[1]]: pair for pair in enumerate(self._names)}
+        numbers = {param: number for number, param in enumerate(self._names)}
         state: dict[int, dict[str, Tensor]] = {}
-        for key, tensor in self.named_state():
-            name, _, kind = key.rpartition(".")
-            number, param = numbered[name]
+        for (param, kind, _), (_, tensor) in zip(self._shapes(), self.named_state(), strict=True):
             if self._sharded and tensor.shape == param.shape:
-                tensor = shards_of(tensor, param, self.team)
-            state.setdefault(number, {})[kind] = tensor
+                tensor = shards_of(tensor, param, self.ranks)
+            state.setdefault(numbers[param], {})[kind] = tensor
         return {"state": state, "param_groups": super().state_dict()["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any world size: state and hyperparameters, by position.
 
-        Muon also loads that of torch.optim.Muon, Adam that of torch.optim.AdamW. ValueError, with
+        Muon also loads that of torch.optim.Muon, AdamW that of torch.optim.AdamW. ValueError, with
         nothing changed, if it does not fit.
         """
-        groups, names = copy.deepcopy(state_dict["param_groups"]), list(self._names.values())
+        groups = copy.deepcopy(state_dict["param_groups"])
         sizes = [len(group["params"]) for group in groups]
         own = [len(group["params"]) for group in self.param_groups]
         if sizes != own:
@@ -429,18 +380,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if saved[key] != group[key]:
                     what = f"the state has {key} {saved[key]}, not {group[key]}"
                     raise ValueError(f"{what}; build the optimizer as it was")
-        keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
-        named = dict(zip(keys, names, strict=True))
-        tensors = {}
-        for key, state in state_dict["state"].items():
-            for kind, tensor in state.items():
+        saved_keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
+        tensors, begun = {}, set()
+        for key, param in zip(saved_keys, self._names, strict=True):
+            for kind, tensor in state_dict["state"].get(key, {}).items():
                 kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's
-                tensors[f"{named[key]}.{kind}"] = tensor
-        begun = {key.rpartition(".")[0] for key in tensors}
-        for param, group in self._group_of.items():
-            if self._names[param] not in begun:  # torch's state begins with the first step
-                for kind, made in self._states(param, group).items():
-                    tensors[f"{self._names[param]}.{kind}"] = torch.zeros(made.shape)
+                tensors[f"{self._names[param]}.{kind}"] = tensor
+                begun.add(param)
+        for param, kind, state in self._shapes():
+            if param not in begun:  # torch's state begins with the first step
+                tensors[f"{self._names[param]}.{kind}"] = torch.zeros(state.shape)
         self.load_named_state(tensors)
         # The backend depends on the machine, so it is not loaded.
         known = {*self.defaults, "initial_lr"} - {"backend"}
@@ -453,14 +402,6 @@ def decay_of(group: dict[str, Any]) -> dict[str, Any]:
     if not group["weight_decay"]:
         return {"decay": None}
     return {"decay": group["lr"] * group["weight_decay"] * group["wd_mul"]}
-
-
-def as_tensor(rate: float | None, like: Tensor) -> Tensor | None:
-    """The rate as a tensor on the device: a new value then needs no new compilation."""
-    if rate is None:
-        return None
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return torch.full((), rate, dtype=wide, device=like.device)
 
 
 def keep_freed_memory() -> None:

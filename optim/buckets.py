@@ -1,19 +1,22 @@
 """Which rank owns which part of a parameter, and how gradients and weights travel.
 
-A parameter is cut into parts: matrices for Muon, stretches of elements for Adam. Each part has one
+A parameter is cut into parts: matrices for Muon, stretches of elements for AdamW. Each part has one
 owner, the only rank that holds its state and computes its new weights. A `Bucket` stacks owned
 parts of one kind. A `Message` carries the parts of several buckets: one reduce-scatter takes
 gradients to their owners, one all-gather takes new weights to everyone.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .state import State
 
 # torch 2.12 renamed these two. A build of torch without distributed has neither name.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None)
@@ -31,7 +34,7 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-class Team(NamedTuple):
+class RankGroup(NamedTuple):
     """The ranks that step together."""
 
     group: Any
@@ -39,8 +42,8 @@ class Team(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, process_group: Any) -> "Team":
-        """The team of a process group; None: this process alone. ValueError if not a member."""
+    def of(cls, process_group: Any) -> "RankGroup":
+        """The ranks of a process group; None: this process alone. ValueError if not a member."""
         if process_group is None:
             return cls(None, 0, 1)
         rank = dist.get_rank(process_group)
@@ -49,25 +52,28 @@ class Team(NamedTuple):
         return cls(process_group, rank, dist.get_world_size(process_group))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Part:
     """A stretch of a parameter's memory, from element `start` on; shape[0] counts matrices."""
 
     param: Tensor
+    group: dict[str, Any]
     number: int  # of the parameter in its optimizer
     start: int
     index: int  # matrices of the parameter before this part
     shape: tuple[int, ...]
-    key: Hashable  # parts with one key share a bucket
     first: int = 0  # element of a sharded parameter that this rank's shard begins with
+    owner: int = 0  # the only rank with its state
+    bucket: "Bucket | None" = None  # on its owner
 
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
+    def __post_init__(self) -> None:
+        self.numel = math.prod(self.shape)
+        self.place = slice(0)  # of its matrices in the stacks of its bucket
+        # Parts with one key share a bucket. The rate depends on the shape that is stored.
+        self.key = self.shape, tuple(self.param.shape), id(self.group)
 
-    def place_of(self, element: int) -> int:
-        """Place in this part of an element of the parameter, or the nearer end."""
+    def position(self, element: int) -> int:
+        """Where an element of the parameter is in this part, or the nearer end."""
         return min(max(element - self.start, 0), self.numel)
 
     def weight(self) -> Tensor:
@@ -85,10 +91,10 @@ class Part:
         Of a sharded one, what lies on this rank; that is flat if it is not the whole part.
         """
         flat = local(tensor).detach().reshape(-1)
-        begin, end = self.place_of(self.first), self.place_of(self.first + len(flat))
+        begin, end = self.position(self.first), self.position(self.first + len(flat))
         offset = self.start - self.first
-        found = flat[offset + begin : offset + end]
-        return found.view(self.shape) if len(found) == self.numel else found
+        stretch = flat[offset + begin : offset + end]
+        return stretch.view(self.shape) if len(stretch) == self.numel else stretch
 
     def cut(self, whole: Tensor) -> Tensor:
         """This part of a state tensor of the whole parameter, as a view.
@@ -106,67 +112,84 @@ class Part:
         return part.view(self.shape) if length == self.numel else part
 
 
-@dataclass(eq=False)
 class Bucket:
-    """Owned parts of one shape, dtype and group. `state` is stacked in the same order."""
+    """Owned parts of one key. `state` is stacked in the same order, and starts as zeros."""
 
-    parts: list[Part]
-    group: dict[str, Any]
-    state: dict[str, Tensor]
-    # With several ranks, stretches of a message: received gradient sums, new weights to send.
+    # With several ranks, stretches of a message: received gradient sums, new weights to send, and
+    # received weights, if they lie in shards.
     sums: Tensor | None = None
     fresh: Tensor | None = None
-    old: Tensor | None = None  # received weights, if they lie in shards
+    old: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.param = self.parts[0].param  # one of them, for dtype, device and stored shape
-        self.each = self.parts[0].shape[0]
-        self.shape = (len(self.parts) * self.each, *self.parts[0].shape[1:])
-        numbers = [part.number for part in self.parts for _ in range(self.each)]
+    def __init__(self, parts: list[Part], states: Mapping[str, State], at_once: int):
+        self.parts, self.at_once = parts, at_once
+        self.param, self.group = parts[0].param, parts[0].group  # one parameter, for its dtype
+        self.wide = torch.promote_types(self.param.dtype, torch.float32)
+        self.each, *sides = parts[0].shape
+        self.shape = (len(parts) * self.each, *sides)
+        self.state = {}
+        for name, state in states.items():
+            pairs = zip(state.each, sides, strict=True)
+            shape = self.shape[0], *[side if own == -1 else own for own, side in pairs]
+            self.state[name] = torch.zeros(shape, dtype=state.dtype, device=self.param.device)
+        for index, part in enumerate(parts):
+            part.bucket = self
+            part.place = slice(index * self.each, (index + 1) * self.each)
+        numbers = [part.number for part in parts for _ in range(self.each)]
         self.numbers = torch.tensor(numbers, device=self.param.device)  # parameter of each matrix
-
-    def gradients(self, parts: slice = slice(None)) -> list[Tensor]:
-        """The gradient of each part; zeros where a parameter has none."""
-        return [part.gradient() for part in self.parts[parts]]
-
-    def weights(self, parts: slice) -> list[Tensor]:
-        """The weights of each part, as views."""
-        return [part.weight() for part in self.parts[parts]]
 
     def norms(self) -> Iterable[Tensor]:
         """Norm of each part's summed gradient, computed in float32 at least."""
-        found = self.gradients() if self.sums is None else self.sums.split(self.each)
-        wide = torch.promote_types(self.param.dtype, torch.float32)
-        return torch._foreach_norm(list(found), dtype=wide)
+        if self.sums is not None:
+            return torch._foreach_norm(list(self.sums.split(self.each)), dtype=self.wide)
+        return torch._foreach_norm([part.gradient() for part in self.parts], dtype=self.wide)
 
-    def slices(self, at_once: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield (parts, matrices, columns) for each call of the method.
+    def scalar(self, value: float) -> Tensor:
+        """A number as a tensor on the device, as which it may change without a compilation."""
+        return torch.full((), value, dtype=self.wide, device=self.param.device)
+
+    def slices(self) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        """Yield (matrices, tensors) for each call of `update`.
 
         On a CPU a call takes `at_once` elements or one part; of a flat part (1, n), some columns.
         """
         limit, width = len(self.parts), self.shape[-1]
         stretch = width
         if self.param.device.type == "cpu":
-            limit = max(1, at_once // self.parts[0].numel)
+            limit = max(1, self.at_once // self.parts[0].numel)
             if limit == 1 and len(self.shape) == 2:
-                stretch = at_once
+                stretch = self.at_once
         for first in range(0, len(self.parts), limit):
-            last = min(first + limit, len(self.parts))
-            matrices = slice(first * self.each, last * self.each)
+            parts = self.parts[first : first + limit]
+            matrices = slice(parts[0].place.start, parts[-1].place.stop)
             for begin in range(0, width, stretch):
                 columns = slice(begin, begin + stretch) if stretch < width else slice(None)
-                yield slice(first, last), matrices, columns
+                yield matrices, self._tensors(parts, matrices, columns)
+
+    def _tensors(self, parts: list[Part], matrices: slice, columns: slice) -> tuple[Any, ...]:
+        """Gradients and weights of these parts, where new weights go, and state."""
+        if self.sums is None:
+            gradients = [part.gradient()[:, columns] for part in parts]
+        else:
+            gradients = [self.sums[matrices, columns]]
+        if self.old is None:
+            weights = [part.weight()[:, columns] for part in parts]
+        else:
+            weights = [self.old[matrices, columns]]
+        target = None if self.fresh is None else self.fresh[matrices, columns]
+        state = [self.state[name][matrices, columns] for name in self.state if name != "step"]
+        return gradients, weights, target, state
 
 
 class Message:
     """Parts of one dtype, laid out as one segment a rank: the parts that this rank owns."""
 
-    def __init__(self, shares: list[list[Part]], team: Team):
-        self.shares, self.team = shares, team
+    def __init__(self, shares: list[list[Part]], ranks: RankGroup, buckets: list[Bucket]):
+        self.shares, self.ranks = shares, ranks
+        self.buckets = buckets  # of this rank, in the order of its segment
         loads = [sum(part.numel for part in share) for share in shares]
         self.length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
         self.like = next(part.param for share in shares for part in share)
-        self.buckets: list[Bucket] = []  # of this rank, in the order of its segment
 
     def zeros(self, *shape: int) -> Tensor:
         """Zeros of the parts' dtype and device; a plain tensor even if the parts lie in shards."""
@@ -188,9 +211,9 @@ class Message:
             yield bucket, segment[begin:end].view(bucket.shape)
             begin = end
 
-    def reduce(self) -> Callable[[], None]:
+    def reduce(self) -> Callable[[], Any]:
         """Send the gradients to their owners; the returned function waits for the sums."""
-        message = self.zeros(self.team.size, self.length)
+        message = self.zeros(self.ranks.size, self.length)
         targets, sources = [], []
         for part, place in self.places(message):
             if part.param.grad is not None:
@@ -200,7 +223,8 @@ class Message:
         sums = self.zeros(self.length)
         for bucket, stretch in self.stacks(sums):
             bucket.sums = stretch
-        return launched(reduce_scatter, sums, message.view(-1), group=self.team.group)
+        work = reduce_scatter(sums, message.view(-1), group=self.ranks.group, async_op=True)
+        return work.wait
 
     def open(self) -> Tensor:
         """A segment for the new weights of the owned buckets."""
@@ -211,40 +235,21 @@ class Message:
 
     def gather(self, segment: Tensor) -> Callable[[], None]:
         """Send new weights to all ranks; the returned function waits and writes them."""
-        everything = segment.new_empty(self.team.size, self.length)
-        wait = launched(all_gather, everything.view(-1), segment, group=self.team.group)
+        everything = segment.new_empty(self.ranks.size, self.length)
+        work = all_gather(everything.view(-1), segment, group=self.ranks.group, async_op=True)
 
         def write() -> None:
-            wait()
+            work.wait()
             pairs = list(self.places(everything))
-            targets = [part.weight() for part, _ in pairs]
-            copy_all(targets, [new for _, new in pairs])
+            copy_all([part.weight() for part, _ in pairs], [new for _, new in pairs])
 
         return write
 
 
-def launched(
-    collective: Callable[..., Any], received: Tensor, *sent: Tensor, group: Any
-) -> Callable[[], None]:
-    """Start collective(received, *sent). The returned function waits for `received`."""
-    tensors = [received, *sent]
-    if dist.get_backend(group) == "gloo":
-        # gloo copies CUDA tensors to the host anyway; on Windows its own copy fails (torch 2.12).
-        tensors = [tensor.cpu() for tensor in tensors]
-    work = collective(*tensors, group=group, async_op=True)
-
-    def wait() -> None:
-        work.wait()
-        if tensors[0] is not received:
-            received.copy_(tensors[0])
-
-    return wait
-
-
-def gathered(mine: Tensor, team: Team) -> Tensor:
+def gathered(mine: Tensor, ranks: RankGroup) -> Tensor:
     """All-gather a tensor, (ranks, ...)."""
-    everyone = mine.new_empty(team.size, *mine.shape)
-    launched(all_gather, everyone.view(-1), mine.view(-1), group=team.group)()
+    everyone = mine.new_empty(ranks.size, *mine.shape)
+    all_gather(everyone.view(-1), mine.view(-1), group=ranks.group, async_op=True).wait()
     return everyone
 
 
@@ -259,21 +264,25 @@ def copy_all(targets: list[Tensor], sources: Iterable[Tensor]) -> None:
         torch._foreach_copy_(targets, list(sources))
 
 
-def deal(parts: list[Part], size: int) -> list[list[list[Part]]]:
-    """Deal parts to ranks: the largest first, each to the least loaded rank.
+def partition(parts: list[Part], size: int) -> list[list[list[Part]]]:
+    """Give each part an owner: the largest first, each to the least loaded rank.
 
     Returns shares[message][rank]. A message ends when it holds 1 / MESSAGES of the whole and all
-    ranks have equal shares, so only the last message is padded.
+    ranks have equal shares, so only the last message is padded. In a share, parts of one bucket
+    stand together: a bucket is one stretch of a message.
     """
     enough = sum(part.numel for part in parts) / MESSAGES
-    dealt: list[list[list[Part]]] = []
-    shares: list[list[Part]] = [[] for _ in range(size)]
+    keys = list(dict.fromkeys(part.key for part in parts))
+    messages: list[list[list[Part]]] = []
     loads = [0] * size
     for part in sorted(parts, key=lambda part: -part.numel):
-        rank = loads.index(min(loads))
-        shares[rank].append(part)
-        loads[rank] += part.numel
+        if not any(loads):
+            messages.append([[] for _ in range(size)])
+        part.owner = loads.index(min(loads))
+        messages[-1][part.owner].append(part)
+        loads[part.owner] += part.numel
         if min(loads) == max(loads) and sum(loads) >= enough:
-            dealt.append(shares)
-            shares, loads = [[] for _ in range(size)], [0] * size
-    return [*dealt, shares] if any(shares) else dealt
+            loads = [0] * size
+    for share in chain(*messages):
+        share.sort(key=lambda part: (keys.index(part.key), part.number, part.start))
+    return messages

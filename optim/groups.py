@@ -80,10 +80,10 @@ HEAD = r"([a-z_]\w*\.)*(lm_head|head|output|classifier|unembed|embed_out|logits)
 def groups_for(
     model: Module, rows: Iterable[Row] = (), *, flatten: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return {"muon": groups, "adam": groups} for all parameters that require a gradient.
+    """Return {"muon": groups, "adamw": groups} for all parameters that require a gradient.
 
     Hidden matrices and stacks of them (k, rows, cols) go to Muon; embeddings, heads, norms, biases,
-    vectors and convolutions to Adam. flatten: convolutions go to Muon, each as one matrix. A row
+    vectors and convolutions to AdamW. flatten: convolutions go to Muon, each as one matrix. A row
     overrides the rule for the parameters that it matches, by any of the names of a tied one.
     `group_table` prints the groups; group["name"] is the reason. ValueError if a row matches no
     parameter, or a parameter two rows.
@@ -110,7 +110,7 @@ def groups_for(
     unused = [row.pattern for row in table if row.pattern not in used]
     if unused:
         raise ValueError(f"no parameter has a name that matches {unused}; see named_parameters()")
-    groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adam": []}
+    groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
     for (optimizer, _), group in together.items():
         groups.setdefault(optimizer, []).append(group)
     return groups
@@ -122,14 +122,14 @@ def kind_of(
     """Optimizer, reason and group keys of a parameter, from its name, shape and modules."""
     leaf, types = name.rpartition(".")[2], " ".join(type(module).__name__ for module in modules)
     if "Embed" in types or re.search("embed|token|position|wte|wpe", leaf):
-        return "adam", "embedding", {}
+        return "adamw", "embedding", {}
     if "Conv" in types and param.ndim > 2:
-        return "muon" if flatten else "adam", "convolution", {"flatten": True} if flatten else {}
+        return "muon" if flatten else "adamw", "convolution", {"flatten": True} if flatten else {}
     matrices = param.ndim in (2, 3) and min(param.shape[-2:]) > 1
     if not matrices or "bias" in leaf or "Norm" in types:
-        return "adam", "norm, bias or vector", {}
+        return "adamw", "norm, bias or vector", {}
     for module in heads.keys() & modules:
-        return "adam", heads[module], {}
+        return "adamw", heads[module], {}
     if "Conv1D" in types:  # of GPT-2 in transformers
         return "muon", "hidden matrix (in, out)", {"transposed": True}
     return "muon", "hidden matrix" if param.ndim == 2 else "stack of hidden matrices", {}

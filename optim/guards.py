@@ -51,10 +51,10 @@ class Guard:
         self.spike, self.nonfinite = spike, nonfinite
         self._parts: list[Any] = []
         for optimizer in self.optimizers:
-            if isinstance(optimizer, ShardedOptimizer):
-                self._parts.append(optimizer)
-            else:
-                self._parts.append(TorchOptimizer(optimizer, process_group, grad_divisor))
+            part: Any = optimizer
+            if not isinstance(optimizer, ShardedOptimizer):
+                part = TorchOptimizer(optimizer, process_group, grad_divisor)
+            self._parts.append(part)
         self._device = self.optimizers[0].param_groups[0]["params"][0].device
         self.reset()
 
@@ -106,12 +106,10 @@ class Guard:
         for number in numbers:  # all messages leave before the first is waited for
             self._parts[number].launch()
         norms = []
-        for number, part in enumerate(self._parts):
+        for number, optimizer in enumerate(self.optimizers):
+            norms.append(torch.zeros(len(names_of(optimizer)), device=self._device))
             if number in numbers:
-                norms.append(part.measure())
-            else:
-                count = len(names_of(self.optimizers[number]))
-                norms.append(torch.zeros(count, device=self._device))
+                norms[number] = self._parts[number].measure()
         return norms
 
     def judge(
@@ -138,17 +136,15 @@ class Guard:
         self, numbers: Sequence[int], norms: list[Tensor], loss: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Loss and norms (1 + optimizers,), and which of them to judge at this step."""
-        absent = torch.full((), -torch.inf, device=self._device)
-        values, present = [absent], [torch.zeros_like(absent, dtype=torch.bool)]
+        low = torch.full((), -torch.inf, device=self._device)  # is no spike
+        values, judged = [low], [torch.full_like(low, loss is not None, dtype=torch.bool)]
         if loss is not None:
             given = torch.as_tensor(loss).detach().to(self._device, torch.float32).reshape(())
             values[0] = torch.where(given.isfinite(), given, given.abs())  # -inf would pass as low
-            present[0] = torch.ones_like(present[0])
         for number, (found, spoiled) in enumerate(zip(norms, self._spoiled, strict=True)):
-            stepping = number in numbers
-            values.append(torch.where(spoiled, absent, torch.linalg.vector_norm(found)))
-            present.append(~spoiled if stepping else torch.zeros_like(spoiled))
-        return torch.stack(values), torch.stack(present)
+            values.append(torch.where(spoiled, low, torch.linalg.vector_norm(found)))
+            judged.append(~spoiled & (number in numbers))
+        return torch.stack(values), torch.stack(judged)
 
     def commit(self, numbers: Sequence[int], ok: Tensor | bool) -> None:
         """Let the optimizers step if `ok` is true, and drop sums with a skipped step in them."""

@@ -104,7 +104,7 @@ class Muon(ShardedOptimizer):
     """EMA momentum, Nesterov, orthogonalization, decoupled decay (Jordan et al., "Muon", 2024).
 
     For hidden weights (rows, cols) or stacks of them (k, rows, cols); give embeddings, heads, gains
-    and biases to Adam. Group keys: lr, lr_mul, momentum, weight_decay, wd_mul, method and backend
+    and biases to AdamW. Group keys: lr, lr_mul, momentum, weight_decay, wd_mul, method and backend
     (see `choose`), split (matrices packed in one, below). scale: "spectral" or "rms". cautious: no
     decay where it works against the step. dtype of the products; None: bf16 where native. State,
     on the owning rank only: momentum, shaped as the parameter. ValueError for an impossible setting
@@ -152,7 +152,7 @@ class Muon(ShardedOptimizer):
         shape = shape_of(param, group)
         if param.ndim < 2 or len(shape) > 3:
             what = f"parameter {name} has shape {tuple(param.shape)}"
-            fix = "give it to Adam" if param.ndim < 2 else "give it to Adam or set flatten"
+            fix = "give it to AdamW" if param.ndim < 2 else "give it to AdamW or set flatten"
             raise ValueError(f"{what}, Muon needs (rows, cols) or (k, rows, cols); {fix}")
         if group["transposed"] and group["split"] is not None:
             raise ValueError(f"parameter {name} is transposed, and split cuts rows; drop one")
@@ -173,7 +173,7 @@ class Muon(ShardedOptimizer):
         return cuts
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        return {"momentum": State(param.shape, None, param.dtype)}
+        return {"momentum": State(param.shape, (-1, -1), param.dtype)}
 
     def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
         group = bucket.group

@@ -100,20 +100,8 @@ def orthogonalized(G: Tensor, choice: Choice) -> Tensor:
     """Matrices with the singular vectors of G (k, rows, cols) and singular values near 1.
 
     Returns a new tensor in choice.dtype, the dtype of the products. The scale of G has no effect
-    from 1e-30 to 1e30. Zero stays zero.
-    """
-    if G.device.type != "cpu":
-        return iterate(G, choice)
-    limit = max(1, CPU_BATCH_BYTES // (G[0].numel() * choice.dtype.itemsize))
-    if len(G) <= limit:
-        return iterate(G, choice)
-    return torch.cat([iterate(piece, choice) for piece in G.split(limit)])
-
-
-def iterate(G: Tensor, choice: Choice) -> Tensor:
-    """All iterations X <- (a I + b A + c A^2) X with A = X X^T, on matrices (k, rows, cols).
-
-    Matrices with rows > cols use X <- X (a I + b A + c A^2) with the smaller A = X^T X.
+    from 1e-30 to 1e30. Zero stays zero. Iterates X <- (a I + b A + c A^2) X with A = X X^T, and if
+    rows > cols X <- X (a I + b A + c A^2) with the smaller A = X^T X.
     """
     method = METHODS[choice.method]
     # Trap: on a CPU, a bf16 product of anything but row-major is orders of magnitude slower.

@@ -1,11 +1,10 @@
 """Parameters that torch's fully_shard splits by rows over the ranks (FSDP2 and HSDP).
 
 Each rank holds a shard: the same number of rows, fewer or none at the end. Gradients arrive reduced
-and in shards. Adam steps a shard where it lies. For Muon one all-to-all takes the pieces of
+and in shards. AdamW steps a shard where it lies. For Muon one all-to-all takes the pieces of
 gradients and weights to the rank that owns a matrix, and one brings new weights back.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buckets import Message, Part, Team, copy_all, launched, local
+from .buckets import Message, Part, RankGroup, copy_all, local
 
 Pieces = list[list[Tensor]]  # flat tensors for each rank, or from each rank
 
@@ -31,13 +30,13 @@ def shard_length(param: Tensor, ranks: int) -> int:
     return -(-rows // ranks) * math.prod(rest)
 
 
-def team_of(names: Mapping[Any, str], process_group: Any) -> Team:
+def ranks_of(names: Mapping[Any, str], process_group: Any) -> RankGroup:
     """The ranks that share the rows of the parameters; if none is sharded, those of the group.
 
     ValueError for placements other than fully_shard's, for several meshes, and for a group beside.
     """
     if not any(is_sharded(param) for param in names):
-        return Team.of(process_group)
+        return RankGroup.of(process_group)
     from torch.distributed.tensor import Replicate, Shard
 
     supported = [(Shard(0),), (Replicate(), Shard(0))]
@@ -57,7 +56,7 @@ def team_of(names: Mapping[Any, str], process_group: Any) -> Team:
         what = f"fully_shard has already reduced the gradient of parameter {name}"
         raise ValueError(f"{what}; leave out process_group")
     # Each replica of HSDP takes the whole step: its ranks hold the same reduced gradients.
-    return Team.of(mesh.get_group(mesh.ndim - 1))
+    return RankGroup.of(mesh.get_group(mesh.ndim - 1))
 
 
 def whole(tensor: Any, device: torch.device) -> Tensor:
@@ -65,12 +64,12 @@ def whole(tensor: Any, device: torch.device) -> Tensor:
     return tensor.to(device).full_tensor() if is_sharded(tensor) else tensor
 
 
-def shards_of(tensor: Tensor, param: Any, team: Team) -> Tensor:
+def shards_of(tensor: Tensor, param: Any, ranks: RankGroup) -> Tensor:
     """A whole tensor as a DTensor that is sharded like `param`; the shard is copied."""
     from torch.distributed.tensor import DTensor
 
     mine = local(param)
-    first = team.rank * shard_length(param, team.size)
+    first = ranks.rank * shard_length(param, ranks.size)
     shard = tensor.view(-1)[first : first + mine.numel()].view(mine.shape).clone()
     return DTensor.from_local(
         shard, param.device_mesh, param.placements,
@@ -89,16 +88,16 @@ class Exchange(Message):
         """The places in this rank's segment of what lies on each rank."""
         pieces: Pieces = [[] for _ in self.shares]
         begin = 0
-        for part in self.shares[self.team.rank]:
+        for part in self.shares[self.ranks.rank]:
             stretch = segment[begin : begin + part.numel]
             begin += part.numel
-            length = shard_length(part.param, self.team.size)
+            length = shard_length(part.param, self.ranks.size)
             for rank, found in enumerate(pieces):
-                ends = part.place_of(rank * length), part.place_of((rank + 1) * length)
+                ends = part.position(rank * length), part.position((rank + 1) * length)
                 found.append(stretch[slice(*ends)])
         return pieces
 
-    def reduce(self) -> Callable[[], None]:
+    def reduce(self) -> Callable[[], Any]:
         """Send gradients and weights to their owners; the returned function waits for them."""
         sums, old = self.zeros(self.length), self.zeros(self.length)
         for bucket, stretch in self.stacks(sums):
@@ -118,15 +117,13 @@ class Exchange(Message):
         targets = list(chain(*received))
         lengths = [len(target) for target in targets]
         room = message.new_empty(sum(lengths))
-        collective = functools.partial(
-            dist.all_to_all_single,
-            output_split_sizes=[sum(map(len, pieces)) for pieces in received],
-            input_split_sizes=[sum(map(len, pieces)) for pieces in sent],
+        into, out_of = ([sum(map(len, pieces)) for pieces in side] for side in (received, sent))
+        work = dist.all_to_all_single(
+            room, message, into, out_of, group=self.ranks.group, async_op=True
         )
-        wait = launched(collective, room, message, group=self.team.group)
 
         def write() -> None:
-            wait()
+            work.wait()
             copy_all(targets, room.split(lengths))
 
         return write
@@ -135,7 +132,7 @@ class Exchange(Message):
         """Bytes that leave this rank in a step."""
         back = self.far(self.zeros(self.length))
         sent = joined(self.near(Part.weight), self.near(Part.weight), back)
-        others = [pieces for rank, pieces in enumerate(sent) if rank != self.team.rank]
+        others = [pieces for rank, pieces in enumerate(sent) if rank != self.ranks.rank]
         return sum(piece.nbytes for piece in chain(*others))
 
 

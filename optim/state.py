@@ -12,7 +12,7 @@ class State(NamedTuple):
     """One state tensor of a parameter: its whole shape, and its shape for each stacked matrix."""
 
     shape: tuple[int, ...]
-    each: tuple[int, ...] | None  # None: as the matrix itself, -1: as this side of the matrix
+    each: tuple[int, ...]  # -1: as this side of the matrix
     dtype: torch.dtype
 
 
@@ -92,22 +92,19 @@ def copy_state(optimizer: Any, source: str, target: str) -> None:
     Their shapes must be equal.
     """
     state = dict(named_state(optimizer))
-    copies = {}
-    for key, tensor in state.items():
+    for key in list(state):
         name, _, kind = key.rpartition(".")
         if name == source:
-            copies[f"{target}.{kind}"] = tensor
-    load_named_state(optimizer, state | copies)
+            state[f"{target}.{kind}"] = state[key]
+    load_named_state(optimizer, state)
 
 
 def gather_state(optimizers: Mapping[str, Any], guard: Any) -> dict[str, Tensor]:
     """The state of all optimizers and their guard, on the host of rank 0. Collective."""
-    state = {}
+    state = {f"guard.{name}": tensor.cpu() for name, tensor in guard.state_dict().items()}
     for kind, optimizer in optimizers.items():
-        for name, part in named_state(optimizer, rank=0):
-            state[f"{kind}.{name}"] = part.cpu()
-    for name, part in guard.state_dict().items():
-        state[f"guard.{name}"] = part.cpu()
+        for name, tensor in named_state(optimizer, rank=0):
+            state[f"{kind}.{name}"] = tensor.cpu()
     return state
 
 

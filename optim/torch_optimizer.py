@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buckets import READ_AT_ONCE, Team, launched
+from .buckets import READ_AT_ONCE, RankGroup
 from .sharded import is_sharded, whole
 from .state import params_of, require_dense
 
@@ -21,16 +21,16 @@ class TorchOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any, grad_divisor: float):
         self.optimizer, self.grad_divisor = optimizer, grad_divisor
-        self.team = Team.of(process_group)
+        self.ranks = RankGroup.of(process_group)
         self.params = params_of(optimizer)
-        if self.team.size > 1 and any(is_sharded(param) for param in self.params):
+        if self.ranks.size > 1 and any(is_sharded(param) for param in self.params):
             what = f"fully_shard has already reduced the gradients of {type(optimizer).__name__}"
             raise ValueError(f"{what}; leave out the guard's process_group")
 
     def describe(self) -> str:
         """One line: what a step costs beyond the optimizer's own."""
         text = f"{type(self.optimizer).__name__} of torch: every rank steps all parameters"
-        if self.team.size > 1:
+        if self.ranks.size > 1:
             mebibytes = sum(param.nbytes for param in self.params) / 2**20
             text += f", all-reduces {mebibytes:,.1f} MiB of gradients a step"
         if self.params[0].device.type not in READ_AT_ONCE:
@@ -38,42 +38,28 @@ class TorchOptimizer:
         return text
 
     def launch(self) -> None:
-        """Send the gradients, one message a dtype."""
+        """Start to sum the gradients over the ranks."""
         require_dense(self.optimizer)
         self.params = params_of(self.optimizer)  # a group may be new
-        self._messages = []
-        if self.team.size == 1:
-            return
-        for dtype in dict.fromkeys(param.dtype for param in self.params):
-            members = [param for param in self.params if param.dtype == dtype]
-            grads = []
-            for param in members:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                grads.append(param.grad)
-            message = torch.cat([grad.reshape(-1) for grad in grads])
-            wait = launched(dist.all_reduce, message, group=self.team.group)
-            self._messages.append((message, grads, wait))
+        self._sums = []
+        for param in self.params if self.ranks.size > 1 else ():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            self._sums.append(dist.all_reduce(param.grad, group=self.ranks.group, async_op=True))
 
     def measure(self) -> Tensor:
         """Norm of each parameter's mean gradient (parameters,), float32."""
-        for message, grads, wait in self._messages:
-            wait()
-            sums = message.split([grad.numel() for grad in grads])
-            for grad, total in zip(grads, sums, strict=True):
-                grad.copy_(total.view_as(grad))
-        self._messages = []
-        zero = torch.zeros((), device=self.params[0].device)
+        for work in self._sums:
+            work.wait()
         norms = []
         for param in self.params:
-            if param.grad is None:
-                norms.append(zero)
-                continue
-            if self.grad_divisor != 1:
+            norm = torch.zeros((), device=self.params[0].device)
+            if param.grad is not None:
                 param.grad.div_(self.grad_divisor)
-            wide = torch.promote_types(param.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(param.grad, dtype=wide)
-            norms.append(whole(norm, zero.device).float())
+                wide = torch.promote_types(param.dtype, torch.float32)
+                found = torch.linalg.vector_norm(param.grad, dtype=wide)
+                norm = whole(found, norm.device).float()
+            norms.append(norm)
         return torch.stack(norms)
 
     def step(self, *, ok: Tensor | bool) -> None:

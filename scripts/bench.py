@@ -156,7 +156,7 @@ def optimizer_steps(weights: list[Tensor]) -> Steps:
     }
     loss = torch.tensor(3.0, device=weights[0].device)
     products: dict[str, Any] = {"dtype": torch.bfloat16}  # as torch.optim.Muon does
-    for kind, options in ((optim.Muon, products), (optim.NorMuon, products), (optim.Adam, {})):
+    for kind, options in ((optim.Muon, products), (optim.NorMuon, products), (optim.AdamW, {})):
         name, build = kind.__name__, partial(kind, weights, **OPTIONS, **options)
         guard = optim.Guard([build()], spike=optim.SpikeRule())
         steps[f"{name}, no guard"] = build().step

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from optim import Adam, Guard, Muon, NorMuon, SpikeRule, load_named_state, named_state
-from optim.buckets import Bucket, Part, Team, deal
+from optim import AdamW, Guard, Muon, NorMuon, SpikeRule, load_named_state, named_state
+from optim.buckets import Bucket, Part, RankGroup, partition
 from optim.muon import matrix_shapes
 from optim.sharded import Exchange, shard_length
 
@@ -76,7 +76,7 @@ def build(mesh):
     ]
     common = {"grad_divisor": MICRO_BATCHES, "weight_decay": 0.1}
     normuon = NorMuon(groups, 0.05, dtype=torch.float64, cautious=True, **common)
-    return model, [normuon, Adam(others, 0.02, **common)]
+    return model, [normuon, AdamW(others, 0.02, **common)]
 
 
 def whole(tensor):
@@ -118,7 +118,7 @@ def random_walk(seed, mesh=None):
     """Random parameters and gradients: weights, state, norms, and what a bad step changes."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    kind, dtype = draw.choice([Muon, NorMuon, Adam]), draw.choice([torch.float64, torch.bfloat16])
+    kind, dtype = draw.choice([Muon, NorMuon, AdamW]), draw.choice([torch.float64, torch.bfloat16])
 
     def tensor(*shape):
         values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -132,13 +132,13 @@ def random_walk(seed, mesh=None):
     for number in range(draw.randint(3, 6)):
         shape = [draw.randint(0, 9), *[draw.randint(1, 9) for _ in range(draw.choice([1, 1, 2]))]]
         group = {"params": [(f"p{number}", nn.Parameter(tensor(*shape)))]}
-        if kind is not Adam:
+        if kind is not AdamW:
             long = max(shape[-2:])
             splits = [number for number in range(1, long + 1) if long % number == 0]
             group["split"] = draw.choice([*splits, (long,), (1,) * long])
         groups.append(group)
     options = {"weight_decay": draw.choice([0.0, 0.1]), "cautious": draw.random() < 0.5}
-    options |= {} if kind is Adam else {"dtype": torch.float64}
+    options |= {} if kind is AdamW else {"dtype": torch.float64}
     optimizer = kind(groups, 0.1, **options)
     guard = Guard([optimizer])
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -229,11 +229,11 @@ def refusals(mesh):
     first = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     return {
         "columns": message(lambda: Muon([("w", param(Shard(1)))], 0.1)),
-        "replicated": message(lambda: Adam([("w", param(Replicate()))], 0.1)),
+        "replicated": message(lambda: AdamW([("w", param(Replicate()))], 0.1)),
         "mixed": message(lambda: Muon([("w", rows), ("v", plain)], 0.1)),
         "summed": message(lambda: Muon([("w", rows)], 0.1, process_group=dist.group.WORLD)),
         "torch's": message(lambda: Guard([theirs], process_group=dist.group.WORLD)),
-        "first": message(lambda: Adam(first.named_parameters(), 0.1)),
+        "first": message(lambda: AdamW(first.named_parameters(), 0.1)),
         "added": message(lambda: later.add_param_group({"params": [("x", param(Shard(1)))]})),
     }
 
@@ -433,35 +433,36 @@ def exchanges_of(wholes, splits, size):
     for rank in range(size):
         parts = []
         for number, (tensor, split) in enumerate(zip(wholes, splits, strict=True)):
-            param, start = Shards(tensor, rank, size), 0
+            param, group, start = Shards(tensor, rank, size), {}, 0
             param.grad = Shards(-tensor, rank, size)
+            first = rank * shard_length(tensor, size)
             [(count, rows, cols)] = matrix_shapes(tensor.shape, split)
             for index in range(count):
-                first = rank * shard_length(tensor, size)
-                parts.append(Part(param, number, start, index, (1, rows, cols), number, first))
+                parts.append(Part(param, group, number, start, index, (1, rows, cols), first))
                 start += rows * cols
-        team = Team(rank, rank, size)
-        found.append([Exchange(shares, team) for shares in deal(parts, size)])
-        for exchange in found[-1]:
-            exchange.buckets = [Bucket([part], {}, {}) for part in exchange.shares[rank]]
+        exchanges = []
+        for shares in partition(parts, size):
+            buckets = [Bucket([part], {}, at_once=1) for part in shares[rank]]
+            exchanges.append(Exchange(shares, RankGroup(rank, rank, size), buckets))
+        found.append(exchanges)
     return found
 
 
 def deliver(calls):
     """Start the call of each rank, move all blocks, and end the calls; bytes that leave a rank."""
-    sent, waits = {}, []
+    sent = {}
 
-    def launched(collective, received, message, group):
-        sent[group] = message.split(collective.keywords["input_split_sizes"])
+    def all_to_all(received, message, into, out_of, group, async_op):
+        sent[group] = message.split(out_of)
 
         def wait():
             arrived = [sent[source][group] for source in range(len(sent))]
-            assert [len(block) for block in arrived] == collective.keywords["output_split_sizes"]
+            assert [len(block) for block in arrived] == into
             received.copy_(torch.cat(arrived))
 
-        return wait
+        return mock.Mock(wait=wait)
 
-    with mock.patch("optim.sharded.launched", launched):
+    with mock.patch.object(dist, "all_to_all_single", all_to_all):
         waits = [call() for call in calls]
     for wait in waits:
         wait()

@@ -5,7 +5,7 @@ import torch
 from test_optim import give_gradients, parameters
 from torch import nn
 
-from optim import Adam, Muon, NorMuon, Row, group_table, groups_for, named_state
+from optim import AdamW, Muon, NorMuon, Row, group_table, groups_for, named_state
 
 MATRICES = pytest.mark.parametrize("kind", [Muon, NorMuon])
 
@@ -103,35 +103,35 @@ def packed():
 
 TABLES = {
     gpt2: """
-adam  embedding, tied to lm_head.weight     1 x (50, 8) transformer.wte.weight
-adam  embedding                             1 x (16, 8) transformer.wpe.weight
-adam  norm, bias or vector                  2 x (8,) transformer.h.*.ln_1.weight
+adamw embedding, tied to lm_head.weight     1 x (50, 8) transformer.wte.weight
+adamw embedding                             1 x (16, 8) transformer.wpe.weight
+adamw norm, bias or vector                  2 x (8,) transformer.h.*.ln_1.weight
 muon  hidden matrix (in, out)               2 x (8, 24) transformer.h.*.attn.c_attn.weight
 """,
     llama: """
-adam  embedding, tied to unnamed.weight     1 x (40, 8) embed_tokens.weight
-adam  norm, bias or vector                  2 x (8,) layers.*.input_layernorm.weight
+adamw embedding, tied to unnamed.weight     1 x (40, 8) embed_tokens.weight
+adamw norm, bias or vector                  2 x (8,) layers.*.input_layernorm.weight
 muon  hidden matrix                         2 x (2, 8) layers.*.self_attn.k_proj.weight
 muon  hidden matrix                         2 x (8, 20) layers.*.mlp.output.weight
 """,
     mixture: """
 muon  hidden matrix                         1 x (4, 8) layers.*.router.weight
 muon  stack of hidden matrices              1 x (4, 12, 8) layers.*.experts.gate_up_proj
-adam  norm, bias or vector                  1 x (4, 12) layers.*.experts.gate_up_proj_bias
-adam  head, by its name                     1 x (30, 8) head.weight
-adam  norm, bias or vector                  1 x (30,) head.bias
+adamw norm, bias or vector                  1 x (4, 12) layers.*.experts.gate_up_proj_bias
+adamw head, by its name                     1 x (30, 8) head.weight
+adamw norm, bias or vector                  1 x (30,) head.bias
 """,
     ViT: """
-adam  embedding                             1 x (1, 1, 8) cls_token
-adam  embedding                             1 x (1, 17, 8) pos_embed
-adam  convolution                           1 x (8, 3, 4, 4) patch_embed.proj.weight
+adamw embedding                             1 x (1, 1, 8) cls_token
+adamw embedding                             1 x (1, 17, 8) pos_embed
+adamw convolution                           1 x (8, 3, 4, 4) patch_embed.proj.weight
 muon  hidden matrix                         1 x (24, 8) blocks.*.attn.in_proj_weight
 muon  hidden matrix                         1 x (8, 8) blocks.*.attn.out_proj.weight
-adam  head, the last Linear                 1 x (10, 8) fc.weight
+adamw head, the last Linear                 1 x (10, 8) fc.weight
 """,
     packed: """
 muon  hidden matrix                         1 x (1024, 768) *.qkv.weight
-adam  head, the last Linear                 1 x (768, 768) *.proj.weight
+adamw head, the last Linear                 1 x (768, 768) *.proj.weight
 """,
 }
 
@@ -151,7 +151,7 @@ def test_groups_hold_every_parameter_once_and_both_optimizers_take_them(build):
     assert sorted(map(id, found)) == sorted(map(id, model.parameters()))
     give_gradients(found, 0)
     before = [param.detach().clone() for param in found]
-    for optimizer in (NorMuon(groups["muon"], 0.1), Adam(groups["adam"], 0.1)):
+    for optimizer in (NorMuon(groups["muon"], 0.1), AdamW(groups["adamw"], 0.1)):
         optimizer.step()
     moved = [not torch.equal(param, old) for param, old in zip(found, before, strict=True)]
     assert all(moved)
@@ -179,7 +179,7 @@ def test_rows_override_the_rule_by_any_name_and_may_name_a_third_optimizer():
     (split,), (third,) = groups["muon"], groups["sgd"]
     assert split["split"] == (768, 128, 128)
     assert [name for name, _ in third["params"]] == ["0.proj.weight", "0.proj.bias"]
-    assert groups["adam"] == []
+    assert groups["adamw"] == []
     tied = groups_for(gpt2(), [Row("lm_head.weight", "sgd")])["sgd"]
     assert tied[0]["params"][0][0] == "transformer.wte.weight"
 
@@ -188,7 +188,7 @@ def test_rows_override_the_rule_by_any_name_and_may_name_a_third_optimizer():
     ("rows", "message"),
     [
         ([Row("h.*.qvk.*", "muon")], r"no parameter has a name that matches \['h.\*.qvk.\*'\]"),
-        ([Row("*.qkv.*", "muon"), Row("0.*", "adam")], r"0.qkv.weight matches several rows: .*'0"),
+        ([Row("*.qkv.*", "muon"), Row("0.*", "adamw")], r"0.qkv.weight matches several rows: .*'0"),
     ],
 )
 def test_a_row_that_matches_nothing_and_two_that_match_one_parameter_are_refused(rows, message):
@@ -276,8 +276,8 @@ def test_normuon_keeps_a_number_for_each_column_of_packed_rows_that_are_wider_th
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
-        ((8, 3, 4, 4), {}, r"shape \(8, 3, 4, 4\), Muon needs .* give it to Adam or set flatten"),
-        ((8,), {"flatten": True}, r"shape \(8,\), Muon needs .* give it to Adam$"),
+        ((8, 3, 4, 4), {}, r"shape \(8, 3, 4, 4\), Muon needs .* give it to AdamW or set flatten"),
+        ((8,), {"flatten": True}, r"shape \(8,\), Muon needs .* give it to AdamW$"),
         ((8, 24), {"transposed": True, "split": 3}, r"is transposed, and split cuts rows"),
         ((4, 8), {"split": (3, 2)}, r"add up to 8, the longer side .*, or to its 4 rows, got \(3"),
     ],

@@ -9,7 +9,7 @@ from safetensors.torch import load, save
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optim import Adam, Guard, Muon, NorMuon, Skip, SpikeRule
+from optim import AdamW, Guard, Muon, NorMuon, Skip, SpikeRule
 from optim.torch_optimizer import TorchOptimizer
 from optim.update import update
 
@@ -32,7 +32,7 @@ def build(kind, named, **options):
         return Muon(named, 0.05, weight_decay=0.1, **options)
     if kind == "normuon":
         return NorMuon(named, 0.05, split=2, weight_decay=0.1, **options)
-    return Adam(named, 0.01, betas=(0.65, 0.95), weight_decay=0.1, **options)
+    return AdamW(named, 0.01, betas=(0.65, 0.95), weight_decay=0.1, **options)
 
 
 def model(kinds=tuple(SHAPES), dtype=torch.float32, device="cpu", **options):
@@ -138,7 +138,7 @@ def test_a_run_with_a_bad_gradient_is_the_run_without_that_step(dtype, name, at_
 
 def test_a_gradient_that_float16_holds_is_not_taken_for_an_overflow():
     param = torch.nn.Parameter(torch.ones(256, 256, dtype=torch.float16))
-    for optimizer in (Adam([param], 1.0, eps=1e-3), torch.optim.SGD([param], 1e-4)):
+    for optimizer in (AdamW([param], 1.0, eps=1e-3), torch.optim.SGD([param], 1e-4)):
         guard, before = Guard([optimizer]), bits(param)
         # The norm is 76,800, and the largest float16 65,504.
         param.grad = torch.full_like(param, 300.0)
@@ -160,7 +160,7 @@ def test_a_verdict_gives_the_norm_and_the_first_bad_tensor():
 
 
 def in_sums(period, bad=()):
-    """Traces of 12 steps whose Adam steps every `period`-th; bad: steps with a NaN for Muon."""
+    """Traces of 12 steps whose AdamW steps every `period`-th; bad: steps with a NaN for Muon."""
     params, (muon, adam) = model(("muon", "adam"))
     guard = Guard([muon, adam])
     for step in range(12):

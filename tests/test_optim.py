@@ -8,7 +8,7 @@ import reference
 import torch
 
 from optim import (
-    Adam,
+    AdamW,
     Guard,
     Muon,
     NorMuon,
@@ -20,7 +20,7 @@ from optim import (
 )
 
 BETAS = (0.65, 0.95)
-KINDS = pytest.mark.parametrize("kind", [Muon, NorMuon, Adam])
+KINDS = pytest.mark.parametrize("kind", [Muon, NorMuon, AdamW])
 
 
 def parameters(*shapes, dtype=torch.float64, seed=0):
@@ -87,16 +87,16 @@ def test_a_step_is_the_textbook_step(beta2, nesterov, scale, method):
 
 @KINDS
 def test_cautious_decay_is_the_textbook_step_with_decay_only_along_it(kind):
-    options = {"betas": BETAS} if kind is Adam else {}
+    options = {"betas": BETAS} if kind is AdamW else {}
     options |= {"beta2": 0.95} if kind is NorMuon else {}
-    twin = reference.adam_step if kind is Adam else reference.muon_step
+    twin = reference.adam_step if kind is AdamW else reference.muon_step
 
     def cautious(index, weight, grad, state):
         change = weight - twin(weight, grad, state, lr=0.05, **options)
         decayed = weight * (1 - 0.05 * 0.8 * 2.0)
         return torch.where(weight * change > 0, decayed, weight) - change
 
-    dtype = {} if kind is Adam else {"dtype": torch.float64}
+    dtype = {} if kind is AdamW else {"dtype": torch.float64}
     groups = [{"params": parameters((6, 12), (12, 6)), "wd_mul": 2.0}]
     optimizer = kind(groups, 0.05, weight_decay=0.8, cautious=True, **options, **dtype)
     assert_follows(optimizer, cautious)
@@ -105,7 +105,7 @@ def test_cautious_decay_is_the_textbook_step_with_decay_only_along_it(kind):
 def test_cautious_decay_leaves_a_row_without_a_gradient_alone():
     (table,) = parameters((6, 12))
     before = table.detach().clone()
-    optimizer = Adam([table], 0.05, betas=BETAS, weight_decay=0.8, cautious=True)
+    optimizer = AdamW([table], 0.05, betas=BETAS, weight_decay=0.8, cautious=True)
     table.grad = torch.zeros_like(table)
     table.grad[1:] = 1
     optimizer.step()
@@ -212,7 +212,7 @@ def test_adam_is_the_textbook_step(shape):
     groups = [{"params": [param], **option} for param, option in pairs]
     defaults = {"lr": 0.01, "betas": BETAS, "weight_decay": 0.1}
     assert_follows(
-        Adam(groups, **defaults),
+        AdamW(groups, **defaults),
         lambda i, w, g, s: reference.adam_step(w, g, s, **{**defaults, **options[i]}),
     )
 
@@ -222,7 +222,7 @@ def test_adam_is_the_one_in_torch_when_eps_vanishes(betas):
     """torch's eps acts after bias correction, ours before."""
     options = {"lr": 1e-2, "betas": betas, "weight_decay": 0.1, "eps": 1e-20}
     ours, theirs = (parameters((40, 3), (7,), (), dtype=torch.float32) for _ in range(2))
-    optimizers = Adam(ours, **options), torch.optim.AdamW(theirs, **options)
+    optimizers = AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
     for optimizer in optimizers:
         train(optimizer, range(10))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
@@ -264,7 +264,7 @@ def optimizers_for(params):
     return [
         Muon(params[:4], 0.05, weight_decay=0.1, dtype=torch.float32),
         NorMuon(params[4:8], 0.05, split=2, dtype=torch.float32),
-        Adam(params[8:], 0.01, betas=BETAS),
+        AdamW(params[8:], 0.01, betas=BETAS),
     ]
 
 
@@ -289,7 +289,7 @@ def test_gradients_are_only_read_and_nothing_aliases_them(dtype, divisor, nester
     params = parameters((4, 8), (8, 8), dtype=dtype)
     for optimizer in (
         NorMuon(params, 0.1, dtype=dtype, nesterov=nesterov, grad_divisor=divisor),
-        Adam(params, 0.1, betas=BETAS, grad_divisor=divisor),
+        AdamW(params, 0.1, betas=BETAS, grad_divisor=divisor),
     ):
         give_gradients(params, 0)
         before = [param.grad.clone() for param in params]
@@ -331,11 +331,11 @@ def test_a_divisor_divides_the_gradient_before_the_state_sees_it(index):
         (lambda p: Muon(p, 0.1, split=(-1, 9)), r"positive rows that add up to 8, .*\(-1, 9\)"),
         (lambda p: Muon(p, 0.1, split=[4, 4]), r"split must .* tuple of rows, got \[4, 4\]"),
         (lambda p: Muon(p, 0.1, backend="x"), r"unknown backend 'x'; choose auto or"),
-        (lambda p: Muon([("g", p[0].detach()[0])], 0.1), r"g has shape \(8,\).* to Adam"),
+        (lambda p: Muon([("g", p[0].detach()[0])], 0.1), r"g has shape \(8,\).* to AdamW"),
         (lambda p: Muon(p, 0.1, grad_divisor=0), r"grad_divisor must be positive, got 0"),
         (lambda p: NorMuon(p, 0.1, beta2=1.5), r"beta2 must be in \[0, 1\), got 1.5"),
-        (lambda p: Adam(p, 0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
-        (lambda p: Adam([p[0].detach().T], 0.1), r"not contiguous"),
+        (lambda p: AdamW(p, 0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
+        (lambda p: AdamW([p[0].detach().T], 0.1), r"not contiguous"),
     ],
 )
 def test_bad_settings_are_refused_with_value_rule_and_fix(build, message):
@@ -360,7 +360,7 @@ def test_a_group_added_late_steps_and_the_others_keep_their_state(kind):
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-@pytest.mark.parametrize("kind", [Muon, Adam, torch.optim.SGD])
+@pytest.mark.parametrize("kind", [Muon, AdamW, torch.optim.SGD])
 def test_hooks_run_once_a_step_and_a_scheduler_sees_the_step(kind, guarded):
     (param,) = parameters((4, 8))
     optimizer, calls = kind([param], 0.1), []
@@ -422,7 +422,7 @@ def table_and_model():
         Row("mlp.weight", "muon", {"split": 2}),
     ]
     factories = {
-        "adam": lambda groups: Adam(groups, 0.008, betas=BETAS),
+        "adam": lambda groups: AdamW(groups, 0.008, betas=BETAS),
         "muon": lambda groups: NorMuon(groups, 0.03),
         "torch": lambda groups: torch.optim.AdamW(groups, 0.1, weight_decay=0.5),
     }

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optim import Adam, Guard, NorMuon, named_state
+from optim import AdamW, Guard, NorMuon, named_state
 from optim.state import names_of
 
 
@@ -120,11 +120,11 @@ MODELS = st.tuples(
 
 
 def build(model, group):
-    """NorMuon and Adam of a model, with the same weights on every rank."""
+    """NorMuon and AdamW of a model, with the same weights on every rank."""
     generator = torch.Generator().manual_seed(0)
     optimizers = []
     for (kind, options), shapes in zip(
-        [(NorMuon, {"dtype": torch.float32, "backend": "plain"}), (Adam, {})], model, strict=True
+        [(NorMuon, {"dtype": torch.float32, "backend": "plain"}), (AdamW, {})], model, strict=True
     ):
         groups = []
         for number, (shape, keys) in enumerate(shapes):

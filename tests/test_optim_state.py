@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_optim import assert_same, members, mixed, optimizers_for, parameters, train
 
-from optim import Adam, Muon, NorMuon, named_state, reset
+from optim import AdamW, Muon, NorMuon, named_state, reset
 
 INDICES = pytest.mark.parametrize("index", range(3))  # of optimizers_for
 
@@ -124,7 +124,7 @@ def test_a_named_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(
     ("ours", "theirs"),
     [
         (lambda p: Muon(p, 0.02, method="newton_schulz"), lambda p: torch.optim.Muon(p, 0.02)),
-        (lambda p: Adam(p, 0.02, betas=(0.9, 0.999)), lambda p: torch.optim.AdamW(p, 0.02)),
+        (lambda p: AdamW(p, 0.02, betas=(0.9, 0.999)), lambda p: torch.optim.AdamW(p, 0.02)),
     ],
 )
 def test_a_state_dict_of_torch_goes_on_here(ours, theirs):

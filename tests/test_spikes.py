@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from test_guards import INF, NAN, bits, give_gradients, model, traces
 
-from optim import Adam, Guard, Skip, SpikeRule
+from optim import AdamW, Guard, Skip, SpikeRule
 
 
 class Twin:
@@ -41,7 +41,7 @@ class Twin:
 
 def watcher(rule):
     """A guard that watches losses alone."""
-    return Guard([Adam([torch.nn.Parameter(torch.ones(2))], 0.1)], spike=rule)
+    return Guard([AdamW([torch.nn.Parameter(torch.ones(2))], 0.1)], spike=rule)
 
 
 def taken(guard, losses):
@@ -91,7 +91,7 @@ def test_every_verdict_is_that_of_the_slow_twin(events, seed, patience):
 @pytest.mark.parametrize("level", [1.0, 1e5])
 def test_a_norm_may_rise_by_the_same_factor_at_every_level(level):
     param = torch.nn.Parameter(torch.ones(1))
-    guard = Guard([Adam([param], 0.1)], spike=SpikeRule())
+    guard = Guard([AdamW([param], 0.1)], spike=SpikeRule())
     verdicts = []
     for norm in [level] * 40 + [1.3 * level, 1.4 * level]:
         param.grad = torch.tensor([norm])

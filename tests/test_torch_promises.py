@@ -1,7 +1,6 @@
 """What users of torch's optimizers expect of ours, held to torch's own where there is one."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from test_optim import KINDS, assert_same, give_gradients, members, parameters, train
 from torch import nn
 
-from optim import Adam, Guard, Muon, named_state
+from optim import AdamW, Guard, Muon, named_state
 
 SHAPES = ((4, 8), (8, 4), (4, 8))
 
@@ -26,37 +25,11 @@ def test_a_group_may_carry_keys_that_mean_nothing_to_the_optimizer(kind):
     assert (saved["name"], saved["depth"]) == ("hidden", 3)
 
 
-# ---- copies
-
-
 @KINDS
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))]
-)
-def test_a_copied_model_with_its_optimizer_goes_on_alike_and_alone(kind, steps, duplicate):
-    params = parameters(*SHAPES)
-    groups = [{"params": params[:2], "lr": 0.3}, {"params": params[2:]}]
-    optimizer = kind(groups, 0.1, cautious=True)
-    optimizer.grad_divisor = 4
-    train(optimizer, range(steps))
-    weights, other = duplicate((params, optimizer))
-    assert all(a is b for a, b in zip(members(other), weights, strict=True))
-    before = [weight.detach().clone() for weight in weights]
-    train(optimizer, [5, 6])
-    assert_same(weights, before)
-    train(other, [5, 6])
-    assert_same(params, weights)
-    assert_same(state_of(optimizer), state_of(other))
-
-
-@KINDS
-def test_a_whole_optimizer_goes_through_torch_save(kind):
-    optimizer, file = kind(parameters(*SHAPES), 0.1), io.BytesIO()
-    train(optimizer, range(2))
-    torch.save(optimizer, file)
-    file.seek(0)
-    assert_same(state_of(torch.load(file, weights_only=False)), state_of(optimizer))
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_copy_of_an_optimizer_is_refused_with_the_way_to_copy_its_state(kind, duplicate):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__} cannot be copied; .* state_dict\(\)"):
+        duplicate(kind(parameters(*SHAPES), 0.1))
 
 
 # ---- what is refused changes nothing
@@ -99,7 +72,7 @@ def test_a_state_whose_matrices_were_cut_otherwise_is_refused(key):
 
 
 def test_a_loaded_learning_rate_is_not_that_of_the_optimizer_that_was_saved():
-    one, other = (Adam(parameters((4, 8)), torch.tensor(rate)) for rate in (0.1, 0.2))
+    one, other = (AdamW(parameters((4, 8)), torch.tensor(rate)) for rate in (0.1, 0.2))
     other.load_state_dict(one.state_dict())
     one.param_groups[0]["lr"].mul_(2)
     assert other.param_groups[0]["lr"] == torch.tensor(0.1)
@@ -108,7 +81,7 @@ def test_a_loaded_learning_rate_is_not_that_of_the_optimizer_that_was_saved():
 # ---- gradients and weights that changed
 
 
-@pytest.mark.parametrize("kind", [Muon, Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [Muon, AdamW, torch.optim.AdamW])
 def test_a_sparse_gradient_is_refused_in_a_sentence_that_names_the_parameter(kind):
     layer = nn.Embedding(8, 4, sparse=True)
     optimizer = kind(layer.named_parameters(), 0.1)
@@ -131,7 +104,7 @@ CONVERSIONS = {
 def test_a_model_that_was_converted_after_its_optimizer_was_built_is_refused_with_the_fix(
     kind, now
 ):
-    options = {} if kind is Adam else {"flatten": True}
+    options = {} if kind is AdamW else {"flatten": True}
     model = nn.Conv2d(3, 8, 3, bias=False)
     optimizer = kind(model.named_parameters(), 0.1, **options)
     train(optimizer, range(2))
@@ -145,7 +118,7 @@ def test_a_model_that_was_converted_after_its_optimizer_was_built_is_refused_wit
 
 @KINDS
 def test_channels_last_is_refused_and_a_model_that_turns_back_goes_on(kind):
-    options = {} if kind is Adam else {"flatten": True}
+    options = {} if kind is AdamW else {"flatten": True}
     model = nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match="weight is not contiguous; undo channels_last"):
         kind(model.named_parameters(), 0.1, **options)
@@ -161,7 +134,7 @@ def test_channels_last_is_refused_and_a_model_that_turns_back_goes_on(kind):
 
 @KINDS
 def test_a_gradient_in_channels_last_is_read_in_its_own_order(kind):
-    options = {} if kind is Adam else {"flatten": True}
+    options = {} if kind is AdamW else {"flatten": True}
     ones, others = parameters((8, 3, 3, 3)), parameters((8, 3, 3, 3))
     plain, other = kind(ones, 0.1, **options), kind(others, 0.1, **options)
     give_gradients(ones, 0)
@@ -241,7 +214,7 @@ def test_a_compiled_step_is_the_eager_one_for_groups_of_equal_shape(kind, rate):
     ("ours", "theirs"),
     [
         (lambda p: Muon(p, 0.02, method="newton_schulz"), lambda p: torch.optim.Muon(p, 0.02)),
-        (lambda p: Adam(p, 0.02, betas=(0.9, 0.999)), lambda p: torch.optim.AdamW(p, 0.02)),
+        (lambda p: AdamW(p, 0.02, betas=(0.9, 0.999)), lambda p: torch.optim.AdamW(p, 0.02)),
     ],
 )
 def test_a_parameter_that_torch_has_never_stepped_has_the_state_of_a_first_step(ours, theirs):
@@ -255,3 +228,9 @@ def test_a_parameter_that_torch_has_never_stepped_has_the_state_of_a_first_step(
     optimizer.load_state_dict(before.state_dict())
     for name, tensor in named_state(optimizer):
         assert tensor.any() == name.startswith("0.")
+
+
+def test_the_name_of_version_0_1_still_imports_for_one_version():
+    from optim import Adam
+
+    assert Adam is AdamW

@@ -28,7 +28,7 @@ import train_gpt
 from claims.logs import read_run
 from data.loader import TrainLoader
 from kernels.attention import PortableAttention
-from optim import Adam, NorMuon
+from optim import AdamW, NorMuon
 from runtime.settings import parse
 
 pytestmark = pytest.mark.usefixtures("two_layers")
