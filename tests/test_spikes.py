@@ -99,6 +99,50 @@ def test_a_norm_may_rise_by_the_same_factor_at_every_level(level):
     assert verdicts == [True] * 41 + [False]
 
 
+# Of 1, 2, 4 and 8 the lower median is 2; of their distances 0, 1, 2 and 6 it is 1. So the largest
+# value that is no spike is 2 + 2 x 1.4826 x 1.
+BARE = SpikeRule(window=8, start=4, sigma=2.0, least_spread=0.0, least_log_spread=0.0)
+SAMPLE, LIMIT = (1.0, 2.0, 4.0, 8.0), 4.9652
+
+
+def stepping(rule):
+    """A guard, and a function that says whether it takes a step with this loss and log norm."""
+    param = torch.nn.Parameter(torch.ones(1))
+    guard = Guard([AdamW([param], 0.1)], spike=rule)
+
+    def taken(loss=None, log_norm=0.0):
+        param.grad = torch.tensor([math.exp(log_norm)])
+        given = None if loss is None else torch.tensor(loss)
+        return guard.explain(guard.step(given)) is None
+
+    return taken
+
+
+@pytest.mark.parametrize("value", ["loss", "log_norm"])
+@pytest.mark.parametrize("off", [-0.001, 0.001])
+def test_the_limit_of_a_loss_and_of_a_log_norm_is_that_of_a_sample_by_hand(value, off):
+    taken = stepping(BARE)
+    assert all(taken(**{value: number}) for number in SAMPLE)
+    assert taken(**{value: LIMIT + off}) == (off < 0)
+
+
+@pytest.mark.parametrize("value", ["loss", "log_norm"])
+@pytest.mark.parametrize("off", [-0.001, 0.001])
+@pytest.mark.parametrize("before", range(5))
+def test_no_value_of_a_skipped_step_enters_a_window(value, off, before):
+    """Skipped for an overflow, a NaN or, once there are values enough, for the other value."""
+    taken, other = stepping(BARE), {"loss": "log_norm", "log_norm": "loss"}[value]
+    for count, number in enumerate([*SAMPLE, None]):
+        if count == before:
+            assert not taken(loss=3.0, log_norm=60.0)  # whose square float32 cannot hold
+            assert not taken(**{value: 3.0} | {other: NAN})
+            if count == len(SAMPLE):
+                assert not taken(**{value: 3.0, other: 50.0 if other == "loss" else 40.0})
+        if number is not None:
+            assert taken(**{value: number, other: 0.0})
+    assert taken(**{value: LIMIT + off, other: 0.0}) == (off < 0)
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_loss_that_is_not_finite_is_skipped_and_no_normal_step_after_it(bad):
     assert skipped(SpikeRule(), [*noise(100), bad, *noise(200, seed=1)]) == [100]

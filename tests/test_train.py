@@ -281,7 +281,7 @@ def draw_a_random_number(monkeypatch):
 
 @pytest.mark.parametrize(
     "leak",
-    [forget_optimizer(Adam), forget_optimizer(NorMuon), forget_a_parameter, forget_the_data,
+    [forget_optimizer(AdamW), forget_optimizer(NorMuon), forget_a_parameter, forget_the_data,
      draw_a_random_number],
     ids=["adam", "normuon", "parameter", "data", "random numbers"],
 )  # fmt: skip
