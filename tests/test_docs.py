@@ -86,7 +86,9 @@ class Accepted(Exception):
 
 def commands(page: Path) -> list[list[str]]:
     """The words of each command of a page, without variables that are set before it."""
-    lines = [line for block in blocks_of(page, "sh", "") for line in block.splitlines()]
+    lines = []
+    for block in blocks_of(page, "sh", ""):
+        lines += re.findall(r'(?:"[^"]*"|[^"\n])+', block)  # a quoted word may have several lines
     for block in blocks_of(page, "console"):
         lines += [line[2:] for line in block.splitlines() if line.startswith("$ ")]
     found = []
@@ -101,6 +103,8 @@ def commands(page: Path) -> list[list[str]]:
 def start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the program that a command starts read its arguments, and no more."""
     program, *rest = words
+    if program == "python" and rest[0] == "-c":
+        return
     if rest[:2] == ["-m", "pip"]:
         return  # looking for pip makes setuptools, and with it every compilation, fail from here on
     if program == "python" and rest[0] == "-m":
