@@ -7,7 +7,7 @@ from torch import Tensor
 
 from data.loader import Batch
 
-# A pair counts as a copy if it stood at most this many tokens earlier: the shortest window of the
+# A pair counts as a copy if it occurred at most this many tokens earlier: the shortest window of the
 # last validation on `tiny`, 160 tokens, and one block of 16. Logs compare only at the same value.
 COPY_REACH = 176
 MOST_TOKENS = 16_384  # of validation: enough for two decimals, in a second
@@ -45,7 +45,7 @@ def cut(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def is_copied(tokens_BT: Tensor, bos: int) -> Tensor:
-    """True for pairs of neighbours that stood in the same document before, (B, T - 1) bool.
+    """True for pairs of neighbours that occurred in the same document before, (B, T - 1) bool.
 
     tokens_BT: integers; bos begins a document. Not farther back than COPY_REACH tokens.
     """

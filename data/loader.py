@@ -373,7 +373,7 @@ def validation_batches(
 
 
 def in_parts(batches: list[Batch], most: int, reach: int) -> list[Batch]:
-    """Cut rows longer than `most` into parts of so many targets; inputs start `reach` earlier."""
+    """Cut rows longer than `most` into parts of `most` targets; inputs start `reach` earlier."""
     parts = []
     for batch in batches:
         sequence = batch.targets.size(1)
@@ -390,7 +390,7 @@ def in_parts(batches: list[Batch], most: int, reach: int) -> list[Batch]:
 
 @dataclass(frozen=True)
 class Data:
-    """What one rank reads in a run."""
+    """The data of one rank in a run."""
 
     train: TrainLoader
     validation: list[Batch]

@@ -53,7 +53,7 @@ WITHOUT = "Without it: put that file into {}, or train on FineWeb (docs/corpus.m
 DOCUMENT_CHARACTERS = (200, 1_000)  # at least, at most
 DICTIONARY_BELOW = 138  # second byte of a document's SHA-256: keeps the dictionary under a quarter
 VAL_BELOW = 10  # first byte of a document's SHA-256: one document in 26 is validation
-MOST_SEEN = 0.2  # share of a document's windows that may stand in documents before it
+MOST_SEEN = 0.2  # share of a document's windows that may occur in earlier documents
 # Where a document may end, best last: after a word, a sentence, a paragraph, a speech.
 BOUNDARIES = [re.compile(kind) for kind in (r" ", r"[.;:] ", r"\n", r"\n\n")]
 TYPOGRAPHY = str.maketrans(

@@ -11,11 +11,11 @@ def generate(
     logits: Callable[[Tensor], Tensor], tokens: Sequence[int], count: int, *, bos: int,
     context: int, temperature: float = 1.0, top_k: int = 0, seed: int = 0,
 ) -> Iterator[int]:  # fmt: skip
-    """Yield up to `count` tokens that go on from `tokens`; bos ends the text and is not yielded.
+    """Yield up to `count` tokens after `tokens`; bos ends the text and is not yielded.
 
     logits: takes the last tokens of a document (T,) int64, at most `context` of them, and returns
     those of the next token, (V,). Nothing is cached: each token costs a pass over its context.
-    temperature 0: always the likeliest token. top_k: sample from so many; 0: from all.
+    temperature 0: always the likeliest token. top_k: sample from the k likeliest; 0: from all.
     No other random state is read or changed.
     """
     generator = torch.Generator().manual_seed(seed)

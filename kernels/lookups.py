@@ -1,4 +1,4 @@
-"""What is looked up for each token besides its embedding: bigrams, their signs, further targets."""
+"""What is looked up for each token besides its embedding: bigrams, their signs, more targets."""
 
 import torch
 import torch.nn.functional as F
