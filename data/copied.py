@@ -7,8 +7,8 @@ from torch import Tensor
 
 from data.loader import Batch
 
-# A pair counts as a copy if it occurred at most this many tokens earlier: the shortest window of the
-# last validation on `tiny`, 160 tokens, and one block of 16. Logs compare only at the same value.
+# A pair counts as a copy within this many tokens: the shortest window of the last validation on
+# `tiny`, 160 tokens, and one block of 16. Logs compare only at the same value.
 COPY_REACH = 176
 MOST_TOKENS = 16_384  # of validation: enough for two decimals, in a second
 
