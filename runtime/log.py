@@ -7,7 +7,6 @@ it begins, and the hash of the segment before. docs/log_format.md has all files,
 import contextlib
 import errno
 import hashlib
-import json
 import math
 import os
 import secrets
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock, Timeout
 
 from runtime.errors import LogError
-from runtime.jsonl import append, check_regular, json_hash, json_line
+from runtime.jsonl import append, check_regular, json_hash, json_line, parse
 from runtime.registry import BINARY, REGISTRY, register
 from runtime.settings import SETTINGS_OF_A_RUN
 
@@ -35,6 +34,21 @@ SOURCE_FILES = (
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
 SYNCED_EVENTS = {"val", "end"}  # claims rest on these, so they must survive a power cut
+
+# The fields of each event that readers need, and their types; a loss may be the text "nan".
+TIME = {"train_time_ms": (int, float)}
+LOSS = {"step": (int,), "val_loss": (float, str), **TIME}
+NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
+    "header": {"schema": (int,), "run_id": (str,)},
+    "resume": {"from_step": (int,)},
+    "phase": {"name": (str,), "timed": (bool,), "ms": (int, float), "t_ms": (int, float)},
+    "step": {"step": (int,), **TIME},
+    "skip": {"step": (int,)},
+    "val": {"total_steps": (int,), **LOSS},
+    "quick_val": LOSS,
+    "checkpoint": {"step": (int,), "sha256": (str,)},
+    "end": {"status": (str,)},
+}
 
 
 # ---- What identifies a run
@@ -102,18 +116,22 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
     train_time_ms = t_ms = 0.0
     sizes: tuple[int, ...] = ()
     saved: tuple[str, ...] = ()
+    sha256 = ""
     path = segment_path(directory, run_id, 1)
     while content := _read_segment(path):
-        events = [_event(line) for line in content.splitlines()]
+        events = _read_events(path, content)
         header, last = events[0], events[-1]
         if header.get("event") != "header" or header.get("run_id") != run_id:
             raise LogError(f"{path}: line 1 must be the header of run {run_id}. Restore the file.")
+        if history and header.get("previous_sha256") != sha256:
+            raise LogError(f"{segment_path(directory, run_id, len(sizes))} was changed after "
+                           f"{path} was begun. Restore the file.")  # fmt: skip
         for event in events:
             train_time_ms = max(train_time_ms, event.get("train_time_ms", 0.0))
             t_ms = max(t_ms, event.get("t_ms", 0.0))
-            if event.get("event") == "checkpoint":
+            if event["event"] == "checkpoint":
                 saved += (event["sha256"],)
-        status = last["status"] if last.get("event") == "end" else None
+        status = last["status"] if last["event"] == "end" else None
         sizes += (len(content),)
         sha256 = hashlib.sha256(content).hexdigest()
         history = History(header, sizes, sha256, status, train_time_ms, t_ms, saved)
@@ -133,13 +151,35 @@ def _read_segment(path: Path) -> bytes | None:
     return content if b"\n" in content else None
 
 
-def _event(line: bytes) -> dict[str, Any]:
-    """The event in a line; {} if the line is torn."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
+def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
+    """The events of a segment. LogError names a line that the run did not write.
+
+    A last line without an end is left out: the process died while it wrote.
+    """
+    events: list[dict[str, Any]] = []
+    last_step = None
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            event = parse(line)
+            if not _is_event(event):
+                raise ValueError("no event of a run log")
+            if event["event"] == "step":
+                if last_step is not None and event["step"] != last_step + 1:
+                    raise ValueError(f"step {event['step']} follows step {last_step}")
+                last_step = event["step"]
+        except ValueError as error:
+            raise LogError(f"{path}, line {number} is not as the run wrote it: {error}. Restore "
+                           f"the file, or start a new run without --resume.") from None
+        events.append(event)
+    return events
+
+
+def _is_event(event: Any) -> bool:
+    """Whether this is a known event with the fields that readers need."""
+    if not isinstance(event, dict) or event.get("event") not in NEEDED:
+        return False
+    needed = NEEDED[event["event"]].items()
+    return all(type(event.get(name)) in kinds for name, kinds in needed)
 
 
 # ---- Writing
@@ -252,16 +292,20 @@ class RunLog:
             raise LogError(f"cannot open run log {self.path}: {reason}. Wait for the other "
                            f"process, or give a --log-dir that can be written.") from error
 
-    def write(self, event: str, **fields: Any) -> None:
-        """Append one event. The first OSError prints a warning; later ones are silent."""
+    def write(self, event: str, **fields: Any) -> bool:
+        """Append one event. Return whether the file has it: if not, it waits in memory.
+
+        The first OSError prints a warning; later ones are silent.
+        """
         if self._descriptor is None:
-            return
+            return False
         with self._one_writer:
             self._add(event, fields)
             try:
                 self._flush(sync=event in SYNCED_EVENTS)
             except OSError as error:
                 self._warn(error)
+            return not self._waiting
 
     def _warn(self, error: OSError) -> None:
         if self._warned:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import check, checkpoints, checksum
-from runtime.errors import Refused
-from runtime.log import History, new_run_id, read_history, require_writable
+from runtime.errors import LogError, Refused
+from runtime.log import History, new_run_id, read_history, require_writable, segment_path
 from runtime.registry import REGISTRY, read_registry
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
@@ -96,6 +96,22 @@ class Finder:
         starts = [entry for entry in read_registry(path) if wanted.items() <= entry.items()]
         return [entry["run_id"] for entry in reversed(starts)]
 
+    def _require_unchanged(self, run_id: str, history: History) -> None:
+        """LogError if the header lacks a field, or the registry has another hash of the log."""
+        log = segment_path(self.config.log_dir, run_id, len(history.sizes))
+        logged = history.header
+        lacking = self.header.keys() - logged.keys() | self.header["env"].keys() - logged["env"]
+        if lacking:
+            raise LogError(f"{log}, line 1 is not as the run wrote it: it has no "
+                           f"{', '.join(sorted(lacking))}. Restore the file.")  # fmt: skip
+        path = Path(self.config.log_dir, REGISTRY)
+        entries = read_registry(path) if path.exists() else []
+        last = [entry for entry in entries if entry["run_id"] == run_id][-1:]
+        for entry in last:
+            if entry["event"] == "end" and entry.get("log_sha256") != history.sha256:
+                raise LogError(f"{log} was changed after its process ended: {path} has another "
+                               f"hash of it. Restore the file.")  # fmt: skip
+
     def named(self, path: Path) -> Plan:
         """The interrupted run whose checkpoints are in this folder."""
         run_id = path.resolve().name
@@ -113,6 +129,7 @@ class Finder:
 
     def _resume(self, run_id: str, history: History, folder: Path) -> Plan:
         """Resume from the newest whole checkpoint, or from the start if none was saved."""
+        self._require_unchanged(run_id, history)
         plan = Plan(history.header["seed"], history.header["trial"], run_id, history)
         problem, saved_in = "", history.header["config"]["checkpoint_dir"]
         if Path(saved_in) != folder.parent:

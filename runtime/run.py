@@ -277,7 +277,9 @@ class Run(contextlib.AbstractContextManager):
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:
         def announce(sha256: str) -> None:
-            self._log.write("checkpoint", step=snapshot.state["step"], sha256=sha256)
+            # A checkpoint that the log does not name could not be resumed; the one before can be.
+            if not self._log.write("checkpoint", step=snapshot.state["step"], sha256=sha256):
+                raise OSError(f"the log {self._log.path} takes no line")
 
         try:
             self._last_saved = checkpoint.save(self._folder, snapshot, announce)

@@ -248,7 +248,7 @@ def test_a_run_that_another_process_has_resumed_meanwhile_is_refused(how, tmp_pa
     if how == "segment":
         resumed(tmp_path).close()
     else:
-        path.write_bytes(path.read_bytes() + b'{"event": "step"}\n')
+        path.write_bytes(path.read_bytes() + b'{"event": "resume", "from_step": 1}\n')
     with pytest.raises(LogError, match="another process has resumed"):
         RunLog(tmp_path, "run", history).begin(HEADER, RESUMED)
 
@@ -256,7 +256,7 @@ def test_a_run_that_another_process_has_resumed_meanwhile_is_refused(how, tmp_pa
 @pytest.mark.parametrize(("name", "problem"), [
     ("link", "is a link"), ("pipe", "no regular file"), ("folder", "no regular file"),
     ("headless", "must be the header"), ("renamed", "must be the header of run renamed"),
-    ("nonsense", "must be the header"),
+    ("nonsense", "line 1 is not as the run wrote it"),
 ])  # fmt: skip
 def test_what_is_no_log_of_the_run_is_refused(tmp_path, name, problem):
     path = broken_off(tmp_path)

@@ -1,8 +1,10 @@
 """Runs that break off and go on, with a trainer of eight numbers: the same run, and its time."""
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 from functools import cache
@@ -23,8 +25,10 @@ from stub_trainer import (
     wait_for_writer,
 )
 
+from claims.runlog import read_run
 from runtime.checkpoint import MODEL, OPTIM, STATE, SUMS, checkpoints, load
-from runtime.errors import Refused
+from runtime.errors import LogError, Refused
+from runtime.log import read_history
 from runtime.registry import REGISTRY, read_registry
 
 pytestmark = pytest.mark.usefixtures("last_state")
@@ -296,6 +300,61 @@ def test_without_a_whole_checkpoint_a_run_is_refused(broken):
     for path in checkpoints(broken):
         (path / STATE).unlink()
     assert "no usable checkpoint" in refused(broken, resume="auto")
+
+
+def test_a_log_with_a_changed_byte_is_refused_before_the_run_or_can_be_read_after_it(broken):
+    """Of a process that was killed, so that the registry knows no hash of its log."""
+    logs = broken.parents[1]
+    (log,) = logs_of(logs)
+    content = log.read_bytes().rpartition(b'{"event": "end"')[0]
+    header = len(content.partition(b"\n")[0])
+    refusals = set()
+    for place in range(header, len(content), 7):
+        changed = bytearray(content)
+        changed[place] ^= 5
+        log.write_bytes(changed)
+        try:
+            read_history(logs, log.stem)
+        except LogError as error:
+            refusals.add(re.sub(r"(line \d+ is not).*", r"\1", str(error)))
+        else:
+            read_run(log)
+    lines = content.count(b"\n")
+    assert {f"{log}, line {number} is not" for number in range(2, lines)} <= refusals
+
+
+@pytest.mark.parametrize("name", ["target", "gpu_count", "schema"])
+def test_a_header_that_lost_a_field_is_refused(name, broken):
+    (log,) = logs_of(broken.parents[1])
+    log.write_bytes(log.read_bytes().replace(f'"{name}"'.encode(), f'"{name[:-1]}?"'.encode(), 1))
+    assert f"{log}, line 1 is not as the run wrote it" in refused(broken, resume="auto")
+
+
+def test_a_log_that_was_changed_after_its_process_ended_is_refused(broken):
+    (log,) = logs_of(broken.parents[1])
+    content = log.read_bytes()
+    assert content.count(b'"train_loss": 1.') == 1
+    log.write_bytes(content.replace(b'"train_loss": 1.', b'"train_loss": 0.'))
+    assert f"{log} was changed after its process ended" in refused(broken, resume="auto")
+
+
+def test_a_run_whose_log_disk_was_full_to_its_end_resumes_where_the_log_ends(
+    whole, tmp_path, monkeypatch
+):
+    def fill(trainer, step):
+        def full(descriptor, lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        wait_for_writer(trainer, step)
+        monkeypatch.setattr("runtime.log.append", full)
+
+    with pytest.raises(LogError, match="its last lines are lost"):
+        run(tmp_path, {6: fill}, **EVERY)
+    monkeypatch.undo()
+    resume(tmp_path)
+    (event,) = resumed(tmp_path)
+    assert event["from_step"] == 4, "the last checkpoint that the log names"
+    assert_same(tmp_path, whole())
 
 
 def test_of_two_processes_that_resume_one_run_the_second_is_refused(broken, whole):

@@ -282,9 +282,11 @@ def test_a_disk_that_fills_up_is_told_and_the_run_can_be_resumed(data, whole, tm
 
 
 def test_a_log_that_a_crash_tore_is_resumed(data, whole, broken):
+    """The process died in its last line, before the registry heard of its end."""
     (log,) = logs_of(broken)
-    content = log.read_bytes()
-    log.write_bytes(content[: content.rindex(b'{"event": "end"')] + b'{"event": "en')
+    for path, left in ((log, b'{"event": "en'), (broken / "registry.jsonl", b"")):
+        content = path.read_bytes()
+        path.write_bytes(content[: content.rindex(b'{"event": "end"')] + left)
     resume(data, broken)
     assert_same(broken, whole())
 
@@ -292,7 +294,7 @@ def test_a_log_that_a_crash_tore_is_resumed(data, whole, broken):
 def test_a_log_that_was_cut_is_refused(data, broken):
     (log,) = logs_of(broken)
     log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:12]))
-    assert "Restore the log" in resume(data, broken, code=2).err
+    assert "Restore the file" in resume(data, broken, code=2).err
 
 
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(data, whole, broken):
