@@ -15,7 +15,7 @@ import hashlib
 import math
 import signal
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from importlib.machinery import FileFinder, SourceFileLoader
 from itertools import pairwise
@@ -59,7 +59,7 @@ from kernels.lookups import bigrams, random_signs, several_targets, sign_rows
 from runtime import facts
 from runtime import machine as machines
 from runtime.checks import prove
-from runtime.claim import admit, off_track
+from runtime.claim import admit
 from runtime.clock import Clock
 from runtime.errors import Refused
 from runtime.log import source_hash
@@ -68,7 +68,7 @@ from runtime.preflight import require_packages
 from runtime.provenance import provenance
 from runtime.resume import plan_runs, require_folders
 from runtime.run import Run
-from runtime.settings import RunSettings, parse, require, setting
+from runtime.settings import RunSettings, as_text, parse, require, setting
 from runtime.stop import Stop, listen
 from runtime.warmup import dry_run, plan_without_data, warm_up
 
@@ -85,9 +85,9 @@ class Layer:
     window: str = "short"  # or "long"
     value_embed: int | None = None  # table whose rows are added to this layer's values
     skip_from: int | None = None  # earlier layer whose output is added to this layer's input
-    backout: bool | None = None  # a share of this layer's output is subtracted at the end
+    backout: bool = False  # a share of this layer's output is subtracted at the end
     reads: int | None = None  # earlier layer whose output this layer's attention reads
-    paired: bool | None = None  # two heads share a row of twice the length
+    paired: bool = False  # two heads share a row of twice the length
 
 
 LAYERS = {
@@ -113,17 +113,25 @@ LAYERS = {
     ],
     "steps": [Layer(window="long")] * 12,
     "small": [
-        Layer(value_embed=1, paired=True), Layer(value_embed=2), Layer(window="long"),
-        Layer(paired=True), Layer(attention=False, skip_from=2),
-        Layer(value_embed=0, skip_from=1, backout=True),
-        Layer(value_embed=1, skip_from=0, reads=5, paired=True),
-        Layer(window="long", value_embed=2, reads=5),
+        Layer(value_embed=1), Layer(value_embed=2), Layer(window="long"), Layer(),
+        Layer(attention=False, skip_from=2), Layer(value_embed=0, skip_from=1, backout=True),
+        Layer(value_embed=1, skip_from=0), Layer(window="long", value_embed=2),
+    ],
+    "small89": [
+        Layer(paired=True), Layer(value_embed=0), Layer(window="long"), Layer(paired=True),
+        Layer(attention=False, skip_from=2), Layer(backout=True),
+        Layer(value_embed=1, reads=5, paired=True), Layer(window="long", value_embed=2, reads=5),
+    ],
+    "plain8": [
+        Layer(), Layer(), Layer(window="long"), Layer(), Layer(), Layer(), Layer(),
+        Layer(window="long"),
     ],
     "tiny": [
-        Layer(value_embed=0, paired=True), Layer(window="long", value_embed=1),
-        Layer(value_embed=0, skip_from=0, backout=True, paired=True),
-        Layer(window="long", value_embed=1, reads=1),
+        Layer(value_embed=0), Layer(window="long", value_embed=1),
+        Layer(value_embed=0, skip_from=0, backout=True), Layer(window="long", value_embed=1),
     ],
+    "copyinit": [Layer(value_embed=0), Layer(window="long", value_embed=1)] * 2,
+    "plain4": [Layer(), Layer(window="long")] * 2,
 }  # fmt: skip
 
 
@@ -218,15 +226,10 @@ class Config(RunSettings):
     mlp_ratio: int = setting(4, "width of an MLP, as a multiple of dim", at_least=1)
     keep_float32: str = setting("none", "bf16: what stays float32", one_of=("none", "head", "all"))
     attention_scale: float = setting(0.1, "factor on query-key products, before YaRN")
-    value_embeds: bool = setting(True, "token embeddings added to the values of some layers")
     smear: bool = setting(True, "each embedding takes a gated share of the one before it")
-    skips: bool = setting(True, "gated skip connections from early to late layers")
-    backout: bool = setting(True, "subtract a share of a middle layer's output at the end")
     x0_mixing: bool = setting(True, "each layer mixes the token embedding back in")
     attention_gates: bool = setting(True, "a sigmoid gate on each head's output")
     value_gates: bool = setting(False, "a gate of each head on its value embedding")
-    cached_input: bool = setting(False, "late layers of a table attend to an earlier stream")
-    paired_heads: bool = setting(False, "in some layers two heads share rows")
     stream_init: float = setting(1.0, "first value of each layer's factor on the stream")
     embed_std: float = setting(1.0, "standard deviation of new token embeddings")
     value_embed_std: float = setting(1.0, "of new value embeddings")
@@ -289,14 +292,16 @@ class Config(RunSettings):
         require(self, "layers", self.layers in LAYERS, f"one of {', '.join(LAYERS)}")
         require(self, "stages", self.stages in STAGES, f"one of {', '.join(STAGES)}")
         super().__post_init__()  # the rules that stand beside the settings
-        if changed := off_track(self, TRACKS, FIXED):
+        if changed := off_track(self):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
         torchs = self.cautious_wd and self.optimizer.startswith("torch")
         require(self, "cautious_wd", not torchs, f"off for --optimizer {self.optimizer}")
         heads = self.dim // self.head_dim
-        for name in ("paired_heads", "muon_head_pairs"):
-            allowed = heads % 2 == 0 or not getattr(self, name)
-            require(self, name, allowed, f"off, as --dim / --head-dim = {heads} is odd")
+        even = f"--dim / --head-dim = {heads} is odd"
+        paired = any(layer.paired for layer in LAYERS[self.layers])
+        require(self, "layers", heads % 2 == 0 or not paired, f"without paired heads, as {even}")
+        grouped = self.muon_head_pairs
+        require(self, "muon_head_pairs", heads % 2 == 0 or not grouped, f"off, as {even}")
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.seq_len
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"
@@ -308,9 +313,11 @@ class Config(RunSettings):
         return math.ceil(self.vocab_size / 128) * 128
 
 
-# The plain GPT: what record 42 adds to it, switched off.
-PIECES = ("value_embeds", "smear", "skips", "backout", "x0_mixing", "attention_gates")
-PLAIN: dict[str, Any] = dict.fromkeys(PIECES, False) | {"stages": "constant", "adam_accum_steps": 1}
+# The plain GPT, beside a plain table of layers: what record 42 adds to it, switched off.
+PLAIN: dict[str, Any] = {
+    "smear": False, "x0_mixing": False, "attention_gates": False, "stages": "constant",
+    "adam_accum_steps": 1,
+}  # fmt: skip
 
 TRACKS: dict[str, dict[str, Any]] = {
     "short": {},
@@ -354,26 +361,11 @@ TRACKS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# What a claim on a track may not change, beside its data. On `small` and `tiny` stages may use
-# smaller batches; windows of training steps, lookup tables, gates and scalars are free.
-SHAPE = ("layers", "dim", "head_dim", "mlp_ratio")
-VALIDATED = ("target", "vocab_size", "bos", "document_mask", "val_tokens", "val_seq_len",
-             "val_window")  # fmt: skip
-FIXED: dict[str, tuple[str, ...]] = {
-    "small": (*VALIDATED, *SHAPE, "batch_tokens"),
-    "tiny": (*VALIDATED, *SHAPE, "batch_tokens"),
-    "steps": (
-        *VALIDATED, *SHAPE, "batch_tokens", "seq_len", "window_block", "stages", "biases",
-        "softcap", "attention_scale", "value_embeds", "smear", "skips", "backout", "x0_mixing",
-        "attention_gates", "key_offset", "bigram_rows", "xsa",
-    ),
-}  # fmt: skip
-
 # What records 43 to 89 changed, without their kernels and without dynamic mixing (MUDD).
 RECORD89: dict[str, Any] = {
     "stages": "record89", "cooldown": 0.6, "final_lr": 0.15, "keep_float32": "all",
-    "value_gates": True, "cached_input": True, "paired_heads": True, "stream_init": 1.1,
-    "key_offset": True, "bigram_rows": 7.5, "bigram_signs": True, "xsa": True,
+    "value_gates": True, "stream_init": 1.1, "key_offset": True, "bigram_rows": 7.5,
+    "bigram_signs": True, "xsa": True,
     "zero_output": False, "embed_std": 0.005, "value_embed_std": 0.01, "softcap": "shifted",
     "prefixes": True, "cautious_wd": True, "matrix_wd": 1.2, "matrix_beta2": 0.9,
     "muon_head_pairs": True,
@@ -399,29 +391,64 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "small": {  # rates are first guesses
         "record42": {},
-        "record89": RECORD89,
-        "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01},
+        "record89": RECORD89 | {"layers": "small89"},
+        "muon": PLAIN | {
+            "layers": "plain8", "optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01,
+        },
         "adamw": PLAIN | {
-            "optimizer": "adamw", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0,
-            "momentum": (0.9, 0.9), "embed_lr_mul": 40.0,
+            "layers": "plain8", "optimizer": "adamw", "matrix_lr": 0.002, "matrix_wd": 0.1,
+            "mlp_up_lr_mul": 1.0, "momentum": (0.9, 0.9), "embed_lr_mul": 40.0,
         },
     },
     "tiny": {
         "copyinit": PLAIN | {
-            "value_embeds": True, "value_gates": True, "attention_gates": True,
+            "layers": "copyinit", "value_gates": True, "attention_gates": True,
             "key_offset": True, "init_keys_as_queries": True, "copy_init": 0.07, "bigram_rows": 5.0,
             "stages": "copyinit", "cooldown": 1.0, "final_lr": 0.15, "momentum": (0.75, 0.75),
             "steps": 32, "matrix_lr": 0.05, "embed_lr_mul": 40.0, "value_embed_lr_mul": 10.0,
             "head_lr_mul": 0.5, "val_every": 0,
         },
         "record42": {},
-        "muon": PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01, "steps": 660},
+        "muon": PLAIN | {
+            "layers": "plain4", "optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01,
+            "steps": 660,
+        },
         "adamw": PLAIN | {
-            "optimizer": "adamw", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0,
-            "momentum": (0.9, 0.9), "adam_lr": 0.008, "embed_lr_mul": 40.0, "steps": 740,
+            "layers": "plain4", "optimizer": "adamw", "matrix_lr": 0.002, "matrix_wd": 0.1,
+            "mlp_up_lr_mul": 1.0, "momentum": (0.9, 0.9), "adam_lr": 0.008, "embed_lr_mul": 40.0,
+            "steps": 740,
         },
     },
 }  # fmt: skip
+
+
+# What a claim may not change, beside its data and its number of layers; the judge has a list of its
+# own. Stages may use smaller batches; windows of training, lookup tables, gates, scalars are free.
+SCORED = ("target", "vocab_size", "bos", "document_mask", "val_tokens", "val_seq_len", "val_window")
+SHAPE = ("dim", "head_dim", "mlp_ratio")
+FIXED = {
+    "small": (*SCORED, *SHAPE, "batch_tokens"),
+    "tiny": (*SCORED, *SHAPE, "batch_tokens"),
+    "steps": (
+        *SCORED, *SHAPE, "batch_tokens", "layers", "seq_len", "window_block", "stages", "biases",
+        "softcap", "attention_scale", "smear", "x0_mixing", "attention_gates", "key_offset",
+        "bigram_rows", "xsa",
+    ),
+}  # fmt: skip
+
+
+def off_track(config: Config) -> list[str]:
+    """For each setting that the track fixes and that differs here: what it is and should be."""
+    track = {field.name: field.default for field in fields(Config)} | TRACKS[config.track]
+    found = []
+    for name in FIXED.get(config.track, ()):
+        value = getattr(config, name)
+        if value != track[name]:
+            found.append(f"{name} is {as_text(value)}, the track has {as_text(track[name])}")
+    depth, wanted = len(LAYERS[config.layers]), len(LAYERS[track["layers"]])
+    if config.track in FIXED and depth != wanted:
+        found.append(f"layers is {config.layers}, {depth} layers; the track has {wanted}")
+    return found
 
 
 def preset(given: dict[str, Any]) -> dict[str, Any]:
@@ -584,7 +611,7 @@ class GPT(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
-        self.table, self.tied = layer_table(config), False
+        self.table, self.tied = LAYERS[config.layers], False
         self.index = -1  # of the span that the rotary tables are for; -1: not set
         self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/prefixes.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
@@ -723,11 +750,9 @@ class GPT(nn.Module):
                 x_BTC = scalar[f"x{i}"] * x_BTC + scalar[f"x0_{i}"] * x0_BTC
             if self.bigram is not None:
                 x_BTC = x_BTC + scalar[f"bigram{i}"] * bigram_BTC
-            window = windows[layer.window]
-            double = bool(layer.paired)
             attend = partial(
-                self.attention, documents=documents[double], window=window,
-                longest=longest * (1 + double),
+                self.attention, documents=documents[layer.paired], window=windows[layer.window],
+                longest=longest * (1 + layer.paired),
             )  # fmt: skip
             mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}"))
             value_BTC = None if layer.value_embed is None else values[layer.value_embed]
@@ -801,32 +826,17 @@ class GPT(nn.Module):
         return 6 * sum(p.numel() for name, p in self.named_parameters() if name.endswith(matrices))
 
 
-# Pieces that a layer has by the table, and its field for them.
-SWITCHES = {
-    "value_embeds": "value_embed", "skips": "skip_from", "backout": "backout",
-    "cached_input": "reads", "paired_heads": "paired",
-}  # fmt: skip
-
-
-def layer_table(config: Config) -> list[Layer]:
-    """The table that `config.layers` names, without the pieces that are switched off."""
-    off: dict[str, Any] = {}
-    for piece, name in SWITCHES.items():
-        if not getattr(config, piece):
-            off[name] = None
-    return [replace(layer, **off) for layer in LAYERS[config.layers]]
-
-
 def initial_scalars(config: Config) -> dict[str, float]:
     """Name and initial value of each learned scalar. All of them are one parameter."""
     scalars: dict[str, float] = {}
-    table = layer_table(config)
+    table = LAYERS[config.layers]
+    mixes_values = any(layer.value_embed is not None for layer in table)
     for i, layer in enumerate(table):
         if config.x0_mixing:
             scalars[f"x{i}"], scalars[f"x0_{i}"] = config.stream_init, 0.0
         if config.bigram_rows:
             scalars[f"bigram{i}"] = 0.1
-        if config.value_embeds and layer.attention:
+        if mixes_values and layer.attention:
             scalars[f"value{i}"] = 0.5
         if layer.value_embed is not None:
             scalars[f"value_embed{i}"] = 0.5
@@ -1147,7 +1157,7 @@ class Trainer:
         self.chosen = {"attention": why, "head": why_head}
         self.changes, self.train_tokens = changes(config), tokens_before(config, config.steps)
         self.validations = [step for step in range(config.steps + 1) if at(config, step).validates]
-        self.off_track = off_track(config, TRACKS, FIXED)
+        self.off_track = off_track(config)
 
     def reset(self, seed: int) -> None:
         """Set everything that a run changes to its value before the first step of this seed."""

@@ -87,7 +87,8 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
         yield f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}"
     rules = FIRST_TINY if claim.source_sha256 in FIRST_SOURCES else track.fixed
     for name, fixed in {"track": claim.track, **rules}.items():
-        if evidence.settings.get(name) != fixed:
+        allowed = fixed if isinstance(fixed, tuple) else (fixed,)
+        if evidence.settings.get(name) not in allowed:
             yield f"{name} is {evidence.settings.get(name)!r}, fixed at {fixed!r} on this track"
     if config_hash(claim.config) != claim.config_sha256:
         yield "config_sha256 is not the hash of config"

@@ -127,7 +127,7 @@ class Track(NamedTuple):
     val_sha256: str  # how the hash of the validation tokens begins; "" where it is not known here
     overlap: float  # the largest share of validation documents that training may hold
     train_sha256: str  # like val_sha256; "" where the hash depends on the number of shards
-    fixed: dict[str, Any]  # settings that no claim on the track may change
+    fixed: dict[str, Any]  # settings of every claim on the track; a tuple: one of these
     in_time: bool  # the shortest time wins; otherwise the fewest tokens
 
 
@@ -135,17 +135,17 @@ class Track(NamedTuple):
 # So is what makes a model larger or gives the last validation more context. `small` and `tiny`
 # leave windows of training steps, lookup tables, gates and scalars free.
 TINY = {"vocab_size": 1024, "bos": 1023, "document_mask": True, "batch_tokens": 2048,
-        "val_seq_len": 4096, "val_window": 320, "layers": "tiny", "dim": 256, "head_dim": 128,
-        "mlp_ratio": 4}
+        "val_seq_len": 4096, "val_window": 320, "layers": ("tiny", "plain4", "copyinit"),
+        "dim": 256, "head_dim": 128, "mlp_ratio": 4}
 SMALL = {"vocab_size": 2048, "bos": 2047, "document_mask": True, "batch_tokens": 6144,
-         "val_seq_len": 4096, "val_window": 640, "layers": "small", "dim": 128, "head_dim": 32,
-         "mlp_ratio": 4}
+         "val_seq_len": 4096, "val_window": 640, "layers": ("small", "small89", "plain8"),
+         "dim": 128, "head_dim": 32, "mlp_ratio": 4}
 STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_tokens": 524_288,
          "seq_len": 1024, "val_seq_len": 1024, "val_window": 2560, "window_block": 0,
          "layers": "steps", "dim": 768, "head_dim": 128, "mlp_ratio": 4, "biases": True,
-         "value_embeds": False, "smear": False, "skips": False, "backout": False,
-         "x0_mixing": False, "attention_gates": False, "key_offset": False, "bigram_rows": 0,
-         "xsa": False, "stages": "constant", "softcap": "rsqrt", "attention_scale": 0.12}
+         "smear": False, "x0_mixing": False, "attention_gates": False, "key_offset": False,
+         "bigram_rows": 0, "xsa": False, "stages": "constant", "softcap": "rsqrt",
+         "attention_scale": 0.12}
 # The sources of the records of 2026-11-21 hold the mlp_ratio as a number, and their settings give
 # the last window in blocks. Only these two may lack what later became a setting.
 FIRST_SOURCES = {"706e244f84b2d81dd40d8cea885e720426aa76d9b7f041e776612e828e590cde",

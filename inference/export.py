@@ -22,14 +22,13 @@ MODELING = Path(__file__).with_name("modeling_speedrun.py")
 # The settings of the model that the exported one follows, and those that only training needs. Any
 # other is refused, unless it has its default.
 FOLLOWED = {
-    "layers", "dim", "head_dim", "mlp_ratio", "attention_scale", "value_embeds", "smear", "skips",
-    "backout", "x0_mixing", "attention_gates", "value_gates", "cached_input", "paired_heads",
-    "key_offset", "bigram_rows", "bigram_signs", "xsa", "biases", "softcap",
+    "layers", "dim", "head_dim", "mlp_ratio", "attention_scale", "smear", "x0_mixing",
+    "attention_gates", "value_gates", "key_offset", "bigram_rows", "bigram_signs", "xsa",
+    "biases", "softcap",
 }  # fmt: skip
 TRAINING_ONLY = {
     "keep_float32", "stream_init", "embed_std", "value_embed_std", "init_keys_as_queries",
-    "zero_output",
-    "copy_init", "prefixes", "init",
+    "zero_output", "copy_init", "prefixes", "init",
 }  # fmt: skip
 FOLLOWED_OF_LAYERS = {
     "attention", "window", "value_embed", "skip_from", "backout", "reads", "paired",
@@ -169,8 +168,8 @@ def exported_layers(model: GPT) -> list[dict[str, Any]]:
         offset = model.config.key_offset and layer.window == "long"
         rows.append({
             "attention": layer.attention, "window": windows[layer.window], "key_offset": offset,
-            "paired": bool(layer.paired), "value_embed": layer.value_embed,
-            "skip_from": layer.skip_from, "reads": layer.reads, "backout": bool(layer.backout),
+            "paired": layer.paired, "value_embed": layer.value_embed,
+            "skip_from": layer.skip_from, "reads": layer.reads, "backout": layer.backout,
         })  # fmt: skip
     return rows
 

@@ -10,7 +10,6 @@ from typing import Any, get_args, get_origin
 from runtime.errors import ClaimError
 from runtime.jsonl import json_hash, parse, read_regular
 from runtime.log import config_hash, source_hash
-from runtime.settings import as_text
 
 SCHEMA = 2  # of a claim whose runs have logs of schema 3; those of schema 1 stay valid
 LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may agree by chance
@@ -110,23 +109,6 @@ def _rules(claim: Claim) -> list[tuple[bool, str]]:
         (claim.about.isprintable() and len(claim.about) <= MOST_ABOUT,
          f"about must be one line of at most {MOST_ABOUT} characters"),
     ]  # fmt: skip
-
-
-def off_track(
-    config: Any, tracks: dict[str, dict[str, Any]], fixed: dict[str, tuple[str, ...]]
-) -> list[str]:
-    """For each setting that the track fixes and that differs here: its value and the track's.
-
-    tracks: the settings of each track that differ from the defaults. fixed: names of settings.
-    """
-    due = {field.name: field.default for field in dataclasses.fields(config)}
-    due |= tracks[config.track]
-    found = []
-    for name in fixed.get(config.track, ()):
-        value = getattr(config, name)
-        if value != due[name]:
-            found.append(f"{name} is {as_text(value)}, the track has {as_text(due[name])}")
-    return found
 
 
 def admit(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:

@@ -56,7 +56,7 @@ def test_a_flag_of_other_trainers_names_ours(data, tmp_path):
         ("matrix_lr", -1, ["--matrix-lr -1.0", "at least 0"]),
         ("target", "nan", ["--target nan", "finite"]),
         ("adam_betas", "0.5,1.5", ["--adam-betas 0.5,1.5", "below 1"]),
-        ("value_embeds", "maybe", ["--value-embeds: 'maybe'", "on or off"]),
+        ("smear", "maybe", ["--smear: 'maybe'", "on or off"]),
         ("cooldown", 2, ["--cooldown 2", "at most 1"]),
         ("batch_tokens", 0, ["--batch-tokens 0", "a multiple of --seq-len 128"]),
         ("micro_batch", 100, ["--micro-batch 100", "a multiple of --seq-len 128"]),

@@ -527,14 +527,13 @@ def test_fp8_is_used_in_training_and_not_in_validation():
 # Pieces on and off
 
 GONE = {  # what a piece brings: names of parameters or scalars
-    "value_embeds": "value_embed", "smear": "smear", "skips": "skip", "backout": "backout",
-    "x0_mixing": "x0_", "attention_gates": "attention.gate",
+    "smear": "smear", "x0_mixing": "x0_", "attention_gates": "attention.gate",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [
     *({piece: False} for piece in GONE), dict.fromkeys(GONE, False),
-    {"biases": True, "softcap": "rsqrt"}, {"layers": "medium"}, {"layers": "tiny"},
+    {"biases": True, "softcap": "rsqrt"}, *({"layers": layers} for layers in train_gpt.LAYERS),
     {"optimizer": "muon"}, {"optimizer": "adamw"},
 ], ids=str)  # fmt: skip
 def test_a_model_with_pieces_off_or_exchanged_trains(changes):

@@ -13,9 +13,8 @@ from claims.checks import check_claim, find_failures
 from claims.pages import best_of_each_recipe, differences, leaderboard
 from claims.plots import draw_records, draw_steps, plot_records, plot_steps
 from claims.record import TRACKS, Evidence, read_evidence
-from runtime.claim import off_track
 from runtime.errors import Refused
-from train_gpt import FIXED, RECIPES, Config, preset
+from train_gpt import RECIPES, Config, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 CLAIMS = sorted(RECORDS.glob("*/*/claim.json"))
@@ -88,19 +87,32 @@ def test_the_judge_and_the_trainer_have_the_same_rules(track):
     rules = TRACKS[track]
     assert (rules.target, rules.val_tokens) == (config.target, config.val_tokens)
     assert rules.val_sha256 == config.val_sha256
-    assert rules.fixed == {name: getattr(config, name) for name in rules.fixed}
-    assert {*rules.fixed, "target", "val_tokens"} >= set(FIXED.get(track, ())) >= set(rules.fixed)
+    for name, fixed in rules.fixed.items():
+        assert getattr(config, name) in (fixed if isinstance(fixed, tuple) else (fixed,)), name
+    known = set(train_gpt.FIXED.get(track, ())) | {"layers", "target", "val_tokens"}
+    assert set(rules.fixed) <= known <= {*rules.fixed, "layers", "target", "val_tokens"}
 
 
-@pytest.mark.parametrize("name", FIXED["tiny"])
+@pytest.mark.parametrize("track", ["tiny", "small"])
+def test_the_tables_that_a_claim_may_name_have_the_number_of_layers_of_the_track(track):
+    layers = train_gpt.LAYERS
+    depths = {len(layers[name]) for name in TRACKS[track].fixed["layers"]}
+    assert depths == {len(layers[train_gpt.TRACKS[track]["layers"]])}
+    for recipe in RECIPES[track]:
+        config = Config(**preset({"track": track, "recipe": recipe}))
+        assert config.layers in TRACKS[track].fixed["layers"]
+
+
+@pytest.mark.parametrize("name", [*train_gpt.FIXED["tiny"], "layers"])
 def test_what_the_track_fixes_can_be_changed_but_not_claimed(name):
     values = preset({"track": "tiny"})
     config = Config(**values)
     now = getattr(config, name)
-    values[name] = {"layers": "record42", "document_mask": False}.get(name, now * 2)
+    others = {"layers": "record42", "document_mask": False}
+    values[name] = others[name] if name in others else now * 2
     if name in ("target", "val_window", "bos"):
         values[name] = now - 1
-    (changed,) = off_track(Config(**values), train_gpt.TRACKS, FIXED)
+    (changed,) = train_gpt.off_track(Config(**values))
     assert changed.startswith(f"{name} is ")
     with pytest.raises(Refused, match=name):
         Config(**values, claim="claim.json")
@@ -124,11 +136,11 @@ def test_a_claim_on_steps_with_another_model_other_data_or_another_batch_is_caug
     """All that `train_gpt.py --track steps` calls its model, data and batch."""
     config = asdict(Config(**preset({"track": "steps"})))
     claim = replace(evidence.claim, track="steps", source_sha256="0" * 64)
-    pieces = ["value_embeds", "smear", "skips", "backout", "x0_mixing", "attention_gates"]
+    pieces = ["smear", "x0_mixing", "attention_gates"]
     others = {"vocab_size": 1024, "bos": 0, "document_mask": True, "batch_tokens": 1,
-              "seq_len": 2048,
-              "val_seq_len": 4096, "val_window": 64, "window_block": 128, "layers": "tiny",
-              "dim": 1, "head_dim": 64, "mlp_ratio": 8, "biases": False, "key_offset": True}
+              "seq_len": 2048, "val_seq_len": 4096, "val_window": 64, "window_block": 128,
+              "layers": "tiny", "dim": 1, "head_dim": 64, "mlp_ratio": 8, "biases": False,
+              "key_offset": True}
     for name, value in {**others, **dict.fromkeys(pieces, True)}.items():
         changed = replace(claim, config=config | {name: value})
         changed = replace(evidence, claim=changed, track=TRACKS["steps"])

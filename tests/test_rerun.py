@@ -38,12 +38,12 @@ LAYERS = """LAYERS["tiny"] = [
 def small_source() -> Source:
     """The present source with two layers, and free to be small."""
     files = read_sources(small_run.ROOT)
-    for old, new in (
-        ("# ---- Model. B rows", LAYERS),
-        ('"tiny": (*VALIDATED, *SHAPE, "batch_tokens"),', '"tiny": (),'),
-    ):
-        assert old.encode() in files["train_gpt.py"]
-        files["train_gpt.py"] = files["train_gpt.py"].replace(old.encode(), new.encode())
+    source = files["train_gpt.py"].decode()
+    fixed = '"tiny": (*SCORED, *SHAPE, "batch_tokens"),'
+    for old, new in (("# ---- Model. B rows", LAYERS), (fixed, '"tiny": (),')):
+        assert old in source
+        source = source.replace(old, new)
+    files["train_gpt.py"] = source.encode()
     return Source(files, None)
 
 

@@ -10,6 +10,7 @@ import signal
 from functools import cache
 
 import pytest
+from claims.runlog import read_run
 from safetensors.torch import save_file
 from stub_trainer import (
     STEPS,
@@ -25,7 +26,6 @@ from stub_trainer import (
     wait_for_writer,
 )
 
-from claims.runlog import read_run
 from runtime.checkpoint import MODEL, OPTIM, STATE, SUMS, checkpoints, load
 from runtime.errors import LogError, Refused
 from runtime.log import read_history
