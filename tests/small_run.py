@@ -50,7 +50,8 @@ def two_layers() -> Iterator[None]:
     first = train_gpt.Layer(value_embed=0)
     last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
     early, late = train_gpt.STAGES["copyinit"]
-    layers = mock.patch.dict(train_gpt.LAYERS, tiny=[first, last])
+    tables = {"tiny": [first, last]} | {n: train_gpt.LAYERS[n][:2] for n in ("copyinit", "plain4")}
+    layers = mock.patch.dict(train_gpt.LAYERS, tables)
     stages = mock.patch.dict(train_gpt.STAGES, growing=[replace(early, batch=0.5), late])
     with layers, stages:
         yield
