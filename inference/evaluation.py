@@ -71,12 +71,10 @@ def positions(batch: Batch) -> Tensor:
 
 def by_position(loss: Tensor, position: Tensor) -> list[dict[str, Any]]:
     """Mean losses of positions 1, 2 to 3, 4 to 7 and so on."""
-    found, first = [], 1
-    while first <= int(position.max()):
-        inside = (position >= first) & (position < 2 * first)
-        if inside.any():
-            mean = loss[inside].mean().item()
-            found.append({"from": first, "to": 2 * first - 1, "tokens": int(inside.sum()),
-                          "loss": mean})  # fmt: skip
-        first *= 2
+    found = []
+    exponent = position.double().log2().long()
+    for first in [2**each for each in exponent.unique().tolist()]:
+        own = loss[(first <= position) & (position < 2 * first)]
+        found.append({"from": first, "to": 2 * first - 1, "tokens": len(own),
+                      "loss": own.mean().item()})  # fmt: skip
     return found

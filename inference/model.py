@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from data.sampling import generate
-from data.tokenizers import read_tokenizer
+from data.tokenizers import TOKENIZERS, read_tokenizer
 from kernels.attention import choose_attention
 from runtime import machine
 from runtime.checkpoint import CONFIG, FINAL, load_final, verify
 from runtime.errors import Refused
 from runtime.settings import read_settings
 from train_gpt import GPT, Config, context
+
+# Files of vocabularies that a kept model may bring along.
+VOCABULARIES = [each.name for each in TOKENIZERS.values() if isinstance(each, Path)]
 
 
 def find_model(path: Path | None) -> Path:
@@ -86,17 +89,14 @@ class Model:
         name = self.facts.get("tokenizer")
         if name == "gpt2":
             return read_tokenizer(name)
-        if name != "vocabulary.tiktoken":
-            raise Refused(f"{self.folder} names no known tokenizer: {name!r:.40}. Its vocabulary "
-                          f"is neither that of the corpus nor GPT-2's.")  # fmt: skip
+        if name not in VOCABULARIES:
+            raise Refused(f"{self.folder} names no known tokenizer: {name!r:.40}. It must be gpt2 "
+                          f"or one of {', '.join(VOCABULARIES)}.")  # fmt: skip
         verify(self.folder, (name,))
         return read_tokenizer(self.folder / name)
 
     def logits(self, tokens_T: Tensor, count: int = 1) -> Tensor:
-        """Logits after each of the last `count` tokens of a document, float32 (count, V).
-
-        A document begins with `config.bos`.
-        """
+        """Logits after each of the last `count` tokens of a document with its bos: (count, V)."""
         return self.gpt.logits(tokens_T.to(self.device).view(1, -1), count)[0]
 
     def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:

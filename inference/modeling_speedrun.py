@@ -18,13 +18,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 GATE_CHANNELS = 12  # of a layer's input, read by the gates
 
-Scalars = dict[str, Tensor]  # learned numbers by name, such as "skip3" of layer 3
-
 
 class SpeedrunConfig(PretrainedConfig):
-    """The fields are those of config.json.
-
-    Beside the usual ones:
+    """The fields of config.json. Beside the usual ones:
 
     layers                a dict for each layer: see `Block` and `SelfAttention`
     mlp_width             hidden units of an MLP
@@ -75,24 +71,6 @@ def sign_rows(tokens_BT: Tensor, rows: int) -> Tensor:
 # ---- Positions and documents
 
 
-def document_starts(begins_BT: Tensor) -> Tensor:
-    """For each token, where in its row its document begins, (B, T); 0 if that is not there."""
-    position_T = torch.arange(begins_BT.size(1), device=begins_BT.device)
-    return torch.where(begins_BT, position_T, 0).cummax(dim=1).values
-
-
-def visible_keys(starts_BT: Tensor, window: int) -> Tensor:
-    """Whether a query sees a key: one of its document, not later and at most `window` back.
-
-    (B, 1, T, T): a row for each query, a column for each key.
-    """
-    position_T = torch.arange(starts_BT.size(1), device=starts_BT.device)
-    query_T1 = position_T.unsqueeze(1)
-    first_BT1 = torch.maximum(starts_BT.unsqueeze(2), query_T1 - window)
-    visible_BTT = (first_BT1 <= position_T) & (position_T <= query_T1)
-    return visible_BTT.unsqueeze(1)
-
-
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys by their position; cos and sin: (T or more, 1, D / 2)."""
     T = x_BTHD.size(1)
@@ -116,20 +94,29 @@ class Place:
     """Positions of the tokens: rotary tables, document boundaries, and the keys of each query."""
 
     def __init__(self, tokens_BT: Tensor, config: SpeedrunConfig, dtype: torch.dtype):
+        T, device = tokens_BT.size(1), tokens_BT.device
         self.begins_BT = (tokens_BT == config.bos_token_id) & config.own_documents
-        self.starts_BT = document_starts(self.begins_BT)
+        # Where in its row each token's document begins; 0 if that is not there.
+        begun_BT = torch.where(self.begins_BT, torch.arange(T, device=device), 0)
+        self.starts_BT = begun_BT.cummax(dim=1).values
         self.scale = config.query_scale
-        # A pair of heads reads rows of twice the length.
-        position = torch.arange(2 * tokens_BT.size(1), device=tokens_BT.device)
-        frequency = torch.tensor(config.rotary_frequencies, device=tokens_BT.device)
+        position = torch.arange(2 * T, device=device)  # a pair of heads reads twice as many
+        frequency = torch.tensor(config.rotary_frequencies, device=device)
         angle = torch.outer(position, frequency).unsqueeze(1)
         self.cos, self.sin = angle.cos().to(dtype), angle.sin().to(dtype)
 
     def visible(self, window: int, paired: bool) -> Tensor:
-        """The mask of a layer, for rows of tokens or, with paired heads, of tokens twice."""
+        """Whether a query sees a key: one of its document, not later and at most `window` back.
+
+        (B, 1, T, T): a row for each query, a column for each key. With paired heads T is doubled.
+        """
+        starts_BT = self.starts_BT
         if paired:
-            return visible_keys((2 * self.starts_BT).repeat_interleave(2, dim=1), window)
-        return visible_keys(self.starts_BT, window)
+            starts_BT = (2 * starts_BT).repeat_interleave(2, dim=1)
+        key_T = torch.arange(starts_BT.size(1), device=starts_BT.device)
+        query_T1 = key_T.unsqueeze(1)
+        first_BT1 = torch.maximum(starts_BT.unsqueeze(2), query_T1 - window)
+        return ((first_BT1 <= key_T) & (key_T <= query_T1)).unsqueeze(1)
 
 
 # ---- Layers
@@ -178,7 +165,10 @@ class SelfAttention(nn.Module):
         if value_BTC is not None:
             v_BTHD = v_BTHD + factors[1] * self.gated(value_BTC, x_BTC).view_as(v_BTHD)
 
-        y_BTHD = self.attend(q_BTHD, k_BTHD, v_BTHD, place)
+        mask = place.visible(self.layer["window"], self.layer["paired"])
+        q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
+        y_BHTD = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+        y_BTHD = y_BHTD.transpose(1, 2)
         if self.own_value is not None:
             # Subtract a share of the part along the token's own value.
             own_BTHD = F.normalize(v_BTHD, dim=-1)
@@ -199,12 +189,6 @@ class SelfAttention(nn.Module):
         read = torch.cat([x_BTC[..., :half], value_BTC[..., :half]], dim=-1)
         gate_BTH = torch.sigmoid(F.linear(read, self.value_gate))
         return 2 * gate_BTH.unsqueeze(-1) * value_BTHD
-
-    def attend(self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, place: Place) -> Tensor:
-        mask = place.visible(self.layer["window"], self.layer["paired"])
-        q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-        y_BHTD = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
-        return y_BHTD.transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -323,7 +307,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             x_BTC = x_BTC - scalars["backout"] * backed_out
         return norm(x_BTC, self.head_gain)
 
-    def embedded(self, tokens_BT: Tensor, scalars: Scalars) -> Tensor:
+    def embedded(self, tokens_BT: Tensor, scalars: dict[str, Tensor]) -> Tensor:
         """Token embeddings (B, T, C). With `smear`, each takes a gated share of the one before."""
         x_BTC = F.embedding(tokens_BT, self.embed)
         if self.smear_gate is None:
