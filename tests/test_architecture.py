@@ -24,7 +24,7 @@ BUDGETS = {
     "runtime": 3340,
     "claims": 3517,
     "scripts": 1889,
-    "inference": 765,
+    "inference": 700,
     "view": 333,
     "view/page.html": 134,
     "view/page.js": 462,
