@@ -53,7 +53,7 @@ from data.loader import Batch
 from data.sampling import write_text
 from data.shards import ShardError
 from data.tokenizers import TOKENIZERS, read_prefixes, read_tokenizer, require_tokenizer
-from kernels.attention import ATTENTIONS, Attention, PortableAttention, choose_attention
+from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import bigrams, random_signs, several_targets, sign_rows
 from runtime import facts
@@ -64,13 +64,19 @@ from runtime.clock import Clock
 from runtime.errors import Refused
 from runtime.log import source_hash
 from runtime.machine import Machine
-from runtime.preflight import require_packages
 from runtime.provenance import provenance
 from runtime.resume import plan_runs, require_folders
 from runtime.run import Run
-from runtime.settings import RunSettings, as_text, parse, require, setting
+from runtime.settings import (
+    RunSettings,
+    as_text,
+    parse,
+    require,
+    require_packages,
+    setting,
+)
 from runtime.stop import Stop, listen
-from runtime.warmup import dry_run, plan_without_data, warm_up
+from runtime.warmup import dry_run, warm_up
 
 SOURCE = Path(__file__).resolve().parent
 
@@ -1335,9 +1341,6 @@ def make_runs(config: Config) -> int:
     """Make all planned runs, one after the other. Returns the exit code."""
     machine = machines.start(config.device, config.rank_timeout)
     if missing := machine.on_main(lambda: missing_data(asdict(config))):
-        if config.dry_run:
-            model = GPT(config, torch.float32, torch.device("meta"), PortableAttention())
-            plan_without_data(machine, model, tokens_before(config, config.steps))
         raise Refused(missing)
     clock = Clock(machine.synchronize)
     with clock.phase("setup", timed=False):
@@ -1348,7 +1351,7 @@ def make_runs(config: Config) -> int:
     with machines.saying_every_few_seconds("compiling and warming up", machine.say):
         warm_up(trainer, clock)
     if config.dry_run:
-        return dry_run(trainer, clock, validations=len(trainer.validations))
+        return dry_run(trainer, clock)
     with Stop(machine.device) as stop, machines.without_garbage_collection():
         for plan in plans:
             trainer.reset(plan.seed)

@@ -6,6 +6,7 @@
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import json
 import math
 import operator
@@ -95,6 +96,18 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def require_packages(settings: RunSettings) -> None:
+    """Refused if a package is missing that a setting asks for."""
+    wanted = []
+    if settings.progress == "live":
+        wanted.append(("--progress live", "rich"))
+    if settings.log_to != "none":
+        wanted.append((f"--log-to {settings.log_to}", settings.log_to))
+    for given, package in wanted:
+        if importlib.util.find_spec(package) is None:
+            raise Refused(f"{given}: the package {package} is missing. pip install {package}")
 
 
 # Runs of one experiment may differ in these.

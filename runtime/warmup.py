@@ -3,7 +3,7 @@
 Also the dry run. `trainer` is that of train_gpt.py.
 """
 
-import time
+import shutil
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime import preflight
 from runtime.checks import is_causal, same_bits
 from runtime.clock import Clock
 from runtime.compile import Plan, compile_flags, fits, try_compile
 from runtime.jsonl import json_hash
-from runtime.log import config_hash
-from runtime.machine import Machine, compute_dtype
-from runtime.preflight import GIB
+from runtime.log import config_hash, existing
+from runtime.machine import peak_mib
+
+GIB = 2**30
+CHECKPOINTS_ON_DISK = 3  # two are kept while the next is written
 
 
 def warm_up(trainer: Any, clock: Clock) -> None:
@@ -123,45 +124,29 @@ def sees_no_future(trainer: Any) -> bool:
     return is_causal(stream, list(model.parameters()), inputs, config.vocab_size)
 
 
-def plan_without_data(machine: Machine, model: Any, tokens: int) -> None:
-    """Say what a run of so many tokens takes at least. `model` may lie on the meta device."""
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    flops = tokens * model.flops_per_token()
-    rate = machine.world_size * matrix_flops_per_s(machine)
-    seconds = flops / rate
-    days = f"{seconds / 86400:,.1f} days"
-    time_needed = days if seconds > 86400 else timedelta(seconds=round(seconds))
-    machine.say(
-        f"planned memory: {weights:,} parameters take at most {16 * weights / GIB:.1f} GiB with "
-        f"gradients and optimizers; activations come on top\n"
-        f"planned time: at least {time_needed} for {flops:.2g} FLOPs at the {rate:.2g} FLOP/s of a "
-        f"matrix product here"
-    )
-
-
-def matrix_flops_per_s(machine: Machine, size: int = 2048) -> float:
-    """Return the FLOP/s of a matrix product in the device's fastest dtype, from one of three."""
-    dtype = compute_dtype("auto", machine.device)
-    square = torch.ones(size, size, dtype=dtype, device=machine.device)
-    seconds = []
-    for _ in range(3):
-        machine.synchronize()
-        began = time.perf_counter()
-        square @ square
-        machine.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return 2 * size**3 / min(seconds)
-
-
-def dry_run(trainer: Any, clock: Clock, validations: int) -> int:
-    """Time real steps of each stage and say what a run would take. Returns 0: go, 2: no-go."""
-    config, together = trainer.config, 3 * trainer.config.adam_accum_steps
-    stages: dict[str, tuple[int, float]] = {}
+def dry_run(trainer: Any, clock: Clock) -> int:
+    """Time steps of each stage and a validation, and print what a run takes. 0: go, 2: no-go."""
+    config, machine, together = trainer.config, trainer.machine, 3 * trainer.config.adam_accum_steps
+    rows = [("set-up, compilation and warm-up", sum(phase.ms for phase in clock.phases))]
     firsts = [first for first, *_ in trainer.changes]
     for index, (first, end) in enumerate(pairwise([*firsts, config.steps])):
         with clock.phase("train", timed=True):
             take_steps(trainer, first, together)
-        stages[f"stage {index}"] = (end - first, clock.phases[-1].ms / together)
+        ms = clock.phases[-1].ms / together
+        rows.append((f"stage {index}: {end - first:,} steps of {ms:,.1f} ms", (end - first) * ms))
     with clock.phase("validate", timed=False):
         trainer.validate(config.steps)
-    return preflight.report(trainer, clock, stages, validations)
+    ms, times = clock.phases[-1].ms, len(trainer.validations)
+    rows.append((f"{times:,} validations of {ms:,.1f} ms", times * ms))
+    rows.append(("total", sum(ms for _, ms in rows)))
+    for name, ms in rows:
+        machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
+    machine.say(f"peak memory of rank 0, measured: {peak_mib(machine):,.0f} MiB")
+    state = trainer.state_dict()  # empty on other ranks
+    saved_bytes = sum(t.nbytes for t in [*state["model"].values(), *state["optim"].values()])
+    needed, folder = CHECKPOINTS_ON_DISK * saved_bytes, config.checkpoint_dir
+    free = machine.on_main(lambda: shutil.disk_usage(existing(folder)).free)
+    machine.say(f"{folder}: {free / GIB:,.1f} GiB free, {needed / GIB:,.1f} needed for checkpoints")
+    fits = machine.on_main(lambda: free >= needed)
+    machine.say("go" if fits else "no-go: make room, or name another --checkpoint-dir")
+    return 0 if fits else 2

@@ -6,7 +6,7 @@ from stub_trainer import STEPS, logs_of, read_events, run, trainer_in
 from runtime import dashboards
 from runtime.dashboards import PROJECT, SHOWN
 from runtime.errors import Refused
-from runtime.preflight import require_packages
+from runtime.settings import require_packages
 
 
 def logged(folder):

@@ -10,7 +10,6 @@ import signal
 from functools import cache
 
 import pytest
-from claims.runlog import read_run
 from safetensors.torch import save_file
 from stub_trainer import (
     STEPS,
@@ -26,6 +25,7 @@ from stub_trainer import (
     wait_for_writer,
 )
 
+from claims.logs import read_run
 from runtime.checkpoint import MODEL, OPTIM, STATE, SUMS, checkpoints, load
 from runtime.errors import LogError, Refused
 from runtime.log import read_history

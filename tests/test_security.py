@@ -16,7 +16,6 @@ CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen",
 METHODS = {"exec_module", "import_module", "unpack_archive", "extractall"}  # of any object
 KNOWN = {
     ("bench.py", "runpy"), ("command.py", "shell"),  # --against FILE and compare --run COMMAND
-    ("preflight.py", "import_module"),  # whether the packages of requirements.txt can be imported
 }
 
 

@@ -14,7 +14,7 @@ from stub_trainer import logs_of, run, trainer_in
 from runtime import facts, terminal
 from runtime.clock import Phase
 from runtime.errors import Refused
-from runtime.preflight import require_packages
+from runtime.settings import require_packages
 from runtime.terminal import BLOCKS, Lines, Live, open_progress, sparkline
 
 ROOT = Path(__file__).resolve().parents[1]
