@@ -2,7 +2,7 @@
 
     <checkpoint_dir>/<run_id>/step_000123/model.safetensors    parameters by name
                                           optim.safetensors    optimizers, guard, random generators
-                                          state.json           what the run is and where it stands
+                                          state.json           run, settings, step
                                           checksums.json       SHA-256 of the three
 
 A checkpoint gets its name only when all of it is on the disk. It fits any number of ranks. With
@@ -69,7 +69,7 @@ def save(
     path = folder / f"step_{snapshot.state['step']:06d}"
     _publish(path, write, announce)
     found = checkpoints(folder)
-    upto = found[: found.index(path) + 1]  # those after it are of steps that a resume gave up
+    upto = found[: found.index(path) + 1]  # a resume dropped the steps of those after it
     for other in found:
         if other not in upto[-KEPT:]:
             remove(other)
@@ -107,7 +107,7 @@ def load_final(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def _publish(
     path: Path, write: Callable[[Path], None], announce: Callable[[str], None] | None = None
 ) -> None:
-    """Make a folder of what `write` puts into it, with checksums: all of it or nothing."""
+    """Let `write` fill a folder and add checksums: the whole folder appears, or nothing."""
     partial = path.with_name(f".{path.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -119,7 +119,7 @@ def _publish(
             _sync(partial / name)
         if announce is not None:
             announce(checksum(partial))
-        remove(path)  # one of this name, of steps that a resume gave up
+        remove(path)  # one of this name, whose steps a resume dropped
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -175,7 +175,7 @@ def load(path: Path, sha256: str | None = None) -> Snapshot:
     """Verify and read a checkpoint. Refused if it is damaged, or not the one with this checksum."""
     state = check(path)
     if sha256 not in (None, checksum(path)):
-        raise Refused(f"{path} was exchanged while the trainer started. Start it again.")
+        raise Refused(f"{path} was replaced while the trainer started. Start it again.")
     return Snapshot(_read_tensors(path / MODEL), _read_tensors(path / OPTIM), state)
 
 

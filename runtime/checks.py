@@ -43,7 +43,7 @@ AT_ONCE = 1024  # rows
 def check_trained(
     losses: Losses, summed: Losses, inputs: Tensor, targets: Tensor, vocab_size: int, bos: int
 ) -> dict[str, float]:
-    """What is 1, 0 and 0 for an honest model, on rows as they are validated.
+    """Three checks of a model on validation rows; an honest model has 1, 0 and 0.
 
     normalized: the sum over the vocabulary of exp(-loss) of one next token. causality_trained: the
     largest change of losses in the first half of the rows by other inputs in the second. additive:
@@ -66,7 +66,7 @@ def check_trained(
 def other_futures(inputs: Tensor, cut: int, vocab_size: int, bos: int) -> tuple[Tensor, Tensor]:
     """The rows with other tokens from `cut` on: one document to the end, and one from `cut` on.
 
-    The ends of documents tell of the future, too.
+    Where a document ends gives away the future, too.
     """
     other = (inputs[:, cut:] + 1) % vocab_size
     other[other == bos] = (bos + 1) % vocab_size
@@ -79,7 +79,7 @@ def other_futures(inputs: Tensor, cut: int, vocab_size: int, bos: int) -> tuple[
 def probability(losses: Losses, row: Tensor, vocab_size: int) -> float:
     """The sum over the vocabulary of exp(-loss) of the token in the middle of a row (1, T).
 
-    It is an input too, so a model that reads one token ahead is found out.
+    It is an input too, which exposes a model that reads one token ahead.
     """
     total, middle = 0.0, row.size(1) // 2
     for tokens in torch.arange(vocab_size).split(AT_ONCE):
@@ -92,7 +92,7 @@ def probability(losses: Losses, row: Tensor, vocab_size: int) -> float:
 
 @torch.no_grad()
 def prove(trainer: Any) -> dict[str, Any]:
-    """What a judge asks of a trained model, for the log. Collective.
+    """Check the trained model, for the log. Collective.
 
     trainer: that of train_gpt.py. Each rank checks two rows that it validates, or none if it has
     none. The worst values count.

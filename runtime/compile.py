@@ -67,7 +67,7 @@ def why_not_compile(device: torch.device) -> str | None:
     if device.type == "cuda":
         return None if find_spec("triton") else "Triton is not installed"
     if device.type == "mps":
-        return "nobody has tried it on Apple's GPUs"
+        return "it is untested on Apple GPUs"
     compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")
     if not shutil.which(compiler) and not shutil.which("clang++"):
         return "there is no C++ compiler"
@@ -84,7 +84,7 @@ def try_compile(
 
     `first_call` must work with the compiled function. If it fails, `mode` "auto" falls back and
     "on" raises Refused; "off" does not try. On a CPU "auto" compiles only what that makes faster.
-    Lack of memory is raised as it is.
+    Out-of-memory errors are raised unchanged.
     """
     if mode == "off":
         return function, "--compile off"
@@ -97,7 +97,7 @@ def try_compile(
         cost_s = machine.on_main(lambda: plan.cost_s)
         cost = f"it takes about {cost_s:.0f} s and saves {plan.saved_s:.0f} s on two cores"
         if mode == "auto" and plan.saved_s <= cost_s:
-            return function, f"compiling does not pay, {cost}; --compile on compiles all the same"
+            return function, f"{cost}; --compile on forces it"
     machine.say(f"compiling: {cost}")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS

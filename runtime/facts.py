@@ -1,4 +1,4 @@
-"""What a trainer says of its run: the header of the log, and lines before and after the steps.
+"""What the trainer reports of a run: the log's header, and lines before and after the steps.
 
 `trainer` is that of train_gpt.py.
 """
@@ -37,7 +37,7 @@ def where(trainer: Any, step: int) -> dict[str, Any]:
 
 
 def summary(trainer: Any) -> str:
-    """Lines for people: what is trained, on what and for what, and with `verbose` how and why."""
+    """Lines for people: model, data and target; with `verbose` also every choice and its reason."""
     config, machine, plan = trainer.config, trainer.machine, trainer.data.plan
     batches = " then ".join(dict.fromkeys(f"{tokens:,}" for _, tokens, _ in trainer.changes))
     devices = trainer.env["gpu"] or trainer.env["cpu"]
@@ -48,7 +48,7 @@ def summary(trainer: Any) -> str:
         f"parameters in {trainer.env['dtype']}, on {devices}",
         f"training: {config.steps:,} steps of {batches} tokens, from {config.data_dir}",
         f"target: a validation loss of {config.target} on {config.val_tokens:,} other tokens; "
-        f"guessing has {math.log(config.vocab_size):.2f}",
+        f"uniform guessing: {math.log(config.vocab_size):.2f}",
     ]
     if config.verbose:
         first = header(trainer, config.seed, 0)

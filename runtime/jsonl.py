@@ -16,7 +16,7 @@ MOST_BRACKETS = 200  # in a JSON text; a header has about 20. Code that walks it
 
 
 def parse(text: bytes) -> Any:
-    """JSON data. ValueError for anything else, a byte-order mark, a key that stands twice, and
+    """JSON data. ValueError for anything else, a byte-order mark, a repeated key, and
     values in values in values."""
     if text.count(b"[") + text.count(b"{") > MOST_BRACKETS:
         raise ValueError(f"it has more than {MOST_BRACKETS} brackets")
@@ -26,7 +26,7 @@ def parse(text: bytes) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):  # a reader may see one value, a program the other
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("a key occurs twice in one object")
     return fields
 
 
@@ -84,7 +84,7 @@ def read_regular(path: Path, most_bytes: int, links: bool = True) -> bytes:
     with open_regular(path, links) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            rule = f"{path.name} has {size:,} bytes, and {most_bytes:,} are the most"
+            rule = f"{path.name} has {size:,} bytes, and at most {most_bytes:,} are allowed"
             raise OSError(errno.EFBIG, rule, str(path))
         return file.read(size)
 

@@ -26,7 +26,7 @@ from runtime.jsonl import append, check_regular, json_hash, json_line, parse
 from runtime.registry import BINARY, REGISTRY, register
 from runtime.settings import SETTINGS_OF_A_RUN
 
-SCHEMA = 3  # goes up when an event or field changes its meaning
+SCHEMA = 3  # raised when an event or field changes its meaning
 SOURCE_FILES = (
     "train_gpt.py", "inference/__init__.py", "inference/model.py", "requirements.txt",
     "data/vocabulary.tiktoken", "data/prose.tiktoken", "data/left_out.txt",

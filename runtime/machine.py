@@ -1,4 +1,4 @@
-"""The device of a run and its ranks: how they start, talk to each other, and end."""
+"""The device of a run and its ranks: how they start, communicate and end."""
 
 import contextlib
 import gc
@@ -111,14 +111,14 @@ class Machine:
 
 @contextlib.contextmanager
 def saying_every_few_seconds(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Say what is going on while the block runs: a silent program looks like one that hangs."""
+    """Print a line now and then while the block runs: a silent program seems to hang."""
     done, began = threading.Event(), time.monotonic()
 
     def tick() -> None:
         wait_s = 5
         while not done.wait(wait_s):
             say(f"  {what}, {time.monotonic() - began:.0f} s")
-            wait_s *= 2  # minutes of compilation are told in a few lines
+            wait_s *= 2  # minutes of compilation take a few lines
 
     thread = threading.Thread(target=tick, daemon=True)
     thread.start()
@@ -257,7 +257,7 @@ def leave(code: int) -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # nobody reads it any more: that must not change the exit code
+        except OSError:  # a closed output must not change the exit code
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if dist.is_initialized():
         os._exit(code)
@@ -308,7 +308,7 @@ def native_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type == "mps":
-        return False  # newer ones have, but nobody has tried
+        return False  # newer ones have them, untested
     # Private functions of torch, which a new version may drop.
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, bool)() for name in names)

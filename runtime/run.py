@@ -24,7 +24,7 @@ from runtime.stop import SIGNALS, Stop
 from runtime.terminal import open_progress
 
 FLAGS = len(SIGNALS)
-LAG = 2  # a GPU's loss is read so many steps late, on all ranks alike, so that they act alike
+LAG = 2  # steps by which a GPU's loss is read late; equal on all ranks, so that they act alike
 MOST_SKIPS = 20  # in a row; after that the run has stopped learning
 
 
@@ -232,7 +232,7 @@ class Run(contextlib.AbstractContextManager):
     # ---- Checkpoints
 
     def must_save(self) -> bool:
-        """Whether to save after this step; the same answer on all ranks."""
+        """Whether to save after this step; equal on all ranks."""
         every = self._config.checkpoint_every
         due = every > 0 and self.steps_done // every > self._saved_at // every
         return due or self.stop.number is not None or self._failure is not None
@@ -342,7 +342,7 @@ class Run(contextlib.AbstractContextManager):
 
     def _explain(self, error: BaseException) -> None:
         """Say what ended the run and how to resume it."""
-        said = f"broke off in step {self.steps_done + 1}"
+        said = f"stopped in step {self.steps_done + 1}"
         if isinstance(error, NonFinite):
             self._end["status"], self.code = "nonfinite", error.code
             said = f"error: {error}. Lower the learning rates, or use --dtype float32; stopped"
@@ -355,7 +355,7 @@ class Run(contextlib.AbstractContextManager):
         self._machine.say(f"{said}, {saved} (log {self._log.path})")
 
     def _clear(self) -> None:
-        """Remove the checkpoints of a finished run. With --keep-model its model stays, or they."""
+        """Remove a finished run's checkpoints; with --keep-model only once its model is saved."""
         if not self._config.keep_model:
             shutil.rmtree(self._folder, ignore_errors=True)
         elif not (self._folder / checkpoint.FINAL).exists():  # it could not be written

@@ -57,7 +57,7 @@ class Lines:
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Show that an untimed phase goes on."""
+        """Show the untimed phase that is running."""
         began = time.monotonic()
         with self.waiting(name):
             yield
@@ -80,7 +80,7 @@ class Lines:
         self.trainer.machine.say(" | ".join(line))
 
     def close(self) -> None:
-        """Show no more."""
+        """Stop drawing."""
 
     # ---- What is shown
 

@@ -234,7 +234,7 @@ CHEATS: dict[str, tuple] = {
         "started .*, before the claim, 2999-01-01"),
     "a claim that says the target twice": (
         lambda folder: edit(folder / "claim.json", '"name"', '"target": 9.0,\n  "name"'),
-        "claim.json is no claim: a key stands twice"),
+        "claim.json is no claim: a key occurs twice"),
     "a claim with its words set out otherwise": (
         lambda folder: edit(folder / "claim.json", '"name"', '\n\n"name"'),
         "claim.json is not as record.py claim wrote it"),

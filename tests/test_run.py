@@ -161,7 +161,7 @@ def test_an_error_in_the_code_is_logged_and_keeps_its_traceback(tmp_path, capsys
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, {4: fail})
     assert events(tmp_path, "end")[0]["status"] == "error"
-    assert "broke off in step 4, nothing was saved" in capsys.readouterr().out
+    assert "stopped in step 4, nothing was saved" in capsys.readouterr().out
 
 
 # ---- When to save
