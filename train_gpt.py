@@ -13,11 +13,11 @@ what later records found. On any number of ranks a run takes the same trajectory
 
 import hashlib
 import math
+import os
 import signal
 import sys
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
-from importlib.machinery import FileFinder, SourceFileLoader
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,27 +25,14 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
 
-    class FromSource(SourceFileLoader):
-        """Compiles a module anew: bytecode beside the source may be that of another source."""
-
-        def get_code(self, fullname: str) -> Any:
-            return self.source_to_code(self.get_data(self.path), self.path)
-
-    def own_folder(folder: str) -> FileFinder:
-        """A path hook: modules of the source and its packages are .py files, read by FromSource."""
-        source, path = Path(__file__).resolve().parent, Path(folder).resolve()
-        if source not in (path, path.parent):
-            raise ImportError(folder)
-        return FileFinder(folder, (FromSource, [".py"]))
-
-    sys.path_hooks.insert(0, own_folder)
-    sys.path_importer_cache.clear()  # it has the folders by Python's own hook
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+if __name__ == "__main__":
+    # The modules of this repository are compiled anew: bytecode beside a source may be another's.
+    sys.pycache_prefix = os.devnull
 import optim
 from data.audit import missing_data, open_audited
 from data.copied import copied_and_new_loss
@@ -78,6 +65,7 @@ from runtime.settings import (
 from runtime.stop import Stop, listen
 from runtime.warmup import dry_run, warm_up
 
+sys.pycache_prefix = None
 SOURCE = Path(__file__).resolve().parent
 
 # ---- Layers and stages: the shape of the model, and what changes in the course of a run
@@ -1142,21 +1130,22 @@ class Trainer:
             config.loss_kernel, device, dtype, config.dim, config.padded_vocab, config.biases
         )
         place = (machine.rank, machine.world_size)
-        # One process a host hashes all tokens and the source, as all hosts must have the same.
         settings = asdict(config) | {"changes": changes(config)}
-        data, found = open_audited(settings, *place, audited=machine.first_of_its_host)
+        # One process a host hashes all tokens and the source, as all hosts must have the same.
+        data, audit = open_audited(settings, *place, audited=machine.first_of_its_host)
         self.data = data.in_parts(config.val_batch, receptive_field(config))
-        if found is not None:
-            found = {**found, "source_sha256": source_hash(SOURCE)}
-        self.found = machine.gather_equal(found)
+        if audit is not None:
+            audit = audit | {"source_sha256": source_hash(SOURCE)}
+        agreed = machine.gather_equal(audit)
+        self.source_sha256 = agreed["source_sha256"]
+        self.hashes = {name: agreed[name] for name in ("train_sha256", "val_sha256")}
         self.model = GPT(config, dtype, device, attention, head)
         if config.prefixes:
             self.model.prefixes = torch.tensor(read_prefixes(config.vocab_size))
             self.model.prefixes = self.model.prefixes.to(device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
-        self.source_sha256 = self.found.pop("source_sha256")
-        self.checks = {"overlap": self.found.pop("overlap")}
+        self.checks = {"overlap": agreed["overlap"]}
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.env |= provenance(SOURCE)
@@ -1247,9 +1236,9 @@ class Trainer:
     def copied_and_new(self) -> dict[str, float]:
         """Loss on copied and on new tokens of this rank: see data/copied.py."""
         self.model.enter(self.config.steps)
+        device = self.machine.device
 
         def losses(inputs: Tensor, targets: Tensor) -> Tensor:
-            device = self.machine.device
             return self.model.token_losses(inputs.to(device), targets.to(device))
 
         return copied_and_new_loss(losses, self.data.validation, self.config.bos)

@@ -24,7 +24,7 @@ def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
         "claim": trainer.claim, "source_sha256": trainer.source_sha256,
         "config_sha256": config_hash(settings),
         "config": settings, "train_tokens": trainer.train_tokens,
-        "data": trainer.found | {"val_tokens": config.val_tokens},
+        "data": trainer.hashes | {"val_tokens": config.val_tokens},
         "env": trainer.env, "checks": trainer.checks, "world_size": trainer.machine.world_size,
         "micro_batch": train.micro_rows * config.seq_len,
         "grad_accum": train.rows // train.micro_rows,

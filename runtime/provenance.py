@@ -4,7 +4,6 @@ import os
 import site
 import sys
 import sysconfig
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ def provenance(source: Path) -> dict[str, Any]:
 
 
 def reads_bytecode(own: set[str]) -> bool:
-    """Whether one of our modules came through Python's own loader, which reads __pycache__."""
+    """Whether bytecode lies where Python looked for that of one of our modules."""
     for module in list(sys.modules.values()):
         spec = getattr(module, "__spec__", None)  # None: the program itself, always compiled
-        if spec is not None and spec.origin in own and type(spec.loader) is SourceFileLoader:
+        if spec is not None and spec.origin in own and os.path.exists(spec.cached or ""):
             return True
     return False
 

@@ -5,7 +5,6 @@ Also the dry run. `trainer` is that of train_gpt.py.
 
 import shutil
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -89,13 +88,11 @@ def rehearse(trainer: Any) -> None:
     config = trainer.config
     # Some gradients are 0 until the head has moved.
     take_steps(trainer, 0, 2 * config.adam_accum_steps)
-    heads = {}  # a step with the head tied, and one without
-    for first, *_ in trainer.changes:
-        take_steps(trainer, first, 1)
-        heads[trainer.model.tied] = first
-    heads[trainer.model.tied] = config.steps
     shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
-    for step in heads.values():
+    firsts = [first for first, *_ in trainer.changes]
+    for first in firsts:
+        take_steps(trainer, first, 1)
+    for step in [firsts[0], config.steps]:  # the head may be tied at first
         trainer.validate(step, list(shapes.values()))
     trainer.machine.on_main(trainer.copied_and_new)
 
