@@ -433,7 +433,8 @@ FIXED = {
 
 def off_track(config: Config) -> list[str]:
     """For each setting that the track fixes and that differs here: what it is and should be."""
-    track = {field.name: field.default for field in fields(Config)} | TRACKS[config.track]
+    track: dict[str, Any] = {field.name: field.default for field in fields(Config)}
+    track |= TRACKS[config.track]
     found = []
     for name in FIXED.get(config.track, ()):
         value = getattr(config, name)
@@ -652,10 +653,10 @@ class GPT(nn.Module):
     def enter(self, step: int) -> None:
         """Set windows, rotary tables and the output head for this step."""
         now = at(self.config, step)
-        if now.index != self.index:
-            self.set_rotary(*rotary(self.config, now.index))
+        if now.stage_index != self.index:
+            self.set_rotary(*rotary(self.config, now.stage_index))
             self.tied = now.stage.tied
-            self.index = now.index
+            self.index = now.stage_index
         self.windows = {kind: self.attention.window(count) for kind, count in now.windows.items()}
 
     @torch.no_grad()
@@ -857,7 +858,7 @@ class Span(NamedTuple):
 class Now(NamedTuple):
     """What holds at a step."""
 
-    index: int  # in `spans`; the last validation belongs to the last span
+    stage_index: int  # in `spans`; the last validation belongs to the last span
     stage: Stage
     batch_tokens: int
     lr: float  # factor on the peak of every learning rate
@@ -895,7 +896,7 @@ def at(config: Config, step: int) -> Now:
     first, end, stage = spans(config)[index]
     before = spans(config)[max(index - 1, 0)].stage
     return Now(
-        index=index,
+        stage_index=index,
         stage=stage,
         batch_tokens=round(stage.batch * config.batch_tokens),
         lr=learning_rate(config, stage.lr, step),
@@ -1308,7 +1309,7 @@ def train(trainer: Trainer, run: Run) -> float:
         tokens += now.batch_tokens
         run.stepped(
             message, verdict, tokens=tokens, lr_mul=now.lr, window=now.windows["long"],
-            stage=now.index,
+            stage=now.stage_index,
         )  # fmt: skip
 
         # save: when it is time, or the run must end; never while Adam still sums gradients

@@ -81,7 +81,7 @@ def exported_weights(model: GPT) -> dict[str, Tensor]:
 def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
     """config.json: what the modeling file needs, spelt out in numbers."""
     config = model.config
-    frequency, scale = rotary(config, at(config, config.steps).index)
+    frequency, scale = rotary(config, at(config, config.steps).stage_index)
     trained_on = config.seq_len
     if config.document_mask:
         trained_on = min(config.seq_len, config.max_document)

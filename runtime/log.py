@@ -37,7 +37,7 @@ SYNCED_EVENTS = {"val", "end"}  # claims rest on these, so they must survive a p
 
 # The fields of each event that readers need, and their types; a loss may be the text "nan".
 TIME = {"train_time_ms": (int, float)}
-LOSS = {"step": (int,), "val_loss": (float, str), **TIME}
+LOSS: dict[str, tuple[type, ...]] = {"step": (int,), "val_loss": (float, str), **TIME}
 NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
     "header": {"schema": (int,), "run_id": (str,)},
     "resume": {"from_step": (int,)},

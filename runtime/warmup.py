@@ -5,6 +5,7 @@ Also the dry run. `trainer` is that of train_gpt.py.
 
 import shutil
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any

@@ -30,7 +30,7 @@ def build(config, dtype=torch.float32, step=0):
     """A model with random weights, none of them zero, and the rotary tables of a step."""
     with float64_throughout() if dtype == torch.float64 else nullcontext():
         model = make_model(config, dtype)
-        model.set_rotary(*rotary(config, at(config, step).index))
+        model.set_rotary(*rotary(config, at(config, step).stage_index))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -47,9 +47,9 @@ def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_las
     track, steps
 ):
     config = configure(track, steps=steps)
-    stages = [at(config, step).index for step in range(steps)]
+    stages = [at(config, step).stage_index for step in range(steps)]
     assert stages == sorted(stages)
-    assert at(config, steps).index == stages[-1]
+    assert at(config, steps).stage_index == stages[-1]
     for index, stage in enumerate(STAGES[config.stages]):
         assert abs(stages.count(index) - stage.share * steps) <= 1
     extension = [stage.extension for stage in STAGES[config.stages]]
@@ -126,7 +126,7 @@ def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_
 
 def test_without_windows_the_rotary_tables_stay_as_they_are():
     config = configure("short", window_block=0)
-    last_index = at(config, config.steps).index
+    last_index = at(config, config.steps).stage_index
     for first, last in zip(rotary(config, 0), rotary(config, last_index), strict=True):
         assert torch.equal(first, last)
 
