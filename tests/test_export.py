@@ -313,25 +313,6 @@ def test_the_exported_head_is_that_of_the_last_step(tmp_path, monkeypatch):
     assert not torch.equal(weights["lm_head"], weights["embed"])
 
 
-def test_the_forward_pass_needs_torch_and_transformers_alone_and_can_be_read_in_one_sitting():
-    lines = MODELING.read_text(encoding="utf-8").splitlines()
-    imports = {line.split()[1].split(".")[0] for line in lines if line.startswith(("from", "imp"))}
-    assert imports == {"typing", "torch", "transformers"}
-    assert len(lines) <= 400
-
-
-def change_facts(kept, **settings):
-    facts = json.loads((kept / "config.json").read_text())
-    facts["config"] |= settings
-    (kept / "config.json").write_text(json.dumps(facts))
-    sign(kept)
-
-
-@pytest.fixture
-def kept(tmp_path):
-    return keep(trained(SMALL), tmp_path / "kept")
-
-
 def refusal(kept, tmp_path, capsys):
     """What the command says; it writes nothing."""
     before = sorted(tmp_path.iterdir())
@@ -340,33 +321,11 @@ def refusal(kept, tmp_path, capsys):
     return capsys.readouterr().err
 
 
-def test_a_setting_of_another_trainer_is_refused_by_name(kept, tmp_path, capsys):
-    change_facts(kept, mixture_of_experts=8)
-    said = refusal(kept, tmp_path, capsys)
-    assert "settings mixture_of_experts are only in the model" in said
-
-
-def test_parameters_that_do_not_fit_are_refused_by_name(kept, tmp_path, capsys):
-    weights = load_file(kept / "model.safetensors")
-    save_file(weights | {"blocks.2.router": torch.zeros(3)}, kept / "model.safetensors")
-    sign(kept)
-    said = refusal(kept, tmp_path, capsys)
-    assert "blocks.2.router" in said
-
-
-def test_a_model_that_has_changed_since_is_refused(kept, tmp_path, capsys):
-    with open(kept / "model.safetensors", "r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    assert "model.safetensors has SHA-256" in refusal(kept, tmp_path, capsys)
-
-
-def test_an_export_is_refused_where_transformers_is_missing(kept, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "python -m pip install transformers" in refusal(kept, tmp_path, capsys)
-
-
-def test_a_folder_that_is_no_model_or_is_there_already_is_refused(kept, tmp_path, capsys):
+def test_what_cannot_be_exported_is_refused(tmp_path, capsys, monkeypatch):
+    kept = keep(trained(SMALL), tmp_path / "kept")
     assert "holds no trained model" in refusal(tmp_path / "nothing", tmp_path, capsys)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "python -m pip install transformers" in refusal(kept, tmp_path, capsys)
     (tmp_path / "exported").mkdir()
     assert "exported exists: an export begins with a new folder" in refusal(kept, tmp_path, capsys)

@@ -146,10 +146,8 @@ def test_the_script_writes_on_from_a_prompt_the_same_with_the_same_seed(folder, 
 
 def test_prompts_are_read_line_by_line(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    assert sample_script.main([str(folder), "--tokens", "2", "--interactive"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("one")
-    assert "\ntwo" in said
+    assert sample_script.main([str(folder), "--tokens", "0", "--interactive"]) == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
 
 
 def test_without_a_folder_the_newest_model_writes(folder, tmp_path, capsys, monkeypatch):
@@ -165,32 +163,33 @@ def test_without_a_folder_the_newest_model_writes(folder, tmp_path, capsys, monk
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    (["--temperature", "-1"], "--temperature -1.0: it must be"),
-    (["--temperature", "nan"], "--temperature nan: it must be"),
-    (["--tokens", "-1"], "--tokens -1: at least 0"),
-    (["a", "b", "c"], "3 words: give a folder and a prompt"),
-    (["missing", "b"], "missing holds no trained model. A run with --keep-model on"),
+    ("--temperature -1", "--temperature -1.0: it must be"),
+    ("--temperature nan", "--temperature nan: it must be"),
+    ("--tokens -1", "--tokens -1: at least 0"),
+    ("a b c", "3 words: give a folder and a prompt"),
+    ("missing b", "missing holds no trained model. A run with --keep-model on"),
 ])  # fmt: skip
 def test_bad_words_are_refused_with_the_fix(words, sentence, capsys):
-    assert sample_script.main(words) == 2
+    assert sample_script.main(words.split()) == 2
     assert sentence in capsys.readouterr().err
 
 
 # ---- What a folder must hold
 
 
-def test_unknown_missing_and_other_settings_are_refused_by_name(tmp_path):
-    model = random_model()
-    with pytest.raises(Refused, match="settings mudd are only in the model or"):
-        load_model(keep(model, tmp_path, mudd=True))
-    for name, value in (("steps", "thirty"), ("dim", 256.0), ("momentum", [1]), ("skips", 1)):
-        with pytest.raises(Refused, match=f"{name} '.*: it must be "):
-            load_model(keep(model, tmp_path, **{name: value}))
-    with pytest.raises(Refused, match="--layers huge: it must be one of record42"):
-        load_model(keep(model, tmp_path, layers="huge"))
-    with pytest.raises(Refused, match="size mismatch for"):
-        load_model(keep(model, tmp_path, dim=96))
-    folder = keep(model, tmp_path)
+@pytest.mark.parametrize(("name", "value", "sentence"), [
+    ("mudd", True, "settings mudd are only in the model or"),
+    ("steps", "thirty", "steps 'thirty': it must be "), ("smear", 1, "smear '1': it must be "),
+    ("layers", "huge", "--layers huge: it must be one of record42"),
+    ("dim", 96, "size mismatch for"),
+])  # fmt: skip
+def test_a_setting_that_does_not_fit_is_refused_by_name(name, value, sentence, tmp_path):
+    with pytest.raises(Refused, match=sentence):
+        load_model(keep(random_model(), tmp_path, **{name: value}))
+
+
+def test_a_model_with_a_changed_or_missing_setting_is_refused(tmp_path):
+    folder = keep(random_model(), tmp_path)
     facts = json.loads((folder / CONFIG).read_text())
     del facts["config"]["smear"]
     (folder / CONFIG).write_text(json.dumps(facts))
@@ -285,10 +284,7 @@ def test_the_script_prints_all_scores(trained, capsys):
     _, folder, _, _ = trained
     final = next(folder.glob("checkpoints/*_t1_*"))
     assert evaluate_script.main([str(final), "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    for words in ("validation loss ", "95 % interval", "1,024 tokens in 4 rows", "bits per byte",
-                  "64 to 127", "copied", "new"):  # fmt: skip
-        assert words in said
+    assert "1,024 tokens in 4 rows" in capsys.readouterr().out
     assert evaluate_script.main([str(final), "--data-dir", str(folder)]) == 2
     assert "has no *val_*.bin file" in capsys.readouterr().err
 
