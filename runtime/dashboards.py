@@ -1,111 +1,88 @@
-"""`--log-to`: a dashboard shows the numbers of a run's log. They are sent while the clock stands.
+"""`--log-to`: a dashboard gets the numbers of steps and validations while the run goes on.
 
-An adapter takes the folder of the logs, the run's id and its configuration. `log(step, numbers)`
-must be quick. `close()` waits until everything is sent.
+Each function below opens a run in a dashboard. It returns two functions: one takes a step and its
+numbers, the other waits until everything is sent.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 PROJECT = "speedrun"
-SHOWN = {"step": ("train_loss", "lr_mul", "window", "tokens", "step_ms"), "val": ("val_loss",)}
+SHOWN = {  # events and their numbers
+    "step": ("train_loss", "lr_mul", "window", "tokens", "step_ms"), "val": ("val_loss",),
+}  # fmt: skip
+Opened = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
 
 
-class TensorBoard:
+def open_tensorboard(folder: Path, run_id: str, config: dict[str, Any]) -> Opened:
     """Event files in `tensorboard/RUN_ID` beside the logs: `tensorboard --logdir logs`."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(str(folder / "tensorboard" / run_id))
+    writer.add_text("config", json.dumps(config))
 
-        self._writer = SummaryWriter(str(folder / "tensorboard" / run_id))
-        self._writer.add_text("config", json.dumps(config))
-
-    def log(self, step: int, numbers: dict[str, float]) -> None:
+    def log(step: int, numbers: dict[str, float]) -> None:
         for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)
+            writer.add_scalar(name, number, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return log, writer.close
 
 
-class Trackio:
-    """The local database of trackio: `trackio show`."""
-
-    def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
+def open_tracker(name: str, folder: Path, run_id: str, config: dict[str, Any]) -> Opened:
+    """A run of trackio (`trackio show`) or of wandb, with WANDB_MODE=offline beside the logs."""
+    facts: dict[str, Any] = {"project": PROJECT, "config": config, "resume": "allow"}
+    if name == "trackio":
         import trackio
 
-        self._run = trackio.init(
-            PROJECT, name=run_id, config=config, resume="allow", embed=False,
-            auto_log_gpu=False, auto_log_cpu=False,
-        )  # fmt: skip
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        run = trackio.init(name=run_id, **quiet, **facts)
+        return lambda step, numbers: run.log(numbers, step=step), run.finish
+    import wandb
 
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(numbers, step=step)
+    # No threads but the sender's. `wandb sync` sends what a dead network left on the disk.
+    settings = wandb.Settings(console="off", x_disable_stats=True, finish_timeout=60)
+    run = wandb.init(id=run_id, dir=folder, settings=settings, **facts)
+    run.define_metric("*", step_metric="step")  # a resumed run may go back
 
-    def close(self) -> None:
-        self._run.finish()
+    def close() -> None:
+        run.finish()
+        wandb.teardown()  # waits for the files: one of several ranks ends without atexit
 
-
-class Wandb:
-    """A run of Weights & Biases, with `WANDB_MODE=offline` in `wandb/` beside the logs."""
-
-    def __init__(self, folder: Path, run_id: str, config: dict[str, Any]) -> None:
-        import wandb
-
-        # No threads but the sender's. What a dead network left on the disk `wandb sync` sends.
-        settings = wandb.Settings(console="off", x_disable_stats=True, finish_timeout=60)
-        self._teardown = wandb.teardown
-        self._run = wandb.init(
-            project=PROJECT, id=run_id, config=config, resume="allow", dir=folder, settings=settings
-        )
-        self._run.define_metric("*", step_metric="step")  # a resumed run may go back
-
-    def log(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(numbers | {"step": step})
-
-    def close(self) -> None:
-        self._run.finish()
-        self._teardown()  # waits for the files; one of several ranks ends without atexit
+    return lambda step, numbers: run.log(numbers | {"step": step}), close
 
 
-ADAPTERS: dict[str, Callable[..., Any]] = {
-    "tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb,
-}  # fmt: skip
+def open_dashboard(name: str, *run: Any) -> Opened:
+    return open_tensorboard(*run) if name == "tensorboard" else open_tracker(name, *run)
 
 
 class Dashboard:
-    """Follows one segment of a log. A dashboard that fails is left alone; the run goes on."""
+    """Sends events from a thread, so that no step waits. If that fails, the run continues."""
 
-    def __init__(self, name: str, log: Path, header: dict[str, Any], say: Callable) -> None:
-        self._name, self._log, self._header, self._say = name, log, header, say
-        self._adapter: Any = None
-        self._offset = 0
+    def __init__(
+        self, name: str, log: Path, config: dict[str, Any], say: Callable[[str], None]
+    ) -> None:
+        self._events: SimpleQueue[tuple[int, dict[str, float]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._send, args=(name, log, config, say), daemon=True)
+        self._thread.start()
 
-    def follow(self, last: bool = False) -> None:
-        """Send what the log got since the last call. Not on the clock."""
-        if self._name not in ADAPTERS:
+    def show(self, event: str, fields: dict[str, Any]) -> None:
+        self._events.put((fields["step"], {name: float(fields[name]) for name in SHOWN[event]}))
+
+    def close(self) -> None:
+        self._events.put(None)
+        self._thread.join()
+
+    def _send(self, name: str, log: Path, config: dict, say: Callable[[str], None]) -> None:
+        if name == "none":
             return
         try:
-            if self._adapter is None:
-                run_id = self._log.name.split(".")[0]
-                config = self._header["config"]
-                self._adapter = ADAPTERS[self._name](self._log.parent, run_id, config)
-            for event in self._new_events():
-                numbers = {name: float(event[name]) for name in SHOWN[event["event"]]}
-                self._adapter.log(event["step"], numbers)
-            if last:
-                self._adapter.close()
+            send, close = open_dashboard(name, log.parent, log.name.split(".")[0], config)
+            while (event := self._events.get()) is not None:
+                send(*event)
+            close()
         except Exception as error:  # of any kind: services and networks have many
-            self._say(f"warning: --log-to {self._name} stops here: {error}. The log has it all.")
-            self._name = "none"
-
-    def _new_events(self) -> Iterator[dict[str, Any]]:
-        with self._log.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                self._offset += len(line)
-                event = json.loads(line)
-                if event["event"] in SHOWN:
-                    yield event
+            say(f"warning: --log-to {name} stops here: {error}. The log has all numbers.")

@@ -81,8 +81,8 @@ class Run(contextlib.AbstractContextManager):
             undo.pop_all()
         self._log_phases()
         log_to = self._config.log_to if self._machine.is_main else "none"
-        self._dashboard = Dashboard(log_to, self._log.path, self._header, self._machine.say)
-        self._dashboard.follow()
+        settings = self._header["config"]
+        self._dashboard = Dashboard(log_to, self._log.path, settings, self._machine.say)
         return self
 
     def _load(self) -> None:
@@ -151,7 +151,6 @@ class Run(contextlib.AbstractContextManager):
         with self.clock.phase(name, timed=False), self._progress.pause(name):
             yield
         self._log_phases()
-        self._dashboard.follow()
         gc.collect()  # here, off the clock; it is disabled during steps
         if training:
             self.start_training()
@@ -194,7 +193,9 @@ class Run(contextlib.AbstractContextManager):
 
     def _write_step(self, event: dict[str, Any], loss: float, skip: Any) -> None:
         step = event["step"]
-        self._log.write("step", **event, skipped=skip is not None, train_loss=loss)
+        event |= {"skipped": skip is not None, "train_loss": loss}
+        self._log.write("step", **event)
+        self._dashboard.show("step", event)
         self._progress.step(event, loss, skip is not None)
         if skip is None and math.isfinite(loss):
             self._skips = 0
@@ -216,6 +217,7 @@ class Run(contextlib.AbstractContextManager):
         steps, ms = self._config.steps, self.clock.train_time_ms
         event = {"step": step, "total_steps": steps, "val_loss": val_loss, "train_time_ms": ms}
         self._log.write("val", **event)
+        self._dashboard.show("val", event)
         said = f"step {step}/{steps} | validation loss {val_loss:.4f} | {ms / 1000:.1f} s"
         self._machine.say(said)
         self._progress.validated(step, val_loss)
@@ -335,7 +337,7 @@ class Run(contextlib.AbstractContextManager):
             self._explain(error)
         end = {"steps": self.steps_done, "train_time_ms": self.clock.train_time_ms}
         self._log.finish(self._end | end | {"peak_mib": peak_mib(self._machine)})
-        self._dashboard.follow(last=True)
+        self._dashboard.close()
         if self._end["status"] == "done" and self._machine.is_main:
             self._clear()
         return self._end["status"] in ("nonfinite", "interrupted")

@@ -1,5 +1,7 @@
 """`--log-to`: what the dashboards have got equals what stands in the log."""
 
+import time
+
 import pytest
 from stub_trainer import STEPS, logs_of, read_events, run, trainer_in
 
@@ -77,19 +79,31 @@ def histories(path):
     return [each for each in found if each]
 
 
+def test_a_dashboard_gets_each_number_while_the_run_goes_on(tmp_path, monkeypatch):
+    sent = {}
+
+    def log(step, numbers):
+        for name, number in numbers.items():
+            sent.setdefault(name, {})[step] = number
+
+    def look(trainer, step):
+        while 5 not in sent.get("train_loss", {}):  # the sender is another thread
+            time.sleep(0.001)
+
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda *run: (log, lambda: None))
+    assert run(tmp_path, {7: look}, log_to="wandb") == 0
+    assert sent == logged(tmp_path)
+
+
 def test_a_dashboard_that_fails_is_told_once_and_the_run_is_done(tmp_path, monkeypatch, capsys):
     sent = []
 
-    class Failing:
-        def __init__(self, *facts):
-            pass
+    def log(step, numbers):
+        sent.append(step)
+        if step == 3:
+            raise ConnectionError("no route")
 
-        def log(self, step, numbers):
-            sent.append(step)
-            if step == 3:
-                raise ConnectionError("no route")
-
-    monkeypatch.setitem(dashboards.ADAPTERS, "wandb", Failing)
+    monkeypatch.setattr(dashboards, "open_dashboard", lambda *run: (log, None))
     assert run(tmp_path, log_to="wandb") == 0
     assert capsys.readouterr().out.count("warning: --log-to wandb stops here: no route") == 1
     assert sent == [0, 1, 2, 3]
