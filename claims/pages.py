@@ -46,7 +46,7 @@ def facts(evidence: Evidence) -> dict[str, Any]:
     numbers = {name: float(f"{value:.10g}") for name, value in result._asdict().items()}
     return {
         "schema": SCHEMA, "name": claim.name, "track": claim.track, "date": claim.created[:10],
-        "claim": claim.id, "target": claim.target, "level": evidence.level,
+        "claim": claim.id, "target": claim.target, "level": claim.alpha,
         "shown": evidence.shown, "steps": claim.config["steps"], **numbers, "n": result.n,
         "median_train_time_ms": evidence.median_ms, "source_sha256": claim.source_sha256,
         "config_sha256": claim.config_sha256, "runs": runs,
@@ -92,7 +92,7 @@ def result_part(evidence: Evidence) -> Iterator[str]:
     yield f"# {claim.name}, track {claim.track}: {claim.config['steps']:,} steps"
     yield textwrap.fill(literal(claim.about), 100, initial_indent="> ", subsequent_indent="> ")
     yield (f"{verdict}: the mean validation loss is below {claim.target:g}\n"
-           f"({result.n} runs, p = {result.p:.3g}, level {evidence.level:.3g}).")
+           f"({result.n} runs, p = {result.p:.3g}, level {claim.alpha:g}).")
     row = (result.n, f"{result.mean:.6f}", f"{result.sd:.6f}", f"{result.t:.4f}",
            f"{result.p:.3g}", f"{result.upper99:.5f}", f"{evidence.median_ms / 1000:.2f}")
     yield table("| n | mean | sd | t | p | 99 % upper bound | median s |", [row])
@@ -120,9 +120,8 @@ def run_part(evidence: Evidence) -> Iterator[str]:
     if claim.schema == 1:
         said = "and the claim schema 1, which asks for no checks of the trained models."
     yield f"The logs have schema {schemas}, {said}"
-    looks = " and ".join(map(str, claim.looks))
     yield (f"The claim was written at {claim.created}, before the runs: {claim.n} runs,\n"
-           f"seeds {claim.seeds[0]} to {claim.seeds[-1]}, tested after {looks}.")
+           f"seeds {claim.seeds[0]} to {claim.seeds[-1]}, tested after {claim.n}.")
     folder = shlex.quote(f"records/{claim.track}/{evidence.folder.name}")
     train = shlex.join(["python", "train_gpt.py", *claim.flags])
     yield fenced(f"{train} --seed {claim.seeds[0]} --trials {claim.n}\n"
@@ -176,8 +175,8 @@ def differences(evidence: Evidence) -> Iterator[Failure]:
         path = evidence.folder / name
         same_size = path.is_file() and path.stat().st_size == len(content)  # else it may be huge
         if not same_size or path.read_bytes() != content:
-            mend = f"write it with scripts/record.py make {evidence.folder}"
-            yield Failure(f"{name} is not what the logs say", path, mend)
+            fix = f"write it with scripts/record.py make {evidence.folder}"
+            yield Failure(f"{name} is not what the logs say", path, fix)
 
 
 def leaderboard(evidences: Sequence[Evidence]) -> str:
@@ -201,7 +200,7 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
         name = f"[{claim.name}]({track}/{quote(evidence.folder.name)})"
         probes = [mean_probe(evidence, probe) for probe in ("copy_loss", "new_loss")]
         losses = ["" if loss is None else f"{loss:.2f}" for loss in probes]
-        rows.append((place, claim.created[:10], name, literal(evidence.tier),
+        rows.append((place, claim.created[:10], name, literal(evidence.hardware),
                      f"{claim.config['steps']:,}",
                      f"{evidence.tokens / 1e6:,.3f}", parameters(evidence), found.n,
                      f"{found.mean:.4f}", *losses, f"{found.sd:.4f}", f"{found.p:.2g}",

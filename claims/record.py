@@ -7,7 +7,6 @@ that `scripts/record.py make` writes from these: record.json and README.md. Its 
 
 import difflib
 import json
-import math
 import os
 import re
 import statistics
@@ -24,8 +23,8 @@ from typing import Any, NamedTuple
 from claims.arms import ALPHA
 from claims.logs import first_segment, read_run
 from claims.runs import Run, current_names
-from claims.stats import Result, look_level, one_sample
-from runtime.claim import Claim, read_claim
+from claims.stats import Result, one_sample
+from runtime.claim import Claim, check_rules, read_claim
 from runtime.errors import ClaimError, LogError, Refused
 from runtime.jsonl import check_regular, plain, read_regular
 from runtime.log import digest, read_sources
@@ -159,8 +158,6 @@ TRACKS = {
     "medium": Track(2.92, 10_485_760, "", 0.01, "", {}, True),
     "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, False),
 }
-
-
 FIRST_LOGS = "2026-11-23"  # claims before this day may be of schema 1, with logs of schema 1 and 2
 
 
@@ -209,11 +206,6 @@ class Evidence:
         return commit_time(self.folder / "claim.json")
 
     @cached_property
-    def level(self) -> float:
-        """p must be below it: alpha, or less where the claim planned several looks."""
-        return look_level(tuple(self.claim.looks), ALPHA)
-
-    @cached_property
     def result(self) -> Result:
         return one_sample([run.validations[-1].loss for run in self.complete], self.claim.target)
 
@@ -233,42 +225,22 @@ class Evidence:
         return self.median_ms if self.track.in_time else self.tokens
 
     @cached_property
-    def tier(self) -> str:
-        """The hardware of all runs, such as `8 x 80 GB`; "mixed" if it differs."""
-        tiers = {tier_of(run) for run in self.runs}
-        return tiers.pop() if len(tiers) == 1 else "mixed"
+    def hardware(self) -> str:
+        """The hardware of all runs, such as `8 x NVIDIA H100 80GB HBM3`; "mixed" if it differs."""
+        found = set()
+        for run in self.runs:
+            gpu = run.env.get("gpu")
+            found.add(f"{run.header.get('world_size')} x {gpu}" if gpu else "CPU")
+        return found.pop() if len(found) == 1 else "mixed"
 
     @property
     def contest(self) -> str:
-        """A record beats the claims of its contest: times on one tier, tokens on any."""
-        return self.tier if self.track.in_time else ""
+        """A record beats the claims of its contest: times on one hardware, tokens on any."""
+        return self.hardware if self.track.in_time else ""
 
     @property
     def shown(self) -> bool:
-        return self.result.n in self.claim.looks and self.result.p < self.level
-
-
-def is_memory(size: Any) -> bool:
-    return type(size) in (int, float) and 0 < size < 2**20
-
-
-def tier_of(run: Run) -> str:
-    """Ranks and the memory of each one's GPU, or `CPU`; "mixed" if the ranks' memory differs.
-
-    The first logs lack the memory. There the GPU's name may have it; else the name is used.
-    """
-    gpu = run.env.get("gpu")
-    if gpu is None:
-        return "CPU"
-    sizes = run.env.get("gpu_memory_gib")
-    named = re.search(r"(\d{1,4}) ?GB", str(gpu))
-    if not sizes and named:
-        sizes = [int(named[1])]
-    # Cards are sold with multiples of 4 GB, of which torch sees up to 3.6 less.
-    cards = {f"{4 * math.ceil(size / 4)} GB" for size in sizes or []} or {str(gpu)}
-    if len(cards) > 1:
-        return "mixed"
-    return f"{run.header.get('world_size')} x {cards.pop()}"
+        return self.result.n == self.claim.n and self.result.p < ALPHA
 
 
 def claim_text(claim: Claim) -> str:
@@ -299,10 +271,6 @@ def read_evidence(folder: Path) -> Evidence:
             for name in ("data", "checks", "config"):
                 if not isinstance(run.header.get(name), dict):
                     raise LogError(f"{path}: the header must have {name}, an object")
-            sizes = run.env.get("gpu_memory_gib", [])
-            if not isinstance(sizes, list) or not all(map(is_memory, sizes)):
-                raise LogError(f"{path}: gpu_memory_gib must be a list of GiB, one for each rank, "
-                               f"not {sizes!r:.40}. Restore the log.")
             runs.append(run)
     source = read_source(records_of(folder), claim.source_sha256)
     return Evidence(folder, claim, TRACKS[claim.track], runs, registry, source)
@@ -311,7 +279,6 @@ def read_evidence(folder: Path) -> Evidence:
 def records_of(folder: Path) -> Path:
     """The folder of all records and of their sources."""
     return folder.resolve().parents[1]
-
 
 
 # ---- What a record's folder cannot tell
@@ -382,7 +349,6 @@ def cannot_tell(claim: Claim, said: str) -> Refused:
                    "what it needs, or leave the flags unchecked with --read-only.")
 
 
-
 # ---- Making a record
 
 COMMIT = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
@@ -396,10 +362,7 @@ def working_source(root: Path) -> Source:
 
 def write_claim(records: Path, claim: Claim, source: Source) -> Path:
     """Write the claim, and its source unless it is stored already. Returns the record's folder."""
-    with tempfile.TemporaryDirectory() as scratch:
-        draft = Path(scratch, "claim.json")
-        draft.write_text(claim_text(claim))
-        read_claim(draft)  # ClaimError for a claim that breaks a rule; nothing is written then
+    check_rules(claim, claim.name)  # before anything is written
     folder = records / claim.track / f"{claim.created[:10]}_{claim.name}"
     folder.mkdir(parents=True)  # FileExistsError: a claim is written once
     (folder / "claim.json").write_text(claim_text(claim))

@@ -12,7 +12,7 @@ from runtime.jsonl import json_hash, parse, read_regular
 from runtime.log import config_hash, source_hash
 
 SCHEMA = 2  # of a claim whose runs have logs of schema 3; those of schema 1 stay valid
-LEAST_RUNS, MOST_RUNS, MOST_LOOKS = 4, 10_000, 100  # fewer runs may agree by chance
+LEAST_RUNS, MOST_RUNS = 4, 10_000  # fewer runs may agree by chance
 MOST_BYTES, MOST_ABOUT = 2**20, 1000  # of the file; of `about`, in characters
 NAME = r"[A-Z][A-Za-z0-9]{1,60}"
 SHA256 = "[0-9a-f]{64}"
@@ -29,7 +29,7 @@ class Claim:
     alpha: float
     n: int
     seeds: list[int]
-    looks: list[int]  # numbers of runs after which to test; [n]: once, at the end
+    looks: list[int]  # [n]: it is tested once, after all its runs
     source_sha256: str
     config_sha256: str
     config: dict[str, Any]
@@ -58,10 +58,15 @@ def read_claim(path: str | Path) -> Claim:
         raise ClaimError(f"{path}: schema {fields['schema']} with fields {more} more; this version "
                          f"reads schemas 1 and {SCHEMA}")  # fmt: skip
     claim = Claim(**fields)
+    check_rules(claim, path)
+    return claim
+
+
+def check_rules(claim: Claim, where: object) -> None:
+    """ClaimError for the first rule that the claim breaks."""
     for holds, rule in _rules(claim):
         if not holds:
-            raise ClaimError(f"{path}: {rule}")
-    return claim
+            raise ClaimError(f"{where}: {rule}")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -88,14 +93,11 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _rules(claim: Claim) -> list[tuple[bool, str]]:
     """Whether each rule of a claim holds, and the rule as a sentence."""
-    n, seeds, looks = claim.n, claim.seeds, claim.looks
+    n, seeds = claim.n, claim.seeds
     return [
         (LEAST_RUNS <= n == len(set(seeds)) == len(seeds) <= MOST_RUNS,
          f"n = {n} must be {LEAST_RUNS} to {MOST_RUNS}, with as many different seeds"),
-        (looks == sorted(set(looks)) and 0 < len(looks) <= MOST_LOOKS,
-         f"looks must rise, and be 1 to {MOST_LOOKS}"),
-        (min(looks, default=0) >= LEAST_RUNS and looks[-1] == n,
-         f"looks must be between {LEAST_RUNS} and n = {n}, the last one at n"),
+        (claim.looks == [n], f"looks must be [{n}]: a claim is tested once, after all its runs"),
         (0 < claim.target < 100, f"target {claim.target!s:.20} must be between 0 and 100"),
         (0 < claim.alpha < 1, f"alpha {claim.alpha!s:.20} must be between 0 and 1"),
         # The hash of the source becomes the name of a folder.

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from any folder
 
-from scripts.command import ask_trainer, command, make_parser, start, whole_numbers
+from scripts.command import ask_trainer, command, make_parser, start
 
 from claims.arms import ALPHA
 from claims.checks import Failure, find_failures
@@ -75,7 +75,7 @@ def claim(arguments: argparse.Namespace) -> int:
     claim = Claim(
         name=arguments.name, track=config["track"], target=track.target, alpha=ALPHA, n=arguments.n,
         seeds=list(range(arguments.seed, arguments.seed + arguments.n)),
-        looks=arguments.looks or [arguments.n], source_sha256=digest(source.files),
+        looks=[arguments.n], source_sha256=digest(source.files),
         config_sha256=config_hash(config), config=config, flags=flags,
         about=arguments.about, created=datetime.now(UTC).isoformat(timespec="seconds"))
     folder = os.path.relpath(write_claim(RECORDS, claim, source))
@@ -102,7 +102,7 @@ def judge(evidence: Evidence, more: Sequence[Failure] = ()) -> int:
     failures = [*find_failures(evidence), *differences(evidence), *more]
     for failure in failures:
         print(f"{evidence.folder}: {failure.what}")
-        print(f"    in {failure.where}\n    mend: {failure.mend}")
+        print(f"    in {failure.where}\n    fix: {failure.fix}")
     result = evidence.result
     verdict = "verified"
     if failures:
@@ -112,7 +112,7 @@ def judge(evidence: Evidence, more: Sequence[Failure] = ()) -> int:
     found = f"{result.n} runs that count, too few for a test"
     if result.n > 1:
         found = (f"with a mean loss of {result.mean:.6f} in {result.n} runs, "
-                 f"p = {result.p:.3g}, level {evidence.level:.3g}")
+                 f"p = {result.p:.3g}, level {evidence.claim.alpha:g}")
     print(f"{evidence.folder}: {verdict}: below {evidence.claim.target:g} {found}")
     if evidence.committed is None:
         print("    not checked: whether its claim was first; no git history here tells")
@@ -125,9 +125,9 @@ def verify(arguments: argparse.Namespace) -> int:
     for folder in arguments.folders:
         evidence, failures = read_evidence(folder), []
         if not arguments.read_only:
-            mend = "claim the settings that the flags mean"
+            fix = "claim the settings that the flags mean"
             for what in check_flags(evidence.claim, evidence.source):
-                failures.append(Failure(what, folder / "claim.json", mend))
+                failures.append(Failure(what, folder / "claim.json", fix))
         code |= judge(evidence, failures)
         code |= arguments.require_shown and not evidence.shown
         if arguments.rerun is not None:
@@ -193,7 +193,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
                      help="claim B of judgement N (the last) with its flags, on fresh seeds")
     sub.add_argument("--judgements", type=Path, default=Path("logs/judge"),
                      help="folder of judgements (%(default)s)")
-    sub.add_argument("--looks", type=whole_numbers, help="test after so many runs: 5,10 (--n)")
     sub = commands.add_parser("make", help="make the record of a claim from its runs")
     sub.set_defaults(run=make)
     sub.add_argument("folder", type=Path, help="folder of claim.json")

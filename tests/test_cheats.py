@@ -206,11 +206,12 @@ CHEATS: dict[str, tuple] = {
     "the best 4 of 6 under a claim of 4": (
         keep_best_and_claim_them, "extra: the run was not started", "missing: "),
     "4 of 6 and no lines of the last": (
-        lambda folder: cut(folder, runs_of(folder)[4:]), r"missing: seeds \[1004, 1005\] .* 4 run"),
+        lambda folder: cut(folder, runs_of(folder)[4:]),
+        r"missing: seeds \[1004, 1005\] .* 4 of 6"),
     "4 of 6 and no lines of the others": (
         lambda folder: cut(folder, runs_of(folder)[2:4]), CHAIN),
     "a killed run": (start_again, "not counted: no end line", "repeats seed 1003"),
-    "a run without its end": (cut_off_end, "not counted: no end line", "missing: .* 5 runs count"),
+    "a run without its end": (cut_off_end, "not counted: no end line", "missing: .* 5 of 6 runs"),
     "a copied log": (copy_log, "20991231.jsonl is a duplicate of"),
     "a copy with another run id and seed": (
         replace_worst, "is a duplicate of", "missing: run .* was started",
@@ -405,7 +406,7 @@ FORGED: dict[str, tuple] = {
     "fewer tokens than planned": (
         put(10**6, "train_tokens"), "trained on 6144 tokens, not on the 1000000 of the header"),
     "more steps than claimed": (train_longer, "24 steps, not the claimed 12"),
-    "fewer validation tokens": (put(512, "data", "val_tokens"), "validated on 512 tokens, not"),
+    "fewer validation tokens": (put(512, "data", "val_tokens"), "validation tokens: 512, not 1024"),
     "other validation data": (put(ZERO, "data", "val_sha256"), "val_sha256 differs",
                               "val_sha256 0{16}, not aa"),
     "other training data": (put(ZERO, "data", "train_sha256"), "train_sha256 differs"),
@@ -448,16 +449,16 @@ FORGED: dict[str, tuple] = {
     "no hash of the tokens": (each("end", train_tokens_sha256=None), "no hash of the tokens",
                               "runs trained on different tokens"),
     "a row that was not scored": (each("end", targets_scored=VAL_TOKENS - 256),
-                                  "768 targets scored, not 1024"),
+                                  "scored targets: 768, not 1024"),
     "no checks of the trained model": (
         each("end", checks=None), "check normalized", "check causality_trained", "check additive"),
-    "probabilities that sum to 277": (checked("normalized", 277.0), "check normalized .* is 277.0"),
+    "probabilities that sum to 277": (checked("normalized", 277.0), "check normalized .*: 277.0"),
     "a loss that is scaled": (
-        checked("normalized", 1.07), "check normalized .* is 1.07, not 0 to 1.01"),
-    "a sum of nan": (checked("normalized", "nan"), "check normalized of the trained model is nan"),
+        checked("normalized", 1.07), "check normalized .*: 1.07, not 0 to 1.01"),
+    "a sum of nan": (checked("normalized", "nan"), "check normalized of the trained model: nan"),
     "sight of the future in long rows": (checked("causality_trained", 1.3),
-                                         "check causality_trained .* is 1.3, not 0 to 0.001"),
-    "a mean over the targets": (checked("additive", 0.5), "check additive .* is 0.5, not 0 to"),
+                                         "check causality_trained .*: 1.3, not 0 to 0.001"),
+    "a mean over the targets": (checked("additive", 0.5), "check additive .*: 0.5, not 0 to"),
     "PYTHONPATH": (put("/elsewhere", "env", "sys_flags", "pythonpath"),
                    "started with pythonpath '/elsewhere', not ''"),
     "bytecode that lay beside the source": (
@@ -516,7 +517,7 @@ def test_a_run_that_was_stopped_saved_and_resumed_counts_and_the_page_says_so(fo
 
 def test_a_run_that_repeats_steps_is_shown_and_not_counted(folder, capsys):
     resume_first(folder, saved=False)
-    caught(folder, capsys, "not counted: .*steps after 8 were done twice", "missing: .* 5 runs")
+    caught(folder, capsys, "not counted: .*steps after 8 were done twice", "missing: .* 5 of 6")
     page = (folder / "README.md").read_text()
     assert "Seed 1000 was resumed at step 8" in page
     assert "| 1000 |" not in page

@@ -227,7 +227,7 @@ def test_a_number_of_any_shape_in_claim_or_log_ends_in_a_sentence(value, strange
     change_claim(stranger, config=claim["config"])
     edit_log(first, "header", data=small_run.read_events(first)[0]["data"] | {"val_tokens": value})
     assert record.main(["verify", "--read-only", str(stranger)]) == 1
-    assert f"validated on {value!s:.20} tokens, not 262144" in capsys.readouterr().out
+    assert f"validation tokens: {value!s:.20}, not 262144" in capsys.readouterr().out
     edit_log(second, "val", total_steps=value)
     assert record.main(["verify", "--read-only", str(stranger)]) == 2
     assert "total_steps must be an integer" in capsys.readouterr().err
