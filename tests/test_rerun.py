@@ -32,6 +32,7 @@ LAYERS = """LAYERS["tiny"] = [
     Layer(value_embed=0),
     Layer(window="long", value_embed=1, skip_from=0, backout=True),
 ]
+LAYERS["copyinit"] = LAYERS["copyinit"][:2]
 # ---- Model. B rows"""
 
 
