@@ -69,7 +69,7 @@ def read(*paths):
 
 
 def test_a_run_is_told_as_its_log_tells_it(tmp_path):
-    write_log(tmp_path / "logs", seed=1, skip={7})
+    write_log(tmp_path / "logs", seed=1, skip={7}, track="tiny", head_pairs=True)
     (run,) = read(tmp_path / "logs")["runs"]
     assert (run["status"], run["loss"], run["seconds"], run["done"]) == ("done", 3.2, 0.4, 40)
     assert run["curve"]["step"] == list(range(1, 41))
@@ -79,6 +79,8 @@ def test_a_run_is_told_as_its_log_tells_it(tmp_path):
     assert run["skips"] == {"step": [7], "tokens": [700], "seconds": [0.07]}
     assert run["val"] == {"step": [40], "tokens": [4000], "seconds": [0.4], "loss": [3.2]}
     assert "seed" not in run["config"], "seeds of one configuration share a group"
+    names = (run["config"]["recipe"], run["config"]["muon_head_pairs"])
+    assert names == ("copyinit", True), "older logs are shown by names of today"
 
 
 def test_quick_validations_are_told_apart_and_do_not_end_a_run(tmp_path):

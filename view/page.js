@@ -170,9 +170,9 @@ function validationsOf(runs) {  // their median at each step; few: of a quick on
     for (const kind of ["quick", "val"])
       run[kind].step.forEach((step, i) => steps.set(step, [...steps.get(step) ?? [],
         {x: run[kind][state.axis][i], y: run[kind].loss[i], few: kind === "quick"}]));
-  const median = (found, name) => quantile(found.map(one => one[name]), .5);
-  const dots = [...steps.values()].map(found =>
-    ({x: median(found, "x"), y: median(found, "y"), few: found[0].few}));
+  const median = (dots, name) => quantile(dots.map(dot => dot[name]), .5);
+  const dots = [...steps.values()].map(all =>
+    ({x: median(all, "x"), y: median(all, "y"), few: all[0].few}));
   return {color: runs[0].color,
     dots: dots.filter(dot => known(dot.x) && known(dot.y)).sort((a, b) => a.x - b.x)};
 }
@@ -231,7 +231,7 @@ function options(chart) {
   }
   const grid = {stroke: css("--grid"), width: 1};
   const axis = {stroke: css("--soft"), grid, ticks: {show: false}, font: FONT};
-  const values = (plot, found) => found.map(state.axis !== "seconds" ? short
+  const values = (plot, ticks) => ticks.map(state.axis !== "seconds" ? short
     : s => s < 60 ? `${+s.toFixed(1)} s` : `${Math.floor(s / 60)}:${two(s % 60)}`);
   const incrs = state.axis === "seconds" ? SECONDS : undefined;
   return {
@@ -242,7 +242,7 @@ function options(chart) {
       y: {range: (plot, low = 0, high = 1) => chart.range ?? [Math.min(0, low), high * 1.08 || 1]},
     },
     axes: [{...axis, values, incrs, space: 70, size: 26},
-      {...axis, values: (plot, found) => found.map(short), space: 34, size: 46}],
+      {...axis, values: (plot, ticks) => ticks.map(short), space: 34, size: 46}],
     focus: {alpha: .25},
     cursor: {sync: {key: "axis"}, y: false, points: {one: true, size: 7}, focus: {prox: 30},
       drag: {setScale: false}, bind: {dblclick: () => () => { zoom = null; render(); }}},
@@ -336,7 +336,7 @@ function row(item, kind, name, [seed, loss, time, steps, status, differs]) {
 }
 
 const soft = text => el("span", {className: "soft"}, text);
-const said = (word, text, title) => el("span", {className: word, title}, text);
+const colored = (word, text, title) => el("span", {className: word, title}, text);
 const isOpen = group => toggled.has(group.id) !== group.open;
 
 function groupRow(group) {
@@ -347,7 +347,7 @@ function groupRow(group) {
   const sd = losses.length > 1 ? ` ± ${Math.sqrt(squares / (losses.length - 1)).toFixed(4)}` : "";
   const words = runs.map(statusOf);
   const status = [...new Set(words)].map(word =>
-    said(word, `${words.filter(other => other === word).length} ${word} `, ""));
+    colored(word, `${words.filter(other => other === word).length} ${word} `, ""));
   const chips = group.differs.slice(0, 4).map(text =>
     el("span", {className: "chip"}, text.length > 40 ? text.slice(0, 39) + "…" : text));
   const rest = el("span", {className: "soft", title: group.differs.join("\n")},
@@ -368,7 +368,8 @@ function runRow(run) {
   const left = word === "running" && rest > 0 ? `, ${duration(rest)} left` : "";
   return row(run, "run", [el("button", {onclick: () => openRun(run)}, run.name)],
     [show(run.seed ?? ""), [known(run.loss) ? run.loss.toFixed(4) : ""], duration(run.seconds ?? 0),
-      run.done + of, [said(word, word + left, run.why)], [soft(word === "running" ? "" : run.why)]]);
+      run.done + of, [colored(word, word + left, run.why)],
+      [soft(word === "running" ? "" : run.why)]]);
 }
 
 // ---- A run's header and log
@@ -377,14 +378,14 @@ const flat = (value, prefix = "") => Object.entries(value).flatMap(([name, item]
   item?.constructor === Object ? flat(item, `${prefix}${name}.`) : [[prefix + name, show(item)]]);
 
 async function openRun(run) {
-  const found = embedded?.excerpts[run.id] ?? await (await fetch(`run?id=${run.id}`)).json();
+  const excerpt = embedded?.excerpts[run.id] ?? await (await fetch(`run?id=${run.id}`)).json();
   let header = {};
-  try { header = JSON.parse(found.first); } catch { /* a text log has none */ }
+  try { header = JSON.parse(excerpt.first); } catch { /* a text log has none */ }
   const facts = flat({status: statusOf(run), why: run.why, folder: run.folder, ...header});
   $("name").textContent = run.name;
   $("facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value]) =>
     el("div", {}, el("dt", {className: "soft"}, name), el("dd", {}, value))));
-  $("log").textContent = found.last;
+  $("log").textContent = excerpt.last;
   $("dialog").showModal();
   $("log").scrollTop = $("log").scrollHeight;
 }
@@ -407,7 +408,7 @@ function render() {
   const words = groups.flatMap(group => group.runs).map(statusOf);
   const count = word => words.filter(other => other === word).length;
   const silent = drawn.flatMap(group => group.runs).filter(run => !curveOf(run, "loss")[0].length);
-  $("told").textContent = ["line: training, smoothed", "dots: validation, on other text",
+  $("legend").textContent = ["line: training, smoothed", "dots: validation, on other text",
     ...(drawn.some(group => group.runs.some(run => run.quick.step.length))
       ? ["small dots: quick validation, on a few of its tokens"] : []),
     ...(charts.loss.targets.length ? [`dotted: target ${charts.loss.targets.join(", ")}`] : []),

@@ -15,7 +15,7 @@ import numpy as np
 from claims.arms import PUBLIC_TARGETS, track_of
 from claims.comparison import find_stutters, step_times
 from claims.logs import find_runs, read_runs
-from claims.runs import Run, Step, Validation
+from claims.runs import Run, Step, Validation, current_names
 from runtime.errors import LogError, Refused
 from runtime.jsonl import open_regular, plain
 from runtime.settings import SETTINGS_OF_A_RUN
@@ -54,11 +54,11 @@ def logs_of(folder: Folder) -> list[Path]:
 
 def segments_of(first: Path) -> list[Path]:
     """The files of a run."""
-    found, path = [first], first.with_name(f"{first.stem}.2.jsonl")
+    segments, path = [first], first.with_name(f"{first.stem}.2.jsonl")
     while path.exists():
-        found.append(path)
-        path = first.with_name(f"{first.stem}.{len(found) + 1}.jsonl")
-    return found
+        segments.append(path)
+        path = first.with_name(f"{first.stem}.{len(segments) + 1}.jsonl")
+    return segments
 
 
 def column(values: Iterable[float | None]) -> np.ndarray:
@@ -80,7 +80,7 @@ def means(values: np.ndarray, size: int) -> np.ndarray:
         return np.where(known, rows, 0).sum(axis=1) / known.sum(axis=1)
 
 
-def places(points: Sequence[Step | Validation], tokens: dict[int, int | None]) -> Curves:
+def positions(points: Sequence[Step | Validation], tokens: dict[int, int | None]) -> Curves:
     """Where these points are on each axis. tokens: by step."""
     return {
         "step": numbers(column(point.step for point in points)),
@@ -90,7 +90,7 @@ def places(points: Sequence[Step | Validation], tokens: dict[int, int | None]) -
 
 
 def losses(points: Sequence[Validation], tokens: dict[int, int | None]) -> Curves:
-    return places(points, tokens) | {"loss": numbers(column(point.loss for point in points))}
+    return positions(points, tokens) | {"loss": numbers(column(point.loss for point in points))}
 
 
 def curves(run: Run, tokens: dict[int, int | None]) -> Curves:
@@ -100,7 +100,7 @@ def curves(run: Run, tokens: dict[int, int | None]) -> Curves:
     ms = column(step.train_time_ms for step in last)
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = np.diff(column(step.tokens for step in last), prepend=0) / np.diff(ms, prepend=0)
-    return places(last, tokens) | {
+    return positions(last, tokens) | {
         "loss": numbers(means(column(step.train_loss for step in run.steps), size)),
         "lr": numbers(column(step.lr_mul for step in last)),
         "window": numbers(column(step.window for step in last)),
@@ -121,7 +121,7 @@ def group_of(run: Run, folder: Folder) -> str:
 def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     """What the page shows of a run."""
     config: Any = run.header.get("config")
-    config = config if isinstance(config, dict) else {}
+    config = current_names(config) if isinstance(config, dict) else {}
     points: list[Step | Validation] = [*run.steps, *run.validations]
     tokens = {step.step: step.tokens for step in run.steps} | {0: 0}
     skipped = [step for step in run.steps if step.skipped]
@@ -141,7 +141,7 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     return plain(facts) | {
         "curve": curves(run, tokens), "val": losses(run.validations, tokens),
         "quick": losses(run.quick_validations, tokens),
-        "skips": places(skipped[:MARKS], tokens), "stutters": places(slow[:MARKS], tokens),
+        "skips": positions(skipped[:MARKS], tokens), "stutters": positions(slow[:MARKS], tokens),
     }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ class Store:
         known, state, segments, runs, error = self.logs.get(path), [], [], [], None
         try:
             segments = segments_of(path)
-            state = [(found.st_mtime_ns, found.st_size) for found in map(Path.lstat, segments)]
+            state = [(stat.st_mtime_ns, stat.st_size) for stat in map(Path.lstat, segments)]
             if known and known.state == state:
                 return known
             modified = state[-1][0] / 1e9
