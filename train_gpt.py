@@ -43,17 +43,16 @@ from data.tokenizers import TOKENIZERS, read_prefixes, read_tokenizer, require_t
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import bigrams, random_signs, several_targets, sign_rows
-from runtime import facts
 from runtime import machine as machines
-from runtime.checks import prove
-from runtime.claim import admit
+from runtime.checkpoint import plan_runs, require_folders
+from runtime.checks import check_trained_model
+from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
+from runtime.ending import Stop, leave, listen, supervise
 from runtime.errors import Refused
 from runtime.log import source_hash
 from runtime.machine import Machine
-from runtime.provenance import provenance
-from runtime.resume import plan_runs, require_folders
-from runtime.run import Run
+from runtime.run import Run, header, mfu, where
 from runtime.settings import (
     RunSettings,
     as_text,
@@ -62,7 +61,7 @@ from runtime.settings import (
     require_packages,
     setting,
 )
-from runtime.stop import Stop, listen
+from runtime.terminal import closing, summary
 from runtime.warmup import dry_run, warm_up
 
 sys.pycache_prefix = None
@@ -1118,12 +1117,13 @@ def set_schedule(
 class Trainer:
     """Model, optimizers, guard and data. ValueError if they cannot work together."""
 
-    header, where, mfu = facts.header, facts.where, facts.mfu  # what a run asks for its log
+    header, where, mfu = header, where, mfu  # what a run asks for its log
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
         seeds = [config.seed + trial for trial in range(config.trials)]
-        self.claim = machine.on_main(lambda: admit(config.claim, SOURCE, asdict(config), seeds))
+        claimed = partial(check_claim, config.claim, SOURCE, asdict(config), seeds)
+        self.claim = machine.on_main(claimed)
         device = machine.device
         dtype = machines.compute_dtype(config.dtype, device)
         attention, why = choose_attention(config.attention, device, dtype, config.head_dim)
@@ -1348,7 +1348,7 @@ def make_runs(config: Config) -> int:
             with Run(trainer, plan, clock, stop, source=SOURCE) as run:
                 val_loss = train(trainer, run)
                 with run.pause("check"):
-                    proof = prove(trainer)
+                    proof = check_trained_model(trainer)
                 with run.pause("probe"):
                     probes = machine.on_main(trainer.copied_and_new)
                 if config.keep_model:
@@ -1359,7 +1359,7 @@ def make_runs(config: Config) -> int:
                 run.finish(val_loss, {"probes": probes} | proof)
             if run.code != 0:
                 return run.code
-    machine.say(facts.closing(trainer, clock, SOURCE))
+    machine.say(closing(trainer, clock, SOURCE))
     return 0
 
 
@@ -1376,7 +1376,7 @@ def set_up(config: Config, machine: Machine) -> Trainer:
         hint = " For more ranks there is --track short." if many else ""
         raise Refused(f"{error}{hint}") from error
     trainer.reset(config.seed)
-    machine.say(facts.summary(trainer))
+    machine.say(summary(trainer))
     return trainer
 
 
@@ -1388,7 +1388,7 @@ def main(argv: list[str] | None = None) -> int:
         config = parse(Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
         return make_runs(config)
 
-    return machines.leave(machines.supervise(run, refused=(ShardError,)))
+    return leave(supervise(run, refused=(ShardError,)))
 
 
 if __name__ == "__main__":

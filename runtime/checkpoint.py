@@ -1,4 +1,6 @@
-"""Checkpoints. They hold only tensors and text, so that reading one executes nothing.
+"""Checkpoints, and how a run resumes from them.
+
+A checkpoint holds only tensors and text, so reading one executes nothing.
 
     <checkpoint_dir>/<run_id>/step_000123/model.safetensors    parameters by name
                                           optim.safetensors    optimizers, guard, random generators
@@ -21,6 +23,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +31,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime.errors import Refused
+from runtime.errors import LogError, Refused
 from runtime.jsonl import check_regular, json_line, read_regular
+from runtime.log import History, new_run_id, read_history, require_writable, segment_path
+from runtime.registry import REGISTRY, read_registry
+from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
 SCHEMA = 2
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
@@ -214,3 +220,167 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# ---- Resume: which runs a process makes
+
+# If one of these or a setting of the experiment differs, it is another run.
+HASHES = ("source_sha256", "train_sha256", "val_sha256")
+# Settings that change only rounding. A resume after an out-of-memory error may change them.
+ROUNDING = ("micro_batch", "val_batch", "activation_checkpointing")
+RECORDED = (
+    "torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "head", "compiled",
+    "compile_flags", "world_size", *ROUNDING,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run to make. With a history it resumes, from its checkpoint or from the start."""
+
+    seed: int
+    trial: int
+    run_id: str
+    history: History | None = None
+    checkpoint: Path | None = None
+    checkpoint_sha256: str | None = None
+    step: int = 0
+    clock_ms: float = 0.0
+
+
+def require_folders(config: Any) -> None:
+    """LogError for a folder of the run that cannot be written."""
+    require_writable(config.log_dir, "--log-dir")
+    require_writable(config.checkpoint_dir, "--checkpoint-dir")
+
+
+def plan_runs(trainer: Any) -> list[RunPlan]:
+    """New runs, or under --resume auto what is left of them. Collective. Refused if it cannot."""
+    return trainer.machine.on_main(lambda: _plan_runs(trainer))
+
+
+def _plan_runs(trainer: Any) -> list[RunPlan]:
+    config, plans = trainer.config, []
+    for trial in range(config.trials):
+        seed = config.seed + trial
+        plans.append(RunPlan(seed, trial, new_run_id(config.track, seed, trial)))
+    if config.resume == "auto":
+        header = trainer.header(config.seed, 0)
+        left = [_find_unfinished(plan, config, header, trainer.machine.say) for plan in plans]
+        plans = [plan for plan in left if plan is not None]
+    return plans
+
+
+def _find_unfinished(
+    new: RunPlan, config: Any, header: dict[str, Any], say: Callable[[str], None]
+) -> RunPlan | None:
+    """The interrupted run of this seed, `new` if there is none, None if the seed is done.
+
+    header: the one that a new run would write.
+    """
+    path = Path(config.log_dir, REGISTRY)
+    entries = read_registry(path) if path.exists() else []
+    wanted = {"event": "start", "seed": new.seed, "track": header["track"]}
+    wanted["claim"] = header.get("claim")
+    for start in reversed(entries):
+        if not wanted.items() <= start.items():
+            continue
+        run_id = start["run_id"]
+        history = read_history(config.log_dir, run_id)
+        if history is None:  # killed before its first line
+            continue
+        other, _ = differences(history.header, header)
+        if not other and history.status == "done":
+            say(f"seed {new.seed} is done: run {run_id}")
+            return None
+        if not other:
+            log = segment_path(config.log_dir, run_id, len(history.sizes))
+            last = [entry for entry in entries if entry["run_id"] == run_id][-1]
+            _require_unchanged(log, history, header, last)
+            plan = RunPlan(new.seed, history.header["trial"], run_id, history)
+            return _find_checkpoint(plan, Path(config.checkpoint_dir), say)
+        if history.status != "done":
+            say(f"run {run_id} is unfinished, but it differs: {'; '.join(other)}")
+    say(f"seed {new.seed}: nothing to resume in {config.log_dir}, a new run starts")
+    return new
+
+
+def _require_unchanged(
+    log: Path, history: History, header: dict[str, Any], last: dict[str, Any]
+) -> None:
+    """LogError if the log lacks a field of the header, or its hash in the registry's last line."""
+    logged = history.header
+    lacking = header.keys() - logged.keys() | header["env"].keys() - logged["env"].keys()
+    if lacking:
+        raise LogError(f"{log}, line 1 is not as the run wrote it: it has no "
+                       f"{', '.join(sorted(lacking))}. Restore the file.")  # fmt: skip
+    if last["event"] == "end" and last.get("log_sha256") != history.sha256:
+        raise LogError(f"{log} was changed after its process ended: the registry has another hash "
+                       f"of it. Restore the file.")  # fmt: skip
+
+
+def _find_checkpoint(plan: RunPlan, root: Path, say: Callable[[str], None]) -> RunPlan:
+    """Resume from the newest whole checkpoint, or from the start if none was saved."""
+    assert plan.history is not None
+    folder, problem = root / plan.run_id, ""
+    saved_in = plan.history.header["config"]["checkpoint_dir"]
+    if Path(saved_in) != root:
+        problem = f"the run was saved in {saved_in}."
+    for path in checkpoints(folder)[::-1]:
+        try:
+            state, sha256 = check(path), checksum(path)
+            _check_origin(path, state, sha256, plan)
+        except Refused as error:  # damaged; the one before may be whole
+            problem = str(error)
+            say(f"warning: {problem}")
+            continue
+        return replace(
+            plan, checkpoint=path, checkpoint_sha256=sha256, step=state["step"],
+            clock_ms=state["clock_ms"],
+        )  # fmt: skip
+    if problem:
+        raise Refused(f"no usable checkpoint in {folder}: {problem} Give the right "
+                      f"--checkpoint-dir, or start a new run without --resume.")  # fmt: skip
+    return plan
+
+
+def _check_origin(path: Path, state: dict[str, Any], sha256: str, plan: RunPlan) -> None:
+    """Refused if a checkpoint is of another run, later than the log, or not the one it names."""
+    assert plan.history is not None
+    if state["run_id"] != plan.run_id:
+        raise Refused(f"{path} is of run {state['run_id']!r:.80}, not of {plan.run_id}. A folder "
+                      f"was renamed.")  # fmt: skip
+    segment = state["segment"]
+    size = sum(plan.history.sizes[segment - 1 : segment])  # 0 if there is no such segment
+    if size < state["log_bytes"]:
+        raise Refused(f"{path}: segment {segment} of the log had {state['log_bytes']} bytes when "
+                      f"it was saved, and has {size}. Restore the log.")  # fmt: skip
+    if sha256 not in plan.history.saved:
+        raise Refused(f"{path}: its checksums have SHA-256 {sha256:.12}, and the log names no such "
+                      f"checkpoint. It was changed after it was saved.")  # fmt: skip
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What differs in two headers: (what makes it another experiment, the rest)."""
+    experiment: list[str] = []
+    others: list[str] = []
+    was, here = _facts(then), _facts(now)
+    for name in {**was, **here}:
+        if was.get(name) != here.get(name):
+            found = others if name in RECORDED else experiment
+            found.append(f"{name} {was.get(name)} -> {here.get(name)}")
+    return experiment, others
+
+
+def _facts(header: dict[str, Any]) -> dict[str, str]:
+    """What decides whether a run is the same: settings by their flags, hashes, the machine."""
+    facts = {}
+    for name, value in header["config"].items():
+        if name not in SETTINGS_OF_A_RUN + ROUNDING:
+            facts[flag(name)] = as_text(value)
+    everything = header["config"] | header["env"] | header["data"] | header
+    for name in HASHES:
+        facts[name] = f"{everything.get(name)!s:.12}"
+    for name in RECORDED:
+        facts[name] = str(everything.get(name))
+    return facts

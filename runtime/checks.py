@@ -91,7 +91,7 @@ def probability(losses: Losses, row: Tensor, vocab_size: int) -> float:
 
 
 @torch.no_grad()
-def prove(trainer: Any) -> dict[str, Any]:
+def check_trained_model(trainer: Any) -> dict[str, Any]:
     """Check the trained model, for the log. Collective.
 
     trainer: that of train_gpt.py. Each rank checks two rows that it validates, or none if it has

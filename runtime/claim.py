@@ -2,14 +2,18 @@
 """
 
 import dataclasses
+import os
 import re
+import site
+import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from runtime.errors import ClaimError
 from runtime.jsonl import json_hash, parse, read_regular
-from runtime.log import config_hash, source_hash
+from runtime.log import config_hash, read_sources, source_hash
 
 SCHEMA = 2  # of a claim whose runs have logs of schema 3; those of schema 1 stay valid
 LEAST_RUNS, MOST_RUNS = 4, 10_000  # fewer runs may agree by chance
@@ -113,7 +117,7 @@ def _rules(claim: Claim) -> list[tuple[bool, str]]:
     ]  # fmt: skip
 
 
-def admit(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:
+def check_claim(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:
     """The id of the claim at `path`, None without a path. ClaimError if these runs do not fit."""
     if not path:
         return None
@@ -131,3 +135,54 @@ def admit(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> 
         raise ClaimError(f"{path}: seeds {strangers} are not among the claimed {claim.seeds}. "
                          f"Choose --seed and --trials inside them, or write a new claim.")
     return claim.id
+
+
+# ---- Whose code a process runs
+
+FLAGS = (
+    "safe_path", "isolated", "ignore_environment", "no_site", "no_user_site", "optimize",
+    "dont_write_bytecode",
+)  # fmt: skip
+CUSTOM = ("sitecustomize", "usercustomize")  # Python runs them at its start, unasked
+
+
+def provenance(source: Path) -> dict[str, Any]:
+    """Fields of the header's env: `sys_flags` and `modules_from_elsewhere`."""
+    own = {str(source / name) for name in read_sources(source)}
+    flags: dict[str, Any] = {name: int(getattr(sys.flags, name)) for name in FLAGS}
+    flags["pythonpath"] = os.environ.get("PYTHONPATH", "")
+    flags["pycache"] = "beside the source" if reads_bytecode(own) else "fresh"
+    return {"sys_flags": flags, "modules_from_elsewhere": modules_from_elsewhere(own)}
+
+
+def reads_bytecode(own: set[str]) -> bool:
+    """Whether bytecode lies where Python looked for that of one of our modules."""
+    for module in list(sys.modules.values()):
+        spec = getattr(module, "__spec__", None)  # None: the program itself, always compiled
+        if spec is not None and spec.origin in own and os.path.exists(spec.cached or ""):
+            return True
+    return False
+
+
+def modules_from_elsewhere(own: set[str]) -> list[str]:
+    """"name path" of loaded modules that are not ours, Python's or the environment's.
+
+    `own` are the files that the source hash covers. sitecustomize and usercustomize are named even
+    in the environment.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    environment = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
+    environment += [Path(folder) for folder in site.getsitepackages()]
+    if site.ENABLE_USER_SITE:
+        environment.append(Path(site.getusersitepackages()))
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not os.path.isabs(file) or os.path.realpath(file) in own:
+            continue
+        path = Path(os.path.abspath(file))
+        installed = any(path.is_relative_to(folder) for folder in environment)
+        expected = name not in CUSTOM if installed else path.is_relative_to(library)
+        if not expected:
+            found.append(f"{name} {path}")
+    return found

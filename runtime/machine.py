@@ -3,15 +3,12 @@
 import contextlib
 import gc
 import hashlib
-import json
 import os
 import platform
 import re
-import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime.errors import Interrupted, NonFinite, Refused
+from runtime.errors import Refused
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 # Dense bf16 TFLOP/s of the datasheets, by torch's whole name of the device: the RTX 4090 D differs.
@@ -133,7 +130,7 @@ def saying_every_few_seconds(what: str, say: Callable[[str], None]) -> Iterator[
 
 
 ROLL_CALL = timedelta(seconds=10)
-_roll_call: Any = None  # a group of all ranks, used only when a collective has failed
+roll_call: Any = None  # a group of all ranks, used only when a collective has failed
 
 
 def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
@@ -142,7 +139,7 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
     `rank_timeout`: seconds that ranks wait for one another, here and in every collective.
     Raises Refused if the device is missing or the ranks cannot meet.
     """
-    global _roll_call
+    global roll_call
     place = find_device(device)
     nccl, timeout = place.type == "cuda", timedelta(seconds=rank_timeout)
     try:
@@ -156,7 +153,7 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
             device_id=place if nccl else None,  # connects now: errors come here
         )  # fmt: skip
         # Others wait for the verdict of rank 0, so they are more patient than it is.
-        _roll_call = dist.new_group(backend="gloo", timeout=2 * ROLL_CALL)
+        roll_call = dist.new_group(backend="gloo", timeout=2 * ROLL_CALL)
     except (RuntimeError, ValueError) as error:  # ValueError: a variable of torchrun is missing
         given = f"RANK={os.environ.get('RANK', '')} WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}"
         reason = first_line(error).rstrip(".")
@@ -187,81 +184,7 @@ def find_device(device: str) -> torch.device:
     return place
 
 
-# ---- End
-
-
-def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] = ()) -> int:
-    """Return the exit code of `function()`, or of the error that ended it.
-
-    2 for Refused and the classes in `refused`, 3 for NonFinite, 1 for lack of memory and for a
-    lost rank, each with one sentence on stderr. 128 + number for a signal. Any other exception
-    prints its traceback and gives 1.
-    """
-    explained: tuple[type[Exception], ...] = (Refused, NonFinite, *refused)
-    try:
-        code = function()
-        if code == 0 and dist.is_initialized():
-            dist.barrier()  # a success is one of all ranks
-        return code
-    except Interrupted as error:
-        return error.code
-    except explained as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Mostly all ranks of a host have this error. When one exits, torchrun ends the others:
-            # so the first says it, and another only if it is still there afterwards.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)
-        _say_error(str(error))
-        return getattr(error, "code", 2)
-    except Exception as error:
-        if out_of_memory(error):
-            advice = "Use --activation-checkpointing on, or a smaller --val-batch or --micro-batch"
-            _say_error(f"out of memory: {first_line(error)}. {advice}: same trajectory.")
-        elif lost := _lost_ranks(error):
-            _say_error(lost)
-        else:
-            traceback.print_exception(error)
-        return 1
-
-
-def _say_error(text: str) -> None:
-    said = f"error: {text}"
-    with contextlib.suppress(OSError):
-        print(said, file=sys.stderr, flush=True)
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # its report ends with it
-            report = {"py_callstack": said, "timestamp": str(int(time.time()))}
-            Path(file).write_text(json.dumps({"message": {"message": said, "extraInfo": report}}))
-
-
-def _lost_ranks(error: Exception) -> str:
-    """Return a sentence that names the lost ranks if a collective raised `error`, else ""."""
-    if not dist.is_initialized() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
-        return ""
-    reason = first_line(error)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank exits
-    if not re.search("timed out|timeout", reason, re.IGNORECASE):  # a connection was closed
-        time.sleep(2)  # torchrun blames the rank that exits first: let the dead one be it
-        return f"another rank ended; torchrun or its own output says which, and why ({reason})"
-    try:
-        dist.monitored_barrier(_roll_call, timeout=ROLL_CALL, wait_all_ranks=True)
-    except RuntimeError as missing:
-        return f"a rank hangs, was stopped, or its machine is lost: {first_line(missing)}"
-    return f"the ranks lost their connection, but all of them answer ({reason})"
-
-
-def leave(code: int) -> int:
-    """Return the exit code. One of several ranks does not return: it ends its process.
-
-    Threads of the process group can abort or hang the interpreter's own exit.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # a closed output must not change the exit code
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if dist.is_initialized():
-        os._exit(code)
-    return code
+# ---- Errors
 
 
 def first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,14 +14,13 @@ import torch
 from torch import Tensor
 
 from runtime import checkpoint
-from runtime.checkpoint import Snapshot
+from runtime.checkpoint import RunPlan, Snapshot, differences
 from runtime.clock import Clock
 from runtime.dashboards import Dashboard
+from runtime.ending import SIGNALS, Stop
 from runtime.errors import Interrupted, LogError, NonFinite
-from runtime.log import RunLog, store_sources
-from runtime.machine import Machine, peak_mib
-from runtime.resume import Plan, differences
-from runtime.stop import SIGNALS, Stop
+from runtime.log import RunLog, config_hash, store_sources
+from runtime.machine import Machine, peak_flops, peak_mib
 from runtime.terminal import open_progress
 
 FLAGS = len(SIGNALS)
@@ -47,7 +47,7 @@ class Run(contextlib.AbstractContextManager):
     """A new or resumed run. Leaving it logs how it ended and sets the exit code `code`."""
 
     def __init__(
-        self, trainer: Trainer, plan: Plan, clock: Clock, stop: Stop, *, source: Path
+        self, trainer: Trainer, plan: RunPlan, clock: Clock, stop: Stop, *, source: Path
     ) -> None:
         self.trainer, self.plan, self.clock, self.stop = trainer, plan, clock, stop
         self.steps_done = plan.step
@@ -381,3 +381,33 @@ def set_random_state(machine: Machine, saved: dict[str, Tensor]) -> None:
             torch.set_rng_state(saved[name])
         else:
             torch.cuda.set_rng_state(saved[name], machine.device)
+
+
+# ---- What a trainer reports of a run
+
+
+def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
+    """The fields of the log's header for one run."""
+    config, train = trainer.config, trainer.data.train
+    settings = asdict(config)
+    return {
+        "track": config.track, "target": config.target, "seed": seed, "trial": trial,
+        "claim": trainer.claim, "source_sha256": trainer.source_sha256,
+        "config_sha256": config_hash(settings),
+        "config": settings, "train_tokens": trainer.train_tokens,
+        "data": trainer.hashes | {"val_tokens": config.val_tokens},
+        "env": trainer.env, "checks": trainer.checks, "world_size": trainer.machine.world_size,
+        "micro_batch": train.micro_rows * config.seq_len,
+        "grad_accum": train.rows // train.micro_rows,
+    }  # fmt: skip
+
+
+def where(trainer: Any, step: int) -> dict[str, Any]:
+    """Shard and token offset from which this step, counted from 1, was read."""
+    return trainer.data.train.where(step)
+
+
+def mfu(trainer: Any, tokens_per_s: float) -> float | None:
+    """Model FLOPs utilization: share of the peak rate of all ranks, where that is known."""
+    peak = peak_flops(trainer.machine, trainer.model.dtype)
+    return tokens_per_s * trainer.model.flops_per_token() / peak if peak else None

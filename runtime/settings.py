@@ -87,7 +87,7 @@ class RunSettings:
     quick_vals: int = setting(0, "validations of one batch in a run, to see it fall")
     keep_model: bool = setting(False, "keep the trained model, in checkpoints/RUN/final")
     sample_tokens: int = setting(0, "tokens the model writes after the last run")
-    resume: str = setting("", "auto: the unfinished runs of these settings; or checkpoints/RUN")
+    resume: str = setting("off", "auto: finish interrupted runs of these", one_of=("off", "auto"))
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
     progress: str = setting("auto", "auto: live on a terminal", one_of=("auto", "live", "lines"))
@@ -231,17 +231,11 @@ def parse(
 
 
 def _hint(word: str, fields: Sequence[dataclasses.Field]) -> str:
-    """Name the flags that may be meant: spelled alike, of the same ending, or described by it."""
+    """Name the flag that may be meant."""
     if not word.startswith("--"):
         return " Flags begin with --."
-    flags = [flag(field.name) for field in fields]
-    likely = difflib.get_close_matches(word, flags, cutoff=0.65)
-    phrase = word[2:].replace("-", " ")
-    for name, field in zip(flags, fields, strict=True):
-        described = " " in phrase and field.metadata["about"].startswith(phrase)
-        if described or name.endswith(word[1:]):
-            likely.append(name)
-    return f" Did you mean {' or '.join(dict.fromkeys(likely))}?" if likely else ""
+    likely = difflib.get_close_matches(word, [flag(field.name) for field in fields], 1, 0.7)
+    return f" Did you mean {likely[0]}?" if likely else ""
 
 
 class _Parser(argparse.ArgumentParser):

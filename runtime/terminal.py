@@ -5,14 +5,17 @@ The step loop only stores numbers here. rich draws the block in a thread of its 
 
 import contextlib
 import math
+import shlex
 import sys
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from runtime.clock import Clock
 from runtime.machine import saying_every_few_seconds
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -201,3 +204,65 @@ def open_progress(trainer: Any, header: dict[str, Any]) -> Lines:
     if console.is_dumb_terminal or console.options.ascii_only:
         return Lines(trainer, header)
     return Live(trainer, header, console)
+
+
+# ---- Before the first run and after the last
+
+
+def summary(trainer: Any) -> str:
+    """Lines for people: model, data and target; with `verbose` also every choice and its reason."""
+    config, machine = trainer.config, trainer.machine
+    plan, train = trainer.data.plan, trainer.data.train
+    batches = " then ".join(dict.fromkeys(f"{tokens:,}" for _, tokens, _ in trainer.changes))
+    devices = trainer.env["gpu"] or trainer.env["cpu"]
+    if machine.world_size > 1:
+        devices = f"{machine.world_size} ranks, each on {devices}"
+    lines = [
+        f"track {config.track}, recipe {config.recipe}: a GPT of {trainer.env['params']:,} "
+        f"parameters in {trainer.env['dtype']}, on {devices}",
+        f"training: {config.steps:,} steps of {batches} tokens, from {config.data_dir}",
+        f"target: a validation loss of {config.target} on {config.val_tokens:,} other tokens; "
+        f"uniform guessing: {math.log(config.vocab_size):.2f}",
+    ]
+    if config.verbose:
+        lines += [f"{name} {trainer.env[name]} ({why})" for name, why in trainer.chosen.items()]
+        lines += [
+            f"{plan.tokens_needed:,} of {plan.tokens_available:,} tokens; a step is "
+            f"{machine.world_size} rank(s) x {train.rows // train.micro_rows} micro-step(s) x "
+            f"{train.micro_rows * config.seq_len:,} tokens",
+            trainer.guard.describe(),
+        ]
+    if trainer.off_track:
+        lines.append(f"off the track, no claim can be made: {'; '.join(trainer.off_track)}")
+    return "\n".join(lines)
+
+
+def closing(trainer: Any, clock: Clock, source: Path) -> str:
+    """Lines for people after the last run, whose clock this is. `source`: where scripts/ is."""
+    config = trainer.config
+    timed_s = clock.train_time_ms / 1000
+    untimed_s: dict[str, float] = {}
+    for phase in clock.phases:
+        if not phase.timed:
+            untimed_s[phase.name] = untimed_s.get(phase.name, 0.0) + phase.ms / 1000
+    others = ", ".join(f"{name} {seconds:.1f}" for name, seconds in untimed_s.items())
+    following = "--trials 10 trains ten seeds"
+    if config.trials > 1:
+        following = f"{script(source, 'significance.py')} {config.log_dir} judges the runs"
+    elif config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
+        following = f"{script(source, 'sample.py')} lets the model write"
+    return (
+        f"  time  {timed_s:.1f} s on the clock; {timed_s + sum(untimed_s.values()):.1f} s in all, "
+        f"with {others}\n"
+        f"  draw  {script(source, 'view.py')} {config.log_dir}\n"
+        f"  next  {following}"
+    )
+
+
+def script(source: Path, name: str) -> str:
+    """The words that start a script with this Python, also where no environment is active."""
+    here = Path.cwd()
+    words = []
+    for path in (Path(sys.executable), source / "scripts" / name):
+        words.append(str(path.relative_to(here) if path.is_relative_to(here) else path))
+    return shlex.join(words)

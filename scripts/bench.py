@@ -37,6 +37,7 @@ import train_gpt
 from data.shards import ShardError
 from runtime import machine as machines
 from runtime.clock import Clock
+from runtime.ending import leave, supervise
 from runtime.settings import parse
 from train_gpt import Trainer
 
@@ -209,4 +210,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(machines.leave(machines.supervise(main, refused=(ShardError,))))
+    sys.exit(leave(supervise(main, refused=(ShardError,))))

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from runtime import facts
+from runtime.checkpoint import plan_runs, require_folders
 from runtime.clock import Clock
+from runtime.ending import Stop
 from runtime.log import config_hash, source_hash
 from runtime.machine import Machine
-from runtime.resume import plan_runs, require_folders
 from runtime.run import Run
 from runtime.settings import RunSettings, setting
-from runtime.stop import Stop
+from runtime.terminal import closing
 
 STEPS = 10
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -166,7 +166,7 @@ def make_runs(trainer: StubTrainer) -> int:
                 run.finish(val_loss, {"probes": probes})
             if run.code:
                 return run.code
-    trainer.machine.say(facts.closing(trainer, clock, trainer.source))
+    trainer.machine.say(closing(trainer, clock, trainer.source))
     return 0
 
 

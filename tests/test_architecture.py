@@ -21,7 +21,7 @@ BUDGETS = {
     "optim": 2514,
     "kernels": 695,
     "data": 1386,
-    "runtime": 3239,
+    "runtime": 3169,
     "claims": 3517,
     "scripts": 1889,
     "inference": 700,

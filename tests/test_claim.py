@@ -14,7 +14,7 @@ from small_record import make_claim
 from small_run import ROOT, arguments, run, write_data
 
 import train_gpt
-from runtime.claim import Claim, admit, read_claim
+from runtime.claim import Claim, check_claim, read_claim
 from runtime.errors import ClaimError, LogError
 from runtime.log import config_hash, source_hash
 from runtime.registry import read_registry, register
@@ -185,8 +185,8 @@ def test_runs_of_the_claimed_source_configuration_and_seeds_are_admitted(
     own = ["--seed", "8", "--trials", "2", "--log-dir", "x", "--data-dir", "y", "--claim", path]
     elsewhere = settings([*words, *own])
     for seeds in (SEEDS, SEEDS[1:3], [SEEDS[-1]]):
-        assert admit(path, ROOT, elsewhere, seeds) == read_claim(path).id
-    assert admit("", ROOT, elsewhere, [0]) is None
+        assert check_claim(path, ROOT, elsewhere, seeds) == read_claim(path).id
+    assert check_claim("", ROOT, elsewhere, [0]) is None
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import compile as compiling
-from runtime.compile import Plan, fits, try_compile, why_not_compile
+from runtime import warmup as compiling
 from runtime.errors import Refused
 from runtime.machine import Machine
+from runtime.warmup import Compilation, fits, try_compile, why_not_compile
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALONE = Machine(CPU)
-LONG = Plan(flops=1e18, graphs="graphs")  # two weeks on two cores
+LONG = Compilation(flops=1e18, graphs="graphs")  # two weeks on two cores
 
 
 def fail(error):
@@ -71,7 +71,8 @@ def compiler(monkeypatch, tmp_path):
 
 
 def compiled_by(mode, machine=ALONE, flops=0.0, graphs="graphs"):
-    function, obstacle = try_compile(abs, mode, machine, Plan(flops, graphs), lambda compiled: None)
+    plan = Compilation(flops, graphs)
+    function, obstacle = try_compile(abs, mode, machine, plan, lambda compiled: None)
     assert (function is abs) == (obstacle is not None)
     return obstacle is None
 
@@ -97,7 +98,7 @@ def test_a_gpu_always_compiles_and_off_never(compiler):
 
 
 def test_one_line_says_what_was_chosen_and_why(compiler, capsys):
-    _, why = try_compile(abs, "auto", ALONE, Plan(TINY, "graphs"), abs)
+    _, why = try_compile(abs, "auto", ALONE, Compilation(TINY, "graphs"), abs)
     assert why == "it takes about 52 s and saves 2 s on two cores; --compile on forces it"
     compiled_by("auto", flops=40 * TINY)
     said = "compiling: it takes about 52 s and saves 98 s on two cores\n"
@@ -155,7 +156,7 @@ def test_the_log_is_told_compiler_settings_that_are_not_defaults(tmp_path):
     """In a process of its own: a setting that was changed once counts as changed for ever."""
     code = """
 import sys
-from runtime.compile import compile_flags
+from runtime.warmup import compile_flags
 print(compile_flags(), "torch._inductor.config" in sys.modules)
 import torch._inductor.config as config
 before = compile_flags()

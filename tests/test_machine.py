@@ -19,9 +19,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import optim
 from runtime import machine as machines
-from runtime.compile import why_not_compile
+from runtime.ending import supervise
 from runtime.errors import Interrupted, NonFinite, Refused
-from runtime.machine import Machine, supervise
+from runtime.machine import Machine
+from runtime.warmup import why_not_compile
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -14,7 +14,7 @@ from runtime.log import read_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLD = "print(json.dumps(provenance(Path.cwd())))"
-SEEN = "import json\nfrom pathlib import Path\nfrom runtime.provenance import provenance\n" + TOLD
+SEEN = "import json\nfrom pathlib import Path\nfrom runtime.claim import provenance\n" + TOLD
 
 
 @pytest.fixture

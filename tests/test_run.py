@@ -17,7 +17,7 @@ from stub_trainer import (
     wait_for_writer,
 )
 
-from runtime import checkpoint, stop
+from runtime import checkpoint, ending
 from runtime import run as runs
 from runtime.checkpoint import checkpoints, load_final
 from runtime.clock import Clock
@@ -286,7 +286,7 @@ def test_a_signal_that_comes_again_at_once_is_the_same_one(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_before_the_runs_a_signal_ends_the_process_with_its_code(number):
-    stop.listen()
+    ending.listen()
     with pytest.raises(Interrupted) as raised:
         signal.raise_signal(number)
     assert raised.value.code == (130 if number == signal.SIGINT else 143)

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 from stub_trainer import logs_of, run, trainer_in
 
-from runtime import facts, terminal
+from runtime import terminal
 from runtime.clock import Phase
 from runtime.errors import Refused
 from runtime.settings import require_packages
-from runtime.terminal import BLOCKS, Lines, Live, open_progress, sparkline
+from runtime.terminal import BLOCKS, Lines, Live, closing, open_progress, sparkline
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -186,7 +186,7 @@ def test_the_closing_lines_add_up_the_phases(tmp_path):
         Phase("train", True, 3000), Phase("validate", False, 600),
     ]  # fmt: skip
     clock = SimpleNamespace(phases=phases, train_time_ms=5000.0)
-    time, draw, next_ = facts.closing(trainer_in(tmp_path), clock, tmp_path).splitlines()
+    time, draw, next_ = closing(trainer_in(tmp_path), clock, tmp_path).splitlines()
     assert time == "  time  5.0 s on the clock; 7.1 s in all, with setup 1.0, validate 1.1"
     assert (draw[:8], next_[:8]) == ("  draw  ", "  next  ")
 
@@ -197,7 +197,7 @@ def test_the_commands_of_the_closing_lines_start_when_pasted(changed, tmp_path, 
     monkeypatch.chdir(ROOT)
     trainer = trainer_in(tmp_path, checkpoint_dir="checkpoints", **changed)
     clock = SimpleNamespace(phases=[], train_time_ms=5000.0)
-    _, *lines = facts.closing(trainer, clock, ROOT).splitlines()
+    _, *lines = closing(trainer, clock, ROOT).splitlines()
     for line in lines:
         words = re.search(r"^  \w+  (.*\.py)", line)[1]
         done = subprocess.run(

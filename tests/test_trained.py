@@ -12,7 +12,7 @@ import train_gpt
 from data.shards import Shard
 from inference.model import load_model, token_losses
 from runtime.checkpoint import CONFIG
-from runtime.checks import prove
+from runtime.checks import check_trained_model
 from runtime.settings import parse
 from runtime.warmup import sees_no_future
 
@@ -82,7 +82,7 @@ def make_trainer(data, folder, **changed) -> train_gpt.Trainer:
     {"document_mask": "off"}, {"vocab_size": 100}, {"loss_kernel": "chunked", "softcap": "rsqrt"},
 ], ids=str)  # fmt: skip
 def test_honest_models_pass(changed, data, tmp_path):
-    checks = prove(make_trainer(data, tmp_path, **changed))["checks"]
+    checks = check_trained_model(make_trainer(data, tmp_path, **changed))["checks"]
     assert honest(checks)
     assert checks["causality_trained"] == 0
 
@@ -169,10 +169,10 @@ CHEATS = {
 def test_a_cheat_is_caught(name, data, tmp_path, monkeypatch):
     method, cheat, check = CHEATS[name]
     trainer = make_trainer(data, tmp_path)
-    expected = prove(trainer)["checks"]
+    expected = check_trained_model(trainer)["checks"]
     assert honest(expected)
     monkeypatch.setattr(GPT, method, cheat)
-    found = prove(trainer)["checks"]
+    found = check_trained_model(trainer)["checks"]
     assert not honest(found), found
     assert not honest(expected | {check: found[check]}), f"{check} is made for it: {found}"
 

@@ -1,0 +1,157 @@
+"""How a process ends: signals, errors with their exit codes, and ranks that are lost.
+
+Before the runs a signal ends the process; during runs all ranks save and end together.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime import machine
+from runtime.errors import Interrupted, NonFinite, Refused
+from runtime.machine import ROLL_CALL, first_line, out_of_memory
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", None)  # a closed terminal or ssh session; not on Windows
+
+
+def listen() -> None:
+    """Raise Interrupted in the main thread on the first signal."""
+    _handle(_raise)
+
+
+def _handle(handler: Any) -> None:
+    for number in SIGNALS:
+        signal.signal(number, handler)
+    if HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN:  # as under nohup
+        signal.signal(HANGUP, handler)
+
+
+def _raise(number: int, frame: Any) -> None:
+    _handle(signal.SIG_IGN)  # a second signal must not break into the orderly end
+    raise Interrupted(signal.SIGTERM if number == HANGUP else number)
+
+
+class Stop(contextlib.AbstractContextManager):
+    """Tells all ranks of a signal that one of them got. Around all runs.
+
+    On Ctrl-C the terminal signals all ranks, and the launcher signals them again: the first signal
+    that they agree on counts. If a rank hangs, `--rank-timeout` ends the others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.number: int | None = None  # of the signal that all ranks have heard
+        self._flags = torch.zeros(len(SIGNALS), device=device)
+        self._got = [False] * len(SIGNALS)
+
+    def flags(self) -> Tensor:
+        """Which signals this rank got, (2,) float32 on the device, to be summed with the loss."""
+        for index, got in enumerate(self._got):
+            self._flags[index].fill_(float(got))  # no wait for the device
+        return self._flags
+
+    def hear(self, flags: list[float]) -> None:
+        """Read the summed flags of a step."""
+        for number, flag in zip(SIGNALS, flags, strict=True):
+            if flag and self.number is None:
+                self.number = number
+
+    def __enter__(self) -> "Stop":
+        _handle(self._note)
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._got[SIGNALS.index(signal.SIGTERM if number == HANGUP else number)] = True
+
+    def __exit__(self, *exception: object) -> None:
+        if not any(self._got):  # else nothing may break into the orderly end
+            listen()
+
+
+# ---- Exit codes
+
+
+def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] = ()) -> int:
+    """Return the exit code of `function()`, or of the error that ended it.
+
+    2 for Refused and the classes in `refused`, 3 for NonFinite, 1 for lack of memory and for a
+    lost rank, each with one sentence on stderr. 128 + number for a signal. Any other exception
+    prints its traceback and gives 1.
+    """
+    explained: tuple[type[Exception], ...] = (Refused, NonFinite, *refused)
+    try:
+        code = function()
+        if code == 0 and dist.is_initialized():
+            dist.barrier()  # a success is one of all ranks
+        return code
+    except Interrupted as error:
+        return error.code
+    except explained as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # Mostly all ranks of a host have this error. When one exits, torchrun ends the others:
+            # so the first says it, and another only if it is still there afterwards.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        _say_error(str(error))
+        return getattr(error, "code", 2)
+    except Exception as error:
+        if out_of_memory(error):
+            advice = "Use --activation-checkpointing on, or a smaller --val-batch or --micro-batch"
+            _say_error(f"out of memory: {first_line(error)}. {advice}: same trajectory.")
+        elif lost := _lost_ranks(error):
+            _say_error(lost)
+        else:
+            traceback.print_exception(error)
+        return 1
+
+
+def _say_error(text: str) -> None:
+    said = f"error: {text}"
+    with contextlib.suppress(OSError):
+        print(said, file=sys.stderr, flush=True)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # its report ends with it
+            report = {"py_callstack": said, "timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"message": said, "extraInfo": report}}))
+
+
+def _lost_ranks(error: Exception) -> str:
+    """Return a sentence that names the lost ranks if a collective raised `error`, else ""."""
+    if not dist.is_initialized() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        return ""
+    reason = first_line(error)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank exits
+    if not re.search("timed out|timeout", reason, re.IGNORECASE):  # a connection was closed
+        time.sleep(2)  # torchrun blames the rank that exits first: let the dead one be it
+        return f"another rank ended; torchrun or its own output says which, and why ({reason})"
+    try:
+        dist.monitored_barrier(machine.roll_call, timeout=ROLL_CALL, wait_all_ranks=True)
+    except RuntimeError as missing:
+        return f"a rank hangs, was stopped, or its machine is lost: {first_line(missing)}"
+    return f"the ranks lost their connection, but all of them answer ({reason})"
+
+
+def leave(code: int) -> int:
+    """Return the exit code. One of several ranks does not return: it ends its process.
+
+    Threads of the process group can abort or hang the interpreter's own exit.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a closed output must not change the exit code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if dist.is_initialized():
+        os._exit(code)
+    return code
