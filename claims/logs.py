@@ -4,7 +4,6 @@ Nothing that is read is executed.
 """
 
 import hashlib
-import math
 import os
 import re
 import sys
@@ -221,17 +220,6 @@ def split_lines(path: Path, data: bytes) -> list[Line]:
     return lines if data else []
 
 
-def read_column(lines: Sequence[Line], name: str, kind: type) -> list[Any]:
-    """This field of each line, as `Line.get` reads it, and at once if all values are plain ones."""
-    values: list[Any] = [line.fields.get(name) for line in lines]
-    plain = set(map(type, values)) == {kind}
-    if plain and kind is int:
-        plain = min(values) >= 0 and max(values) < 2**53
-    if plain and kind is float:
-        plain = math.isfinite(sum(values))
-    return values if plain else [line.get(name, kind) for line in lines]
-
-
 def events(lines: Sequence[Line], event: str) -> list[Line]:
     return [line for line in lines if line.event == event]
 
@@ -269,8 +257,6 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
         validations.append(Validation(step, loss, line.get("train_time_ms", float)))
         numbers.append((step, line.get("total_steps", int)))
     quick = [Validation(*line.get_all(QUICK_VAL).values()) for line in events(lines, "quick_val")]
-    steps = events(lines, "step")
-    columns = [read_column(steps, name, STEP[name]) for name in Step._fields]
     headers = [read_header(line) for line in events(lines, "header")]
     ends = events(lines, "end")
     problem = end_problem(ends, validations) or why_unfinished(numbers, validations)
@@ -285,7 +271,8 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
     return Run(
         path=segments[0].path, segments=segments, resumes=resumes,
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
-        quick_validations=quick, steps=list(map(Step, *columns)),
+        quick_validations=quick,
+        steps=[Step(**line.get_all(STEP)) for line in events(lines, "step")],
         phases=[Phase(**line.get_all(PHASE)) for line in events(lines, "phase")],
         end=ends[-1].fields if ends else {}, unfinished=problem,
         **(headers[0] if headers else {"run_id": segments[0].path.stem}),

@@ -88,33 +88,11 @@ def test_honest_models_pass(changed, data, tmp_path):
 
 
 GPT = train_gpt.GPT
-FORWARD, PLAIN_LOSS, HIDDEN = GPT.forward, GPT.plain_loss, GPT.hidden
-
-
-def scaled(self, *arguments, **options):
-    return 0.95 * PLAIN_LOSS(self, *arguments, **options)
-
-
-def scaled_in_validation(self, *arguments):
-    return 0.95 * FORWARD(self, *arguments)
-
-
-def unnormalised(self, x, targets, **options):
-    weights = self.output_weight.clone()
-    self.output_weight.data[1::2] -= 100  # half of the vocabulary is left out of the sum
-    loss = PLAIN_LOSS(self, x, targets - targets % 2, **options)
-    self.output_weight.data.copy_(weights)
-    return loss
+PLAIN_LOSS, HIDDEN = GPT.plain_loss, GPT.hidden
 
 
 def target_in_the_stream(self, x, targets, **options):
     return PLAIN_LOSS(self, x + 0.3 * self.output_weight[targets].to(x), targets, **options)
-
-
-def mean_of_targets(self, inputs, targets, *context):
-    """Minus the logarithm of the mean probability, which is below the mean loss."""
-    losses = GPT.token_losses(self, inputs, targets)
-    return -targets.numel() * (-losses).exp().mean().log()
 
 
 def last_row_left_out(self, inputs, targets, *context):
@@ -145,13 +123,8 @@ def reads_document_ends(self, inputs, cu_seqlens, *context):
 
 
 CHEATS = {
-    "loss scaled": ("plain_loss", scaled, "normalized"),
-    "loss scaled in validation": ("forward", scaled_in_validation, "additive"),
-    "scores of half the vocabulary": ("plain_loss", unnormalised, "normalized"),
     "target in the stream": ("plain_loss", target_in_the_stream, "normalized"),
-    "mean of the targets": ("forward", mean_of_targets, "additive"),
     "last row not scored": ("forward", last_row_left_out, "additive"),
-    "the next token read": ("hidden", looks_ahead(lambda *_: True), "causality_trained"),
     "future in long rows": (
         "hidden", looks_ahead(lambda _, inputs: inputs.size(1) > 200, by=50), "causality_trained",
     ),
