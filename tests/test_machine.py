@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import optim
 from runtime import machine as machines
-from runtime.ending import supervise
+from runtime.ending import leave, supervise
 from runtime.errors import Interrupted, NonFinite, Refused
 from runtime.machine import Machine
 from runtime.warmup import why_not_compile
@@ -55,7 +55,7 @@ def meet():
         "differ": refusal(lambda: machine.gather_equal(facts)),
     }
     print(json.dumps(result))
-    return machines.leave(0)
+    return leave(0)
 
 
 def lose(number, victim):
@@ -68,7 +68,7 @@ def lose(number, victim):
                 os.kill(os.getpid(), number)
         return 0
 
-    return machines.leave(supervise(run))
+    return leave(supervise(run))
 
 
 def die_at_the_end():
@@ -77,7 +77,7 @@ def die_at_the_end():
             os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    return machines.leave(supervise(run))
+    return leave(supervise(run))
 
 
 SCENARIOS = {
@@ -260,11 +260,11 @@ def test_on_apples_gpu_runs_are_eager_float32_and_of_one_process(monkeypatch):
 
 def test_a_closed_terminal_does_not_change_the_exit_code():
     code = (
-        "import time, runtime.machine as m\n"
+        "import time, runtime.ending as e, runtime.machine as m\n"
         "def run():\n"
         "    for i in range(3): m.Machine('cpu').say('x' * 9999); time.sleep(.1)\n"
         "    return 0\n"
-        "raise SystemExit(m.leave(m.supervise(run)))\n"
+        "raise SystemExit(e.leave(e.supervise(run)))\n"
     )
     pipe = '"$0" -c "$1" 2>&1 | true; exit ${PIPESTATUS[0]}'
     words = ["bash", "-c", pipe, sys.executable, code]
