@@ -237,7 +237,7 @@ def common_target(runs: Sequence[Run]) -> float:
 
 
 @dataclass
-class Arm:
+class ArmVerdict:
     """Runs that are judged together and what follows from their losses."""
 
     key: ArmKey
@@ -278,11 +278,11 @@ class Arm:
         }  # fmt: skip
 
 
-def said(passes: bool) -> str:
+def pass_or_fail(passes: bool) -> str:
     return "pass" if passes else "fail"
 
 
-def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -> list[Arm]:
+def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -> list[ArmVerdict]:
     """Every arm of these runs, at each of the steps or, without any, at the end."""
     sources = {run.source for run in runs if run.complete}
     tried: Sequence[int | None] = sorted(set(steps)) or [None]
@@ -291,16 +291,16 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
     names = names_of(groups)
     for key, group in groups.items():
         for step in tried:
-            arm = judge(key, names[key], group, target, step)
+            arm = judge_arm(key, names[key], group, target, step)
             if len(sources) > 1:
                 arm.warnings.append(f"{len(sources)} sources in these logs: they are not pooled")
             arms.append(arm)
     return arms
 
 
-def judge(
+def judge_arm(
     key: ArmKey, name: str, runs: Sequence[Run], target: float | None, at_step: int | None
-) -> Arm:
+) -> ArmVerdict:
     """The verdict on one arm, at its end or at one step. Raises LogError without a target."""
     counted, repeats = leave_out_repeats([run for run in runs if run.counts])
     left_out = [(run, run.left_out) for run in runs if not run.counts]
@@ -315,22 +315,23 @@ def judge(
     if target is None:
         target = common_target(runs) if points else math.nan
     warnings = origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
-    arm = Arm(key, name, common_folder(runs), at_step, names, points, target, warnings)
+    arm = ArmVerdict(key, name, common_folder(runs), at_step, names, points, target, warnings)
     for run, reason in left_out:
         lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
         arm.incomplete.append(lost)
     if track_of(runs[0]) in STEPS_TRACKS and points:
         value, passes = stats.steps_rule(arm.losses, target)
-        arm.notes.append(f"steps rule: (target - mean) * sqrt(n) = {value:.5f}, {said(passes)}")
+        verdict = f"{value:.5f}, {pass_or_fail(passes)}"
+        arm.notes.append(f"steps rule: (target - mean) * sqrt(n) = {verdict}")
     return arm
 
 
-def judge_typed(losses: Sequence[float], target: float) -> Arm:
+def judge_typed(losses: Sequence[float], target: float) -> ArmVerdict:
     """The verdict on losses that were typed by hand."""
     points = [Validation(0, loss, None) for loss in losses]
     warning = "unverified: these numbers were typed by hand, no log backs them"
     nothing = ArmKey(None, None, None, None)
-    return Arm(nothing, "", None, None, ["typed"] * len(points), points, target, [warning])
+    return ArmVerdict(nothing, "", None, None, ["typed"] * len(points), points, target, [warning])
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
@@ -347,7 +348,7 @@ def origin_warnings(runs: Sequence[Run]) -> list[str]:
     return warnings
 
 
-def apply_holm(arms: Sequence[Arm]) -> None:
+def apply_holm(arms: Sequence[ArmVerdict]) -> None:
     """Note Holm's p over all that was tried; an arm without a test counts as one that failed."""
     if len(arms) < 2:
         return
@@ -355,5 +356,60 @@ def apply_holm(arms: Sequence[Arm]) -> None:
     for number, arm in enumerate(arms):
         ps[number] = 1.0 if math.isnan(arm.result.p) else arm.result.p
     for number, p in stats.holm(ps).items():
-        verdict = f"p {p:.3g}, {said(p < ALPHA)}"
+        verdict = f"p {p:.3g}, {pass_or_fail(p < ALPHA)}"
         arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
+
+
+# ---- The track `steps`: who reaches the target in the fewest steps?
+
+RULE = f"at least {float(stats.STEPS_BOUND):g}"
+
+
+def common_steps(runs: Sequence[Run]) -> list[int]:
+    """The steps at which every run that counts has a validation."""
+    counted, _ = leave_out_repeats([run for run in runs if run.counts])
+    each = [{point.step for point in run.validations} for run in counted]
+    return sorted(set.intersection(*each)) if each else []
+
+
+def judge_fewest(runs: Sequence[Run], target: float | None, step: int | None) -> list[ArmVerdict]:
+    """Each arm at this step or, without one, at its first common step that passes the rule.
+
+    An arm of which no step passes is judged at its last common step. Notes compare each arm with
+    those named before it. Raises LogError.
+    """
+    target = PUBLIC_TARGETS["track_3_optimization"] if target is None else target
+    arms: list[ArmVerdict] = []
+    groups = group_runs(runs)
+    names = names_of(groups)
+    for key, group in groups.items():
+        steps: list[int | None] = [*common_steps(group)] if step is None else [step]
+        tried = [judge_arm(key, names[key], group, target, each) for each in steps or [None]]
+        arm = next((verdict for verdict in tried if passes_steps_rule(verdict)), tried[-1])
+        arm.notes = [describe_steps(arm, len(tried)), *[compare_steps(arm, old) for old in arms]]
+        arms.append(arm)
+    return arms
+
+
+def passes_steps_rule(arm: ArmVerdict) -> bool:
+    return stats.steps_rule(arm.losses, arm.target)[1]
+
+
+def describe_steps(arm: ArmVerdict, tried: int) -> str:
+    value, passed = stats.steps_rule(arm.losses, arm.target)
+    which = f"the first of {tried} common steps that passes"
+    if not passed:
+        which = f"the last of {tried} common steps, none of which passes"
+    if tried == 1:
+        which = "judged"
+    verdict = f"{value:.5f}, {pass_or_fail(passed)} ({RULE})"
+    return f"steps rule at step {arm.at_step}, {which}: {verdict}"
+
+
+def compare_steps(new: ArmVerdict, old: ArmVerdict) -> str:
+    """Whether the logs show that an arm is better than an older one."""
+    saved = (old.at_step or 0) - (new.at_step or 0)
+    value, shown = stats.pairwise_rule(new.losses, old.losses, saved)
+    worth = f"{saved} steps fewer at {float(stats.STEP_WORTH):g} each"
+    better = f"better than {old.selector}, {worth}"
+    return f"pairwise rule: {better}: {value:.5f}, {pass_or_fail(shown)} ({RULE})"

@@ -1,19 +1,15 @@
-"""Pictures, as SVG: steps and records of a track, effects; light and dark."""
+"""Pictures, as SVG: steps and records of a track; light and dark."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from claims.pages import mean_probe, records_among
 from claims.record import Evidence
-from claims.stats import Difference
 from runtime.errors import Refused
 
-Effects = dict[str, Difference]
 STYLE: Any = {
     "svg.hashsalt": "records",  # else the names of clip paths are random
     "svg.fonttype": "none",
@@ -29,7 +25,6 @@ STYLE: Any = {
 DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(0.93) hue-rotate(180deg)}}"
 HOLLOW = {"color": "gray", "markerfacecolor": "white"}
 PROBES = {"copy_loss": "copied tokens", "new_loss": "new tokens"}
-LINEAR = 0.01  # nats: up to here an axis of effects is linear, beyond it logarithmic
 
 
 def write_picture(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
@@ -74,42 +69,6 @@ def draw_steps(figure: Any, claims: Sequence[Evidence]) -> None:
         dots.plot(list(known.values()), list(known), "o", label=label)
     dots.set_xlabel("loss at the end, nats per token")
     dots.legend()
-
-
-# ---- Effects
-
-
-def plot_effects(effects: Effects, clear: Collection[str], what: str, path: Path) -> None:
-    """Write a forest plot: each effect with its interval, the lowest at the top.
-
-    clear: the names whose effects differ from 0; the others get a hollow dot. what: axis label.
-    """
-    size = 8, 1.5 + 0.25 * sum(name.count("\n") + 1 for name in effects)
-    write_picture(path, size, lambda figure: draw_effects(figure.subplots(), effects, clear, what))
-
-
-def draw_effects(axes: Any, effects: Effects, clear: Collection[str], what: str) -> None:
-    names = sorted(effects, key=lambda name: effects[name].mean, reverse=True)
-    axes.set_xscale("symlog", linthresh=LINEAR)  # before anything sets the margins
-    for row, name in enumerate(names):
-        effect = effects[name]
-        mean, low, high = np.round([effect.mean, effect.low, effect.high], 4)
-        look = {"color": "C0"} if name in clear else HOLLOW
-        axes.plot([low, high], [row, row], color=look["color"])
-        axes.plot(mean, row, "o", **look)
-        write_beside(axes, row, f"{mean:+.4f}")
-    axes.plot([], [], "o-", color="C0", label="differs from 0")
-    axes.plot([], [], "o-", **HOLLOW, label="does not differ from 0")
-    axes.axvline(0, color="black", linestyle="--")
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(-0.6, len(names) - 0.4)
-    axes.xaxis.set_major_formatter("{x:g}")  # else formulas, which STYLE does not parse
-    axes.set_xlabel(f"{what}, nats per token\n(axis linear within {LINEAR:g} of 0)")
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-
-
-def write_beside(axes: Any, row: int, text: str) -> None:
-    axes.text(1.01, row, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
 
 
 # ---- Records

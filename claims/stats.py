@@ -100,13 +100,6 @@ def paired(new: Sequence[float], old: Sequence[float]) -> Difference:
     return difference(mean, ttest_rel(new, old))
 
 
-def saving(new: Sequence[float], old: Sequence[float]) -> float:
-    """How many independent runs are worth one pair: the ratio of variances."""
-    _, sd = moments([a - b for a, b in zip(new, old, strict=True)])
-    independent = moments(new)[1] ** 2 + moments(old)[1] ** 2
-    return independent / sd**2 if sd > 0 else NAN
-
-
 def difference(mean: float, test: Any) -> Difference:
     """`test` is a two-sided one by scipy."""
     low, high = test.confidence_interval(0.95)

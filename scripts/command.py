@@ -93,13 +93,6 @@ def decimals(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r}: {rule}") from None
 
 
-def svg(text: str) -> Path:
-    """For argparse: the name of a picture."""
-    if not text.endswith(".svg"):
-        raise argparse.ArgumentTypeError(f"{text} is no name in .svg, the format of all pictures")
-    return Path(text)
-
-
 def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:
     """Every setting of a run with these flags. ValueError for flags that the trainer refuses.
 
@@ -159,13 +152,12 @@ def exit_by_signal(number: int, frame: Any) -> None:
     sys.exit(128 + number)  # what a shell reports for a process that a signal ended
 
 
-def run_child(words: str | list[str]) -> int:
+def run_child(words: list[str]) -> int:
     """Run a command, its output on our stderr; returns its exit code.
 
     It has a process group of its own, so that Ctrl-C reaches it once, from here.
     """
-    shell = isinstance(words, str)
-    with subprocess.Popen(words, shell=shell, stdout=2, process_group=0) as child:
+    with subprocess.Popen(words, stdout=2, process_group=0) as child:
         try:
             return child.wait()
         except SystemExit:  # of exit_by_signal

@@ -2,13 +2,13 @@
 
     python scripts/judge.py --b "--smear on"                        a flag, at equal steps
     python scripts/judge.py --a-source ../before                    the source here against another
-    python scripts/judge.py --of time --margin 0.1 --b "--muon-head-pairs on" -- --steps 30
+    python scripts/judge.py --metric time --margin 0.1 --b "--muon-head-pairs on" -- --steps 30
 
-Flags after -- go to both arms. The same command resumes. --of steps needs --val-every: the figure
-is the step at which the line between two validations crosses the target. Runs and judgements.jsonl,
-which counts every judgement that was started, are in --out; record.py claim --from-judgement makes
-a claim of B. Exit code: 0 B is better, 1 worse, 3 no difference larger than --margin, 4 undecided,
-2 bad input or a run failed, 130 or 143 interrupted.
+Flags after -- go to both arms. The same command resumes. --metric steps needs --val-every: the
+figure is the step at which the line between two validations crosses the target. Runs and
+judgements.jsonl, which counts every judgement that was started, are in --out; record.py claim
+--from-judgement makes a claim of B. Exit code: 0 B is better, 1 worse, 3 no difference larger than
+--margin, 4 undecided, 2 bad input or a run failed, 130 or 143 interrupted.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from scripts.command import (
+    ROOT,
     ask_trainer,
     command,
     make_parser,
@@ -30,18 +31,16 @@ from scripts.command import (
     training_command,
 )
 
-from claims import judgements
-from claims.judgements import UNITS, Arm, figures
-from claims.sequential import ALPHA, Plan, Verdict, judge, one_look
-from claims.stats import in_words
+from claims import judge, stats
+from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from runtime.errors import LogError
 from runtime.log import config_hash, source_hash
 from runtime.registry import register
 
-ROOT = Path(__file__).resolve().parent.parent
 CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
 FORM = "+.5g"  # of differences
+POWER = 0.8
 
 
 def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
@@ -51,33 +50,33 @@ def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
     return Arm(name, source, flags, config, config_hash(config), source_hash(source))
 
 
-def race(folder: Path, arms: Sequence[Arm], plan: Plan, of: str, first: int) -> Verdict:
+def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:
     """Make the runs that are missing until the verdict is final.
 
     A process trains all runs of an arm up to the next look, as it compiles only once. Times are
     taken one by one, so that a drift of the machine falls on both arms alike.
     """
     seeds = range(first, first + plan.looks[-1])
-    stops = range(1, len(seeds) + 1) if of == "time" else plan.looks
+    stops = range(1, len(seeds) + 1) if metric == "time" else plan.looks
     for turn, stop in enumerate(stops):
         for arm in arms if turn % 2 == 0 else reversed(arms):
-            make_runs(folder, arm, of, seeds[:stop])
-        verdict = judge(judgements.paired_differences(folder, arms, of, seeds[:stop]), plan)
-        found = in_words(verdict, FORM)
+            make_runs(folder, arm, metric, seeds[:stop])
+        verdict = judge.decide(judge.paired_differences(folder, arms, metric, seeds[:stop]), plan)
+        found = stats.in_words(verdict, FORM)
         print(f"{verdict.pairs} pairs: B - A {found}", file=sys.stderr, flush=True)
         if verdict.final:
             break
     return verdict
 
 
-def make_runs(folder: Path, arm: Arm, of: str, seeds: range) -> None:
+def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     """Train the seeds that have no run. LogError if a run failed, or another source trained."""
-    missing = [seed for seed in seeds if seed not in figures(folder, arm, of)]
+    missing = [seed for seed in seeds if seed not in judge.figures(folder, arm, metric)]
     if not missing:
         return
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
     code = run_child(training_command(arm.source, flags, folder / arm.name))
-    done = figures(folder, arm, of)
+    done = judge.figures(folder, arm, metric)
     if code not in (0, 3):  # 3: a run diverged, which is a result
         raise LogError(f"exit code {code} of {arm.name}: see above, then repeat the command")
     if missing[0] not in done:
@@ -85,28 +84,36 @@ def make_runs(folder: Path, arm: Arm, of: str, seeds: range) -> None:
                        "was changed while it was judged")  # fmt: skip
 
 
-def to_text(given: argparse.Namespace, told: dict[str, Any], verdict: Verdict) -> str:
-    """What a reader needs. told: the fields of --json."""
+def pairs_needed(sd: float, margin: float) -> int | None:
+    """With which one test at the end would find a difference of the margin; None: out of reach."""
+    try:
+        return stats.runs_needed(sd, margin, POWER, ALPHA / 2)
+    except ValueError:  # no spread, or too many
+        return None
+
+
+def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) -> str:
+    """What a reader needs. facts: the fields of --json."""
     words = {
         "better": "B is better than A",
         "worse": "B is worse than A",
         "no difference": f"B and A differ by no more than {given.margin:g}",
         "undecided": f"undecided after {verdict.pairs} pairs",
     }
-    number, count = int(told["run_id"]), len(judgements.read_judgements(given.out))
+    number, count = int(facts["run_id"]), len(judge.read_judgements(given.out))
     lines = [
         f"judgement {number}: {words[verdict.outcome]}",
-        f"  B - A {in_words(verdict, FORM)} {UNITS[given.of]}: mean and "
+        f"  B - A {stats.in_words(verdict, FORM)} {UNITS[given.metric]}: mean and "
         f"{verdict.confidence:.0%} interval",
-        f"  {verdict.pairs} pairs of at most {given.pairs}, seeds from {told['seed']}",
+        f"  {verdict.pairs} pairs of at most {given.pairs}, seeds from {facts['seed']}",
     ]
-    if told["fixed"]:
-        power = f"power against the margin, {told['power']:.2f}"
-        lines.append(f"  one look at the end takes {told['fixed']} pairs for the same {power}")
-    if told["diff"]["lines"]:
-        path = given.out / told["run_id"] / "source.diff"
-        lines.append(f"  the sources differ in {told['diff']['lines']} lines: {path}")
-    bound = f"at most {count} x {ALPHA:g} = {judgements.family_level(count):g}"
+    if facts["pairs_needed"]:
+        lines.append(f"  one look takes {facts['pairs_needed']} pairs to find a difference of the "
+                     f"margin with power {POWER:g}")
+    if facts["diff"]["lines"]:
+        path = given.out / facts["run_id"] / "source.diff"
+        lines.append(f"  the sources differ in {facts['diff']['lines']} lines: {path}")
+    bound = f"at most {count} x {ALPHA:g} = {min(1, count * ALPHA):g}"
     lines.append(f"  {count} judgements so far; the chance of any false finding is {bound}")
     if verdict.outcome == "better":
         claim = f"record.py claim NAME --about TEXT --from-judgement {number}"
@@ -122,33 +129,31 @@ def main(argv: Sequence[str]) -> int:
     add("--b", default="", metavar="FLAGS", help="likewise for B")
     add("--a-source", type=Path, default=ROOT, metavar="DIR", help="of A's train_gpt.py (here)")
     add("--b-source", type=Path, default=ROOT, metavar="DIR", help="likewise for B")
-    add("--of", choices=UNITS, default="loss", help="what must be lower (%(default)s)")
+    add("--metric", choices=UNITS, default="loss", help="what must be lower (%(default)s)")
     add("--margin", type=float, help=f"smallest difference that matters (loss: {MARGIN})")
     add("--pairs", type=int, default=20, help="at most (%(default)s)")
-    add("--every", type=int, default=1, help="pairs between two looks, from the 4th on")
+    add("--look-every", type=int, default=1, help="pairs between two looks, from the 4th on")
     add("--seed", type=int, help="of the first pair (one that nobody has tried)")
     add("--out", type=Path, default=Path("logs/judge"), help="folder of judgements (%(default)s)")
     add("--json", action="store_true", help="print one JSON object")
     add("shared", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for both arms")
     given = parser.parse_args(argv)
-    if given.margin is None and given.of != "loss":
-        parser.error(f"--of {given.of} needs --margin, in {UNITS[given.of]}")
+    if given.margin is None and given.metric != "loss":
+        parser.error(f"--metric {given.metric} needs --margin, in {UNITS[given.metric]}")
     if given.seed is not None and given.seed < 0:  # before the judgement counts
         raise ValueError(f"--seed {given.seed}: it must be at least 0")
     given.margin = MARGIN if given.margin is None else given.margin
-    plan = Plan(given.pairs, given.margin, given.every)
+    plan = RacePlan(given.pairs, given.margin, given.look_every)
     arms = [make_arm("A", given.a_source, given.a, given.shared),
             make_arm("B", given.b_source, given.b, given.shared)]  # fmt: skip
-    judgements.require_comparable(arms, given.of)
-    planned = {name: getattr(given, name) for name in ("of", "margin", "pairs", "every")}
-    entry = judgements.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
-    verdict = race(given.out / entry["run_id"], arms, plan, given.of, entry["seed"])
+    judge.require_comparable(arms, given.metric)
+    planned = {name: getattr(given, name) for name in ("metric", "margin", "pairs", "look_every")}
+    entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
+    verdict = race(given.out / entry["run_id"], arms, plan, given.metric, entry["seed"])
     if "outcome" not in entry:
-        log = given.out / judgements.JUDGEMENTS
-        register(log, "end", run_id=entry["run_id"], **verdict._asdict())
-    power, fixed = one_look(plan, verdict.sd)
-    told = entry | verdict._asdict() | {"power": power, "fixed": fixed}
-    show(to_text(given, told, verdict), told, given.json)
+        register(given.out / judge.JUDGEMENTS, "end", run_id=entry["run_id"], **verdict._asdict())
+    facts = entry | verdict._asdict() | {"pairs_needed": pairs_needed(verdict.sd, given.margin)}
+    show(to_text(given, facts, verdict), facts, given.json)
     return CODES[verdict.outcome]
 
 

@@ -24,11 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from any folder
 
-from scripts.command import ask_trainer, command, make_parser, start
+from scripts.command import ROOT, ask_trainer, command, make_parser, start
 
 from claims.arms import ALPHA
 from claims.checks import Failure, find_failures
-from claims.judgements import find_judged, next_seed, require_source
+from claims.judge import find_judged, next_seed, require_source
 from claims.pages import best_of_each_recipe, derived, differences, leaderboard
 from claims.plots import plot_records, plot_steps
 from claims.record import (
@@ -45,13 +45,14 @@ from claims.record import (
     write_claim,
 )
 from claims.rerun import rerun
+from claims.stats import power
 from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "records"
 FIRST_RUN = -1  # for a seed
+EFFECTS = (0.5, 1.0, 1.5)  # of which a claim prints the power, in standard deviations
 
 
 def claim(arguments: argparse.Namespace) -> int:
@@ -69,7 +70,7 @@ def claim(arguments: argparse.Namespace) -> int:
     track = TRACKS[config["track"]]
     fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
     for name, value in fixed.items():
-        if config[name] != value:
+        if config[name] not in (value if isinstance(value, tuple) else (value,)):
             flag = f"--{name.replace('_', '-')}"
             raise Refused(f"{flag} {config[name]}: that of the track is {value}. Leave {flag} out.")
     claim = Claim(
@@ -82,7 +83,10 @@ def claim(arguments: argparse.Namespace) -> int:
     words = shlex.join(["--claim", f"{folder}/claim.json", *claim.flags])
     print(f"{folder}: commit it with records/sources, then make its runs:\n\n"
           f"    ./run.sh {words} --seed {arguments.seed} --trials {claim.n}\n\n"
-          f"then: python scripts/record.py make {folder} logs")
+          f"then: python scripts/record.py make {folder} logs\n")
+    chances = [f"{power(claim.n, 1, below, ALPHA):.2f} if it is {below:g}" for below in EFFECTS]
+    print(f"{claim.n} runs show a mean below {claim.target:g} with a chance of\n    "
+          f"{', '.join(chances)} standard deviations below")
     return 0
 
 
@@ -94,10 +98,10 @@ def make(arguments: argparse.Namespace) -> int:
     evidence = read_evidence(folder)
     for name, content in derived(evidence).items():
         (folder / name).write_bytes(content)
-    return judge(evidence)
+    return print_verdict(evidence)
 
 
-def judge(evidence: Evidence, more: Sequence[Failure] = ()) -> int:
+def print_verdict(evidence: Evidence, more: Sequence[Failure] = ()) -> int:
     """Print what speaks against a record and what it shows; 0 when its evidence holds."""
     failures = [*find_failures(evidence), *differences(evidence), *more]
     for failure in failures:
@@ -128,7 +132,7 @@ def verify(arguments: argparse.Namespace) -> int:
             fix = "claim the settings that the flags mean"
             for what in check_flags(evidence.claim, evidence.source):
                 failures.append(Failure(what, folder / "claim.json", fix))
-        code |= judge(evidence, failures)
+        code |= print_verdict(evidence, failures)
         code |= arguments.require_shown and not evidence.shown
         if arguments.rerun is not None:
             code |= run_again(evidence, arguments)
@@ -168,7 +172,7 @@ def write_leaderboard(arguments: argparse.Namespace) -> int:
     made = sorted((one for one in found if one.runs), key=lambda one: one.claim.created)
     for one in made:
         if find_failures(one) or list(differences(one)):
-            return judge(one)
+            return print_verdict(one)
     for track in {one.claim.track for one in made}:
         claims = [one for one in made if one.claim.track == track]
         plot_steps(best_of_each_recipe(claims), RECORDS / track / "steps.svg")

@@ -1,18 +1,21 @@
-"""Do these runs reach the target? A one-sided t-test at p < 0.01, from the run logs alone.
+"""Do these runs reach the target, at p < 0.01? Are they better than others? From run logs alone.
 
     python scripts/significance.py logs                               every arm in a folder
     python scripts/significance.py logs:steps=32                      one of them
     python scripts/significance.py logs machine_2/logs --json         two folders, for programs
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
     python scripts/significance.py old new --track steps              fewest steps, by its rules
+    python scripts/significance.py NEW --against OLD --margin 0.01    two arms: loss and time
     python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
 folder are named by what differs, and the name after a colon selects one. A folder is read without
-its subfolders, but of a record its runs/. --track steps judges as track 3 of the
-public contest does: at the first step at which all runs together pass, or at --at-step, with a
-pairwise verdict on each arm and those before it. --skeptical writes the page of a result that
-challenges another one. Exit code: 0 every arm passes, 1 an arm fails, 2 bad input.
+its subfolders, but of a record its runs/. --track steps judges as track 3 of the public contest
+does: at the first step at which all runs together pass, or at --at-step, with a pairwise verdict on
+each arm and those before it. --against prints differences with 95 % intervals, of pairs where both
+arms have the same seeds, and with --margin whether the losses are equal within it; times are
+compared only on like machines. To make such runs in turn, use judge.py. Exit code: 0 every arm
+passes, or two are compared; 1 an arm fails; 2 bad input.
 """
 
 import argparse
@@ -20,42 +23,40 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from scripts.command import command, decimals, make_parser, show, start, whole_numbers
 
-from claims.arms import ALPHA, Arm, apply_holm, judge_all, judge_typed, read_selected
-from claims.fewest import judge_fewest, passes, skeptical
-from claims.runs import Run
+from claims import arms, comparison
+from claims.arms import ALPHA, ArmVerdict
+from claims.comparison import ArmTimes, Comparison
+from claims.stats import in_words, moments
 from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
 
 
-def read(paths: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """All runs, and why other files of the folders were not read."""
-    runs, errors = read_selected(paths)
-    if not runs:
-        raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
-    return runs, [f"not read: {error}" for error in errors]
-
-
-def judge(given: argparse.Namespace) -> tuple[list[Arm], list[str]]:
+def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
     """The arms, and what could not be read. Raises LogError."""
     if given.losses:
-        return [judge_typed(given.losses, given.target)], []
-    runs, unread = read(given.paths)
+        return [arms.judge_typed(given.losses, given.target)], []
+    runs, errors = arms.read_selected(given.paths)
+    if not runs:
+        raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
+    unread = [f"not read: {error}" for error in errors]
     if given.track:
-        return judge_fewest(runs, given.target, given.at_step[0] if given.at_step else None), unread
-    arms = judge_all(runs, given.target, given.at_step)
-    apply_holm(arms)
-    return arms, unread
+        step = given.at_step[0] if given.at_step else None
+        return arms.judge_fewest(runs, given.target, step), unread
+    found = arms.judge_all(runs, given.target, given.at_step)
+    arms.apply_holm(found)
+    return found, unread
 
 
 # ---- Output
 
 
-def title(arm: Arm) -> str:
+def title(arm: ArmVerdict) -> str:
     if arm.path is None:
         return "typed losses, UNVERIFIED"
     key = arm.key
@@ -63,7 +64,7 @@ def title(arm: Arm) -> str:
     return f"{arm.selector}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
 
 
-def to_text(arm: Arm) -> str:
+def to_text(arm: ArmVerdict) -> str:
     n, mean, sd, t, p, upper99 = arm.result
     figures = f"n {n}" + (f"   mean {mean:.6f}" if n else "")
     if n > 1:  # one run has no spread
@@ -86,20 +87,37 @@ def to_text(arm: Arm) -> str:
     return "\n  ".join(lines)
 
 
-@command
-def main(argv: Sequence[str]) -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH",
-        help="run logs, or folders of run logs; PATH:setting=value,... takes some of their runs")
-    add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
-    add("--losses", type=decimals, help="losses typed by hand; needs --target")
-    add("--at-step", type=whole_numbers, default=[], help="judge the losses at these steps")
-    add("--few", action="store_true", help=f"let fewer than {LEAST_RUNS} runs pass")
-    add("--track", choices=["steps"], help="judge by the rules of this track")
-    add("--skeptical", type=Path, metavar="MD", help="with --track steps and --at-step N")
-    add("--json", action="store_true", help="print one JSON object")
-    given = parser.parse_args(argv)
+def comparison_to_text(a: ArmTimes, b: ArmTimes, found: Comparison) -> str:
+    lines = []
+    for name, arm in (("A", a), ("B", b)):
+        loss, seconds = moments(arm.losses)[0], moments(arm.seconds)[0]
+        lines += [f"{name} = {arm.path}: n {len(arm.runs)}, loss {loss:.5f}, {seconds:.3f} s"]
+        lines += [f"  left out: {reason}" for reason in arm.left_out]
+    how = f"on {found.pairs} pairs of one seed" if found.pairs else "of independent runs"
+    word = direction(found.loss, "lower", "higher")
+    lines.append(f"B - A {how}, with 95 % intervals:")
+    lines.append(f"  loss {in_words(found.loss, '+.5f')}, {word}")
+    if found.differs:
+        lines.append("  times are not compared, as the machines differ:")
+        lines += [f"    {what}" for what in found.differs]
+    else:
+        word = direction(found.seconds, "faster", "slower")
+        lines.append(f"  time {in_words(found.seconds, '+.3f')} s, {word}, on this machine")
+    if found.equal_loss is not None:
+        lines.append(f"  losses differ by less than the margin: p = {found.equal_loss:.3g}")
+    return "\n".join(lines)
+
+
+def direction(found: Any, below: str, above: str) -> str:
+    if found.high < 0:
+        return below
+    return above if found.low > 0 else f"not shown to be {below} or {above}"
+
+
+# ---- The command
+
+
+def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if bool(given.paths) == bool(given.losses):
         parser.error("name run logs, or type losses with --losses: one of the two")
     if given.losses and given.target is None:
@@ -112,18 +130,41 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--at-step needs run logs: typed losses have no steps")
     if given.track and (given.losses or given.few or len(given.at_step) > 1):
         parser.error("--track steps needs run logs, at most one --at-step, and no --few")
-    if given.skeptical and not (given.track and given.at_step):
-        parser.error("--skeptical needs --track steps and the step that is challenged, --at-step")
-    arms, unread = judge(given)
-    for arm in arms if given.few else []:
-        arm.passes = arm.result.p < ALPHA
-    if given.skeptical:
-        if len(arms) != 1 or not arms[0].losses:
-            raise LogError(f"--skeptical takes one arm with losses at its step, not {len(arms)}")
-        given.skeptical.write_text(skeptical(arms[0]), encoding="utf-8")
-    facts = {"arms": [arm.documented for arm in arms], "warnings": unread}
-    show("\n\n".join([*map(to_text, arms), *unread]), facts, given.json)
-    return 0 if all(passes(arm) if given.track else arm.passes for arm in arms) else 1
+    if given.against and (len(given.paths) != 1 or given.target or given.at_step or given.track):
+        parser.error("--against takes one NEW, without --target, --at-step and --track")
+    if given.margin is not None and not given.against:
+        parser.error("--margin needs --against")
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("paths", nargs="*", metavar="PATH",
+        help="run logs, or folders of run logs; PATH:setting=value,... takes some of their runs")
+    add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
+    add("--losses", type=decimals, help="losses typed by hand; needs --target")
+    add("--at-step", type=whole_numbers, default=[], help="judge the losses at these steps")
+    add("--few", action="store_true", help=f"let fewer than {LEAST_RUNS} runs pass")
+    add("--track", choices=["steps"], help="judge by the rules of this track")
+    add("--against", metavar="OLD", help="compare PATH, B, with this arm, A")
+    add("--margin", type=float, help="test whether the losses differ by less, nats per token")
+    add("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args(argv)
+    check_flags(parser, given)
+    if given.against:
+        a, b = comparison.read_arm(given.against), comparison.read_arm(given.paths[0])
+        found = comparison.compare_arms(a, b, given.margin)
+        facts = found._asdict() | {"loss": found.loss._asdict(), "seconds": found.seconds._asdict()}
+        show(comparison_to_text(a, b, found), facts, given.json)
+        return 0
+    verdicts, unread = judge_arms(given)
+    for arm in verdicts:
+        arm.passes = arm.passes or (given.few and arm.result.p < ALPHA)
+    passed = arms.passes_steps_rule if given.track else lambda arm: arm.passes
+    facts = {"arms": [arm.documented for arm in verdicts], "warnings": unread}
+    show("\n\n".join([*map(to_text, verdicts), *unread]), facts, given.json)
+    return 0 if all(map(passed, verdicts)) else 1
 
 
 if __name__ == "__main__":

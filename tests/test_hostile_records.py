@@ -205,11 +205,12 @@ def test_no_log_record_or_file_name_steers_the_terminal(stranger):
     header = small_run.read_events(first)[0]
     env = header["env"] | {"torch": STEERING, "compile_flags": [STEERING]}
     edit_log(first, "header", claim=STEERING, checks={"causality": STEERING}, env=env)
-    (stranger / f"{STEERING}.txt").write_text("x")
+    strange = stranger / f"{STEERING}.txt"
+    strange.write_text("x")
     second.rename(second.with_name(f"{STEERING}.jsonl"))
     for words in (["record.py", "verify", "--read-only", stranger],
                   ["significance.py", stranger / "runs"],
-                  ["compare.py", stranger / "runs", stranger / f"{STEERING}.txt"]):
+                  ["significance.py", stranger / "runs", "--against", strange]):
         done = tool(*words)
         said = done.stdout + done.stderr
         assert "Traceback" not in said, said
@@ -244,7 +245,7 @@ def test_a_log_that_declares_a_billion_steps_fills_no_memory(stranger, tmp_path)
     first, second = sorted((stranger / "runs").glob("2*.jsonl"))
     for words, code in (
         (["record.py", "verify", "--read-only", stranger], 1),
-        (["compare.py", first, second], 1),
+        (["significance.py", first, "--against", second], 0),
         (["view.py", stranger, "--out", tmp_path / "page.html"], 0),
     ):
         done = tool(*words)

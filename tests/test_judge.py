@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from claims.judgements import find_judged, next_seed, steps_to
+from claims.judge import find_judged, next_seed, steps_to
 from claims.runs import Run, Validation
 from runtime.registry import read_registry
 from scripts import command, judge, record
@@ -25,6 +25,7 @@ from pathlib import Path
 from claims.record import TRACKS
 from runtime.log import config_hash, source_hash
 TRACK = TRACKS["tiny"].fixed | {"track": "tiny", "target": 3.39, "val_tokens": 262_144}
+TRACK = {name: value[0] if isinstance(value, tuple) else value for name, value in TRACK.items()}
 TRACK["recipe"] = "copyinit"
 parser = argparse.ArgumentParser()
 for name, default in (("gain", 0.0), ("steps", 10), ("val-every", 0), ("seed", 0), ("trials", 1)):
@@ -122,17 +123,17 @@ def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome
     assert (found, facts["outcome"]) == (code, outcome)
     assert facts["low"] <= -gain <= facts["high"]
     assert len(calls(project)) == 2 * facts["pairs"] < 20
-    assert (facts["fixed"] or 0) >= 4
+    assert facts["pairs_needed"] >= 2
 
 
 def test_the_arms_take_turns_and_a_process_trains_all_runs_up_to_the_next_look(project, capsys):
-    words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--every", "2"]
+    words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--look-every", "2"]
     code, facts = told(capsys, *words, "--seed", "40")
     assert (code, facts["outcome"]) == (4, "undecided")
     first = [[arm, str(40 + n), str(n)] for arm in "AB" for n in range(4)]
     second = [[arm, str(44 + n), str(n)] for arm in "BA" for n in range(2)]
     assert calls(project) == [*first, *second, ["A", "46", "0"], ["B", "46", "0"]]
-    code, facts = told(capsys, "--of", "time", "--b", "--gain 0.4", "--margin", "0.1")
+    code, facts = told(capsys, "--metric", "time", "--b", "--gain 0.4", "--margin", "0.1")
     assert (code, facts["pairs"]) == (0, 4)
     assert [arm for arm, _, _ in calls(project, 2)] == list("ABBAABBA"), "times: one by one"
 
@@ -180,7 +181,7 @@ def test_a_run_that_diverges_or_fails_decides_nothing(project, capsys):
     (["--seed", "-5"], "--seed -5: it must be at least 0"),
     (["--b", "--stepz 5"], "train_gpt.py refuses --stepz 5"),
     (["--b", "--steps 20"], "steps is 10 in A and 20 in B"),
-    (["--of", "steps", "--margin", "1"], "val_every is 0"),
+    (["--metric", "steps", "--margin", "1"], "val_every is 0"),
     (["--pairs", "3"], "it takes 4 to 100 pairs"),
     (["--margin", "0"], "margin is 0.0"),
 ])  # fmt: skip
@@ -196,7 +197,7 @@ def test_steps_to_the_target_lie_on_the_line_between_two_validations(project, ca
     assert steps_to(reached, 3.25) == 17.5
     assert steps_to(reached, 7.5) == 0
     assert steps_to(reached, 2.9) == float("inf")
-    words = ["--of", "steps", "--margin", "0.5", "--b", "--gain 0.3", "--", "--val-every", "5"]
+    words = ["--metric", "steps", "--margin", "0.5", "--b", "--gain 0.3", "--", "--val-every", "5"]
     code, facts = told(capsys, *words)
     assert code == 0
     assert -5 < facts["mean"] < 0

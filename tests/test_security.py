@@ -14,9 +14,7 @@ LOADERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "she
 CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen",
          "torch.load", "np.load", "numpy.load"}
 METHODS = {"exec_module", "import_module", "unpack_archive", "extractall"}  # of any object
-KNOWN = {
-    ("bench.py", "runpy"), ("command.py", "shell"),  # --against FILE and compare --run COMMAND
-}
+KNOWN = {("bench.py", "runpy")}  # --against FILE
 
 
 def dangers(source: str) -> set[str]:

@@ -170,13 +170,6 @@ def test_the_steps_track_takes_the_first_step_at_which_all_runs_pass(tmp_path, c
     assert "steps rule at step 3250, the first of 5 common steps that passes: 0.00503" in text
     worth = 75 * 0.000045 / 0.1**0.5  # the losses are equal
     assert f"old:steps=3350, 75 steps fewer at 4.5e-05 each: {worth:.5f}, pass" in text
-    page = tmp_path / "summary.md"
-    words = [tmp_path / "new", "--track", "steps", "--skeptical", page, "--at-step"]
-    assert judge(capsys, *words, 3000)[0] == 1
-    assert "| 20 | 3.29000 |" in page.read_text()
-    assert "statistic: 0.044721.\nShown: the mean does not attain 3.28: True." in page.read_text()
-    assert judge(capsys, *words, 3250)[0] == 0
-    assert "does not attain 3.28: False" in page.read_text()
 
 
 @pytest.mark.parametrize(("losses", "words"), [
@@ -261,7 +254,9 @@ def test_what_is_no_log_in_a_folder_is_named_and_the_rest_goes_on(tmp_path, caps
     (["--losses", "3.1,3.2"], "--losses needs --target"),
     (["--losses", "3.1", "--target", "3.28", "--at-step", "5"], "--at-step needs run logs"),
     (["logs", "--track", "steps", "--at-step", "5,6"], "at most one --at-step"),
-    (["logs", "--skeptical", "page.md"], "--skeptical needs --track steps"),
+    (["logs", "--against", "old", "--at-step", "5"], "--against takes one NEW, without"),
+    (["logs", "more", "--against", "old"], "--against takes one NEW, without"),
+    (["logs", "--margin", "0.01"], "--margin needs --against"),
     (["logs", "--at-step", "5,x"], "--at-step: '5,x': it must be whole numbers"),
     (["{folder}/absent"], "cannot read {folder}/absent: No such file"),
     (["{folder}"], "no run logs"),

@@ -1,28 +1,128 @@
-"""The judgements of a folder: what each compares, what its runs show, and how many there were.
+"""Does B beat A? Pairs of runs on one seed, tested as they arrive; and the log of judgements.
+
+A difference is B's figure minus A's on the same seed; the lower figure is the better one. The plan
+is made before the runs. Each look makes two tests. Each test has a level of its own for the whole
+race, and the same smaller level at every look (Pocock, 1977; `stats.look_level`):
+
+- B is better or worse if the wide interval excludes 0. Of 100 races without a difference, one ends
+  so (ALPHA).
+- There is no difference larger than the margin if the narrow interval lies within +-margin. Of 20
+  races with a difference as large as the margin, one ends so (EQUAL; two one-sided tests).
+
+We report the interval of the deciding test. It may be read after any stop: the wide intervals of
+all looks hold the true difference in 99 of 100 races, the narrow ones in 90 (repeated confidence
+intervals, Jennison and Turnbull, 1989). The mean of a race that stopped early is too far from 0.
+Skewed differences break the level: with lognormal ones 2 to 3 races in 100 end better or worse
+without a difference.
 
 `judgements.jsonl` is a registry: a line when a judgement starts, one when it ends, each with the
 hash of the line before. An unfinished judgement counts too.
 """
 
+import math
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scipy.stats import t as student
+
+from claims import stats
 from claims.logs import finished_runs
 from claims.record import Source, difference
 from claims.runs import Run
-from claims.sequential import ALPHA
 from runtime.claim import read_claim
 from runtime.errors import Refused
 from runtime.jsonl import json_hash
 from runtime.log import read_sources
 from runtime.registry import REGISTRY, read_registry, register
 
+FIRST_LOOK = 4  # pairs: fewer may agree by chance
+ALPHA = 0.01  # of better and worse together
+EQUAL = 0.05  # of "no difference larger than the margin"
+MOST_PAIRS = 100
 JUDGEMENTS = "judgements.jsonl"
 UNITS = {"loss": "nats per token", "steps": "steps", "time": "seconds"}
 # What both arms must share, else their figures do not mean the same.
 SHARED = {"loss": ("steps",), "steps": ("val_every",), "time": ()}
 ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "val_window")
+
+
+# ---- The race
+
+
+class RacePlan:
+    """When to look, and what to look for. ValueError for a plan that makes no sense.
+
+    pairs: at most; margin: the smallest difference that matters; every: pairs between two looks.
+    """
+
+    def __init__(self, pairs: int, margin: float, every: int = 1):
+        if not FIRST_LOOK <= pairs <= MOST_PAIRS or every < 1:
+            rule = f"it takes {FIRST_LOOK} to {MOST_PAIRS} pairs, and 1 or more between two looks"
+            raise ValueError(f"{pairs} pairs, a look after every {every}: {rule}")
+        stats.check(0, stats.INF, margin=margin)
+        self.margin = margin
+        self.looks = (*range(FIRST_LOOK, pairs, every), pairs)
+
+    @cached_property
+    def widths(self) -> dict[int, tuple[float, float]]:
+        """By look: half of the wide and of the narrow interval, in standard errors of the mean."""
+        wide, narrow = (stats.look_level(self.looks, level) for level in (ALPHA / 2, EQUAL))
+        found = {}
+        for n in self.looks:
+            found[n] = float(student.isf(wide, n - 1)), float(student.isf(narrow, n - 1))
+        return found
+
+
+class Verdict(NamedTuple):
+    outcome: str  # better, worse, no difference, undecided
+    final: bool  # whether no further pair is needed
+    pairs: int
+    mean: float  # B - A
+    low: float = math.nan  # of the interval
+    high: float = math.nan
+    sd: float = math.nan  # of the differences
+    confidence: float = 1 - ALPHA  # of the interval
+
+
+def decide(differences: Sequence[float], plan: RacePlan) -> Verdict:
+    """The verdict on the pairs so far: that of the first look that decides.
+
+    A difference that is not finite ends the race undecided.
+    """
+    if not all(map(math.isfinite, differences)):
+        return Verdict("undecided", True, len(differences), math.nan)
+    verdict = Verdict("undecided", False, len(differences), stats.moments(differences)[0])
+    if len(differences) not in plan.looks:
+        return verdict
+    for n in plan.looks[: plan.looks.index(len(differences)) + 1]:
+        verdict = look(differences[:n], plan)
+        if verdict.final:
+            break
+    return verdict
+
+
+def look(differences: Sequence[float], plan: RacePlan) -> Verdict:
+    """Both tests on these pairs."""
+    n = len(differences)
+    mean, sd = stats.moments(differences)
+    error = sd / math.sqrt(n)
+    if sd == 0 and mean != 0:  # equal differences say nothing about their spread
+        error = math.inf
+    wide, narrow = (width * error for width in plan.widths[n])
+    outcome, half, confidence = "undecided", wide, 1 - ALPHA
+    if mean + wide < 0:
+        outcome = "better"
+    elif mean - wide > 0:
+        outcome = "worse"
+    elif abs(mean) + narrow < plan.margin:
+        outcome, half, confidence = "no difference", narrow, 1 - 2 * EQUAL
+    final = outcome != "undecided" or n == plan.looks[-1]
+    return Verdict(outcome, final, n, mean, mean - half, mean + half, sd, confidence)
+
+
+# ---- The arms and their figures
 
 
 class Arm(NamedTuple):
@@ -40,36 +140,33 @@ class Arm(NamedTuple):
                 "source_sha256": self.source_sha256}  # fmt: skip
 
 
-def require_comparable(arms: Sequence[Arm], of: str) -> None:
+def require_comparable(arms: Sequence[Arm], metric: str) -> None:
     """Refuse arms whose figures do not mean the same."""
     a, b = arms
-    for name in (*ALWAYS_SHARED, *SHARED[of]):
+    for name in (*ALWAYS_SHARED, *SHARED[metric]):
         mine, other = a.config.get(name), b.config.get(name)
         if mine != other and None not in (mine, other):  # an older source may lack a setting
-            raise Refused(f"{name} is {mine} in A and {other} in B: judge {of} with the same.")
-    if of == "steps" and not a.config.get("val_every"):
+            raise Refused(f"{name} is {mine} in A and {other} in B: judge {metric} with the same.")
+    if metric == "steps" and not a.config.get("val_every"):
         raise Refused("val_every is 0: steps to the target need validations. Give --val-every 5.")
 
 
-# ---- Figures
-
-
-def figures(folder: Path, arm: Arm, of: str) -> dict[int, float]:
+def figures(folder: Path, arm: Arm, metric: str) -> dict[int, float]:
     """By seed, the figure of each finished run of this arm; infinite where it has none."""
     found = {}
     for run in finished_runs(folder / arm.name):
-        if run.seed is None or (run.config_sha256, run.source) != arm[-2:]:
-            continue
-        found[run.seed] = figure(run, of) if run.counts else float("inf")
+        same = run.config_sha256 == arm.config_sha256 and run.source == arm.source_sha256
+        if same and run.seed is not None:
+            found[run.seed] = figure(run, metric) if run.counts else math.inf
     return found
 
 
-def figure(run: Run, of: str) -> float:
+def figure(run: Run, metric: str) -> float:
     last = run.validations[-1]
-    if of == "loss":
+    if metric == "loss":
         return last.loss
-    if of == "time":
-        return (last.train_time_ms or float("inf")) / 1000
+    if metric == "time":
+        return (last.train_time_ms or math.inf) / 1000
     return steps_to(run, run.target or 0.0)
 
 
@@ -81,12 +178,12 @@ def steps_to(run: Run, target: float) -> float:
             share = (before.loss - target) / (before.loss - point.loss) if point != before else 1.0
             return before.step + share * (point.step - before.step)
         before = point
-    return float("inf")
+    return math.inf
 
 
-def paired_differences(folder: Path, arms: Sequence[Arm], of: str, seeds: range) -> list[float]:
+def paired_differences(folder: Path, arms: Sequence[Arm], metric: str, seeds: range) -> list[float]:
     """B - A of the pairs so far, in the order of the seeds."""
-    a, b = (figures(folder, arm, of) for arm in arms)
+    a, b = (figures(folder, arm, metric) for arm in arms)
     differences = []
     for seed in seeds:
         if seed not in a or seed not in b:
@@ -152,11 +249,6 @@ def write_diff(path: Path, a: Path, b: Path) -> dict[str, Any]:
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     changed = [line for line in lines if line[0] in "+-" and line[:4] not in ("+++ ", "--- ")]
     return {"lines": len(changed), "sha256": json_hash(lines)}
-
-
-def family_level(judgements: int) -> float:
-    """A bound on the chance of any false finding in this many judgements (Bonferroni)."""
-    return min(1.0, judgements * ALPHA)
 
 
 def next_seed(*folders: Path) -> int:

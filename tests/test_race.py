@@ -6,20 +6,53 @@ import numpy as np
 import pytest
 
 from claims import stats
-from claims.sequential import ALPHA, EQUAL, RACES, Plan, follow, judge, simulate
+from claims.judge import ALPHA, EQUAL, RacePlan, decide
 
-PLAN = Plan(pairs=20, margin=1.0)
+PLAN = RacePlan(pairs=20, margin=1.0)
+RACES = 10_000
 SLACK = 3 * math.sqrt(ALPHA / RACES)  # three standard errors of a share of about ALPHA
+OUTCOMES = ["undecided", "better", "worse", "no difference"]
 
 
-def shares(difference: float, plan: Plan = PLAN) -> tuple[float, float, float, float]:
+def follow(differences: np.ndarray, plan: RacePlan) -> tuple[np.ndarray, np.ndarray]:
+    """Many races at once, [races, pairs]: the number of each one's outcome, and its pairs."""
+    outcomes = np.zeros(len(differences), int)
+    used = np.full(len(differences), plan.looks[-1])
+    for n in plan.looks:
+        mean = differences[:, :n].mean(1)
+        error = differences[:, :n].std(1, ddof=1) / math.sqrt(n)
+        wide, narrow = (width * error for width in plan.widths[n])
+        shown = [mean + wide < 0, mean - wide > 0, abs(mean) + narrow < plan.margin]
+        found = np.where(outcomes == 0, np.select(shown, [1, 2, 3], 0), 0)
+        outcomes[found > 0], used[found > 0] = found[found > 0], n
+    return outcomes, used
+
+
+def simulate(plan: RacePlan, difference: float, sd: float) -> tuple[np.ndarray, np.ndarray]:
+    drawn = np.random.default_rng(0).normal(difference, sd, (RACES, plan.looks[-1]))
+    return follow(drawn, plan)
+
+
+def shares(difference: float, plan: RacePlan = PLAN) -> tuple[float, float, float, float]:
     """Of races at sd 1: the shares better, worse and without difference, and the mean pairs."""
     outcomes, used = simulate(plan, difference, sd=1.0)
     better, worse, same = ((outcomes == end).mean() for end in (1, 2, 3))
     return better, worse, same, used.mean()
 
 
-@pytest.mark.parametrize("plan", [PLAN, Plan(20, 1.0, every=4), Plan(4, 1.0), Plan(20, 1e-9)])
+def test_the_judge_decides_as_the_simulated_races_do():
+    drawn = np.random.default_rng(3).normal(-0.5, 1.0, (60, 20))
+    for plan in (PLAN, RacePlan(20, 0.7, every=3)):
+        outcomes, used = follow(drawn, plan)
+        found = [decide(list(differences), plan) for differences in drawn]
+        assert [verdict.outcome for verdict in found] == [OUTCOMES[end] for end in outcomes]
+        assert [verdict.pairs for verdict in found] == used.tolist()
+        assert set(outcomes) == {0, 1, 3}
+
+
+@pytest.mark.parametrize("plan", [
+    PLAN, RacePlan(20, 1.0, every=4), RacePlan(4, 1.0), RacePlan(20, 1e-9),
+])  # fmt: skip
 def test_of_races_without_a_difference_one_in_a_hundred_finds_one(plan):
     better, worse, _, _ = shares(0.0, plan)
     assert better + worse <= ALPHA + SLACK
@@ -53,7 +86,7 @@ def test_the_told_interval_holds_the_truth_at_every_stop():
         half = PLAN.widths[n][0] * differences[:n].std(ddof=1) / math.sqrt(n)
         missed += abs(differences[:n].mean() - truth) > half
     assert missed / RACES <= ALPHA + SLACK
-    verdict = judge(list(differences[:n]), PLAN)
+    verdict = decide(list(differences[:n]), PLAN)
     assert (verdict.high - verdict.low) / 2 == pytest.approx(half)
     assert verdict.final
 
@@ -62,7 +95,7 @@ def test_no_difference_is_told_with_an_interval_within_the_margin():
     drawn = np.random.default_rng(2).normal(0.0, 0.2, (20, 20))
     for differences in drawn:
         _, used = follow(differences[None], PLAN)
-        verdict = judge(list(differences[: used[0]]), PLAN)
+        verdict = decide(list(differences[: used[0]]), PLAN)
         assert verdict.outcome == "no difference"
         assert -PLAN.margin < verdict.low <= verdict.high < PLAN.margin
         assert verdict.confidence == 0.9
@@ -75,8 +108,8 @@ def test_a_verdict_is_that_of_the_t_test_at_the_level_of_a_look():
     for shift in np.linspace(-1.5, 1.1, 27):
         moved = [value + shift for value in differences]
         p = stats.one_sample(moved, 0.0).p
-        assert (judge(moved, PLAN).high < 0) is bool(p < level)
-    assert judge(differences, PLAN).mean == pytest.approx(test.mean)
+        assert (decide(moved, PLAN).high < 0) is bool(p < level)
+    assert decide(differences, PLAN).mean == pytest.approx(test.mean)
 
 
 @pytest.mark.parametrize(("differences", "outcome", "final"), [
@@ -89,11 +122,11 @@ def test_a_verdict_is_that_of_the_t_test_at_the_level_of_a_look():
     ([3.0, 3.1, 2.9, 3.05], "worse", True),
 ])  # fmt: skip
 def test_edge_cases_never_decide_more_than_they_know(differences, outcome, final):
-    verdict = judge(differences, PLAN)
+    verdict = decide(differences, PLAN)
     assert (verdict.outcome, verdict.final) == (outcome, final)
 
 
 @pytest.mark.parametrize("plan", [(3, 1.0), (101, 1.0), (8, 0.0), (8, math.nan), (8, 1.0, 0)])
 def test_a_plan_that_makes_no_sense_is_refused(plan):
     with pytest.raises(ValueError, match=r"it takes 4 to 100 pairs|margin is"):
-        Plan(*plan)
+        RacePlan(*plan)
