@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 
 from data.shards import Shard, ShardError, Tokens
 
-SCAN_BLOCK = 1 << 20  # tokens searched for document starts at once: 2 MiB fit the cache
+SCAN_BLOCK = 1 << 17  # tokens searched for document starts at once: a step of `short` has 2 or 3
 
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
-Step = tuple[list[Row], "Position"]
 
 
 @dataclass(frozen=True)
@@ -140,17 +139,18 @@ class Position(NamedTuple):
     offset: int = 0  # token of the shard where the next step begins to read
 
 
-def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator[Step]:
+def _walk(
+    shards: Sequence[Shard], order: Order, position: Position
+) -> Iterator[tuple[list[Row], Position]]:
     """Yield (rows of all ranks, position after them) for each step, then raise ShardError."""
     step, index, offset = position
     while index < len(shards):
-        for rows, end in _stretch(shards[index], order.at(step), offset):
-            step, offset = step + 1, end
-            yield rows, Position(step, index, offset)
-            if order.at(step) != order.at(step - 1):
-                break
-        else:  # no step spans two shards: the rest of a shard is dropped
+        rows, end = _next_rows(shards[index], order.at(step), offset)
+        if not rows:  # no step spans two shards: the rest of a shard is dropped
             index, offset = index + 1, 0
+            continue
+        step, offset = step + 1, end
+        yield rows, Position(step, index, offset)
     rule = "contiguous rows"
     if order.document_mask:
         rule = f"documents that start with token {order.bos}"
@@ -160,15 +160,13 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Iterator
     )
 
 
-def _stretch(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[list[Row], int]]:
-    """Yield the rows of each step in a shard, with the offset where the next step begins."""
+def _next_rows(tokens: Shard, order: Order, offset: int) -> tuple[list[Row], int]:
+    """Return the rows of a step from `offset` on, and where they end; no rows if too few remain."""
     find_rows = _aligned_rows if order.document_mask else _dense_rows
-    rows = []
-    for row, end in find_rows(tokens, order, offset):
-        rows.append(row)
-        if len(rows) == order.rows:
-            yield rows, end
-            rows = []
+    found = list(islice(find_rows(tokens, order, offset), order.rows))
+    if len(found) < order.rows:
+        return [], offset
+    return [row for row, _ in found], found[-1][1]
 
 
 def _aligned_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row, int]]:
@@ -232,12 +230,11 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
     for _ in range(steps):
         rows, end = next(walk)
         most = max(most, _most_documents(rows, order))
-    # Warm-up cuts the documents of the first shard as later steps cut others: there may be more.
-    cuts = {each.max_document: each for each in order.each}
-    del cuts[order.at(0).max_document]
-    for each in cuts.values():
-        for rows, _ in _stretch(shards[0], each, 0):
-            most = max(most, _most_documents(rows, order))
+    for later in order.each[1:]:  # warm-up reads the first shard as each later stage would
+        rows, offset = _next_rows(shards[0], later, 0)
+        while rows:
+            most = max(most, _most_documents(rows, later))
+            rows, offset = _next_rows(shards[0], later, offset)
     passed = sum(map(len, shards[: end.shard])) + end.offset
     return Plan(passed, sum(map(len, shards)), most, end)
 
@@ -288,7 +285,7 @@ class TrainLoader(Iterator[list[Batch]]):
         self._pending = self._worker.submit(self._build, self._steps)
         return batches
 
-    def _build(self, steps: Iterator[Step]) -> tuple[list[Batch], dict[str, Any], int, Position]:
+    def _build(self, steps: Iterator[tuple[list[Row], Position]]) -> tuple[list[Batch], dict[str, Any], int, Position]:
         # `steps` is an argument, so that a build still running at a seek advances the old walk.
         rows, end = next(steps)
         shard = self._shards[end.shard]
