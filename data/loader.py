@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ SCAN_BLOCK = 1 << 17  # tokens searched for document starts at once: a step of `
 
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
+Walk = Iterator[tuple[list[Row], "Position"]]
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,7 @@ class Position(NamedTuple):
     offset: int = 0  # token of the shard where the next step begins to read
 
 
-def _walk(
-    shards: Sequence[Shard], order: Order, position: Position
-) -> Iterator[tuple[list[Row], Position]]:
+def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Walk:
     """Yield (rows of all ranks, position after them) for each step, then raise ShardError."""
     step, index, offset = position
     while index < len(shards):
@@ -199,14 +198,10 @@ def _dense_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row,
         yield [(start, start + order.seq_len + 1)], start + order.seq_len
 
 
-def _document_starts(row: Row, sequence: int) -> list[int]:
+def _document_starts(row: Row, seq_len: int) -> list[int]:
     """Return where documents start among the inputs of a row."""
-    starts, length = [], 0
-    for start, end in row:
-        if length < sequence:  # the last token of a row is only a target
-            starts.append(length)
-        length += end - start
-    return starts
+    starts = accumulate((end - start for start, end in row[:-1]), initial=0)
+    return [start for start in starts if start < seq_len]  # a row's last token is only a target
 
 
 def _most_documents(rows: list[Row], order: Order) -> int:
@@ -271,39 +266,37 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def _seek(self, position: Position) -> None:
         self._position = position
-        self._steps = _walk(self._shards, self.order, position)
+        self._steps = self._build(_walk(self._shards, self.order, position))
         self._pending: Future | None = None
         self._places: dict[int, dict[str, Any]] = {}  # by step, see `where`
         self.rows_sum = 0  # of `hash_rows` over this rank's rows so far
 
     def __next__(self) -> list[Batch]:
         if self._pending is None:
-            self._pending = self._worker.submit(self._build, self._steps)
-        batches, place, rows_sum, self._position = self._pending.result()
+            self._pending = self._worker.submit(next, self._steps)
+        batches, rows_sum, place, self._position = self._pending.result()
         self.rows_sum += rows_sum
         self._places[self._position.step] = place
-        self._pending = self._worker.submit(self._build, self._steps)
+        self._pending = self._worker.submit(next, self._steps)
         return batches
 
-    def _build(self, steps: Iterator[tuple[list[Row], Position]]) -> tuple[list[Batch], dict[str, Any], int, Position]:
-        # `steps` is an argument, so that a build still running at a seek advances the old walk.
-        rows, end = next(steps)
-        shard = self._shards[end.shard]
-        own = _deal(len(rows), self.micro_rows, self._rank, self._world_size)
-        batches = [self._micro_batch(shard, rows[part]) for part in own]
-        rows_sum = 0
-        for part, batch in zip(own, batches, strict=True):
-            rows_sum += hash_rows(end.step, part.start, batch)
-        place = {"shard": shard.path.name, "token_offset": rows[0][0][0]}
-        return batches, place, rows_sum, end
+    def _build(self, walk: Walk) -> Iterator[tuple[list[Batch], int, dict[str, Any], Position]]:
+        """Yield the micro-batches of each step, their rows' hash, place, and the position after."""
+        for rows, end in walk:
+            shard, batches, rows_sum = self._shards[end.shard], [], 0
+            for part in _deal(len(rows), self.micro_rows, self._rank, self._world_size):
+                batches.append(self._micro_batch(shard, rows[part]))
+                rows_sum += hash_rows(end.step, part.start, batches[-1])
+            place = {"shard": shard.path.name, "token_offset": rows[0][0][0]}
+            yield batches, rows_sum, place, end
 
     def _micro_batch(self, shard: Shard, rows: list[Row]) -> Batch:
-        sequence, first = self.order.seq_len, rows[0][0][0]
+        seq_len, first = self.order.seq_len, rows[0][0][0]
         tokens = shard[first : rows[-1][-1][1]]  # one read; one for each piece would be slow
         filled, starts = [], []
         for index, row in enumerate(rows):
             filled.append(np.concatenate([tokens[a - first : b - first] for a, b in row]))
-            starts += [index * sequence + start for start in _document_starts(row, sequence)]
+            starts += [index * seq_len + start for start in _document_starts(row, seq_len)]
         return _make_batch(np.stack(filled), starts, self._capacity)
 
     def where(self, step: int) -> dict[str, Any]:
