@@ -16,14 +16,23 @@ from unittest import mock
 import numpy as np
 import torch
 
+import optim.muon
 import train_gpt
 from data.shards import write_shard
+from runtime.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, BOS = 64, 63
 ROWS, SEQUENCE = 4, 128
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STEPS = 12
+# How far another order of its sums may move a loss of 12 steps. float32: a sum over 512 targets
+# moves by sqrt(512) 2^-24 of itself, rounded up to 2^-19; measured with float32 products, 2e-7.
+# bf16: a rounding moves a weight by 2^-9 of itself, and a loss of first order in it by as much; two
+# runs differ by two.
+ROUNDING = {"float32": 2**-19, "bfloat16": 2**-8}
+TIED = train_gpt.Stage(0.5, short=1, long=2, tied=True, ahead=((0.5, 0.25),))
+UNTIED = train_gpt.Stage(0.5, short=1, long=2)
 SIZES = {
     "vocab-size": VOCABULARY, "bos": BOS, "dim": 32, "head-dim": 16, "seq-len": SEQUENCE,
     "max-document": 64,
@@ -46,14 +55,39 @@ def quick_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def two_layers() -> Iterator[None]:
-    """Two layers with all that layers can have, and stages whose batch grows."""
+    """Two layers with all that layers can have; stages whose batch grows, or whose head is tied.
+
+    Muon's products are in float32, also where bf16 is native: these runs are not about rounding.
+    """
     first = train_gpt.Layer(value_embed=0)
     last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
     early, late = train_gpt.STAGES["copyinit"]
+    growing = [replace(early, batch=0.5), late]
     tables = {"tiny": [first, last]} | {n: train_gpt.LAYERS[n][:2] for n in ("copyinit", "plain4")}
     layers = mock.patch.dict(train_gpt.LAYERS, tables)
-    stages = mock.patch.dict(train_gpt.STAGES, growing=[replace(early, batch=0.5), late])
-    with layers, stages:
+    stages = mock.patch.dict(train_gpt.STAGES, growing=growing, tied=[TIED, UNTIED])
+    float32 = mock.patch.object(optim.muon, "native_dtype", return_value=torch.float32)
+    with layers, stages, float32:
+        yield
+
+
+@contextlib.contextmanager
+def kept_state() -> Iterator[None]:
+    """Before its last validation a run keeps all that it could resume from in last_state.pt."""
+    evaluate = train_gpt.evaluate
+
+    def keeping(trainer: train_gpt.Trainer, run: Run, step: int) -> float:
+        if step == trainer.config.steps:
+            state = trainer.state_dict()
+            randoms = trainer.machine.gather(torch.get_rng_state())
+            state["random"] = {str(rank): found for rank, found in enumerate(randoms)}
+            if trainer.machine.is_main:
+                folder = Path(trainer.config.checkpoint_dir)
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save(state, folder / "last_state.pt")
+        return evaluate(trainer, run, step)
+
+    with mock.patch.object(train_gpt, "evaluate", keeping):
         yield
 
 

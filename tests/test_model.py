@@ -58,28 +58,16 @@ def batch(rows=2, sequence=SEQUENCE, cuts=((5, 9, 40), (33,))):
     return Batch(tokens[:, :-1].int().contiguous(), tokens[:, 1:].contiguous(), cu_seqlens)
 
 
-def rows_of(given):
-    """The rows of a batch as batches of one."""
-    sequence, result = given.inputs.size(1), []
-    for row, (tokens, targets) in enumerate(zip(given.inputs, given.targets, strict=True)):
-        ends = (given.cu_seqlens - row * sequence).clamp(0, sequence)
-        result.append(Batch(tokens[None], targets[None], torch.unique(ends)))
-    return result
-
-
 def loss_of(model, given, windows=WINDOWS):
     return model(given.inputs, given.targets, given.cu_seqlens, windows, given.inputs.size(1))
 
 
-def gradients(model, *batches, windows=WINDOWS, divide_loss_by=1):
-    """Loss and gradients by name, summed over the batches."""
+def gradients(model, given, windows=WINDOWS):
+    """Loss and gradients by name."""
     model.zero_grad()
-    total = 0
-    for given in batches:
-        loss = loss_of(model, given, windows) / divide_loss_by
-        loss.backward()
-        total += loss.detach()
-    return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+    loss = loss_of(model, given, windows)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 # ----
@@ -112,17 +100,6 @@ def attended(q_THD, k_THD, v_THD, starts, window, scale):
     return torch.stack(outputs)
 
 
-def offset(k_THD, starts):
-    """Record 49: keys whose channels that do not turn are those of the token before."""
-    quarter = k_THD.size(-1) // 4
-    keys = []
-    for t, key in enumerate(k_THD):
-        before = key if starts[t] == t else k_THD[t - 1]
-        parts = zip(key.split(quarter, -1), before.split(quarter, -1), strict=True)
-        keys.append(torch.cat([(own, other)[i % 2] for i, (own, other) in enumerate(parts)], -1))
-    return torch.stack(keys)
-
-
 def frequencies_of(head_dim):
     turning = head_dim // 4
     return [(1 / 1024) ** (j / (turning - 1)) for j in range(turning)] + [0.0] * turning
@@ -141,12 +118,11 @@ def cross_entropy(logits, targets):
     return (logits.exp().sum(-1).log() - logits.gather(1, targets[:, None])[:, 0]).sum()
 
 
-LATER = {"key_offset": True, "xsa": True, "bigram_rows": 2}  # records 49, 82 and 62
 VALUE_TABLE = {1: 1, 2: 2, 9: 0, 10: 1, 11: 2}
 LONG_SLOTS = (4, 11)
 
 
-def record42_loss(p, s, tokens, targets, starts, short, long, frequencies, scale, head_dim, later):
+def record42_loss(p, s, tokens, targets, starts, short, long, frequencies, scale, head_dim):
     """One row of record 42. p: parameters by name, block i - 1 for slot i; s: scalars by name."""
     e = p["embed"][tokens]
     gate = sigmoid(e[1:, :12] @ p["smear_gate"][0])
@@ -159,11 +135,6 @@ def record42_loss(p, s, tokens, targets, starts, short, long, frequencies, scale
         if 6 <= i <= 10:
             x = x + sigmoid(s[f"skip{i - 1}"]) * stack.pop()
         x = s[f"x{i - 1}"] * x + s[f"x0_{i - 1}"] * x0
-        if later:
-            rows = len(p["bigram"])
-            pairs = zip(tokens.tolist(), tokens[1:].tolist(), strict=False)
-            hashed = [(27191 * before ^ 36313 * now) % (rows - 1) for before, now in pairs]
-            x = x + s[f"bigram{i - 1}"] * p["bigram"][[rows - 1, *hashed]]
         if i != 7:
             u, dim = rms(x), x.size(1)
             w_q, w_k, w_v, w_o = p[block + "attention.qkvo"].reshape(4, dim, dim)
@@ -173,12 +144,7 @@ def record42_loss(p, s, tokens, targets, starts, short, long, frequencies, scale
             if i in VALUE_TABLE:
                 v = v + s[f"value_embed{i - 1}"] * tables[VALUE_TABLE[i]].reshape(v.shape)
             q, k = turned(q, frequencies), turned(k, frequencies)
-            if later and i in LONG_SLOTS:
-                k = offset(k, starts)
             y = attended(q, k, v, starts, long if i in LONG_SLOTS else short, scale)
-            if later:
-                share = torch.tanh(p[block + "attention.own_value"]) * (y * v).sum(-1, keepdim=True)
-                y = y - share * v / (v**2).sum(-1, keepdim=True)
             y = y * sigmoid(u[:, :12] @ p[block + "attention.gate"].T).unsqueeze(-1)
             x = x + y.reshape(len(u), dim) @ w_o.T
         x = x + (rms(x) @ p[block + "mlp.up"]).clamp(min=0) ** 2 @ p[block + "mlp.down"].T
@@ -231,18 +197,17 @@ def assert_same_loss_and_gradients(model, given, windows, row_loss):
         assert error < 1e-6, f"{name}: relative error of the gradient {error:.2g}"
 
 
-@pytest.mark.parametrize("later", [{}, LATER], ids=["record 42", "with later pieces"])
 @pytest.mark.parametrize("windows_so_far", [(3,), (3, 7, 11, 13)], ids=str)
-def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(windows_so_far, later):
+def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(windows_so_far):
     step = spans(small())[len(windows_so_far) - 1].first
-    model = build(small(**later), torch.float64, step)
+    model = build(small(), torch.float64, step)
     frequencies, scale = frequencies_of(8), 0.1
     for old, new in pairwise(windows_so_far):
         frequencies, scale = extended(frequencies, scale, old, new, block=8)
 
     def row_loss(p, *row):
         scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
-        return record42_loss(p, scalars, *row, 8, 24, frequencies, scale, 8, later)
+        return record42_loss(p, scalars, *row, 8, 24, frequencies, scale, 8)
 
     assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss)
 
@@ -551,23 +516,3 @@ def test_a_model_with_pieces_off_or_exchanged_trains(changes):
         for name, gradient in grads.items():
             assert gradient.isfinite().all(), name
     assert last < first
-
-
-def test_dividing_the_loss_by_another_number_loses_what_dividing_the_sum_keeps():
-    """Why gradients are summed over micro-batches and divided once.
-
-    Summed first, bf16 gradients are those of the micro-batches, but for rounding their sum. A
-    divided loss rounds the whole backward pass anew: several times as far from them. (Powers of two
-    are the exception: bf16 has the exponents of fp32, so dividing by them rounds nothing.)
-    """
-    count, model = 3, build(small(), torch.bfloat16)
-    rows = rows_of(batch(rows=count))
-    own = [gradients(model, row)[1] for row in rows]
-    _, once = gradients(model, *rows)
-    _, each = gradients(model, *rows, divide_loss_by=count)
-    error_of_once, error_of_each = 0.0, 0.0
-    for name in once:
-        mean = sum(gradient[name].double() for gradient in own) / count
-        error_of_once += ((once[name].double() / count - mean).norm() / mean.norm()).item()
-        error_of_each += ((each[name].double() - mean).norm() / mean.norm()).item()
-    assert error_of_each > 2 * error_of_once

@@ -12,7 +12,6 @@ from test_model import (
     frequencies_of,
     gradients,
     loss_of,
-    offset,
     rms,
     sigmoid,
     turned,
@@ -38,6 +37,17 @@ def modern(**changes):
 
 def heads(x_TC):
     return x_TC.reshape(len(x_TC), -1, HEAD_DIM)
+
+
+def offset(k_THD, starts):
+    """Record 49: keys whose channels that do not turn are those of the token before."""
+    quarter = k_THD.size(-1) // 4
+    keys = []
+    for t, key in enumerate(k_THD):
+        before = key if starts[t] == t else k_THD[t - 1]
+        parts = zip(key.split(quarter, -1), before.split(quarter, -1), strict=True)
+        keys.append(torch.cat([(own, other)[i % 2] for i, (own, other) in enumerate(parts)], -1))
+    return torch.stack(keys)
 
 
 def in_pairs(q, k, v, starts, window, scale):

@@ -41,6 +41,11 @@ def test_the_windows_change_where_record_42_changes_them(step, short, long):
     assert at(SHORT, step).windows == {"short": 128 * short, "long": 128 * long}
 
 
+def test_the_last_validation_narrows_short_windows_too():
+    config = configure("short", val_window=512)  # a short window has 768 tokens then
+    assert at(config, config.steps).windows == {"short": 512, "long": 512}
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
 @pytest.mark.parametrize("track", TRACKS)
 def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(
