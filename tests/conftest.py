@@ -4,7 +4,6 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from unittest import mock
 
 # Before torch reads it. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -48,20 +47,11 @@ def _quick_collection() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def last_state() -> Iterator[None]:
-    """With --keep-model a run keeps its last checkpoint, optimizers and all, to be compared."""
-    from runtime.checkpoint import checkpoints, remove
-    from runtime.run import Run
+def kept_state() -> Iterator[None]:
+    """Runs keep what they could resume from, to be compared; small_run.py says how."""
+    from small_run import kept_state
 
-    def keep(run: Run, *_: object) -> None:
-        run._submit(run._take())
-
-    def clear(run: Run) -> None:
-        for path in checkpoints(run._folder):
-            if path != run._last_saved:
-                remove(path)
-
-    with mock.patch.multiple(Run, keep=keep, _clear=clear):
+    with kept_state():
         yield
 
 
