@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_model import configure
 
-from claims.arms import group_runs, leave_out_repeats, missing_seeds
+from claims.arms import PUBLIC_TARGETS, group_runs, leave_out_repeats, missing_seeds
 from claims.runs import Run, Step, Validation
 
 
@@ -90,3 +91,8 @@ def test_an_unfinished_run_is_put_with_every_arm_that_it_may_belong_to():
 ])  # fmt: skip
 def test_gaps_in_a_numbering_are_found_where_there_is_one(seeds, missing):
     assert missing_seeds([make_run("a", LONG, seed=seed) for seed in seeds]) == missing
+
+
+def test_a_public_track_has_the_target_of_ours():
+    ours = {"track_1_short": "short", "track_2_medium": "medium", "track_3_optimization": "steps"}
+    assert {name: configure(track).target for name, track in ours.items()} == PUBLIC_TARGETS

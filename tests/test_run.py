@@ -90,7 +90,9 @@ def test_losses_on_a_gpu_are_read_two_steps_late(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch, "empty_like", lambda values, **_: torch.zeros(values.shape).double())
-    monkeypatch.setattr(torch, "cat", lambda parts: torch.concat(parts).as_subclass(OnGpu))
+    gradients = stub_trainer.StubTrainer.gradients
+    monkeypatch.setattr(stub_trainer.StubTrainer, "gradients",
+                        lambda *given: gradients(*given).as_subclass(OnGpu))  # fmt: skip
     written = []
 
     def look(trainer, step):
@@ -171,16 +173,14 @@ def test_an_error_in_the_code_is_logged_and_keeps_its_traceback(tmp_path, capsys
     (0, 2, []), (4, 2, [4, 8]), (5, 2, [6, 10]), (1, 1, [*range(1, 11)]), (7, 3, [9]), (500, 2, []),
 ])  # fmt: skip
 def test_a_run_is_saved_every_so_many_steps_where_no_gradients_are_pending(
-    every, save_every, steps, tmp_path, monkeypatch
+    every, save_every, steps, tmp_path
 ):
-    saved, submit = [], runs.Run._submit
-
-    def noting(self, taken):
-        saved.append(self.steps_done)
-        submit(self, taken)
-
-    monkeypatch.setattr(runs.Run, "_submit", noting)
     assert run(tmp_path, checkpoint_every=every, save_every=save_every) == 0
+    saved, done = [], 0
+    for event in events(tmp_path):
+        done += event["event"] == "step"
+        if event.get("name") == "checkpoint":
+            saved.append(done)
     assert saved == steps
 
 
