@@ -7,6 +7,7 @@ scales are modded-nanogpt's. N tokens, n of a chunk, K targets a token, C model 
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +112,7 @@ def _product(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool 
     return torch._scaled_mm(a, b.T, scale_a, one, out_dtype=dtype, use_fast_accum=fast)
 
 
-# The operator's four stages, each a compiled graph. If loss and gradients shared one, the compiler
+# The operator's three stages, each a compiled graph. If loss and gradients shared one, the compiler
 # would write the transpose of dz element by element.
 def _operands(
     weight_VC: Tensor, dtype: torch.dtype, precision: str, gradient: bool
@@ -146,11 +147,7 @@ def _gradients(
     return _product(dz_nV, w_CV, GRADIENT_SCALE * WEIGHT_SCALE, dtype), dw
 
 
-def _as_weight(dw_CV: Tensor, dtype: torch.dtype) -> Tensor:
-    return dw_CV.new_empty(dw_CV.shape[::-1], dtype=dtype).copy_(dw_CV.T)
-
-
-_compiled = functools.cache(functools.partial(torch.compile, dynamic=False, fullgraph=True))
+compile_stage = functools.cache(functools.partial(torch.compile, dynamic=False, fullgraph=True))
 
 
 def _chunk_size(device: torch.device, compiled: bool) -> int:
@@ -166,13 +163,14 @@ def _linear_cross_entropy(
     width: float, shift: float, chunk: int, precision: str, compiled: bool, gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, dx and dweight. Without `gradients` dx and dweight are empty."""
-    stages: tuple[Callable, ...] = (_operands, _losses, _gradients, _as_weight)
-    operands, losses, gradients_of, as_weight = map(_compiled, stages) if compiled else stages
+    stages: tuple[Callable, ...] = (_operands, _losses, _gradients)
+    operands, losses, gradients_of = map(compile_stage, stages) if compiled else stages
     softcap = kind, height, width, shift
     chunk = chunk or _chunk_size(x.device, compiled)
     x_scale = x.size(1) ** 0.5 / E4M3_LIMIT  # after an RMS norm no element exceeds sqrt(C)
     loss = x.new_zeros(() if weights is None else 2, dtype=_summed(x.dtype))
-    dx, dw_CV = [], None
+    dx: list[Tensor] = []
+    dw_CV: Any = None
     # Trap: the model's graph calls this with other dispatch keys in its first run than later.
     # Without the guard each stage would be compiled for both, which costs 0.6 s in the second step
     # (CPU, code in the cache) and uses up twice as many of the 8 graphs that torch allows.
@@ -187,7 +185,7 @@ def _linear_cross_entropy(
             del dz_nV  # before the next chunk makes its own
         if not gradients:
             return loss, x.new_empty(0), weight.new_empty(0)
-        return loss, torch.cat(dx), as_weight(dw_CV, weight.dtype)
+        return loss, torch.cat(dx), weight.new_empty(weight.shape).copy_(dw_CV.T)
 
 
 @_linear_cross_entropy.register_fake

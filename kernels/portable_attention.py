@@ -5,8 +5,6 @@ T * window, not with T^2. B rows, T tokens a row, H heads, D head dim. A piece i
 queries in some rows, with the s keys that they reach; m counts its heads in all its rows.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -28,34 +26,23 @@ def document_starts(cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
     return (boundaries[document] % sequence).int().view(rows, sequence)
 
 
-class Piece(NamedTuple):
-    """Queries and keys that are multiplied at once, and where their probabilities are kept."""
-
-    rows: slice
-    queries: slice
-    keys: slice
-    kept: slice
+# What is multiplied at once: rows, queries, keys; and where its probabilities are kept.
+Piece = tuple[slice, slice, slice, slice]
 
 
 def _pieces(q_BTHD: Tensor, window: int) -> list[Piece]:
     """All pieces of a call, in the order of their rows and queries."""
     B, T, H, _ = q_BTHD.shape
     block = SMALL_BLOCK if window <= LARGE_BLOCK else LARGE_BLOCK
-    rows_at_once = max(1, PIECE_SCORES // (H * block * (window + block)))
+    rows = min(B, max(1, PIECE_SCORES // (H * block * (window + block))))
     pieces, end = [], 0
-    for row in range(0, B, rows_at_once):
-        rows = slice(row, min(row + rows_at_once, B))
+    for row in range(0, B, rows):
         for first in range(0, T, block):
-            queries = slice(first, min(first + block, T))
-            keys = slice(max(0, first - _up(window, GRAIN)), queries.stop)
-            scores = H * _length(rows) * _length(queries) * _length(keys)
-            pieces.append(Piece(rows, queries, keys, kept=slice(end, end + scores)))
-            end += scores
+            last, reach = min(first + block, T), max(0, first - _up(window, GRAIN))
+            begin, end = end, end + H * min(rows, B - row) * (last - first) * (last - reach)
+            spans = slice(row, row + rows), slice(first, last), slice(reach, last)
+            pieces.append((*spans, slice(begin, end)))
     return pieces
-
-
-def _length(span: slice) -> int:
-    return span.stop - span.start
 
 
 def _up(number: int, multiple: int) -> int:

@@ -1,12 +1,12 @@
 """AdamW: Adam with decoupled weight decay, on one or many ranks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import ShardedOptimizer, State, decay_of
+from .base import Method, ShardedOptimizer, State, decay_of
 from .buckets import Bucket, widest
 from .sharded import is_sharded, shard_length
 from .update import descend
@@ -71,7 +71,7 @@ class AdamW(ShardedOptimizer):
         moment, counter = State(param.shape, (-1,), param.dtype), State((), (1,), torch.int64)
         return {"step": counter, "exp_avg": moment, "exp_avg_sq": moment}
 
-    def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+    def _method(self, bucket: Bucket) -> Method:
         group = bucket.group
         beta1, beta2 = group["betas"]
         fixed = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "cautious": self.cautious}

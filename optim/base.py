@@ -244,7 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for bucket in self._local:
             self._step(bucket, flag)
         for message in self.messages:
-            segment = message.open()
+            segment = message.segment("fresh")
             for bucket in message.buckets:
                 self._step(bucket, flag)
             self._gathers.append(message.gather(segment))
@@ -286,11 +286,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""
         count = sum(param.numel() for param in self._names)
-        text = f"{type(self).__name__}: {count:,} parameters on {self.ranks.size} rank(s)"
-        if self._sharded:
-            sent = sum(m.bytes_sent() for m in self.messages if isinstance(m, Exchange))
-            text += f", in shards, {sent / 2**20:,.1f} MiB leave this rank a step"
-        return text
+        return f"{type(self).__name__}: {count:,} parameters on {self.ranks.size} rank(s)"
 
     # ---- state
 
@@ -376,20 +372,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
         for group, saved in zip(self.param_groups, groups, strict=True):
-            for key in {"split", "flatten", "transposed"} & group.keys() & saved.keys():
+            for key in {"split", "transposed"} & group.keys() & saved.keys():
                 if saved[key] != group[key]:
                     what = f"the state has {key} {saved[key]}, not {group[key]}"
                     raise ValueError(f"{what}; build the optimizer as it was")
         saved_keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
-        tensors, begun = {}, set()
-        for key, param in zip(saved_keys, self._names, strict=True):
+        tensors = {}
+        for key, name in zip(saved_keys, self._names.values(), strict=True):
             for kind, tensor in state_dict["state"].get(key, {}).items():
                 kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's
-                tensors[f"{self._names[param]}.{kind}"] = tensor
-                begun.add(param)
-        for param, kind, state in self._shapes():
-            if param not in begun:  # torch's state begins with the first step
-                tensors[f"{self._names[param]}.{kind}"] = torch.zeros(state.shape)
+                tensors[f"{name}.{kind}"] = tensor
         self.load_named_state(tensors)
         # The backend depends on the machine, so it is not loaded.
         known = {*self.defaults, "initial_lr"} - {"backend"}

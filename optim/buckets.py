@@ -203,13 +203,14 @@ class Message:
                 yield part, message[rank, begin : begin + part.numel].view(part.shape)
                 begin += part.numel
 
-    def stacks(self, segment: Tensor) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield this rank's buckets and their stretches of its segment."""
-        begin = 0
+    def segment(self, name: str) -> Tensor:
+        """Zeros for this rank's segment; its stretches become attributes `name` of the buckets."""
+        segment, begin = self.zeros(self.length), 0
         for bucket in self.buckets:
             end = begin + math.prod(bucket.shape)
-            yield bucket, segment[begin:end].view(bucket.shape)
+            setattr(bucket, name, segment[begin:end].view(bucket.shape))
             begin = end
+        return segment
 
     def reduce(self) -> Callable[[], Any]:
         """Send the gradients to their owners; the returned function waits for the sums."""
@@ -220,18 +221,9 @@ class Message:
                 targets.append(place)
                 sources.append(part.here(part.param.grad))
         copy_all(targets, sources)
-        sums = self.zeros(self.length)
-        for bucket, stretch in self.stacks(sums):
-            bucket.sums = stretch
+        sums = self.segment("sums")
         work = reduce_scatter(sums, message.view(-1), group=self.ranks.group, async_op=True)
         return work.wait
-
-    def open(self) -> Tensor:
-        """A segment for the new weights of the owned buckets."""
-        segment = self.zeros(self.length)
-        for bucket, stretch in self.stacks(segment):
-            bucket.fresh = stretch
-        return segment
 
     def gather(self, segment: Tensor) -> Callable[[], None]:
         """Send new weights to all ranks; the returned function waits and writes them."""

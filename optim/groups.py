@@ -77,16 +77,13 @@ def _fold(group: dict[str, Any]) -> None:
 HEAD = r"([a-z_]\w*\.)*(lm_head|head|output|classifier|unembed|embed_out|logits)"
 
 
-def groups_for(
-    model: Module, rows: Iterable[Row] = (), *, flatten: bool = False
-) -> dict[str, list[dict[str, Any]]]:
+def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[str, Any]]]:
     """Return {"muon": groups, "adamw": groups} for all parameters that require a gradient.
 
     Hidden matrices and stacks of them (k, rows, cols) go to Muon; embeddings, heads, norms, biases,
-    vectors and convolutions to AdamW. flatten: convolutions go to Muon, each as one matrix. A row
-    overrides the rule for the parameters that it matches, by any of the names of a tied one.
-    `group_table` prints the groups; group["name"] is the reason. ValueError if a row matches no
-    parameter, or a parameter two rows.
+    vectors and convolutions to AdamW. A row overrides the rule for the parameters that it matches,
+    by any of the names of a tied one. `group_table` prints the groups; group["name"] is the reason.
+    ValueError if a row matches no parameter, or a parameter two rows.
     """
     places: dict[Tensor, list[tuple[str, Module]]] = {}
     for path, module in model.named_modules():
@@ -101,7 +98,7 @@ def groups_for(
         used |= {row.pattern for row in own}
         if len(own) > 1:
             raise ValueError(f"parameter {names[0]} matches several rows: {own}; keep one")
-        optimizer, reason, options = kind_of(names[0], param, modules, heads, flatten)
+        optimizer, reason, options = kind_of(names[0], param, modules, heads)
         if own:
             optimizer, reason, options = own[0].optimizer, f"row {own[0].pattern}", own[0].options
         reason = ", tied to ".join([reason, *names[1:]])
@@ -117,14 +114,14 @@ def groups_for(
 
 
 def kind_of(
-    name: str, param: Tensor, modules: Iterable[Module], heads: Mapping[Module, str], flatten: bool
+    name: str, param: Tensor, modules: Iterable[Module], heads: Mapping[Module, str]
 ) -> tuple[str, str, Mapping[str, Any]]:
     """Optimizer, reason and group keys of a parameter, from its name, shape and modules."""
     leaf, types = name.rpartition(".")[2], " ".join(type(module).__name__ for module in modules)
     if "Embed" in types or re.search("embed|token|position|wte|wpe", leaf):
         return "adamw", "embedding", {}
     if "Conv" in types and param.ndim > 2:
-        return "muon" if flatten else "adamw", "convolution", {"flatten": True} if flatten else {}
+        return "adamw", "convolution", {}
     matrices = param.ndim in (2, 3) and min(param.shape[-2:]) > 1
     if not matrices or "bias" in leaf or "Norm" in types:
         return "adamw", "norm, bias or vector", {}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import ShardedOptimizer, State, decay_of
+from .base import Method, ShardedOptimizer, State, decay_of
 from .buckets import Bucket
 from .orthogonalize import CPU_BATCH_BYTES, Choice, choose, native_dtype, orthogonalized
 from .update import descend
@@ -62,15 +62,9 @@ def normuon(
     return descend(weights, direction * factor, decay, cautious), momentum, variance
 
 
-def shape_of(param: Tensor, group: dict[str, Any]) -> tuple[int, ...]:
-    """The parameter's shape; if its group is flattened, (first side, product of the others)."""
-    shape = tuple(param.shape)
-    return (shape[0], math.prod(shape[1:])) if group["flatten"] else shape
-
-
 def sides_of(param: Tensor, group: dict[str, Any]) -> tuple[int, int]:
     """Outputs and inputs of each matrix: its rows and cols, or cols and rows if transposed."""
-    rows, cols = shape_of(param, group)[-2:]
+    rows, cols = param.shape[-2:]
     return (cols, rows) if group["transposed"] else (rows, cols)
 
 
@@ -114,8 +108,8 @@ class Muon(ShardedOptimizer):
     (768, 128, 128) for Q, K and V of unequal heights. A tuple that adds up to the longer side
     reads the memory in rows as long as the shorter: with six heads, (C // 3,) * 6 + (C, C) takes
     Q and K of (C, 4C) by pairs of heads, V and O whole.
-    flatten: a convolution (out, in, ...) is one matrix (out, in x ...). transposed: a weight is
-    stored as (in, out), which matters for the scale and NorMuon's rows. Both are group keys.
+    transposed, also a group key: a weight is stored as (in, out), which matters for the scale and
+    NorMuon's rows.
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "momentum": (0, 1)}
@@ -131,7 +125,6 @@ class Muon(ShardedOptimizer):
         weight_decay: float = 0.0,
         scale: str = "spectral",
         split: Split = None,
-        flatten: bool = False,
         transposed: bool = False,
         method: str = "polar_express",
         backend: str = "auto",
@@ -143,17 +136,15 @@ class Muon(ShardedOptimizer):
         self.nesterov, self.scale, self.dtype = nesterov, scale, dtype
         self.at_once = CPU_BATCH_BYTES // (dtype or native_dtype(torch.device("cpu"))).itemsize
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        defaults |= {"split": split, "method": method, "backend": backend}
-        defaults |= {"flatten": flatten, "transposed": transposed}
+        defaults |= {"split": split, "transposed": transposed, "method": method, "backend": backend}
         super().__init__(params, {**defaults, **self.more_defaults}, **options)
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         super()._check(name, param, group)
-        shape = shape_of(param, group)
-        if param.ndim < 2 or len(shape) > 3:
-            what = f"parameter {name} has shape {tuple(param.shape)}"
-            fix = "give it to AdamW" if param.ndim < 2 else "give it to AdamW or set flatten"
-            raise ValueError(f"{what}, Muon needs (rows, cols) or (k, rows, cols); {fix}")
+        shape = tuple(param.shape)
+        if len(shape) not in (2, 3):
+            rule = "Muon needs (rows, cols) or (k, rows, cols); give it to AdamW"
+            raise ValueError(f"parameter {name} has shape {shape}, {rule}")
         if group["transposed"] and group["split"] is not None:
             raise ValueError(f"parameter {name} is transposed, and split cuts rows; drop one")
         require_split(group["split"], shape[-2], max(shape[-2:]), name)
@@ -168,14 +159,14 @@ class Muon(ShardedOptimizer):
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         # Several ranks can share the matrices of a parameter. One rank alone handles fewer tensors.
         cuts: list[tuple[int, ...]] = []
-        for count, rows, cols in matrix_shapes(shape_of(param, group), group["split"]):
+        for count, rows, cols in matrix_shapes(tuple(param.shape), group["split"]):
             cuts += [(count, rows, cols)] if ranks == 1 else [(1, rows, cols)] * count
         return cuts
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
         return {"momentum": State(param.shape, (-1, -1), param.dtype)}
 
-    def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+    def _method(self, bucket: Bucket) -> Method:
         group = bucket.group
         scale = SCALES[self.scale](*sides_of(bucket.param, group))
         rates = {"rate": group["lr"] * group["lr_mul"] * scale, "beta": group["momentum"]}
@@ -185,14 +176,11 @@ class Muon(ShardedOptimizer):
 
     def describe(self) -> str:
         """The line of `ShardedOptimizer`, then one a shape: method, backend, dtype."""
-        lines = [super().describe()]
+        lines = {super().describe(): None}
         for param, group in self._group_of.items():
-            for _, rows, cols in matrix_shapes(shape_of(param, group), group["split"]):
-                choice = self._choice(param, group, rows, cols)
-                products = f"{choice.backend} products in {choice.dtype}"
-                line = f"{rows} x {cols}: {choice.method}, {products}"
-                if line not in lines:
-                    lines.append(line)
+            for _, rows, cols in matrix_shapes(tuple(param.shape), group["split"]):
+                method, dtype, backend = self._choice(param, group, rows, cols)
+                lines[f"{rows} x {cols}: {method}, {backend} products in {dtype}"] = None
         return "\n".join(lines)
 
 
@@ -214,7 +202,7 @@ class NorMuon(Muon):
         super().__init__(params, lr, **options)
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        shapes = matrix_shapes(shape_of(param, group), group["split"])
+        shapes = matrix_shapes(tuple(param.shape), group["split"])
         count = sum(matrices for matrices, _, _ in shapes)
         _, rows, cols = shapes[0]
         variance = State((count, 1, cols), (1, -1), param.dtype)
@@ -225,7 +213,7 @@ class NorMuon(Muon):
             variance = State(whole, (-1, 1), param.dtype)
         return super()._states(param, group) | {"variance": variance}
 
-    def _method(self, bucket: Bucket) -> tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]:
+    def _method(self, bucket: Bucket) -> Method:
         _, fixed, rates = super()._method(bucket)
         fixed["beta2"] = bucket.group["beta2"]
         fixed["axis"] = mean_axis(bucket.param, bucket.group)

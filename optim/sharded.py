@@ -99,11 +99,7 @@ class Exchange(Message):
 
     def reduce(self) -> Callable[[], Any]:
         """Send gradients and weights to their owners; the returned function waits for them."""
-        sums, old = self.zeros(self.length), self.zeros(self.length)
-        for bucket, stretch in self.stacks(sums):
-            bucket.sums = stretch
-        for bucket, stretch in self.stacks(old):
-            bucket.old = stretch
+        sums, old = self.segment("sums"), self.segment("old")
         sent = joined(self.near(Part.gradient), self.near(Part.weight))
         return self.send(sent, joined(self.far(sums), self.far(old)))
 
@@ -127,13 +123,6 @@ class Exchange(Message):
             copy_all(targets, room.split(lengths))
 
         return write
-
-    def bytes_sent(self) -> int:
-        """Bytes that leave this rank in a step."""
-        back = self.far(self.zeros(self.length))
-        sent = joined(self.near(Part.weight), self.near(Part.weight), back)
-        others = [pieces for rank, pieces in enumerate(sent) if rank != self.ranks.rank]
-        return sum(piece.nbytes for piece in chain(*others))
 
 
 def joined(*several: Pieces) -> Pieces:

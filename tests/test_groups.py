@@ -146,7 +146,7 @@ def test_the_rule_sends_each_part_of_an_architecture_where_the_table_says(build)
 @pytest.mark.parametrize("build", TABLES)
 def test_groups_hold_every_parameter_once_and_both_optimizers_take_them(build):
     model = build()
-    groups = groups_for(model, flatten=True)
+    groups = groups_for(model)
     found = [param for kind in groups.values() for group in kind for _, param in group["params"]]
     assert sorted(map(id, found)) == sorted(map(id, model.parameters()))
     give_gradients(found, 0)
@@ -227,14 +227,6 @@ def test_a_transposed_weight_steps_as_the_one_of_a_linear_layer(kind, scale):
     assert_close([param.mT for param in turned], plain)
 
 
-@MATRICES
-def test_a_flattened_convolution_steps_as_its_matrix(kind):
-    weights = parameters((8, 3, 4, 4), (8, 1, 3), (16, 2, 1, 1))
-    one = stepped(kind, weights, flatten=True, dtype=torch.float64)
-    other = stepped(kind, weights, lambda tensor: tensor.flatten(1), dtype=torch.float64)
-    assert_close([param.flatten(1) for param in one], other)
-
-
 @pytest.mark.parametrize(
     ("shape", "split"),
     [
@@ -276,8 +268,8 @@ def test_normuon_keeps_a_number_for_each_column_of_packed_rows_that_are_wider_th
 @pytest.mark.parametrize(
     ("shape", "options", "message"),
     [
-        ((8, 3, 4, 4), {}, r"shape \(8, 3, 4, 4\), Muon needs .* give it to AdamW or set flatten"),
-        ((8,), {"flatten": True}, r"shape \(8,\), Muon needs .* give it to AdamW$"),
+        ((8, 3, 4, 4), {}, r"shape \(8, 3, 4, 4\), Muon needs .* give it to AdamW$"),
+        ((8,), {}, r"shape \(8,\), Muon needs .* give it to AdamW$"),
         ((8, 24), {"transposed": True, "split": 3}, r"is transposed, and split cuts rows"),
         ((4, 8), {"split": (3, 2)}, r"add up to 8, the longer side .*, or to its 4 rows, got \(3"),
     ],

@@ -1,6 +1,7 @@
 """The output head against torch's own loss in float64, and FP8 against its quantization."""
 
 import functools
+import math
 from collections import Counter
 from functools import partial
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import head
 from kernels.head import choose_head, linear_cross_entropy, plain_cross_entropy
@@ -66,7 +66,7 @@ def ours(x, weight, targets, cap, **options):
 def by_operator(inputs, chunk, precision, compiled, weights=None):
     """Loss, dx and dweight; with compiled stages, though no compiled model is around them."""
     options = *SIGMOID, chunk, precision, compiled, True
-    return head._linear_cross_entropy(*inputs, weights, *options)
+    return torch.ops.speedrun.linear_cross_entropy(*inputs, weights, *options)
 
 
 def problem(tokens, channels=32, vocabulary=64, dtype=torch.float64, device="cpu"):
@@ -147,7 +147,8 @@ def test_logits_of_any_size_give_finite_results(cap, precision):
 @pytest.mark.parametrize("cap", [SIGMOID, RSQRT], ids=str)
 def test_gradients_by_logits_lie_in_the_range_that_their_fp8_scale_assumes(cap):
     z = torch.cat([torch.linspace(-90, 90, 401).repeat(2, 1), torch.randn(40, 401) * 30])
-    _, dz = head._cross_entropy(z, torch.arange(42) % 401, None, cap, gradient=True)
+    # With the identity as weight, tokens are their logits.
+    _, dz, _ = ours(z, torch.eye(401), torch.arange(42) % 401, cap)
     assert 0.9 < dz.abs().max() <= 1
 
 
@@ -298,38 +299,32 @@ def test_fp8_products_have_the_layout_that_cuda_demands_and_the_formats_of_the_r
 # ---- What is made, and when
 
 
-aten = torch.ops.aten
-PRODUCTS = aten.mm.default, aten.matmul.default, aten._scaled_mm.default
-
-
-class Made(TorchDispatchMode):
-    """Size of the largest tensor made, and shapes of all matrix products."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest, self.products = 0, Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        if isinstance(result, torch.Tensor):
-            self.largest = max(self.largest, result.numel())
-            if func in PRODUCTS:
-                self.products[tuple(result.shape)] += 1
-        return result
+def products_and_largest(*inputs, precision, chunk=64):
+    """How often a matrix product of each shape is made, and elements of the largest tensor read."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        loss = linear_cross_entropy(*inputs, softcap=SIGMOID, chunk=chunk, precision=precision)
+    product = "aten::mm" if precision == "plain" else "aten::_scaled_mm"  # which calls mm on a CPU
+    products, largest = Counter(), 0
+    for event in profile.events():
+        shapes = [shape for shape in event.input_shapes if shape]
+        largest = max([largest, *map(math.prod, shapes)])
+        if event.name == product:
+            products[shapes[0][0], shapes[1][1]] += 1
+    return loss, products, largest
 
 
 @pytest.mark.parametrize("precision", ["plain", "fp8"])
 def test_no_tensor_exceeds_a_chunks_logits_and_no_product_is_made_twice_or_unasked(precision):
-    inputs = problem(256, channels=16, vocabulary=128, dtype=torch.bfloat16)
-    run = head._linear_cross_entropy._init_fn  # a mode sees nothing inside an operator
-    with Made() as made:
-        run(*inputs, None, *SIGMOID, 64, precision, False, True)
-    assert made.largest == 64 * 128
-    assert made.products == {(64, 128): 4, (64, 16): 4, (16, 128): 4}  # logits, dx, dweight^T
-    with Made() as made:
-        _, dx, dweight = run(*inputs, None, *SIGMOID, 64, precision, False, False)
-    assert made.products == {(64, 128): 4}
-    assert dx.numel() == dweight.numel() == 0
+    x, weight, targets = problem(256, channels=16, vocabulary=128, dtype=torch.bfloat16)
+    _, products, largest = products_and_largest(x, weight, targets, precision=precision)
+    assert products == {(64, 128): 4}  # logits alone, as nothing asks for gradients
+    inputs = x.requires_grad_(), weight.requires_grad_(), targets
+    loss, products, largest = products_and_largest(*inputs, precision=precision)
+    assert products == {(64, 128): 4, (64, 16): 4, (16, 128): 4}  # logits, dx, dweight^T
+    assert largest == 64 * 128
+    with torch.profiler.profile(record_shapes=True) as profile:
+        loss.backward()
+    assert not any(event.name.endswith("mm") for event in profile.events())
 
 
 # ---- Compilation
@@ -344,13 +339,13 @@ def test_the_operator_keeps_the_rules_of_operators(precision, gradients, several
     x = x.T.contiguous().T  # no layout is taken for granted
     args = x.requires_grad_(gradients), weight.float().requires_grad_(gradients), targets, weights
     options = *SIGMOID, 8, precision, False, gradients
-    torch.library.opcheck(head._linear_cross_entropy, (*args, *options))
+    torch.library.opcheck(torch.ops.speedrun.linear_cross_entropy.default, (*args, *options))
 
 
 def test_a_compiled_model_is_one_graph_and_each_stage_another_whatever_the_weights(monkeypatch):
     of_head, of_model = (CompileCounterWithBackend("aot_eager") for _ in range(2))
     compile_stage = partial(torch.compile, backend=of_head, dynamic=False, fullgraph=True)
-    monkeypatch.setattr(head, "_compiled", functools.cache(compile_stage))
+    monkeypatch.setattr(head, "compile_stage", functools.cache(compile_stage))
     torch.compiler.reset()
 
     @partial(torch.compile, backend=of_model)
@@ -365,8 +360,8 @@ def test_a_compiled_model_is_one_graph_and_each_stage_another_whatever_the_weigh
         (dx,) = torch.autograd.grad(loss[0], x)
         expected = truth(2 * x, weight, targets, SIGMOID, weights=now)
         exact((loss.detach(), dx), (expected[0], 2 * expected[1]))
-    # `_gradients` has two: the first chunk finds no sum to add to.
-    assert (of_model.frame_count, of_head.frame_count) == (1, 5)
+    # Operands, losses, and gradients twice: the first chunk finds no sum to add to.
+    assert (of_model.frame_count, of_head.frame_count) == (1, 4)
 
 
 @pytest.mark.parametrize("precision", ["plain", "fp8"])

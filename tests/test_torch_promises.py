@@ -92,37 +92,27 @@ def test_a_sparse_gradient_is_refused_in_a_sentence_that_names_the_parameter(kin
     assert torch.equal(layer.weight, before)
 
 
-CONVERSIONS = {
-    "float64": lambda model: model.double(),
-    "bfloat16": lambda model: model.bfloat16(),
-    "not contiguous": lambda model: model.to(memory_format=torch.channels_last),
-}
-
-
 @KINDS
-@pytest.mark.parametrize("now", CONVERSIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_model_that_was_converted_after_its_optimizer_was_built_is_refused_with_the_fix(
-    kind, now
+    kind, dtype
 ):
-    options = {} if kind is AdamW else {"flatten": True}
-    model = nn.Conv2d(3, 8, 3, bias=False)
-    optimizer = kind(model.named_parameters(), 0.1, **options)
+    model = nn.Linear(8, 4, bias=False)
+    optimizer = kind(model.named_parameters(), 0.1)
     train(optimizer, range(2))
-    CONVERSIONS[now](model)
+    model.to(dtype)
     weight = model.weight.detach().clone()
-    rule = f"parameter weight is .*{now}.* now and was torch.float32 on cpu, contiguous, when "
+    rule = f"parameter weight is {dtype} on cpu, .* now and was torch.float32 on cpu, .* when "
     with pytest.raises(ValueError, match=f"{rule}{kind.__name__} was built; convert a model first"):
         train(optimizer, [2])
     assert torch.equal(model.weight, weight)
 
 
-@KINDS
-def test_channels_last_is_refused_and_a_model_that_turns_back_goes_on(kind):
-    options = {} if kind is AdamW else {"flatten": True}
+def test_channels_last_is_refused_and_a_model_that_turns_back_goes_on():
     model = nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match="weight is not contiguous; undo channels_last"):
-        kind(model.named_parameters(), 0.1, **options)
-    optimizer = kind(model.to(memory_format=torch.contiguous_format).parameters(), 0.1, **options)
+        AdamW(model.named_parameters(), 0.1)
+    optimizer = AdamW(model.to(memory_format=torch.contiguous_format).parameters(), 0.1)
     model.to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match=r"parameter 0 is .* not contiguous, now"):
         train(optimizer, [0])
@@ -132,11 +122,9 @@ def test_channels_last_is_refused_and_a_model_that_turns_back_goes_on(kind):
     assert not torch.equal(model.weight, weight)
 
 
-@KINDS
-def test_a_gradient_in_channels_last_is_read_in_its_own_order(kind):
-    options = {} if kind is AdamW else {"flatten": True}
+def test_a_gradient_in_channels_last_is_read_in_its_own_order():
     ones, others = parameters((8, 3, 3, 3)), parameters((8, 3, 3, 3))
-    plain, other = kind(ones, 0.1, **options), kind(others, 0.1, **options)
+    plain, other = AdamW(ones, 0.1), AdamW(others, 0.1)
     give_gradients(ones, 0)
     others[0].grad = ones[0].grad.to(memory_format=torch.channels_last)
     plain.step()
@@ -208,26 +196,6 @@ def test_a_compiled_step_is_the_eager_one_for_groups_of_equal_shape(kind, rate):
         step()
     assert_same(members(eager), members(compiled))
     assert_same(state_of(eager), state_of(compiled))
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (lambda p: Muon(p, 0.02, method="newton_schulz"), lambda p: torch.optim.Muon(p, 0.02)),
-        (lambda p: AdamW(p, 0.02, betas=(0.9, 0.999)), lambda p: torch.optim.AdamW(p, 0.02)),
-    ],
-)
-def test_a_parameter_that_torch_has_never_stepped_has_the_state_of_a_first_step(ours, theirs):
-    params = parameters((8, 4), (4, 8), dtype=torch.float32)
-    before, optimizer = theirs(params), ours(params)
-    train(optimizer, range(2))  # what is loaded must replace it
-    for param in params:
-        param.grad = None
-    give_gradients(params[:1], 0)
-    before.step()
-    optimizer.load_state_dict(before.state_dict())
-    for name, tensor in named_state(optimizer):
-        assert tensor.any() == name.startswith("0.")
 
 
 def test_the_name_of_version_0_1_still_imports_for_one_version():
