@@ -23,7 +23,6 @@ STEPS_TRACKS = {"steps", "track_3_optimization"}  # judged by their own rule, to
 ALPHA = 0.01
 
 
-PREFIX = 4  # digits of a hash that are enough to select by it
 NAMED_FIRST = ("recipe", "steps", "optimizer")
 
 # ---- Which runs are meant
@@ -41,7 +40,7 @@ def read_selected(paths: Sequence[str]) -> tuple[list[Run], list[LogError]]:
         place, wanted = split_selector(path)
         runs, unread = read_all([place])
         errors += [error for error in unread if str(error) not in map(str, errors)]
-        kept = [run for run in runs if selects(wanted, facts_of(run))]
+        kept = [run for run in runs if wanted.items() <= facts_of(run).items()]
         if runs and not kept:
             arms = "\n  ".join(list_arms(group_runs(runs)))
             raise LogError(f"{path} selects none of {len(runs)} runs. Their arms:\n  {arms}")
@@ -73,25 +72,9 @@ def facts_of(run: Run) -> dict[str, str]:
     """What a run can be selected by: its settings as flags take them, and where it ran."""
     config = run.header.get("config")
     settings = config.items() if isinstance(config, dict) else ()
-    facts = {name: as_text(value) for name, value in settings}
-    facts["steps"] = facts.get("steps", str(run.total_steps))
+    facts = {"steps": str(run.total_steps)} | {name: as_text(value) for name, value in settings}
     return facts | {"gpus": str(run.gpu_count), "source": f"{run.source or 'unknown':.12}",
                     "config": f"{run.config_sha256 or 'unknown':.12}"}  # fmt: skip
-
-
-def selects(wanted: dict[str, str], facts: dict[str, str]) -> bool:
-    return all(is_same(name, value, facts.get(name)) for name, value in wanted.items())
-
-
-def is_same(name: str, wanted: str, value: str | None) -> bool:
-    if value is None or wanted == value:
-        return wanted == value
-    if name in ("source", "config"):
-        return len(wanted) >= PREFIX and (wanted.startswith(value) or value.startswith(wanted))
-    try:
-        return float(wanted) == float(value)
-    except ValueError:
-        return False
 
 
 def names_of(arms: dict["ArmKey", list[Run]]) -> dict["ArmKey", str]:
@@ -257,7 +240,7 @@ class ArmVerdict:
         n = self.result.n
         self.passes = self.result.p < ALPHA and n >= LEAST_RUNS
         if 0 < n < LEAST_RUNS:
-            rule = f"too few runs to know their spread, make {LEAST_RUNS} or insist with --few"
+            rule = f"too few runs to know their spread, make {LEAST_RUNS}"
             self.warnings.append(f"n = {n}: {rule}")
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")

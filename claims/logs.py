@@ -79,7 +79,8 @@ def read_run(path: str | Path) -> Run:
 def finished_runs(folder: Path) -> list[Run]:
     """The runs in a folder that finished or diverged, the oldest first."""
     logs = sorted(folder.glob("*_*.jsonl"))  # run ids sort by start time
-    runs = [run for log in logs for run in read_runs(log)]
+    begun = [log for log in logs if log.stat().st_size]  # others were killed before their header
+    runs = [run for log in begun for run in read_runs(log)]
     return [run for run in runs if run.complete or run.status == "nonfinite"]
 
 

@@ -33,7 +33,6 @@ from claims import arms, comparison
 from claims.arms import ALPHA, ArmVerdict
 from claims.comparison import ArmTimes, Comparison
 from claims.stats import in_words, moments
-from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
 
 
@@ -128,8 +127,8 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
         parser.error(f"--losses {min(given.losses)}: a loss is above 0")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
-    if given.track and (given.losses or given.few or len(given.at_step) > 1):
-        parser.error("--track steps needs run logs, at most one --at-step, and no --few")
+    if given.track and (given.losses or len(given.at_step) > 1):
+        parser.error("--track steps needs run logs, and at most one --at-step")
     if given.against and (len(given.paths) != 1 or given.target or given.at_step or given.track):
         parser.error("--against takes one NEW, without --target, --at-step and --track")
     if given.margin is not None and not given.against:
@@ -145,7 +144,6 @@ def main(argv: Sequence[str]) -> int:
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
     add("--losses", type=decimals, help="losses typed by hand; needs --target")
     add("--at-step", type=whole_numbers, default=[], help="judge the losses at these steps")
-    add("--few", action="store_true", help=f"let fewer than {LEAST_RUNS} runs pass")
     add("--track", choices=["steps"], help="judge by the rules of this track")
     add("--against", metavar="OLD", help="compare PATH, B, with this arm, A")
     add("--margin", type=float, help="test whether the losses differ by less, nats per token")
@@ -159,8 +157,6 @@ def main(argv: Sequence[str]) -> int:
         show(comparison_to_text(a, b, found), facts, given.json)
         return 0
     verdicts, unread = judge_arms(given)
-    for arm in verdicts:
-        arm.passes = arm.passes or (given.few and arm.result.p < ALPHA)
     passed = arms.passes_steps_rule if given.track else lambda arm: arm.passes
     facts = {"arms": [arm.documented for arm in verdicts], "warnings": unread}
     show("\n\n".join([*map(to_text, verdicts), *unread]), facts, given.json)

@@ -183,8 +183,6 @@ def test_what_makes_p_say_less_than_it_seems_is_warned_of(tmp_path, capsys, loss
     code, (arm,) = judge(capsys, tmp_path)
     assert warned(arm, words)
     assert (code, arm["passes"]) == (1, False)
-    code, (arm,) = judge(capsys, tmp_path, "--few")
-    assert arm["passes"] is (code == 0) is ("no test" not in words)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +299,8 @@ def mixed(tmp_path):
 
 @pytest.mark.parametrize(("selector", "losses"), [
     ("steps=30", [3.2]), ("steps=32", [4.2, 5.2]), ("steps=32,momentum=0.85,0.9", [5.2]),
-    ("momentum=9.5e-1", [3.2, 4.2]), ("cautious-wd=on,steps=30", [3.2]), ("config=config 2", [5.2]),
-    ("source=sour,gpus=8", [3.2, 4.2, 5.2]),
+    ("momentum=0.95", [3.2, 4.2]), ("cautious-wd=on,steps=30", [3.2]), ("config=config 2", [5.2]),
+    ("source=source,gpus=8", [3.2, 4.2, 5.2]),
 ])  # fmt: skip
 def test_a_colon_and_settings_select_arms_of_a_folder(mixed, capsys, selector, losses):
     _, arms = judge(capsys, f"{mixed}:{selector}")
@@ -345,6 +343,5 @@ def test_a_loss_that_is_not_above_zero_is_refused_in_logs_of_any_kind_and_typed(
         assert (code, "a loss is above 0" in capsys.readouterr().err) == (2, True)
 
 
-def test_two_typed_losses_pass_only_by_insisting(capsys):
-    words = ["--losses", "3.2,3.21", "--target", "3.39"]
-    assert (main(words), main([*words, "--few"])) == (1, 0)
+def test_two_typed_losses_are_too_few_to_pass():
+    assert main(["--losses", "3.2,3.21", "--target", "3.39"]) == 1
