@@ -190,21 +190,21 @@ OPTIMIZERS = ("normuon", "muon", "adamw", "torch_muon", "torch_adamw")
 @dataclass(frozen=True)
 class Config(RunSettings):
     track: str = setting("short", "preset for all settings below", section="What is run, and where")
-    recipe: str = setting("record42", "changes to the track")
+    recipe: str = setting("record42", "set of pieces and rates on the track")
     target: float = setting(3.28, "validation loss to reach, nats per token")
     device: str = setting("auto", "where to compute", one_of=machines.DEVICES)
     dtype: str = setting("auto", "of the computation", one_of=("auto", "bfloat16", "float32"))
     attention: str = setting("auto", "attention backend", one_of=ATTENTIONS)
     loss_kernel: str = setting("auto", "loss of the head; auto: fp8 or chunked", one_of=HEADS)
     activation_checkpointing: bool = setting(False, "activation checkpointing: less memory, slower")
-    compile: str = setting("auto", "auto: where it works and pays", one_of=("auto", "on", "off"))
+    compile: str = setting("auto", "auto: where it saves time", one_of=("auto", "on", "off"))
 
     vocab_size: int = setting(50257, "tokens of the vocabulary", at_least=1, section="Data")
     bos: int = setting(50256, "token that precedes each document", below="vocab_size")
     document_mask: bool = setting(True, "rows begin with a document, attention stays inside")
     batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", a_multiple_of="seq_len")
     seq_len: int = setting(32_768, "tokens of a row, the unit that ranks share", at_least=1)
-    micro_batch: int | None = setting(32_768, "most tokens at once", a_multiple_of="seq_len")
+    micro_batch: int | None = setting(32_768, "tokens of a micro-step", a_multiple_of="seq_len")
     max_document: int = setting(2048, "training documents are cut to this length", at_least=1)
     val_tokens: int = setting(10_485_760, "validation tokens used", a_multiple_of="val_seq_len")
     val_seq_len: int = setting(262_144, "tokens of a validation row", at_least=1)
@@ -227,7 +227,7 @@ class Config(RunSettings):
     embed_std: float = setting(1.0, "standard deviation of initial token embeddings")
     value_embed_std: float = setting(1.0, "of initial value embeddings")
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
-    init_keys_as_queries: bool = setting(False, "long layers begin with keys equal to queries")
+    init_keys_as_queries: bool = setting(False, "initialize keys of long layers as queries")
     bigram_rows: float = setting(0.0, "rows of a bigram table, times vocab_size")
     bigram_signs: bool = setting(False, "random signs separate bigrams that share a row")
     xsa: bool = setting(False, "remove a learned share of the output along the own value")
@@ -238,7 +238,7 @@ class Config(RunSettings):
     softcap: str = setting(
         "sigmoid", "soft cap of the logits", one_of=("sigmoid", "rsqrt", "shifted")
     )
-    init: str = setting("uniform", "of the hidden matrices", one_of=("uniform", "normal"))
+    init: str = setting("uniform", "of hidden matrices", one_of=("uniform", "normal"))
 
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
     stages: str = setting("record42", "table of stages")
@@ -256,15 +256,15 @@ class Config(RunSettings):
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon and adam", below=1)
     cautious_wd: bool = setting(False, "decay by lr^2, only where it and the update agree in sign")
     ortho_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
-    ortho_backend: str = setting("plain", "its backend", one_of=BACKENDS)
+    ortho_backend: str = setting("plain", "backend of ortho_method", one_of=BACKENDS)
     muon_head_pairs: bool = setting(False, "orthogonalize Q and K by pairs of heads")
     mlp_up_lr_mul: float = setting(2.0, "multiplier for the MLPs' first matrices")
     mlp_down_lr_mul: float = setting(1.0, "multiplier for the MLPs' second matrices")
-    adam_lr: float = setting(0.008, "learning rate of all other parameters")
-    adam_betas: tuple[float, float] = setting((0.65, 0.95), "of Adam", below=1)
-    adam_eps: float = setting(1e-8, "of Adam, for gradients summed over a row")
-    adam_wd: float = setting(0.0, "weight decay of Adam's parameters, times their rates")
-    adam_accum_steps: int = setting(2, "steps whose gradients Adam sums", at_least=1)
+    adam_lr: float = setting(0.008, "learning rate of AdamW, for all other parameters")
+    adam_betas: tuple[float, float] = setting((0.65, 0.95), "of AdamW", below=1)
+    adam_eps: float = setting(1e-8, "of AdamW, for gradients summed over a row")
+    adam_wd: float = setting(0.0, "weight decay of AdamW, times the learning rate")
+    adam_accum_steps: int = setting(2, "steps whose gradients AdamW sums", at_least=1)
     embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
     embed_wd_mul: float | None = setting(None, "on the decay of embedding and head; auto: lr_mul")
     value_embed_lr_mul: float = setting(75.0, "multiplier for value embeddings and bigrams")
@@ -275,7 +275,7 @@ class Config(RunSettings):
     vector_wd_mul: float | None = setting(None, "on their decay; auto: lr_mul")
     vector_betas: tuple[float, float] | None = setting(None, "auto: adam_betas", below=1)
     gates: str = setting("matrix", "optimizer of gates", one_of=("matrix", "adam"))
-    guard: str = setting("spikes", "which steps to skip", one_of=("spikes", "nonfinite", "off"))
+    guard: str = setting("spikes", "steps to skip", one_of=("spikes", "nonfinite", "off"))
     spike_sigma: float = setting(6.0, "spreads above the median that make a spike", at_least=1)
 
     def __post_init__(self) -> None:
@@ -284,7 +284,7 @@ class Config(RunSettings):
         require(self, "recipe", self.recipe in recipes, f"one of {', '.join(recipes)}")
         require(self, "layers", self.layers in LAYERS, f"one of {', '.join(LAYERS)}")
         require(self, "stages", self.stages in STAGES, f"one of {', '.join(STAGES)}")
-        super().__post_init__()  # the rules that stand beside the settings
+        super().__post_init__()  # the rules written beside the settings
         if changed := off_track(self):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
         torchs = self.cautious_wd and self.optimizer.startswith("torch")
@@ -480,7 +480,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries or keys by their position; cos and sin: (positions, 1, D / 2)."""
+    """Rotate queries or keys by their position; cos and sin: (positions, 1, D / 2)."""
     T = x_BTHD.size(1)
     a, b = x_BTHD.chunk(2, dim=-1)
     return torch.cat([a * cos[:T] + b * sin[:T], b * cos[:T] - a * sin[:T]], dim=-1)
@@ -548,7 +548,7 @@ class SelfAttention(nn.Module):
 
         y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD)
         if self.own_value is not None:
-            # Record 82: subtract what lies along the token's own value; the stream carries it.
+            # Record 82: subtract the part along the token's own value; the stream carries it.
             own_BTHD = F.normalize(v_BTHD, dim=-1)
             along_BTH1 = (y_BTHD * own_BTHD).sum(-1, keepdim=True)
             y_BTHD = y_BTHD - torch.tanh(self.own_value).to(x_BTC.dtype) * along_BTH1 * own_BTHD
@@ -669,7 +669,7 @@ class GPT(nn.Module):
         last = [layer.value_embed for layer in self.table if layer.window == "long"][-1]
         if self.config.copy_init and last is not None:
             # A value embedding is the code of its token. The output of a long layer begins as the
-            # identity and the head as a reader of the codes: what is attended to is predicted.
+            # identity and the head reads the codes, so attended tokens become likely.
             self.lm_head.copy_(self.config.copy_init * self.value_embeds[last])
 
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -1111,13 +1111,13 @@ def set_schedule(
             group["momentum"] = now.momentum
 
 
-# ---- Trainer: what a run changes, and what changes it
+# ---- Trainer: the state of a run, and the steps that change it
 
 
 class Trainer:
     """Model, optimizers, guard and data. ValueError if they cannot work together."""
 
-    header, where, mfu = header, where, mfu  # what a run asks for its log
+    header, where, mfu = header, where, mfu  # for the run's log
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
@@ -1169,7 +1169,7 @@ class Trainer:
 
     @torch.no_grad()
     def untie(self) -> None:
-        """Let the output head begin as the token embedding, with its Adam state (record 53)."""
+        """Start the head as a copy of the token embedding, with its Adam state (record 53)."""
         self.model.lm_head.copy_(self.model.embed)
         optim.copy_state(self.optimizers["adam"], "embed", "lm_head")
 
