@@ -24,7 +24,7 @@ STARTUP = {"setup", "compile", "warmup"}
 AT_END = {"check", "probe", "keep", "sample"}  # what is done with the trained model
 UNTIMED = STARTUP | AT_END | {"validate"}
 TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume repeats
-MOST_UNACCOUNTED = 0.01  # share of the training time that may lie in no phase
+MOST_UNACCOUNTED = 0.01  # share of the training time that may be in no phase
 LONGEST_AT_END_MS = 60_000  # the probe reads 16,384 tokens once, and may compile for them
 MOST_SKEW_S = 5.0  # between the clocks of a process and of the registry; at most 0.93 in 200 runs
 # The trainer's checks of the trained model. Honest bf16 on `tiny` has 1.0000, 0 and 1e-6; outputs

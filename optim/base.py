@@ -30,13 +30,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     method (`_method`). process_group: None for one process. Gradients are summed over the ranks
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
     that are already reduced: these are only divided. compiled: whether to compile `update`; None:
-    only on CUDA. State lies in buckets: read it with `named_state` or `state_dict`.
+    only on CUDA. State is kept in buckets: read it with `named_state` or `state_dict`.
     """
 
     RANGES: ClassVar[dict[str, tuple[float, float]]] = dict.fromkeys(
         ("lr", "lr_mul", "weight_decay", "wd_mul"), (0, math.inf)
     )  # smallest value, first one too large
-    elementwise: ClassVar[bool] = False  # a shard can be stepped where it lies
+    elementwise: ClassVar[bool] = False  # a shard can be stepped in place
     at_once: int  # elements that a CPU steps in one call; more would not fit its caches
 
     def __init__(
@@ -57,7 +57,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         keep_freed_memory()
         self._build()
 
-    # ---- what a subclass says
+    # ---- for subclasses
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         """Shapes of the parts that a parameter is cut into, in the order of its memory."""
@@ -102,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse pickle and deepcopy: state lies in buckets, not in optimizer.state."""
+        """Refuse pickle and deepcopy: state is in buckets, not in optimizer.state."""
         raise TypeError(f"{type(self).__name__} cannot be copied; copy its state_dict() instead")
 
     def _build(self) -> None:
@@ -155,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ranks = self.ranks
         if ranks.size == 1:
             self._local += self._own(parts)
-        elif self.elementwise and self._sharded:  # each rank owns what lies on it
+        elif self.elementwise and self._sharded:  # each rank owns its shard
             for part in parts:
                 part.owner = part.start // shard_length(part.param, ranks.size)
             self._local += self._own([part for part in parts if part.owner == ranks.rank])

@@ -88,7 +88,7 @@ class Part:
     def here(self, tensor: Tensor) -> Tensor:
         """This part of the parameter or its gradient.
 
-        Of a sharded one, what lies on this rank; that is flat if it is not the whole part.
+        Of a sharded one, this rank's shard; it is flat if it is not the whole part.
         """
         flat = local(tensor).detach().reshape(-1)
         begin, end = self.position(self.first), self.position(self.first + len(flat))
@@ -116,7 +116,7 @@ class Bucket:
     """Owned parts of one key. `state` is stacked in the same order, and starts as zeros."""
 
     # With several ranks, stretches of a message: received gradient sums, new weights to send, and
-    # received weights, if they lie in shards.
+    # received weights, if they are sharded.
     sums: Tensor | None = None
     fresh: Tensor | None = None
     old: Tensor | None = None
@@ -192,7 +192,7 @@ class Message:
         self.like = next(part.param for share in shares for part in share)
 
     def zeros(self, *shape: int) -> Tensor:
-        """Zeros of the parts' dtype and device; a plain tensor even if the parts lie in shards."""
+        """Zeros of the parts' dtype and device; a plain tensor even if the parts are sharded."""
         return torch.zeros(shape, dtype=self.like.dtype, device=self.like.device)
 
     def places(self, message: Tensor) -> Iterator[tuple[Part, Tensor]]:
@@ -246,7 +246,7 @@ def gathered(mine: Tensor, ranks: RankGroup) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor as it is."""
+    """This rank's shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -261,7 +261,7 @@ def partition(parts: list[Part], size: int) -> list[list[list[Part]]]:
 
     Returns shares[message][rank]. A message ends when it holds 1 / MESSAGES of the whole and all
     ranks have equal shares, so only the last message is padded. In a share, parts of one bucket
-    stand together: a bucket is one stretch of a message.
+    are adjacent: a bucket is one stretch of a message.
     """
     enough = sum(part.numel for part in parts) / MESSAGES
     keys = list(dict.fromkeys(part.key for part in parts))

@@ -150,7 +150,7 @@ def heads_of(model: Module) -> dict[Module, str]:
 
 
 def group_table(groups: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
-    """Lines of optimizer, reason, how many of which shape, name. "*" stands for a layer's number.
+    """Lines of optimizer, reason, how many of which shape, name. "*" is a layer's number.
 
     Print it before you build the optimizers: they change the groups.
     """

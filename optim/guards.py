@@ -154,7 +154,7 @@ class Guard:
         for number in numbers:  # the update of one overlaps the messages of the others
             self._parts[number].finish()
 
-    # ---- what is read afterwards
+    # ---- read afterwards
 
     def explain(self, verdict: Tensor) -> Skip | None:
         """Why a step was skipped; None if it was taken. Waits for the device."""

@@ -1,7 +1,7 @@
 """Parameters that torch's fully_shard splits by rows over the ranks (FSDP2 and HSDP).
 
 Each rank holds a shard: the same number of rows, fewer or none at the end. Gradients arrive reduced
-and in shards. AdamW steps a shard where it lies. For Muon one all-to-all takes the pieces of
+and in shards. AdamW steps a shard in place. For Muon one all-to-all takes the pieces of
 gradients and weights to the rank that owns a matrix, and one brings new weights back.
 """
 
@@ -50,7 +50,7 @@ def ranks_of(names: Mapping[Any, str], process_group: Any) -> RankGroup:
         meshes[getattr(param, "device_mesh", None)] = name
     if len(meshes) > 1:
         where = ", ".join(f"{name} on {mesh or 'none'}" for mesh, name in meshes.items())
-        raise ValueError(f"parameters lie on several meshes: {where}; build an optimizer for each")
+        raise ValueError(f"parameters are on several meshes: {where}; build an optimizer for each")
     [(mesh, name)] = meshes.items()
     if process_group is not None:
         what = f"fully_shard has already reduced the gradient of parameter {name}"
@@ -60,7 +60,7 @@ def ranks_of(names: Mapping[Any, str], process_group: Any) -> RankGroup:
 
 
 def whole(tensor: Any, device: torch.device) -> Tensor:
-    """All of a DTensor, on `device`; any other tensor as it is. Collective for a DTensor."""
+    """All of a DTensor, on `device`; any other tensor unchanged. Collective for a DTensor."""
     return tensor.to(device).full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -78,14 +78,14 @@ def shards_of(tensor: Tensor, param: Any, ranks: RankGroup) -> Tensor:
 
 
 class Exchange(Message):
-    """A message of parts that lie in shards. Nothing is summed and nothing padded."""
+    """A message of sharded parts. Nothing is summed or padded."""
 
     def near(self, find: Callable[[Part], Tensor]) -> Pieces:
-        """What lies on this rank of each owner's parts, in the order of the owners."""
+        """This rank's shards of each owner's parts, in the order of the owners."""
         return [[find(part).reshape(-1) for part in share] for share in self.shares]
 
     def far(self, segment: Tensor) -> Pieces:
-        """The places in this rank's segment of what lies on each rank."""
+        """The places in this rank's segment of each rank's shards."""
         pieces: Pieces = [[] for _ in self.shares]
         begin = 0
         for part in self.shares[self.ranks.rank]:

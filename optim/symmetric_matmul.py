@@ -22,7 +22,7 @@ if HAS_TRITON:
     INTERPRETED = bool(triton.knobs.runtime.interpret)
 
     # Trap: use only builtins of the language. Triton's library functions are compiled or
-    # interpreted as TRITON_INTERPRET said when Triton was imported, not when this kernel is.
+    # interpreted by the value of TRITON_INTERPRET when Triton was imported, not this kernel.
     @triton.jit
     def _mirrored_tile(
         X, Y, D, out, n, m, alpha, beta,

@@ -81,18 +81,18 @@ class RunSettings:
     trials: int = setting(1, "runs in this process, after one compilation", at_least=1)
     data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
     log_dir: str = setting("logs", "folder of the run logs")
-    claim: str = setting("", "claim.json that the runs must fit: source, configuration and seeds")
+    claim: str = setting("", "claim.json that the runs belong to")
     checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal")
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
-    quick_vals: int = setting(0, "validations of one batch in a run, to see it fall")
+    quick_vals: int = setting(0, "validations of one batch in a short run, to see the loss fall")
     keep_model: bool = setting(False, "keep the trained model, in checkpoints/RUN/final")
     sample_tokens: int = setting(0, "tokens the model writes after the last run")
     resume: str = setting("off", "auto: finish interrupted runs of these", one_of=("off", "auto"))
-    rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
+    rank_timeout: float = setting(600.0, "seconds a rank waits for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
     progress: str = setting("auto", "auto: live on a terminal", one_of=("auto", "live", "lines"))
-    log_to: str = setting("none", "dashboard that gets the log too", one_of=DASHBOARDS)
-    verbose: bool = setting(False, "say which backends and optimizers were chosen, and why")
+    log_to: str = setting("none", "also send the log to this dashboard", one_of=DASHBOARDS)
+    verbose: bool = setting(False, "print which backends and optimizers are used, and why")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -115,7 +115,7 @@ SETTINGS_OF_A_RUN = tuple(field.name for field in dataclasses.fields(RunSettings
 
 
 def read_settings(kind: Callable[..., Settings], settings: Any, folder: Path) -> Settings:
-    """Return an instance of the dataclass `kind`, made from what a kept model's folder says.
+    """Return the settings of a kept model as an instance of the dataclass `kind`.
 
     Those of a run have their defaults, but for data_dir. Refused, which names a setting that does
     not fit.

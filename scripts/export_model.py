@@ -1,4 +1,4 @@
-"""Write a model that a run has kept as a folder that transformers loads.
+"""Export a kept model as a folder that transformers loads.
 
     python scripts/export_model.py checkpoints/RUN --to my-model
 

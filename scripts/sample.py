@@ -1,7 +1,7 @@
-"""Let a trained model write.
+"""Write text with a trained model.
 
     python scripts/sample.py                             the newest model under checkpoints/
-    python scripts/sample.py "def gcd(a, b):"            its text goes on from a prompt
+    python scripts/sample.py "def gcd(a, b):"            continue a prompt
     python scripts/sample.py checkpoints/RUN "Once"      the model of a run, or its folder `final`
     python scripts/sample.py --interactive               a prompt a line, until Ctrl-D
 
@@ -24,10 +24,10 @@ from inference.model import Model, find_model, load_model
 
 
 def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:
-    """Print the prompt and what the model adds to it, token by token."""
+    """Print the prompt and its continuation, token by token."""
     tokens = model.tokenizer.encode_ordinary(prompt)
     print(prompt, end="", flush=True)
-    # A character may be made of several tokens.
+    # Several tokens may make one character.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     written = model.write(tokens, given.tokens, temperature=given.temperature, top_k=given.top_k,
                           seed=given.seed)  # fmt: skip
@@ -51,9 +51,9 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("words", nargs="*", metavar="CHECKPOINT PROMPT", help="both may be left out")
-    add("--tokens", type=int, default=300, help="at most so many (%(default)s)")
+    add("--tokens", type=int, default=300, help="tokens to write, at most (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
-    add("--top-k", type=int, default=0, help="sample from so many tokens; 0: from all")
+    add("--top-k", type=int, default=0, help="sample from the K likeliest; 0: from all")
     add("--seed", type=int, default=0, help="the same seed writes the same text (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--interactive", action="store_true", help="read prompts, one a line")

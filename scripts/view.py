@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     add("--open", action="store_true", help="open the page in the browser")
     add("--out", type=Path, metavar="FILE", help="write the page to a file instead")
     given = parser.parse_args(argv)
-    gc.set_threshold(100_000)  # logs become millions of objects, and none lie in cycles
+    gc.set_threshold(100_000)  # logs become millions of objects, and none are in cycles
     store = Store(find_folders(given.paths))
     if given.out:
         write_page(store, given.out)
