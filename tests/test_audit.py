@@ -98,8 +98,3 @@ def test_missing_cut_and_too_few_shards_name_the_command_that_makes_them(run):
         open_audited(run | {"steps": 1000}, 0, 1, audited=True)
     with pytest.raises(ShardError, match=rf"needs 6,401 tokens.*hold 101.*{fix}"):
         open_audited(run | {"val_tokens": 6400}, 0, 1, audited=True)
-
-
-def test_a_world_size_that_does_not_divide_the_rows_names_those_that_do(run):
-    with pytest.raises(ValueError, match=r"world size 3 .* 4 rows a step; start one of 1, 2, 4 "):
-        open_audited(run, 0, 3, audited=True)

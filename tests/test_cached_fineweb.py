@@ -90,7 +90,7 @@ def shards_in(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-def test_shards_arrive_whole_from_the_pinned_commit_and_are_fetched_once(hub, fetch, tmp_path):
+def test_shards_arrive_whole_and_once_from_the_pinned_commit_without_a_token(hub, fetch, tmp_path):
     code, out, err = fetch(1)
     assert code == 0, err
     assert f"fetching 2 shards, 0.4 GB, into {tmp_path / 'out'}" in out
@@ -99,14 +99,9 @@ def test_shards_arrive_whole_from_the_pinned_commit_and_are_fetched_once(hub, fe
     assert code == 0, err
     assert shards_in(tmp_path / "out") == hub.files
     assert sorted(set(hub.sent) & set(NAMES)) == sorted(name for name in hub.sent if name in NAMES)
+    assert "authorization" not in hub.headers_seen
     hub.shutdown()
     assert fetch(2)[0] == 0, "with all shards in place no hub is needed"
-
-
-def test_no_hub_is_sent_a_token(hub, fetch):
-    assert fetch(1)[0] == 0
-    assert {NAMES[0], NAMES[2]} < set(hub.sent)
-    assert "authorization" not in hub.headers_seen
 
 
 def test_a_cut_shard_is_refused_with_the_fix(fetch, tmp_path):

@@ -287,14 +287,6 @@ def test_a_position_in_another_order_or_other_shards_is_refused_naming_the_diffe
             other.load_state_dict(state)
 
 
-def test_a_position_saved_before_documents_could_change_is_refused(files):
-    loader = make(files, replace(ORDER, changes=[(3, 64, 6)]))
-    state = loader.state_dict()
-    state["order"]["changes"] = [[3, 64]]
-    with pytest.raises(ValueError, match=r"changes was \[\[3, 64\]\] and is \[\[3, 64, 6\]\]"):
-        loader.load_state_dict(state)
-
-
 # ---- the end of the data, and faults
 
 
@@ -323,17 +315,6 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
         for _ in range(2):  # again and again, not once
             with pytest.raises(ShardError, match=message):
                 next(loader)
-
-
-def test_the_plan_has_room_for_first_documents_that_warm_up_cuts_as_later_steps_do(tmp_path):
-    write_shard(tmp_path / "a.bin", shard_of([1, 9] * 20 + [9] * 60))
-    order = replace(ORDER, changes=[(3, 32, 2)])
-    assert plan_run([tmp_path / "a.bin"], order, 4).max_documents == 6
-    loader = make([tmp_path / "a.bin"], order)
-    in_the_run = [len(lengths) for _ in range(4) for _, lengths in rows_of(next(loader))]
-    loader.reset(3)
-    in_warm_up = [len(lengths) for _, lengths in rows_of(next(loader))]
-    assert (max(in_the_run), max(in_warm_up)) == (4, 6)
 
 
 def test_a_shard_cut_in_training_is_an_error_that_names_it(tmp_path):

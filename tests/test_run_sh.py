@@ -25,6 +25,7 @@ printf '%s\x1f' "$@" $'\x1e' >>"$CALLS"
 case "${1-} ${2-}" in
     "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
     "-m pip") sleep "${FAKE_PIP_SECONDS-0}"; exit "${FAKE_PIP_STATUS-0}" ;;
+    "-m data.prose") mkdir -p data/prose && : >data/prose/val_000000.bin ;;
     "-m data.corpus") mkdir -p data/corpus && : >data/corpus/val_000000.bin ;;
     "-m data.cached_fineweb") exit "${FAKE_DOWNLOAD_STATUS-0}" ;;
     "-m ruff") exit "${FAKE_RUFF_STATUS-0}" ;;
@@ -100,10 +101,17 @@ def test_a_fresh_clone_makes_the_environment_then_the_corpus_then_trains_tiny(fr
     assert fresh.run(FAKE_TRAINER_STATUS="3").returncode == 3
 
 
+def test_the_text_of_small_is_built_once(clone: Clone) -> None:
+    assert clone.run("--track", "small").returncode == 0
+    assert clone.run("--track=small").returncode == 0
+    assert clone.jobs() == ["data.prose", "train_gpt.py", "train_gpt.py"]
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "processes"),
     [
         ((), {"FAKE_GPUS": "8"}, 1),  # tiny is too small for more
+        (("--track", "small", "--data-dir", "elsewhere"), {"FAKE_GPUS": "8"}, 1),
         (SHORT, {"FAKE_GPUS": "4"}, 4),
         (SHORT, {"FAKE_GPUS": "4", "NPROC": "1"}, 1),
         ((), {"NPROC": "2"}, 2),
