@@ -88,7 +88,7 @@ class RunSettings:
     keep_model: bool = setting(False, "keep the trained model, in checkpoints/RUN/final")
     sample_tokens: int = setting(0, "tokens the model writes after the last run")
     resume: str = setting("off", "auto: finish interrupted runs of these", one_of=("off", "auto"))
-    rank_timeout: float = setting(600.0, "seconds a rank waits for others", at_least=1, at_most=86400)
+    rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
     progress: str = setting("auto", "auto: live on a terminal", one_of=("auto", "live", "lines"))
     log_to: str = setting("none", "also send the log to this dashboard", one_of=DASHBOARDS)
