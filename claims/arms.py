@@ -37,8 +37,8 @@ def read_selected(paths: Sequence[str]) -> tuple[list[Run], list[LogError]]:
     selected: dict[Any, Run] = {}
     errors: list[LogError] = []
     for path in paths:
-        place, wanted = split_selector(path)
-        runs, unread = read_all([place])
+        logs, wanted = split_selector(path)
+        runs, unread = read_all([logs])
         errors += [error for error in unread if str(error) not in map(str, errors)]
         kept = [run for run in runs if wanted.items() <= facts_of(run).items()]
         if runs and not kept:
@@ -49,11 +49,11 @@ def read_selected(paths: Sequence[str]) -> tuple[list[Run], list[LogError]]:
 
 
 def split_selector(path: str) -> tuple[str, dict[str, str]]:
-    """The path and what follows its last colon: wanted values by setting. A value may have commas.
+    """The path without its selector, and the wanted values by setting. A value may have commas.
 
     Raises LogError for a part without a setting.
     """
-    place, colon, words = path.rpartition(":")
+    logs, colon, words = path.rpartition(":")
     if not colon or "=" not in words or os.path.exists(path):
         return path, {}
     wanted: dict[str, str] = {}
@@ -64,8 +64,8 @@ def split_selector(path: str) -> tuple[str, dict[str, str]]:
         elif wanted:
             wanted[list(wanted)[-1]] += f",{part}"
         else:
-            raise LogError(f"{path}: after the colon come settings, such as {place}:steps=32")
-    return place, wanted
+            raise LogError(f"{path}: after the colon come settings, such as {logs}:steps=32")
+    return logs, wanted
 
 
 def facts_of(run: Run) -> dict[str, str]:
@@ -80,27 +80,26 @@ def facts_of(run: Run) -> dict[str, str]:
 def names_of(arms: dict["ArmKey", list[Run]]) -> dict["ArmKey", str]:
     """Each arm by the settings that distinguish it, as a path takes them after a colon.
 
-    As few settings as it takes, in an order that puts those first by which people know a run.
+    A setting is in the names only if it distinguishes arms that those before it do not. The
+    settings by which people know a run come first.
     """
     facts = {key: facts_of(runs[0]) for key, runs in arms.items()}
     one = next(iter(facts.values()), {})
-    told: dict[ArmKey, tuple[str, ...]] = dict.fromkeys(facts, ())
-    for name in dict.fromkeys([*NAMED_FIRST, *one]):
-        if name in SETTINGS_OF_A_RUN or any(name not in each for each in facts.values()):
+    names: dict[ArmKey, tuple[str, ...]] = dict.fromkeys(facts, ())
+    for setting in dict.fromkeys([*NAMED_FIRST, *one]):
+        if setting in SETTINGS_OF_A_RUN or any(setting not in each for each in facts.values()):
             continue
-        more = {key: (*told[key], f"{name}={facts[key][name]}") for key in facts}
-        if len(set(more.values())) > len(set(told.values())):
-            told = more
-    return {key: ",".join(parts) for key, parts in told.items()}
+        longer = {key: (*names[key], f"{setting}={facts[key][setting]}") for key in facts}
+        if len(set(longer.values())) > len(set(names.values())):
+            names = longer
+    return {key: ",".join(parts) for key, parts in names.items()}
 
 
 def list_arms(arms: dict["ArmKey", list[Run]]) -> list[str]:
-    """A line for each arm: how to select it, and its runs."""
-    lines = []
-    for key, name in names_of(arms).items():
-        runs = arms[key]
-        lines.append(f"{common_folder(runs)}:{name} has {len(runs)} runs")
-    return lines
+    """A line for each arm: how to select it, and how many runs it has."""
+    names = names_of(arms)
+    return [f"{common_folder(runs)}:{names[key]} has {len(runs)} runs"
+            for key, runs in arms.items()]  # fmt: skip
 
 
 # ---- Which runs make an arm

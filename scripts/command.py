@@ -53,10 +53,10 @@ def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         except BrokenPipeError:
             raise  # `start` ends the program
         except (ValueError, OSError) as error:
-            said = str(error)
+            message = str(error)
             if isinstance(error, OSError) and error.filename:
-                said = f"{error.filename}: {error.strerror}. Name another, or make it usable."
-            print(f"error: {said}", file=sys.stderr)
+                message = f"{error.filename}: {error.strerror}. Name another, or make it usable."
+            print(f"error: {message}", file=sys.stderr)
             return 2
 
     return run
@@ -101,8 +101,8 @@ def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:
     words = [sys.executable, str(root / "train_gpt.py"), *flags, "--print-config"]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        said = done.stderr.strip().removeprefix("error: ")
-        raise ValueError(f"train_gpt.py refuses {' '.join(flags)}: {said}")
+        reason = done.stderr.strip().removeprefix("error: ")
+        raise ValueError(f"train_gpt.py refuses {' '.join(flags)}: {reason}")
     return json.loads(done.stdout)
 
 

@@ -92,7 +92,7 @@ def expand(plan: dict[str, Any], folder: Path) -> list[SweepRun]:
         grid = plan.get("grid", {}) | arm.get("grid", {})
         for values in itertools.product(*grid.values()):
             point = list(zip(grid, map(str, values), strict=True))
-            title = " ".join([*[name][: len(name)], *map("=".join, point)])
+            title = " ".join([name, *map("=".join, point)]).strip()
             own = [word for key, value in point for word in (flag(key), value)]
             for seed, more in seeds.items():
                 words = f"{plan.get('flags', '')} {arm.get('flags', '')} {more}"
@@ -172,8 +172,8 @@ def wait_for_one(running: dict[subprocess.Popen, SweepRun], out: Path) -> bool:
         time.sleep(0.05)
     run = running.pop(ended[0])
     losses = read_losses(run.folder(out)).get(run.seed)
-    said = f"loss {losses[0]:.4f}" if losses else f"failed, see {run.folder(out)}"
-    print(f"{run.arm}, seed {run.seed}: {said}", file=sys.stderr, flush=True)
+    outcome = f"loss {losses[0]:.4f}" if losses else f"failed, see {run.folder(out)}"
+    print(f"{run.arm}, seed {run.seed}: {outcome}", file=sys.stderr, flush=True)
     return losses is not None
 
 

@@ -83,11 +83,11 @@ def test_differences_are_those_of_scipy_on_pairs_if_all_seeds_are_equal(
 
 def test_the_text_says_what_is_shown_and_what_is_not(tmp_path, capsys):
     a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW, first=4)
-    said = text_of(capsys, a, b)
-    assert "B - A of independent runs" in said
-    assert "not shown to be lower or higher" in said
-    assert "time -0.025 (" in said
-    assert "s, faster, on this machine" in said
+    text = text_of(capsys, a, b)
+    assert "B - A of independent runs" in text
+    assert "not shown to be lower or higher" in text
+    assert "time -0.025 (" in text
+    assert "s, faster, on this machine" in text
     assert "slower, on this machine" in text_of(capsys, b, a)
     pairs = write_arm(tmp_path / "c", NEW_MS, NEW)
     assert "B - A on 4 pairs of one seed" in text_of(capsys, a, pairs)
@@ -96,10 +96,10 @@ def test_the_text_says_what_is_shown_and_what_is_not(tmp_path, capsys):
 def test_times_of_unlike_machines_are_not_compared_and_the_difference_is_named(tmp_path, capsys):
     a = write_arm(tmp_path / "a", OLD_MS, OLD)
     b = write_arm(tmp_path / "b", NEW_MS, NEW, torch="2.9")
-    said = text_of(capsys, a, b)
-    assert "times are not compared" in said
-    assert "torch: {'2.13': 4} in A, {'2.9': 4} in B" in said
-    assert "faster" not in said
+    text = text_of(capsys, a, b)
+    assert "times are not compared" in text
+    assert "torch: {'2.13': 4} in A, {'2.9': 4} in B" in text
+    assert "faster" not in text
     found = compare(capsys, a, b)
     assert (found["seconds"]["mean"], found["loss"]["mean"]) == (None, pytest.approx(-0.0175))
 

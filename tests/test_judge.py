@@ -67,22 +67,22 @@ really_run = subprocess.run
 
 def execute(words: list[str]) -> tuple[int, str]:
     """Run `python train_gpt.py ...` in this process. Returns exit code and output."""
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(sys, "argv", words[1:])
         try:
-            with contextlib.redirect_stderr(said):
+            with contextlib.redirect_stderr(output):
                 runpy.run_path(words[1])
         except SystemExit as error:
-            return error.code or 0, said.getvalue()
-    return 0, said.getvalue()
+            return error.code or 0, output.getvalue()
+    return 0, output.getvalue()
 
 
 def execute_asked(words: list[str], **options: object) -> CompletedProcess:
     if words[0] != sys.executable:
         return really_run(words, **options)
-    code, said = execute(words)
-    return CompletedProcess(words, code, said, said)
+    code, output = execute(words)
+    return CompletedProcess(words, code, output, output)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def run(*words: str) -> int:
     return judge.main([*words])
 
 
-def told(capsys, *words: str) -> tuple[int, dict]:
+def judge_as_json(capsys, *words: str) -> tuple[int, dict]:
     code = run("--json", *words)
     return code, json.loads(capsys.readouterr().out)
 
@@ -119,7 +119,7 @@ def calls(project: Path, number: int = 1) -> list[list[str]]:
     (0.2, 0, "better"), (-0.2, 1, "worse"), (0.001, 3, "no difference"),
 ])  # fmt: skip
 def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome):
-    found, facts = told(capsys, "--b", f"--gain {gain}", "--margin", "0.05")
+    found, facts = judge_as_json(capsys, "--b", f"--gain {gain}", "--margin", "0.05")
     assert (found, facts["outcome"]) == (code, outcome)
     assert facts["low"] <= -gain <= facts["high"]
     assert len(calls(project)) == 2 * facts["pairs"] < 20
@@ -128,32 +128,32 @@ def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome
 
 def test_the_arms_take_turns_and_a_process_trains_all_runs_up_to_the_next_look(project, capsys):
     words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--look-every", "2"]
-    code, facts = told(capsys, *words, "--seed", "40")
+    code, facts = judge_as_json(capsys, *words, "--seed", "40")
     assert (code, facts["outcome"]) == (4, "undecided")
     first = [[arm, str(40 + n), str(n)] for arm in "AB" for n in range(4)]
     second = [[arm, str(44 + n), str(n)] for arm in "BA" for n in range(2)]
     assert calls(project) == [*first, *second, ["A", "46", "0"], ["B", "46", "0"]]
-    code, facts = told(capsys, "--metric", "time", "--b", "--gain 0.4", "--margin", "0.1")
+    code, facts = judge_as_json(capsys, "--metric", "time", "--b", "--gain 0.4", "--margin", "0.1")
     assert (code, facts["pairs"]) == (0, 4)
     assert [arm for arm, _, _ in calls(project, 2)] == list("ABBAABBA"), "times: one by one"
 
 
 def test_the_same_command_resumes_and_counts_once_and_fresh_seeds_are_fresh(project, capsys):
     words = ["--b", "--gain 0.2", "--pairs", "6"]
-    assert told(capsys, *words)[1]["seed"] == 0
+    assert judge_as_json(capsys, *words)[1]["seed"] == 0
     made = calls(project)
     (project / "logs/judge/001/B").rename(project / "kept")  # as if killed before B's runs
-    assert told(capsys, *words)[0] == 0
+    assert judge_as_json(capsys, *words)[0] == 0
     assert [call[0] for call in calls(project)].count("A") == 4, "A's runs are not made again"
     assert [call for call in calls(project) if call[0] == "B"] == [c for c in made if c[0] == "B"]
-    assert told(capsys, *words, "--seed", "9")[1]["run_id"] == "002"
-    code, third = told(capsys, "--b", "--gain 0.3", "--pairs", "6")
+    assert judge_as_json(capsys, *words, "--seed", "9")[1]["run_id"] == "002"
+    code, third = judge_as_json(capsys, "--b", "--gain 0.3", "--pairs", "6")
     assert (code, third["run_id"], third["seed"]) == (0, "003", 15)
     assert run(*words) == 0
-    said = capsys.readouterr().out
-    assert "judgement 2: B is better than A" in said, "the last of these arms"
-    assert "3 judgements so far" in said
-    assert "at most 3 x 0.01 = 0.03" in said
+    output = capsys.readouterr().out
+    assert "judgement 2: B is better than A" in output, "the last of these arms"
+    assert "3 judgements so far" in output
+    assert "at most 3 x 0.01 = 0.03" in output
     events = [line["event"] for line in read_registry(project / "logs/judge/judgements.jsonl")]
     assert events == ["start", "end"] * 3
 
@@ -198,7 +198,7 @@ def test_steps_to_the_target_lie_on_the_line_between_two_validations(project, ca
     assert steps_to(reached, 7.5) == 0
     assert steps_to(reached, 2.9) == float("inf")
     words = ["--metric", "steps", "--margin", "0.5", "--b", "--gain 0.3", "--", "--val-every", "5"]
-    code, facts = told(capsys, *words)
+    code, facts = judge_as_json(capsys, *words)
     assert code == 0
     assert -5 < facts["mean"] < 0
 

@@ -141,9 +141,9 @@ def test_a_grid_makes_an_arm_of_each_combination(project, capsys):
 def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, capsys):
     plan = {"seeds": [0, 1], "arms": {"base": "", "mine": "--die"}}
     assert run(plan) == 1
-    said = capsys.readouterr().err
-    assert said.count("failed, see ") == 2
-    folder = Path(said.split("failed, see ")[1].splitlines()[0])
+    output = capsys.readouterr().err
+    assert output.count("failed, see ") == 2
+    folder = Path(output.split("failed, see ")[1].splitlines()[0])
     assert (folder / "seed_0.console").read_text() == "out of coffee\n"
     (folder / "2026_0.jsonl").touch()  # as a run leaves it that is killed at its start
     before = logs()
