@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -151,28 +150,6 @@ def test_a_success_is_none_where_another_rank_does_not_come_to_the_end(left):
     survivor, _ = left["dies at the end"]
     assert survivor.code == 1
     assert errors(survivor)[0].startswith("another rank ended")
-
-
-@pytest.mark.slow
-def test_torchrun_names_a_rank_that_was_killed_and_ends_the_others(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        "import os, signal, sys\n"
-        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
-        "import test_machine\n"
-        "open(os.environ['RANK'], 'w').write(str(os.getpid()))\n"
-        "test_machine.lose(signal.SIGKILL, 1)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENT,
-    )  # fmt: skip
-    assert done.returncode == 1
-    cause = done.stderr.partition("Root Cause")[2]
-    assert re.search(r"rank +: 1 .*\n *exitcode +: -9 ", cause), done.stderr
-    for rank in ("0", "1"):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / rank).read_text()), 0)
 
 
 @pytest.mark.parametrize(

@@ -63,17 +63,6 @@ def test_a_run_logs_header_phases_steps_validations_and_its_end(tmp_path, capsys
                     f"(log {log})")  # fmt: skip
 
 
-def test_timed_phases_sum_up_to_the_train_time_and_times_never_fall(tmp_path):
-    run(tmp_path, checkpoint_every=3)
-    found = events(tmp_path)
-    charged = sum(each["ms"] for each in found if each.get("timed"))
-    assert charged == pytest.approx(found[-1]["train_time_ms"], rel=1e-9)
-    times = [each["train_time_ms"] for each in found if "train_time_ms" in each]
-    assert times == sorted(times)
-    phases = {each["name"]: each["timed"] for each in found if each["event"] == "phase"}
-    assert phases == {"setup": False, "train": True, "validate": False, "checkpoint": True}
-
-
 def test_losses_on_a_gpu_are_read_two_steps_late(tmp_path, monkeypatch):
     """A stand-in for a GPU: values that arrive when somebody waits for them."""
     waited = []

@@ -130,14 +130,6 @@ def test_a_terminal_that_cannot_show_the_block_gets_lines(
     assert type(opened) is kind
 
 
-def test_no_color_leaves_the_block_without_colours(tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    written = pretend_terminal(monkeypatch)
-    assert run(tmp_path) == 0
-    assert "━" in written.getvalue().decode()
-    assert not re.search(rb"\x1b\[[0-9;]*3\d", written.getvalue())
-
-
 def test_without_rich_there_are_lines_and_asking_for_the_block_is_refused(tmp_path, monkeypatch):
     pretend_terminal(monkeypatch)
     monkeypatch.setattr(terminal, "find_spec", lambda name: None)
@@ -214,15 +206,6 @@ def test_the_summary_comes_once_after_the_last_of_several_runs(tmp_path, capsys)
     assert len(targets) == 3
     assert lines[targets[-1] + 1].startswith("  time ")
     assert len(lines) == targets[-1] + 4
-
-
-def test_the_summary_comes_also_where_the_last_run_was_already_done(tmp_path, capsys):
-    assert run(tmp_path, seed=1) == 0
-    capsys.readouterr()
-    assert run(tmp_path, seed=0, trials=2, resume="auto") == 0
-    said = capsys.readouterr().out
-    assert "seed 1 is done" in said
-    assert said.count("\n  time ") == 1
 
 
 def test_a_display_that_fails_leaves_no_log_behind(tmp_path, monkeypatch):

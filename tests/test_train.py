@@ -135,30 +135,6 @@ def test_a_model_without_a_start_at_copying_guesses_before_its_first_step(data, 
     assert validations[0]["val_loss"] == pytest.approx(math.log(padded_vocabulary), rel=1e-6)
 
 
-def test_the_registry_has_a_start_and_an_end_for_each_run(two_trials):
-    lines = read_events(two_trials.logs[0].with_name("registry.jsonl"))
-    assert [line["event"] for line in lines] == ["start", "end", "start", "end"]
-    for log, (begin, end) in enumerate((lines[:2], lines[2:])):
-        (header,), (last,) = two_trials.events("header", log), two_trials.events("end", log)
-        for name in ("run_id", "track", "seed", "source_sha256", "config_sha256"):
-            assert begin[name] == header[name]
-        assert end["run_id"] == header["run_id"]
-        assert (end["status"], end["val_loss"]) == ("done", last["val_loss"])
-
-
-def test_a_line_says_whether_the_target_was_reached(two_trials):
-    (end,) = two_trials.events("end", 1)
-    form = r"target 1\.0 missed: val_loss (\d+\.\d+) at step 12 in (\d+\.\d+) s \(log (.+)\)"
-    lines = [line for line in two_trials.out.splitlines() if line.startswith("target 1.0 ")]
-    assert len(lines) == 2, "one for each run"
-    said = re.fullmatch(form, lines[-1])
-    assert said, two_trials.out
-    assert float(said[1]) == pytest.approx(end["val_loss"], abs=1e-4)
-    assert float(said[2]) == pytest.approx(end["train_time_ms"] / 1000, abs=0.1)
-    assert said[3] == str(two_trials.logs[1])
-    assert (end["status"], end["steps"], end["reached"]) == ("done", STEPS, False)
-
-
 # ----
 # The clock
 
@@ -198,6 +174,7 @@ def test_a_trial_is_a_single_run_with_its_seed_bit_for_bit(seed, trial, two_tria
     assert run(data, tmp_path, seed=seed).losses() == two_trials.losses(trial)
 
 
+@pytest.mark.slow
 def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_graphs(
     data, tmp_path, monkeypatch
 ):
