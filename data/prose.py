@@ -70,7 +70,8 @@ def download(requirement: str, folder: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode == 0:
         return ""
-    return done.stderr.strip().splitlines()[-1].removeprefix("ERROR: ")
+    reason = (done.stderr.strip().splitlines() or ["it gives no reason"])[-1]
+    return "".join(filter(str.isprintable, reason.removeprefix("ERROR: ")))
 
 
 def files(wheel: ZipFile, pattern: str) -> Iterator[bytes]:
