@@ -24,7 +24,9 @@ from runtime.machine import Machine, peak_flops, peak_mib
 from runtime.terminal import open_progress
 
 FLAGS = len(SIGNALS)
-LAG = 2  # steps by which a GPU's loss is read late; equal on all ranks, so that they act alike
+# Steps by which losses are read late, so that nothing waits for a GPU. The same on all ranks, so
+# that they act alike.
+LAG = {"cuda": 2, "cpu": 0, "mps": 0}
 MOST_SKIPS = 20  # in a row; after that the run has stopped learning
 
 
@@ -182,8 +184,9 @@ class Run(contextlib.AbstractContextManager):
         self._write_late()
 
     def _write_late(self, wait: bool = False) -> None:
-        """Write the steps whose values have arrived, or with `wait` all."""
-        while self._late and (wait or self._late[0][2] is None or len(self._late) > LAG):
+        """Write the steps whose values may be read now, or with `wait` all."""
+        lag = 0 if wait else LAG[self._machine.device.type]
+        while len(self._late) > lag:
             event, values, arrived = self._late.pop(0)
             if arrived is not None:
                 arrived.synchronize()

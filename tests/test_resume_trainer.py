@@ -279,12 +279,6 @@ def test_a_log_that_a_crash_tore_is_resumed(data, whole, broken):
     assert_same(broken, whole())
 
 
-def test_a_log_that_was_cut_is_refused(data, broken):
-    (log,) = logs_of(broken)
-    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:12]))
-    assert "Restore the file" in resume(data, broken, code=2).err
-
-
 def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(data, whole, broken):
     weights = saved(broken)[-1] / "model.safetensors"
     content = bytearray(weights.read_bytes())
