@@ -597,6 +597,13 @@ def test_a_record_with_a_resumed_run_is_caught_with(cheat, folder, capsys):
     caught(folder, capsys, *patterns)
 
 
+def test_each_segment_may_differ_from_the_registry_by_five_seconds(folder, capsys):
+    resume_first(folder)
+    write_logs(folder, read_logs(folder), slow=1.5)  # 6.8 s longer than a run's clock says
+    said = call(capsys, "make", folder)[1]
+    assert [f"_s{seed}_" in said for seed in range(1000, 1006)] == [False, *[True] * 5]
+
+
 def test_the_page_of_cheats_names_tests_and_cases_that_exist():
     page = (small_run.ROOT / "docs" / "claims.md").read_text()
     section = page.partition("## Cheats\n")[2].partition("\n## ")[0]
