@@ -187,7 +187,7 @@ def missing_seeds(runs: Sequence[Run]) -> list[int]:
 
 
 def track_of(run: Run) -> str | None:
-    """The track that the header names, or the public folder in which the log lies."""
+    """The track that the header names, or the public folder of the log."""
     if run.track:
         return run.track
     for part in Path(os.path.abspath(run.path)).parts:

@@ -100,7 +100,7 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
 
 
 def check_history(evidence: Evidence) -> Iterator[str]:
-    """Where git can tell: the claim was committed within a day, and before its runs."""
+    """Where git knows: the claim was committed within a day, and before its runs."""
     committed, created = evidence.committed, evidence.claim.created
     if committed is None:
         return
@@ -248,7 +248,7 @@ def check_data(run: Run, evidence: Evidence) -> Iterator[str]:
 
 
 def check_numbers(run: Run, evidence: Evidence) -> Iterator[str]:
-    """What the trainer counted and measured lies between its bounds."""
+    """What the trainer counted and measured is within its bounds."""
     header, end, tokens = run.header, run.end, evidence.track.val_tokens
     bounds = [
         ("validation tokens", header["data"].get("val_tokens"), tokens, tokens),
@@ -396,7 +396,7 @@ OF_A_RECORD = (
     (check_claim, "write the claim with record.py claim, by the rules of the track"),
     (check_history, "commit a claim at once and before its runs; else " + ANEW),
     (check_started, f"add the logs of all runs, whatever their losses; else {ANEW}"),
-    (check_seeds, "claim seeds that nobody has tried"),
+    (check_seeds, "claim untried seeds"),
     (check_alike, f"make all runs alike: {ANEW}"),
     (check_copies, f"remove the copy; if runs are missing then, {ANEW}"),
     (check_source, "leave it out and run again"),

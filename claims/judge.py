@@ -6,7 +6,7 @@ race, and the same smaller level at every look (Pocock, 1977; `stats.look_level`
 
 - B is better or worse if the wide interval excludes 0. Of 100 races without a difference, one ends
   so (ALPHA).
-- There is no difference larger than the margin if the narrow interval lies within +-margin. Of 20
+- There is no difference larger than the margin if the narrow interval is within +-margin. Of 20
   races with a difference as large as the margin, one ends so (EQUAL; two one-sided tests).
 
 We report the interval of the deciding test. It may be read after any stop: the wide intervals of

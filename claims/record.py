@@ -281,7 +281,7 @@ def records_of(folder: Path) -> Path:
     return folder.resolve().parents[1]
 
 
-# ---- What a record's folder cannot tell
+# ---- What a record's folder does not say
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_S = 100  # for a parser that imports torch on a loaded machine

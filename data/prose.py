@@ -82,7 +82,7 @@ def files(wheel: ZipFile, pattern: str) -> Iterator[bytes]:
 
 
 def strings(content: bytes, after: str) -> Iterator[str]:
-    """Yield the strings of a JSON document that stand after these characters."""
+    """Yield the strings of a JSON document that follow these characters."""
     for match in re.finditer(rf'{after}("(?:[^"\\]|\\.)*")', content.decode()):
         yield json.loads(match[1])
 

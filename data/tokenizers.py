@@ -1,4 +1,4 @@
-"""The known vocabularies, told apart by their size: those of the two corpora, and GPT-2's."""
+"""The known vocabularies by their size: those of the two corpora, and GPT-2's."""
 
 from collections.abc import Sequence
 from pathlib import Path

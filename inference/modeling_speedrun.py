@@ -82,7 +82,7 @@ def offset_keys(k_BTHD: Tensor, begins_BT: Tensor) -> Tensor:
     """Give each key, in the channels that do not turn, what the key before it has there.
 
     A query that finds its own token among the keys then reads the token that followed it. The
-    first key of a document stays as it is.
+    first key of a document is unchanged.
     """
     D = k_BTHD.size(-1)
     still_D = torch.arange(D, device=k_BTHD.device) % (D // 2) >= D // 4

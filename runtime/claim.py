@@ -156,7 +156,7 @@ def provenance(source: Path) -> dict[str, Any]:
 
 
 def reads_bytecode(own: set[str]) -> bool:
-    """Whether bytecode lies where Python looked for that of one of our modules."""
+    """Whether bytecode is where Python looked for that of one of our modules."""
     for module in list(sys.modules.values()):
         spec = getattr(module, "__spec__", None)  # None: the program itself, always compiled
         if spec is not None and spec.origin in own and os.path.exists(spec.cached or ""):

@@ -1,4 +1,4 @@
-"""`--log-to`: a dashboard gets the numbers of steps and validations while the run goes on.
+"""`--log-to`: a dashboard gets the numbers of steps and validations during the run.
 
 Each function below opens a run in a dashboard. It returns two functions: one takes a step and its
 numbers, the other waits until everything is sent.

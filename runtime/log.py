@@ -101,7 +101,7 @@ class History(NamedTuple):
     sha256: str  # of the newest segment, a torn last line included
     status: str | None  # from the end line; None if the process was killed
     train_time_ms: float  # the largest in any segment
-    t_ms: float  # likewise
+    t_ms: float  # the largest, too
     saved: tuple[str, ...]  # SHA-256 of each checkpoint's checksums
 
 

@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(doc: str | None) -> Parser:
-    """A parser whose --help begins with the module's docstring, laid out as it is written."""
+    """A parser whose --help begins with the module's docstring, with its line breaks."""
     layout = argparse.RawDescriptionHelpFormatter
     return Parser(description=doc, formatter_class=layout, allow_abbrev=False)
 

@@ -102,7 +102,7 @@ def make(arguments: argparse.Namespace) -> int:
 
 
 def print_verdict(evidence: Evidence, more: Sequence[Failure] = ()) -> int:
-    """Print what speaks against a record and what it shows; 0 when its evidence holds."""
+    """Print why a record fails and what it shows; 0 when its evidence holds."""
     failures = [*find_failures(evidence), *differences(evidence), *more]
     for failure in failures:
         print(f"{evidence.folder}: {failure.what}")
@@ -119,7 +119,7 @@ def print_verdict(evidence: Evidence, more: Sequence[Failure] = ()) -> int:
                  f"p = {result.p:.3g}, level {evidence.claim.alpha:g}")
     print(f"{evidence.folder}: {verdict}: below {evidence.claim.target:g} {found}")
     if evidence.committed is None:
-        print("    not checked: whether its claim was first; no git history here tells")
+        print("    not checked: whether its claim was first; there is no git history here")
     return 1 if failures else 0
 
 
@@ -167,7 +167,7 @@ def diff(arguments: argparse.Namespace) -> int:
 
 
 def write_leaderboard(arguments: argparse.Namespace) -> int:
-    """Write the page and the pictures of all records, if nothing speaks against any of them."""
+    """Write the page and the pictures of all records, if none of them fails."""
     found = [read_evidence(path.parent) for path in sorted(RECORDS.glob("*/*/claim.json"))]
     made = sorted((one for one in found if one.runs), key=lambda one: one.claim.created)
     for one in made:
@@ -209,13 +209,13 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
                      help="run nothing of the record's source; its flags stay unchecked")
     sub.add_argument("--rerun", nargs="?", type=int, const=FIRST_RUN, metavar="SEED",
                      help="run the source again, which others wrote, and compare (first run)")
-    sub.add_argument("--steps", type=int, help="with --rerun: stop after so many (run to the end)")
+    sub.add_argument("--steps", type=int, help="with --rerun: stop after N (run to the end)")
     sub.add_argument("--data-dir", type=Path, help="with --rerun: folder of the shards (the run's)")
     sub.add_argument("--timeout", type=float, default=3600, help="seconds of a rerun (%(default)s)")
     sub = commands.add_parser("diff", help="print the difference of two records' sources")
     sub.set_defaults(run=diff)
     sub.add_argument("before", type=Path, help="folder of a claim.json")
-    sub.add_argument("after", type=Path, help="likewise")
+    sub.add_argument("after", type=Path, help="the same")
     sub = commands.add_parser("leaderboard", help="write the page of all records, with pictures")
     sub.set_defaults(run=write_leaderboard)
     return parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))

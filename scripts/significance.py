@@ -73,7 +73,7 @@ def to_text(arm: ArmVerdict) -> str:
     word = "PASS" if arm.passes else "FAIL"
     shown = "shown" if arm.passes else "not shown"
     lines = [title(arm), figures]
-    below = f" below {arm.target:g}" if n else ""  # without a run nobody names the target
+    below = f" below {arm.target:g}" if n else ""  # without a run there is no target
     lines.append(f"{word}: a mean loss{below} at p < {ALPHA:g} is {shown}")
     lines += [f"warning: {warning}" for warning in arm.warnings]
     for run in arm.incomplete:

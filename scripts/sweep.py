@@ -13,7 +13,7 @@ An arm is flags of train_gpt.py, a patch of its source, or both. PLAN is JSON:
 
 `flags` go to every run; `seeds` may be an object, {"7": "--flags of this seed"}; a grid makes of
 each arm one for each combination of values. Runs are made in the order of the file, all seeds of an
-arm before the next arm. A finished run of the same source, flags, patch and seed is not made again.
+arm before the next arm. A finished run of the same source, flags, patch and seed is not repeated.
 The runs train a copy of the source, so you may edit it meanwhile; --source resumes an older copy.
 Logs are in OUT/PLAN/SOURCE/ARM. Exit code: 0 done, 1 a run failed, 2 bad input, 130 or 143
 interrupted.

@@ -100,7 +100,7 @@ def test_a_git_repository_that_comes_with_a_record_runs_none_of_its_commands(
     said = "".join(capsys.readouterr())
     assert not owned.exists()
     if place == "..":
-        assert "no git history here tells" in said
+        assert "there is no git history here" in said
     else:
         assert (code, "a record has no git repository of its own" in said) == (2, True)
 

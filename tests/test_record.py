@@ -113,7 +113,7 @@ def test_making_a_record_again_changes_nothing(folder, capsys):
         assert contents(folder) == before
     code, said = call(capsys, "verify", folder)
     assert (code, said.count("\n")) == (0, 2)
-    assert said.endswith("not checked: whether its claim was first; no git history here tells\n")
+    assert said.endswith("not checked: whether its claim was first; there is no git history here\n")
     assert re.search(r"verified: below 3\.25 with a mean loss of 3\.\d{6} in 4 runs", said)
 
 

@@ -188,7 +188,7 @@ class Store:
         return more
 
     def read(self, path: Path, folder: Folder) -> Log:
-        """The log as it is now; what was read before if its files did not change."""
+        """The log as it is now; the one read before if its files did not change."""
         known, state, segments, runs, error = self.logs.get(path), [], [], [], None
         try:
             segments = segments_of(path)
