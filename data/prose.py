@@ -174,8 +174,7 @@ def read_documents(wheels: Path) -> list[str]:
     for entries in cut(read_dictionary(dictionary)):
         if digest(entries)[1] < DICTIONARY_BELOW:
             documents.append(entries)
-    documents = [document.strip() for document in documents]
-    documents = [document for document in documents if len(document) >= LEAST]
+    documents = [each for each in map(str.strip, documents) if len(each) >= LEAST]
     return sorted(documents, key=lambda document: (is_validation(document), digest(document)))
 
 
@@ -209,13 +208,10 @@ def build(folder: Path) -> None:
     tokenizer = corpus.read_vocabulary(VOCABULARY)
     tokens = encode(documents, tokenizer)
     starts = np.flatnonzero(tokens == tokenizer.eot_token)
-    new = share_seen(tokens, starts) <= MOST_SEEN
-    validation = np.array([is_validation(document) for document in documents])
     lengths = np.diff(starts, append=len(tokens))
-    shards = {
-        TRAIN: tokens[np.repeat(new & ~validation, lengths)],
-        VAL: tokens[np.repeat(new & validation, lengths)],
-    }
+    new = np.repeat(share_seen(tokens, starts) <= MOST_SEEN, lengths)
+    validation = np.repeat([is_validation(document) for document in documents], lengths)
+    shards = {TRAIN: tokens[new & ~validation], VAL: tokens[new & validation]}
     write_pinned(folder, shards, PINS, PACKAGES)
 
 

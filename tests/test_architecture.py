@@ -20,7 +20,7 @@ BUDGETS = {
     "train_gpt.py": 1378,
     "optim": 2514,
     "kernels": 695,
-    "data": 1363,
+    "data": 1360,
     "runtime": 3169,
     "claims": 3517,
     "scripts": 1889,
