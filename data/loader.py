@@ -92,8 +92,8 @@ def largest_divisor(number: int, limit: int) -> int:
 class Batch(NamedTuple):
     """One micro-batch on the host, in pinned memory if CUDA is available."""
 
-    inputs: torch.Tensor  # int32 (rows, sequence)
-    targets: torch.Tensor  # int64 (rows, sequence)
+    inputs: torch.Tensor  # int32 (rows, seq_len)
+    targets: torch.Tensor  # int64 (rows, seq_len)
     cu_seqlens: torch.Tensor  # int32 (capacity,): starts of rows and documents, then the end
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -108,12 +108,12 @@ def capacity_for(rows: int, documents_per_row: int) -> int:
 
 
 def _make_batch(rows: Tokens, starts: Sequence[int] | NDArray, capacity: int) -> Batch:
-    """Make a batch from tokens (rows, sequence + 1). starts: places in the flattened inputs."""
-    count, sequence = rows.shape[0], rows.shape[1] - 1
+    """Make a batch from tokens (rows, seq_len + 1). starts: places in the flattened inputs."""
+    count, seq_len = rows.shape[0], rows.shape[1] - 1
     pin = torch.cuda.is_available()
-    inputs = torch.empty((count, sequence), dtype=torch.int32, pin_memory=pin)
-    targets = torch.empty((count, sequence), dtype=torch.int64, pin_memory=pin)
-    cu_seqlens = torch.full((capacity,), count * sequence, dtype=torch.int32, pin_memory=pin)
+    inputs = torch.empty((count, seq_len), dtype=torch.int32, pin_memory=pin)
+    targets = torch.empty((count, seq_len), dtype=torch.int64, pin_memory=pin)
+    cu_seqlens = torch.full((capacity,), count * seq_len, dtype=torch.int32, pin_memory=pin)
     inputs.numpy()[:] = rows[:, :-1]
     targets.numpy()[:] = rows[:, 1:]
     cu_seqlens.numpy()[: len(starts)] = starts
@@ -331,7 +331,7 @@ class TrainLoader(Iterator[list[Batch]]):
 
 
 def validation_batches(
-    files: Files, order: Order, tokens: int, sequence: int, most: int, rank: int, world_size: int
+    files: Files, order: Order, tokens: int, seq_len: int, most: int, rank: int, world_size: int
 ) -> list[Batch]:
     """Return this rank's share of the first `tokens` tokens, contiguous across shards.
 
@@ -344,19 +344,19 @@ def validation_batches(
             f"validation needs {tokens + 1:,} tokens (the last is only a target); its shards hold "
             f"{len(stream):,}. Lower --val-tokens, or add shards."
         )
-    starts = np.arange(0, tokens, sequence)
+    starts = np.arange(0, tokens, seq_len)
     if order.document_mask:
         starts = np.union1d(starts, np.flatnonzero(stream[:-1] == order.bos))
-    count = tokens // sequence
-    rows = largest_divisor(count // world_size, most // sequence)
+    count = tokens // seq_len
+    rows = largest_divisor(count // world_size, most // seq_len)
     edges = [tokens]  # of batches on all ranks: all cu_seqlens get one length
     for each in range(world_size):
-        edges += [batch.start * sequence for batch in _deal(count, rows, each, world_size)]
+        edges += [batch.start * seq_len for batch in _deal(count, rows, each, world_size)]
     fullest = np.diff(np.searchsorted(starts, np.sort(edges))).max()
-    all_rows = np.lib.stride_tricks.sliding_window_view(stream, sequence + 1)[::sequence]
+    all_rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
     batches = []
     for own in _deal(count, rows, rank, world_size):
-        first, end = own.start * sequence, own.stop * sequence
+        first, end = own.start * seq_len, own.stop * seq_len
         inside = starts[(first <= starts) & (starts < end)] - first
         batches.append(_make_batch(all_rows[own], inside, capacity_for(1, fullest)))
     return batches
@@ -366,12 +366,12 @@ def in_parts(batches: list[Batch], most: int, reach: int) -> list[Batch]:
     """Cut rows longer than `most` into parts of `most` targets; inputs start `reach` earlier."""
     parts = []
     for batch in batches:
-        sequence = batch.targets.size(1)
-        if most >= sequence:
+        seq_len = batch.targets.size(1)
+        if most >= seq_len:
             parts.append(batch)
             continue
-        for start in range(0, sequence, most):
-            first, end = max(start - reach, 0), min(start + most, sequence)
+        for start in range(0, seq_len, most):
+            first, end = max(start - reach, 0), min(start + most, seq_len)
             # Boundaries outside the part become its start or its end: empty documents.
             ends = (batch.cu_seqlens - first).clamp(0, end - first)
             parts.append(Batch(batch.inputs[:, first:end], batch.targets[:, start:end], ends))
