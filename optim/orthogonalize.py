@@ -113,9 +113,8 @@ def orthogonalized(G: Tensor, choice: Choice) -> Tensor:
     A, B = (X.new_empty(len(X), side, side) for _ in range(2))
     other = torch.empty_like(X)
     for a, b, c in method.coefficients:
-        wide = X.mT if tall else X
-        product(wide, wide, A)
-        product(A, A, B, D=A, alpha=c, beta=b)
+        product(X.mT if tall else X, A)
+        product(A, B, D=A, alpha=c, beta=b)
         left, right = (X, B) if tall else (B, X)
         torch.baddbmm(X, left, right, beta=a, out=other)
         X, other = other, X
@@ -123,12 +122,12 @@ def orthogonalized(G: Tensor, choice: Choice) -> Tensor:
 
 
 def plain_product(
-    X: Tensor, Y: Tensor, out: Tensor, *, D: Tensor | None = None, alpha: float = 1, beta: float = 0
+    X: Tensor, out: Tensor, *, D: Tensor | None = None, alpha: float = 1, beta: float = 0
 ) -> Tensor:
-    """out = alpha X Y^T + beta D."""
+    """out = alpha X X^T + beta D."""
     if D is None:
-        return torch.bmm(X, Y.mT, out=out)
-    return torch.baddbmm(D, X, Y.mT, beta=beta, alpha=alpha, out=out)
+        return torch.bmm(X, X.mT, out=out)
+    return torch.baddbmm(D, X, X.mT, beta=beta, alpha=alpha, out=out)
 
 
 def scaled(G: Tensor, method: Method) -> Tensor:

@@ -25,13 +25,12 @@ if HAS_TRITON:
     # interpreted by the value of TRITON_INTERPRET when Triton was imported, not this kernel.
     @triton.jit
     def _mirrored_tile(
-        X, Y, D, out, n, m, alpha, beta,
-        x_batch, x_row, x_col, y_batch, y_row, y_col,
-        d_batch, d_row, d_col, out_batch, out_row, out_col,
+        X, D, out, n, m, alpha, beta,
+        x_batch, x_row, x_col, d_batch, d_row, d_col, out_batch, out_row, out_col,
         TILE: tl.constexpr, DEPTH: tl.constexpr,
     ):  # fmt: skip
         # The triangle has T tiles a side. Folded row i holds T + 1 tiles: the T - i of row i, then
-        # the i + 1 of row T - 1 - i. So neighbouring programs share rows of X and Y in the cache.
+        # the i + 1 of row T - 1 - i. So neighbouring programs share rows of X in the cache.
         T = (n + TILE - 1) // TILE
         tiles = T * (T + 1) // 2
         batch = (tl.program_id(0) // tiles).to(tl.int64)  # a batch may exceed 2^31 elements
@@ -42,13 +41,13 @@ if HAS_TRITON:
 
         rows = (row_tile * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
         cols = (col_tile * TILE + tl.arange(0, TILE)).to(tl.int64)[None, :]
-        X += batch * x_batch + rows * x_row
-        Y += batch * y_batch + cols * y_row
+        X += batch * x_batch
+        left, right = X + rows * x_row, X + cols * x_row
         total = tl.full((TILE, TILE), 0.0, tl.float32)
         for start in range(0, m, DEPTH):
             k = (start + tl.arange(0, DEPTH)).to(tl.int64)
-            x = tl.load(X + k[None, :] * x_col, mask=(rows < n) & (k[None, :] < m), other=0.0)
-            y = tl.load(Y + k[:, None] * y_col, mask=(cols < n) & (k[:, None] < m), other=0.0)
+            x = tl.load(left + k[None, :] * x_col, mask=(rows < n) & (k[None, :] < m), other=0.0)
+            y = tl.load(right + k[:, None] * x_col, mask=(cols < n) & (k[:, None] < m), other=0.0)
             total = tl.dot(x, y, total, input_precision="ieee")
 
         inside = (rows < n) & (cols < n)
@@ -84,26 +83,26 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def symmetric_product(
-    X: Tensor, Y: Tensor, out: Tensor, *, D: Tensor | None = None, alpha: float = 1, beta: float = 0
+    X: Tensor, out: Tensor, *, D: Tensor | None = None, alpha: float = 1, beta: float = 0
 ) -> Tensor:
-    """out = alpha X Y^T + beta D, which must be symmetric: Y is X, or X and Y commute.
+    """out = alpha X X^T + beta D, for a symmetric D.
 
-    X, Y (B, n, m), symmetric if they differ; D, out (B, n, n); one of bf16, float16 and float32;
-    any strides. `out` must not share memory. The upper triangle is summed in float32, rounded once
-    and mirrored. Trap: nothing is checked here; `obstacle` says whether the kernel can run.
+    X (B, n, m); D, out (B, n, n); one of bf16, float16 and float32; any strides. `out` must not
+    share memory. The upper triangle is summed in float32, rounded once and mirrored. Trap: nothing
+    is checked here; `obstacle` says whether the kernel can run.
     """
     if INTERPRETED and X.dtype == torch.bfloat16:
         # Trap: the interpreter multiplies bf16 as integers. float32 holds every bf16 value.
         wide = torch.empty_like(out, dtype=torch.float32)
         D = None if D is None else D.float()
-        symmetric_product(X.float(), Y.float(), wide, alpha=alpha, D=D, beta=beta)
+        symmetric_product(X.float(), wide, alpha=alpha, D=D, beta=beta)
         return out.copy_(wide)
     B, n, m = X.shape
     tiling = _tiling(B, n, X.dtype)
     with torch.cuda.device_of(X):
         _mirrored_tile[(B * _triangle(n, tiling["TILE"]),)](
-            X, Y, D, out, n, m, float(alpha), float(beta),
-            *X.stride(), *Y.stride(), *(out if D is None else D).stride(), *out.stride(), **tiling,
+            X, D, out, n, m, float(alpha), float(beta),
+            *X.stride(), *(out if D is None else D).stride(), *out.stride(), **tiling,
         )  # fmt: skip
     return out
 
