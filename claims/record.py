@@ -11,9 +11,6 @@ import os
 import re
 import statistics
 import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -29,7 +26,6 @@ from runtime.errors import ClaimError, LogError, Refused
 from runtime.jsonl import check_regular, plain, read_regular
 from runtime.log import digest, read_sources
 from runtime.registry import REGISTRY, read_registry
-from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
 # ---- Sources
 
@@ -281,10 +277,9 @@ def records_of(folder: Path) -> Path:
     return folder.resolve().parents[1]
 
 
-# ---- What a record's folder does not say
+# ---- The history
 
 ROOT = Path(__file__).resolve().parents[1]
-LONGEST_S = 100  # for a parser that imports torch on a loaded machine
 # git may run commands and fetch objects that a repository's own files name.
 NO_FETCH = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1"}
 
@@ -313,40 +308,6 @@ def git(root: Path, *words: str) -> str:
     except OSError:  # no git
         return ""
     return done.stdout.strip()
-
-
-def check_flags(claim: Claim, source: Source) -> Iterator[str]:
-    """The flags of the claim, read by the claimed source, are its settings.
-
-    This runs the imports and the parser of the source: in a process of its own, which gets an
-    empty environment and a scratch folder. Refused if it does not answer.
-    """
-    # Sources of schema 1 had their own default; `tiny` it was for all claims.
-    flags = ["--track", claim.track, *claim.flags]
-    with tempfile.TemporaryDirectory() as scratch:
-        write_files(source, Path(scratch))
-        command = [sys.executable, "-E", "-s", "-B", "train_gpt.py", *flags, "--print-config"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S,
-                                  cwd=scratch, env={"PATH": os.defpath, "HOME": scratch})
-        except subprocess.TimeoutExpired:
-            raise cannot_tell(claim, f"no answer in {LONGEST_S} s") from None
-    if done.returncode == Refused.code:
-        yield f"its source refuses its flags: {done.stderr.strip():.300}"
-        return
-    try:
-        meant = dict(json.loads(done.stdout))
-    except ValueError:
-        raise cannot_tell(claim, done.stderr.strip()[-300:] or "no JSON") from None
-    for name in sorted((meant.keys() | claim.config.keys()) - set(SETTINGS_OF_A_RUN)):
-        found, claimed = meant.get(name), claim.config.get(name)
-        if found != claimed:
-            yield f"its flags mean {flag(name)} {as_text(found)}, its config has {as_text(claimed)}"
-
-
-def cannot_tell(claim: Claim, said: str) -> Refused:
-    return Refused(f"the source of {claim.name} does not say what its flags mean: {said}. Install "
-                   "what it needs, or leave the flags unchecked with --read-only.")
 
 
 # ---- Making a record

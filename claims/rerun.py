@@ -218,7 +218,7 @@ def rerun(
     write_files(evidence.source, scratch)
     train(evidence, before, data, scratch, None if whole else steps, timeout_s)
     after = read_again(before, scratch, steps)
-    yield from compare_losses(before, after, steps, allowed_here(before, after, say))
+    yield from compare_runs(before, after, steps, allowed_here(before, after, say))
     trained = [run.end.get("train_tokens_sha256") for run in (before, after)]
     if whole and trained[0]:
         yield Finding("trained tokens: 1 if their hash is another", int(len(set(trained)) > 1), 0)
@@ -309,8 +309,8 @@ def allowed_here(before: Run, after: Run, say: Callable[[str], object]) -> Allow
     return lambda updates: FIRST + AFTER_30 * math.sqrt(updates / 30)
 
 
-def compare_losses(before: Run, after: Run, steps: int, allowed: Allowed) -> Iterator[Finding]:
-    """Losses of training and validation: of each, the step that goes farthest beyond its bound."""
+def compare_runs(before: Run, after: Run, steps: int, allowed: Allowed) -> Iterator[Finding]:
+    """Losses of training and validation, each where it is farthest off; and the settings."""
     trained = {step.step: step.train_loss for step in after.steps}
     pairs = {step.step: (step.train_loss, trained.get(step.step)) for step in before.steps[:steps]}
     yield farthest(f"training losses, {len(pairs)}", pairs, lambda step: allowed(step - 1))
@@ -320,6 +320,8 @@ def compare_losses(before: Run, after: Run, steps: int, allowed: Allowed) -> Ite
              for each in before.validations if each.step <= done}  # fmt: skip
     if pairs:
         yield farthest(f"validation losses, {len(pairs)}", pairs, allowed)
+    other = before.config_sha256 != after.config_sha256
+    yield Finding("configuration: 1 if the claim's flags mean another", int(other), 0)
 
 
 def farthest(

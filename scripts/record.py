@@ -27,14 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from a
 from scripts.command import ROOT, ask_trainer, command, make_parser, start
 
 from claims.arms import ALPHA
-from claims.checks import Failure, find_failures
+from claims.checks import find_failures
 from claims.judge import find_judged, next_seed, require_source
 from claims.pages import best_of_each_recipe, derived, differences, leaderboard
 from claims.plots import plot_records, plot_steps
 from claims.record import (
     TRACKS,
     Evidence,
-    check_flags,
     copy_runs,
     difference,
     read_evidence,
@@ -101,9 +100,9 @@ def make(arguments: argparse.Namespace) -> int:
     return print_verdict(evidence)
 
 
-def print_verdict(evidence: Evidence, more: Sequence[Failure] = ()) -> int:
+def print_verdict(evidence: Evidence) -> int:
     """Print why a record fails and what it shows; 0 when its evidence holds."""
-    failures = [*find_failures(evidence), *differences(evidence), *more]
+    failures = [*find_failures(evidence), *differences(evidence)]
     for failure in failures:
         print(f"{evidence.folder}: {failure.what}")
         print(f"    in {failure.where}\n    fix: {failure.fix}")
@@ -127,12 +126,8 @@ def verify(arguments: argparse.Namespace) -> int:
     """Judge each record; 1 if one does not hold, or with --require-shown is not shown."""
     code = 0
     for folder in arguments.folders:
-        evidence, failures = read_evidence(folder), []
-        if not arguments.read_only:
-            fix = "claim the settings that the flags mean"
-            for what in check_flags(evidence.claim, evidence.source):
-                failures.append(Failure(what, folder / "claim.json", fix))
-        code |= print_verdict(evidence, failures)
+        evidence = read_evidence(folder)
+        code |= print_verdict(evidence)
         code |= arguments.require_shown and not evidence.shown
         if arguments.rerun is not None:
             code |= run_again(evidence, arguments)
@@ -205,8 +200,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     sub.set_defaults(run=verify)
     sub.add_argument("folders", type=Path, nargs="+", metavar="folder")
     sub.add_argument("--require-shown", action="store_true", help="1 also for a claim not shown")
-    sub.add_argument("--read-only", action="store_true",
-                     help="run nothing of the record's source; its flags stay unchecked")
     sub.add_argument("--rerun", nargs="?", type=int, const=FIRST_RUN, metavar="SEED",
                      help="run the source again, which others wrote, and compare (first run)")
     sub.add_argument("--steps", type=int, help="with --rerun: stop after N (run to the end)")

@@ -47,7 +47,6 @@ def contest():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(TRACKS, "tiny", RULES)
         patch.setattr("os.fsync", lambda descriptor: None)
-        patch.setattr(record, "check_flags", lambda claim, source: [])  # these sources do not run
         yield
 
 

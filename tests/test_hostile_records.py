@@ -96,7 +96,7 @@ def test_a_git_repository_that_comes_with_a_record_runs_none_of_its_commands(
     }.items():  # fmt: skip
         git("config", key, value)
     (top / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
-    code = record.main(["verify", "--read-only", str(stranger)])
+    code = record.main(["verify", str(stranger)])
     said = "".join(capsys.readouterr())
     assert not owned.exists()
     if place == "..":
@@ -145,7 +145,7 @@ def test_a_huge_file_in_a_record_is_named_and_not_read(name, stranger, monkeypat
     (stranger / name).parent.mkdir(exist_ok=True)
     with open(stranger / name, "wb") as file:
         file.truncate(2**40)  # takes no room on the disk; a read would take all memory
-    assert record.main(["verify", "--read-only", str(stranger)]) == 1
+    assert record.main(["verify", str(stranger)]) == 1
     assert re.search(rf"(unexpected file {name}|{name} is not what)", capsys.readouterr().out)
 
 
@@ -160,7 +160,7 @@ def test_json_that_two_readers_may_read_differently_is_refused(change, stranger,
                        (stranger / "claim.json", "is no claim: ")):
         kept = path.read_bytes()
         path.write_bytes(change(kept.decode()).encode())
-        assert record.main(["verify", "--read-only", str(stranger)]) == 2
+        assert record.main(["verify", str(stranger)]) == 2
         assert rule in capsys.readouterr().err
         path.write_bytes(kept)
 
@@ -208,7 +208,7 @@ def test_no_log_record_or_file_name_steers_the_terminal(stranger):
     strange = stranger / f"{STEERING}.txt"
     strange.write_text("x")
     second.rename(second.with_name(f"{STEERING}.jsonl"))
-    for words in (["record.py", "verify", "--read-only", stranger],
+    for words in (["record.py", "verify", stranger],
                   ["significance.py", stranger / "runs"],
                   ["significance.py", stranger / "runs", "--against", strange]):
         done = tool(*words)
@@ -223,14 +223,14 @@ def test_a_number_of_any_shape_in_claim_or_log_ends_in_a_sentence(value, strange
     first, second = sorted((stranger / "runs").glob("2*.jsonl"))
     claim = json.loads((stranger / "claim.json").read_text())
     change_claim(stranger, config=claim["config"] | {"batch_tokens": value})
-    assert record.main(["verify", "--read-only", str(stranger)]) == 2
+    assert record.main(["verify", str(stranger)]) == 2
     assert "batch_tokens in config must be a positive whole number" in capsys.readouterr().err
     change_claim(stranger, config=claim["config"])
     edit_log(first, "header", data=small_run.read_events(first)[0]["data"] | {"val_tokens": value})
-    assert record.main(["verify", "--read-only", str(stranger)]) == 1
+    assert record.main(["verify", str(stranger)]) == 1
     assert f"validation tokens: {value!s:.20}, not 262144" in capsys.readouterr().out
     edit_log(second, "val", total_steps=value)
-    assert record.main(["verify", "--read-only", str(stranger)]) == 2
+    assert record.main(["verify", str(stranger)]) == 2
     assert "total_steps must be an integer" in capsys.readouterr().err
 
 
@@ -244,7 +244,7 @@ def test_a_log_that_declares_a_billion_steps_fills_no_memory(stranger, tmp_path)
         log.write_text("".join(json.dumps(event) + "\n" for event in events))
     first, second = sorted((stranger / "runs").glob("2*.jsonl"))
     for words, code in (
-        (["record.py", "verify", "--read-only", stranger], 1),
+        (["record.py", "verify", stranger], 1),
         (["significance.py", first, "--against", second], 0),
         (["view.py", stranger, "--out", tmp_path / "page.html"], 0),
     ):

@@ -44,7 +44,6 @@ LOSSES = list(3.2 + 0.012 * np.random.default_rng(0).standard_normal(12))
 def contest(monkeypatch, tmp_path):
     monkeypatch.setitem(TRACKS, "tiny", RULES)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr(record, "check_flags", lambda claim, source: [])  # these do not run
     monkeypatch.setattr(record, "RECORDS", tmp_path)
 
 

@@ -19,7 +19,7 @@ from small_record import make_claim
 import train_gpt
 from claims.logs import read_run
 from claims.record import TRACKS, Evidence, Source
-from claims.rerun import allowed_here, check_model, compare_losses, rerun, validation_rows
+from claims.rerun import allowed_here, check_model, compare_runs, rerun, validation_rows
 from runtime.errors import Refused
 from runtime.log import config_hash, digest, read_sources
 from runtime.settings import parse
@@ -125,9 +125,16 @@ def test_another_machine_may_differ_by_rounding_but_not_before_the_first_update(
     assert f"threads {run.env['threads']}, here 99" in said[0]
     for changes, holds in (({3: 1e-4}, True), ({1: 1e-4}, False), ({12: 0.06}, False)):
         edited = with_losses(evidence, changes).runs[0]
-        training = next(compare_losses(edited, elsewhere, 12, allowed))
+        training = next(compare_runs(edited, elsewhere, 12, allowed))
         assert (training.holds, training.where) == (holds, f"step {min(changes)}")
     assert allowed(30) == pytest.approx(0.05, abs=1e-4)
+
+
+def test_flags_that_mean_other_settings_than_the_claimed_are_found(evidence):
+    (run,) = evidence.runs
+    for after, holds in ((run, True), (replace(run, config_sha256="0" * 64), False)):
+        *_, settings = compare_runs(run, after, 12, lambda updates: 0.0)
+        assert settings.holds is holds
 
 
 def test_what_cannot_run_here_is_refused_with_the_reason(evidence, data, tmp_path, monkeypatch):
