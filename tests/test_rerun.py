@@ -33,6 +33,8 @@ LAYERS = """LAYERS["tiny"] = [
     Layer(window="long", value_embed=1, skip_from=0, backout=True),
 ]
 LAYERS["copyinit"] = LAYERS["copyinit"][:2]
+import optim.muon
+optim.muon.native_dtype = lambda *_: torch.float32  # as two_layers()
 # ---- Model. B rows"""
 
 
