@@ -23,7 +23,7 @@ BUDGETS = {
     "kernels": 680,  # reached; the promise is 600
     "data": 1360,  # reached; the promise is 1000
     "runtime": 3172,  # reached; the promise is 2600
-    "claims": 3167,  # reached; the promise is 2700
+    "claims": 3130,  # reached; the promise is 2700
     "scripts": 1400,  # reached; the promise is 1100
     "inference": 700,
     "view": 930,
