@@ -75,22 +75,16 @@ def make_parser(doc: str | None) -> Parser:
     return Parser(description=doc, formatter_class=layout, allow_abbrev=False)
 
 
-def whole_numbers(text: str) -> list[int]:
-    """For argparse: reads "1,2"."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        rule = "it must be whole numbers, such as 5,10"
-        raise argparse.ArgumentTypeError(f"{text!r}: {rule}") from None
-
-
-def decimals(text: str) -> list[float]:
+def numbers(kind: Callable[[str], Any], rule: str) -> Callable[[str], list[Any]]:
     """For argparse: reads "3.27,3.28" or a list pasted from Python, "[3.27, 3.28]"."""
-    try:
-        return [float(part) for part in text.strip("[]").split(",")]
-    except ValueError:
-        rule = "it must be numbers, such as 3.27,3.28"
-        raise argparse.ArgumentTypeError(f"{text!r}: {rule}") from None
+
+    def read(text: str) -> list[Any]:
+        try:
+            return [kind(part) for part in text.strip("[]").split(",")]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: it must be {rule}") from None
+
+    return read
 
 
 def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from scripts.command import command, decimals, make_parser, show, start, whole_numbers
+from scripts.command import command, make_parser, numbers, show, start
 
 from claims import arms, comparison
 from claims.arms import ALPHA, ArmVerdict
@@ -142,8 +142,10 @@ def main(argv: Sequence[str]) -> int:
     add("paths", nargs="*", metavar="PATH",
         help="run logs, or folders of run logs; PATH:setting=value,... takes some of their runs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
-    add("--losses", type=decimals, help="losses typed by hand; needs --target")
-    add("--at-step", type=whole_numbers, default=[], help="judge the losses at these steps")
+    add("--losses", type=numbers(float, "numbers, such as 3.27,3.28"),
+        help="losses typed by hand; needs --target")
+    add("--at-step", type=numbers(int, "whole numbers, such as 5,10"), default=[],
+        help="judge the losses at these steps")
     add("--track", choices=["steps"], help="judge by the rules of this track")
     add("--against", metavar="OLD", help="compare PATH, B, with this arm, A")
     add("--margin", type=float, help="test whether the losses differ by less, nats per token")

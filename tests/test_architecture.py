@@ -24,7 +24,7 @@ BUDGETS = {
     "data": 1360,  # reached; the promise is 1000
     "runtime": 3172,  # reached; the promise is 2600
     "claims": 3130,  # reached; the promise is 2700
-    "scripts": 1400,  # reached; the promise is 1100
+    "scripts": 1396,  # reached; the promise is 1100
     "inference": 700,
     "view": 930,
     "run.sh .ci/run": 140,

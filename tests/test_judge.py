@@ -175,6 +175,9 @@ def test_a_run_that_diverges_or_fails_decides_nothing(project, capsys):
     trainer.write_text(TRAINER.replace("    diverged =", "    sys.exit(1)\n    diverged ="))
     assert run("--b", "--gain 0.2") == 2
     assert "exit code 1 of A" in capsys.readouterr().err
+    trainer.write_text(TRAINER.replace("source_hash(Path(__file__).parent)", "'another'"))
+    assert run("--b", "--gain 0.2") == 2
+    assert "was changed while it was judged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
