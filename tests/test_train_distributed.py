@@ -46,17 +46,15 @@ MANY = 400  # steps of a run that a signal breaks off
 # Ranks, and settings.
 RUNS = {
     "adamw on 4": (4, ADAMW),
-    "record42 on 2": (2, {}),
     "record42 on 4": (4, {}),
     "record42 on 8, half of them without anything to validate": (8, EIGHT_ROWS),
     "bf16 on 2": (2, {"dtype": "bfloat16"}),
     "a growing batch on 2": (2, ADAMW | {"stages": "growing"}),
     "torch.optim.Muon on 2": (2, {"optimizer": "torch_muon", "recipe": "muon"}),
-    "torch.optim.AdamW on 2": (2, ADAMW | {"optimizer": "torch_adamw"}),
     "a head that is tied at first on 2": (2, TIED),
 }
 # Runs that are broken off; the head leaves the embedding after step 6.
-RESUMES = {"record42": {}, "adamw": ADAMW, "tied": TIED}
+RESUMES = {"record42": {}, "tied": TIED}
 
 
 class Start(NamedTuple):
