@@ -19,16 +19,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # count of a day, but where a line says so.
 BUDGETS = {
     "train_gpt.py": 1395,  # reached; the promise is 1200
-    "optim": 2108,  # reached; the promise is 2000
+    "optim": 2106,  # reached; the promise is 2000
     "kernels": 680,  # reached; the promise is 600
     "data": 1360,  # reached; the promise is 1000
     "runtime": 3172,  # reached; the promise is 2600
     "claims": 3130,  # reached; the promise is 2700
-    "scripts": 1396,  # reached; the promise is 1100
+    "scripts": 1389,  # reached; the promise is 1100
     "inference": 700,
     "view": 930,
     "run.sh .ci/run": 140,
-    "tests": 16292,  # reached; the promise is 14500
+    "tests": 16240,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 
