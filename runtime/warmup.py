@@ -52,11 +52,13 @@ SAVED_S_PER_FLOP = (83e-6 - 67e-6) / 20.4e6
 class Compilation:
     """What is to be computed: FLOPs of all runs of this process, and a name for its graphs.
 
-    Equal names mean equal graphs: the source, the settings and torch are the same.
+    Equal names mean equal graphs: the source, the settings and torch are the same. Runs of a claim
+    must be alike in whatever process they are made, so they count as one run without a cache.
     """
 
     flops: float
     graphs: str
+    claimed: bool = False
 
     @property
     def saved_s(self) -> float:
@@ -64,7 +66,7 @@ class Compilation:
 
     @property
     def cost_s(self) -> float:
-        return CACHED_S if self._marker.exists() else FIRST_S
+        return CACHED_S if self._marker.exists() and not self.claimed else FIRST_S
 
     @property
     def _marker(self) -> Path:
@@ -200,9 +202,12 @@ def plan_compilation(trainer: Any) -> Compilation:
     """What all runs of this process compute. Validation has no backward pass: a third of FLOPs."""
     config = trainer.config
     tokens = trainer.train_tokens + len(trainer.validations) * config.val_tokens / 3
-    flops = config.trials * tokens * trainer.model.flops_per_token()
+    claimed = trainer.claim is not None
+    runs = 1 if claimed else config.trials
+    flops = runs * tokens * trainer.model.flops_per_token()
     settings = config_hash(asdict(config) | {"compile": ""})
-    return Compilation(flops, json_hash([trainer.source_sha256, settings, torch.__version__]))
+    graphs = json_hash([trainer.source_sha256, settings, torch.__version__])
+    return Compilation(flops, graphs, claimed)
 
 
 def find_micro_batch(trainer: Any, loss: Any) -> None:

@@ -70,8 +70,8 @@ def compiler(monkeypatch, tmp_path):
     return tmp_path
 
 
-def compiled_by(mode, machine=ALONE, flops=0.0, graphs="graphs"):
-    plan = Compilation(flops, graphs)
+def compiled_by(mode, machine=ALONE, flops=0.0, graphs="graphs", claimed=False):
+    plan = Compilation(flops, graphs, claimed)
     function, obstacle = try_compile(abs, mode, machine, plan, lambda compiled: None)
     assert (function is abs) == (obstacle is not None)
     return obstacle is None
@@ -90,6 +90,7 @@ def test_on_a_cpu_auto_compiles_what_that_makes_faster(runs, first, cached, comp
     assert compiled_by("on")  # which fills the cache
     assert compiled_by("auto", flops=runs * TINY) == cached
     assert compiled_by("auto", flops=runs * TINY, graphs="of another source") == first
+    assert compiled_by("auto", flops=runs * TINY, claimed=True) == first, "alike in every process"
 
 
 def test_a_gpu_always_compiles_and_off_never(compiler):
