@@ -81,6 +81,16 @@ def test_differences_are_those_of_scipy_on_pairs_if_all_seeds_are_equal(
     assert (found["equal_loss"] < 0.05) is bool(pairs), "pairs show that they are equal within 0.05"
 
 
+def test_runs_are_paired_by_seed_whatever_the_order_in_which_they_were_made(tmp_path, capsys):
+    a = write_arm(tmp_path / "a", OLD_MS, OLD)
+    for seed, (ms, loss) in enumerate(zip(NEW_MS, NEW, strict=True)):
+        write_log(tmp_path / "b" / f"{9 - seed}.jsonl", [ms] * 10, seed=seed, loss=loss)
+    found = compare(capsys, a, str(tmp_path / "b"))
+    assert (found["pairs"], found["loss"]["p_two_sided"]) == (
+        4, pytest.approx(ttest_rel(NEW, OLD).pvalue)
+    )  # fmt: skip
+
+
 def test_the_text_says_what_is_shown_and_what_is_not(tmp_path, capsys):
     a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW, first=4)
     text = text_of(capsys, a, b)
@@ -100,6 +110,8 @@ def test_times_of_unlike_machines_are_not_compared_and_the_difference_is_named(t
     assert "times are not compared" in text
     assert "torch: {'2.13': 4} in A, {'2.9': 4} in B" in text
     assert "faster" not in text
+    c = write_arm(tmp_path / "c", NEW_MS, NEW, cpu="abacus")  # the logs of A name no CPU
+    assert "faster" in text_of(capsys, a, c)
     found = compare(capsys, a, b)
     assert (found["seconds"]["mean"], found["loss"]["mean"]) == (None, pytest.approx(-0.0175))
 
