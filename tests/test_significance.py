@@ -118,7 +118,9 @@ def test_a_folder_of_two_sources_is_two_arms_and_says_so(tmp_path, capsys):
     assert (code, [arm["n"] for arm in arms]) == (1, [20, 1])
     assert [arm["passes"] for arm in arms] == [True, False]
     assert all(warned(arm, "2 sources in these logs") for arm in arms)
-    assert "FAIL: a mean loss below 3.28 at p < 0.01 is not shown" in text_of(capsys, folder)
+    text = text_of(capsys, folder)
+    assert "FAIL: a mean loss below 3.28 at p < 0.01 is not shown" in text
+    assert "p 0.00979, pass" in text, "Holm counts the arm that has no test"
 
 
 def test_arms_that_pass_alone_fail_as_a_family(tmp_path, capsys):
