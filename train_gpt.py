@@ -53,14 +53,7 @@ from runtime.errors import Refused
 from runtime.log import source_hash
 from runtime.machine import Machine
 from runtime.run import Run, header, mfu, where
-from runtime.settings import (
-    RunSettings,
-    as_text,
-    parse,
-    require,
-    require_packages,
-    setting,
-)
+from runtime.settings import RunSettings, as_text, parse, require, require_packages, setting
 from runtime.terminal import closing, summary
 from runtime.warmup import dry_run, warm_up
 
@@ -156,9 +149,6 @@ def record42_stages(extension: float) -> list[Stage]:
     ]
 
 
-# The start of many documents teaches more tokens than all of a few.
-EARLY = Stage(0.7, short=10, long=20, document=96)
-LATE = Stage(0.3, short=10, long=20, document=192)
 STAGES = {
     "record42": record42_stages(extension=40 / 2285),
     "medium": record42_stages(extension=40 / 4740),
@@ -176,8 +166,11 @@ STAGES = {
         Stage(424 / 1285, short=5, long=11, lr=1.73),
         Stage(15 / 1285, short=6, long=13, extension=True),
     ],
-    "copyinit": [EARLY, LATE],
-}
+    # The start of many documents teaches more tokens than all of a few.
+    "copyinit": [
+        Stage(0.7, short=10, long=20, document=96), Stage(0.3, short=10, long=20, document=192),
+    ],
+}  # fmt: skip
 
 # ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
 # `section` opens a group of them in --help. The defaults are the `short` track.
@@ -185,6 +178,11 @@ STAGES = {
 METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
 BACKENDS = ("auto", "plain", "triton")
 OPTIMIZERS = ("normuon", "muon", "adamw", "torch_muon", "torch_adamw")
+SOFTCAPS = {  # kind, height, width, shift
+    "sigmoid": ("sigmoid", 30.0, 7.5, 0.0),
+    "rsqrt": ("rsqrt", 15.0, 15.0, 0.0),
+    "shifted": ("sigmoid", 23.0, 7.5, 5.0),
+}
 
 
 @dataclass(frozen=True)
@@ -235,9 +233,7 @@ class Config(RunSettings):
     copy_init: float = setting(0.0, "initial head: this times long layers' value embeddings")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
     prefixes: bool = setting(False, "also predict the longest token that begins the next one")
-    softcap: str = setting(
-        "sigmoid", "soft cap of the logits", one_of=("sigmoid", "rsqrt", "shifted")
-    )
+    softcap: str = setting("sigmoid", "soft cap of the logits", one_of=tuple(SOFTCAPS))
     init: str = setting("uniform", "of hidden matrices", one_of=("uniform", "normal"))
 
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
@@ -290,11 +286,11 @@ class Config(RunSettings):
         torchs = self.cautious_wd and self.optimizer.startswith("torch")
         require(self, "cautious_wd", not torchs, f"off for --optimizer {self.optimizer}")
         heads = self.dim // self.head_dim
-        even = f"--dim / --head-dim = {heads} is odd"
-        paired = any(layer.paired for layer in LAYERS[self.layers])
-        require(self, "layers", heads % 2 == 0 or not paired, f"without paired heads, as {even}")
-        grouped = self.muon_head_pairs
-        require(self, "muon_head_pairs", heads % 2 == 0 or not grouped, f"off, as {even}")
+        if heads % 2 == 1:
+            odd = f"--dim / --head-dim = {heads} is odd"
+            paired = any(layer.paired for layer in LAYERS[self.layers])
+            require(self, "layers", not paired, f"without paired heads, as {odd}")
+            require(self, "muon_head_pairs", not self.muon_head_pairs, f"off, as {odd}")
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.seq_len
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"
@@ -345,12 +341,12 @@ TRACKS: dict[str, dict[str, Any]] = {
     "tiny": {
         "recipe": "copyinit", "target": 3.39, "val_sha256": "61a7bae6fab302b9",
         "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "loss_kernel": "plain",
-        "layers": "tiny", "dim": 256, "val_window": 320,
-        "keep_float32": "all", "batch_tokens": 2048, "seq_len": 512, "micro_batch": 2048,
-        "max_document": 512, "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384,
-        "val_every": 100, "steps": 350, "stages": "tiny", "window_block": 16,
-        "momentum_warmup": 40, "momentum_cooldown": 10, "adam_lr": 0.02,
-        "keep_model": True, "sample_tokens": 200, "quick_vals": 5,
+        "layers": "tiny", "dim": 256, "val_window": 320, "keep_float32": "all",
+        "batch_tokens": 2048, "seq_len": 512, "micro_batch": 2048, "max_document": 512,
+        "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384, "val_every": 100,
+        "steps": 350, "stages": "tiny", "window_block": 16, "momentum_warmup": 40,
+        "momentum_cooldown": 10, "adam_lr": 0.02, "keep_model": True, "sample_tokens": 200,
+        "quick_vals": 5,
     },
 }  # fmt: skip
 
@@ -358,14 +354,19 @@ TRACKS: dict[str, dict[str, Any]] = {
 RECORD89: dict[str, Any] = {
     "stages": "record89", "cooldown": 0.6, "final_lr": 0.15, "keep_float32": "all",
     "value_gates": True, "stream_init": 1.1, "key_offset": True, "bigram_rows": 7.5,
-    "bigram_signs": True, "xsa": True,
-    "zero_output": False, "embed_std": 0.005, "value_embed_std": 0.01, "softcap": "shifted",
-    "prefixes": True, "cautious_wd": True, "matrix_wd": 1.2, "matrix_beta2": 0.9,
-    "muon_head_pairs": True,
-    "mlp_down_lr_mul": 4.0, "gates": "adam", "adam_betas": (0.5, 0.95), "adam_eps": 1e-10,
-    "adam_wd": 0.005, "embed_lr_mul": 1.0, "embed_wd_mul": 150.0,
-    "value_embed_betas": (0.75, 0.95), "value_embed_wd_mul": 5 * 75.0**2,
-    "vector_betas": (0.9, 0.99), "vector_wd_mul": 0.0,
+    "bigram_signs": True, "xsa": True, "zero_output": False, "embed_std": 0.005,
+    "value_embed_std": 0.01, "softcap": "shifted", "prefixes": True, "cautious_wd": True,
+    "matrix_wd": 1.2, "matrix_beta2": 0.9, "muon_head_pairs": True, "mlp_down_lr_mul": 4.0,
+    "gates": "adam", "adam_betas": (0.5, 0.95), "adam_eps": 1e-10, "adam_wd": 0.005,
+    "embed_lr_mul": 1.0, "embed_wd_mul": 150.0, "value_embed_betas": (0.75, 0.95),
+    "value_embed_wd_mul": 5 * 75.0**2, "vector_betas": (0.9, 0.99), "vector_wd_mul": 0.0,
+}  # fmt: skip
+
+# Baselines: the plain GPT with one optimizer for its matrices, and AdamW for the rest.
+MUON = PLAIN | {"optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01}
+ADAMW = PLAIN | {
+    "optimizer": "adamw", "matrix_lr": 0.002, "matrix_wd": 0.1, "mlp_up_lr_mul": 1.0,
+    "momentum": (0.9, 0.9), "adam_lr": 0.008, "embed_lr_mul": 40.0,
 }  # fmt: skip
 
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
@@ -378,20 +379,14 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "medium": {
         "record42": {},
-        "record89": RECORD89 | {  # never run
-            "steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384,
-        },
+        # never run
+        "record89": RECORD89 | {"steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384},
     },
     "small": {  # rates are first guesses
         "record42": {},
         "record89": RECORD89 | {"layers": "small89"},
-        "muon": PLAIN | {
-            "layers": "plain8", "optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01,
-        },
-        "adamw": PLAIN | {
-            "layers": "plain8", "optimizer": "adamw", "matrix_lr": 0.002, "matrix_wd": 0.1,
-            "mlp_up_lr_mul": 1.0, "momentum": (0.9, 0.9), "embed_lr_mul": 40.0,
-        },
+        "muon": MUON | {"layers": "plain8"},
+        "adamw": ADAMW | {"layers": "plain8"},
     },
     "tiny": {
         "copyinit": PLAIN | {
@@ -402,15 +397,8 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
             "head_lr_mul": 0.5, "val_every": 0,
         },
         "record42": {},
-        "muon": PLAIN | {
-            "layers": "plain4", "optimizer": "muon", "matrix_lr": 0.02, "adam_lr": 0.01,
-            "steps": 660,
-        },
-        "adamw": PLAIN | {
-            "layers": "plain4", "optimizer": "adamw", "matrix_lr": 0.002, "matrix_wd": 0.1,
-            "mlp_up_lr_mul": 1.0, "momentum": (0.9, 0.9), "adam_lr": 0.008, "embed_lr_mul": 40.0,
-            "steps": 740,
-        },
+        "muon": MUON | {"layers": "plain4", "steps": 660},
+        "adamw": ADAMW | {"layers": "plain4", "steps": 740},
     },
 }  # fmt: skip
 
@@ -418,14 +406,13 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 # What a claim may not change, beside its data and its number of layers; the judge has a list of its
 # own. Stages may use smaller batches; windows of training, lookup tables, gates, scalars are free.
 SCORED = ("target", "vocab_size", "bos", "document_mask", "val_tokens", "val_seq_len", "val_window")
-SHAPE = ("dim", "head_dim", "mlp_ratio")
+SIZES = ("dim", "head_dim", "mlp_ratio", "batch_tokens")
 FIXED = {
-    "small": (*SCORED, *SHAPE, "batch_tokens"),
-    "tiny": (*SCORED, *SHAPE, "batch_tokens"),
-    "steps": (
-        *SCORED, *SHAPE, "batch_tokens", "layers", "seq_len", "window_block", "stages", "biases",
-        "softcap", "attention_scale", "smear", "x0_mixing", "attention_gates", "key_offset",
-        "bigram_rows", "xsa",
+    "small": SCORED + SIZES,
+    "tiny": SCORED + SIZES,
+    "steps": SCORED + SIZES + (
+        "layers", "seq_len", "window_block", "stages", "biases", "softcap", "attention_scale",
+        "smear", "x0_mixing", "attention_gates", "key_offset", "bigram_rows", "xsa",
     ),
 }  # fmt: skip
 
@@ -456,11 +443,6 @@ def preset(given: dict[str, Any]) -> dict[str, Any]:
 # ---- Model. B rows, T tokens a row, H heads, D head dimension, C model dimension.
 
 GATE_CHANNELS = 12  # of a layer's input, read by the smear gate and the attention gates
-SOFTCAPS = {  # kind, height, width, shift
-    "sigmoid": ("sigmoid", 30.0, 7.5, 0.0),
-    "rsqrt": ("rsqrt", 15.0, 15.0, 0.0),
-    "shifted": ("sigmoid", 23.0, 7.5, 5.0),
-}
 
 Windows = dict[str, Any]  # of "short" and of "long" layers, as the attention backend takes them
 
@@ -520,6 +502,7 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """mix: learned factors on values and value embeddings; place: positions and documents."""
         cos, sin, scale, begins_BT11 = place
+        value_factor, embed_factor = mix
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C)
         qkv_bias, o_bias = (None, None) if self.bias is None else self.bias.split([3 * C, C])
@@ -535,8 +518,8 @@ class SelfAttention(nn.Module):
         k_BTHD = rotate(norm(k_BTHD), cos, sin)
         if self.key_offset:
             k_BTHD = offset_keys(k_BTHD, begins_BT11)
-        if mix[0] is not None:
-            v_BTHD = mix[0] * v_BTHD
+        if value_factor is not None:
+            v_BTHD = value_factor * v_BTHD
         if value_BTC is not None:
             value_BTHD = value_BTC.view(B, T, -1, self.head_dim)
             if self.value_gate is not None:  # of 1 at first; it reads the stream and the embedding
@@ -544,7 +527,7 @@ class SelfAttention(nn.Module):
                 read = torch.cat([x_BTC[..., :half], value_BTC[..., :half]], dim=-1)
                 gate_BTH = torch.sigmoid(linear(read, self.value_gate))
                 value_BTHD = 2 * gate_BTH.unsqueeze(-1) * value_BTHD
-            v_BTHD = v_BTHD + mix[1] * value_BTHD.view_as(v_BTHD)
+            v_BTHD = v_BTHD + embed_factor * value_BTHD.view_as(v_BTHD)
 
         y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD)
         if self.own_value is not None:
@@ -605,17 +588,16 @@ class GPT(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
-        self.table, self.tied = LAYERS[config.layers], False
+        self.table, self.softcap = LAYERS[config.layers], SOFTCAPS[config.softcap]
+        self.tied = False  # whether the token embedding is the output head too
         self.index = -1  # of the span that the rotary tables are for; -1: not set
         self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/prefixes.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
         wide = torch.promote_types(dtype, torch.float32)
         table_dtype = wide if config.keep_float32 == "all" else dtype
         head_dtype = dtype if config.keep_float32 == "none" else wide
-        value_tables = 0
-        for layer in self.table:
-            if layer.value_embed is not None:
-                value_tables = max(value_tables, layer.value_embed + 1)
+        used = [layer.value_embed for layer in self.table if layer.value_embed is not None]
+        value_tables = max(used, default=-1) + 1
         table_shape = (config.padded_vocab, config.dim)
         with device:
             self.embed = nn.Parameter(torch.empty(table_shape, dtype=table_dtype))
@@ -666,11 +648,11 @@ class GPT(nn.Module):
             stream = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
             generator = torch.Generator().manual_seed(int.from_bytes(stream))
             parameter.copy_(self._initial(name, parameter.shape, generator))
-        last = [layer.value_embed for layer in self.table if layer.window == "long"][-1]
-        if self.config.copy_init and last is not None:
+        long = [layer for layer in self.table if layer.window == "long"]
+        if self.config.copy_init and long and long[-1].value_embed is not None:
             # A value embedding is the code of its token. The output of a long layer begins as the
             # identity and the head reads the codes, so attended tokens become likely.
-            self.lm_head.copy_(self.config.copy_init * self.value_embeds[last])
+            self.lm_head.copy_(self.config.copy_init * self.value_embeds[long[-1].value_embed])
 
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         kind = name.rpartition(".")[2]
@@ -778,11 +760,10 @@ class GPT(nn.Module):
         x, targets = x_BTC.flatten(0, 1), targets_BT.flatten(0, 1)
         if self.head == "plain":
             return self.plain_loss(x, targets, weights=weights)
-        softcap = SOFTCAPS[self.config.softcap]
         fp8 = self.head == "fp8" and torch.is_grad_enabled()  # validation uses no FP8
         precision = "fp8" if fp8 else "plain"
         return linear_cross_entropy(
-            x, self.output_weight, targets, weights, softcap=softcap, precision=precision
+            x, self.output_weight, targets, weights, softcap=self.softcap, precision=precision
         )
 
     @property
@@ -807,12 +788,12 @@ class GPT(nn.Module):
         """Logits after each of the last `count` inputs, float32 (B, count, V)."""
         x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -count:]
         z = linear(x, self.output_weight, self.lm_head_bias).float()
-        return capped(z, SOFTCAPS[self.config.softcap])[..., : self.config.vocab_size]
+        return capped(z, self.softcap)[..., : self.config.vocab_size]
 
     def plain_loss(self, x: Tensor, targets: Tensor, **options: Any) -> Tensor:
         bias = None if self.lm_head_bias is None else self.lm_head_bias.to(x.dtype)
-        softcap, weight = SOFTCAPS[self.config.softcap], self.output_weight.to(x.dtype)
-        return plain_cross_entropy(x, weight, bias, targets, softcap, **options)
+        weight = self.output_weight.to(x.dtype)
+        return plain_cross_entropy(x, weight, bias, targets, self.softcap, **options)
 
     def flops_per_token(self) -> int:
         """6 for each weight of matrices and head, backward included; attention scores left out."""
@@ -875,7 +856,7 @@ def spans(config: Config) -> list[Span]:
     """The stages that have steps."""
     found, first, share = [], 0, 0.0
     stages = STAGES[config.stages]
-    for stage, after in zip(stages, [*stages[1:], stages[-1]], strict=True):
+    for stage, after in pairwise([*stages, stages[-1]]):
         share += stage.share
         end = math.ceil(share * config.steps - 1e-6)  # 1e-6 undoes the rounding of the sum
         if (stage.batch, stage.tied) != (after.batch, after.tied):
@@ -1024,13 +1005,14 @@ def optimizer_table(config: Config) -> list[optim.Row]:
     """Names of parameters and their optimizer. Each parameter must match exactly one row."""
     # If a piece is switched off, its row matches nothing.
     pair = 2 * config.head_dim
-    split: dict[str, Any] = {}
-    if config.optimizer in ("normuon", "muon"):
-        split = {"split": 4}
-        if config.muon_head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
-            split = {"split": (pair,) * (2 * config.dim // pair) + (config.dim,) * 2}
-    decay = None if config.cautious_wd else 1.0  # record 42 decays all matrices alike
-    up, down = (multiplied(mul, decay) for mul in (config.mlp_up_lr_mul, config.mlp_down_lr_mul))
+    split: dict[str, Any] = {"split": 4}
+    if config.muon_head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
+        split = {"split": (pair,) * (2 * config.dim // pair) + (config.dim,) * 2}
+    if config.optimizer not in ("normuon", "muon"):
+        split = {}
+    up, down = multiplied(config.mlp_up_lr_mul), multiplied(config.mlp_down_lr_mul)
+    if not config.cautious_wd:  # record 42 decays all matrices alike
+        up["wd_mul"] = down["wd_mul"] = 1.0
     tables = multiplied(config.embed_lr_mul, config.embed_wd_mul)
     head = multiplied(config.head_lr_mul, config.embed_wd_mul)
     lookups = multiplied(config.value_embed_lr_mul, config.value_embed_wd_mul)
@@ -1056,7 +1038,7 @@ def optimizer_table(config: Config) -> list[optim.Row]:
 
 
 def multiplied(lr_mul: float, wd_mul: float | None = None) -> dict[str, Any]:
-    """Options of a row: factors on its learning rate and on its weight decay."""
+    """Options of a row: factors on its learning rate and its decay, which follows the rate."""
     return {"lr_mul": lr_mul, "wd_mul": lr_mul if wd_mul is None else wd_mul}
 
 
@@ -1065,16 +1047,14 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch.
     # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
     # the number of rows, which `set_schedule` updates: the mean over rows on any number of ranks.
-    shared: dict[str, Any] = {
-        "grad_divisor": at(config, 0).batch_tokens // config.seq_len,
-        "process_group": torch.distributed.group.WORLD if machine.world_size > 1 else None,
-    }
+    rows = at(config, 0).batch_tokens // config.seq_len
+    ranks = torch.distributed.group.WORLD if machine.world_size > 1 else None
+    shared: dict[str, Any] = {"grad_divisor": rows, "process_group": ranks}
     # On GPUs the update is compiled, unless --compile is off.
-    ours = shared | {"compiled": False if config.compile == "off" else None}
-    ours["cautious"] = config.cautious_wd
+    compiled = False if config.compile == "off" else None
+    ours = shared | {"compiled": compiled, "cautious": config.cautious_wd}
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
-    muon = ours | matrix
-    muon |= {"method": config.ortho_method, "backend": config.ortho_backend}
+    muon = ours | matrix | {"method": config.ortho_method, "backend": config.ortho_backend}
     adam = matrix | {"betas": (config.momentum[1], config.matrix_beta2), "eps": config.adam_eps}
     rest = ours | {"lr": config.adam_lr, "weight_decay": config.adam_wd}
     rest |= {"betas": config.adam_betas, "eps": config.adam_eps}
@@ -1142,8 +1122,7 @@ class Trainer:
         self.hashes = {name: agreed[name] for name in ("train_sha256", "val_sha256")}
         self.model = GPT(config, dtype, device, attention, head)
         if config.prefixes:
-            self.model.prefixes = torch.tensor(read_prefixes(config.vocab_size))
-            self.model.prefixes = self.model.prefixes.to(device)
+            self.model.prefixes = torch.tensor(read_prefixes(config.vocab_size), device=device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
         self.checks = {"overlap": agreed["overlap"]}
@@ -1180,12 +1159,11 @@ class Trainer:
     def train_loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """The summed loss to train on at this step, and that of the next token alone, detached."""
         weights = at(self.config, step).loss_weights
-        if len(weights) == 1:
-            loss = self.batch_loss(batch, self.data.longest(step))
-            return loss, loss.detach()
-        weights_K = torch.tensor(weights, device=self.machine.device)
-        losses = self.batch_loss(batch, self.data.longest(step), weights_K)
-        return losses[0], losses[1].detach()
+        weights_K = None
+        if len(weights) > 1:
+            weights_K = torch.tensor(weights, device=self.machine.device)
+        losses = self.batch_loss(batch, self.data.longest(step), weights_K).view(-1)
+        return losses[0], losses[-1].detach()  # one and the same without weights
 
     def gradients(self, step: int, flags: Tensor) -> Tensor:
         """Sum the gradients of a step's batch into .grad.
@@ -1366,9 +1344,8 @@ def make_runs(config: Config) -> int:
 def set_up(config: Config, machine: Machine) -> Trainer:
     """Build a trainer. Refused if it cannot work, before anything costs time."""
     machines.repeat_bits(machine.device)
-    machine.on_main(lambda: require_packages(config))
-    machine.on_main(lambda: require_folders(config))
-    machine.on_main(lambda: require_tokenizer(config))
+    for requirement in (require_packages, require_folders, require_tokenizer):
+        machine.on_main(partial(requirement, config))
     try:
         trainer = Trainer(config, machine)
     except ValueError as error:  # kernels, optimizers and data do not know Refused
