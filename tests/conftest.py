@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-# A shell ignores it in what it starts with &.
+# A shell ignores the first in what it starts with &, nohup the second.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
