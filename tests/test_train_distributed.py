@@ -190,6 +190,7 @@ def test_processes_that_cannot_share_a_batch_are_refused(folder, left):
     assert find_logs(folder / "uneven") == []
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_that_share_a_run_and_end_it_in_order_when_it_is_ended(
     data, tmp_path
 ):
