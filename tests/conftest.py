@@ -13,11 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-<<<<<<< HEAD
 # A shell ignores the first in what it starts with &, nohup the second.
-=======
-# A shell ignores SIGINT in what it starts with &, nohup ignores SIGHUP.
->>>>>>> 39c5c06 (Tests pass under nohup too; the test of torchrun, half a minute, is slow)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
