@@ -290,10 +290,11 @@ def test_the_command_starts_anywhere_without_torch(tmp_path):
 @pytest.fixture
 def mixed(tmp_path):
     """Three arms: two numbers of steps, one of them with two momentums."""
-    shared = {"recipe": "muon", "log_dir": "logs", "cautious_wd": True}
+    shared = {"recipe": "muon", "cautious_wd": True}
     for number, (steps, momentum) in enumerate([(30, 0.95), (32, 0.95), (32, [0.85, 0.9])]):
         for seed in range(4):
-            config = shared | {"steps": steps, "momentum": momentum, "seed": seed}
+            own = {"seed": 100 * number + seed, "log_dir": f"logs/{number}"}
+            config = own | shared | {"steps": steps, "momentum": momentum}
             write_run(tmp_path, f"{number}_{seed}", {steps: 3.2 + number + seed / 100}, seed=seed,
                       total=steps, config=f"config {number}", settings=config)  # fmt: skip
     return tmp_path
