@@ -18,7 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader as loader_module
-from data.loader import Order, TrainLoader, open_data, plan_run, validation_batches
+from data.loader import (
+    Order,
+    TrainLoader,
+    capacity_for,
+    open_data,
+    plan_run,
+    validation_batches,
+)
 from data.shards import ShardError, write_shard
 
 ROOT = Path(__file__).parents[1]
@@ -326,6 +333,10 @@ def test_a_shard_cut_in_training_is_an_error_that_names_it(tmp_path):
     for _ in range(2):  # again and again, not once
         with pytest.raises(ShardError, match=r"train_000001\.bin: tokens .* are gone"):
             list(loader)
+
+
+def test_the_end_of_the_last_document_has_a_place_too():
+    assert capacity_for(rows=1, documents_per_row=32) == 64
 
 
 def test_an_open_loader_lets_the_interpreter_end(files):

@@ -85,6 +85,11 @@ def test_momentum_rises_over_300_steps_and_falls_over_the_last_50(step, value):
     assert at(SHORT, step).momentum == pytest.approx(value, rel=1e-12)
 
 
+def test_without_a_rise_and_a_fall_momentum_stays_high():
+    config = configure("short", momentum_warmup=0, momentum_cooldown=0)
+    assert {at(config, step).momentum for step in (0, 1000, 2284)} == {0.95}
+
+
 def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window():
     config = configure("steps")
     assert at(config, 974).lr == 1
