@@ -346,7 +346,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384, "val_every": 100,
         "steps": 350, "stages": "tiny", "window_block": 16, "momentum_warmup": 40,
         "momentum_cooldown": 10, "adam_lr": 0.02, "keep_model": True, "sample_tokens": 200,
-        "quick_vals": 5,
+        "quick_vals": 3,
     },
 }  # fmt: skip
 
