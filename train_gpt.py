@@ -204,6 +204,7 @@ class Config(RunSettings):
     seq_len: int = setting(32_768, "tokens of a row, the unit that ranks share", at_least=1)
     micro_batch: int | None = setting(32_768, "tokens of a micro-step", a_multiple_of="seq_len")
     max_document: int = setting(2048, "training documents are cut to this length", at_least=1)
+    data_start: float = setting(0.0, "share of the first training shard passed over", below=1)
     val_tokens: int = setting(10_485_760, "validation tokens used", a_multiple_of="val_seq_len")
     val_seq_len: int = setting(262_144, "tokens of a validation row", at_least=1)
     val_batch: int = setting(262_144, "targets validated at once, at most", at_least="seq_len")
@@ -332,10 +333,10 @@ TRACKS: dict[str, dict[str, Any]] = {
     "small": {
         "target": 3.2, "val_sha256": "be27130d408f4ce8", "data_dir": "data/prose",
         "vocab_size": 2048, "bos": 2047, "loss_kernel": "plain", "layers": "small", "dim": 128,
-        "head_dim": 32, "val_window": 640, "keep_float32": "all", "batch_tokens": 6144,
-        "seq_len": 512, "micro_batch": 6144, "max_document": 512, "val_tokens": 262_144,
-        "val_seq_len": 4096, "val_batch": 16_384, "val_every": 300, "steps": 900,
-        "window_block": 32, "momentum_warmup": 120, "momentum_cooldown": 20,
+        "head_dim": 32, "attention_scale": 0.2, "val_window": 640, "keep_float32": "all",
+        "batch_tokens": 6144, "seq_len": 512, "micro_batch": 6144, "max_document": 512,
+        "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384, "val_every": 300,
+        "steps": 900, "window_block": 32, "momentum_warmup": 120, "momentum_cooldown": 20,
         "keep_model": True, "sample_tokens": 200,
     },
     "tiny": {
@@ -378,8 +379,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "medium": {
-        "record42": {},
-        # never run
+        "record42": {},  # record89 was never run
         "record89": RECORD89 | {"steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384},
     },
     "small": {  # rates are first guesses

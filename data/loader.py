@@ -38,6 +38,7 @@ class Order:
     max_document: int  # longer documents are cut to this many tokens
     bos: int  # the token before each document
     document_mask: bool = True  # rows begin with a document; False: contiguous rows
+    data_start: float = 0.0  # share of the first shard that is passed over
     # (step, batch_tokens, max_document): what they are from this step on
     changes: Sequence[Sequence[int]] = ()
 
@@ -57,6 +58,10 @@ class Order:
     def each(self) -> list["Order"]:
         """The orders that the steps of a run have."""
         return [self.at(step) for step in (0, *(first for first, *_ in self.changes))]
+
+    def begin(self, shards: Sequence[Shard], step: int = 0) -> "Position":
+        """Return where the first step reads, with the order of this step."""
+        return Position(step, 0, int(self.data_start * len(shards[0])))
 
     def rows_of_rank(self, world_size: int) -> int:
         """Return the largest number of rows that divides a rank's rows at every step.
@@ -220,13 +225,13 @@ class Plan(NamedTuple):
 def plan_run(files: Files, order: Order, steps: int) -> Plan:
     """Walk the data as TrainLoader will, without batches. ShardError if they do not suffice."""
     shards = [Shard(file) for file in files]
-    walk = _walk(shards, order, Position())
-    end, most = Position(), 0
+    begin, most = order.begin(shards), 0
+    walk, end = _walk(shards, order, begin), begin
     for _ in range(steps):
         rows, end = next(walk)
         most = max(most, _most_documents(rows, order))
     for later in order.each[1:]:  # warm-up reads the first shard as each later stage would
-        rows, offset = _next_rows(shards[0], later, 0)
+        rows, offset = _next_rows(shards[0], later, begin.offset)
         while rows:
             most = max(most, _most_documents(rows, later))
             rows, offset = _next_rows(shards[0], later, offset)
@@ -251,7 +256,8 @@ class TrainLoader(Iterator[list[Batch]]):
         self._rank, self._world_size = rank, world_size
         self._shards = [Shard(file) for file in files]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        self._position = Position()  # of the next step to hand out, not of the one built ahead
+        # Of the next step to hand out, not of the one built ahead.
+        self._position = order.begin(self._shards)
         self.split(order.batch_tokens)
 
     def split(self, micro_batch: int) -> None:
@@ -262,7 +268,7 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def reset(self, step: int = 0) -> None:
         """Go back to the first tokens, read in the order of this step: for warm-up."""
-        self._seek(Position(step))
+        self._seek(self.order.begin(self._shards, step))
 
     def _seek(self, position: Position) -> None:
         self._position = position

@@ -82,6 +82,7 @@ def slow_dense_steps(shards, order):
 
 
 def slow_steps(shards, order):
+    shards = [shards[0][int(order.data_start * len(shards[0])) :], *shards[1:]]
     return (slow_aligned_steps if order.document_mask else slow_dense_steps)(shards, order)
 
 
@@ -156,9 +157,9 @@ shard_strategy = st.builds(shard_of, lengths_strategy, st.integers(0, 3))
 shards_strategy = st.lists(shard_strategy, min_size=1, max_size=3)
 
 
-def make_order(sequence, max_document, align, changes):
+def make_order(sequence, max_document, align, start, changes):
     changes = [(step, rows * sequence, cut) for step, (rows, cut) in changes.items()]
-    return Order(8 * sequence, sequence, max_document, BOS, align, sorted(changes))
+    return Order(8 * sequence, sequence, max_document, BOS, align, start, sorted(changes))
 
 
 order_strategy = st.builds(
@@ -166,6 +167,7 @@ order_strategy = st.builds(
     sequence=st.integers(1, 12),
     max_document=st.integers(1, 15),
     align=st.booleans(),
+    start=st.sampled_from([0.0, 0.4, 0.9]),
     changes=st.dictionaries(
         st.integers(1, 5), st.tuples(st.sampled_from([8, 16, 24]), st.integers(1, 15)), max_size=2
     ),
