@@ -3,17 +3,12 @@
 Also the choice whether to compile, and the dry run. `trainer` is that of train_gpt.py.
 """
 
-import contextlib
-import getpass
 import os
-import re
 import shutil
 import sys
 import sysconfig
-import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -27,8 +22,7 @@ from torch import Tensor
 from runtime.checks import is_causal, same_bits
 from runtime.clock import Clock
 from runtime.errors import Refused
-from runtime.jsonl import json_hash
-from runtime.log import config_hash, existing
+from runtime.log import existing
 from runtime.machine import Machine, first_line, out_of_memory, peak_mib
 
 GIB = 2**30
@@ -40,44 +34,12 @@ CHECKPOINTS_ON_DISK = 3  # two are kept while the next is written
 MOST_GRAPHS = 1024
 
 
-# Whether compiling pays on a CPU. Measured with `tiny` on two cores of an AMD EPYC: filling the
-# compiler's cache takes 52 s longer than an eager start, finding the graphs there 6 s longer. A
-# trained token, 20.4 MFLOPs, takes 83 us eager and 67 us compiled. Slower machines compile more
-# slowly too, so the choice needs no measurement here and is the same each time.
-FIRST_S, CACHED_S = 52.0, 6.0
+# Whether compiling pays on a CPU. Measured with `tiny` on two cores of an AMD EPYC: with an empty
+# cache, compiling takes 52 s longer than an eager start. A trained token, 20.4 MFLOPs, takes 83 us
+# eager and 67 us compiled. Slower machines compile more slowly too, so nothing is measured here. A
+# filled cache does not count: runs of a claim and a resumed run must compile or not as others did.
+COMPILATION_S = 52.0
 SAVED_S_PER_FLOP = (83e-6 - 67e-6) / 20.4e6
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """What is to be computed: FLOPs of all runs of this process, and a name for its graphs.
-
-    Equal names mean equal graphs: the source, the settings and torch are the same. Runs of a claim
-    must be alike in whatever process they are made, so they count as one run without a cache.
-    """
-
-    flops: float
-    graphs: str
-    claimed: bool = False
-
-    @property
-    def saved_s(self) -> float:
-        return self.flops * SAVED_S_PER_FLOP
-
-    @property
-    def cost_s(self) -> float:
-        return CACHED_S if self._marker.exists() and not self.claimed else FIRST_S
-
-    @property
-    def _marker(self) -> Path:
-        """A file in torch's cache, which is removed together with the graphs."""
-        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-        return Path(folder or f"{tempfile.gettempdir()}/torchinductor_{user}", self.graphs)
-
-    def note_cached(self) -> None:
-        with contextlib.suppress(OSError):
-            self._marker.touch()
 
 
 def why_not_compile(device: torch.device) -> str | None:
@@ -95,14 +57,14 @@ def why_not_compile(device: torch.device) -> str | None:
 
 
 def try_compile(
-    function: Callable[..., Any], mode: str, machine: Machine, plan: Compilation,
+    function: Callable[..., Any], mode: str, machine: Machine, flops: float,
     first_call: Callable[[Any], object],
 ) -> tuple[Callable[..., Any], str | None]:  # fmt: skip
     """Return `function` compiled and None, or `function` itself and the reason.
 
     `first_call` must work with the compiled function. If it fails, `mode` "auto" falls back and
-    "on" raises Refused; "off" does not try. On a CPU "auto" compiles only what that makes faster.
-    Out-of-memory errors are raised unchanged.
+    "on" raises Refused; "off" does not try. On a CPU "auto" compiles only what that makes faster;
+    `flops` are all that this process will compute. Out-of-memory errors are raised unchanged.
     """
     if mode == "off":
         return function, "--compile off"
@@ -112,9 +74,9 @@ def try_compile(
         return function, obstacle
     cost = "about a minute the first time, then cached"
     if machine.device.type == "cpu":
-        cost_s = machine.on_main(lambda: plan.cost_s)
-        cost = f"it takes about {cost_s:.0f} s and saves {plan.saved_s:.0f} s on two cores"
-        if mode == "auto" and plan.saved_s <= cost_s:
+        saved_s = flops * SAVED_S_PER_FLOP
+        cost = f"it takes about {COMPILATION_S:.0f} s and saves {saved_s:.0f} s on two cores"
+        if mode == "auto" and saved_s <= COMPILATION_S:
             return function, f"{cost}; --compile on forces it"
     machine.say(f"compiling: {cost}")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
@@ -130,7 +92,6 @@ def try_compile(
         if mode == "on":
             raise Refused(f"--compile on: {obstacle}. Use --compile auto to go without.") from error
         return function, obstacle
-    plan.note_cached()
     return compiled, None
 
 
@@ -180,7 +141,7 @@ def warm_up(trainer: Any, clock: Clock) -> None:
     with clock.phase("compile", timed=False):
         first_call = partial(find_micro_batch, trainer)
         trainer.loss, obstacle = try_compile(
-            trainer.model, config.compile, machine, plan_compilation(trainer), first_call
+            trainer.model, config.compile, machine, planned_flops(trainer), first_call
         )
         if obstacle is not None:
             machine.say(f"not compiled: {obstacle}")
@@ -198,16 +159,15 @@ def warm_up(trainer: Any, clock: Clock) -> None:
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
 
 
-def plan_compilation(trainer: Any) -> Compilation:
-    """What all runs of this process compute. Validation has no backward pass: a third of FLOPs."""
+def planned_flops(trainer: Any) -> float:
+    """FLOPs of all runs of this process. Validation has no backward pass: a third of FLOPs.
+
+    Runs of a claim must be alike in whatever process they are made, so they count as one run.
+    """
     config = trainer.config
     tokens = trainer.train_tokens + len(trainer.validations) * config.val_tokens / 3
-    claimed = trainer.claim is not None
-    runs = 1 if claimed else config.trials
-    flops = runs * tokens * trainer.model.flops_per_token()
-    settings = config_hash(asdict(config) | {"compile": ""})
-    graphs = json_hash([trainer.source_sha256, settings, torch.__version__])
-    return Compilation(flops, graphs, claimed)
+    runs = 1 if trainer.claim is not None else config.trials
+    return runs * tokens * trainer.model.flops_per_token()
 
 
 def find_micro_batch(trainer: Any, loss: Any) -> None:
