@@ -41,9 +41,7 @@ SCHEMA = 2
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 SUMS = "checksums.json"
 FINAL, CONFIG = "final", "config.json"
-FIELDS = {
-    "run_id": str, "step": int, "clock_ms": float, "segment": int, "log_bytes": int, "data": dict,
-}  # fmt: skip
+FIELDS = {"step": int, "clock_ms": float, "data": dict}
 KEPT = 2  # a power cut may damage the newest
 MOST_JSON_BYTES = 2**26
 
@@ -294,29 +292,17 @@ def _find_unfinished(
             say(f"seed {new.seed} is done: run {run_id}")
             return None
         if not other:
-            log = segment_path(config.log_dir, run_id, len(history.sizes))
+            log = segment_path(config.log_dir, run_id, history.segments)
             last = [entry for entry in entries if entry["run_id"] == run_id][-1]
-            _require_unchanged(log, history, header, last)
+            if last["event"] == "end" and last.get("log_sha256") != history.sha256:
+                raise LogError(f"{log} was changed after its process ended: the registry has "
+                               f"another hash of it. Restore the file.")  # fmt: skip
             plan = RunPlan(new.seed, history.header["trial"], run_id, history)
             return _find_checkpoint(plan, Path(config.checkpoint_dir), say)
         if history.status != "done":
             say(f"run {run_id} is unfinished, but it differs: {'; '.join(other)}")
     say(f"seed {new.seed}: nothing to resume in {config.log_dir}, a new run starts")
     return new
-
-
-def _require_unchanged(
-    log: Path, history: History, header: dict[str, Any], last: dict[str, Any]
-) -> None:
-    """LogError if the log lacks a field of the header, or its hash in the registry's last line."""
-    logged = history.header
-    lacking = header.keys() - logged.keys() | header["env"].keys() - logged["env"].keys()
-    if lacking:
-        raise LogError(f"{log}, line 1 is not as the run wrote it: it has no "
-                       f"{', '.join(sorted(lacking))}. Restore the file.")  # fmt: skip
-    if last["event"] == "end" and last.get("log_sha256") != history.sha256:
-        raise LogError(f"{log} was changed after its process ended: the registry has another hash "
-                       f"of it. Restore the file.")  # fmt: skip
 
 
 def _find_checkpoint(plan: RunPlan, root: Path, say: Callable[[str], None]) -> RunPlan:
@@ -329,7 +315,9 @@ def _find_checkpoint(plan: RunPlan, root: Path, say: Callable[[str], None]) -> R
     for path in checkpoints(folder)[::-1]:
         try:
             state, sha256 = check(path), checksum(path)
-            _check_origin(path, state, sha256, plan)
+            if sha256 not in plan.history.saved:
+                raise Refused(f"{path}: the log of {plan.run_id} names no such checkpoint, with "
+                              f"SHA-256 {sha256:.12} of its checksums. Put the saved one back.")
         except Refused as error:  # damaged; the one before may be whole
             problem = str(error)
             say(f"warning: {problem}")
@@ -342,22 +330,6 @@ def _find_checkpoint(plan: RunPlan, root: Path, say: Callable[[str], None]) -> R
         raise Refused(f"no usable checkpoint in {folder}: {problem} Give the right "
                       f"--checkpoint-dir, or start a new run without --resume.")  # fmt: skip
     return plan
-
-
-def _check_origin(path: Path, state: dict[str, Any], sha256: str, plan: RunPlan) -> None:
-    """Refused if a checkpoint is of another run, later than the log, or not the one it names."""
-    assert plan.history is not None
-    if state["run_id"] != plan.run_id:
-        raise Refused(f"{path} is of run {state['run_id']!r:.80}, not of {plan.run_id}. A folder "
-                      f"was renamed.")  # fmt: skip
-    segment = state["segment"]
-    size = sum(plan.history.sizes[segment - 1 : segment])  # 0 if there is no such segment
-    if size < state["log_bytes"]:
-        raise Refused(f"{path}: segment {segment} of the log had {state['log_bytes']} bytes when "
-                      f"it was saved, and has {size}. Restore the log.")  # fmt: skip
-    if sha256 not in plan.history.saved:
-        raise Refused(f"{path}: its checksums have SHA-256 {sha256:.12}, and the log names no such "
-                      f"checkpoint. It was changed after it was saved.")  # fmt: skip
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:

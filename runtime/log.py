@@ -97,7 +97,7 @@ class History(NamedTuple):
     """What a process that resumes a run needs to know of its segments."""
 
     header: dict[str, Any]  # of the newest segment
-    sizes: tuple[int, ...]  # bytes of each segment
+    segments: int
     sha256: str  # of the newest segment, a torn last line included
     status: str | None  # from the end line; None if the process was killed
     train_time_ms: float  # the largest in any segment
@@ -114,7 +114,7 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
     """The history of a run, or None if it has no header yet. LogError if a file is not its log."""
     history = None
     train_time_ms = t_ms = 0.0
-    sizes: tuple[int, ...] = ()
+    segments = 0
     saved: tuple[str, ...] = ()
     sha256 = ""
     path = segment_path(directory, run_id, 1)
@@ -124,7 +124,7 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
         if header.get("event") != "header" or header.get("run_id") != run_id:
             raise LogError(f"{path}: line 1 must be the header of run {run_id}. Restore the file.")
         if history and header.get("previous_sha256") != sha256:
-            raise LogError(f"{segment_path(directory, run_id, len(sizes))} was changed after "
+            raise LogError(f"{segment_path(directory, run_id, segments)} was changed after "
                            f"{path} was begun. Restore the file.")  # fmt: skip
         for event in events:
             train_time_ms = max(train_time_ms, event.get("train_time_ms", 0.0))
@@ -132,10 +132,10 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
             if event["event"] == "checkpoint":
                 saved += (event["sha256"],)
         status = last["status"] if last["event"] == "end" else None
-        sizes += (len(content),)
+        segments += 1
         sha256 = hashlib.sha256(content).hexdigest()
-        history = History(header, sizes, sha256, status, train_time_ms, t_ms, saved)
-        path = segment_path(directory, run_id, len(sizes) + 1)
+        history = History(header, segments, sha256, status, train_time_ms, t_ms, saved)
+        path = segment_path(directory, run_id, segments + 1)
     return history
 
 
@@ -235,9 +235,8 @@ class RunLog:
 
     def __init__(self, directory: str | Path, run_id: str, history: History | None = None) -> None:
         self.directory, self.run_id, self.history = Path(directory), run_id, history
-        self.segment = len(history.sizes) + 1 if history else 1
+        self.segment = history.segments + 1 if history else 1
         self.path = segment_path(directory, run_id, self.segment)
-        self.size = 0  # bytes, waiting lines included
         self._waiting = b""
         self._sha256 = hashlib.sha256()  # of all lines, waiting ones included
         self._warned = False
@@ -321,7 +320,6 @@ class RunLog:
         line = json_line({"event": event, "t_ms": t_ms, **fields})
         self._waiting += line
         self._sha256.update(line)
-        self.size += len(line)
 
     def _flush(self, sync: bool) -> None:
         """Write the waiting lines, all or none."""

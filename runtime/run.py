@@ -273,7 +273,6 @@ class Run(contextlib.AbstractContextManager):
         state = {
             "run_id": self.plan.run_id, "header": self._header, "data": taken["data"],
             "step": self.steps_done, "clock_ms": self.clock.train_time_ms,
-            "segment": self._log.segment, "log_bytes": self._log.size,
         }  # fmt: skip
         if self._writing is not None:
             self._writing.cancel()

@@ -27,9 +27,7 @@ DTYPES = (
     torch.int16, torch.int8, torch.uint8,
 )  # fmt: skip
 NAN_PAYLOADS = torch.tensor([0x7FC00001, 0x7F800001, -0x400000, -0x80000000], dtype=torch.int32)
-PLACE = {
-    "run_id": "a", "step": 1, "clock_ms": 0.1 + 0.2, "segment": 1, "log_bytes": 10, "data": {},
-}  # fmt: skip
+PLACE = {"step": 1, "clock_ms": 0.1 + 0.2, "data": {}}
 
 
 def snapshot(step=1, size=16, **state):
