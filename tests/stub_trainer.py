@@ -1,4 +1,4 @@
-"""A trainer of eight numbers: everything that `runtime` asks of a trainer, without a model."""
+"""A trainer of eight numbers, for the loop of train_gpt.py: all that runs ask of one, no model."""
 
 import json
 import math
@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 
-from runtime.checkpoint import plan_runs, require_folders
-from runtime.clock import Clock
-from runtime.ending import Stop
+import train_gpt
+from runtime.checkpoint import require_folders
 from runtime.log import config_hash, source_hash
 from runtime.machine import Machine
 from runtime.run import Run
 from runtime.settings import RunSettings, setting
-from runtime.terminal import closing
 
 STEPS = 10
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,6 +32,8 @@ class Config(RunSettings):
     steps: int = setting(STEPS, "steps")
     lr: float = setting(0.1, "learning rate")
     recipe: str = setting("descent", "recipe")
+    device: str = setting("cpu", "device")
+    vocab_size: int = setting(50257, "tokens")
 
 
 class Skip(NamedTuple):
@@ -67,6 +69,7 @@ class StubTrainer:
         self.reset(0)
 
     def reset(self, seed: int) -> None:
+        torch.manual_seed(seed)
         self.weights, self.momentum = torch.full((8,), float(seed)), torch.zeros(8)
         self.position = 0
         self.spoil = 0.0  # added to the next loss
@@ -110,7 +113,7 @@ class StubTrainer:
         self.spoil = 0.0
         return torch.cat([loss.view(1), flags])
 
-    def update(self, loss: torch.Tensor) -> torch.Tensor:
+    def update(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         if loss != math.inf:
             self.momentum.mul_(0.9).add_(self.gradient)
             self.weights -= self.config.lr * self.momentum
@@ -124,50 +127,38 @@ class StubTrainer:
         if key in self.at:
             self.at.pop(key)(self, step)
 
-    def train(self, run: Run) -> float:
-        self.run = run
-        run.start_training()
-        for step in range(run.steps_done, self.config.steps):
-            if step % 5 == 0:
-                self.evaluate(run, step)
-            self.act(step + 1, step)
-            message = self.gradients(step, run.stop.flags())
-            verdict = self.update(message[0])
-            run.stepped(message, verdict, lr_mul=1.0, window=8, stage=0, tokens=4 * (step + 1))
-            if (step + 1) % self.save_every == 0 and run.must_save():
-                run.save()
-        run.settle()
-        return self.evaluate(run, self.config.steps)
+    def copied_and_new(self) -> dict:
+        return {"copy_loss": 1.5, "new_loss": 3.5}
 
-    def evaluate(self, run: Run, step: int) -> float:
-        with run.pause("validate"):
-            val_loss = self.validate(step)
-            run.validated(step, val_loss)
-        return val_loss
+    def schedule(self, config: Config, step: int) -> SimpleNamespace:
+        """What holds at a step. The loop asks before anything else that it does in the step."""
+        self.act(step + 1, step)
+        return SimpleNamespace(
+            unties=False, validates=step % 5 == 0, quick_validates=False, batch_tokens=4, lr=1.0,
+            windows={"long": 8}, stage_index=0, adam_steps=(step + 1) % self.save_every == 0,
+        )  # fmt: skip
+
+    def train(self, trainer: "StubTrainer", run: Run) -> float:
+        self.run = run
+        return train(trainer, run)
+
+
+train = train_gpt.train
 
 
 def make_runs(trainer: StubTrainer) -> int:
-    """All runs that are left to make, as train_gpt.py makes them; returns the exit code."""
-    clock = Clock()
-    with clock.phase("setup", timed=False):
-        require_folders(trainer.config)
-        plans = plan_runs(trainer)
-    if not plans:
-        return 0
-    with Stop(trainer.machine.device) as stopping:
-        for plan in plans:
-            torch.manual_seed(plan.seed)
-            trainer.reset(plan.seed)
-            with Run(trainer, plan, clock, stopping, source=trainer.source) as run:
-                probes = {"copy_loss": 1.5, "new_loss": 3.5}
-                val_loss = trainer.train(run)
-                if trainer.config.keep_model:
-                    run.keep(val_loss, "gpt2")
-                run.finish(val_loss, {"probes": probes})
-            if run.code:
-                return run.code
-    trainer.machine.say(closing(trainer, clock, trainer.source))
-    return 0
+    """All runs that are left to make, by train_gpt.make_runs; returns the exit code."""
+
+    def set_up(config: Config, machine: Machine) -> StubTrainer:
+        require_folders(config)
+        return trainer
+
+    with mock.patch.multiple(
+        train_gpt, missing_data=lambda settings: "", set_up=set_up, warm_up=lambda *_: None,
+        at=trainer.schedule, tokens_before=lambda config, step: 4 * step, train=trainer.train,
+        check_trained_model=lambda trainer: {}, SOURCE=trainer.source,
+    ):  # fmt: skip
+        return train_gpt.make_runs(trainer.config)
 
 
 def trainer_in(
