@@ -1,9 +1,6 @@
 """Real runs that signals and faults break off: what is left resumes to the bit, or says why not."""
 
-import multiprocessing
 import os
-import random
-import resource
 import signal
 import time
 from copy import deepcopy
@@ -24,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("two_layers", "kept_state")
 
 EVERY = {"checkpoint_every": 2, "keep_model": "on"}
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="module")
@@ -172,38 +168,6 @@ def test_a_spike_right_after_the_resume_is_skipped_as_without(data, tmp_path, mo
 # ---- Kills
 
 
-@pytest.mark.parametrize(("kills", "steps"), [
-    (4, STEPS), pytest.param(50, 200, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_kills_at_random_moments_cost_no_loss(kills, steps, tmp_path):
-    """In the set-up, in the warm-up or between two steps, and while something is written."""
-    data = write_data(tmp_path / "data", train_documents=3000)
-    how = {"steps": steps, "resume": "auto", "checkpoint_every": 4}
-    begun = time.monotonic()
-    assert in_child(lambda: run(data, tmp_path / "whole", **how).code) == 0
-    seconds = time.monotonic() - begun
-    expected = losses_of(*logs_of(tmp_path / "whole"))
-    (end,) = read_events(*logs_of(tmp_path / "whole"), kind="end")
-    training = end["t_ms"] / 1000
-    folder, moments = tmp_path / "killed", random.Random(1)
-    for _ in range(kills):
-        child = FORK.Process(target=run, args=(data, folder), kwargs=how)
-        child.start()
-        if moments.random() < 0.2:
-            time.sleep(moments.uniform(0, seconds - training))
-        else:
-            before = len(logs_of(folder))
-            while child.is_alive() and len(logs_of(folder)) == before:
-                time.sleep(0.01)
-            time.sleep(moments.uniform(0, 2 * training / kills))
-        child.kill()
-        child.join()
-    assert in_child(lambda: run(data, folder, **how).code) == 0
-    assert losses_of(*logs_of(folder)) == expected
-    assert len(expected[0]) == steps
-    assert len(logs_of(folder)) > kills / 4, "kills that came while it trained"
-
-
 @pytest.mark.parametrize("moment", [
     "runtime.registry.append", "runtime.log.register", "runtime.checkpoint.remove",
 ])  # fmt: skip
@@ -230,7 +194,7 @@ def test_a_kill_in_the_middle_of_writing_is_survived(moment, data, whole, tmp_pa
     assert losses_of(*first) == losses_of(*logs_of(whole()))
 
 
-# ---- Disks
+# ---- What a crash leaves
 
 
 @pytest.fixture
@@ -239,34 +203,6 @@ def broken(data, tmp_path):
     torch.manual_seed(0)
     break_off(TERM, 7, data, tmp_path / "logs")
     return tmp_path / "logs"
-
-
-def test_a_disk_that_fills_up_is_told_and_the_run_can_be_resumed(data, whole, tmp_path):
-    """The system refuses to let any file grow further: checkpoints fail too, and are told."""
-    gradients = train_gpt.Trainer.gradients
-    no_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill_the_disk(self, step, flags):
-        logs = logs_of(tmp_path)
-        if logs and step == 5:
-            size = logs[0].stat().st_size + 100
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, no_limit[1]))
-        return gradients(self, step, flags)
-
-    try:
-        with pytest.MonkeyPatch.context() as full:
-            full.setattr(train_gpt.Trainer, "gradients", fill_the_disk)
-            outcome = run(data, tmp_path, **EVERY)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, no_limit)
-    assert outcome.code in (1, 2)
-    assert "could not be written" in outcome.out
-    (log,) = outcome.logs
-    warning, error = outcome.err.splitlines()
-    assert warning.startswith(f"warning: cannot write {log}")
-    assert "lines are lost. Free some space and resume" in error
-    resume(data, tmp_path)
-    assert losses_of(*logs_of(tmp_path)) == losses_of(*logs_of(whole()))
 
 
 def test_a_log_that_a_crash_tore_is_resumed(data, whole, broken):
@@ -287,13 +223,3 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(data, whole,
     assert f"warning: {weights} has SHA-256" in resume(data, broken).out
     assert read_events(*logs_of(broken), kind="resume")[0]["checkpoint"] == "step_000006"
     assert_same(broken, whole())
-
-
-def test_a_shard_that_was_cut_is_refused_before_the_run_goes_on(data, broken, tmp_path):
-    (tmp_path / "data").mkdir()
-    for shard in data.glob("*.bin"):
-        content = shard.read_bytes()
-        (tmp_path / "data" / shard.name).write_bytes(content[: len(content) // 2])
-    before = saved(broken)
-    assert "s_train_0.bin" in resume(tmp_path / "data", broken, code=2).err
-    assert saved(broken) == before
