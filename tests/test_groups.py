@@ -5,7 +5,7 @@ import torch
 from test_optim import give_gradients, parameters
 from torch import nn
 
-from optim import AdamW, Muon, NorMuon, Row, group_table, groups_for, named_state
+from optim import AdamW, Muon, NorMuon, Row, group_table, groups_for
 
 MATRICES = pytest.mark.parametrize("kind", [Muon, NorMuon])
 
@@ -225,55 +225,3 @@ def test_a_transposed_weight_steps_as_the_one_of_a_linear_layer(kind, scale):
     plain = stepped(kind, weights, **options)
     turned = stepped(kind, weights, lambda tensor: tensor.mT, transposed=True, **options)
     assert_close([param.mT for param in turned], plain)
-
-
-@pytest.mark.parametrize(
-    ("shape", "split"),
-    [
-        ((12, 6), (6, 3, 3)),  # Q, K and V of grouped queries
-        ((6, 20), (4, 2)),  # K and V alone: wider than high
-        ((12, 8), (4,) * 3),  # heads
-        ((2, 12, 8), (8, 4)),  # a pair of heads and one more, in each of two experts
-    ],
-)
-def test_packed_rows_step_as_parameters_of_their_own_at_the_scale_of_the_whole(shape, split):
-    def scale(matrix):
-        return max(1, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
-
-    whole = parameters(shape)[0]
-    groups = []
-    for part in whole.detach().split(split, dim=-2):
-        lr_mul = scale(whole) / scale(part)
-        groups.append({"params": [nn.Parameter(part.clone())], "lr_mul": lr_mul})
-    parts = [group["params"][0] for group in groups]
-    options = {"weight_decay": 0.1, "dtype": torch.float64}
-    packed, alone = Muon([whole], 0.1, split=split, **options), Muon(groups, 0.1, **options)
-    for step in range(3):
-        give_gradients([whole], step)
-        for part, gradient in zip(parts, whole.grad.split(split, dim=-2), strict=True):
-            part.grad = gradient.contiguous()
-        packed.step()
-        alone.step()
-    assert_close([whole], [torch.cat(parts, dim=-2)])
-
-
-def test_normuon_keeps_a_number_for_each_column_of_packed_rows_that_are_wider_than_high():
-    optimizer = NorMuon(parameters((6, 20)), 0.1, split=(4, 2))
-    assert dict(named_state(optimizer))["0.variance"].shape == (2, 1, 20)
-    give_gradients(optimizer.param_groups[0]["params"], 0)
-    optimizer.step()
-    assert dict(named_state(optimizer))["0.variance"].all()
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "message"),
-    [
-        ((8, 3, 4, 4), {}, r"shape \(8, 3, 4, 4\), Muon needs .* give it to AdamW$"),
-        ((8,), {}, r"shape \(8,\), Muon needs .* give it to AdamW$"),
-        ((8, 24), {"transposed": True, "split": 3}, r"is transposed, and split cuts rows"),
-        ((4, 8), {"split": (3, 2)}, r"add up to 8, the longer side .*, or to its 4 rows, got \(3"),
-    ],
-)
-def test_what_muon_cannot_take_is_refused_with_the_fix(shape, options, message):
-    with pytest.raises(ValueError, match=message):
-        Muon([nn.Parameter(torch.ones(shape))], 0.1, **options)

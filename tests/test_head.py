@@ -17,6 +17,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIGMOID, RSQRT = ("sigmoid", 30.0, 7.5, 0.0), ("rsqrt", 15.0, 15.0, 0.0)
 CAPS = [SIGMOID, RSQRT, ("sigmoid", 23.0, 7.5, 5.0), ("rsqrt", 20.0, 25.0, -3.0)]
 each_cap = pytest.mark.parametrize("cap", CAPS, ids=str)
+each_count = pytest.mark.parametrize("several", [False, True])  # targets of a token
+BIAS = 0.1 * torch.arange(64, dtype=torch.float64)
+each_bias = pytest.mark.parametrize("bias", [None, BIAS], ids=["no bias", "bias"])
 
 
 def capped(z, cap):
@@ -84,6 +87,15 @@ def several_targets(tokens, device="cpu"):
     return targets.to(device), torch.tensor([1.0, 0.5, 0.25, 0.0], device=device)
 
 
+def asked(tokens, several, **options):
+    """A problem whose tokens have one target each or, with weights, several."""
+    x, weight, targets = problem(tokens, **options)
+    weights = None
+    if several:
+        targets, weights = several_targets(tokens, options.get("device", "cpu"))
+    return (x, weight, targets), weights
+
+
 def distance(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
@@ -95,26 +107,29 @@ exact = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
 
 
 @each_cap
+@each_count
 @pytest.mark.parametrize(("tokens", "chunk"), [(1, 16), (16, 16), (50, 16), (50, 1), (50, 0)])
-def test_loss_and_gradients_equal_torchs_own_in_float64(cap, tokens, chunk):
-    inputs = problem(tokens)
-    exact(ours(*inputs, cap, chunk=chunk), truth(*inputs, cap))
+def test_loss_and_gradients_equal_torchs_own_in_float64(cap, several, tokens, chunk):
+    inputs, weights = asked(tokens, several)
+    found = ours(*inputs, cap, weights=weights, chunk=chunk)
+    exact(found, truth(*inputs, cap, weights=weights))
 
 
 @each_cap
-@pytest.mark.parametrize("bias", [None, 0.1 * torch.arange(64, dtype=torch.float64)])
-def test_the_plain_head_gives_the_same_and_takes_a_bias(monkeypatch, cap, bias):
+@each_count
+@each_bias
+def test_the_plain_head_gives_the_same_and_takes_a_bias(monkeypatch, cap, several, bias):
     monkeypatch.setattr(head, "PLAIN_CHUNK", 16)
-    x, weight, targets = problem(50)
+    (x, weight, targets), weights = asked(50, several)
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss = plain_cross_entropy(*leaves, bias, targets, cap)
-    found = loss.detach(), *torch.autograd.grad(loss, leaves)
-    wanted = truth(x, weight, targets, cap, 0 if bias is None else bias)
+    loss = plain_cross_entropy(*leaves, bias, targets, cap, weights=weights)
+    found = loss.detach(), *torch.autograd.grad(loss.flatten()[0], leaves)
+    wanted = truth(x, weight, targets, cap, 0 if bias is None else bias, weights)
     assert max(map(distance, found, wanted)) < 1e-6  # this head computes the loss in float32
 
 
 @each_cap
-@pytest.mark.parametrize("bias", [None, 0.1 * torch.arange(64, dtype=torch.float64)])
+@each_bias
 def test_the_plain_head_gives_the_loss_of_each_token(monkeypatch, cap, bias):
     monkeypatch.setattr(head, "EAGER_CHUNK", 16)
     x, weight, targets = problem(50)
@@ -153,36 +168,6 @@ def test_gradients_by_logits_lie_in_the_range_that_their_fp8_scale_assumes(cap):
 
 
 # ---- Several targets a token
-
-
-@each_cap
-@pytest.mark.parametrize("chunk", [0, 1, 16])
-def test_several_weighted_targets_equal_the_formula_in_float64(cap, chunk):
-    (x, weight, _), (targets, weights) = problem(50), several_targets(50)
-    found = ours(x, weight, targets, cap, weights=weights, chunk=chunk)
-    exact(found, truth(x, weight, targets, cap, weights=weights))
-
-
-def test_gradients_of_several_targets_equal_finite_differences():
-    (x, weight, _), (targets, weights) = problem(9, channels=3), several_targets(9)
-    leaves = x.requires_grad_(), weight.requires_grad_()
-
-    def loss(x, weight):
-        return linear_cross_entropy(x, weight, targets, weights, softcap=CAPS[2], chunk=4)[0]
-
-    assert torch.autograd.gradcheck(loss, leaves, check_undefined_grad=False)
-
-
-@pytest.mark.parametrize("bias", [None, 0.1 * torch.arange(64, dtype=torch.float64)])
-def test_the_plain_head_takes_several_weighted_targets(monkeypatch, bias):
-    monkeypatch.setattr(head, "PLAIN_CHUNK", 16)
-    (x, weight, _), (targets, weights) = problem(50), several_targets(50)
-    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss = plain_cross_entropy(*leaves, bias, targets, CAPS[2], weights=weights)
-    found = loss.detach(), *torch.autograd.grad(loss[0], leaves)
-    wanted = truth(x, weight, targets, CAPS[2], 0 if bias is None else bias, weights)
-    torch.testing.assert_close(found[0].double(), wanted[0], rtol=1e-6, atol=0)
-    assert max(map(distance, found, wanted)) < 1e-6  # this head computes the loss in float32
 
 
 def test_with_weights_the_plain_head_gives_no_losses_of_single_tokens():
@@ -251,29 +236,22 @@ def assert_equals_quantized(inputs, cap, results, loss_error, nearest, farthest,
 
 
 @pytest.mark.parametrize("cap", [SIGMOID, RSQRT], ids=str)
+@each_count
 @pytest.mark.parametrize("tokens", [64, 50])
-def test_fp8_equals_its_own_quantization_in_float32_and_is_near_the_truth(cap, tokens):
-    inputs = problem(tokens, dtype=torch.bfloat16)
-    results = ours(*inputs, cap, chunk=16, precision="fp8")
-    assert_equals_quantized(inputs, cap, results, 1e-4, 2**-7, 0.06)
-
-
-def test_fp8_takes_several_weighted_targets():
-    (x, weight, _), (targets, weights) = problem(50, dtype=torch.bfloat16), several_targets(50)
-    inputs = x, weight, targets
-    results = ours(*inputs, SIGMOID, weights=weights, chunk=16, precision="fp8")
-    assert_equals_quantized(inputs, SIGMOID, results, 1e-4, 2**-7, 0.06, weights)
+def test_fp8_equals_its_own_quantization_in_float32_and_is_near_the_truth(cap, several, tokens):
+    inputs, weights = asked(tokens, several, dtype=torch.bfloat16)
+    results = ours(*inputs, cap, weights=weights, chunk=16, precision="fp8")
+    assert_equals_quantized(inputs, cap, results, 1e-4, 2**-7, 0.06, weights)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("several", [False, True])
+@each_count
 def test_fp8_on_a_gpu_equals_its_own_quantization_eager_and_compiled(several):
     if torch.cuda.get_device_capability() < head.FP8_CAPABILITY:
         pytest.skip("this GPU has no FP8")
     torch.compiler.reset()
-    x, weight, targets = problem(2048 + 24, 768, 1024, torch.bfloat16, "cuda")
-    targets, weights = several_targets(2048 + 24, "cuda") if several else (targets, None)
-    inputs = x, weight, targets
+    sizes = {"channels": 768, "vocabulary": 1024, "dtype": torch.bfloat16, "device": "cuda"}
+    inputs, weights = asked(2048 + 24, several, **sizes)
     for compiled in (False, True):
         results = by_operator(inputs, 1024, "fp8", compiled, weights)
         # Fast accumulation keeps about 13 bits: a few logits round to the next bf16 value.
@@ -332,10 +310,9 @@ def test_no_tensor_exceeds_a_chunks_logits_and_no_product_is_made_twice_or_unask
 
 @pytest.mark.parametrize("precision", ["plain", "fp8"])
 @pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("several", [True, False])
+@each_count
 def test_the_operator_keeps_the_rules_of_operators(precision, gradients, several):
-    x, weight, targets = problem(20, dtype=torch.bfloat16)
-    targets, weights = several_targets(20) if several else (targets, None)
+    (x, weight, targets), weights = asked(20, several, dtype=torch.bfloat16)
     x = x.T.contiguous().T  # no layout is taken for granted
     args = x.requires_grad_(gradients), weight.float().requires_grad_(gradients), targets, weights
     options = *SIGMOID, 8, precision, False, gradients
@@ -365,13 +342,12 @@ def test_a_compiled_model_is_one_graph_and_each_stage_another_whatever_the_weigh
 
 
 @pytest.mark.parametrize("precision", ["plain", "fp8"])
-@pytest.mark.parametrize("several", [False, True])
+@each_count
 def test_compiled_chunks_equal_eager_ones_within_a_rounding(precision, several):
     torch.compiler.reset()
     dtype = torch.bfloat16 if precision == "fp8" else torch.float32
-    x, weight, targets = problem(32, dtype=dtype)
-    targets, weights = several_targets(32) if several else (targets, None)
-    compute = partial(by_operator, (x, weight, targets), 16, precision, weights=weights)
+    inputs, weights = asked(32, several, dtype=dtype)
+    compute = partial(by_operator, inputs, 16, precision, weights=weights)
     eager, compiled = compute(False), compute(True)
     assert max(map(distance, compiled, eager)) < 2 * torch.finfo(dtype).eps
 

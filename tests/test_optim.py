@@ -129,70 +129,62 @@ def test_groups_of_one_shape_keep_their_own_split_method_and_rates():
     )
 
 
-@pytest.mark.parametrize("kind", [Muon, NorMuon])
-@pytest.mark.parametrize("shape", [(96, 12), (12, 96)])
-def test_a_split_parameter_steps_as_its_parts_stacked(shape, kind):
-    """Its memory is cut, as for Q, K and V packed; the state keeps the shape of the parameter."""
-    (fused,) = parameters(shape)
-    part = (shape[0], shape[1] // 4) if shape[1] >= shape[0] else (shape[0] // 4, shape[1])
-    stacked = torch.nn.Parameter(fused.detach().view(4, *part).clone())
-    options = {"weight_decay": 0.1, "dtype": torch.float64}
-    # The scale of a step follows the shape that is stored.
-    scale = max(1, shape[0] / shape[1]) ** 0.5 / max(1, part[0] / part[1]) ** 0.5
-    packed = kind([fused], 0.1, split=4, **options)
-    apart = kind([stacked], 0.1, **options)
-    apart.param_groups[0].update(lr_mul=scale)
-    for step in range(3):
-        give_gradients([fused], step)
-        stacked.grad = fused.grad.view(4, *part).clone()
-        packed.step()
-        apart.step()
-    torch.testing.assert_close(fused.detach().view_as(stacked), stacked.detach())
-    assert dict(named_state(packed))["0.momentum"].shape == shape
+def packed_in(tensor, split):
+    """The matrices that Muon's docstring says this tensor packs."""
+    tensor, short = tensor.detach(), min(tensor.shape[-2:])
+    if isinstance(split, int):
+        long = max(tensor.shape[-2:]) // split
+        wide = tensor.shape[-1] > tensor.shape[-2]
+        return tensor.reshape(-1, *((short, long) if wide else (long, short))).unbind()
+    if sum(split) == tensor.shape[-2]:
+        return [part.contiguous() for part in tensor.split(split, dim=-2)]
+    stacks = tensor.numel() // (sum(split) * short)
+    return tensor.view(-1, short).split(split * stacks)
 
 
-@pytest.mark.parametrize("kind", [Muon, NorMuon])
 @pytest.mark.parametrize(
-    ("shape", "split"),
-    [((6, 24), (2, 2, 4, 4, 4, 4, 4)), ((24, 3), (6, 3, 3, 6, 6)), ((2, 20, 4), (6, 6, 8))],
+    ("kind", "shape", "split"),
+    [
+        (Muon, (12, 6), (6, 3, 3)),  # Q, K and V of grouped queries
+        (NorMuon, (6, 20), (4, 2)),  # K and V alone: wider than high
+        (Muon, (6, 24), (6,) * 4),
+        (Muon, (2, 12, 8), (8, 4)),  # a pair of heads and one more, in each of two experts
+        *[
+            (kind, shape, split)
+            for kind in (Muon, NorMuon)
+            for shape, split in (
+                ((96, 12), 4),
+                ((12, 96), 4),
+                ((6, 24), (2, 2, 4, 4, 4, 4, 4)),
+                ((24, 3), (6, 3, 3, 6, 6)),
+                ((2, 20, 4), (6, 6, 8)),
+            )
+        ],
+    ],
 )
-def test_matrices_of_unequal_rows_step_as_parameters_of_their_own(shape, split, kind):
+def test_packed_matrices_step_as_parameters_of_their_own_at_the_scale_of_the_whole(
+    kind, shape, split
+):
+    def scale(matrix):
+        return max(1, matrix.shape[-2] / matrix.shape[-1]) ** 0.5
+
     (packed,) = parameters(shape)
-    long, short = max(shape[-2:]), min(shape[-2:])
-    rows = split * (packed.numel() // (long * short))
-
-    def cut(tensor):
-        return tensor.detach().view(-1, short).split(rows)
-
     groups = []
-    for piece in cut(packed):
-        # The scale of a step follows the shape that is stored.
-        scale = max(1, shape[-2] / shape[-1]) ** 0.5 / max(1, len(piece) / short) ** 0.5
-        groups.append({"params": [torch.nn.Parameter(piece.clone())], "lr_mul": scale})
+    for part in packed_in(packed, split):
+        lr_mul = scale(packed) / scale(part)
+        groups.append({"params": [torch.nn.Parameter(part.clone())], "lr_mul": lr_mul})
     options = {"weight_decay": 0.1, "dtype": torch.float64}
     together, apart = kind([packed], 0.1, split=split, **options), kind(groups, 0.1, **options)
     for step in range(3):
         give_gradients([packed], step)
-        for param, grad in zip(members(apart), cut(packed.grad), strict=True):
-            param.grad = grad
+        for param, grad in zip(members(apart), packed_in(packed.grad, split), strict=True):
+            param.grad = grad.clone()
         together.step()
         apart.step()
-    for piece, param in zip(cut(packed), members(apart), strict=True):
+    for piece, param in zip(packed_in(packed, split), members(apart), strict=True):
         torch.testing.assert_close(piece, param.detach())
-    for height in split:
-        matrix = f"{height} x {short}: polar_express"
-        assert matrix in together.describe()
-
-
-@pytest.mark.parametrize("kind", [Muon, NorMuon])
-def test_equal_rows_of_packed_squares_give_the_bits_of_their_number(kind):
-    optimizers = []
-    for split in (4, (6,) * 4):
-        optimizers.append(kind(parameters((6, 24), dtype=torch.float32), 0.1, split=split))
-        train(optimizers[-1], range(3))
-    by_number, by_rows = optimizers
-    assert_same(members(by_number), members(by_rows))
-    assert_same(dict(named_state(by_number)), dict(named_state(by_rows)))
+        assert f"{piece.shape[-2]} x {piece.shape[-1]}: polar_express" in together.describe()
+    assert dict(named_state(together))["0.momentum"].shape == shape
 
 
 def test_muon_with_newton_schulz_is_close_to_the_one_in_torch():
@@ -268,20 +260,6 @@ def optimizers_for(params):
     ]
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_a_parameter_without_gradient_keeps_every_bit_and_its_state(index):
-    optimizer = optimizers_for(mixed())[index]
-    train(optimizer, range(2))
-    still, *others = members(optimizer)
-    before, state = still.detach().clone(), dict(named_state(optimizer))
-    give_gradients(others, 2)
-    still.grad = None
-    optimizer.step()
-    assert torch.equal(still, before)
-    for name, tensor in named_state(optimizer):
-        assert torch.equal(tensor, state[name]) == name.startswith("0.")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("divisor", [1, 4])
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -327,11 +305,13 @@ def test_a_divisor_divides_the_gradient_before_the_state_sees_it(index):
         (lambda p: Muon(p, 0.1, scale="big"), r"unknown scale 'big'; choose one of spectral"),
         (lambda p: Muon(p, 0.1, method="qr"), r"unknown method 'qr'; choose one of polar"),
         (lambda p: Muon(p, 0.1, split=3), r"split must divide 8, the longer .* got 3"),
-        (lambda p: Muon(p, 0.1, split=(2, 4)), r"rows that add up to 8, the .* got \(2, 4\)"),
+        (lambda p: Muon(p, 0.1, split=(2, 4)), r"add up to 8, .*, or to its 4 rows, got \(2"),
         (lambda p: Muon(p, 0.1, split=(-1, 9)), r"positive rows that add up to 8, .*\(-1, 9\)"),
         (lambda p: Muon(p, 0.1, split=[4, 4]), r"split must .* tuple of rows, got \[4, 4\]"),
         (lambda p: Muon(p, 0.1, backend="x"), r"unknown backend 'x'; choose auto or"),
         (lambda p: Muon([("g", p[0].detach()[0])], 0.1), r"g has shape \(8,\).* to AdamW"),
+        (lambda p: Muon([torch.ones(8, 3, 4, 4)], 0.1), r"shape \(8, 3, 4, 4\), Muon needs"),
+        (lambda p: Muon(p, 0.1, transposed=True, split=2), r"is transposed, and split cuts rows"),
         (lambda p: Muon(p, 0.1, grad_divisor=0), r"grad_divisor must be positive, got 0"),
         (lambda p: NorMuon(p, 0.1, beta2=1.5), r"beta2 must be in \[0, 1\), got 1.5"),
         (lambda p: AdamW(p, 0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),

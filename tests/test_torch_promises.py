@@ -192,6 +192,8 @@ def test_a_compiled_step_is_the_eager_one_for_groups_of_equal_shape(kind, rate):
     for number in range(3):
         give_gradients(members(eager), number)
         give_gradients(members(compiled), number)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.1 * (number + 1)
         eager.step()
         step()
     assert_same(members(eager), members(compiled))
