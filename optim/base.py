@@ -135,8 +135,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             alike.setdefault(param.dtype, []).extend(self._parts[param])
         for parts in alike.values():
             self._share(parts)
-        numbers = [part.number for bucket in self.buckets for part in bucket.parts]
-        self._numbers = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         self._load(kept)
 
     def _cut(self, number: int, param: Tensor, group: dict[str, Any]) -> list[Part]:
@@ -217,10 +215,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             wait()
         self._waits = []  # what was sent is no longer needed
         dtype = widest(self._device)
-        norms = [norm.to(dtype) for bucket in self.buckets for norm in bucket.norms()]
         squares = torch.zeros(len(self._names), dtype=dtype, device=self._device)
-        if norms:
-            squares.index_add_(0, self._numbers, torch.stack(norms).square())
+        for bucket in self.buckets:
+            norms = torch.stack(list(bucket.norms())).to(dtype)
+            squares.index_add_(0, bucket.numbers[:: bucket.each], norms.square())
         present = torch.ones_like(squares)
         for number, param in enumerate(self._names):
             if param.grad is None:
