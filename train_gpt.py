@@ -498,11 +498,12 @@ class SelfAttention(nn.Module):
         self.bias = optional(config.biases, 4 * config.dim)
 
     def forward(
-        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, place: Any, attend: Any
-    ) -> Tensor:
-        """mix: learned factors on values and value embeddings; place: positions and documents."""
-        cos, sin, scale, begins_BT11 = place
+        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, rotary: Any,
+        begins_BT11: Tensor, attend: Any,
+    ) -> Tensor:  # fmt: skip
+        """mix: learned factors on values and value embeddings; begins: of documents."""
         value_factor, embed_factor = mix
+        cos, sin, scale = rotary
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C)
         qkv_bias, o_bias = (None, None) if self.bias is None else self.bias.split([3 * C, C])
@@ -580,7 +581,7 @@ class GPT(nn.Module):
     sin: Tensor
     scale: Tensor
     signs: Tensor | None  # (8192, C), of bigrams
-    windows: Windows  # of the step that `enter` was given
+    windows: Windows  # of the step that `set_step` was given
 
     def __init__(
         self, config: Config, dtype: torch.dtype, device: torch.device, attention: Attention,
@@ -590,7 +591,7 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
         self.table, self.softcap = LAYERS[config.layers], SOFTCAPS[config.softcap]
         self.tied = False  # whether the token embedding is the output head too
-        self.index = -1  # of the span that the rotary tables are for; -1: not set
+        self.entered = -1  # index of the span that the rotary tables are for; -1: none yet
         self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/prefixes.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
         wide = torch.promote_types(dtype, torch.float32)
@@ -631,13 +632,13 @@ class GPT(nn.Module):
         self.sin.copy_(angle.sin())
         self.scale.copy_(scale)
 
-    def enter(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Set windows, rotary tables and the output head for this step."""
         now = at(self.config, step)
-        if now.stage_index != self.index:
-            self.set_rotary(*rotary(self.config, now.stage_index))
+        if now.stage_index != self.entered:
+            self.set_rotary(*rotary_at(self.config, now.stage_index))
             self.tied = now.stage.tied
-            self.index = now.stage_index
+            self.entered = now.stage_index
         self.windows = {kind: self.attention.window(count) for kind, count in now.windows.items()}
 
     @torch.no_grad()
@@ -695,12 +696,12 @@ class GPT(nn.Module):
         B, T = inputs_BT.shape
         learned = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
         scalar = dict(zip(self.scalar_init, learned, strict=True))
-        documents = {False: self.attention.documents(cu_seqlens, B, T)}
-        if any(layer.paired for layer in self.table):
-            documents[True] = self.attention.documents(2 * cu_seqlens, B, 2 * T)
+        documents = self.attention.documents(cu_seqlens, B, T)
+        if any(layer.paired for layer in self.table):  # their rows have twice the length
+            paired_documents = self.attention.documents(2 * cu_seqlens, B, 2 * T)
         begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
         begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
-        place = (self.cos, self.sin, self.scale, begins_BT11)
+        rotary = (self.cos, self.sin, self.scale)
 
         x_BTC = F.embedding(inputs_BT, self.embed).to(self.dtype)
         if self.smear_gate is not None:
@@ -726,14 +727,15 @@ class GPT(nn.Module):
                 x_BTC = scalar[f"x{i}"] * x_BTC + scalar[f"x0_{i}"] * x0_BTC
             if self.bigram is not None:
                 x_BTC = x_BTC + scalar[f"bigram{i}"] * bigram_BTC
-            attend = partial(
-                self.attention, documents=documents[layer.paired], window=windows[layer.window],
-                longest=longest * (1 + layer.paired),
-            )  # fmt: skip
+            attend = partial(self.attention, window=windows[layer.window])
+            if layer.paired:
+                attend = partial(attend, documents=paired_documents, longest=2 * longest)
+            else:
+                attend = partial(attend, documents=documents, longest=longest)
             mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}"))
             value_BTC = None if layer.value_embed is None else values[layer.value_embed]
             read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
-            inputs = (x_BTC, read_BTC, value_BTC, mix, place, attend)
+            inputs = (x_BTC, read_BTC, value_BTC, mix, rotary, begins_BT11, attend)
             if self.config.activation_checkpointing:
                 x_BTC = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -779,7 +781,11 @@ class GPT(nn.Module):
         return ends, self.windows, inputs_BT.size(1)
 
     def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The loss of each target, float32 (B, T). Fewer targets are those of each row's end."""
+        """The loss of each target, float32 (B, T). Both may be on another device.
+
+        Fewer targets than inputs are those of each row's end.
+        """
+        inputs_BT, targets_BT = inputs_BT.to(self.embed.device), targets_BT.to(self.embed.device)
         x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -targets_BT.size(1) :]
         losses = self.plain_loss(x.flatten(0, 1), targets_BT.flatten(), reduction="none")
         return losses.view_as(targets_BT)
@@ -882,7 +888,7 @@ def at(config: Config, step: int) -> Now:
         lr=learning_rate(config, stage.lr, step),
         momentum=momentum(config, step),
         adam_steps=(step + 1) % config.adam_accum_steps == 0,
-        windows=windows(config, stage, step),
+        windows=window_lengths(config, stage, step),
         loss_weights=loss_weights(config, stage, (step - first) / (end - first)),
         unties=step == first and before.tied and not stage.tied,
         validates=validates(config, step),
@@ -910,7 +916,7 @@ def momentum(config: Config, step: int) -> float:
     return low + (high - low) * min(rising, falling, 1.0)
 
 
-def windows(config: Config, stage: Stage, step: int) -> dict[str, int]:
+def window_lengths(config: Config, stage: Stage, step: int) -> dict[str, int]:
     """Tokens that layers see; in the last validation at most `val_window`."""
     short, long = stage.short * config.window_block, stage.long * config.window_block
     if config.window_block == 0:
@@ -960,7 +966,7 @@ def changes(config: Config) -> list[tuple[int, int, int]]:
 
 
 @cache
-def rotary(config: Config, index: int) -> tuple[Tensor, Tensor]:
+def rotary_at(config: Config, index: int) -> tuple[Tensor, Tensor]:
     """Radians a token for each pair (D / 2,), half of them 0, and the factor () on queries.
 
     Both are float32 and hold in the span of this index. When the long window grows, YaRN
@@ -1074,9 +1080,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     return optimizers, guard
 
 
-def set_schedule(
-    config: Config, optimizers: dict[str, Any], guard: optim.Guard, step: int
-) -> None:
+def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard, step: int) -> None:
     """Give the optimizers the learning rates, the momentum and the rows of this step."""
     now = at(config, step)
     guard.divide_by(now.batch_tokens // config.seq_len)
@@ -1110,11 +1114,12 @@ class Trainer:
         head, why_head = choose_head(
             config.loss_kernel, device, dtype, config.dim, config.padded_vocab, config.biases
         )
-        place = (machine.rank, machine.world_size)
-        settings = asdict(config) | {"changes": changes(config)}
+        self.changes = changes(config)
         # One process a host hashes all tokens and the source, as all hosts must have the same.
-        data, audit = open_audited(settings, *place, audited=machine.first_of_its_host)
-        self.data = data.in_parts(config.val_batch, receptive_field(config))
+        self.data, audit = open_audited(
+            asdict(config), self.changes, receptive_field(config), machine.rank,
+            machine.world_size, audited=machine.first_of_its_host,
+        )  # fmt: skip
         if audit is not None:
             audit = audit | {"source_sha256": source_hash(SOURCE)}
         agreed = machine.gather_equal(audit)
@@ -1130,7 +1135,7 @@ class Trainer:
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.env |= provenance(SOURCE)
         self.chosen = {"attention": why, "head": why_head}
-        self.changes, self.train_tokens = changes(config), tokens_before(config, config.steps)
+        self.train_tokens = tokens_before(config, config.steps)
         self.validations = [step for step in range(config.steps + 1) if at(config, step).validates]
         self.off_track = off_track(config)
 
@@ -1171,7 +1176,7 @@ class Trainer:
         Returns the mean loss of the next token over the batch and the flags, summed over all ranks:
         (1 + flags,).
         """
-        self.model.enter(step)
+        self.model.set_step(step)
         total = torch.zeros((), device=self.machine.device)
         for batch in next(self.data.train):
             loss, next_token = self.train_loss(batch, step)
@@ -1201,7 +1206,7 @@ class Trainer:
 
         batches: those of this rank to score; None: all. `targets_scored` counts them, on all ranks.
         """
-        self.model.enter(step)
+        self.model.set_step(step)
         # float64: adding ten million token losses in float32 would cost digits.
         device = self.machine.device
         total, scored = torch.zeros((), dtype=optim.widest(device), device=device), 0
@@ -1214,13 +1219,8 @@ class Trainer:
     @torch.no_grad()
     def copied_and_new(self) -> dict[str, float]:
         """Loss on copied and on new tokens of this rank: see data/copied.py."""
-        self.model.enter(self.config.steps)
-        device = self.machine.device
-
-        def losses(inputs: Tensor, targets: Tensor) -> Tensor:
-            return self.model.token_losses(inputs.to(device), targets.to(device))
-
-        return copied_and_new_loss(losses, self.data.validation, self.config.bos)
+        self.model.set_step(self.config.steps)
+        return copied_and_new_loss(self.model.token_losses, self.data.validation, self.config.bos)
 
     def trained_rows(self) -> str:
         """SHA-256 of the rows trained on, over all ranks: see data/loader.py. Collective."""
@@ -1230,7 +1230,7 @@ class Trainer:
     def sample(self) -> str:
         """The first `sample_tokens` tokens of a document that the model writes, on one rank."""
         config, device = self.config, self.machine.device
-        self.model.enter(config.steps)
+        self.model.set_step(config.steps)
 
         def logits(tokens: Tensor) -> Tensor:
             return self.model.logits(tokens.to(device).view(1, -1), count=1)[0, 0]

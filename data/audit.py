@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from data.loader import Batch, Data, open_data, read_order, validation_batches
+from data.loader import Batch, Changes, Data, open_data, read_order, validation_batches
 from data.shards import Shard, ShardError, verify_shard
 
 PREFIX = 64  # first tokens of a document that identify it
@@ -21,15 +21,16 @@ FIXES = {  # by track; run.sh fetches the same numbers of shards
 
 
 def open_audited(
-    settings: Mapping[str, Any], rank: int, world_size: int, audited: bool
-) -> tuple[Data, dict[str, Any] | None]:
+    settings: Mapping[str, Any], changes: Changes, reach: int, rank: int, world_size: int,
+    audited: bool,
+) -> tuple[Data, dict[str, Any] | None]:  # fmt: skip
     """Return the data of one rank and, if `audited`, what `audit` returns.
 
     Raises what open_data and audit raise. A ShardError names the command that makes the data.
     """
     try:
         train_files, val_files = _find(settings, "train"), _find(settings, "val")
-        data = open_data(train_files, val_files, settings, rank, world_size)
+        data = open_data(train_files, val_files, settings, changes, reach, rank, world_size)
         if not audited:
             return data, None
         read = train_files[: data.plan.end.shard + 1]

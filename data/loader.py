@@ -27,6 +27,7 @@ SCAN_BLOCK = 1 << 17  # tokens searched for document starts at once: a step of `
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
 Walk = Iterator[tuple[list[Row], "Position"]]
+Changes = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Order:
     document_mask: bool = True  # rows begin with a document; False: contiguous rows
     data_start: float = 0.0  # share of the first shard that is passed over
     # (step, batch_tokens, max_document): what they are from this step on
-    changes: Sequence[Sequence[int]] = ()
+    changes: Changes = ()
 
     @property
     def rows(self) -> int:  # of a step, all ranks together
@@ -256,8 +257,7 @@ class TrainLoader(Iterator[list[Batch]]):
         self._rank, self._world_size = rank, world_size
         self._shards = [Shard(file) for file in files]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        # Of the next step to hand out, not of the one built ahead.
-        self._position = order.begin(self._shards)
+        self._position = order.begin(self._shards)  # of the next step handed out, not built ahead
         self.split(order.batch_tokens)
 
     def split(self, micro_batch: int) -> None:
@@ -398,23 +398,22 @@ class Data:
         order = self.train.order.at(step)
         return min(order.max_document, order.seq_len) if order.document_mask else order.seq_len
 
-    def in_parts(self, val_batch: int, reach: int) -> "Data":
-        """Return the data with validation rows in parts; inputs start `reach` tokens earlier."""
-        return replace(self, validation=in_parts(self.validation, val_batch, reach))
 
-
-def read_order(settings: Mapping[str, Any]) -> Order:
+def read_order(settings: Mapping[str, Any], changes: Changes = ()) -> Order:
     names = [field.name for field in fields(Order) if field.name in settings]
-    return Order(**{name: settings[name] for name in names})
+    return Order(**{name: settings[name] for name in names}, changes=changes)
 
 
 def open_data(
-    train_files: Files, val_files: Files, settings: Mapping[str, Any], rank: int, world_size: int
-) -> Data:
-    """Open one rank's data. settings: the run's; with micro_batch None, all rows are one batch.
-    ShardError if the shards do not suffice, ValueError if the world size does not divide the rows.
+    train_files: Files, val_files: Files, settings: Mapping[str, Any], changes: Changes,
+    reach: int, rank: int, world_size: int,
+) -> Data:  # fmt: skip
+    """Open one rank's data. With micro_batch None in `settings`, all its rows are one batch.
+
+    changes: see `Order`; reach: see `in_parts`. ShardError if the shards do not suffice, ValueError
+    if the world size does not divide the rows.
     """
-    order = read_order(settings)
+    order = read_order(settings, changes)
     order.rows_of_rank(world_size)  # checked first: the walk may run out of data
     plan = plan_run(train_files, order, settings["steps"])
     train = TrainLoader(train_files, order, plan.max_documents, rank, world_size)
@@ -425,4 +424,4 @@ def open_data(
     )  # fmt: skip
     lengths = [int(batch.cu_seqlens.diff().max()) for batch in validation]
     val_longest = max(lengths, default=settings["val_seq_len"])  # a rank may have no rows
-    return Data(train, validation, plan, val_longest)
+    return Data(train, in_parts(validation, settings["val_batch"], reach), plan, val_longest)

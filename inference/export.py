@@ -15,7 +15,7 @@ from data.corpus import PATTERN
 from inference.model import VOCABULARIES, Model, load_model
 from runtime.checkpoint import CONFIG, MODEL
 from runtime.errors import Refused
-from train_gpt import GPT, SOFTCAPS, at, rotary
+from train_gpt import GPT, SOFTCAPS, at, rotary_at
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
 
@@ -81,7 +81,7 @@ def exported_weights(model: GPT) -> dict[str, Tensor]:
 def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
     """config.json: what the modeling file needs, spelt out in numbers."""
     config = model.config
-    frequency, scale = rotary(config, at(config, config.steps).stage_index)
+    frequency, scale = rotary_at(config, at(config, config.steps).stage_index)
     trained_on = config.seq_len
     if config.document_mask:
         trained_on = min(config.seq_len, config.max_document)

@@ -54,7 +54,7 @@ def load_model(folder: Path, device: str = "auto", dtype: torch.dtype | None = N
         gpt.load_state_dict(weights)
     except RuntimeError as error:  # names the parameters, over several lines
         raise Refused(f"{folder}: {' '.join(str(error).split())}") from None
-    gpt.enter(config.steps)
+    gpt.set_step(config.steps)
     return Model(folder, facts, gpt.requires_grad_(False))
 
 
@@ -104,7 +104,7 @@ class Model:
 
         Documents begin with bos. Fewer targets than inputs are those of each row's end.
         """
-        return self.gpt.token_losses(inputs_BT.to(self.device), targets_BT.to(self.device)).cpu()
+        return self.gpt.token_losses(inputs_BT, targets_BT).cpu()
 
     def write(self, tokens: Sequence[int], count: int, **options: Any) -> Iterator[int]:
         """Yield the tokens that continue a document of bos and `tokens`.

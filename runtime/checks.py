@@ -98,7 +98,7 @@ def check_trained_model(trainer: Any) -> dict[str, Any]:
     none. The worst values count.
     """
     config, model = trainer.config, trainer.model
-    model.enter(config.steps)
+    model.set_step(config.steps)
 
     # Nothing is compiled for them: they cost less than a compilation.
     def losses(inputs: Tensor, targets: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ def find_micro_batch(trainer: Any, loss: Any) -> None:
     """With --micro-batch auto, halve the micro-batch until the largest batches fit in memory."""
     trainer.loss = loss
     step = max((first for first, *_ in trainer.changes), key=trainer.data.longest)
-    trainer.model.enter(step)
+    trainer.model.set_step(step)
     data, sequence = trainer.data, trainer.config.seq_len
     while not fits(partial(try_largest_batches, trainer, step), trainer.machine):
         tokens = data.train.micro_rows * sequence
@@ -226,7 +226,7 @@ def sees_no_future(trainer: Any) -> bool:
     inputs = next(trainer.data.train)[0].inputs[:1, :length].to(device)
     rows = torch.tensor([0, length], dtype=torch.int32, device=device)
     model.initialize(config.seed)
-    trainer.model.enter(config.steps)
+    trainer.model.set_step(config.steps)
 
     def stream(tokens: Tensor) -> Tensor:
         return model.hidden(tokens, rows, trainer.model.windows, length)

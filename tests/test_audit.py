@@ -76,25 +76,25 @@ def run(tmp_path):
 def test_the_audit_covers_the_shards_that_the_steps_read_and_no_others(run, tmp_path):
     files = sorted((tmp_path / "data [v1]").glob("*train*"))
     for steps, shards in ((2, 1), (3, 2)):
-        data, found = open_audited(run | {"steps": steps}, 0, 1, audited=True)
+        data, found = open_audited(run | {"steps": steps}, (), 0, 0, 1, audited=True)
         assert data.plan.end.shard == shards - 1
         tokens = b"".join(file.read_bytes()[1024:] for file in files[:shards])
         assert found["train_sha256"] == hashlib.sha256(tokens).hexdigest()
-    assert open_audited(run, 1, 2, audited=False)[1] is None
+    assert open_audited(run, (), 0, 1, 2, audited=False)[1] is None
 
 
 def test_validation_data_other_than_the_targets_are_refused(run):
-    found = open_audited(run, 0, 1, audited=True)[1]["val_sha256"]
-    open_audited(run | {"val_sha256": found[:16]}, 0, 1, audited=True)
+    found = open_audited(run, (), 0, 0, 1, audited=True)[1]["val_sha256"]
+    open_audited(run | {"val_sha256": found[:16]}, (), 0, 0, 1, audited=True)
     with pytest.raises(ShardError, match=f"have SHA-256 {found}; the target holds for 0123"):
-        open_audited(run | {"val_sha256": "0123"}, 0, 1, audited=True)
+        open_audited(run | {"val_sha256": "0123"}, (), 0, 0, 1, audited=True)
 
 
 def test_missing_cut_and_too_few_shards_name_the_command_that_makes_them(run):
     fix = r"2\.0 GB: \./run\.sh --track short, or python -m data\.cached_fineweb 9$"
     with pytest.raises(ShardError, match=rf"elsewhere has no \*train_\*\.bin file.*{fix}"):
-        open_audited(run | {"data_dir": "elsewhere"}, 0, 1, audited=True)
+        open_audited(run | {"data_dir": "elsewhere"}, (), 0, 0, 1, audited=True)
     with pytest.raises(ShardError, match=rf"the data end after \d+ steps.*{fix}"):
-        open_audited(run | {"steps": 1000}, 0, 1, audited=True)
+        open_audited(run | {"steps": 1000}, (), 0, 0, 1, audited=True)
     with pytest.raises(ShardError, match=rf"needs 6,401 tokens.*hold 101.*{fix}"):
-        open_audited(run | {"val_tokens": 6400}, 0, 1, audited=True)
+        open_audited(run | {"val_tokens": 6400}, (), 0, 0, 1, audited=True)

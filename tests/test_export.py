@@ -44,7 +44,7 @@ def needs_transformers(test):
 def trained(config, dtype=torch.float32):
     """A model with random weights, none of them zero, as at the last validation."""
     model = make_model(config, dtype)
-    model.enter(config.steps)
+    model.set_step(config.steps)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

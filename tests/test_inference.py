@@ -44,7 +44,7 @@ def random_model(recipe="copyinit", dtype=torch.float32, **changed):
         for parameter in gpt.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
     gpt = gpt.to(dtype).requires_grad_(False)
-    gpt.enter(config.steps)
+    gpt.set_step(config.steps)
     return Model(Path(), {"tokenizer": VOCABULARY.name}, gpt)
 
 

@@ -22,6 +22,7 @@ from data.loader import (
     Order,
     TrainLoader,
     capacity_for,
+    in_parts,
     open_data,
     plan_run,
     validation_batches,
@@ -385,12 +386,12 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
 # ---- both together
 
 
-def open_both(files, **changes):
+def open_both(files, changes=(), **changed):
     values = {
         "batch_tokens": 64, "seq_len": 8, "max_document": 6, "bos": BOS, "document_mask": True,
         "steps": 5, "micro_batch": None, "val_tokens": 64, "val_seq_len": 16, "val_batch": 32,
     }  # fmt: skip
-    return open_data(files, files[:1], values | changes, rank=1, world_size=2)
+    return open_data(files, files[:1], values | changed, changes, 0, rank=1, world_size=2)
 
 
 @pytest.mark.parametrize(("micro_batch", "rows"), [(None, 4), (32, 4), (31, 2), (8, 1)])
@@ -423,7 +424,7 @@ def test_the_longest_document_of_a_step_is_that_of_its_rows(align, most, files):
 @pytest.mark.parametrize(("part", "reach"), [(4, 3), (5, 0), (3, 30), (16, 3)])
 def test_parts_of_a_validation_row_see_their_past_and_the_documents_of_the_row(files, part, reach):
     data = open_both(files, val_batch=16)
-    parts = iter(data.in_parts(part, reach).validation)
+    parts = iter(in_parts(data.validation, part, reach))
     for batch in data.validation:
         for start in range(0, 16, part):
             inputs, targets, cu_seqlens = next(parts)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from small_model import EVERY_RECIPE, MACHINE, SEQUENCE, VOCABULARY, configure, 
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from data.loader import Batch, Data
+from data.loader import Batch, in_parts
 from kernels.attention import PortableAttention
-from train_gpt import at, initial_scalars, make_optimizers, rotary, spans
+from train_gpt import at, initial_scalars, make_optimizers, rotary_at, spans
 
 
 @contextmanager
@@ -30,7 +29,7 @@ def build(config, dtype=torch.float32, step=0):
     """A model with random weights, none of them zero, and the rotary tables of a step."""
     with float64_throughout() if dtype == torch.float64 else nullcontext():
         model = make_model(config, dtype)
-        model.set_rotary(*rotary(config, at(config, step).stage_index))
+        model.set_rotary(*rotary_at(config, at(config, step).stage_index))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -345,7 +344,7 @@ def test_with_copying_an_untrained_model_predicts_what_it_has_read_before():
     def gain_of_the_second_reading(copying):
         model = build(configure("tiny", "copyinit", copy_init=copying))
         model.initialize(0)
-        model.enter(0)
+        model.set_step(0)
         first, second = model.token_losses(twice[:, :-1], twice[:, 1:]).chunk(2, dim=1)
         return first.mean() - second.mean()
 
@@ -433,8 +432,7 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
     last = windows(10 * 8, 20 * 8)
 
     def loss(reach):
-        data = Data(SimpleNamespace(), [row], None, val_longest=70)
-        parts = data.in_parts(tokens, reach).validation
+        parts = in_parts([row], tokens, reach)
         assert all(part.inputs.size(1) <= tokens + reach for part in parts)
         assert torch.equal(torch.cat([part.targets for part in parts], dim=1), row.targets)
         return sum(loss_of(model, part, last) for part in parts).double()

@@ -20,7 +20,7 @@ from train_gpt import (
     Trainer,
     at,
     make_optimizers,
-    rotary,
+    rotary_at,
     set_schedule,
     spans,
     tokens_before,
@@ -128,7 +128,7 @@ def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_
                 frequencies[j] = f * (old / new + kept * (1 - old / new))
             factor *= 1 + 0.2 * math.log(new / old)
             assert round(factor, 5) == rounded
-        frequency, scale = rotary(SHORT, stage)
+        frequency, scale = rotary_at(SHORT, stage)
         expected = torch.tensor(frequencies + [0.0] * 32)
         torch.testing.assert_close(frequency, expected, rtol=1e-5, atol=0)
         assert scale.item() == pytest.approx(factor, rel=1e-6)
@@ -137,7 +137,7 @@ def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_
 def test_without_windows_the_rotary_tables_stay_as_they_are():
     config = configure("short", window_block=0)
     last_index = at(config, config.steps).stage_index
-    for first, last in zip(rotary(config, 0), rotary(config, last_index), strict=True):
+    for first, last in zip(rotary_at(config, 0), rotary_at(config, last_index), strict=True):
         assert torch.equal(first, last)
 
 
