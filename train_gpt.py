@@ -52,7 +52,7 @@ from runtime.ending import Stop, leave, listen, supervise
 from runtime.errors import Refused
 from runtime.log import source_hash
 from runtime.machine import Machine
-from runtime.run import Run, header, mfu, where
+from runtime.run import Run, header, mfu
 from runtime.settings import RunSettings, as_text, parse, require, require_packages, setting
 from runtime.terminal import closing, summary
 from runtime.warmup import dry_run, warm_up
@@ -1101,7 +1101,7 @@ def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard,
 class Trainer:
     """Model, optimizers, guard and data. ValueError if they cannot work together."""
 
-    header, where, mfu = header, where, mfu  # for the run's log
+    header, mfu = header, mfu  # for the run's log
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine

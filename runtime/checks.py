@@ -4,34 +4,11 @@ After warm-up: it sees no future, and state was restored bit for bit. After the 
 with trained weights: its losses are those of probabilities, and depend on no later token.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-@torch.no_grad()
-def is_causal(
-    stream: Callable[[Tensor], Tensor],
-    parameters: Iterable[Tensor],
-    tokens: Tensor,
-    vocab_size: int,
-) -> bool:
-    """Whether the first half of a stream stays the same when the second half of the row changes.
-
-    tokens: (1, T). stream: maps tokens to (1, T, C). Adds noise to the parameters, in place, since
-    weights that are zero would hide a leak.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for parameter in parameters:
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-        parameter.add_(0.1 * noise)
-    half = tokens.size(1) // 2
-    changed = tokens.clone()
-    changed[:, half:] = (changed[:, half:] + 1) % vocab_size
-    return torch.equal(stream(tokens)[:, :half], stream(changed)[:, :half])
-
 
 # Inputs and targets, integers (B, T), to the loss of each target in nats, (B, T), or to their sum.
 # Targets may be fewer than inputs; they are then those of each row's end.

@@ -36,10 +36,10 @@ class Trainer(Protocol):
     config: Any  # RunSettings, track, recipe, target and steps
     machine: Machine
     guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None
+    data: Any  # train.where(step): shard and token_offset from which a step was read
     validations: list[int]  # steps before which it validates, and after the last
 
     def header(self, seed: int, trial: int) -> dict[str, Any]: ...
-    def where(self, step: int) -> dict[str, Any]: ...  # shard and token_offset of its batch
     def mfu(self, tokens_per_s: float) -> float | None: ...
     def state_dict(self) -> dict[str, Any]: ...  # model, optim, data: copies on rank 0's host
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -203,7 +203,7 @@ class Run(contextlib.AbstractContextManager):
         if skip is None and math.isfinite(loss):
             self._skips = 0
             return
-        place = self.trainer.where(step)
+        place = self.trainer.data.train.where(step)
         where = f"(shard {place['shard']}, tokens from {place['token_offset']})"
         if skip is None:
             raise NonFinite(f"training loss is {loss} at step {step} {where}")
@@ -402,11 +402,6 @@ def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
         "micro_batch": train.micro_rows * config.seq_len,
         "grad_accum": train.rows // train.micro_rows,
     }  # fmt: skip
-
-
-def where(trainer: Any, step: int) -> dict[str, Any]:
-    """Shard and token offset from which this step, counted from 1, was read."""
-    return trainer.data.train.where(step)
 
 
 def mfu(trainer: Any, tokens_per_s: float) -> float | None:

@@ -200,17 +200,16 @@ def test_what_is_kept_of_a_run_are_its_last_weights_and_where_they_come_from(tmp
         load_final(folder)
 
 
-def test_a_full_disk_costs_the_model_but_not_the_run(tmp_path, monkeypatch, capsys):
-    def full(model, path):
-        path.write_bytes(b"half")
+def test_a_full_disk_costs_the_model_but_neither_run_nor_checkpoints(tmp_path, monkeypatch, capsys):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    assert run(tmp_path, keep_model=True) == 0
+    monkeypatch.setattr(checkpoint, "save_final", full)
+    assert run(tmp_path, {6: wait_for_writer}, checkpoint_every=3, keep_model=True) == 0
     said = capsys.readouterr().out
     assert re.search(r"warning: the trained model could not be .*: No space left.* Free", said)
     assert events(tmp_path, "end")[0]["status"] == "done"
-    assert list(tmp_path.glob("checkpoints/*/*")) == list(tmp_path.glob("checkpoints/*/.*")) == []
+    assert saved_in(tmp_path)[-1] == 9
 
 
 # ---- Before the first step
@@ -270,14 +269,3 @@ def test_a_signal_in_the_last_validation_lets_the_run_finish_and_saves_the_next(
     assert run(tmp_path, {"validate 10": signalled(signal.SIGTERM)}, trials=2) == 143
     ends = [(end["status"], end["steps"]) for end in events(tmp_path, "end")]
     assert ends == [("done", 10), ("interrupted", 1)]
-
-
-def test_checkpoints_stay_where_the_model_that_was_to_be_kept_cannot_be_written(
-    tmp_path, monkeypatch
-):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_final", full)
-    assert run(tmp_path, {6: wait_for_writer}, checkpoint_every=3, keep_model=True) == 0
-    assert saved_in(tmp_path)[-1] == 9
