@@ -60,9 +60,9 @@ class Order:
         """The orders that the steps of a run have."""
         return [self.at(step) for step in (0, *(first for first, *_ in self.changes))]
 
-    def begin(self, shards: Sequence[Shard], step: int = 0) -> "Position":
-        """Return where the first step reads, with the order of this step."""
-        return Position(step, 0, int(self.data_start * len(shards[0])))
+    def begin(self, shards: Sequence[Shard]) -> "Position":
+        """Return where the first step reads."""
+        return Position(offset=int(self.data_start * len(shards[0])))
 
     def rows_of_rank(self, world_size: int) -> int:
         """Return the largest number of rows that divides a rank's rows at every step.
@@ -232,7 +232,7 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
         rows, end = next(walk)
         most = max(most, _most_documents(rows, order))
     for later in order.each[1:]:  # warm-up reads the first shard as each later stage would
-        rows, offset = _next_rows(shards[0], later, begin.offset)
+        rows, offset = _next_rows(shards[0], later, 0)
         while rows:
             most = max(most, _most_documents(rows, later))
             rows, offset = _next_rows(shards[0], later, offset)
@@ -267,8 +267,8 @@ class TrainLoader(Iterator[list[Batch]]):
         self._seek(self._position)
 
     def reset(self, step: int = 0) -> None:
-        """Go back to the first tokens, read in the order of this step: for warm-up."""
-        self._seek(self.order.begin(self._shards, step))
+        """Go back to the first step, or for warm-up read the first shard in this step's order."""
+        self._seek(Position(step) if step else self.order.begin(self._shards))
 
     def _seek(self, position: Position) -> None:
         self._position = position

@@ -312,7 +312,7 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
         assert loader.state_dict()["position"] == plan.end._asdict()
         read = [*expected]  # and what warm-up can read: the first shard, as later steps read it
         for _, tokens, cut in order.changes:
-            now = replace(order, batch_tokens=tokens, max_document=cut, changes=())
+            now = replace(order, batch_tokens=tokens, max_document=cut, changes=(), data_start=0)
             read += slow_steps(shards[:1], now)
         documents = [len(lengths) for step in read for _, lengths in step]
         assert plan.max_documents == max(documents, default=0)
