@@ -14,9 +14,9 @@ PREFIX = 64  # first tokens of a document that identify it
 FIXES = {  # by track; run.sh fetches the same numbers of shards
     "small": "To fetch 37 MB and build the data: python -m data.prose",
     "tiny": "To build the data in seconds: python -m data.corpus",
-    "short": "To fetch 2.0 GB: ./run.sh --track short, or python -m data.cached_fineweb 9",
-    "medium": "To fetch 7.4 GB: ./run.sh --track medium, or python -m data.cached_fineweb 36",
-    "steps": "To fetch 3.8 GB: ./run.sh --track steps, or python -m data.cached_fineweb 18",
+    "short": "To fetch 2.0 GB: ./run.sh --track short",
+    "medium": "To fetch 8.0 GB: ./run.sh --track medium",
+    "steps": "To fetch 4.0 GB: ./run.sh --track steps",
 }
 
 

@@ -21,14 +21,14 @@ BUDGETS = {
     "train_gpt.py": 1372,  # reached; the promise is 1200
     "optim": 2095,  # reached; the promise is 2000
     "kernels": 680,  # reached; the promise is 600
-    "data": 1366,  # reached; the promise is 1000
+    "data": 1306,  # reached; the promise is 1000
     "runtime": 3084,  # reached; the promise is 2600
     "claims": 3130,  # reached; the promise is 2700
     "scripts": 1389,  # reached; the promise is 1100
     "inference": 700,
     "view": 930,
     "run.sh .ci/run": 140,
-    "tests": 15992,  # reached; the promise is 14500
+    "tests": 15869,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

@@ -34,7 +34,7 @@ PACKAGES = ("optim", "kernels", "data", "runtime", "claims")
 
 # Programs of a page that no test starts.
 FOREIGN = {"git", "cd", "source", "cmp", "grep", "tail", "ruff", "mypy", "bash", "pip", "mkdocs"}
-FOREIGN |= {"lm_eval"}
+FOREIGN |= {"hf", "lm_eval"}
 # Pages whose python blocks need more than the trainer: tests of their own run them, step.md's and
 # use_the_model.md's below, those of optimizers.md in test_optim_ranks.py, the first of export.md in
 # test_export.py. Its second needs a hub.

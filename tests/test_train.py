@@ -328,4 +328,4 @@ def test_missing_shards_are_refused_with_the_command_that_makes_them(tmp_path):
     words = ["--track", "short", "--data-dir", str(tmp_path), "--log-dir", str(tmp_path / "logs")]
     outcome = run_words([*words, "--device", "cpu"], tmp_path / "logs")
     assert (outcome.code, outcome.logs) == (2, [])
-    assert "python -m data.cached_fineweb 9" in outcome.err
+    assert "To fetch 2.0 GB: ./run.sh --track short" in outcome.err
