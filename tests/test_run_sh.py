@@ -1,6 +1,7 @@
 """run.sh in a scratch copy: every program that it starts is a stub that notes how it was called."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -225,11 +226,12 @@ def test_data_of_ones_own_unknown_tracks_and_help_fetch_nothing(
     ("words", "shards"),
     [("--track short", 9), ("--track=medium", 36), ("--track tiny --track steps", 18)],
 )
-def test_large_tracks_fetch_as_much_of_fineweb_as_they_read_and_lack(
+def test_large_tracks_fetch_from_one_commit_the_shards_that_they_read_and_lack(
     clone: Clone, words: str, shards: int
 ) -> None:
     assert clone.run(*words.split(), FAKE_DOWNLOAD_STATUS="1").returncode == 1  # and train nothing
     (words_of_hf,) = clone.argv()
+    assert re.fullmatch("[0-9a-f]{40}", words_of_hf[words_of_hf.index("--revision") + 1])
     patterns = words_of_hf[words_of_hf.index("--include") + 1 :: 2]
     names = [f"fineweb_train_{shard:06d}.bin" for shard in range(1, shards + 1)]
     for name in ["fineweb_val_000000.bin", *names]:
