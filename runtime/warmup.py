@@ -33,9 +33,9 @@ CHECKPOINTS_ON_DISK = 3  # two are kept while the next is written
 MOST_GRAPHS = 1024
 
 
-# Whether compiling pays on a CPU. Measured on two cores of an AMD EPYC: with an empty cache it takes
-# 52 s longer than an eager start, and a trained token then takes about 4 us a layer less (`tiny` 67
-# us instead of 83, `small` 58 instead of 94). Slower machines compile more slowly too. A filled
+# Whether compiling pays on a CPU. Measured on two cores of an AMD EPYC: with an empty cache it
+# takes 52 s more than an eager start, and a trained token then costs about 4 us a layer less
+# (`tiny` 67 us, not 83; `small` 58, not 94). Slower machines compile more slowly too. A filled
 # cache does not count: runs of a claim and a resumed run must compile or not as others did.
 COMPILATION_S = 52.0
 SAVED_S_PER_LAYER = 4e-6
