@@ -9,8 +9,8 @@ each time. Figures are medians over the rounds in milliseconds; ratios are taken
 the last window or to torch.optim.Muon, and "to plain" to the same optimizer without guard.
 --against times other code beside ours, from files anywhere. For `step` a file defines
 build(config), which returns a function that takes a training step; for `optim` build(parameters),
-which returns step functions by name. MFU, on a GPU of known peak, counts 6 FLOPs for each weight of
-the matrices and the head.
+which returns step functions by name. "of peak" counts 6 FLOPs for each weight of the matrices and
+the head; the peak is the datasheet's, or else the rate of one large product here.
 """
 
 import argparse
@@ -131,12 +131,19 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     ms = timed(steps, partial(prepare, trainer), given.rounds, trainer.machine)
     ms = {name: [each / STEPS for each in times] for name, times in ms.items()}
     rows = figures(ms, name)
+    machine, dtype = trainer.machine, trainer.model.dtype
+    peak = machines.peak_flops(machine, dtype) or product_rate(machine, dtype)
     for name, row in rows.items():
         row["tokens/s"] = 1000 * tokens.get(name, config.batch_tokens) / row["median"]
-        used = trainer.mfu(row["tokens/s"])
-        if used is not None:
-            row["MFU"] = used
+        row["of peak"] = row["tokens/s"] * trainer.model.flops_per_token() / peak
     return rows
+
+
+def product_rate(machine: Any, dtype: torch.dtype) -> float:
+    """FLOP/s of the product of two large matrices, on all ranks together."""
+    square = torch.randn(2048, 2048, device=machine.device, dtype=dtype)
+    ms = timed({"product": lambda: square @ square}, lambda: None, 10, machine)["product"]
+    return machine.world_size * 2 * len(square) ** 3 / (median(ms) / 1000)
 
 
 def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:

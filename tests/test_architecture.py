@@ -24,11 +24,11 @@ BUDGETS = {
     "data": 1306,  # reached; the promise is 1000
     "runtime": 3084,  # reached; the promise is 2600
     "claims": 3130,  # reached; the promise is 2700
-    "scripts": 1389,  # reached; the promise is 1100
+    "scripts": 1396,  # reached; the promise is 1100
     "inference": 700,
     "view": 930,
     "run.sh .ci/run": 140,
-    "tests": 15871,  # reached; the promise is 14500
+    "tests": 15872,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 
