@@ -12,10 +12,12 @@ judgements.jsonl, which counts every judgement that was started, are in --out; r
 """
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
@@ -50,6 +52,22 @@ def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
     return Arm(name, source, flags, config, config_hash(config), source_hash(source))
 
 
+def announce(entry: dict[str, Any], arms: Sequence[Arm], plan: RacePlan) -> None:
+    """Say on stderr what is judged, before the first run."""
+    a, b = arms
+    number, pairs = int(entry["run_id"]), f"{plan.looks[0]} to {plan.looks[-1]} pairs"
+    lines = [f"judgement {number}: is B better than A? {entry['metric']}, margin {plan.margin:g}, "
+             f"{pairs} from seed {entry['seed']}"]
+    for arm in arms:
+        lines.append(f"  {arm.name}: {shlex.join(arm.flags)} (source {arm.source_sha256:.12})")
+    for name in sorted(a.config.keys() | b.config.keys()):
+        mine, other = b.config.get(name), a.config.get(name)
+        if mine != other:
+            lines.append(f"  {name}: {other} in A, {mine} in B")
+    lines.append(f"  lines of the source that differ: {entry['diff']['lines']}")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
 def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:
     """Make the runs that are missing until the verdict is final.
 
@@ -74,11 +92,15 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     missing = [seed for seed in seeds if seed not in judge.figures(folder, arm, metric)]
     if not missing:
         return
+    print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
+    began = monotonic()
     code = run_child(training_command(arm.source, flags, folder / arm.name))
     done = judge.figures(folder, arm, metric)
     if code not in (0, 3):  # 3: a run diverged, which is a result
         raise LogError(f"exit code {code} of {arm.name}: see above, then repeat the command")
+    minutes = (monotonic() - began) / 60 / len(missing)
+    print(f"a run takes {minutes:.1f} minutes, a pair twice that", file=sys.stderr, flush=True)
     if missing[0] not in done:
         raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: {arm.source} "
                        "was changed while it was judged")  # fmt: skip
@@ -107,6 +129,9 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
         f"{verdict.confidence:.0%} interval",
         f"  {verdict.pairs} pairs of at most {given.pairs}, seeds from {facts['seed']}",
     ]
+    if not math.isnan(facts["new_tokens"]["mean"]):
+        new = stats.Difference(**facts["new_tokens"])
+        lines.append(f"  on tokens that the context does not repeat: {stats.in_words(new, FORM)}")
     if facts["pairs_needed"]:
         lines.append(f"  one look takes {facts['pairs_needed']} pairs to find a difference of the "
                      f"margin with power {POWER:g}")
@@ -149,10 +174,14 @@ def main(argv: Sequence[str]) -> int:
     judge.require_comparable(arms, given.metric)
     planned = {name: getattr(given, name) for name in ("metric", "margin", "pairs", "look_every")}
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
-    verdict = race(given.out / entry["run_id"], arms, plan, given.metric, entry["seed"])
+    announce(entry, arms, plan)
+    folder = given.out / entry["run_id"]
+    verdict = race(folder, arms, plan, given.metric, entry["seed"])
+    new = judge.new_token_difference(folder, arms)
     if "outcome" not in entry:
         register(given.out / judge.JUDGEMENTS, "end", run_id=entry["run_id"], **verdict._asdict())
-    facts = entry | verdict._asdict() | {"pairs_needed": pairs_needed(verdict.sd, given.margin)}
+    facts = entry | verdict._asdict() | {"new_tokens": new._asdict()}
+    facts["pairs_needed"] = pairs_needed(verdict.sd, given.margin)
     show(to_text(given, facts, verdict), facts, given.json)
     return CODES[verdict.outcome]
 

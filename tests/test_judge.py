@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -53,7 +54,8 @@ for trial in range(given.trials):
     header = {"event": "header", "schema": 2, "run_id": run_id, "track": "tiny", "target": 3.6,
               "seed": seed, "source_sha256": source_hash(Path(__file__).parent), "config": config,
               "config_sha256": config_hash(config), "env": {"gpu_count": 0}}
-    end = {"event": "end", "status": "nonfinite" if diverged else "done"}
+    end = {"event": "end", "status": "nonfinite" if diverged else "done",
+           "probes": {"new_loss": 4 + noise / 2}}
     lines = [header, end] if diverged else [header, first, last, end]
     text = "".join(json.dumps(line | {"t_ms": 1.0}) + "\\n" for line in lines)
     Path(folder, f"{run_id}.jsonl").write_text(text)
@@ -124,6 +126,18 @@ def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome
     assert facts["low"] <= -gain <= facts["high"]
     assert len(calls(project)) == 2 * facts["pairs"] < 20
     assert facts["pairs_needed"] >= 2
+
+
+def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(project, capsys):
+    assert run("--b", "--gain 0.2", "--margin", "0.05") == 0
+    said = capsys.readouterr()
+    before, _, after = said.err.partition("A, seeds 0 to 3")
+    assert "is B better than A? loss, margin 0.05, 4 to 20 pairs from seed 0" in before
+    assert "gain: 0.0 in A, 0.2 in B" in before
+    assert "a run takes 0.0 minutes" in after
+    mean = float(re.search(r"does not repeat: (\S+) \(", said.out)[1])
+    whole = float(re.search(r"B - A (\S+) \(", said.out)[1])
+    assert mean == pytest.approx(whole / 2, rel=1e-3), "noise moves both, new tokens half as far"
 
 
 def test_the_arms_take_turns_and_a_process_trains_all_runs_up_to_the_next_look(project, capsys):
