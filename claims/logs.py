@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,14 +32,14 @@ def first_segment(path: Path) -> Path:
     return first if first.exists() else path
 
 
-def read_runs(path: str | Path, links: bool = True) -> list[Run]:
+def read_runs(path: str | Path, links: bool = True, cut: Callable[..., bytes] = bytes) -> list[Run]:
     """The runs in one file; for a segment, the run that it belongs to.
 
-    An unfinished run says why in `unfinished`. Raises LogError for a file that is no
-    run log; the message names the file, the line and the rule. links: whether to follow links.
+    An unfinished run says why in `unfinished`. LogError for a file that is no run log names file,
+    line and rule. links: whether to follow links. cut: takes lines out of each file's content.
     """
     first = first_segment(Path(path))
-    segments = read_segments(first, links)
+    segments = [(file, cut(content)) for file, content in read_segments(first, links)]
     data = segments[0][1]
     if not data:
         raise LogError(f"{first} is empty: its run ended before its first line. Take it out.")

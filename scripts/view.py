@@ -1,6 +1,6 @@
 """Show runs in the browser as they grow: losses, learning rate, window, throughput, settings.
 
-    python scripts/view.py logs                                       a page of this machine
+    python scripts/view.py                                            the runs in logs, as a page
     python scripts/view.py logs records/tiny/2026-11-22_ModernCopying     beside a record
     python scripts/view.py logs --out runs.html                       one file that works offline
 
@@ -29,7 +29,7 @@ PORT = 8321
 def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("paths", nargs="+", metavar="LOGS", help="folders of run logs, run logs, or records")
+    add("paths", nargs="*", default=["logs"], metavar="LOGS", help="run logs, folders, or records")
     add("--port", type=int, default=PORT, help="of the page; 0: any free one (%(default)s)")
     add("--open", action="store_true", help="open the page in the browser")
     add("--out", type=Path, metavar="FILE", help="write the page to a file instead")

@@ -26,9 +26,9 @@ BUDGETS = {
     "claims": 3140,  # reached; the promise is 2700
     "scripts": 1425,  # reached; the promise is 1100
     "inference": 700,
-    "view": 930,
+    "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 15886,  # reached; the promise is 14500
+    "tests": 15946,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 
@@ -187,7 +187,7 @@ def test_no_file_names_a_place_on_someones_machine():
 def test_a_part_of_the_house_keeps_its_budget_of_lines(name):
     lines = 0
     for part in name.split():
-        for path in [*files_of(part), *(ROOT / part).glob("page.[hj]*")]:
+        for path in [*files_of(part), *(ROOT / part).glob("*.[hj][ts]*")]:
             count = len(path.read_text(encoding="utf-8").splitlines())
             long = path.name == "train_gpt.py" or part == "tests"
             assert count <= LONGEST_FILE or long, f"{path.name}: {count} lines"

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import browser as chromium
 import pytest
+from scipy.stats import ttest_ind
 
+from claims.judge import JUDGEMENTS, Verdict
 from runtime.errors import Refused
+from runtime.registry import register
 from scripts.view import main
 from view import runs as view_runs
 from view.page import build_page, write_page
@@ -100,17 +103,19 @@ def test_runs_of_one_source_and_configuration_are_one_group_in_any_folder(tmp_pa
 
 
 def test_a_long_run_is_thinned_and_its_mean_loss_stays(tmp_path):
-    write_log(tmp_path / "logs", steps=2002)
-    curve = read(tmp_path / "logs")["runs"][0]["curve"]
-    assert len(curve["loss"]) <= view_runs.POINTS
-    assert curve["step"][0] == 6
-    assert curve["loss"][0] == pytest.approx(4 - 3.5 / 2002, abs=1e-6)  # of steps 1 to 6
-    assert curve["step"][-1] == 2002
+    write_log(tmp_path / "logs", steps=2002, skip={700})
+    (run,) = read(tmp_path / "logs")["runs"]
+    curve = run["curve"]
+    assert len(curve["loss"]) <= view_runs.POINTS + 1
+    assert curve["step"][0] == 11
+    assert curve["loss"][0] == pytest.approx(4 - 6 / 2002, abs=1e-6)  # of steps 1 to 11
+    assert (curve["step"][-1], run["skips"]["step"], run["status"]) == (2002, [700], "done")
+    assert curve["loss"][-1] == pytest.approx(4 - 1997 / 2002, abs=1e-6)  # of 1,992 to 2,002
 
 
 def test_a_record_and_a_folder_of_records_give_their_runs_as_references():
     (folder,) = find_folders([RECORD])
-    assert (folder.name, folder.record) == (RECORD.name, True)
+    assert (folder.name, folder.record) == (RECORD.name, RECORD)
     assert len(find_folders([RECORD.parent])) == len(list(RECORD.parent.glob("*/runs")))
     assert len(read(RECORD)["ids"]) == len(list((RECORD / "runs").glob("*_tiny_*.jsonl")))
 
@@ -134,7 +139,7 @@ def test_only_logs_that_changed_are_read_again(tmp_path, monkeypatch):
     parsed = []
     original = view_runs.read_runs
     monkeypatch.setattr(
-        view_runs, "read_runs", lambda path, links: parsed.append(path) or original(path, links)
+        view_runs, "read_runs", lambda path, **how: parsed.append(path) or original(path, **how)
     )
     assert store.reply(first["version"])["runs"] == []
     assert parsed == []
@@ -174,22 +179,6 @@ def test_a_link_in_a_folder_is_not_followed(tmp_path):
     assert reply["ids"] == []
     assert [reason.endswith("it is a link or no regular file") for reason in reply["unread"]] == [
         True, True]  # fmt: skip
-
-
-@pytest.mark.parametrize("segment", ["a.jsonl", "a.2.jsonl"])
-def test_a_log_that_becomes_a_link_between_two_questions_is_not_shown(tmp_path, segment):
-    secret = tmp_path / "secret.txt"
-    secret.write_text("a key\n")
-    log = write_log(tmp_path / "logs")
-    resumed = '{"event": "resume", "from_step": 40, "differences": [], "t_ms": 0}\n'
-    log.with_name("a.2.jsonl").write_text(resumed)
-    store = Store(find_folders([log.parent]))
-    (run_id,) = store.reply()["ids"]
-    assert "resume" in store.excerpt(run_id, 1000)["last"]
-    log.with_name(segment).unlink()
-    log.with_name(segment).symlink_to(secret)
-    assert store.excerpt(run_id, 1000) is None
-    assert store.reply()["ids"] == []
 
 
 def test_a_short_log_that_declares_a_billion_steps_is_shown_at_once(tmp_path):
@@ -257,18 +246,17 @@ def ask(server, path, method="GET", **headers):
     return reply, body
 
 
-def test_the_server_gives_the_page_its_runs_and_a_log(served):
+def test_the_server_gives_the_page_and_its_runs(served):
     folder, server = served
     assert ask(server, "/")[1].startswith(b"<!DOCTYPE html>")
-    (run_id,) = json.loads(ask(server, "/runs?since=0")[1])["ids"]
-    found = json.loads(ask(server, f"/run?id={run_id}")[1])
-    assert found["last"] == (folder / "a.jsonl").read_text()
-    assert json.loads(found["first"])["run_id"] == "run_0"
+    (run,) = json.loads(ask(server, "/runs?since=0")[1])["runs"]
+    assert (run["name"], run["more"]["log"]) == ("run_0", str(folder / "a.jsonl"))
 
 
 @pytest.mark.parametrize("path", [
-    "/a.jsonl", "/../a.jsonl", "/run?id=../a.jsonl", "/run?id=a.jsonl", "/run", "/etc/passwd",
-    "//etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/run?id=%00", "/runs?since=-1", "/runs?since=x",
+    "/a.jsonl", "/../a.jsonl", "/diff?id=../a.jsonl", "/diff?id=a.jsonl", "/diff", "/etc/passwd",
+    "//etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/diff?id=%00", "/runs?since=-1", "/runs?since=x",
+    "/compare", "/compare?a=x&b=y",
 ])  # fmt: skip
 def test_the_server_knows_no_paths(served, path):
     assert ask(served[1], path)[0].status == 404
@@ -391,12 +379,12 @@ def test_validations_are_one_curve_of_each_group_or_run(opened):
     folder, page = opened
     for seed, loss in ((1, 3.9), (2, 3.7)):
         write_log(folder, str(seed), seed=seed, quick={20: loss})
-    curves = "charts.loss.curves.map(curve => curve.dots.map(dot => [dot.x, dot.y, dot.few]))"
+    curves = "charts.loss.lines.map(line => line.dots.map(dot => [dot.x, dot.y, dot.few]))"
     page.wait(f"{ROWS}.length === 4")
     assert page.evaluate(curves) == [[[20, pytest.approx(3.8), True], [40, 3.2, False]]]
     assert "small dots: quick validation" in page.evaluate(TEXT)
     page.click("#lines [data-value=runs]")
-    page.wait("charts.loss.curves.length === 3")
+    page.wait("charts.loss.lines.length === 3")
     assert [[20, 3.7, True], [40, 3.3, False]] in page.evaluate(curves)
 
 
@@ -448,19 +436,21 @@ def test_a_record_beside_runs_is_a_reference(served, page):
         server.shutdown()
 
 
-def test_a_run_opens_its_header_and_log_and_a_group_closes(opened):
+def test_a_run_opens_its_result_before_its_settings_and_a_group_closes(opened):
     _, page = opened
     page.click("#rows .run button")
     page.wait("document.getElementById('dialog').open")
-    assert "config.matrix_lr" in page.evaluate("document.getElementById('facts').innerText")
-    assert '"status": "done"' in page.evaluate("document.getElementById('log').textContent")
-    page.click("#close")
+    result = page.evaluate("document.getElementById('dialog').innerText")
+    assert "validation loss: 3.1000" in result
+    assert "matrix_lr" not in result, "the rest is folded"
+    assert "matrix_lr: 0.02" in page.evaluate("document.getElementById('facts').textContent")
+    page.click("#dialog button")
     page.wait("!document.getElementById('dialog').open")
     page.click("#rows .group button")
     page.wait(f"{ROWS}.length === 1")
 
 
-def test_a_drag_zooms_a_double_click_undoes_it_and_the_pointer_names_a_value(opened):
+def test_a_drag_zooms_and_a_double_click_undoes_it(opened):
     _, page = opened
     x, y, width = page.evaluate(
         "(() => { const b = charts.loss.plot.over.getBoundingClientRect();"
@@ -474,10 +464,91 @@ def test_a_drag_zooms_a_double_click_undoes_it_and_the_pointer_names_a_value(ope
         for kind in ("mousePressed", "mouseReleased"):
             page.mouse(kind, x + width / 2, y + 50, button="left", clickCount=count)
     page.wait("charts.loss.plot.scales.x.max > 39")
-    line_at = y + page.evaluate("charts.loss.plot.valToPos(charts.loss.lines[0].y[20], 'y')")
-    page.mouse("mouseMoved", x + page.evaluate("charts.loss.plot.valToPos(21, 'x')"), line_at)
+
+def cells(page, selector):
+    return page.evaluate(
+        f"[...document.querySelectorAll('{selector}')].map(cell => cell.innerText.trim())"
+    )
+
+
+def point_at(page, step, loss):
+    """Move the pointer there; returns what the page says, and what of it is bold."""
+    page.evaluate("charts.loss.plot.over.scrollIntoView()")
+    x, y = page.evaluate(
+        "(() => { const {plot} = charts.loss, b = plot.over.getBoundingClientRect();"
+        f"return [b.left + plot.valToPos({step}, 'x'), b.top + plot.valToPos({loss}, 'y')] }})()"
+    )
+    page.mouse("mouseMoved", x, y)
     page.wait("!document.getElementById('tip').hidden")
-    assert "step 21" in page.evaluate("document.getElementById('tip').textContent")
+    return cells(page, "#tip td"), cells(page, "#tip .nearest")
+
+
+def test_pointing_anywhere_names_all_curves_there_the_best_first_and_the_nearest_bold(opened):
+    folder, page = opened
+    write_log(folder, "b", seed=1, quick={20: 3.9}, matrix_lr=0.04)
+    page.wait(f"{LINES}.length === 2")
+    page.evaluate("set({smooth: '0'})")
+    told = ["modern", "3.5000", "3.1000 at 40", "modern · matrix_lr 0.04", "3.6000", "3.9000"]
+    assert point_at(page, 20, 3.2) == (told, ["modern", "3.5000"])
+    assert point_at(page, 20, 3.95) == (told, ["modern · matrix_lr 0.04", "3.9000"])
+
+
+def press(page, key):
+    page.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
+
+
+def test_columns_sort_and_rows_are_shown_alone_or_hidden_and_two_groups_compared(opened):
+    folder, page = opened
+    for name, rate, seeds in (("b", 0.04, (3, 4)), ("c", 0.01, (1, 2))):
+        for seed in seeds:
+            write_log(folder, f"{name}{seed}", seed=seed, matrix_lr=rate)
+    page.wait(f"{LINES}.length === 3")
+    usual, high, low = "▸ modern", "▸ modern · matrix_lr 0.04", "▸ modern · matrix_lr 0.01"
+    rows = "#rows td button:first-of-type"
+    page.click("#columns th:nth-child(3) button")
+    assert cells(page, rows) == [usual, low, high]
+    page.click("#columns th:nth-child(3) button")
+    assert cells(page, rows) == [high, low, usual]
+    page.click("#rows tr .only")
+    page.wait(f"{LINES}.length === 1 && charts.loss.lines[0].label.includes('0.04')")
+    focused = page.evaluate("document.activeElement.id")
+    page.evaluate("render()")
+    assert page.evaluate("document.activeElement.id") == focused != "", "focus survives a redraw"
+    page.evaluate("document.querySelectorAll('#rows input')[1].click()")
+    low, high = ttest_ind([3.2, 3.3], [3.4, 3.5], equal_var=False).confidence_interval()
+    found = f"loss of B - A -0.2000 ({low:+.4f} to {high:+.4f}): no difference shown"
+    page.wait(f"document.getElementById('comparison').innerText.includes('{found}')")
+    press(page, "a")
+    page.wait(f"{LINES}.length === 3")
+    page.evaluate("document.querySelectorAll('#rows button')[0].focus()")
+    press(page, "h")
+    page.wait(f"{LINES}.length === 2")
+    page.evaluate("set({filter: 'matrix_lr=0.99'})")
+    page.wait(f"{TEXT}.includes('No run matches matrix_lr=0.99')")
+    page.evaluate("set({filter: 'matrix_lr'})")  # a word is looked for in names
+    assert page.evaluate(f"{ROWS}.length") == 2
+
+
+def test_a_page_in_a_file_has_judgements_and_records_with_verdict_and_diff(tmp_path, page):
+    write_log(tmp_path / "logs")
+    judged = tmp_path / "logs" / "judge"
+    (judged / "001").mkdir(parents=True)
+    (judged / "001" / "source.diff").write_text("-old\n+new\n")
+    arm = {"flags": ["--steps", "40"]}
+    path = judged / JUDGEMENTS
+    register(path, "start", run_id="001", metric="loss", margin=0.01, pairs=20, A=arm, B=arm)
+    found = Verdict("better", True, 8, -0.02, -0.03, -0.01, 0.005)
+    register(path, "end", **found._asdict() | {"run_id": "001"})
+    write_page(Store(find_folders([tmp_path / "logs", RECORD])), tmp_path / "page.html")
+    page.open((tmp_path / "page.html").as_uri())
+    page.wait("document.querySelectorAll('#verdicts details').length === 2")
+    assert inked(page) > 1000
+    shown = page.evaluate("document.getElementById('verdicts').innerText")
+    assert "better judgement 001 B - A -0.02 (-0.03 to -0.01) nats per token" in shown
+    assert "shown 2026-11-22_ModernDefault mean 3.3073 below 3.39" in shown
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    for text in ("B: --steps 40", "+new", "+++ train_gpt.py"):
+        page.wait(f"document.getElementById('verdicts').innerText.includes('{text}')")
 
 
 def test_hostile_names_are_shown_as_text(opened):
@@ -485,9 +556,9 @@ def test_hostile_names_are_shown_as_text(opened):
     log = write_log(folder, "b", seed=1, recipe=HOSTILE, optimizer=HOSTILE)
     log.write_text(log.read_text().replace("run_1", HOSTILE.replace("/", "\\/")))
     page.wait("document.querySelectorAll('#rows .group').length === 2")  # they begin closed
-    page.evaluate("[...document.querySelectorAll('#rows .group button')].at(-1).click()")
+    page.evaluate("[...document.querySelectorAll('#rows .group button:not(.only)')].at(-1).click()")
     assert page.evaluate(TEXT).count(HOSTILE) >= 2
-    page.evaluate("[...document.querySelectorAll('#rows .run button')].at(-1).click()")
+    page.evaluate("[...document.querySelectorAll('#rows .run button:not(.only)')].at(-1).click()")
     page.wait("document.getElementById('dialog').open")
     assert page.evaluate("document.images.length") == 0
     assert page.evaluate("window.hacked === undefined")
@@ -503,24 +574,13 @@ def test_a_phone_shows_everything_without_scrolling_sideways(opened):
     page.wait("charts.loss.plot.data[0].at(-1) === 0.4")
 
 
-def test_a_written_page_works_from_a_file(tmp_path, page):
-    write_log(tmp_path / "logs")
-    write_page(Store(find_folders([tmp_path / "logs"])), tmp_path / "page.html")
-    page.open((tmp_path / "page.html").as_uri())
-    page.wait(f"{ROWS}.length === 2")
-    assert inked(page) > 1000
-    page.click("#rows .run button")
-    page.wait("document.getElementById('dialog').open")
-    assert '"status": "done"' in page.evaluate("document.getElementById('log').textContent")
-
-
 def test_an_empty_folder_says_so_and_its_first_run_is_followed_to_its_end(tmp_path, page):
     folder = tmp_path / "logs"
     folder.mkdir()
     with Server(Store(find_folders([folder])), 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page.open(server.url)
-        page.wait(f"{TEXT}.includes('No runs yet')")
+        page.wait(f"{TEXT}.includes('No runs yet. Start one: ./run.sh --steps 20')")
         write_log(folder, done=5)
         page.wait(f"{TEXT}.includes('5 of 40')")
         assert "running, 0.4 s left" in page.evaluate(TEXT)

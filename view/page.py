@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ from runtime.errors import Refused
 from view.runs import Store
 
 HERE = Path(__file__).parent
-EXCERPT = 8192  # bytes of each log in a file that works offline
+COMPARED = 20  # groups in a file that works offline; a server compares any two
 
 
 def build_page(data: dict[str, Any] | None = None) -> str:
     """The page as HTML; without data it asks the server. It runs no script but its own."""
     page = (HERE / "page.html").read_text(encoding="utf-8")
-    for file in ("vendor/uPlot.min.css", "vendor/uPlot.iife.min.js", "page.js"):
+    for file in ("vendor/uPlot.min.css", "vendor/uPlot.iife.min.js", "charts.js", "page.js"):
         text = (HERE / file).read_text(encoding="utf-8")
         page = page.replace(f"/* {Path(file).name} */", text)
     hashes = ""
@@ -34,5 +35,9 @@ def write_page(store: Store, path: Path) -> None:
     if not data["ids"]:
         unread = [f"no run log in {', '.join(data['folders'])}: nothing to show", *data["unread"]]
         raise Refused("\n".join(unread))
-    data["excerpts"] = {name: store.excerpt(name, EXCERPT) for name in data["ids"]}
+    answers = {f"diff?id={name}": store.diff(name) for name in store.verdicts}
+    groups = list(dict.fromkeys(run["group"] for run in data["runs"]))[:COMPARED]
+    for a, b in combinations(groups, 2):
+        answers[f"compare?a={a}&b={b}"] = store.compare(a, b)
+    data["answers"] = answers
     path.write_text(build_page(data), encoding="utf-8")

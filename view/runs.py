@@ -3,9 +3,9 @@
 import contextlib
 import hashlib
 import math
+import re
 import time
 from collections.abc import Iterable, Sequence
-from os import SEEK_END
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -13,23 +13,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from claims.arms import PUBLIC_TARGETS, track_of
-from claims.comparison import find_stutters, step_times
 from claims.logs import find_runs, read_runs
 from claims.runs import Run, Step, Validation, current_names
 from runtime.errors import LogError, Refused
-from runtime.jsonl import open_regular, plain
+from runtime.jsonl import plain
 from runtime.settings import SETTINGS_OF_A_RUN
+from view import verdicts
 
-POINTS = 400  # of a curve: a screen shows no more
-MARKS = 200  # skipped or slow steps of a run
-READING = 0.5  # seconds that a reply may read logs; the next reply continues
+POINTS = 200  # of a curve: a screen shows no more
+STEP_LINES = (b'{"event": "step"', b"step:", b"s:")  # the last two in text logs
+TRAIN_LOSS = re.compile(rb'"train_loss": ([0-9.e+-]+)')
+MARKS = 200  # skipped steps of a run
+READING = 1.0  # seconds that a reply may read logs; the next reply continues
 Curves = dict[str, list[float | None]]
 
 
 class Folder(NamedTuple):
     name: str  # as the page shows it
     path: Path  # a folder of logs, or one log
-    record: bool  # its runs belong to a record, so they are a reference
+    record: Path | None = None  # the record of its runs, which so are a reference
 
 
 def find_folders(paths: Sequence[str | Path]) -> list[Folder]:
@@ -37,12 +39,12 @@ def find_folders(paths: Sequence[str | Path]) -> list[Folder]:
     folders = []
     for path in map(Path, paths):
         if not path.exists():
-            raise Refused(f"{path} does not exist: name a folder of run logs, such as logs")
+            raise Refused(f"{path} does not exist: name a folder of run logs; ./run.sh makes logs")
         inside = sorted(path.iterdir()) if path.is_dir() else []
         records = [record for record in [path, *inside] if (record / "runs").is_dir()]
-        folders += [Folder(record.resolve().name, record / "runs", True) for record in records]
+        folders += [Folder(record.resolve().name, record / "runs", record) for record in records]
         if not records:
-            folders.append(Folder("/".join(path.parts[-2:]), path, False))
+            folders.append(Folder("/".join(path.parts[-2:]), path))
     return folders
 
 
@@ -61,6 +63,31 @@ def segments_of(first: Path) -> list[Path]:
     return segments
 
 
+def thin(data: bytes) -> bytes:
+    """A log with about POINTS step lines at most: reading them is what a long log costs.
+
+    Of each group of steps the last stays, with the mean training loss of the group. So do skipped
+    steps.
+    """
+    lines = data.split(b"\n")
+    steps = [number for number, line in enumerate(lines)
+             if line.startswith(STEP_LINES) and b"val_loss" not in line]  # fmt: skip
+    size = math.ceil(len(steps) / POINTS)
+    if size < 2:
+        return data
+    starts = range(0, len(steps), size)
+    ends = [steps[start : start + size][-1] for start in starts]
+    losses = TRAIN_LOSS.findall(data)
+    if len(losses) == len(steps):  # none is missing, none is "nan"
+        sums = np.add.reduceat(np.array(losses, dtype=float), starts)
+        for end, mean in zip(ends, sums / np.diff([*starts, len(steps)]), strict=True):
+            lines[end] = TRAIN_LOSS.sub(b'"train_loss": %.7g' % mean, lines[end])
+    dropped = set(steps).difference(ends)
+    kept = [line for number, line in enumerate(lines)
+            if number not in dropped or b'"skipped": true' in line]  # fmt: skip
+    return b"\n".join(kept)
+
+
 def column(values: Iterable[float | None]) -> np.ndarray:
     return np.array(list(values), dtype=float)  # None becomes NaN
 
@@ -70,14 +97,6 @@ def numbers(values: np.ndarray) -> list[float | None]:
     if not np.isfinite(values).any():
         return []
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
-
-
-def means(values: np.ndarray, size: int) -> np.ndarray:
-    """The mean of the finite values in each group of `size`, of which the last may be smaller."""
-    rows = np.pad(values, (0, -len(values) % size), constant_values=math.nan).reshape(-1, size)
-    known = np.isfinite(rows)
-    with np.errstate(invalid="ignore"):  # 0 / 0 where nothing is known
-        return np.where(known, rows, 0).sum(axis=1) / known.sum(axis=1)
 
 
 def positions(points: Sequence[Step | Validation], tokens: dict[int, int | None]) -> Curves:
@@ -94,16 +113,14 @@ def losses(points: Sequence[Validation], tokens: dict[int, int | None]) -> Curve
 
 
 def curves(run: Run, tokens: dict[int, int | None]) -> Curves:
-    """The steps in at most POINTS groups: mean training loss, and the rest at each group's end."""
-    size = max(1, math.ceil(len(run.steps) / POINTS))
-    last = run.steps[size - 1 :: size] + (run.steps[-1:] if len(run.steps) % size else [])
-    ms = column(step.train_time_ms for step in last)
+    ms = column(step.train_time_ms for step in run.steps)
     with np.errstate(divide="ignore", invalid="ignore"):
-        speed = np.diff(column(step.tokens for step in last), prepend=0) / np.diff(ms, prepend=0)
-    return positions(last, tokens) | {
-        "loss": numbers(means(column(step.train_loss for step in run.steps), size)),
-        "lr": numbers(column(step.lr_mul for step in last)),
-        "window": numbers(column(step.window for step in last)),
+        speed = np.diff(column(step.tokens for step in run.steps), prepend=0)
+        speed /= np.diff(ms, prepend=0)
+    return positions(run.steps, tokens) | {
+        "loss": numbers(column(step.train_loss for step in run.steps)),
+        "lr": numbers(column(step.lr_mul for step in run.steps)),
+        "window": numbers(column(step.window for step in run.steps)),
         "speed": numbers(1000 * np.where(speed > 0, speed, math.nan)),
     }
 
@@ -125,31 +142,32 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     points: list[Step | Validation] = [*run.steps, *run.validations]
     tokens = {step.step: step.tokens for step in run.steps} | {0: 0}
     skipped = [step for step in run.steps if step.skipped]
-    slow = [run.steps[step - 1] for step in find_stutters(step_times(run))]
     facts = {
         "id": short_hash(run.path.resolve(), run.index), "group": group_of(run, folder),
-        "name": run.run_id, "folder": folder.name, "record": folder.record, "track": run.track,
-        "seed": run.seed, "target": run.target or PUBLIC_TARGETS.get(track_of(run) or ""),
+        "name": run.run_id, "folder": folder.name, "record": bool(folder.record),
+        "track": run.track, "seed": run.seed,
+        "target": run.target or PUBLIC_TARGETS.get(track_of(run) or ""),
         "source": run.source, "loss": run.final_loss,
         "config": {key: config[key] for key in config if key not in SETTINGS_OF_A_RUN},
         "total": run.total_steps or config.get("steps"),
         "done": max([point.step for point in points], default=0),
         "seconds": max([point.train_time_ms or 0 for point in points], default=0) / 1000 or None,
         "status": run.status or ("done" if run.complete else None), "modified": modified,
+        "more": {"log": str(run.path), "end": run.end, "machine": run.env},
         "why": "; ".join(reason for reason in (run.left_out, run.resumed) if reason),
     }  # fmt: skip
     return plain(facts) | {
         "curve": curves(run, tokens), "val": losses(run.validations, tokens),
         "quick": losses(run.quick_validations, tokens),
-        "skips": positions(skipped[:MARKS], tokens), "stutters": positions(slow[:MARKS], tokens),
+        "skips": positions(skipped[:MARKS], tokens),
     }  # fmt: skip
 
 
 class Log(NamedTuple):  # as it was read last
     state: list[tuple[int, int]]  # change time in ns and size of each segment
     version: int
-    runs: list[dict[str, Any]]
-    segments: list[Path]
+    runs: list[dict[str, Any]]  # as the page shows those found
+    found: list[Run]
     error: str | None
 
 
@@ -159,6 +177,7 @@ class Store:
     def __init__(self, folders: Sequence[Folder]) -> None:
         self.folders = folders
         self.logs: dict[Path, Log] = {}
+        self.verdicts: dict[str, dict[str, Any]] = {}  # judgements and records by id
         self.version = 0
         self.lock = Lock()
 
@@ -166,12 +185,14 @@ class Store:
         """All ids, and the runs that changed after a version. `more`: it has not read all yet."""
         with self.lock:
             more, logs = self.refresh(time.monotonic() + seconds), self.logs.values()
+            unread = self.read_verdicts()
             return {
                 "version": self.version, "more": more, "now": time.time(),
                 "folders": [folder.name for folder in self.folders],
                 "ids": [run["id"] for log in logs for run in log.runs],
                 "runs": [run for log in logs if log.version > since for run in log.runs],
-                "unread": [log.error for log in logs if log.error],
+                "unread": [log.error for log in logs if log.error] + unread,
+                "verdicts": [one | {"id": name} for name, one in self.verdicts.items()],
             }  # fmt: skip
 
     def refresh(self, until: float) -> bool:
@@ -189,35 +210,43 @@ class Store:
 
     def read(self, path: Path, folder: Folder) -> Log:
         """The log as it is now; the one read before if its files did not change."""
-        known, state, segments, runs, error = self.logs.get(path), [], [], [], None
+        known, error = self.logs.get(path), None
+        state: list[tuple[int, int]] = []
+        runs: list[dict[str, Any]] = []
+        found: list[Run] = []
         try:
-            segments = segments_of(path)
-            state = [(stat.st_mtime_ns, stat.st_size) for stat in map(Path.lstat, segments)]
+            stats = [segment.lstat() for segment in segments_of(path)]
+            state = [(stat.st_mtime_ns, stat.st_size) for stat in stats]
             if known and known.state == state:
                 return known
             modified = state[-1][0] / 1e9
-            runs = [summary(run, folder, modified) for run in read_runs(path, links=False)]
+            found = read_runs(path, links=False, cut=thin)
+            runs = [summary(run, folder, modified) for run in found]
         except (LogError, OSError, RecursionError) as problem:
             error = str(problem)
         self.version += 1
-        return Log(state, self.version, runs, segments, error)
+        return Log(state, self.version, runs, found, error)
 
-    def excerpt(self, run_id: str, most_bytes: int) -> dict[str, str] | None:
-        """The first line of a run's log, and the last bytes of its last segment.
+    def read_verdicts(self) -> list[str]:
+        """Read judgements and records again; returns what could not be read."""
+        found, unread = [], []
+        for folder in self.folders:
+            try:
+                found += verdicts.find(folder.path, folder.record)
+            except verdicts.FAULTS as problem:
+                unread.append(f"verdicts of {folder.name}: {problem!r:.200}")
+        self.verdicts = {short_hash(verdict["path"]): verdict for verdict in found}
+        return unread
 
-        None if the run is not known, or its log is no longer a file.
-        """
+    def diff(self, verdict_id: str) -> str | None:
+        """What a judgement or a record compared, and its diff; None if it is not known."""
+        verdict = self.verdicts.get(verdict_id)
+        return verdicts.read_diff(verdict) if verdict else None
+
+    def compare(self, a: str, b: str) -> str | None:
+        """Two groups compared, in sentences; None if one is not known."""
+        groups: dict[str, list[Run]] = {a: [], b: []}
         for log in list(self.logs.values()):
-            if run_id in [run["id"] for run in log.runs]:
-                with contextlib.suppress(OSError):
-                    return read_ends(log.segments, most_bytes)
-        return None
-
-
-def read_ends(segments: Sequence[Path], most_bytes: int) -> dict[str, str]:
-    with open_regular(segments[0], links=False) as file:
-        first = file.readline(most_bytes).decode(errors="replace")
-    with open_regular(segments[-1], links=False) as file:
-        file.seek(max(0, file.seek(0, SEEK_END) - most_bytes))
-        last = file.read(most_bytes).decode(errors="replace")
-    return {"first": first, "last": last}
+            for shown, run in zip(log.runs, log.found, strict=True):
+                groups.get(shown["group"], []).append(run)
+        return verdicts.compare(groups[a], groups[b]) if all(groups.values()) else None

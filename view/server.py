@@ -10,13 +10,12 @@ from view.page import build_page
 from view.runs import Store
 
 HOST = "127.0.0.1"
-EXCERPT = 65536  # bytes of a log that the page shows
 HEADERS = {"Cache-Control": "no-store", "Cross-Origin-Resource-Policy": "same-origin",
            "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}  # fmt: skip
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET and HEAD of `/`, `/runs?since=VERSION` and `/run?id=ID`; anything else is refused."""
+    """GET and HEAD of `/`, `/runs?since=VERSION`, `/diff?id=ID`, `/compare?a=ID&b=ID`; no more."""
 
     server: "Server"
     timeout = 30  # seconds; a silent client must not hold a thread
@@ -27,16 +26,25 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(403, "this server answers to its own name only")
             return  # else a web page whose name leads here could read the logs
         url = urlsplit(self.path)
-        asked = dict(parse_qsl(url.query))
-        since = asked.get("since", "0")
         if url.path == "/":
             self.answer(200, build_page(), "text/html")
-        elif url.path == "/runs" and since.isdecimal() and len(since) < 16:
-            self.answer(200, json.dumps(self.server.store.reply(int(since)), allow_nan=False))
-        elif excerpt := self.server.store.excerpt(asked.get("id", ""), EXCERPT):
-            self.answer(200, json.dumps(excerpt))
-        else:
+            return
+        found = self.find(url.path, dict(parse_qsl(url.query)))
+        if found is None:
             self.answer(404, "nothing here")
+        else:
+            self.answer(200, json.dumps(found, allow_nan=False))
+
+    def find(self, path: str, asked: dict[str, str]) -> Any:
+        """What the page asks for; None for anything else."""
+        store, since = self.server.store, asked.get("since", "0")
+        if path == "/runs" and since.isdecimal() and len(since) < 16:
+            return store.reply(int(since))
+        if path == "/diff":
+            return store.diff(asked.get("id", ""))
+        if path == "/compare":
+            return store.compare(asked.get("a", ""), asked.get("b", ""))
+        return None
 
     do_HEAD = do_GET
 
