@@ -262,7 +262,7 @@ function take(reply) {
   $("live").className = embedded ? "" : "on";
   const written = new Date(now * 1000).toLocaleString();
   $("live").textContent = embedded ? written : reply.more ? "reading" : "live";
-  if (changed || [...runs.values()].some(run => statusOf(run) === "running")) render();
+  if (changed || [...runs.values()].some(run => run.status === null)) render();
 }
 
 async function poll() {
