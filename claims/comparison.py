@@ -1,24 +1,17 @@
-"""Two arms: the difference of their losses and times, B - A. Steps that took longer than others."""
+"""Two arms: the difference of their losses and times, B - A."""
 
 import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from scipy.ndimage import percentile_filter
-
 from claims.arms import group_runs, leave_out_repeats, list_arms, name_of, read_selected
-from claims.runs import Run, Step, Validation
+from claims.runs import Run
 from claims.stats import Difference, equivalence, paired, welch
 from runtime.errors import LogError
 
 FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
                "threads", "dtype", "compiled")  # fmt: skip
-STUTTER_RATIO = 1.5  # a stutter takes so much longer than the steps around it
-# The steps around it are 21 steps, by their upper quartile: where a slower stage begins, that is
-# already the slower time, so none of the stage's steps counts as a stutter.
-NEIGHBOURS, QUARTILE = 21, 75
 
 
 @dataclass
@@ -96,37 +89,3 @@ def compare_machines(a: ArmTimes, b: ArmTimes) -> list[str]:
         if len({*in_a, *in_b} - {"None"}) > 1:
             differs.append(f"{key}: {dict(in_a)} in A, {dict(in_b)} in B")
     return differs
-
-
-# ---- Steps of one run
-
-
-def step_times(run: Run) -> np.ndarray:
-    """Milliseconds of each step; empty unless the log times every step on one clock.
-
-    Between a step and the validation after it the clock waits for the device. That time belongs to
-    no step.
-    """
-    if not run.has_every_step:
-        return np.array([])
-    events: list[Step | Validation] = [*run.steps, *run.validations]
-    clock = 0.0
-    times = []
-    for event in sorted(events, key=lambda event: event.step):
-        if event.train_time_ms is None or event.train_time_ms < clock:
-            return np.array([])
-        if isinstance(event, Step):
-            times.append(event.train_time_ms - clock)
-        clock = event.train_time_ms
-    return np.array(times)
-
-
-def find_stutters(times: np.ndarray) -> dict[int, float]:
-    """Seconds that single slow steps took above the steps around them, by step."""
-    found = {}
-    for first in (0, 1):  # odd and even steps apart: Adam may step only on odd ones
-        ms = times[first::2]
-        usual = percentile_filter(ms, QUARTILE, NEIGHBOURS, mode="nearest") if len(ms) else ms
-        for place in np.flatnonzero(ms > STUTTER_RATIO * usual):
-            found[int(2 * place + first + 1)] = float(ms[place] - usual[place]) / 1000
-    return dict(sorted(found.items()))

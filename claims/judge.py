@@ -164,7 +164,7 @@ def figures(folder: Path, arm: Arm, metric: str) -> dict[int, float]:
 def figure(run: Run, metric: str) -> float:
     last = run.validations[-1]
     if metric == "new tokens":
-        return (run.end.get("probes") or {}).get("new_loss", math.inf)
+        return run.probe("new_loss")
     if metric == "loss":
         return last.loss
     if metric == "time":
@@ -198,7 +198,7 @@ def new_token_difference(folder: Path, arms: Sequence[Arm]) -> stats.Difference:
     """Of the loss on tokens that the context does not repeat, B - A with a 95 % interval."""
     a, b = (figures(folder, arm, "new tokens") for arm in arms)
     pairs = [(b[seed], a[seed]) for seed in a.keys() & b.keys()]
-    finite = [pair for pair in pairs if max(pair) < math.inf]
+    finite = [pair for pair in pairs if all(map(math.isfinite, pair))]
     return stats.paired([mine for mine, _ in finite], [other for _, other in finite])
 
 

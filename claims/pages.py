@@ -221,14 +221,9 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
 
 def mean_probe(evidence: Evidence, probe: str) -> float | None:
     """Mean over the runs of a loss among the probes of their end lines; None where one lacks it."""
-    losses = []
-    for run in evidence.complete:
-        probes = run.end.get("probes")
-        loss = probes.get(probe) if isinstance(probes, dict) else None
-        if not isinstance(loss, float):
-            return None
-        losses.append(loss)
-    return statistics.fmean(losses)
+    losses = [run.probe(probe) for run in evidence.complete]
+    mean = statistics.fmean(losses or [math.nan])
+    return None if math.isnan(mean) else mean
 
 
 def parameters(evidence: Evidence) -> str:

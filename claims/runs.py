@@ -1,5 +1,6 @@
 """A run as its log has it: `Run`, validations, steps, phases, segments and resumes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -111,6 +112,12 @@ class Run:
         return len(self.steps) == self.total_steps and all(
             step.step == number for number, step in enumerate(self.steps, 1)
         )
+
+    def probe(self, name: str) -> float:
+        """A loss among the probes of the end line, copy_loss or new_loss; NaN if it has none."""
+        probes = self.end.get("probes")
+        loss = probes.get(name) if isinstance(probes, dict) else None
+        return loss if isinstance(loss, float) else math.nan
 
     @property
     def final_loss(self) -> float | None:

@@ -126,8 +126,7 @@ def read_losses(folder: Path) -> dict[int, Losses]:
     found: dict[int, Losses] = {}
     for run in finished_runs(folder):
         loss = run.validations[-1].loss if run.complete else math.inf
-        new = (run.end.get("probes") or {}).get("new_loss", math.nan)
-        found.setdefault(run.seed or 0, (loss, new))
+        found.setdefault(run.seed or 0, (loss, run.probe("new_loss")))
     return found
 
 

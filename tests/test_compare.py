@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_ind, ttest_rel
 
-from claims.comparison import find_stutters, step_times
-from claims.logs import read_run
 from scripts.significance import main
 
 OLD, NEW = [3.30, 3.35, 3.25, 3.40], [3.29, 3.33, 3.24, 3.37]
@@ -141,13 +139,3 @@ def test_single_runs_have_a_difference_and_no_interval(tmp_path, capsys):
     assert "-0.010 (no interval) s" in text_of(capsys, a, b)
     found = compare(capsys, a, b)
     assert (found["seconds"]["low"], found["pairs"]) == (None, 0)
-
-
-def test_slower_even_steps_later_stages_and_waits_before_validations_are_no_stutters(tmp_path):
-    ms = np.concatenate([np.tile([20.0, 60.0], 60), np.tile([50.0, 150.0], 60)])
-    plain = step_times(read_run(write_log(tmp_path / "a.jsonl", ms.tolist(), wait=100.0)))
-    assert plain.tolist() == pytest.approx(ms.tolist())
-    assert not find_stutters(plain)
-    ms[[60, 61, 200]] += 900
-    found = find_stutters(step_times(read_run(write_log(tmp_path / "b.jsonl", ms.tolist()))))
-    assert found == pytest.approx({61: 0.9, 62: 0.9, 201: 0.9}, abs=0.01)
