@@ -382,11 +382,11 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "record42": {},  # record89 was never run
         "record89": RECORD89 | {"steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384},
     },
-    "small": {  # rates are first guesses
-        "record42": {},
+    "small": {  # tuned, but for record89: records/small/tuning
+        "record42": {"matrix_lr": 0.042, "adam_lr": 0.0112},
         "record89": RECORD89 | {"layers": "small89"},
         "muon": MUON | {"layers": "plain8"},
-        "adamw": ADAMW | {"layers": "plain8"},
+        "adamw": ADAMW | {"layers": "plain8", "matrix_lr": 0.004, "adam_lr": 0.016},
     },
     "tiny": {
         "copyinit": PLAIN | {

@@ -420,6 +420,8 @@ def test_a_table_sends_each_parameter_to_its_optimizer_with_its_options():
     # torch's own know no multipliers: they are folded into lr and weight_decay.
     assert (torchs["initial_lr"], torchs["lr"], torchs["weight_decay"]) == (0.4, 0.4, 0.25)
     assert not {"lr_mul", "wd_mul"} & torchs.keys()
+    kept = build_optimizers(model.named_parameters(), [Row("*", "torch")], factories)["torch"]
+    assert (kept.param_groups[0]["lr"], kept.param_groups[0]["weight_decay"]) == (0.1, 0.5)
 
 
 @pytest.mark.parametrize(
