@@ -375,7 +375,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "record42": {},
         "record89": RECORD89 | {
             "layers": "record89", "steps": 1285, "batch_tokens": 393_216, "seq_len": 16_384,
-            "matrix_lr": 0.023,
+            "micro_batch": 49_152, "matrix_lr": 0.023,
         },
     },
     "medium": {
@@ -1165,8 +1165,9 @@ class Trainer:
         """The summed loss to train on at this step, and that of the next token alone, detached."""
         weights = at(self.config, step).loss_weights
         weights_K = None
-        if len(weights) > 1:
-            weights_K = torch.tensor(weights, device=self.machine.device)
+        if len(weights) > 1:  # pinned, so that the copy does not wait for a GPU
+            pinned_K = torch.tensor(weights, pin_memory=torch.cuda.is_available())
+            weights_K = pinned_K.to(self.machine.device, non_blocking=True)
         losses = self.batch_loss(batch, self.data.longest(step), weights_K).view(-1)
         return losses[0], losses[-1].detach()  # one and the same without weights
 

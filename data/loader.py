@@ -64,11 +64,8 @@ class Order:
         """Return where the first step reads."""
         return Position(offset=int(self.data_start * len(shards[0])))
 
-    def rows_of_rank(self, world_size: int) -> int:
-        """Return the largest number of rows that divides a rank's rows at every step.
-
-        ValueError if the ranks cannot own equally many.
-        """
+    def check(self, world_size: int) -> None:
+        """ValueError if the ranks cannot own equally many rows of every step."""
         counts = list(dict.fromkeys(order.rows for order in self.each))
         common = math.gcd(*counts)
         if common % world_size:
@@ -78,7 +75,6 @@ class Order:
                 f"step; start one of {', '.join(sizes)} ranks, or change --batch-tokens or "
                 "--seq-len."
             )
-        return common // world_size
 
 
 def _deal(rows: int, at_once: int, rank: int, world_size: int) -> list[slice]:
@@ -250,21 +246,25 @@ class TrainLoader(Iterator[list[Batch]]):
     def __init__(
         self, files: Files, order: Order, max_documents: int, rank: int = 0, world_size: int = 1
     ) -> None:
-        self._divisor = order.rows_of_rank(world_size)
-        self.rows = max(each.rows for each in order.each) // world_size
+        order.check(world_size)
         self.order = order
         self._max_documents = max_documents
         self._rank, self._world_size = rank, world_size
         self._shards = [Shard(file) for file in files]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         self._position = order.begin(self._shards)  # of the next step handed out, not built ahead
-        self.split(order.batch_tokens)
+        self.split(max(each.batch_tokens for each in order.each))
 
     def split(self, micro_batch: int) -> None:
         """From the next step on, hand out equal micro-batches of at most `micro_batch` tokens."""
-        self.micro_rows = largest_divisor(self._divisor, micro_batch // self.order.seq_len)
-        self._capacity = capacity_for(self.micro_rows, self._max_documents)
+        self._most_rows = micro_batch // self.order.seq_len
         self._seek(self._position)
+
+    def shares(self, step: int) -> tuple[int, int]:
+        """Return (micro-batches, rows of each) of this rank at a step: as few as fit."""
+        rows = self.order.at(step).rows // self._world_size
+        micro_rows = largest_divisor(rows, self._most_rows)
+        return rows // micro_rows, micro_rows
 
     def reset(self, step: int = 0) -> None:
         """Go back to the first step, or for warm-up read the first shard in this step's order."""
@@ -290,7 +290,8 @@ class TrainLoader(Iterator[list[Batch]]):
         """Yield the micro-batches of each step, their rows' hash, place, and the position after."""
         for rows, end in walk:
             shard, batches, rows_sum = self._shards[end.shard], [], 0
-            for part in _deal(len(rows), self.micro_rows, self._rank, self._world_size):
+            _, micro_rows = self.shares(end.step - 1)
+            for part in _deal(len(rows), micro_rows, self._rank, self._world_size):
                 batches.append(self._micro_batch(shard, rows[part]))
                 rows_sum += hash_rows(end.step, part.start, batches[-1])
             place = {"shard": shard.path.name, "token_offset": rows[0][0][0]}
@@ -303,7 +304,8 @@ class TrainLoader(Iterator[list[Batch]]):
         for index, row in enumerate(rows):
             filled.append(np.concatenate([tokens[a - first : b - first] for a, b in row]))
             starts += [index * seq_len + start for start in _document_starts(row, seq_len)]
-        return _make_batch(np.stack(filled), starts, self._capacity)
+        capacity = capacity_for(len(rows), self._max_documents)
+        return _make_batch(np.stack(filled), starts, capacity)
 
     def where(self, step: int) -> dict[str, Any]:
         """Return {"shard", "token_offset"} of a step, counted from 1, read since the last seek."""
@@ -414,10 +416,10 @@ def open_data(
     if the world size does not divide the rows.
     """
     order = read_order(settings, changes)
-    order.rows_of_rank(world_size)  # checked first: the walk may run out of data
+    order.check(world_size)  # first: the walk may run out of data
     plan = plan_run(train_files, order, settings["steps"])
     train = TrainLoader(train_files, order, plan.max_documents, rank, world_size)
-    train.split(settings["micro_batch"] or order.batch_tokens)
+    train.split(settings["micro_batch"] or max(each.batch_tokens for each in order.each))
     validation = validation_batches(
         val_files, order, settings["val_tokens"], settings["val_seq_len"], settings["val_batch"],
         rank, world_size,

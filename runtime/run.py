@@ -392,6 +392,7 @@ def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
     """The fields of the log's header for one run."""
     config, train = trainer.config, trainer.data.train
     settings = asdict(config)
+    micro_steps, micro_rows = train.shares(config.steps)
     return {
         "track": config.track, "target": config.target, "seed": seed, "trial": trial,
         "claim": trainer.claim, "source_sha256": trainer.source_sha256,
@@ -399,8 +400,7 @@ def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
         "config": settings, "train_tokens": trainer.train_tokens,
         "data": trainer.hashes | {"val_tokens": config.val_tokens},
         "env": trainer.env, "checks": trainer.checks, "world_size": trainer.machine.world_size,
-        "micro_batch": train.micro_rows * config.seq_len,
-        "grad_accum": train.rows // train.micro_rows,
+        "micro_batch": micro_rows * config.seq_len, "grad_accum": micro_steps,
     }  # fmt: skip
 
 

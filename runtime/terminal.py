@@ -225,11 +225,12 @@ def summary(trainer: Any) -> str:
         f"uniform guessing: {math.log(config.vocab_size):.2f}",
     ]
     if config.verbose:
+        micro_steps, micro_rows = train.shares(config.steps)
         lines += [f"{name} {trainer.env[name]} ({why})" for name, why in trainer.chosen.items()]
         lines += [
             f"{plan.tokens_needed:,} of {plan.tokens_available:,} tokens; a step is "
-            f"{machine.world_size} rank(s) x {train.rows // train.micro_rows} micro-step(s) x "
-            f"{train.micro_rows * config.seq_len:,} tokens",
+            f"{machine.world_size} rank(s) x {micro_steps} micro-step(s) x "
+            f"{micro_rows * config.seq_len:,} tokens at the end",
             trainer.guard.describe(),
         ]
     if trainer.off_track:

@@ -172,21 +172,24 @@ def planned_passes(trainer: Any) -> float:
 def find_micro_batch(trainer: Any, loss: Any) -> None:
     """With --micro-batch auto, halve the micro-batch until the largest batches fit in memory."""
     trainer.loss = loss
-    step = max((first for first, *_ in trainer.changes), key=trainer.data.longest)
-    trainer.model.set_step(step)
     data, sequence = trainer.data, trainer.config.seq_len
-    while not fits(partial(try_largest_batches, trainer, step), trainer.machine):
-        tokens = data.train.micro_rows * sequence
-        if trainer.config.micro_batch is not None or data.train.micro_rows == 1:
+    while not fits(partial(try_largest_batches, trainer), trainer.machine):
+        rows = max(data.train.shares(first)[1] for first, *_ in trainer.changes)
+        tokens = rows * sequence
+        if trainer.config.micro_batch is not None or rows == 1:
             raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
         trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
         data.train.split(tokens // 2)
 
 
-def try_largest_batches(trainer: Any, step: int) -> None:
+def try_largest_batches(trainer: Any) -> None:
     """Run what needs most memory: a micro-batch with gradients present, and a validation batch."""
-    trainer.data.train.reset(step)
-    batch = next(trainer.data.train)[0]
+    train = trainer.data.train
+    firsts = [first for first, *_ in trainer.changes]
+    step = max(firsts, key=lambda step: (train.shares(step)[1], trainer.data.longest(step)))
+    trainer.model.set_step(step)
+    train.reset(step)
+    batch = next(train)[0]
     for _ in range(2):
         trainer.train_loss(batch, step)[0].backward()
     with torch.no_grad():

@@ -208,7 +208,7 @@ def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards,
                 for rank in range(world_size):
                     loader = make(files, order, rank, world_size)
                     loader.split(micro_rows * order.seq_len)
-                    assert loader.micro_rows == micro_rows
+                    assert loader.shares(0) == (8 // world_size // micro_rows, micro_rows)
                     ranks.append(remaining_steps(loader))
                 assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected
 
@@ -277,9 +277,19 @@ def test_the_first_tokens_can_be_read_as_in_a_later_step(files):
     assert rows_of(next(loader)) == expected
 
 
+def test_each_stage_takes_the_fewest_equal_micro_batches_that_fit(files):
+    order = replace(ORDER, changes=[(1, 48, 6), (2, 64, 6)])  # 4, 6, 8 rows of 8 tokens
+    for most, expected in ((8, [1, 1, 1]), (5, [1, 2, 2]), (2, [2, 3, 4])):
+        loader = make(files, order)
+        loader.split(most * 8)
+        counts = [[len(batch.inputs) for batch in next(loader)] for _ in range(3)]
+        assert list(map(len, counts)) == expected
+        assert [sum(rows) for rows in counts] == [4, 6, 8]
+
+
 def test_ranks_that_do_not_divide_every_batch_are_refused(files):
     order = replace(ORDER, changes=[(3, 48, 6)])
-    assert [make(files, order, 0, size).rows for size in (1, 2)] == [6, 3]
+    assert [make(files, order, 0, size).shares(3) for size in (1, 2)] == [(1, 6), (1, 3)]
     rule = "world size 4 does not divide 4, 6 rows a step; start one of 1, 2 ranks"
     with pytest.raises(ValueError, match=rule):
         make(files, order, 0, 4)
@@ -397,7 +407,7 @@ def open_both(files, changes=(), **changed):
 @pytest.mark.parametrize(("micro_batch", "rows"), [(None, 4), (32, 4), (31, 2), (8, 1)])
 def test_a_micro_batch_is_the_largest_equal_part_within_the_limit(files, micro_batch, rows):
     train = open_both(files, micro_batch=micro_batch).train
-    assert train.micro_rows == rows
+    assert train.shares(0) == (4 // rows, rows)
     assert [len(batch.inputs) for batch in next(train)] == [rows] * (4 // rows)
 
 
