@@ -304,8 +304,7 @@ class TrainLoader(Iterator[list[Batch]]):
         for index, row in enumerate(rows):
             filled.append(np.concatenate([tokens[a - first : b - first] for a, b in row]))
             starts += [index * seq_len + start for start in _document_starts(row, seq_len)]
-        capacity = capacity_for(len(rows), self._max_documents)
-        return _make_batch(np.stack(filled), starts, capacity)
+        return _make_batch(np.stack(filled), starts, capacity_for(len(rows), self._max_documents))
 
     def where(self, step: int) -> dict[str, Any]:
         """Return {"shard", "token_offset"} of a step, counted from 1, read since the last seek."""
@@ -318,8 +317,7 @@ class TrainLoader(Iterator[list[Batch]]):
         for index, shard in enumerate(self._shards):
             order[f"shard {index}"] = f"{shard.path.name} of {len(shard):,} tokens"
         rows_sha256 = f"{self.rows_sum % 2**256:064x}"
-        position = self._position._asdict()
-        return {"position": position, "order": order, "rows_sha256": rows_sha256}
+        return {"position": self._position._asdict(), "order": order, "rows_sha256": rows_sha256}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, at any world size. ValueError names what differs.

@@ -226,6 +226,13 @@ def without_garbage_collection() -> Iterator[None]:
 # ---- Hardware
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor on `device`. From pinned memory the copy does not wait for a GPU."""
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def native_bf16(device: torch.device) -> bool:
     """Return whether the device has instructions for bf16 matrix products."""
     if device.type == "cuda":
