@@ -1,0 +1,191 @@
+"""The figures of the prediction page, from pieces.json and losses.json beside this file.
+
+    python records/small/prediction/report.py [--picture FILE.svg] [--losses FILE.json]
+
+losses.json: {arm: {seed: [loss, loss on new tokens]}}, as `sweep.py PLAN --report --json` prints it.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+from statistics import fmean, variance
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import rankdata, spearmanr
+from scipy.stats import t as student
+
+HERE = Path(__file__).parent
+BASE, LENGTHS = "baseline", {"steps x0.8": 0.8, "steps x1.25": 1.25}
+PUBLIC_SD = 0.75 * math.sqrt(2 / 10)  # % of steps: two means of ten runs, 0.75 % a run
+DRAWS = 10_000
+
+Losses = dict[str, dict[str, list[float]]]
+
+
+class Piece(NamedTuple):
+    name: str
+    stratum: str
+    record: str
+    public: float  # gain in % of steps; NaN: a negative
+    gains: list[float]  # here, in % of steps, one for each seed
+    new: list[float]  # the same from the loss on new tokens
+
+
+def slope(losses: Losses) -> float:
+    """Nats for each unit of log(steps), on the seeds that all lengths of the baseline have."""
+    lengths = {BASE: 1.0} | {arm: share for arm, share in LENGTHS.items() if losses.get(arm)}
+    seeds = set.intersection(*(set(losses[arm]) for arm in lengths))
+    means = [fmean(losses[arm][seed][0] for seed in seeds) for arm in lengths]
+    return float(np.polyfit(np.log(list(lengths.values())), means, 1)[0])
+
+
+def gains(losses: Losses, arm: str, sense: int, nats: float, column: int) -> list[float]:
+    """The share of its steps that the baseline would save if it reached the arm's loss, in %."""
+    base = losses[BASE]
+    found = []
+    for seed, values in losses.get(arm, {}).items():
+        if seed in base:
+            effect = sense * (values[column] - base[seed][column])
+            found.append(100 * (1 - math.exp(-effect / nats)))
+    return found
+
+
+def read_pieces(losses: Losses, pieces: dict, nats: float) -> list[Piece]:
+    found = []
+    for arm, piece in pieces.items():
+        saved, of = piece.get("steps", (math.nan, 1))
+        both = [gains(losses, arm, piece.get("sense", 1), nats, column) for column in (0, 1)]
+        if both[0]:
+            found.append(Piece(arm, piece["stratum"], piece["record"], 100 * saved / of, *both))
+    return found
+
+
+def half_width(samples: list[list[float]], count: int) -> float:
+    """Half of a 95 % interval of a mean of `count`; the spread is pooled over all pieces."""
+    samples = [each for each in samples if len(each) > 1]
+    freedom = sum(len(each) - 1 for each in samples)
+    if not freedom:
+        return math.inf
+    pooled = sum((len(each) - 1) * variance(each) for each in samples) / freedom
+    return float(student.ppf(0.975, freedom)) * math.sqrt(pooled / count)
+
+
+def bootstrap(pieces: list[Piece]) -> tuple[float, float]:
+    """5 % and 95 % quantiles of Spearman's correlation over pieces and seeds."""
+    random, found = np.random.default_rng(0), []
+    for _ in range(DRAWS):
+        drawn = [pieces[i] for i in random.integers(len(pieces), size=len(pieces))]
+        here = [random.choice(each.gains, len(each.gains)).mean() for each in drawn]
+        public = [each.public for each in drawn]
+        if len(set(public)) > 1:
+            found.append(spearmanr(public, here).statistic)
+    low, high = np.nanquantile(found, [0.05, 0.95])
+    return float(low), float(high)
+
+
+def ceiling(pieces: list[Piece]) -> float:
+    """The largest correlation that the noise of both sides allows."""
+    theirs = 1 - PUBLIC_SD**2 / variance(each.public for each in pieces)
+    noise = fmean(variance(each.gains) / len(each.gains) for each in pieces)
+    ours = 1 - noise / variance(fmean(each.gains) for each in pieces)
+    return math.sqrt(max(theirs, 0.0) * max(ours, 0.0))
+
+
+def area(positives: list[float], negatives: list[float]) -> float:
+    """Share of pairs of a positive and a negative in which the positive is larger."""
+    ranks = rankdata(positives + negatives)[: len(positives)].sum()
+    wins = ranks - len(positives) * (len(positives) + 1) / 2
+    return float(wins / (len(positives) * len(negatives)))
+
+
+def verdict(rho: float, low: float, right: float) -> str:
+    if rho >= 0.6 and low > 0.2 and right >= 0.85:
+        return "predicts"
+    return "screens, does not rank" if rho >= 0.35 else "does not predict"
+
+
+def table(pieces: list[Piece]) -> list[str]:
+    lines = ["| stratum | piece | record | public gain, % of steps | here | 95 % interval | seeds "
+             "| |", "|-|-|-|-:|-:|-|-:|-|"]  # fmt: skip
+    for each in pieces:
+        mean, half = fmean(each.gains), half_width([p.gains for p in pieces], len(each.gains))
+        new, new_half = fmean(each.new), half_width([p.new for p in pieces], len(each.new))
+        copying = abs(mean) > half and abs(new) > new_half and mean * new < 0
+        public = "none" if math.isnan(each.public) else f"{each.public:.2f}"
+        cells = (each.stratum, each.name, each.record, public, f"{mean:+.2f}",
+                 f"{mean - half:+.2f} to {mean + half:+.2f}", len(each.gains),
+                 "copying" if copying else "")  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+def summary(name: str, chosen: list[Piece], pieces: list[Piece]) -> list[str]:
+    """Agreement of some positives; the spread of a mean is that of all pieces."""
+    rho = spearmanr([p.public for p in chosen], [fmean(p.gains) for p in chosen]).statistic
+    low, high = bootstrap(chosen)
+    spread = [p.gains for p in pieces]
+    resolved = [p for p in chosen if abs(fmean(p.gains)) > half_width(spread, len(p.gains))]
+    right = sum(fmean(p.gains) > 0 for p in resolved)
+    lines = [f"- {name}: {len(chosen)} positives, Spearman {rho:.2f} (90 % interval {low:.2f} to "
+             f"{high:.2f}; noise allows {ceiling(chosen):.2f}); signs right: {right} of "
+             f"{len(resolved)} resolved"]  # fmt: skip
+    if name == "all":
+        lines.append(f"- **{verdict(rho, low, right / max(len(resolved), 1))}**")
+    return lines
+
+
+def report(losses: Losses, known: dict) -> str:
+    nats = slope(losses)
+    pieces = read_pieces(losses, known, nats)
+    positives = [each for each in pieces if not math.isnan(each.public)]
+    negatives = [fmean(each.gains) for each in pieces if math.isnan(each.public)]
+    lines = [*table(pieces), "", f"- baseline: {abs(nats):.3f} nats for each unit of log(steps)"]
+    for name in ("all", *dict.fromkeys(each.stratum for each in positives)):
+        chosen = [each for each in positives if name in ("all", each.stratum)]
+        if len(chosen) > 3 and min(len(each.gains) for each in chosen) > 1:
+            lines += summary(name, chosen, pieces)
+    if positives and negatives:
+        share = area([fmean(each.gains) for each in positives], negatives)
+        lines.append(f"- a positive above a negative: {share:.2f} of their pairs")
+    return "\n".join(lines)
+
+
+def draw(losses: Losses, known: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    matplotlib.rcParams["svg.hashsalt"] = "prediction"
+    pieces = read_pieces(losses, known, slope(losses))
+    figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
+    for each in pieces:
+        if math.isnan(each.public):
+            continue
+        mean, half = fmean(each.gains), half_width([p.gains for p in pieces], len(each.gains))
+        axes.errorbar(each.public, mean, half, 1.96 * PUBLIC_SD, fmt="o", lw=0.8)
+        axes.annotate(each.name, (each.public, mean), xytext=(4, 4), textcoords="offset points",
+                      fontsize=7)  # fmt: skip
+    axes.axhline(0, color="grey", lw=0.5)
+    axes.set(xlabel="public gain, % of steps", ylabel="gain on `small`, % of steps")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--losses", type=Path, default=HERE / "losses.json")
+    parser.add_argument("--picture", type=Path)
+    given = parser.parse_args()
+    losses = json.loads(given.losses.read_text())
+    known = json.loads((HERE / "pieces.json").read_text())
+    print(report(losses, known))
+    if given.picture:
+        draw(losses, known, given.picture)
+
+
+if __name__ == "__main__":
+    main()
