@@ -44,13 +44,13 @@ from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import bigrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
-from runtime.checkpoint import plan_runs, require_folders
+from runtime.checkpoint import plan_runs
 from runtime.checks import check_trained_model
 from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
 from runtime.ending import Stop, leave, listen, supervise
 from runtime.errors import Refused
-from runtime.log import source_hash
+from runtime.log import require_folders, source_hash
 from runtime.machine import Machine
 from runtime.run import Run, header, mfu
 from runtime.settings import RunSettings, as_text, parse, require, require_packages, setting
@@ -1314,7 +1314,7 @@ def make_runs(config: Config) -> int:
     clock = Clock(machine.synchronize)
     with clock.phase("setup", timed=False):
         trainer = set_up(config, machine)
-        plans = plan_runs(trainer)
+        plans = machine.on_main(partial(plan_runs, trainer))
     if not plans:
         return 0
     with machines.saying_every_few_seconds("compiling and warming up", machine.say):

@@ -34,8 +34,7 @@ from claims.runs import Run
 from runtime.claim import read_claim
 from runtime.errors import Refused
 from runtime.jsonl import json_hash
-from runtime.log import read_sources
-from runtime.registry import REGISTRY, read_registry, register
+from runtime.log import REGISTRY, read_registry, read_sources, register
 
 FIRST_LOOK = 4  # pairs: fewer may agree by chance
 ALPHA = 0.01  # of better and worse together

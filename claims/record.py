@@ -24,8 +24,7 @@ from claims.stats import Result, one_sample
 from runtime.claim import Claim, check_rules, read_claim
 from runtime.errors import ClaimError, LogError, Refused
 from runtime.jsonl import check_regular, plain, read_regular
-from runtime.log import digest, read_sources
-from runtime.registry import REGISTRY, read_registry
+from runtime.log import REGISTRY, digest, read_registry, read_sources
 
 # ---- Sources
 

@@ -33,15 +33,13 @@ from torch import Tensor
 
 from runtime.errors import LogError, Refused
 from runtime.jsonl import check_regular, json_line, read_regular
-from runtime.log import History, new_run_id, read_history, require_writable, segment_path
-from runtime.registry import REGISTRY, read_registry
+from runtime.log import REGISTRY, History, new_run_id, read_history, read_registry, segment_path
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
 SCHEMA = 2
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 SUMS = "checksums.json"
 FINAL, CONFIG = "final", "config.json"
-FIELDS = {"step": int, "clock_ms": float, "data": dict}
 KEPT = 2  # a power cut may damage the newest
 MOST_JSON_BYTES = 2**26
 
@@ -162,11 +160,6 @@ def check(path: Path) -> dict[str, Any]:
     if state.get("schema") != SCHEMA:
         raise Refused(f"{path / STATE}: schema {state.get('schema')!r:.40}, but this version reads "
                       f"{SCHEMA}. Resume with the source that wrote it.")  # fmt: skip
-    for name, kind in FIELDS.items():
-        value = state.get(name)
-        if type(value) is not kind:
-            wanted = kind.__name__
-            raise Refused(f"{path / STATE}: {name} must be a {wanted}, not {value!r:.40}.")
     return state
 
 
@@ -246,18 +239,8 @@ class RunPlan:
     clock_ms: float = 0.0
 
 
-def require_folders(config: Any) -> None:
-    """LogError for a folder of the run that cannot be written."""
-    require_writable(config.log_dir, "--log-dir")
-    require_writable(config.checkpoint_dir, "--checkpoint-dir")
-
-
 def plan_runs(trainer: Any) -> list[RunPlan]:
-    """New runs, or under --resume auto what is left of them. Collective. Refused if it cannot."""
-    return trainer.machine.on_main(lambda: _plan_runs(trainer))
-
-
-def _plan_runs(trainer: Any) -> list[RunPlan]:
+    """New runs, or under --resume auto what is left of them. Refused if it cannot. On rank 0."""
     config, plans = trainer.config, []
     for trial in range(config.trials):
         seed = config.seed + trial

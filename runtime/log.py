@@ -1,14 +1,17 @@
-"""The run log: one JSON line an event, written so that it survives whatever ends the run.
+"""The run log, written so that it survives whatever ends the run, and the registry of its folder.
 
-A process appends to its own segment alone. The header of a later segment names the step after which
-it begins, and the hash of the segment before. docs/log_format.md has all files, events and fields.
+A line is one event in JSON. A process appends to its own segment alone. The header of a later
+segment names the step after which it begins, and the hash of the segment before.
+docs/log_format.md has all files, events and fields.
 """
 
 import contextlib
 import errno
 import hashlib
+import io
 import math
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -17,14 +20,13 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from filelock import FileLock, Timeout
 
 from runtime.errors import LogError
-from runtime.jsonl import append, check_regular, json_hash, json_line, parse
-from runtime.registry import BINARY, REGISTRY, register
-from runtime.settings import SETTINGS_OF_A_RUN
+from runtime.jsonl import append, check_regular, json_hash, json_line, parse, read_regular
+from runtime.settings import SETTINGS_OF_A_RUN, RunSettings, flag
 
 SCHEMA = 3  # raised when an event or field changes its meaning
 SOURCE_FILES = (
@@ -182,17 +184,101 @@ def _is_event(event: Any) -> bool:
     return all(type(event.get(name)) in kinds for name, kinds in needed)
 
 
+# ---- The registry: a line for each start, resume and end of a run
+# Each line holds the SHA-256 of the line before it; a segment's header holds that of its own line
+# here. Removing, adding or editing a line breaks the chain; only the last lines can go unseen.
+
+REGISTRY = "registry.jsonl"
+REGISTRY_FIELDS = ("event", "time", "run_id", "previous")  # in every line, all text
+TAIL_BYTES = 2**16  # no line of the registry is longer
+MOST_REGISTRY_BYTES = 2**26  # about 150,000 lines
+MOST_TORN = 1000  # lines; only a crash in mid-write leaves one
+
+
+def register(path: Path, event: str, **fields: Any) -> str:
+    """Append a line and return its SHA-256. A lock lets runs share a folder. LogError."""
+    try:
+        with FileLock(f"{path}.lock"), open(path, "a+b", buffering=0) as file:
+            last = _last_line(file)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            line = json_line({"event": event, "time": now, **fields, "previous": _sha256(last)})
+            # A crash may have torn the last line. It stays in the chain, with a line end.
+            torn = b"\n" if last and not last.endswith(b"\n") else b""
+            append(file.fileno(), torn + line)
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return _sha256(line)
+
+
+def cannot_write(path: Path, error: OSError) -> LogError:
+    return LogError(f"cannot write {path}: {error.strerror}. Free some space or give another "
+                    f"folder, and start again or resume.")  # fmt: skip
+
+
+def read_registry(path: Path) -> list[dict[str, Any]]:
+    """The lines in order, each with its own "sha256". LogError for a broken chain."""
+    entries: list[dict[str, Any]] = []
+    before = b""
+    try:
+        content = read_regular(path, MOST_REGISTRY_BYTES)
+    except OSError as error:
+        raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None
+    torn = 0
+    for number, line in enumerate(io.BytesIO(content), 1):
+        try:
+            entry = parse(line)
+        except ValueError:
+            before = line  # torn by a crash; the next line holds the hash of what is left
+            torn += 1
+            if torn > MOST_TORN:
+                raise LogError(f"{path}: over {MOST_TORN} lines are torn. Restore it.") from None
+            continue
+        _check(entry, before, f"{path}, line {number}")
+        entries.append(entry | {"sha256": _sha256(line)})
+        before = line
+    return entries
+
+
+def _check(entry: Any, before: bytes, where: str) -> None:
+    mend = "restore the file as the runs wrote it"
+    for name in REGISTRY_FIELDS:
+        value = entry.get(name) if isinstance(entry, dict) else None
+        if not isinstance(value, str) or not value.isprintable():
+            raise LogError(f"{where}: not a line of a registry, {name} must be text; {mend}")
+    if not re.fullmatch(r"\w[\w.-]*", entry["run_id"]):  # it becomes part of paths
+        raise LogError(f"{where}: run id {entry['run_id']!r} is no file name; {mend}")
+    if entry["previous"] != _sha256(before):
+        raise LogError(
+            f"{where}: it names {entry['previous']:.12} as the hash of the line before it, which "
+            f"is {_sha256(before):.12}. A line was removed, added or edited; {mend}"
+        )
+
+
+def _sha256(line: bytes) -> str:
+    # Without the line end, which a torn line gets only when the next line is written.
+    return hashlib.sha256(line.removesuffix(b"\n")).hexdigest()
+
+
+def _last_line(file: BinaryIO) -> bytes:
+    file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+    tail = file.read()
+    return tail[tail.rfind(b"\n", 0, -1) + 1 :]
+
+
 # ---- Writing
 
 
-def require_writable(directory: str | Path, flag: str = "--log-dir") -> None:
-    """LogError at once, not after hours, if no file can be written there. Creates nothing."""
-    try:
-        with tempfile.TemporaryFile(dir=existing(directory)):
-            pass
-    except OSError as error:
-        raise LogError(f"{flag} {directory} cannot be written: {error.strerror}. Make it writable, "
-                       f"or give another folder.") from None  # fmt: skip
+def require_folders(config: RunSettings) -> None:
+    """LogError at once, not after hours, for a folder that cannot be written. Creates nothing."""
+    for name in ("log_dir", "checkpoint_dir"):
+        directory = getattr(config, name)
+        try:
+            with tempfile.TemporaryFile(dir=existing(directory)):
+                pass
+        except OSError as error:
+            raise LogError(f"{flag(name)} {directory} cannot be written: {error.strerror}. Make it "
+                           f"writable, or give another folder.") from None  # fmt: skip
 
 
 def existing(directory: str | Path) -> Path:
@@ -219,7 +305,7 @@ def store_sources(directory: str | Path, root: str | Path) -> str:
         partial.rename(folder)
     except OSError as error:
         if not folder.exists():  # else another run with the same sources was first
-            raise LogError(f"cannot write {folder}: {error.strerror}. Free some space.") from error
+            raise cannot_write(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return sha256
@@ -260,22 +346,21 @@ class RunLog:
             after = {"segment": self.segment, "after_step": resumed["from_step"]}
             header = header | after | {"previous_sha256": before}
             entry, registered = "resume", after | {"log_sha256": before}
+        # First the registry, so that no run is forgotten: the header holds its line's hash.
+        path = self.directory / REGISTRY
+        sha256 = {"registry_sha256": register(path, entry, run_id=self.run_id, **registered)}
+        self._add("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
+        if resumed:
+            self._add("resume", resumed | sha256)
         try:
-            # First the registry, so that no run is forgotten: the header holds its line's hash.
-            path = self.directory / REGISTRY
-            sha256 = {"registry_sha256": register(path, entry, run_id=self.run_id, **registered)}
-            self._add("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
-            if resumed:
-                self._add("resume", resumed | sha256)
-            path = self.path
             self._flush(sync=True)  # both lines or none
         except OSError as error:
             self._waiting = b""
-            raise LogError(f"cannot write {path}: {error.strerror}. Free some space or give "
-                           f"another --log-dir, and start again.") from error  # fmt: skip
+            raise cannot_write(self.path, error) from error
 
     def _create(self) -> None:
-        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND | BINARY
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND
+        flags |= getattr(os, "O_BINARY", 0)  # else Windows changes the line ends
         try:
             self._lock.acquire(blocking=False)
             if self.history:
@@ -336,13 +421,9 @@ class RunLog:
         self.write("end", **end)
         registered = {"status": end["status"], "val_loss": end["val_loss"]}
         registered["log_sha256"] = self._sha256.hexdigest()
-        path = self.directory / REGISTRY
         try:
             if not self._waiting:  # else the run counts as unfinished, and can be resumed
-                register(path, "end", run_id=self.run_id, **registered)
-        except OSError as error:
-            raise LogError(f"cannot write {path}: {error.strerror}; {self.path} is whole. Free "
-                           f"some space.") from error  # fmt: skip
+                register(self.directory / REGISTRY, "end", run_id=self.run_id, **registered)
         finally:
             self.close()
 

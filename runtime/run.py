@@ -16,12 +16,11 @@ from torch import Tensor
 from runtime import checkpoint
 from runtime.checkpoint import RunPlan, Snapshot, differences
 from runtime.clock import Clock
-from runtime.dashboards import Dashboard
 from runtime.ending import SIGNALS, Stop
 from runtime.errors import Interrupted, LogError, NonFinite
 from runtime.log import RunLog, config_hash, store_sources
 from runtime.machine import Machine, peak_flops, peak_mib
-from runtime.terminal import open_progress
+from runtime.terminal import Dashboard, open_progress
 
 FLAGS = len(SIGNALS)
 # Steps by which losses are read late, so that nothing waits for a GPU. The same on all ranks, so

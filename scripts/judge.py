@@ -36,8 +36,7 @@ from scripts.command import (
 from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from runtime.errors import LogError
-from runtime.log import config_hash, source_hash
-from runtime.registry import register
+from runtime.log import config_hash, register, source_hash
 
 CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token

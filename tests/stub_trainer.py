@@ -15,8 +15,7 @@ from unittest import mock
 import torch
 
 import train_gpt
-from runtime.checkpoint import require_folders
-from runtime.log import config_hash, source_hash
+from runtime.log import config_hash, require_folders, source_hash
 from runtime.machine import Machine
 from runtime.run import Run
 from runtime.settings import RunSettings, setting

@@ -225,11 +225,10 @@ def test_a_huge_json_file_is_refused_unread(name, tmp_path):
         load(path)
 
 
-@pytest.mark.parametrize("value", [None, [], True])
-@pytest.mark.parametrize("name", ["schema", *PLACE])
-def test_a_state_that_does_not_say_where_the_run_stands_is_refused(name, value, tmp_path):
-    text = json.dumps({"schema": 2} | PLACE | {name: value}).encode()
-    with pytest.raises(Refused, match=rf"state\.json: .*{name} "):
+@pytest.mark.parametrize("value", [None, [], True, 1])
+def test_a_state_of_another_schema_is_refused(value, tmp_path):
+    text = json.dumps({"schema": value} | PLACE).encode()
+    with pytest.raises(Refused, match=r"state\.json: schema "):
         load(forge(tmp_path, STATE, text))
 
 

@@ -16,8 +16,7 @@ from small_run import ROOT, arguments, run, write_data
 import train_gpt
 from runtime.claim import Claim, check_claim, read_claim
 from runtime.errors import ClaimError, LogError
-from runtime.log import config_hash, source_hash
-from runtime.registry import read_registry, register
+from runtime.log import config_hash, read_registry, register, source_hash
 from runtime.settings import parse
 
 SEEDS = list(range(7, 11))

@@ -20,7 +20,7 @@ from claims.pages import readme
 from claims.record import read_evidence
 from runtime.claim import read_claim
 from runtime.errors import ClaimError, LogError
-from runtime.registry import read_registry
+from runtime.log import read_registry
 from scripts import record
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ import pytest
 
 from claims.judge import find_judged, next_seed, steps_to
 from claims.runs import Run, Validation
-from runtime.registry import read_registry
+from runtime.log import read_registry
 from scripts import command, judge, record
 
 # Stands in for the trainer: the same flags and logs, at once. --gain is what a flag is worth.

@@ -38,8 +38,7 @@ from runtime.checkpoint import (
 )
 from runtime.checks import same_bits
 from runtime.errors import LogError, Refused
-from runtime.log import read_history
-from runtime.registry import REGISTRY, read_registry
+from runtime.log import REGISTRY, read_history, read_registry
 
 EVERY = {"checkpoint_every": 2, "keep_model": True}
 

@@ -169,7 +169,7 @@ def test_a_spike_right_after_the_resume_is_skipped_as_without(data, tmp_path, mo
 
 
 @pytest.mark.parametrize("moment", [
-    "runtime.registry.append", "runtime.log.register", "runtime.checkpoint.remove",
+    "runtime.log.append", "runtime.log.register", "runtime.checkpoint.remove",
 ])  # fmt: skip
 def test_a_kill_in_the_middle_of_writing_is_survived(moment, data, whole, tmp_path):
     """At the third call, in the second run or the second checkpoint."""

@@ -17,7 +17,7 @@ from scipy.stats import ttest_ind
 
 from claims.judge import JUDGEMENTS, Verdict
 from runtime.errors import Refused
-from runtime.registry import register
+from runtime.log import register
 from scripts.view import main
 from view import runs as view_runs
 from view.page import build_page, write_page
