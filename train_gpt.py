@@ -854,6 +854,7 @@ class Now(NamedTuple):
     windows: dict[str, int]  # tokens that "short" and "long" layers see
     loss_weights: list[float]  # of the next token, of those after it, and of its prefix if used
     unties: bool  # the output head leaves the token embedding before this step
+    unlike: bool  # its loss or gradients differ in size from those of the step before
     validates: bool  # before this step, or after the last one
     quick_validates: bool  # on one batch, before this step
 
@@ -882,6 +883,7 @@ def at(config: Config, step: int) -> Now:
     index = sum(step >= span.first for span in spans(config)) - 1
     first, end, stage = spans(config)[index]
     before = spans(config)[max(index - 1, 0)].stage
+    unlike = (stage.batch, stage.tied, stage.ahead) != (before.batch, before.tied, before.ahead)
     return Now(
         stage_index=index,
         stage=stage,
@@ -892,6 +894,7 @@ def at(config: Config, step: int) -> Now:
         windows=window_lengths(config, stage, step),
         loss_weights=loss_weights(config, stage, (step - first) / (end - first)),
         unties=step == first and before.tied and not stage.tied,
+        unlike=step == first and unlike,
         validates=validates(config, step),
         quick_validates=quick_validates(config, step),
     )
@@ -1192,9 +1195,12 @@ class Trainer:
 
         loss: the mean over all ranks. Returns the guard's verdict, unread, so nothing waits.
         """
+        now = at(self.config, step)
         set_schedule(self.config, self.optimizers, self.guard, step)
+        if now.unlike:
+            self.guard.forget()
         stepping = list(self.optimizers.values())
-        if not at(self.config, step).adam_steps:
+        if not now.adam_steps:
             stepping.remove(self.optimizers["adam"])
         verdict = self.guard.step(loss, only=stepping)
         for optimizer in stepping:

@@ -66,6 +66,11 @@ class Guard:
         self._spoiled = torch.zeros(count, dtype=torch.bool, device=self._device)
         self._spikes = None if self.spike is None else Spikes(self.spike, 1 + count, self._device)
 
+    def forget(self) -> None:
+        """Judge no spikes until the windows are filled anew: what is normal changes with a step."""
+        if self._spikes is not None:
+            self._spikes.window.fill_(torch.nan)
+
     def divide_by(self, grad_divisor: float) -> None:
         """From the next step on, divide summed gradients by this number; ValueError if it is 0."""
         if not 0 < grad_divisor < float("inf"):

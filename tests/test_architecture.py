@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1371,  # reached; the promise is 1200
-    "optim": 2097,  # reached; the promise is 2000
+    "train_gpt.py": 1377,  # reached; the promise is 1200
+    "optim": 2102,  # reached; the promise is 2000
     "kernels": 680,  # reached; the promise is 600
     "data": 1306,  # reached; the promise is 1000
     "runtime": 3062,  # reached; the promise is 2600
@@ -28,7 +28,7 @@ BUDGETS = {
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 15942,  # reached; the promise is 14500
+    "tests": 15973,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

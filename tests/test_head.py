@@ -219,7 +219,7 @@ def dequantized(x, scale, dtype):
 def quantized_truth(x, weight, targets, cap, weights=None):
     """The three FP8 products in float32 on what their operands stand for, rounded as they round."""
     x8 = dequantized(x, x.size(1) ** 0.5 / 448, torch.float8_e4m3fn)
-    weight8 = dequantized(weight, 2**-9, torch.float8_e4m3fn)
+    weight8 = dequantized(weight, 2**-8, torch.float8_e4m3fn)
     z = (x8 @ weight8.T).bfloat16().float().requires_grad_()
     loss = sums_of(capped(z, cap), targets, weights)
     dz8 = dequantized(torch.autograd.grad(loss.flatten()[0], z)[0], 1 / 448, torch.float8_e5m2)
@@ -242,6 +242,19 @@ def test_fp8_equals_its_own_quantization_in_float32_and_is_near_the_truth(cap, s
     inputs, weights = asked(tokens, several, dtype=torch.bfloat16)
     results = ours(*inputs, cap, weights=weights, chunk=16, precision="fp8")
     assert_equals_quantized(inputs, cap, results, 1e-4, 2**-7, 0.06, weights)
+
+
+def test_fp8_keeps_weights_up_to_the_limits_of_records_51_and_55_and_cuts_those_above_1_75():
+    x = 4 * torch.eye(16, dtype=torch.bfloat16)  # of norm 4, as after an RMS norm of 16 channels
+    targets = torch.arange(16)
+
+    def loss(weight, precision):
+        weights = torch.zeros(16, 16).fill_diagonal_(weight)
+        return ours(x, weights, targets, SIGMOID, precision=precision)[0].item()
+
+    for weight in (0.875, 1.0, 1.5, 1.625, 1.75):  # E4M3 holds them exactly
+        assert loss(weight, "fp8") == pytest.approx(loss(weight, "plain"), rel=1e-3)
+    assert loss(2.0, "fp8") == loss(3.0, "fp8") == loss(1.75, "fp8") != loss(1.625, "fp8")
 
 
 @pytest.mark.gpu

@@ -254,6 +254,12 @@ def test_a_batch_that_grows_is_divided_by_its_own_rows(monkeypatch):
         assert tokens_before(config, 10) == 13 * config.seq_len
 
 
+def test_the_guard_starts_anew_where_batch_or_losses_change_and_nowhere_else():
+    changed = [step for step in range(1285) if at(configure("short", "record89"), step).unlike]
+    assert changed == [424, 846]  # not at 1270, where only the windows change
+    assert not any(at(SHORT, step).unlike for step in range(2285))
+
+
 def add_stages(monkeypatch, stages):
     """The name of a new table of stages: `at` remembers what it found for a name."""
     monkeypatch.setitem(train_gpt.STAGES, repr(stages), stages)

@@ -151,6 +151,18 @@ def test_a_lasting_change_of_level_is_accepted_after_patience_and_the_window_sta
     assert skipped(rule, [*noise(50), *noise(25, centre=6.0), 9.0]) == [*skips, 75]
 
 
+def test_a_jump_at_a_known_step_costs_no_step_if_the_guard_is_told_and_then_it_judges_again():
+    """Record 89 at a change of its batch and losses: the loss + 6 %."""
+    told, untold = watcher(SpikeRule()), watcher(SpikeRule())
+    for guard in (told, untold):
+        assert all(taken(guard, noise(300, centre=4.0)))
+    told.forget()
+    jump = noise(40, centre=4.24, seed=1)
+    assert taken(untold, jump).count(False) >= 10
+    assert all(taken(told, jump))
+    assert taken(told, [4.9, 4.24]) == [False, True]
+
+
 def test_a_verdict_names_the_value_that_is_an_outlier():
     guard = watcher(SpikeRule())
     taken(guard, noise(50))
