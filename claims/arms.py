@@ -1,4 +1,4 @@
-"""Arms: which runs are judged together, which of them count, and the verdict.
+"""Arms: which runs are judged together, which of them count, the verdict, and how two differ.
 
 Is the mean loss of an arm below the target, at p < 0.01? Which runs count never depends on
 their losses.
@@ -6,6 +6,8 @@ their losses.
 
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +24,10 @@ PUBLIC_TARGETS = {"track_1_short": 3.28, "track_2_medium": 2.92, "track_3_optimi
 STEPS_TRACKS = {"steps", "track_3_optimization"}  # judged by their own rule, too
 ALPHA = 0.01
 
-
 NAMED_FIRST = ("recipe", "steps", "optimizer")
+# Times are compared between runs that agree in these.
+FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
+               "threads", "dtype", "compiled")  # fmt: skip
 
 # ---- Which runs are meant
 
@@ -38,7 +42,7 @@ def read_selected(paths: Sequence[str]) -> tuple[list[Run], list[LogError]]:
     errors: list[LogError] = []
     for path in paths:
         logs, wanted = split_selector(path)
-        runs, unread = read_all([logs])
+        runs, unread = read_all(logs)
         errors += [error for error in unread if str(error) not in map(str, errors)]
         kept = [run for run in runs if wanted.items() <= facts_of(run).items()]
         if runs and not kept:
@@ -49,7 +53,7 @@ def read_selected(paths: Sequence[str]) -> tuple[list[Run], list[LogError]]:
 
 
 def split_selector(path: str) -> tuple[str, dict[str, str]]:
-    """The path without its selector, and the wanted values by setting. A value may have commas.
+    """The path without its selector, and the wanted values by setting.
 
     Raises LogError for a part without a setting.
     """
@@ -57,14 +61,11 @@ def split_selector(path: str) -> tuple[str, dict[str, str]]:
     if not colon or "=" not in words or os.path.exists(path):
         return path, {}
     wanted: dict[str, str] = {}
-    for part in words.split(","):
+    for part in re.split(",(?=[^,=]*=)", words):  # a value may have commas
         name, equals, value = part.partition("=")
-        if equals:
-            wanted[name.strip().replace("-", "_")] = value
-        elif wanted:
-            wanted[list(wanted)[-1]] += f",{part}"
-        else:
+        if not equals:
             raise LogError(f"{path}: after the colon come settings, such as {logs}:steps=32")
+        wanted[name.strip().replace("-", "_")] = value
     return logs, wanted
 
 
@@ -238,6 +239,7 @@ class ArmVerdict:
         self.result = stats.one_sample(self.losses, self.target)
         n = self.result.n
         self.passes = self.result.p < ALPHA and n >= LEAST_RUNS
+        self.steps_value, self.passes_steps = stats.steps_rule(self.losses, self.target)
         if 0 < n < LEAST_RUNS:
             rule = f"too few runs to know their spread, make {LEAST_RUNS}"
             self.warnings.append(f"n = {n}: {rule}")
@@ -302,8 +304,7 @@ def judge_arm(
         lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
         arm.incomplete.append(lost)
     if track_of(runs[0]) in STEPS_TRACKS and points:
-        value, passes = stats.steps_rule(arm.losses, target)
-        verdict = f"{value:.5f}, {pass_or_fail(passes)}"
+        verdict = f"{arm.steps_value:.5f}, {pass_or_fail(arm.passes_steps)}"
         arm.notes.append(f"steps rule: (target - mean) * sqrt(n) = {verdict}")
     return arm
 
@@ -367,24 +368,19 @@ def judge_fewest(runs: Sequence[Run], target: float | None, step: int | None) ->
     for key, group in groups.items():
         steps: list[int | None] = [*common_steps(group)] if step is None else [step]
         tried = [judge_arm(key, names[key], group, target, each) for each in steps or [None]]
-        arm = next((verdict for verdict in tried if passes_steps_rule(verdict)), tried[-1])
+        arm = next((verdict for verdict in tried if verdict.passes_steps), tried[-1])
         arm.notes = [describe_steps(arm, len(tried)), *[compare_steps(arm, old) for old in arms]]
         arms.append(arm)
     return arms
 
 
-def passes_steps_rule(arm: ArmVerdict) -> bool:
-    return stats.steps_rule(arm.losses, arm.target)[1]
-
-
 def describe_steps(arm: ArmVerdict, tried: int) -> str:
-    value, passed = stats.steps_rule(arm.losses, arm.target)
     which = f"the first of {tried} common steps that passes"
-    if not passed:
+    if not arm.passes_steps:
         which = f"the last of {tried} common steps, none of which passes"
     if tried == 1:
         which = "judged"
-    verdict = f"{value:.5f}, {pass_or_fail(passed)} ({RULE})"
+    verdict = f"{arm.steps_value:.5f}, {pass_or_fail(arm.passes_steps)} ({RULE})"
     return f"steps rule at step {arm.at_step}, {which}: {verdict}"
 
 
@@ -395,3 +391,87 @@ def compare_steps(new: ArmVerdict, old: ArmVerdict) -> str:
     worth = f"{saved} steps fewer at {float(stats.STEP_WORTH):g} each"
     better = f"better than {old.selector}, {worth}"
     return f"pairwise rule: {better}: {value:.5f}, {pass_or_fail(shown)} ({RULE})"
+
+
+# ---- Two arms: the difference of their losses and times, B - A
+
+
+@dataclass
+class ArmTimes:
+    """The runs of one arm that count, with their losses and times."""
+
+    path: str
+    runs: list[Run]
+    left_out: list[str]  # sentences
+
+    @property
+    def seeds(self) -> list[int | None]:
+        return [run.seed for run in self.runs]
+
+    @property
+    def losses(self) -> list[float]:
+        return [run.validations[-1].loss for run in self.runs]
+
+    @property
+    def seconds(self) -> list[float]:
+        """NaN for a run whose log has no times."""
+        return [(run.train_time_ms or math.nan) / 1000 for run in self.runs]
+
+
+def make_arm(path: str, runs: Sequence[Run], unread: Sequence[LogError] = ()) -> ArmTimes:
+    """Those of the runs that count, by seed."""
+    left_out = [str(error) for error in unread]
+    left_out += [f"{name_of(run)}: {run.left_out}" for run in runs if run.left_out]
+    kept, repeats = leave_out_repeats([run for run in runs if run.counts])
+    kept.sort(key=lambda run: -1 if run.seed is None else run.seed)
+    return ArmTimes(path, kept, left_out + repeats)
+
+
+def read_arm(path: str) -> ArmTimes:
+    """The arm that the path selects. LogError unless it is exactly one."""
+    runs, errors = read_selected([path])
+    arm, arms = make_arm(path, runs, errors), group_runs([run for run in runs if run.counts])
+    if len(arms) != 1:
+        rule = f"{path} holds {len(arms)} arms where one is needed: select one"
+        raise LogError("\n  ".join([rule, *(list_arms(arms) or arm.left_out)]))
+    return arm
+
+
+class Comparison(NamedTuple):
+    loss: stats.Difference
+    seconds: stats.Difference  # NaN on unlike machines
+    pairs: int  # of runs with one seed; 0: the arms are compared as independent samples
+    equal_loss: float | None  # p-value of "the losses differ by less than the margin"
+    differs: list[str]  # in machine or software
+
+
+def compare_arms(a: ArmTimes, b: ArmTimes, margin: float | None = None) -> Comparison:
+    """B - A. LogError for a shared log.
+
+    Arms on the same seeds are compared as pairs: two runs from one initialization share much of
+    their noise, and if they were made in turn, a drift of the machine is in both.
+    """
+    shared = {run.path.resolve() for run in a.runs} & {run.path.resolve() for run in b.runs}
+    if shared:
+        raise LogError(f"{min(shared)} is in both arms: a run is not compared with itself")
+    same_seeds = a.seeds == b.seeds and None not in a.seeds and len(a.seeds) > 1
+    test = stats.paired if same_seeds else stats.welch
+    equal = None if margin is None else stats.equivalence(test, b.losses, a.losses, margin)
+    differs = compare_machines(a, b)
+    seconds = stats.Difference(math.nan) if differs else test(b.seconds, a.seconds)
+    pairs = len(a.seeds) if same_seeds else 0
+    return Comparison(test(b.losses, a.losses), seconds, pairs, equal, differs)
+
+
+def compare_machines(a: ArmTimes, b: ArmTimes) -> list[str]:
+    """Where the logs differ in hardware or software.
+
+    A field that a log lacks counts as equal. Equal fields do not prove that it was one machine.
+    """
+    differs = []
+    for key in FINGERPRINT:
+        in_a = Counter(str(run.env.get(key)) for run in a.runs)
+        in_b = Counter(str(run.env.get(key)) for run in b.runs)
+        if len({*in_a, *in_b} - {"None"}) > 1:
+            differs.append(f"{key}: {dict(in_a)} in A, {dict(in_b)} in B")
+    return differs

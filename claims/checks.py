@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from claims.arms import ALPHA, leave_out_repeats
-from claims.record import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, claim_text
+from claims.record import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, claim_text, departures
 from claims.runs import Phase, Run
 from runtime.claim import SHA256, TIME
 from runtime.log import REGISTERED, config_hash
@@ -82,17 +82,15 @@ def check_files(evidence: Evidence) -> Iterator[str]:
 
 def check_claim(evidence: Evidence) -> Iterator[str]:
     """The claim follows the rules of its track."""
-    claim, track = evidence.claim, evidence.track
+    claim, track, settings = evidence.claim, evidence.track, evidence.settings
     # JSON may hold a key twice: a reader would see one value and this program the other.
     if (evidence.folder / "claim.json").read_bytes() != claim_text(claim).encode():
         yield "claim.json is not as record.py claim wrote it"
     if (claim.target, claim.alpha) != (track.target, ALPHA):
         yield f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}"
     rules = FIRST_TINY if claim.source_sha256 in FIRST_SOURCES else track.fixed
-    for name, fixed in {"track": claim.track, **rules}.items():
-        allowed = fixed if isinstance(fixed, tuple) else (fixed,)
-        if evidence.settings.get(name) not in allowed:
-            yield f"{name} is {evidence.settings.get(name)!r}, fixed at {fixed!r} on this track"
+    for name, fixed in departures(settings, {"track": claim.track, **rules}).items():
+        yield f"{name} is {settings.get(name)!r}, fixed at {fixed!r} on this track"
     if config_hash(claim.config) != claim.config_sha256:
         yield "config_sha256 is not the hash of config"
     if claim.schema == 1 and claim.created >= FIRST_LOGS:
@@ -152,8 +150,7 @@ def check_alike(evidence: Evidence) -> Iterator[str]:
 
 def check_copies(evidence: Evidence) -> Iterator[str]:
     """No run counts twice, by its id, its seed, its losses or its times."""
-    _, repeats = leave_out_repeats(evidence.runs)
-    yield from repeats
+    yield from leave_out_repeats(evidence.runs)[1]
 
 
 def check_source(evidence: Evidence) -> Iterator[str]:

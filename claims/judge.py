@@ -22,6 +22,7 @@ hash of the line before. An unfinished judgement counts too.
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from scipy.stats import t as student
 
 from claims import stats
 from claims.logs import finished_runs
-from claims.record import Source, difference
+from claims.record import difference
 from claims.runs import Run
 from runtime.claim import read_claim
 from runtime.errors import Refused
@@ -185,20 +186,14 @@ def steps_to(run: Run, target: float) -> float:
 def paired_differences(folder: Path, arms: Sequence[Arm], metric: str, seeds: range) -> list[float]:
     """B - A of the pairs so far, in the order of the seeds."""
     a, b = (figures(folder, arm, metric) for arm in arms)
-    differences = []
-    for seed in seeds:
-        if seed not in a or seed not in b:
-            break
-        differences.append(b[seed] - a[seed])
-    return differences
+    done = takewhile(lambda seed: seed in a and seed in b, seeds)
+    return [b[seed] - a[seed] for seed in done]
 
 
 def new_token_difference(folder: Path, arms: Sequence[Arm]) -> stats.Difference:
     """Of the loss on tokens that the context does not repeat, B - A with a 95 % interval."""
     a, b = (figures(folder, arm, "new tokens") for arm in arms)
-    pairs = [(b[seed], a[seed]) for seed in a.keys() & b.keys()]
-    finite = [pair for pair in pairs if all(map(math.isfinite, pair))]
-    return stats.paired([mine for mine, _ in finite], [other for _, other in finite])
+    return stats.paired_by_seed(b, a)
 
 
 # ---- The log of judgements
@@ -235,26 +230,23 @@ def find_judgement(
     return read_judgements(folder)[-1]
 
 
-def find_judged(folder: Path, number: int) -> dict[str, Any]:
-    """The judgement with this number; of 0 the last. Refused if there is none."""
+def find_judged(folder: Path, number: int, source_sha256: str) -> dict[str, Any]:
+    """The judgement with this number; of 0 the last. Refused if B was not this source."""
     known = read_judgements(folder)
     if not 0 <= number <= len(known) or not known:
         rule = f"{folder} has {len(known)} judgements, counted from 1"
         raise Refused(f"judgement {number}: {rule}. Name one, or its folder with --judgements.")
-    return known[number - 1]
-
-
-def require_source(judged: dict[str, Any], present: str) -> None:
-    """Refuse to claim another source than the one that was judged."""
-    if judged["B"]["source_sha256"] != present:
+    judged = known[number - 1]
+    if judged["B"]["source_sha256"] != source_sha256:
         raise Refused(f"judgement {judged['run_id']} was on source "
-                      f"{judged['B']['source_sha256']:.12} as B, and this one is {present:.12}. "
-                      "Go back to it, or judge again.")  # fmt: skip
+                      f"{judged['B']['source_sha256']:.12} as B, and this one is "
+                      f"{source_sha256:.12}. Go back to it, or judge again.")  # fmt: skip
+    return judged
 
 
 def write_diff(path: Path, a: Path, b: Path) -> dict[str, Any]:
     """Keep the difference of two sources; returns its changed lines and its hash."""
-    lines = difference(Source(read_sources(a), None), Source(read_sources(b), None))
+    lines = difference(read_sources(a), read_sources(b))
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     changed = [line for line in lines if line[0] in "+-" and line[:4] not in ("+++ ", "--- ")]
     return {"lines": len(changed), "sha256": json_hash(lines)}

@@ -106,19 +106,18 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     return list(found.values())
 
 
-def read_all(paths: Sequence[str | Path]) -> tuple[list[Run], list[LogError]]:
-    """All runs of files and folders, and an error for each file in a folder that is no run log.
+def read_all(path: str | Path) -> tuple[list[Run], list[LogError]]:
+    """All runs of a file or folder, and an error for each file in a folder that is no run log.
 
-    Raises LogError if a file that was named itself is no run log.
+    Raises LogError if the path itself is a file that is no run log.
     """
-    named = set(map(Path, paths))
     runs: list[Run] = []
     errors = []
-    for path in find_runs(paths):
+    for log in find_runs([path]):
         try:
-            runs += read_runs(path)
+            runs += read_runs(log)
         except LogError as error:
-            if path in named:
+            if log == Path(path):
                 raise
             errors.append(error)
     return runs, errors
@@ -308,6 +307,7 @@ def end_problem(ends: list[Line], validations: list[Validation]) -> str | None:
 # ---- Text logs of the public speedruns
 
 RULE = "=" * 100
+NUMBERED = ("step:", "s:")  # how the lines of steps and validations begin
 NUMBER = re.compile(r"s(?:tep)?:([0-9]{1,9})(?:/([0-9]{1,9}))?")
 TIMED = re.compile(r"(?:train_time|step_avg):(?:nan|[0-9.]+)m?s")
 TORCH = re.compile(r"Running [Pp]y[Tt]orch (\S+)")
@@ -349,13 +349,9 @@ def decode(path: Path, data: bytes) -> list[str]:
         lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise LogError(f"{path} is not text in UTF-8: {error}. Convert it to UTF-8") from None
-    if is_numbered(lines[-1]) and not TIMED.fullmatch(lines[-1].split()[-1]):
+    if lines[-1].startswith(NUMBERED) and not TIMED.fullmatch(lines[-1].split()[-1]):
         lines.pop()
     return lines
-
-
-def is_numbered(line: str) -> bool:
-    return line.startswith(("step:", "s:"))
 
 
 def is_rule(line: str) -> bool:
@@ -380,7 +376,7 @@ def read_traces(path: Path, lines: list[str], source: str | None, start: int) ->
     for index in range(start, len(lines)):
         if is_rule(lines[index]) and traces:
             source = None  # another log was appended: its runs may have another source
-        if is_numbered(lines[index]):
+        if lines[index].startswith(NUMBERED):
             try:
                 read_line(lines[index].split(), traces, source)
             except ValueError as error:
@@ -426,7 +422,7 @@ def read_environment(lines: Sequence[str]) -> dict[str, Any]:
     env: dict[str, Any] = {}
     names = []  # of the GPUs in the table of nvidia-smi, a line each
     for line in lines:
-        if is_numbered(line):
+        if line.startswith(NUMBERED):
             break
         head = line[:LONGEST_LINE]
         torch, gpus, cells = TORCH.match(head), GPUS.match(head), head.split("|")

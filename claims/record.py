@@ -93,19 +93,19 @@ def write_source(records: Path, source: Source) -> Path:
     return path
 
 
-def write_files(source: Source, folder: Path) -> None:
+def write_files(files: dict[str, bytes], folder: Path) -> None:
     """Write the files under a folder, as they stood in their repository."""
-    for name, content in source.files.items():
+    for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
-def difference(before: Source, after: Source) -> list[str]:
+def difference(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
     """The lines of a unified diff from one source to another; none where they are equal."""
     lines: list[str] = []
-    for name in sorted(before.files.keys() | after.files.keys()):
-        old = before.files.get(name, b"").decode(errors="replace").split("\n")
-        new = after.files.get(name, b"").decode(errors="replace").split("\n")
+    for name in sorted(before.keys() | after.keys()):
+        old = before.get(name, b"").decode(errors="replace").split("\n")
+        new = after.get(name, b"").decode(errors="replace").split("\n")
         lines += difflib.unified_diff(old, new, name, name, lineterm="")
     return lines
 
@@ -154,6 +154,12 @@ TRACKS = {
     "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, False),
 }
 FIRST_LOGS = "2026-11-23"  # claims before this day may be of schema 1, with logs of schema 1 and 2
+
+
+def departures(settings: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
+    """What the rules fix, for each setting that is not so."""
+    return {name: fixed for name, fixed in rules.items()
+            if settings.get(name) not in (fixed if isinstance(fixed, tuple) else (fixed,))}
 
 
 @dataclass(frozen=True)
@@ -333,8 +339,9 @@ def write_claim(records: Path, claim: Claim, source: Source) -> Path:
 def copy_runs(folder: Path, folders: list[Path]) -> None:
     """Copy the logs of all runs of the claim in `folder`, and each log folder's registry.
 
-    Every run that was started is copied, however it ended.
+    Every run that was started is copied, however it ended. Refused for a record that holds a link.
     """
+    require_plain(folder)
     claim = read_claim(folder / "claim.json")
     for number, logs in enumerate(folders, 1):
         if not (logs / REGISTRY).is_file():

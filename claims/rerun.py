@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,28 @@ from claims.logs import find_runs, read_run
 from claims.record import Evidence, write_files
 from claims.runs import Run
 from runtime.errors import LogError, Refused
+
+LONGEST_END_S = 60  # a run that is stopped writes a checkpoint
+
+
+@contextlib.contextmanager
+def training(words: Sequence[str], output: Any = 2, **options: Any) -> Iterator[subprocess.Popen]:
+    """A process that trains; it ends with the block. output: where it prints (stderr).
+
+    It has a process group of its own, so that Ctrl-C reaches it once, from here.
+    """
+    with subprocess.Popen(
+        words, stdout=output, stderr=output, process_group=0, **options
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.terminate()
+            try:
+                child.wait(LONGEST_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+
 
 # ---- Questions to a trained model
 
@@ -79,23 +102,10 @@ def answering(scratch: Path, model: Path, timeout_s: float) -> Iterator[Losses]:
             open(said, "wb") as errors,
             subprocess.Popen(words, cwd=scratch, stdin=pipe, stdout=pipe, stderr=errors) as child,
         ):
-            questions, answers = child.stdin, child.stdout
-            assert questions is not None
-            assert answers is not None
             timer = threading.Timer(timeout_s, child.kill)
             timer.start()
-
-            def losses(rows: Rows) -> NDArray[np.float64]:
-                B, T = rows.shape[0], rows.shape[1] - 1
-                questions.write(f"{B} {T}\n".encode() + rows.tobytes())
-                questions.flush()
-                answer = answers.read(4 * B * T)
-                if len(answer) < 4 * B * T:
-                    raise BrokenPipeError("it ended without an answer")
-                return np.frombuffer(answer, np.float32).reshape(B, T).astype(np.float64)
-
             try:
-                yield losses
+                yield partial(ask, child)
             finally:
                 timer.cancel()
                 child.kill()
@@ -103,6 +113,17 @@ def answering(scratch: Path, model: Path, timeout_s: float) -> Iterator[Losses]:
         why = said.read_text(errors="replace").strip()[-300:] or error
         raise Refused(f"the source does not score its own model within --timeout {timeout_s:g}: "
                       f"{why}") from None  # fmt: skip
+
+
+def ask(child: Any, rows: Rows) -> NDArray[np.float64]:
+    """The losses of the rows. BrokenPipeError where the process gives none."""
+    B, T = rows.shape[0], rows.shape[1] - 1
+    child.stdin.write(f"{B} {T}\n".encode() + rows.tobytes())
+    child.stdin.flush()
+    answer = child.stdout.read(4 * B * T)
+    if len(answer) < 4 * B * T:
+        raise BrokenPipeError("it ended without an answer")
+    return np.frombuffer(answer, np.float32).reshape(B, T).astype(np.float64)
 
 
 def check_model(
@@ -193,7 +214,6 @@ def validation_rows(folder: Path, tokens: int, sequence: int) -> Rows:
 MACHINE = ("cpu", "gpu", "gpu_count", "torch", "cuda", "threads", "dtype", "attention", "compiled")
 # Measured between an Intel and an AMD machine: before the first update, and over 30 of them.
 FIRST, AFTER_30 = 1e-5, 0.05
-LONGEST_END_S = 60  # a run that is stopped writes a checkpoint
 
 Allowed = Callable[[int], float]  # difference of losses after this many updates
 
@@ -215,7 +235,7 @@ def rerun(
     steps = min(steps or total, total)
     whole = steps == total
     say(f"running its source: seed {before.seed}, {steps} of {total} steps")
-    write_files(evidence.source, scratch)
+    write_files(evidence.source.files, scratch)
     train(evidence, before, data, scratch, None if whole else steps, timeout_s)
     after = read_again(before, scratch, steps)
     yield from compare_runs(before, after, steps, allowed_here(before, after, say))
@@ -236,14 +256,11 @@ def train(
 ) -> None:
     """Run the source; with `steps`, until its log has these. Refused if it takes too long."""
     claim, ranks = evidence.claim, before.header["world_size"]
-    flags: dict[str, Any] = {
-        "seed": before.seed, "trials": 1, "data-dir": data, "log-dir": scratch / "logs",
-        "checkpoint-dir": scratch / "checkpoints",
-    }  # fmt: skip
+    words = ["train_gpt.py", "--track", claim.track, *claim.flags, f"--seed={before.seed}",
+             "--trials=1", f"--data-dir={data}", f"--log-dir={scratch / 'logs'}",
+             f"--checkpoint-dir={scratch / 'checkpoints'}"]  # fmt: skip
     if "keep_model" in claim.config:
-        flags["keep-model"] = "on"
-    words = ["train_gpt.py", "--track", claim.track, *claim.flags]
-    words += [f"--{name}={value}" for name, value in flags.items()]
+        words.append("--keep-model=on")
     if ranks > 1:
         words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *words]
     environment = dict(os.environ)
@@ -255,22 +272,14 @@ def train(
     last, deadline = f'"step": {steps},'.encode(), time.monotonic() + timeout_s
     with (
         open(scratch / "output.txt", "wb") as output,
-        subprocess.Popen([sys.executable, *words], cwd=scratch, env=environment, stdout=output,
-                         stderr=output, process_group=0) as child,
-    ):  # fmt: skip
-        try:
-            while child.poll() is None:
-                if any(last in log.read_bytes() for log in scratch.glob("logs/2*.jsonl")):
-                    break
-                if time.monotonic() > deadline:
-                    raise Refused(f"the run took over {timeout_s:g} s. Give more with --timeout.")
-                time.sleep(0.1)
-        finally:
-            child.terminate()  # it saves a checkpoint first
-            try:
-                child.wait(LONGEST_END_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)
+        training([sys.executable, *words], output, cwd=scratch, env=environment) as child,
+    ):
+        while child.poll() is None:
+            if any(last in log.read_bytes() for log in scratch.glob("logs/2*.jsonl")):
+                break
+            if time.monotonic() > deadline:
+                raise Refused(f"the run took over {timeout_s:g} s. Give more with --timeout.")
+            time.sleep(0.1)
 
 
 def has_gpu() -> bool:

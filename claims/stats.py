@@ -21,7 +21,7 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 NAN, INF = math.nan, math.inf
 STEPS_BOUND = Fraction("0.004")  # of track 3: (target - mean) * sqrt(n) must reach it
 STEP_WORTH = Fraction("0.0045") / 100  # nats per token that the contest counts for a step
-MOST_RUNS = 10_000  # a plan that needs more has a typing error
+MOST_RUNS = 10_000  # a plan that needs more is out of reach
 CERTAIN = 1e5  # standard errors of an effect with power 1; beyond, nctdtr is only noise
 SEQUENCES = 10**6  # simulated for planned looks: a level of 0.01 comes out to about 1 %
 
@@ -98,6 +98,13 @@ def paired(new: Sequence[float], old: Sequence[float]) -> Difference:
     if not sd > 0:
         return Difference(mean)
     return difference(mean, ttest_rel(new, old))
+
+
+def paired_by_seed(new: dict[int, float], old: dict[int, float]) -> Difference:
+    """`paired` on the seeds that both have, without runs that diverged."""
+    both = [seed for seed in sorted(new.keys() & old.keys())
+            if math.isfinite(new[seed]) and math.isfinite(old[seed])]  # fmt: skip
+    return paired([new[seed] for seed in both], [old[seed] for seed in both])
 
 
 def difference(mean: float, test: Any) -> Difference:
@@ -179,13 +186,13 @@ def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
     return float(nctdtr(n - 1, -min(effect, CERTAIN), student.ppf(alpha, n - 1)))
 
 
-def runs_needed(sd: float, margin: float, chance: float = 0.8, alpha: float = 0.01) -> int:
-    """The fewest runs with this power."""
+def runs_needed(sd: float, margin: float, chance: float = 0.8, alpha: float = 0.01) -> int | None:
+    """The fewest runs with this power; None for more than MOST_RUNS."""
     check(alpha, 1, power=chance)
     for n in range(2, MOST_RUNS + 1):
         if power(n, sd, margin, alpha) >= chance:
             return n
-    raise ValueError(f"more than {MOST_RUNS:,} runs are needed: the margin is too small")
+    return None
 
 
 @cache

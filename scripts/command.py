@@ -115,11 +115,8 @@ class SafeOutput(io.TextIOWrapper):
     """Escapes all but printable characters: a log or file name cannot steer the terminal."""
 
     def write(self, text: str) -> int:
-        safe = ""
-        for char in text:
-            plain = char.isprintable() or char in "\n\t"
-            safe += char if plain else ascii(char)[1:-1]
-        return super().write(safe)
+        safe = (c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+        return super().write("".join(safe))
 
 
 def start(main: Callable[[], int]) -> None:
@@ -144,19 +141,6 @@ def start(main: Callable[[], int]) -> None:
 
 def exit_by_signal(number: int, frame: Any) -> None:
     sys.exit(128 + number)  # what a shell reports for a process that a signal ended
-
-
-def run_child(words: list[str]) -> int:
-    """Run a command, its output on our stderr; returns its exit code.
-
-    It has a process group of its own, so that Ctrl-C reaches it once, from here.
-    """
-    with subprocess.Popen(words, stdout=2, process_group=0) as child:
-        try:
-            return child.wait()
-        except SystemExit:  # of exit_by_signal
-            os.killpg(child.pid, signal.SIGTERM)
-            raise  # after the child's end, for which Popen waits
 
 
 def training_command(root: Path, flags: Sequence[str], folder: Path) -> list[str]:

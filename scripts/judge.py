@@ -22,19 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from scripts.command import (
-    ROOT,
-    ask_trainer,
-    command,
-    make_parser,
-    run_child,
-    show,
-    start,
-    training_command,
-)
+from scripts.command import ROOT, ask_trainer, command, make_parser, show, start, training_command
 
 from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
+from claims.rerun import training
 from runtime.errors import LogError
 from runtime.log import config_hash, register, source_hash
 
@@ -94,7 +86,8 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
     began = monotonic()
-    code = run_child(training_command(arm.source, flags, folder / arm.name))
+    with training(training_command(arm.source, flags, folder / arm.name)) as child:
+        code = child.wait()
     done = judge.figures(folder, arm, metric)
     if code not in (0, 3):  # 3: a run diverged, which is a result
         raise LogError(f"exit code {code} of {arm.name}: see above, then repeat the command")
@@ -103,14 +96,6 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     if missing[0] not in done:
         raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: {arm.source} "
                        "was changed while it was judged")  # fmt: skip
-
-
-def pairs_needed(sd: float, margin: float) -> int | None:
-    """With which one test at the end would find a difference of the margin; None: out of reach."""
-    try:
-        return stats.runs_needed(sd, margin, POWER, ALPHA / 2)
-    except ValueError:  # no spread, or too many
-        return None
 
 
 def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) -> str:
@@ -179,8 +164,9 @@ def main(argv: Sequence[str]) -> int:
     new = judge.new_token_difference(folder, arms)
     if "outcome" not in entry:
         register(given.out / judge.JUDGEMENTS, "end", run_id=entry["run_id"], **verdict._asdict())
-    facts = entry | verdict._asdict() | {"new_tokens": new._asdict()}
-    facts["pairs_needed"] = pairs_needed(verdict.sd, given.margin)
+    facts = entry | verdict._asdict() | {"new_tokens": new._asdict(), "pairs_needed": None}
+    if verdict.sd > 0:  # how many one test at the end takes to find a difference of the margin
+        facts["pairs_needed"] = stats.runs_needed(verdict.sd, given.margin, POWER, ALPHA / 2)
     show(to_text(given, facts, verdict), facts, given.json)
     return CODES[verdict.outcome]
 

@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,28 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # starts from a
 
 from scripts.command import ROOT, ask_trainer, command, make_parser, start
 
+from claims import pages
+from claims import record as records
 from claims.arms import ALPHA
 from claims.checks import find_failures
-from claims.judge import find_judged, next_seed, require_source
-from claims.pages import best_of_each_recipe, derived, differences, leaderboard
-from claims.plots import plot_records, plot_steps
-from claims.record import (
-    TRACKS,
-    Evidence,
-    copy_runs,
-    difference,
-    read_evidence,
-    read_source,
-    records_of,
-    require_plain,
-    working_source,
-    write_claim,
-)
+from claims.judge import find_judged, next_seed
+from claims.record import TRACKS, Evidence, read_evidence
 from claims.rerun import rerun
 from claims.stats import power
 from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest
+from runtime.settings import flag
 
 RECORDS = ROOT / "records"
 FIRST_RUN = -1  # for a seed
@@ -55,11 +45,11 @@ EFFECTS = (0.5, 1.0, 1.5)  # of which a claim prints the power, in standard devi
 
 
 def claim(arguments: argparse.Namespace) -> int:
-    """Write claim.json and say how to make its runs."""
-    source = working_source(ROOT)
+    """Write a claim and say how to make its runs, whose flags follow --."""
+    source = records.working_source(ROOT)
     if arguments.from_judgement is not None:
-        judged = find_judged(arguments.judgements, arguments.from_judgement)
-        require_source(judged, digest(source.files))
+        sha256 = digest(source.files)
+        judged = find_judged(arguments.judgements, arguments.from_judgement, sha256)
         arguments.flags = judged["B"]["flags"] + arguments.flags
         arguments.seed = next_seed(Path("logs"), arguments.judgements, RECORDS)
     config, flags = ask_trainer(ROOT, arguments.flags), arguments.flags
@@ -68,17 +58,16 @@ def claim(arguments: argparse.Namespace) -> int:
             flags = [f"--{name}", config[name], *flags]
     track = TRACKS[config["track"]]
     fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
-    for name, value in fixed.items():
-        if config[name] not in (value if isinstance(value, tuple) else (value,)):
-            flag = f"--{name.replace('_', '-')}"
-            raise Refused(f"{flag} {config[name]}: that of the track is {value}. Leave {flag} out.")
+    for name, value in records.departures(config, fixed).items():
+        raise Refused(f"{flag(name)} {config[name]}: that of the track is {value}. "
+                      f"Leave {flag(name)} out.")
     claim = Claim(
         name=arguments.name, track=config["track"], target=track.target, alpha=ALPHA, n=arguments.n,
         seeds=list(range(arguments.seed, arguments.seed + arguments.n)),
         looks=[arguments.n], source_sha256=digest(source.files),
         config_sha256=config_hash(config), config=config, flags=flags,
         about=arguments.about, created=datetime.now(UTC).isoformat(timespec="seconds"))
-    folder = os.path.relpath(write_claim(RECORDS, claim, source))
+    folder = os.path.relpath(records.write_claim(RECORDS, claim, source))
     words = shlex.join(["--claim", f"{folder}/claim.json", *claim.flags])
     print(f"{folder}: commit it with records/sources, then make its runs:\n\n"
           f"    ./run.sh {words} --seed {arguments.seed} --trials {claim.n}\n\n"
@@ -92,17 +81,16 @@ def claim(arguments: argparse.Namespace) -> int:
 def make(arguments: argparse.Namespace) -> int:
     """Copy the logs of a claim's runs, write the pages, and say whether the record holds."""
     folder = arguments.folder
-    require_plain(folder)
-    copy_runs(folder, arguments.logs)
+    records.copy_runs(folder, arguments.logs)
     evidence = read_evidence(folder)
-    for name, content in derived(evidence).items():
+    for name, content in pages.derived(evidence).items():
         (folder / name).write_bytes(content)
     return print_verdict(evidence)
 
 
 def print_verdict(evidence: Evidence) -> int:
     """Print why a record fails and what it shows; 0 when its evidence holds."""
-    failures = [*find_failures(evidence), *differences(evidence)]
+    failures = [*find_failures(evidence), *pages.differences(evidence)]
     for failure in failures:
         print(f"{evidence.folder}: {failure.what}")
         print(f"    in {failure.where}\n    fix: {failure.fix}")
@@ -123,7 +111,7 @@ def print_verdict(evidence: Evidence) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Judge each record; 1 if one does not hold, or with --require-shown is not shown."""
+    """Check records against their logs; 1 if one does not hold, or is not shown where required."""
     code = 0
     for folder in arguments.folders:
         evidence = read_evidence(folder)
@@ -156,23 +144,23 @@ def diff(arguments: argparse.Namespace) -> int:
     sources = []
     for folder in (arguments.before, arguments.after):
         sha256 = read_claim(folder / "claim.json").source_sha256
-        sources.append(read_source(records_of(folder), sha256))
-    print("\n".join(difference(*sources)))
+        sources.append(records.read_source(records.records_of(folder), sha256).files)
+    print("\n".join(records.difference(*sources)))
     return 0
 
 
-def write_leaderboard(arguments: argparse.Namespace) -> int:
+def leaderboard(arguments: argparse.Namespace) -> int:
     """Write the page and the pictures of all records, if none of them fails."""
     found = [read_evidence(path.parent) for path in sorted(RECORDS.glob("*/*/claim.json"))]
     made = sorted((one for one in found if one.runs), key=lambda one: one.claim.created)
     for one in made:
-        if find_failures(one) or list(differences(one)):
+        if find_failures(one) or list(pages.differences(one)):
             return print_verdict(one)
     for track in {one.claim.track for one in made}:
         claims = [one for one in made if one.claim.track == track]
-        plot_steps(best_of_each_recipe(claims), RECORDS / track / "steps.svg")
-        plot_records(claims, RECORDS / track / "records.svg")
-    (RECORDS / "README.md").write_text(leaderboard(made))
+        pages.plot_steps(pages.best_of_each_recipe(claims), RECORDS / track / "steps.svg")
+        pages.plot_records(claims, RECORDS / track / "records.svg")
+    (RECORDS / "README.md").write_text(pages.leaderboard(made))
     print(f"{RECORDS / 'README.md'}: {len(made)} claims")
     return 0
 
@@ -182,35 +170,36 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(required=True)
-    sub = commands.add_parser("claim", help="write a claim; the flags of its runs follow --")
-    sub.set_defaults(run=claim)
-    sub.add_argument("name", help="CamelName of the record")
-    sub.add_argument("--about", required=True, help="what is changed and why it should help")
-    sub.add_argument("--n", type=int, default=10, help="runs, at least 4 (%(default)s)")
-    sub.add_argument("--seed", type=int, default=1000, help="of the first run (%(default)s)")
-    sub.add_argument("--from-judgement", type=int, nargs="?", const=0, metavar="N",
-                     help="claim B of judgement N (the last) with its flags, on fresh seeds")
-    sub.add_argument("--judgements", type=Path, default=Path("logs/judge"),
-                     help="folder of judgements (%(default)s)")
-    sub = commands.add_parser("make", help="make the record of a claim from its runs")
-    sub.set_defaults(run=make)
-    sub.add_argument("folder", type=Path, help="folder of claim.json")
-    sub.add_argument("logs", type=Path, nargs="*", help="log folders; none: write the pages again")
-    sub = commands.add_parser("verify", help="check records against their logs")
-    sub.set_defaults(run=verify)
-    sub.add_argument("folders", type=Path, nargs="+", metavar="folder")
-    sub.add_argument("--require-shown", action="store_true", help="1 also for a claim not shown")
-    sub.add_argument("--rerun", nargs="?", type=int, const=FIRST_RUN, metavar="SEED",
-                     help="run the source again, which others wrote, and compare (first run)")
-    sub.add_argument("--steps", type=int, help="with --rerun: stop after N (run to the end)")
-    sub.add_argument("--data-dir", type=Path, help="with --rerun: folder of the shards (the run's)")
-    sub.add_argument("--timeout", type=float, default=3600, help="seconds of a rerun (%(default)s)")
-    sub = commands.add_parser("diff", help="print the difference of two records' sources")
-    sub.set_defaults(run=diff)
-    sub.add_argument("before", type=Path, help="folder of a claim.json")
-    sub.add_argument("after", type=Path, help="the same")
-    sub = commands.add_parser("leaderboard", help="write the page of all records, with pictures")
-    sub.set_defaults(run=write_leaderboard)
+
+    def add_command(run: Callable[[argparse.Namespace], int]) -> Callable[..., object]:
+        sub = commands.add_parser(run.__name__, help=run.__doc__)
+        sub.set_defaults(run=run)
+        return sub.add_argument
+
+    add = add_command(claim)
+    add("name", help="CamelName of the record")
+    add("--about", required=True, help="what is changed and why it should help")
+    add("--n", type=int, default=10, help="runs, at least 4 (%(default)s)")
+    add("--seed", type=int, default=1000, help="of the first run (%(default)s)")
+    add("--from-judgement", type=int, nargs="?", const=0, metavar="N",
+        help="claim B of judgement N (the last) with its flags, on fresh seeds")
+    add("--judgements", type=Path, default=Path("logs/judge"),
+        help="folder of judgements (%(default)s)")
+    add = add_command(make)
+    add("folder", type=Path, help="folder of claim.json")
+    add("logs", type=Path, nargs="*", help="log folders; none: write the pages again")
+    add = add_command(verify)
+    add("folders", type=Path, nargs="+", metavar="folder")
+    add("--require-shown", action="store_true", help="1 also for a claim not shown")
+    add("--rerun", nargs="?", type=int, const=FIRST_RUN, metavar="SEED",
+        help="run the source again, which others wrote, and compare (first run)")
+    add("--steps", type=int, help="with --rerun: stop after N (run to the end)")
+    add("--data-dir", type=Path, help="with --rerun: folder of the shards (the run's)")
+    add("--timeout", type=float, default=3600, help="seconds of a rerun (%(default)s)")
+    add = add_command(diff)
+    add("before", type=Path, help="folder of a claim.json")
+    add("after", type=Path, help="the same")
+    add_command(leaderboard)
     return parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))
 
 

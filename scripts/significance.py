@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts.command import command, make_parser, numbers, show, start
 
-from claims import arms, comparison
-from claims.arms import ALPHA, ArmVerdict
-from claims.comparison import ArmTimes, Comparison
+from claims import arms
+from claims.arms import ALPHA, ArmTimes, ArmVerdict, Comparison
 from claims.stats import in_words, moments
 from runtime.errors import LogError
 
@@ -153,16 +152,16 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     check_flags(parser, given)
     if given.against:
-        a, b = comparison.read_arm(given.against), comparison.read_arm(given.paths[0])
-        found = comparison.compare_arms(a, b, given.margin)
+        a, b = arms.read_arm(given.against), arms.read_arm(given.paths[0])
+        found = arms.compare_arms(a, b, given.margin)
         facts = found._asdict() | {"loss": found.loss._asdict(), "seconds": found.seconds._asdict()}
         show(comparison_to_text(a, b, found), facts, given.json)
         return 0
     verdicts, unread = judge_arms(given)
-    passed = arms.passes_steps_rule if given.track else lambda arm: arm.passes
+    passed = [arm.passes_steps if given.track else arm.passes for arm in verdicts]
     facts = {"arms": [arm.documented for arm in verdicts], "warnings": unread}
     show("\n\n".join([*map(to_text, verdicts), *unread]), facts, given.json)
-    return 0 if all(map(passed, verdicts)) else 1
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":

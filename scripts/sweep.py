@@ -19,6 +19,7 @@ Logs are in OUT/PLAN/SOURCE/ARM. Exit code: 0 done, 1 a run failed, 2 bad input,
 interrupted.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -26,7 +27,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -41,8 +41,9 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 
 from claims.logs import finished_runs
 from claims.pages import table
-from claims.record import Source, write_files
-from claims.stats import holm, in_words, paired
+from claims.record import write_files
+from claims.rerun import training
+from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
 from runtime.jsonl import json_hash
 from runtime.log import read_sources, source_hash
@@ -67,6 +68,9 @@ class SweepRun(NamedTuple):
         """Of its logs. Runs share it if they differ in nothing but the seed."""
         name = re.sub(r"[^-+.=,0-9A-Za-z]+", "_", self.arm)
         return out / f"{name}_{json_hash([self.flags, self.patch]):.8}"
+
+    def source(self, out: Path) -> Path:
+        return self.folder(out) / "source" if self.patch else out / "source"
 
 
 # ---- The plan
@@ -105,20 +109,20 @@ def expand(plan: dict[str, Any], folder: Path) -> list[SweepRun]:
 # ---- Runs
 
 
-def copy_source(root: Path, patch: str, folder: Path) -> Path:
+def copy_source(root: Path, patch: str, folder: Path) -> None:
     """Write the source under `root`, patched, into the folder, once. Refused for a bad patch."""
     if folder.exists():
-        return folder
+        return
     draft = folder.with_name("draft")
     shutil.rmtree(draft, ignore_errors=True)
-    write_files(Source(read_sources(root), None), draft)
+    write_files(read_sources(root), draft)
     if patch:
         outside = {"GIT_CEILING_DIRECTORIES": str(draft.resolve().parent)}  # of any repository
         done = subprocess.run(["git", "apply", "-"], cwd=draft, env=os.environ | outside,
                               input=patch, text=True, capture_output=True)  # fmt: skip
         if done.returncode:
             raise Refused(f"the patch of {folder.parent.name} does not fit: {done.stderr.strip()}")
-    return draft.rename(folder)
+    draft.rename(folder)
 
 
 def read_losses(folder: Path) -> dict[int, Losses]:
@@ -133,36 +137,25 @@ def read_losses(folder: Path) -> dict[int, Losses]:
 def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
     """Make the runs without a result, `jobs` at a time. Returns how many failed."""
     missing = [run for run in planned if run.seed not in read_losses(run.folder(out))]
-    sources: dict[Path, Path] = {}
-    for run in missing:
-        if (folder := run.folder(out)) not in sources:
-            own = folder / "source" if run.patch else out / "source"
-            sources[folder] = copy_source(out / "source", run.patch, own)
-            ask_trainer(sources[folder], run.flags)  # refuses a wrong flag before the first run
+    for run in {run.folder(out): run for run in missing}.values():
+        copy_source(out / "source", run.patch, run.source(out))
+        ask_trainer(run.source(out), run.flags)  # refuses a wrong flag before the first run
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
     running: dict[subprocess.Popen, SweepRun] = {}
     failed = 0
-    try:
+    with contextlib.ExitStack() as children:
         for run in missing:
             if len(running) == jobs:
                 failed += not wait_for_one(running, out)
-            running[start_run(sources[run.folder(out)], run, run.folder(out), jobs)] = run
+            folder, flags = run.folder(out), [*run.flags, "--seed", str(run.seed)]
+            folder.mkdir(parents=True, exist_ok=True)
+            words = training_command(run.source(out), flags, folder)
+            with (folder / f"seed_{run.seed}.console").open("w") as console:
+                child = children.enter_context(training(words, console, env=os.environ | threads))
+            running[child] = run
         while running:
             failed += not wait_for_one(running, out)
-    finally:
-        for child in running:  # none, unless a signal ended the loop
-            os.killpg(child.pid, signal.SIGTERM)
-            child.wait()
     return failed
-
-
-def start_run(source: Path, run: SweepRun, folder: Path, jobs: int) -> subprocess.Popen:
-    """Start a run. What it prints goes into a file beside its log."""
-    words = training_command(source, [*run.flags, "--seed", str(run.seed)], folder)
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"seed_{run.seed}.console").open("w") as console:
-        return subprocess.Popen(words, stdout=console, stderr=console, env=os.environ | threads,
-                                process_group=0)  # fmt: skip
 
 
 def wait_for_one(running: dict[subprocess.Popen, SweepRun], out: Path) -> bool:
@@ -183,9 +176,7 @@ def report(arms: dict[str, dict[int, Losses]]) -> str:
     """The table of the arms, the lowest loss first. The first arm is the one to compare with."""
     base, effects = next(iter(arms.values())), {}
     for arm, found in arms.items():
-        pairs = [(found[seed][0], base[seed][0]) for seed in found if seed in base]
-        finite = [pair for pair in pairs if max(pair) < math.inf]
-        effects[arm] = paired([mine for mine, _ in finite], [other for _, other in finite])
+        effects[arm] = paired_by_seed(last_losses(found), last_losses(base))
     adjusted = holm({arm: effect.p_two_sided for arm, effect in effects.items()})
     rows = []
     for arm in sorted(arms, key=lambda arm: mean_of(arms[arm], 0)):
@@ -195,6 +186,10 @@ def report(arms: dict[str, dict[int, Losses]]) -> str:
         rows.append([arm, len(arms[arm]), len(diverged), f"{mean_of(arms[arm], 0):.4f}",
                      difference, p, f"{mean_of(arms[arm], 1):.3f}"])
     return table(HEAD, rows)
+
+
+def last_losses(found: dict[int, Losses]) -> dict[int, float]:
+    return {seed: last for seed, (last, _) in found.items()}
 
 
 def mean_of(found: dict[int, Losses], column: int) -> float:

@@ -23,8 +23,8 @@ BUDGETS = {
     "kernels": 680,  # reached; the promise is 600
     "data": 1306,  # reached; the promise is 1000
     "runtime": 3062,  # reached; the promise is 2600
-    "claims": 3101,  # reached; the promise is 2700
-    "scripts": 1424,  # reached; the promise is 1100
+    "claims": 3092,  # reached; the promise is 2700
+    "scripts": 1377,  # reached; the promise is 1100
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,

@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 
-from claims.judge import find_judged, next_seed, steps_to
+from claims.judge import next_seed, steps_to
 from claims.runs import Run, Validation
 from runtime.log import read_registry
 from scripts import command, judge, record
@@ -94,7 +95,8 @@ def project(tmp_path, monkeypatch) -> Path:
     root.mkdir()
     (root / "train_gpt.py").write_text(TRAINER)
     monkeypatch.chdir(root)
-    monkeypatch.setattr(judge, "run_child", lambda words: execute(words)[0])
+    child = lambda words: SimpleNamespace(wait=lambda: execute(words)[0])  # noqa: E731
+    monkeypatch.setattr(judge, "training", lambda words: contextlib.nullcontext(child(words)))
     monkeypatch.setattr(command.subprocess, "run", execute_asked)
     for module in (judge, record):
         monkeypatch.setattr(module, "ROOT", root)
@@ -222,8 +224,6 @@ def test_steps_to_the_target_lie_on_the_line_between_two_validations(project, ca
 
 def test_a_claim_of_a_judgement_takes_its_flags_its_source_and_fresh_seeds(project, capsys):
     assert run("--b", "--gain 0.2", "--pairs", "8", "--seed", "70") == 0
-    folder = Path("logs/judge")
-    assert find_judged(folder, 0)["B"]["flags"] == ["--gain", "0.2"]
     assert next_seed(project / "logs") == 78
     words = ["claim", "Gain", "--about", "more", "--from-judgement"]
     assert record.main([*words, "2"]) == 2

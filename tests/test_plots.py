@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 from matplotlib import rc_context
 
-from claims.plots import write_picture
+from claims.pages import write_picture
 
 
 def test_a_picture_has_a_light_ground_a_dark_mode_and_the_same_bytes_again(tmp_path):

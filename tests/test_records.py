@@ -9,9 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 import train_gpt
+from claims import pages
 from claims.checks import check_claim, find_failures
-from claims.pages import best_of_each_recipe, differences, leaderboard
-from claims.plots import draw_records, draw_steps, plot_records, plot_steps
 from claims.record import TRACKS, Evidence, read_evidence
 from runtime.errors import Refused
 from train_gpt import RECIPES, Config, preset
@@ -30,22 +29,22 @@ def read_all() -> list[Evidence]:
 @by_claim
 def test_nothing_speaks_against_a_record_and_its_pages_say_what_its_logs_say(claim):
     evidence = read_evidence(claim.parent)
-    assert [*find_failures(evidence), *differences(evidence)] == []
+    assert [*find_failures(evidence), *pages.differences(evidence)] == []
     assert len(evidence.complete) in evidence.claim.looks
 
 
 def test_the_leaderboard_is_the_one_that_the_records_give(tmp_path):
     evidences = read_all()
-    assert (RECORDS / "README.md").read_text() == leaderboard(evidences)
-    plot_steps(best_of_each_recipe(evidences), tmp_path / "steps.svg")
-    plot_records(evidences, tmp_path / "records.svg")
+    assert (RECORDS / "README.md").read_text() == pages.leaderboard(evidences)
+    pages.plot_steps(pages.best_of_each_recipe(evidences), tmp_path / "steps.svg")
+    pages.plot_records(evidences, tmp_path / "records.svg")
     for name in ("steps.svg", "records.svg"):
         assert (tmp_path / name).read_bytes() == (RECORDS / "tiny" / name).read_bytes()
 
 
 def test_the_picture_of_steps_has_the_numbers_of_the_page():
     figure, page = Figure(), (RECORDS / "README.md").read_text()
-    draw_steps(figure, best_of_each_recipe(read_all()))
+    pages.draw_steps(figure, pages.best_of_each_recipe(read_all()))
     bars, dots = figure.axes
     rows = {}
     for line in re.findall(r"^\| .*\|$", page, re.M):
@@ -60,7 +59,7 @@ def test_the_picture_of_steps_has_the_numbers_of_the_page():
 
 def test_the_picture_of_records_has_each_claim_once_and_the_numbers_of_the_page():
     axes, page = Figure().subplots(), (RECORDS / "README.md").read_text()
-    draw_records(axes, read_all())
+    pages.draw_records(axes, read_all())
     (record,) = [line for line in axes.lines if line.get_label() == "record"]
     numbers = [text.get_text() for text in axes.texts]
     assert numbers == re.findall(r"^\| (#\d+) ", page, re.M)

@@ -67,8 +67,8 @@ def test_a_store_that_is_damaged_or_a_link_or_huge_is_refused(tmp_path):
 
 
 def test_the_diff_names_files_that_changed_came_or_went():
-    before = Source({"a.py": b"1\n2\n", "b.py": b"x\n", "same.py": b"s\n"}, None)
-    after = Source({"a.py": b"1\n3\n", "c.py": b"y\n", "same.py": b"s\n"}, None)
+    before = {"a.py": b"1\n2\n", "b.py": b"x\n", "same.py": b"s\n"}
+    after = {"a.py": b"1\n3\n", "c.py": b"y\n", "same.py": b"s\n"}
     changed = [line for line in difference(before, after) if line[0] in "+-"]
     assert " ".join(changed) == "--- a.py +++ a.py -2 +3 --- b.py +++ b.py -x --- c.py +++ c.py +y"
     assert difference(before, before) == []

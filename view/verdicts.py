@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from claims.arms import leave_out_repeats
-from claims.comparison import ArmTimes, compare_arms
+from claims.arms import compare_arms, make_arm
 from claims.judge import JUDGEMENTS, UNITS, Verdict, read_judgements
 from claims.runs import Run
 from claims.stats import in_words
@@ -70,14 +69,6 @@ def read_diff(verdict: dict[str, str]) -> str:
 
 
 # ---- Two groups
-
-
-def make_arm(name: str, runs: Sequence[Run]) -> ArmTimes:
-    """The runs that count, by seed."""
-    left_out = [f"{run.run_id}: {run.left_out}" for run in runs if run.left_out]
-    kept, repeats = leave_out_repeats([run for run in runs if run.counts])
-    kept.sort(key=lambda run: -1 if run.seed is None else run.seed)
-    return ArmTimes(name, kept, left_out + repeats)
 
 
 def compare(a: Sequence[Run], b: Sequence[Run]) -> str:
