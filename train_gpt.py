@@ -1284,7 +1284,7 @@ def train(trainer: Trainer, run: Run) -> float:
         elif now.quick_validates:
             with run.pause("quick_val"):
                 val_loss = trainer.validate(step, trainer.data.validation[:1])
-                run.quick_validated(step, val_loss, trainer.targets_scored)
+                run.validated(step, val_loss, quick_tokens=trainer.targets_scored)
 
         # step: gradients of the whole batch, summed; then one update
         message = trainer.gradients(step, run.stop.flags())

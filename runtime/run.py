@@ -156,21 +156,16 @@ class Run(contextlib.AbstractContextManager):
         if training:
             self.start_training()
 
-    def stepped(
-        self, message: Tensor, verdict: Tensor, *, lr_mul: float, window: int, stage: int,
-        tokens: int,
-    ) -> None:  # fmt: skip
+    def stepped(self, message: Tensor, verdict: Tensor, **schedule: float) -> None:
         """Log a step. Its line is written once its loss has arrived, so nothing waits.
 
         message (1 + flags,): mean loss and the flags of `Stop`, summed over ranks. verdict: the
-        guard's. tokens: of all steps so far.
+        guard's. schedule: lr_mul, window and stage of this step, and tokens of all steps so far.
         """
         self.steps_done += 1
         now = self.clock.train_time_ms
-        event = {
-            "step": self.steps_done, "tokens": tokens, "train_time_ms": now,
-            "step_ms": now - self._stepped_at, "lr_mul": lr_mul, "window": window, "stage": stage,
-        }  # fmt: skip
+        step_ms = now - self._stepped_at
+        event = {"step": self.steps_done, "train_time_ms": now, "step_ms": step_ms, **schedule}
         self._stepped_at = now
         values = torch.cat([message, verdict])  # in the verdict's dtype, the wider one
         arrived = None
@@ -198,7 +193,7 @@ class Run(contextlib.AbstractContextManager):
         event |= {"skipped": skip is not None, "train_loss": loss}
         self._log.write("step", **event)
         self._dashboard.show("step", event)
-        self._progress.step(event, loss, skip is not None)
+        self._progress.step(event)
         if skip is None and math.isfinite(loss):
             self._skips = 0
             return
@@ -214,24 +209,25 @@ class Run(contextlib.AbstractContextManager):
             many = f"{self._skips} steps were skipped in a row, the last of them {step}, {what}"
             self._failure = NonFinite(many)
 
-    def validated(self, step: int, val_loss: float) -> None:
-        """Log and print a validation loss, inside a pause. NonFinite if it is not finite."""
+    def validated(self, step: int, val_loss: float, quick_tokens: int | None = None) -> None:
+        """Log and print a validation loss, inside a pause. NonFinite if it is not finite.
+
+        quick_tokens: how many a quick validation scored.
+        """
         steps, ms = self._config.steps, self.clock.train_time_ms
-        event = {"step": step, "total_steps": steps, "val_loss": val_loss, "train_time_ms": ms}
-        self._log.write("val", **event)
-        self._dashboard.show("val", event)
-        said = f"step {step}/{steps} | validation loss {val_loss:.4f} | {ms / 1000:.1f} s"
+        event = {"step": step, "val_loss": val_loss, "train_time_ms": ms}
+        if quick_tokens is None:
+            where = ""
+            self._log.write("val", **event, total_steps=steps)
+            self._dashboard.show("val", event)
+        else:
+            where = f" on {quick_tokens:,} tokens"
+            self._log.write("quick_val", **event, val_tokens=quick_tokens)
+        said = f"step {step}/{steps} | validation loss{where} {val_loss:.4f} | {ms / 1000:.1f} s"
         self._machine.say(said)
-        self._progress.validated(step, val_loss)
+        self._progress.validated(step, val_loss, quick=quick_tokens is not None)
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
-
-    def quick_validated(self, step: int, val_loss: float, val_tokens: int) -> None:
-        """Log and print the loss on a few validation tokens, inside a pause."""
-        ms = self.clock.train_time_ms
-        event = {"step": step, "val_loss": val_loss, "val_tokens": val_tokens, "train_time_ms": ms}
-        self._log.write("quick_val", **event)
-        self._progress.quick_validated(step, val_loss, val_tokens)
 
     # ---- Checkpoints
 
@@ -242,33 +238,27 @@ class Run(contextlib.AbstractContextManager):
         return due or self.stop.number is not None or self._failure is not None
 
     def save(self) -> None:
-        """Copy the run to the host, on the clock. A thread writes the checkpoint.
+        """Copy the run to rank 0's host, on the clock. A thread writes the checkpoint.
 
         Then raises NonFinite or Interrupted, if one of them ends the run.
         """
         self._stop_training()
         with self.clock.phase("checkpoint", timed=True):
-            state = self._take()
+            taken = self.trainer.state_dict()
+            for states in self._machine.gather(random_state(self._machine)):
+                taken["optim"] |= states
         self._log_phases()
-        self._submit(state)
+        self._saved_at = self.steps_done
+        if self._machine.is_main:
+            self._submit(taken)
         if self._failure is not None:
             raise self._failure
         if self.stop.number is not None:
             raise Interrupted(self.stop.number)
         self.start_training()
 
-    def _take(self) -> dict[str, Any]:
-        """The trainer's state and all ranks' random generators, on rank 0's host."""
-        state = self.trainer.state_dict()
-        for states in self._machine.gather(random_state(self._machine)):
-            state["optim"] |= states
-        return state
-
     def _submit(self, taken: dict[str, Any]) -> None:
         """Write the checkpoint in the background. It replaces one that has not started yet."""
-        self._saved_at = self.steps_done
-        if not self._machine.is_main:
-            return
         state = {
             "run_id": self.plan.run_id, "header": self._header, "data": taken["data"],
             "step": self.steps_done, "clock_ms": self.clock.train_time_ms,
@@ -321,8 +311,8 @@ class Run(contextlib.AbstractContextManager):
         reached = val_loss <= target
         word = "reached" if reached else "missed"
         self._progress.close()
-        self._machine.say(f"loss on copied tokens {probes['copy_loss']:.2f}, on new tokens "
-                          f"{probes['new_loss']:.2f}")
+        copied, new = probes["copy_loss"], probes["new_loss"]
+        self._machine.say(f"loss on copied tokens {copied:.2f}, on new tokens {new:.2f}")
         self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
         self._end = {"status": "done", "val_loss": val_loss, "reached": reached, **found}

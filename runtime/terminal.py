@@ -42,25 +42,22 @@ class Lines:
         self.validation_s: float | None = None
         self._said_at = -math.inf
 
-    def step(self, event: dict[str, Any], loss: float, skipped: bool) -> None:
+    def step(self, event: dict[str, Any]) -> None:
         """Take note of a step. This runs on the clock."""
-        self.event = event
+        self.event, loss, skipped = event, event["train_loss"], event["skipped"]
         self.skips += skipped
         if math.isfinite(loss) and not skipped:
             before = self.losses[-1] if self.losses else loss
             self.losses.append(before + (loss - before) / min(len(self.losses) + 1, SMOOTHED_OVER))
         self.show()
 
-    def validated(self, step: int, val_loss: float) -> None:
-        self.validated_at, self.val_loss = step, val_loss
-
-    def quick_validated(self, step: int, val_loss: float, val_tokens: int) -> None:
-        """Take note of a quick validation, and print it."""
-        self.quick_losses.append(val_loss)
-        seconds = self.event.get("train_time_ms", 0.0) / 1000
-        said = f"step {step}/{self.steps} | validation loss on {val_tokens:,} tokens {val_loss:.4f}"
-        self.trainer.machine.say(f"{said} | {seconds:.1f} s")
-        self._said_at = time.monotonic()
+    def validated(self, step: int, val_loss: float, quick: bool = False) -> None:
+        """Take note of a validation. A quick one, which was printed, stands for the next line."""
+        if quick:
+            self.quick_losses.append(val_loss)
+            self._said_at = time.monotonic()
+        else:
+            self.validated_at, self.val_loss = step, val_loss
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:

@@ -20,10 +20,10 @@ from runtime.terminal import BLOCKS, Lines, Live, closing, open_progress, sparkl
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def an_event(step, train_time_ms=1000.0):
+def an_event(step, loss=2.0, skipped=False, train_time_ms=1000.0):
     return {
         "step": step, "tokens": 4 * step, "train_time_ms": train_time_ms, "lr_mul": 0.5,
-        "window": 896, "stage": 0,
+        "window": 896, "stage": 0, "train_loss": loss, "skipped": skipped,
     }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_a_line_comes_every_five_seconds_at_most_and_for_the_last_step(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lines = make(Lines, tmp_path)
     for step in range(1, 11):
-        lines.step(an_event(step), 2.0, skipped=False)
+        lines.step(an_event(step))
         now[0] += 1.0
     said = re.findall(r"^step (\d+)/10 ", capsys.readouterr().out, re.MULTILINE)
     assert said == ["1", "6", "10"]
@@ -66,18 +66,18 @@ def test_a_line_comes_every_five_seconds_at_most_and_for_the_last_step(
 def test_the_shown_loss_is_smooth_and_knows_no_skipped_step(tmp_path):
     lines = make(Lines, tmp_path)
     for step in range(1, 101):
-        lines.step(an_event(step), 3.5 if step % 2 else 7.0, skipped=False)
+        lines.step(an_event(step, 3.5 if step % 2 else 7.0))
     assert lines.loss == pytest.approx(5.25, abs=0.25)
     before = lines.loss
-    lines.step(an_event(101), float("inf"), skipped=True)
-    lines.step(an_event(102), 500.0, skipped=True)
+    lines.step(an_event(101, float("inf"), skipped=True))
+    lines.step(an_event(102, 500.0, skipped=True))
     assert (lines.loss, lines.skips) == (before, 2)
 
 
 def test_the_time_left_counts_the_validations_that_are_left(tmp_path, monkeypatch):
     lines = make(Lines, tmp_path)  # it validates before steps 0 and 5, and after step 10
     lines.header["data"]["val_tokens"] = 120
-    lines.step(an_event(5, train_time_ms=5000.0), 2.0, skipped=False)
+    lines.step(an_event(5, train_time_ms=5000.0))
     # 380 tokens at 4 a second, and two validations at three times the speed of training.
     assert lines.seconds_left() == pytest.approx(95 + 2 * 10)
     now = [0.0]
@@ -145,7 +145,7 @@ def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path):
     try:
         block.validated(0, 6.9315)
         for step in range(1, 7):
-            block.step(an_event(step), 9.0 - step, skipped=step == 6)
+            block.step(an_event(step, 9.0 - step, skipped=step == 6))
         lines = block.draw().plain.splitlines()
         with block.pause("validate"):
             assert "off the clock: validate, 0 s" in block.draw().plain
@@ -165,7 +165,7 @@ def test_a_terminal_that_closes_does_not_end_the_run(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(block._block.console.file, "write", closed)
-    block.step(an_event(1), 2.0, skipped=False)
+    block.step(an_event(1))
     block.close()
 
 
