@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime.errors import LogError, Refused
-from runtime.jsonl import check_regular, json_line, read_regular
+from runtime.jsonl import json_line, open_regular, read_regular
 from runtime.log import REGISTRY, History, new_run_id, read_history, read_registry, segment_path
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
@@ -185,8 +185,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        check_regular(path)
-        value = json.loads(read_regular(path, MOST_JSON_BYTES))
+        value = json.loads(read_regular(path, MOST_JSON_BYTES, links=False))
         if not isinstance(value, dict):
             raise ValueError(f"a {type(value).__name__}")
     except OSError as error:
@@ -197,8 +196,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    check_regular(path)
-    with open(path, "rb") as file:
+    with open_regular(path, links=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -215,8 +213,6 @@ def _sync(path: Path) -> None:
 
 # ---- Resume: which runs a process makes
 
-# If one of these or a setting of the experiment differs, it is another run.
-HASHES = ("source_sha256", "train_sha256", "val_sha256")
 # Settings that change only rounding. A resume after an out-of-memory error may change them.
 ROUNDING = ("micro_batch", "val_batch", "activation_checkpointing")
 RECORDED = (
@@ -334,7 +330,7 @@ def _facts(header: dict[str, Any]) -> dict[str, str]:
         if name not in SETTINGS_OF_A_RUN + ROUNDING:
             facts[flag(name)] = as_text(value)
     everything = header["config"] | header["env"] | header["data"] | header
-    for name in HASHES:
+    for name in ("source_sha256", "train_sha256", "val_sha256"):
         facts[name] = f"{everything.get(name)!s:.12}"
     for name in RECORDED:
         facts[name] = str(everything.get(name))

@@ -68,7 +68,25 @@ def read_claim(path: str | Path) -> Claim:
 
 def check_rules(claim: Claim, where: object) -> None:
     """ClaimError for the first rule that the claim breaks."""
-    for holds, rule in _rules(claim):
+    n, seeds = claim.n, claim.seeds
+    rules = [
+        (LEAST_RUNS <= n == len(set(seeds)) == len(seeds) <= MOST_RUNS,
+         f"n = {n} must be {LEAST_RUNS} to {MOST_RUNS}, with as many different seeds"),
+        (claim.looks == [n], f"looks must be [{n}]: a claim is tested once, after all its runs"),
+        (0 < claim.target < 100, f"target {claim.target!s:.20} must be between 0 and 100"),
+        (0 < claim.alpha < 1, f"alpha {claim.alpha!s:.20} must be between 0 and 1"),
+        # The hash of the source becomes the name of a folder.
+        (re.fullmatch(SHA256, claim.source_sha256) is not None,
+         f"source_sha256 must be 64 hexadecimal digits, not {claim.source_sha256!r:.80}"),
+        (re.fullmatch(SHA256, claim.config_sha256) is not None,
+         f"config_sha256 must be 64 hexadecimal digits, not {claim.config_sha256!r:.80}"),
+        (re.fullmatch(TIME, claim.created) is not None,
+         f"created must be a time like 2026-01-31T12:00:00+00:00, not {claim.created!r:.80}"),
+        (re.fullmatch(NAME, claim.name) is not None, f"name {claim.name!r} must be a CamelName"),
+        (claim.about.isprintable() and len(claim.about) <= MOST_ABOUT,
+         f"about must be one line of at most {MOST_ABOUT} characters"),
+    ]  # fmt: skip
+    for holds, rule in rules:
         if not holds:
             raise ClaimError(f"{where}: {rule}")
 
@@ -93,28 +111,6 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is float:
         return type(value) in (int, float)
     return type(value) is (get_origin(kind) or kind)
-
-
-def _rules(claim: Claim) -> list[tuple[bool, str]]:
-    """Whether each rule of a claim holds, and the rule as a sentence."""
-    n, seeds = claim.n, claim.seeds
-    return [
-        (LEAST_RUNS <= n == len(set(seeds)) == len(seeds) <= MOST_RUNS,
-         f"n = {n} must be {LEAST_RUNS} to {MOST_RUNS}, with as many different seeds"),
-        (claim.looks == [n], f"looks must be [{n}]: a claim is tested once, after all its runs"),
-        (0 < claim.target < 100, f"target {claim.target!s:.20} must be between 0 and 100"),
-        (0 < claim.alpha < 1, f"alpha {claim.alpha!s:.20} must be between 0 and 1"),
-        # The hash of the source becomes the name of a folder.
-        (re.fullmatch(SHA256, claim.source_sha256) is not None,
-         f"source_sha256 must be 64 hexadecimal digits, not {claim.source_sha256!r:.80}"),
-        (re.fullmatch(SHA256, claim.config_sha256) is not None,
-         f"config_sha256 must be 64 hexadecimal digits, not {claim.config_sha256!r:.80}"),
-        (re.fullmatch(TIME, claim.created) is not None,
-         f"created must be a time like 2026-01-31T12:00:00+00:00, not {claim.created!r:.80}"),
-        (re.fullmatch(NAME, claim.name) is not None, f"name {claim.name!r} must be a CamelName"),
-        (claim.about.isprintable() and len(claim.about) <= MOST_ABOUT,
-         f"about must be one line of at most {MOST_ABOUT} characters"),
-    ]  # fmt: skip
 
 
 def check_claim(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:

@@ -6,9 +6,10 @@ import hashlib
 import json
 import math
 import os
+from io import BufferedReader
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a link or no regular file", str(path))
 
 
-def open_regular(path: Path, links: bool = True) -> BinaryIO:
+def open_regular(path: Path, links: bool = True) -> BufferedReader:
     """Open a file to read it. OSError for anything else, without `links` also for a link."""
     if not links:
         check_regular(path)

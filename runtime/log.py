@@ -13,7 +13,6 @@ import math
 import os
 import re
 import secrets
-import shutil
 import sys
 import tempfile
 import threading
@@ -25,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 from filelock import FileLock, Timeout
 
 from runtime.errors import LogError
-from runtime.jsonl import append, check_regular, json_hash, json_line, parse, read_regular
+from runtime.jsonl import append, json_hash, json_line, open_regular, parse, read_regular
 from runtime.settings import SETTINGS_OF_A_RUN, RunSettings, flag
 
 SCHEMA = 3  # raised when an event or field changes its meaning
@@ -144,8 +143,8 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
 def _read_segment(path: Path) -> bytes | None:
     """Bytes of a segment; None if there is none, or its process died before the first line."""
     try:
-        check_regular(path)
-        content = path.read_bytes()
+        with open_regular(path, links=False) as file:
+            content = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -191,8 +190,7 @@ def _is_event(event: Any) -> bool:
 REGISTRY = "registry.jsonl"
 REGISTRY_FIELDS = ("event", "time", "run_id", "previous")  # in every line, all text
 TAIL_BYTES = 2**16  # no line of the registry is longer
-MOST_REGISTRY_BYTES = 2**26  # about 150,000 lines
-MOST_TORN = 1000  # lines; only a crash in mid-write leaves one
+MOST_REGISTRY_BYTES, MOST_LINES = 2**26, 200_000  # read in a few seconds
 
 
 def register(path: Path, event: str, **fields: Any) -> str:
@@ -224,15 +222,13 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
         content = read_regular(path, MOST_REGISTRY_BYTES)
     except OSError as error:
         raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None
-    torn = 0
+    if content.count(b"\n") > MOST_LINES:
+        raise LogError(f"{path} has over {MOST_LINES:,} lines. Give another --log-dir.")
     for number, line in enumerate(io.BytesIO(content), 1):
         try:
             entry = parse(line)
         except ValueError:
             before = line  # torn by a crash; the next line holds the hash of what is left
-            torn += 1
-            if torn > MOST_TORN:
-                raise LogError(f"{path}: over {MOST_TORN} lines are torn. Restore it.") from None
             continue
         _check(entry, before, f"{path}, line {number}")
         entries.append(entry | {"sha256": _sha256(line)})
@@ -290,24 +286,19 @@ def existing(directory: str | Path) -> Path:
 
 
 def store_sources(directory: str | Path, root: str | Path) -> str:
-    """Copy the sources to `sources/<sha256>/`, all or none. Returns the hash. LogError if not."""
+    """Copy the sources to `sources/<sha256>/`, once. Returns the hash. LogError if it cannot."""
     sources = read_sources(root)  # once, so that the hash names exactly what is stored
     sha256 = digest(sources)
     folder = Path(directory, "sources", sha256)
-    if folder.exists():
+    if source_hash(folder) == sha256:
         return sha256
-    partial = folder.with_name(f".{sha256}.{os.getpid()}")
     try:
         for name, content in sources.items():
-            path = partial / name
+            path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        partial.rename(folder)
-    except OSError as error:
-        if not folder.exists():  # else another run with the same sources was first
-            raise cannot_write(folder, error) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:  # the next run writes the rest
+        raise cannot_write(folder, error) from error
     return sha256
 
 

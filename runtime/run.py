@@ -116,8 +116,7 @@ class Run(contextlib.AbstractContextManager):
         found = {"from_step": plan.step, "checkpoint": name, "differences": others}
         found["checkpoint_sha256"] = plan.checkpoint_sha256
         self._log.begin(self._header, found)
-        said = f"run {plan.run_id} resumes after step {plan.step}"
-        self._machine.say("; ".join([said, *others]))
+        self._machine.say("; ".join([f"run {plan.run_id} resumes after step {plan.step}", *others]))
 
     def _log_phases(self) -> None:
         for phase in self.clock.phases[self._phases_logged :]:

@@ -114,33 +114,6 @@ def require_packages(settings: RunSettings) -> None:
 SETTINGS_OF_A_RUN = tuple(field.name for field in dataclasses.fields(RunSettings))
 
 
-def read_settings(kind: Callable[..., Settings], settings: Any, folder: Path) -> Settings:
-    """Return the settings of a kept model as an instance of the dataclass `kind`.
-
-    Those of a run have their defaults, but for data_dir. Refused, which names a setting that does
-    not fit.
-    """
-    if not isinstance(settings, dict):
-        raise Refused(f"{folder}: config.json has no settings under `config`.")
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    known = fields.keys() - SETTINGS_OF_A_RUN
-    given = {name: value for name, value in settings.items() if name not in SETTINGS_OF_A_RUN}
-    fix = "Use the version of the source that trained it."
-    if differing := sorted(given.keys() ^ known):
-        raise Refused(f"{folder}: settings {', '.join(differing)} are only in the model or only "
-                      f"in this version. {fix}")  # fmt: skip
-    for name, value in given.items():
-        one_of = fields[name].metadata["one_of"]
-        if one_of and value not in one_of:
-            raise Refused(f"{folder}: {name} is {value!r:.40}, which is none of "
-                          f"{', '.join(one_of)}. {fix}")  # fmt: skip
-        try:  # as the command line reads it
-            given[name] = FLAGS[fields[name].type]["type"](as_text(value))
-        except argparse.ArgumentTypeError as error:
-            raise Refused(f"{folder}: {name} {error}. {fix}") from None
-    return kind(**given, data_dir=settings.get("data_dir", ""))
-
-
 # ---- Flags
 
 
@@ -228,6 +201,28 @@ def parse(
         print(json.dumps(dataclasses.asdict(settings), indent=2))  # type: ignore[call-overload]
         raise SystemExit(0)
     return settings
+
+
+def read_settings(kind: Callable[..., Settings], settings: Any, folder: Path) -> Settings:
+    """Return the settings of a kept model as an instance of the dataclass `kind`.
+
+    Those of a run have their defaults, but for data_dir. Refused, which names a setting that does
+    not fit.
+    """
+    if not isinstance(settings, dict):
+        raise Refused(f"{folder}: config.json has no settings under `config`.")
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    given = {name: value for name, value in settings.items() if name not in SETTINGS_OF_A_RUN}
+    fix = "Use the version of the source that trained it."
+    if differing := sorted(given.keys() ^ known.difference(SETTINGS_OF_A_RUN)):
+        raise Refused(f"{folder}: settings {', '.join(differing)} are only in the model or only "
+                      f"in this version. {fix}")  # fmt: skip
+    given["data_dir"] = settings.get("data_dir", "")
+    argv = [f"{flag(name)}={as_text(value)}" for name, value in given.items()]
+    try:
+        return parse(kind, argv, dict, description="")
+    except Refused as error:
+        raise Refused(f"{folder}: {error} {fix}") from None
 
 
 def _hint(word: str, fields: Sequence[dataclasses.Field]) -> str:

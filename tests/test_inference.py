@@ -179,7 +179,7 @@ def test_bad_words_are_refused_with_the_fix(words, sentence, capsys):
 
 @pytest.mark.parametrize(("name", "value", "sentence"), [
     ("mudd", True, "settings mudd are only in the model or"),
-    ("steps", "thirty", "steps 'thirty': it must be "), ("smear", 1, "smear '1': it must be "),
+    ("steps", "thirty", "steps: 'thirty': it must be "), ("smear", 1, "smear: '1': it must be "),
     ("layers", "huge", "--layers huge: it must be one of record42"),
     ("dim", 96, "size mismatch for"),
 ])  # fmt: skip
