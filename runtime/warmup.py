@@ -225,7 +225,8 @@ def take_steps(trainer: Any, first: int, count: int) -> None:
 def sees_no_future(trainer: Any) -> bool:
     """Whether other tokens in the second half of a row leave the stream of the first unchanged.
 
-    Leaves noise on the weights: those that are zero would hide a leak.
+    Where a kernel adds in any order, two equal calls differ; twice that much may be noise, as the
+    largest difference varies a little. Leaves noise on the weights: zeros would hide a leak.
     """
     config, model, device = trainer.config, trainer.model, trainer.machine.device
     length = min(config.seq_len, config.val_seq_len)
@@ -239,8 +240,14 @@ def sees_no_future(trainer: Any) -> bool:
         parameter.add_(0.1 * noise)
     half = length // 2
     changed, _ = other_futures(inputs, half, config.vocab_size, config.bos)
-    before, after = (model.hidden(x, rows, model.windows, length) for x in (inputs, changed))
-    return torch.equal(before[:, :half], after[:, :half])
+    streams = []
+    for tokens in (inputs, inputs, changed):
+        streams.append(model.hidden(tokens, rows, model.windows, length)[:, :half])
+    noise, change = ((streams[0] - other).abs().max().item() for other in streams[1:])
+    trainer.env["noise"] = noise
+    if noise > 0:
+        trainer.machine.say(f"not deterministic: two equal calls differ by {noise:.1g}")
+    return change <= 2 * noise
 
 
 def dry_run(trainer: Any, clock: Clock) -> int:

@@ -22,13 +22,13 @@ BUDGETS = {
     "optim": 2102,  # reached; the promise is 2000
     "kernels": 680,  # reached; the promise is 600
     "data": 1306,  # reached; the promise is 1000
-    "runtime": 3023,  # reached; the promise is 2600
-    "claims": 3092,  # reached; the promise is 2700
-    "scripts": 1377,  # reached; the promise is 1100
+    "runtime": 3030,  # reached; the promise is 2600
+    "claims": 3090,  # reached; the promise is 2700
+    "scripts": 1376,  # reached; the promise is 1100
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 15972,  # reached; the promise is 14500
+    "tests": 15989,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

@@ -160,6 +160,23 @@ def test_the_check_of_random_weights_alone_would_not_catch_it(name, data, tmp_pa
     assert sees_no_future(trainer)
 
 
+def test_noise_of_kernels_is_measured_and_allowed_and_a_leak_above_it_is_not(
+    data, tmp_path, monkeypatch
+):
+    hidden, random = GPT.hidden, torch.Generator().manual_seed(0)
+    for leak, expected in ((0.0, True), (1e-3, False)):
+
+        def noisy(self, *inputs, leak=leak):
+            x = hidden(self, *inputs)
+            noise = 1e-6 * torch.randn(x.shape, generator=random)
+            return x + noise + leak * x.mean(dim=1, keepdim=True)
+
+        monkeypatch.setattr(GPT, "hidden", noisy)
+        trainer = make_trainer(data, tmp_path)
+        assert sees_no_future(trainer) is expected
+        assert 1e-6 < trainer.env["noise"] < 2e-5
+
+
 def test_a_validation_batch_that_is_not_scored_is_missing_in_the_number_of_targets(data, tmp_path):
     trainer = make_trainer(data, tmp_path)
     trainer.validate(trainer.config.steps)
