@@ -30,14 +30,12 @@ LONGEST_END_S = 60  # a run that is stopped writes a checkpoint
 
 
 @contextlib.contextmanager
-def training(words: Sequence[str], output: Any = 2, **options: Any) -> Iterator[subprocess.Popen]:
-    """A process that trains; it ends with the block. output: where it prints (stderr).
+def child_process(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
+    """A process that ends with the block. options: those of Popen.
 
     It has a process group of its own, so that Ctrl-C reaches it once, from here.
     """
-    with subprocess.Popen(
-        words, stdout=output, stderr=output, process_group=0, **options
-    ) as child:
+    with subprocess.Popen(words, process_group=0, **options) as child:
         try:
             yield child
         finally:
@@ -100,7 +98,7 @@ def answering(scratch: Path, model: Path, timeout_s: float) -> Iterator[Losses]:
     try:
         with (
             open(said, "wb") as errors,
-            subprocess.Popen(words, cwd=scratch, stdin=pipe, stdout=pipe, stderr=errors) as child,
+            child_process(words, cwd=scratch, stdin=pipe, stdout=pipe, stderr=errors) as child,
         ):
             timer = threading.Timer(timeout_s, child.kill)
             timer.start()
@@ -108,7 +106,6 @@ def answering(scratch: Path, model: Path, timeout_s: float) -> Iterator[Losses]:
                 yield partial(ask, child)
             finally:
                 timer.cancel()
-                child.kill()
     except OSError as error:
         why = said.read_text(errors="replace").strip()[-300:] or error
         raise Refused(f"the source does not score its own model within --timeout {timeout_s:g}: "
@@ -272,7 +269,8 @@ def train(
     last, deadline = f'"step": {steps},'.encode(), time.monotonic() + timeout_s
     with (
         open(scratch / "output.txt", "wb") as output,
-        training([sys.executable, *words], output, cwd=scratch, env=environment) as child,
+        child_process([sys.executable, *words], cwd=scratch, env=environment, stdout=output,
+                      stderr=output) as child,
     ):
         while child.poll() is None:
             if any(last in log.read_bytes() for log in scratch.glob("logs/2*.jsonl")):

@@ -26,7 +26,7 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 
 from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
-from claims.rerun import training
+from claims.rerun import child_process
 from runtime.errors import LogError
 from runtime.log import config_hash, register, source_hash
 
@@ -86,7 +86,7 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
     began = monotonic()
-    with training(training_command(arm.source, flags, folder / arm.name)) as child:
+    with child_process(training_command(arm.source, flags, folder / arm.name), stdout=2) as child:
         code = child.wait()
     done = judge.figures(folder, arm, metric)
     if code not in (0, 3):  # 3: a run diverged, which is a result

@@ -42,7 +42,7 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 from claims.logs import finished_runs
 from claims.pages import table
 from claims.record import write_files
-from claims.rerun import training
+from claims.rerun import child_process
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
 from runtime.jsonl import json_hash
@@ -140,7 +140,7 @@ def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
     for run in {run.folder(out): run for run in missing}.values():
         copy_source(out / "source", run.patch, run.source(out))
         ask_trainer(run.source(out), run.flags)  # refuses a wrong flag before the first run
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
     running: dict[subprocess.Popen, SweepRun] = {}
     failed = 0
     with contextlib.ExitStack() as children:
@@ -151,8 +151,8 @@ def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             words = training_command(run.source(out), flags, folder)
             with (folder / f"seed_{run.seed}.console").open("w") as console:
-                child = children.enter_context(training(words, console, env=os.environ | threads))
-            running[child] = run
+                child = child_process(words, stdout=console, stderr=console, env=environment)
+                running[children.enter_context(child)] = run
         while running:
             failed += not wait_for_one(running, out)
     return failed
@@ -174,27 +174,24 @@ def wait_for_one(running: dict[subprocess.Popen, SweepRun], out: Path) -> bool:
 
 def report(arms: dict[str, dict[int, Losses]]) -> str:
     """The table of the arms, the lowest loss first. The first arm is the one to compare with."""
-    base, effects = next(iter(arms.values())), {}
-    for arm, found in arms.items():
-        effects[arm] = paired_by_seed(last_losses(found), last_losses(base))
+    last = {arm: converged(found, 0) for arm, found in arms.items()}
+    base = next(iter(last.values()))
+    effects = {arm: paired_by_seed(losses, base) for arm, losses in last.items()}
     adjusted = holm({arm: effect.p_two_sided for arm, effect in effects.items()})
+    means = {arm: fmean(losses.values() or [math.inf]) for arm, losses in last.items()}
     rows = []
-    for arm in sorted(arms, key=lambda arm: mean_of(arms[arm], 0)):
-        diverged = [losses for losses in arms[arm].values() if losses[0] == math.inf]
+    for arm in sorted(arms, key=lambda arm: means[arm]):
+        new = fmean(converged(arms[arm], 1).values() or [math.inf])
         difference = in_words(effects[arm], "+.4f") if arms[arm] else ""
         p = f"{adjusted[arm]:.2g}" if arm in adjusted else ""
-        rows.append([arm, len(arms[arm]), len(diverged), f"{mean_of(arms[arm], 0):.4f}",
-                     difference, p, f"{mean_of(arms[arm], 1):.3f}"])
+        rows.append([arm, len(arms[arm]), len(arms[arm]) - len(last[arm]), f"{means[arm]:.4f}",
+                     difference, p, f"{new:.3f}"])  # fmt: skip
     return table(HEAD, rows)
 
 
-def last_losses(found: dict[int, Losses]) -> dict[int, float]:
-    return {seed: last for seed, (last, _) in found.items()}
-
-
-def mean_of(found: dict[int, Losses], column: int) -> float:
-    """Over the runs that did not diverge; infinite without one."""
-    return fmean([each[column] for each in found.values() if each[0] < math.inf] or [math.inf])
+def converged(found: dict[int, Losses], column: int) -> dict[int, float]:
+    """Losses by seed, without runs that diverged."""
+    return {seed: each[column] for seed, each in found.items() if each[0] < math.inf}
 
 
 @command

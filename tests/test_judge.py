@@ -1,6 +1,5 @@
 """The judge: pairs in turn, an early stop, no run twice, and every judgement is counted."""
 
-import contextlib
 import io
 import json
 import re
@@ -8,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -71,10 +71,10 @@ really_run = subprocess.run
 def execute(words: list[str]) -> tuple[int, str]:
     """Run `python train_gpt.py ...` in this process. Returns exit code and output."""
     output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
         patch.setattr(sys, "argv", words[1:])
         try:
-            with contextlib.redirect_stderr(output):
+            with redirect_stderr(output):
                 runpy.run_path(words[1])
         except SystemExit as error:
             return error.code or 0, output.getvalue()
@@ -96,7 +96,7 @@ def project(tmp_path, monkeypatch) -> Path:
     (root / "train_gpt.py").write_text(TRAINER)
     monkeypatch.chdir(root)
     child = lambda words: SimpleNamespace(wait=lambda: execute(words)[0])  # noqa: E731
-    monkeypatch.setattr(judge, "training", lambda words: contextlib.nullcontext(child(words)))
+    monkeypatch.setattr(judge, "child_process", lambda words, stdout: nullcontext(child(words)))
     monkeypatch.setattr(command.subprocess, "run", execute_asked)
     for module in (judge, record):
         monkeypatch.setattr(module, "ROOT", root)
