@@ -42,6 +42,8 @@ SUMS = "checksums.json"
 FINAL, CONFIG = "final", "config.json"
 KEPT = 2  # a power cut may damage the newest
 MOST_JSON_BYTES = 2**26
+Files = dict[str, dict[str, Tensor] | bytes]  # contents by name
+Announce = Callable[[str], None]
 
 
 class Snapshot(NamedTuple):
@@ -52,9 +54,7 @@ class Snapshot(NamedTuple):
     state: dict[str, Any]
 
 
-def save(
-    folder: Path, snapshot: Snapshot, announce: Callable[[str], None] | None = None
-) -> Path:
+def save(folder: Path, snapshot: Snapshot, announce: Announce | None = None) -> Path:
     """Write a checkpoint into the run's folder, then remove all but the two newest.
 
     announce: is given the `checksum` before the checkpoint gets its name. OSError or
@@ -63,13 +63,9 @@ def save(
     for left in folder.glob(".step_*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
 
-    def write(partial: Path) -> None:
-        save_file(snapshot.model, partial / MODEL)
-        save_file(snapshot.optim, partial / OPTIM)
-        (partial / STATE).write_bytes(json_line({"schema": SCHEMA, **snapshot.state}))
-
+    state = json_line({"schema": SCHEMA, **snapshot.state})
     path = folder / f"step_{snapshot.state['step']:06d}"
-    _publish(path, write, announce)
+    _publish(path, {MODEL: snapshot.model, OPTIM: snapshot.optim, STATE: state}, announce)
     found = checkpoints(folder)
     upto = found[: found.index(path) + 1]  # a resume dropped the steps of those after it
     for other in found:
@@ -86,17 +82,12 @@ def save_final(
     tokenizer: its vocabulary, which is copied, its name for tiktoken, or None if it is not known.
     OSError or SafetensorError if the disk refuses.
     """
-
-    def write(partial: Path) -> None:
-        save_file(model, partial / MODEL)
-        name = tokenizer
-        if isinstance(tokenizer, Path):
-            name = "vocabulary.tiktoken"
-            shutil.copyfile(tokenizer, partial / name)
-        text = json.dumps(facts | {"tokenizer": name}, indent=2)
-        (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
-
-    _publish(folder / FINAL, write)
+    files: Files = {MODEL: model}
+    if isinstance(tokenizer, Path):
+        files["vocabulary.tiktoken"] = tokenizer.read_bytes()
+        tokenizer = "vocabulary.tiktoken"
+    text = json.dumps(facts | {"tokenizer": tokenizer}, indent=2)
+    _publish(folder / FINAL, files | {CONFIG: f"{text}\n".encode()})
     return folder / FINAL
 
 
@@ -106,16 +97,18 @@ def load_final(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return _read_tensors(path / MODEL), _read_json(path / CONFIG)
 
 
-def _publish(
-    path: Path, write: Callable[[Path], None], announce: Callable[[str], None] | None = None
-) -> None:
-    """Let `write` fill a folder and add checksums: the whole folder appears, or nothing."""
+def _publish(path: Path, files: Files, announce: Announce | None = None) -> None:
+    """Write a folder of these files and their checksums: all of it appears, or nothing."""
     partial = path.with_name(f".{path.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        write(partial)
-        sums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                (partial / name).write_bytes(content)
+            else:
+                save_file(content, partial / name)
+        sums = {name: _sha256(partial / name) for name in sorted(files)}
         (partial / SUMS).write_bytes(json_line(sums))
         for name in (*sums, SUMS, "."):
             _sync(partial / name)

@@ -1,5 +1,4 @@
-"""A claim: what runs of one source, configuration and seeds will show, written before the runs.
-"""
+"""A claim: what runs of one source, configuration and seeds will show, written before them."""
 
 import dataclasses
 import os

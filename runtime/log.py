@@ -177,10 +177,10 @@ def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
 
 def _is_event(event: Any) -> bool:
     """Whether this is a known event with the fields that readers need."""
-    if not isinstance(event, dict) or event.get("event") not in NEEDED:
+    needed = NEEDED.get(str(event.get("event"))) if isinstance(event, dict) else None
+    if needed is None:
         return False
-    needed = NEEDED[event["event"]].items()
-    return all(type(event.get(name)) in kinds for name, kinds in needed)
+    return all(type(event.get(name)) in kinds for name, kinds in needed.items())
 
 
 # ---- The registry: a line for each start, resume and end of a run

@@ -288,10 +288,9 @@ class Run(contextlib.AbstractContextManager):
 
     def keep(self, val_loss: float, tokenizer: Path | str | None) -> None:
         """Write the trained model, off the clock. A full disk is a warning. Collective."""
-        names = ("seed", "source_sha256", "config")
-        known = {"run_id": self.plan.run_id} | {name: self._header[name] for name in names}
-        known |= {"steps": self.steps_done, "tokens": self._header["train_tokens"]}
-        known["val_loss"] = val_loss
+        known = {"run_id": self.plan.run_id, "steps": self.steps_done, "val_loss": val_loss}
+        known |= {name: self._header[name] for name in ("seed", "source_sha256", "config")}
+        known["tokens"] = self._header["train_tokens"]
         with self.pause("keep"):
             model = self.trainer.state_dict()["model"]
             if self._machine.is_main:

@@ -295,8 +295,10 @@ def open_tensorboard(folder: Path, run_id: str, config: dict[str, Any]) -> Opene
     return log, writer.close
 
 
-def open_tracker(name: str, folder: Path, run_id: str, config: dict[str, Any]) -> Opened:
-    """A run of trackio (`trackio show`) or of wandb, with WANDB_MODE=offline beside the logs."""
+def open_dashboard(name: str, folder: Path, run_id: str, config: dict[str, Any]) -> Opened:
+    """A run in one of DASHBOARDS: see `trackio show`, and WANDB_MODE=offline for wandb."""
+    if name == "tensorboard":
+        return open_tensorboard(folder, run_id, config)
     facts: dict[str, Any] = {"project": PROJECT, "config": config, "resume": "allow"}
     if name == "trackio":
         import trackio
@@ -316,10 +318,6 @@ def open_tracker(name: str, folder: Path, run_id: str, config: dict[str, Any]) -
         wandb.teardown()  # waits for the files: one of several ranks ends without atexit
 
     return lambda step, numbers: run.log(numbers | {"step": step}), close
-
-
-def open_dashboard(name: str, *run: Any) -> Opened:
-    return open_tensorboard(*run) if name == "tensorboard" else open_tracker(name, *run)
 
 
 class Dashboard:

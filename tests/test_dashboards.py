@@ -5,7 +5,6 @@ import time
 import pytest
 from stub_trainer import STEPS, logs_of, read_events, run, trainer_in
 
-from runtime import terminal
 from runtime.errors import Refused
 from runtime.settings import require_packages
 from runtime.terminal import PROJECT, SHOWN
@@ -90,7 +89,7 @@ def test_a_dashboard_gets_each_number_while_the_run_goes_on(tmp_path, monkeypatc
         while 5 not in sent.get("train_loss", {}):  # the sender is another thread
             time.sleep(0.001)
 
-    monkeypatch.setattr(terminal, "open_dashboard", lambda *run: (log, lambda: None))
+    monkeypatch.setattr("runtime.terminal.open_dashboard", lambda *run: (log, lambda: None))
     assert run(tmp_path, {7: look}, log_to="wandb") == 0
     assert sent == logged(tmp_path)
 
@@ -103,7 +102,7 @@ def test_a_dashboard_that_fails_is_told_once_and_the_run_is_done(tmp_path, monke
         if step == 3:
             raise ConnectionError("no route")
 
-    monkeypatch.setattr(terminal, "open_dashboard", lambda *run: (log, None))
+    monkeypatch.setattr("runtime.terminal.open_dashboard", lambda *run: (log, None))
     assert run(tmp_path, log_to="wandb") == 0
     assert capsys.readouterr().out.count("warning: --log-to wandb stops here: no route") == 1
     assert sent == [0, 1, 2, 3]

@@ -254,7 +254,7 @@ def test_a_run_that_another_process_has_resumed_meanwhile_is_refused(how, tmp_pa
 @pytest.mark.parametrize(("name", "problem"), [
     ("link", "is a link"), ("pipe", "no regular file"), ("folder", "no regular file"),
     ("headless", "must be the header"), ("renamed", "must be the header of run renamed"),
-    ("nonsense", "line 1 is not as the run wrote it"),
+    ("nonsense", "line 1 is not as the run wrote it"), ("listed", "no event of a run log"),
 ])  # fmt: skip
 def test_what_is_no_log_of_the_run_is_refused(tmp_path, name, problem):
     path = broken_off(tmp_path)
@@ -264,6 +264,7 @@ def test_what_is_no_log_of_the_run_is_refused(tmp_path, name, problem):
     (tmp_path / "headless.jsonl").write_bytes(path.read_bytes().partition(b"\n")[2])
     (tmp_path / "renamed.jsonl").write_bytes(path.read_bytes())
     (tmp_path / "nonsense.jsonl").write_bytes(b"[" * 100_000 + b"\n")
+    (tmp_path / "listed.jsonl").write_bytes(b'{"event": []}\n')
     with pytest.raises(LogError, match=problem):
         read_history(tmp_path, name)
 
