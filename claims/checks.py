@@ -136,11 +136,10 @@ def check_seeds(evidence: Evidence) -> Iterator[str]:
 
 def check_alike(evidence: Evidence) -> Iterator[str]:
     """All runs were made on one kind of machine and on the same data."""
+    facts = [{"ranks": run.header.get("world_size"), **run.env, **run.header["data"]}
+             for run in evidence.runs]  # fmt: skip
     for name in ALIKE:
-        values = set()
-        for run in evidence.runs:
-            facts = {"ranks": run.header.get("world_size"), **run.env, **run.header["data"]}
-            values.add(str(facts.get(name)))
+        values = {str(each.get(name)) for each in facts}
         if len(values) > 1:
             yield f"{name} differs between runs: {', '.join(sorted(values))}"
     trained = {str(run.end.get("train_tokens_sha256")) for run in evidence.complete}

@@ -23,7 +23,7 @@ BUDGETS = {
     "kernels": 680,  # reached; the promise is 600
     "data": 1306,  # reached; the promise is 1000
     "runtime": 3019,  # reached; the promise is 2600
-    "claims": 3088,  # reached; the promise is 2700
+    "claims": 3085,  # reached; the promise is 2700
     "scripts": 1373,  # reached; the promise is 1100
     "inference": 700,
     "view": 1200,
