@@ -45,7 +45,6 @@ from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain
 from kernels.lookups import bigrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
 from runtime.checkpoint import plan_runs
-from runtime.checks import check_trained_model
 from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
 from runtime.ending import Stop, leave, listen, supervise
@@ -55,7 +54,7 @@ from runtime.machine import Machine
 from runtime.run import Run, header, mfu
 from runtime.settings import RunSettings, as_text, parse, require, require_packages, setting
 from runtime.terminal import closing, summary
-from runtime.warmup import dry_run, warm_up
+from runtime.warmup import check_trained_model, dry_run, warm_up
 
 sys.pycache_prefix = None
 SOURCE = Path(__file__).resolve().parent

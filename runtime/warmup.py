@@ -1,4 +1,4 @@
-"""Warm-up, off the clock: every graph is compiled and run once, then all state is restored.
+"""Off the clock: warm-up, in which every graph is compiled and run once, and checks of the model.
 
 Also the choice whether to compile, and the dry run. `trainer` is that of train_gpt.py.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from runtime.checks import other_futures, same_bits
 from runtime.clock import Clock
 from runtime.errors import Refused
 from runtime.log import existing
@@ -221,6 +221,44 @@ def take_steps(trainer: Any, first: int, count: int) -> None:
         trainer.update(step, message[0])
 
 
+def dry_run(trainer: Any, clock: Clock) -> int:
+    """Time steps of each stage and a validation, and print what a run takes. 0: go, 2: no-go."""
+    config, machine, together = trainer.config, trainer.machine, 3 * trainer.config.adam_accum_steps
+    rows = [("set-up, compilation and warm-up", sum(phase.ms for phase in clock.phases))]
+    firsts = [first for first, *_ in trainer.changes]
+    for index, (first, end) in enumerate(pairwise([*firsts, config.steps])):
+        with clock.phase("train", timed=True):
+            take_steps(trainer, first, together)
+        ms = clock.phases[-1].ms / together
+        rows.append((f"stage {index}: {end - first:,} steps of {ms:,.1f} ms", (end - first) * ms))
+    with clock.phase("validate", timed=False):
+        trainer.validate(config.steps)
+    ms, times = clock.phases[-1].ms, len(trainer.validations)
+    rows.append((f"{times:,} validations of {ms:,.1f} ms", times * ms))
+    rows.append(("total", sum(ms for _, ms in rows)))
+    for name, ms in rows:
+        machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
+    machine.say(f"peak memory of rank 0, measured: {peak_mib(machine):,.0f} MiB")
+    state = trainer.state_dict()  # empty on other ranks
+    saved_bytes = sum(t.nbytes for t in [*state["model"].values(), *state["optim"].values()])
+    needed, folder = CHECKPOINTS_ON_DISK * saved_bytes, config.checkpoint_dir
+    free = machine.on_main(lambda: shutil.disk_usage(existing(folder)).free)
+    machine.say(f"{folder}: {free / GIB:,.1f} GiB free, {needed / GIB:,.1f} needed for checkpoints")
+    fits = machine.on_main(lambda: free >= needed)
+    machine.say("go" if fits else "no-go: make room, or name another --checkpoint-dir")
+    return 0 if fits else 2
+
+
+# ---- Checks of a model
+# In warm-up: it sees no future, and all state was restored bit for bit. After the last validation,
+# with trained weights: its losses are those of probabilities, and depend on no later token.
+
+# Inputs and targets, integers (B, T), to the loss of each target in nats, (B, T), or to their sum.
+# Targets may be fewer than inputs; they are then those of each row's end.
+Losses = Callable[[Tensor, Tensor], Tensor]
+AT_ONCE = 1024  # rows
+
+
 @torch.no_grad()
 def sees_no_future(trainer: Any) -> bool:
     """Whether other tokens in the second half of a row leave the stream of the first unchanged.
@@ -250,29 +288,93 @@ def sees_no_future(trainer: Any) -> bool:
     return change <= 2 * noise
 
 
-def dry_run(trainer: Any, clock: Clock) -> int:
-    """Time steps of each stage and a validation, and print what a run takes. 0: go, 2: no-go."""
-    config, machine, together = trainer.config, trainer.machine, 3 * trainer.config.adam_accum_steps
-    rows = [("set-up, compilation and warm-up", sum(phase.ms for phase in clock.phases))]
-    firsts = [first for first, *_ in trainer.changes]
-    for index, (first, end) in enumerate(pairwise([*firsts, config.steps])):
-        with clock.phase("train", timed=True):
-            take_steps(trainer, first, together)
-        ms = clock.phases[-1].ms / together
-        rows.append((f"stage {index}: {end - first:,} steps of {ms:,.1f} ms", (end - first) * ms))
-    with clock.phase("validate", timed=False):
-        trainer.validate(config.steps)
-    ms, times = clock.phases[-1].ms, len(trainer.validations)
-    rows.append((f"{times:,} validations of {ms:,.1f} ms", times * ms))
-    rows.append(("total", sum(ms for _, ms in rows)))
-    for name, ms in rows:
-        machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
-    machine.say(f"peak memory of rank 0, measured: {peak_mib(machine):,.0f} MiB")
-    state = trainer.state_dict()  # empty on other ranks
-    saved_bytes = sum(t.nbytes for t in [*state["model"].values(), *state["optim"].values()])
-    needed, folder = CHECKPOINTS_ON_DISK * saved_bytes, config.checkpoint_dir
-    free = machine.on_main(lambda: shutil.disk_usage(existing(folder)).free)
-    machine.say(f"{folder}: {free / GIB:,.1f} GiB free, {needed / GIB:,.1f} needed for checkpoints")
-    fits = machine.on_main(lambda: free >= needed)
-    machine.say("go" if fits else "no-go: make room, or name another --checkpoint-dir")
-    return 0 if fits else 2
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two values or nested dicts of values are equal, tensors in every bit."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return bool(a == b)
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    # Compare bytes: NaN then equals itself, and -0 differs from 0.
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+@torch.no_grad()
+def check_trained(
+    losses: Losses, summed: Losses, inputs: Tensor, targets: Tensor, vocab_size: int, bos: int
+) -> dict[str, float]:
+    """Three checks of a model on validation rows; an honest model has 1, 0 and 0.
+
+    normalized: the sum over the vocabulary of exp(-loss) of one next token. causality_trained: the
+    largest change of losses in the first half of the rows by other inputs in the second. additive:
+    how much the sum over the rows differs from that of their first halves and of each other target.
+    vocab_size: tokens that have a score, those that pad the vocabulary among them.
+    """
+    each, half = losses(inputs, targets), targets.size(1) // 2
+    cut = inputs.size(1) - targets.size(1) + half
+    changes = []
+    for changed in other_futures(inputs, cut, vocab_size, bos):
+        changes.append((losses(changed, targets) - each)[:, :half].abs().max())
+    parts = summed(inputs[:, :cut], targets[:, :half]) + each[:, half:].sum()
+    return {
+        "normalized": probability(losses, inputs[:1, :8], vocab_size),
+        "causality_trained": torch.stack(changes).max().item(),
+        "additive": (parts / summed(inputs, targets) - 1).abs().item(),
+    }
+
+
+def other_futures(inputs: Tensor, cut: int, vocab_size: int, bos: int) -> tuple[Tensor, Tensor]:
+    """The rows with other tokens from `cut` on: one document to the end, and one from `cut` on.
+
+    Where a document ends gives away the future, too.
+    """
+    other = (inputs[:, cut:] + 1) % vocab_size
+    other[other == bos] = (bos + 1) % vocab_size
+    same = torch.cat([inputs[:, :cut], other], dim=1)
+    new = same.clone()
+    new[:, cut] = bos
+    return same, new
+
+
+def probability(losses: Losses, row: Tensor, vocab_size: int) -> float:
+    """The sum over the vocabulary of exp(-loss) of the token in the middle of a row (1, T).
+
+    It is an input too, which exposes a model that reads one token ahead.
+    """
+    total, middle = 0.0, row.size(1) // 2
+    for tokens in torch.arange(vocab_size).split(AT_ONCE):
+        rows = row.repeat(len(tokens), 1)
+        rows[:, middle] = tokens.to(rows)
+        loss = losses(rows[:, :-1], rows[:, 1:].long())[:, middle - 1]
+        total += (-loss.cpu().double()).exp().sum().item()
+    return total
+
+
+@torch.no_grad()
+def check_trained_model(trainer: Any) -> dict[str, Any]:
+    """Check the trained model, for the log. Collective.
+
+    trainer: that of train_gpt.py. Each rank checks two rows that it validates, or none if it has
+    none. The worst values count.
+    """
+    config, model = trainer.config, trainer.model
+    model.set_step(config.steps)
+
+    def summed(inputs: Tensor, targets: Tensor) -> Tensor:  # not compiled: that would cost more
+        return model(inputs, targets, *model.eval_context(inputs))
+
+    found = []
+    for batch in trainer.data.validation[:1]:
+        inputs, targets, _ = batch.to(trainer.machine.device)
+        tokens = (config.padded_vocab, config.bos)
+        found.append(check_trained(model.token_losses, summed, inputs[:2], targets[:2], *tokens))
+    everywhere = [checks for each in trainer.machine.gather(found) for checks in each]
+    worst = {}
+    for name, honest in {"normalized": 1.0, "causality_trained": 0.0, "additive": 0.0}.items():
+        values = [checks[name] for checks in everywhere]
+        worst[name] = max(values, key=lambda value: abs(value - honest))
+    return {
+        "targets_scored": trainer.targets_scored, "train_tokens_sha256": trainer.trained_rows(),
+        "checks": worst,
+    }  # fmt: skip

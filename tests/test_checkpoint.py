@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 
 from runtime import checkpoint
 from runtime.checkpoint import MODEL, OPTIM, STATE, SUMS, Snapshot, checkpoints, load, save
-from runtime.checks import same_bits
 from runtime.errors import Refused
+from runtime.warmup import same_bits
 
 FILES = (MODEL, OPTIM, STATE, SUMS)
 DTYPES = (

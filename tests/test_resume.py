@@ -36,9 +36,9 @@ from runtime.checkpoint import (
     load,
     load_final,
 )
-from runtime.checks import same_bits
 from runtime.errors import LogError, Refused
 from runtime.log import REGISTRY, read_history, read_registry
+from runtime.warmup import same_bits
 
 EVERY = {"checkpoint_every": 2, "keep_model": True}
 

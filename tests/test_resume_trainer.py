@@ -14,8 +14,8 @@ from stub_trainer import in_child, logs_of, losses_of, read_events
 import train_gpt
 from optim import SpikeRule
 from runtime.checkpoint import checkpoints
-from runtime.checks import same_bits
 from runtime.run import Run
+from runtime.warmup import same_bits
 
 pytestmark = pytest.mark.usefixtures("two_layers", "kept_state")
 

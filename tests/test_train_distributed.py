@@ -31,8 +31,8 @@ from stub_trainer import logs_of, losses_of, read_events
 import train_gpt
 from claims.logs import read_run
 from runtime.checkpoint import checkpoints
-from runtime.checks import same_bits
 from runtime.run import Run
+from runtime.warmup import same_bits
 
 pytestmark = pytest.mark.usefixtures("two_layers")
 

@@ -12,9 +12,8 @@ import train_gpt
 from data.shards import Shard
 from inference.model import load_model, token_losses
 from runtime.checkpoint import CONFIG
-from runtime.checks import check_trained_model
 from runtime.settings import parse
-from runtime.warmup import sees_no_future
+from runtime.warmup import check_trained_model, sees_no_future
 
 pytestmark = pytest.mark.usefixtures("two_layers")
 
