@@ -85,7 +85,9 @@ class Guard:
     def step(
         self, loss: Tensor | None = None, only: Iterable[torch.optim.Optimizer] | None = None
     ) -> Tensor:
-        """Step all optimizers, or `only` some, if all is sound. Returns a verdict for `explain`.
+        """Step all optimizers, or `only` some, if all is sound.
+
+        Returns a verdict for `explain` and `gradient_norms`.
 
         loss: a scalar for the spike rule, the same on all ranks. An optimizer that is left out sums
         gradients over several steps; if one of these steps is skipped, it drops the whole sum.
@@ -94,10 +96,11 @@ class Guard:
         chosen = self.optimizers if only is None else only
         numbers = sorted(self.optimizers.index(optimizer) for optimizer in chosen)
         norms = self.measure(numbers)
+        totals = torch.stack([torch.linalg.vector_norm(each) for each in norms])
         if not self.nonfinite and self.spike is None:
             self.commit(numbers, True)
-            return torch.zeros(3, dtype=widest(self._device), device=self._device)
-        ok, verdict = self.judge(numbers, norms, loss)
+            return torch.cat([totals.new_zeros(3), totals]).to(widest(self._device))
+        ok, verdict = self.judge(numbers, norms, totals, loss)
         self.commit(numbers, ok)
         for number, spoiled in enumerate(self._spoiled):
             if number in numbers:
@@ -118,9 +121,12 @@ class Guard:
         return norms
 
     def judge(
-        self, numbers: Sequence[int], norms: list[Tensor], loss: Tensor | None
+        self, numbers: Sequence[int], norms: list[Tensor], totals: Tensor, loss: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Whether to take the step, and the verdict (3,): code, value, first bad gradient."""
+        """Whether to take the step, and the verdict (3 + optimizers,).
+
+        It is code, value, first bad gradient, and the norm of each optimizer's gradient.
+        """
         gradients = torch.cat(norms)
         counts = [len(each) for each in norms]
         # A spoiled sum holds gradients of an earlier, skipped step.
@@ -130,15 +136,16 @@ class Guard:
         nonfinite = bad.any() & self.nonfinite
         ok, value = ~nonfinite, pick(gradients, first)
         if self._spikes is not None:
-            values, present = self._watched(numbers, norms, loss)
+            values, present = self._watched(numbers, totals, loss)
             spikes = self._spikes.judge(values, present, nonfinite)
             ok = ~(nonfinite | spikes.any())
             value = torch.where(nonfinite, value, pick(values, spikes.to(torch.int8).argmax()))
         code = torch.where(nonfinite, NONFINITE, torch.where(ok, TAKEN, SPIKE))
-        return ok, torch.stack([part.to(widest(self._device)) for part in (code, value, first)])
+        parts = (code, value, first, *totals)
+        return ok, torch.stack([part.to(widest(self._device)) for part in parts])
 
     def _watched(
-        self, numbers: Sequence[int], norms: list[Tensor], loss: Tensor | None
+        self, numbers: Sequence[int], totals: Tensor, loss: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Loss and norms (1 + optimizers,), and which of them to judge at this step."""
         low = torch.full((), -torch.inf, device=self._device)  # is no spike
@@ -146,8 +153,8 @@ class Guard:
         if loss is not None:
             given = torch.as_tensor(loss).detach().to(self._device, torch.float32).reshape(())
             values[0] = torch.where(given.isfinite(), given, given.abs())  # -inf would pass as low
-        for number, (found, spoiled) in enumerate(zip(norms, self._spoiled, strict=True)):
-            values.append(torch.where(spoiled, low, torch.linalg.vector_norm(found)))
+        for number, (total, spoiled) in enumerate(zip(totals, self._spoiled, strict=True)):
+            values.append(torch.where(spoiled, low, total))
             judged.append(~spoiled & (number in numbers))
         return torch.stack(values), torch.stack(judged)
 
@@ -163,13 +170,17 @@ class Guard:
 
     def explain(self, verdict: Tensor) -> Skip | None:
         """Why a step was skipped; None if it was taken. Waits for the device."""
-        code, value, number = verdict.tolist()
+        code, value, number = verdict[:3].tolist()
         if code == TAKEN:
             return None
         if code == SPIKE:
             return Skip("spike", value, None)
         names = [name for optimizer in self.optimizers for name in names_of(optimizer)]
         return Skip("nonfinite", value, names[int(number)])
+
+    def gradient_norms(self, verdict: Tensor) -> list[float]:
+        """Norm of each optimizer's gradient; 0 if it was left out. Waits for the device."""
+        return verdict[3:].tolist()
 
     def describe(self) -> str:
         """What each optimizer steps and costs, and what is guarded."""

@@ -20,7 +20,7 @@ from runtime.ending import SIGNALS, Stop
 from runtime.errors import Interrupted, LogError, NonFinite
 from runtime.log import RunLog, config_hash, store_sources
 from runtime.machine import Machine, peak_flops, peak_mib
-from runtime.terminal import Dashboard, open_progress
+from runtime.terminal import Dashboard, open_progress, tokens_per_s
 
 FLAGS = len(SIGNALS)
 # Steps by which losses are read late, so that nothing waits for a GPU. The same on all ranks, so
@@ -185,13 +185,19 @@ class Run(contextlib.AbstractContextManager):
                 arrived.synchronize()
             loss, flags, verdict = values[0].item(), values[1 : 1 + FLAGS], values[1 + FLAGS :]
             self.stop.hear(flags.tolist())
+            norms = self.trainer.guard.gradient_norms(verdict)
+            event["grad_norm"] = math.hypot(*norms)
+            event["grad_norms"] = dict(zip(self.trainer.optimizers, norms, strict=True))
             self._write_step(event, loss, self.trainer.guard.explain(verdict))
 
     def _write_step(self, event: dict[str, Any], loss: float, skip: Any) -> None:
         step = event["step"]
         event |= {"skipped": skip is not None, "train_loss": loss}
         self._log.write("step", **event)
-        self._dashboard.show("step", event)
+        if self._config.log_to != "none":
+            mfu = self.trainer.mfu(tokens_per_s(event))
+            usage = {"mfu": mfu, "peak_mib": peak_mib(self._machine)}
+            self._dashboard.show("step", event | usage)
         self._progress.step(event)
         if skip is None and math.isfinite(loss):
             self._skips = 0

@@ -80,7 +80,8 @@ class Lines:
         seconds = self.event["train_time_ms"] / 1000
         line = [f"step {step}/{self.steps} {step / self.steps:4.0%}"]
         line += [f"{self.shown} {self.loss:.4f}", *self.rates()]
-        line += [f"{seconds:.1f} s", f"ETA {self.seconds_left():.0f} s"]
+        left = "ETA" if step < self.steps else "last validation, about"
+        line += [f"{seconds:.1f} s", f"{left} {self.seconds_left():.0f} s"]
         self.trainer.machine.say(" | ".join(line))
 
     def close(self) -> None:
@@ -101,17 +102,13 @@ class Lines:
     def loss(self) -> float:
         return self.curve[-1] if self.curve else math.nan
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Mean since the first step, on the clock."""
-        return 1000 * self.event["tokens"] / self.event["train_time_ms"]
-
     def rates(self) -> list[str]:
-        used = self.trainer.mfu(self.tokens_per_s)
+        used = self.trainer.mfu(tokens_per_s(self.event))
         mfu = [] if used is None else [f"MFU {used:.2f}"]
         return [
-            f"lr x{self.event['lr_mul']:.3f}", f"window {self.event['window']}",
-            f"{self.tokens_per_s:,.0f} tok/s", *mfu,
+            f"grad {self.event['grad_norm']:.3g}", f"lr x{self.event['lr_mul']:.3f}",
+            f"window {self.event['window']}",
+            f"{tokens_per_s(self.event):,.0f} tok/s", *mfu,
         ]  # fmt: skip
 
     def seconds_left(self) -> float:
@@ -121,9 +118,9 @@ class Lines:
         left = len(validations) - bisect_left(validations, first)
         each = self.validation_s
         if each is None:  # none yet: a forward pass alone is a third of the work
-            each = self.header["data"]["val_tokens"] / (3 * self.tokens_per_s)
+            each = self.header["data"]["val_tokens"] / (3 * tokens_per_s(self.event))
         tokens = self.header["train_tokens"] - self.event["tokens"]
-        return tokens / self.tokens_per_s + left * each
+        return tokens / tokens_per_s(self.event) + left * each
 
 
 class Live(Lines):
@@ -181,6 +178,11 @@ class Live(Lines):
         if self.validated_at == self.steps:
             return "done"
         return f"{timedelta(seconds=round(self.seconds_left()))} left"
+
+
+def tokens_per_s(event: dict[str, Any]) -> float:
+    """Mean since the first step, on the clock."""
+    return 1000 * event["tokens"] / event["train_time_ms"]
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
@@ -276,7 +278,10 @@ def script(source: Path, name: str) -> str:
 
 PROJECT = "speedrun"
 SHOWN = {  # events and their numbers
-    "step": ("train_loss", "lr_mul", "window", "tokens", "step_ms"), "val": ("val_loss",),
+    "step": (
+        "train_loss", "grad_norm", "lr_mul", "window", "tokens", "step_ms", "mfu", "peak_mib",
+    ),
+    "val": ("val_loss",),
 }  # fmt: skip
 Opened = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
 
@@ -331,7 +336,8 @@ class Dashboard:
         self._thread.start()
 
     def show(self, event: str, fields: dict[str, Any]) -> None:
-        self._events.put((fields["step"], {name: float(fields[name]) for name in SHOWN[event]}))
+        known = {name: float(fields[name]) for name in SHOWN[event] if fields[name] is not None}
+        self._events.put((fields["step"], known))
 
     def close(self) -> None:
         self._events.put(None)

@@ -45,7 +45,10 @@ class Guard:
     """Skips steps whose loss is infinite; a NaN passes."""
 
     def explain(self, verdict: torch.Tensor) -> Skip | None:
-        return Skip("nonfinite", math.inf, "weights") if verdict.item() else None
+        return Skip("nonfinite", math.inf, "weights") if verdict[0].item() else None
+
+    def gradient_norms(self, verdict: torch.Tensor) -> list[float]:
+        return verdict[1:].tolist()
 
 
 Hook = Callable[["StubTrainer", int], object]
@@ -64,7 +67,7 @@ class StubTrainer:
         self.off_track: list[str] = []
         self.validations = [*range(0, self.config.steps, 5), self.config.steps]
         self.machine = Machine(torch.device("cpu"))
-        self.guard = Guard()
+        self.guard, self.optimizers = Guard(), {"sgd": None}
         place = {"shard": "shard_0", "token_offset": 16}
         self.data = SimpleNamespace(train=SimpleNamespace(where=lambda step: place))
         self.reset(0)
@@ -115,7 +118,7 @@ class StubTrainer:
         if loss != math.inf:
             self.momentum.mul_(0.9).add_(self.gradient)
             self.weights -= self.config.lr * self.momentum
-        return torch.tensor([float(loss == math.inf)], dtype=torch.float64)
+        return torch.stack([(loss == math.inf).double(), self.gradient.norm().double()])
 
     def validate(self, step: int) -> float:
         self.act(f"validate {step}", step)

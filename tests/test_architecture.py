@@ -19,16 +19,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # count of a day, but where a line says so.
 BUDGETS = {
     "train_gpt.py": 1376,  # reached; the promise is 1200
-    "optim": 2102,  # reached; the promise is 2000
+    "optim": 2113,  # reached; the promise is 2000
     "kernels": 680,  # reached; the promise is 600
     "data": 1306,  # reached; the promise is 1000
-    "runtime": 3008,  # reached; the promise is 2600
+"runtime": 3020,  # reached; the promise is 2600
     "claims": 3085,  # reached; the promise is 2700
     "scripts": 1373,  # reached; the promise is 1100
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 15988,  # reached; the promise is 14500
+    "tests": 16014,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

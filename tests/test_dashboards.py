@@ -10,10 +10,19 @@ from runtime.settings import require_packages
 from runtime.terminal import PROJECT, SHOWN
 
 
+PEAK_MIB = 123.0
+
+
+@pytest.fixture(autouse=True)
+def known_memory(monkeypatch):
+    monkeypatch.setattr("runtime.run.peak_mib", lambda machine: PEAK_MIB)
+
+
 def logged(folder):
-    """Numbers by name and step, from the log."""
+    """Numbers by name and step, from the log; the stub's share of the peak rate is 0.5."""
     found = {name: {} for names in SHOWN.values() for name in names}
     for event in read_events(*logs_of(folder)):
+        event |= {"mfu": 0.5, "peak_mib": PEAK_MIB}
         for name in SHOWN.get(event["event"], ()):
             found[name][event["step"]] = pytest.approx(float(event[name]), rel=1e-6)
     assert len(found["train_loss"]) == STEPS

@@ -146,6 +146,20 @@ def test_a_gradient_that_float16_holds_is_not_taken_for_an_overflow():
         assert bits(param) != before
 
 
+@pytest.mark.parametrize("options", [{}, {"spike": SpikeRule()}, {"nonfinite": False}])
+def test_a_verdict_gives_the_gradient_norm_of_each_optimizer_that_steps(options):
+    params, optimizers = model()
+    guard = Guard(optimizers, **options)
+    give_gradients(params, 0)
+    own = [[p.grad.double().flatten() for n, p in params.items() if n.startswith(kind + ".")]
+           for kind in SHAPES]  # fmt: skip
+    norms = [torch.cat(each).norm().item() for each in own]
+    assert guard.gradient_norms(guard.step(torch.tensor(3.0))) == pytest.approx(norms, rel=1e-6)
+    give_gradients(params, 0)
+    verdict = guard.step(torch.tensor(3.0), only=optimizers[:2])
+    assert guard.gradient_norms(verdict) == pytest.approx([*norms[:2], 0], rel=1e-6)
+
+
 def test_a_verdict_gives_the_norm_and_the_first_bad_tensor():
     params, optimizers = model()
     guard = Guard(optimizers)

@@ -84,7 +84,7 @@ def test_the_time_left_counts_the_tokens_still_to_train(tmp_path, monkeypatch, c
     trainer.header = lambda *run: header(*run) | {"train_tokens": 400}
     stub_trainer.make_runs(trainer)
     (said,) = re.findall(r"step 10/10 .* \| (.*)$", capsys.readouterr().out, re.MULTILINE)[:1]
-    assert said == "ETA 900 s", "40 tokens of 400 took 100 seconds"
+    assert said == "last validation, about 900 s", "40 tokens of 400 took 100 seconds"
 
 
 # ---- Bad steps
