@@ -130,12 +130,12 @@ NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings: JSON has no s
 KINDS = {str: "a string", int: "an integer of at least 0", float: "a number", bool: "true or false",
          dict: "an object", list: "a list"}  # fmt: skip
 OPTIONAL = {"target", "train_loss", "tokens", "registry_sha256", "checkpoint_sha256", "lr_mul",
-            "window", "skipped"}  # fmt: skip
+            "grad_norm", "window", "skipped"}  # fmt: skip
 # The fields that are read of each event, and their kinds.
 HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha256": str,
           "env": dict}  # fmt: skip
 STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int, "lr_mul": float,
-        "window": int, "skipped": bool}  # fmt: skip
+        "grad_norm": float, "window": int, "skipped": bool}  # fmt: skip
 QUICK_VAL = {"step": int, "val_loss": float, "train_time_ms": float}
 PHASE = {"name": str, "timed": bool, "ms": float, "t_ms": float}
 RESUME = {"from_step": int, "differences": list, "registry_sha256": str, "checkpoint_sha256": str}

@@ -22,6 +22,7 @@ class Step(NamedTuple):
     train_loss: float | None
     tokens: int | None = None  # of all steps up to this one
     lr_mul: float | None = None  # multiplier of every learning rate
+    grad_norm: float | None = None  # of all gradients that are stepped
     window: int | None = None  # earlier tokens that a long layer sees
     skipped: bool | None = None  # by the guard
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def an_event(step, loss=2.0, skipped=False, train_time_ms=1000.0):
     return {
         "step": step, "tokens": 4 * step, "train_time_ms": train_time_ms, "lr_mul": 0.5,
-        "window": 896, "stage": 0, "train_loss": loss, "skipped": skipped, "grad_norm": 12.345,
+        "window": 896, "stage": 0, "train_loss": loss, "skipped": skipped, "grad_norm": 12.0,
     }  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path):
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("step 6 of 10 ━━━")
     assert lines[1] == "train loss 6.000 █▆▅▃▁ | validation 6.9315 | target 1.0"
-    assert lines[2] == "grad 12.3 | lr x0.500 | window 896 | 24 tok/s | MFU 0.50 | 1.0 s | 1 skipped"
+    assert lines[2] == "grad 12 | lr x0.500 | window 896 | 24 tok/s | MFU 0.50 | 1.0 s | 1 skipped"
 
 
 def test_a_terminal_that_closes_does_not_end_the_run(tmp_path, monkeypatch):

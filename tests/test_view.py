@@ -44,8 +44,8 @@ def log_lines(seed=0, steps=40, done=None, skip=(), quick=None, **config):
         yield {
             "event": "step", "t_ms": 10 * step, "step": step, "tokens": 100 * step,
             "train_time_ms": 10.0 * step, "train_loss": 4 - step / steps + seed / 10,
-            "lr_mul": 1 - step / steps, "window": 128 if step < 20 else 256,
-            "skipped": step in skip,
+            "grad_norm": 1 + 1 / step, "lr_mul": 1 - step / steps,
+            "window": 128 if step < 20 else 256, "skipped": step in skip,
         }  # fmt: skip
         if step in (quick or {}):
             yield {"event": "quick_val", "t_ms": 10 * step, "step": step, "val_loss": quick[step],
@@ -78,6 +78,7 @@ def test_a_run_is_told_as_its_log_tells_it(tmp_path):
     assert run["curve"]["step"] == list(range(1, 41))
     assert run["curve"]["loss"][3] == pytest.approx(4.0)
     assert run["curve"]["window"][17:20] == [128, 128, 256]
+    assert run["curve"]["norm"][1] == 1.5
     assert set(run["curve"]["speed"]) == {10_000}
     assert run["skips"] == {"step": [7], "tokens": [700], "seconds": [0.07]}
     assert run["val"] == {"step": [40], "tokens": [4000], "seconds": [0.4], "loss": [3.2]}
@@ -369,7 +370,7 @@ def opened(served, page):
 def test_it_loads_and_draws_every_chart(opened):
     _, page = opened
     assert page.evaluate("document.getElementById('live').textContent") == "live"
-    for chart in ("loss", "lr", "window", "speed"):
+    for chart in ("loss", "norm", "lr", "window", "speed"):
         assert inked(page, chart) > 1000, chart
     assert "3.1000" in page.evaluate(TEXT)
     assert "reached" in page.evaluate(TEXT)

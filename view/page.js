@@ -241,7 +241,8 @@ function render() {
   $("charts").hidden = why.length > 0;
   $("table").hidden = !order.length;
   $("judged").hidden = !verdicts.length;
-  if (drawn.length) for (const name of ["loss", "lr", "window", "speed"]) drawChart(name, drawn);
+  const names = ["loss", "norm", "lr", "window", "speed"];
+  if (drawn.length) names.forEach(name => drawChart(name, drawn));
   drawComparison(drawn);
   drawTable();
   const words = shown.flatMap(group => group.runs).map(statusOf);

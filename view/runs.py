@@ -119,6 +119,7 @@ def curves(run: Run, tokens: dict[int, int | None]) -> Curves:
         speed /= np.diff(ms, prepend=0)
     return positions(run.steps, tokens) | {
         "loss": numbers(column(step.train_loss for step in run.steps)),
+        "norm": numbers(column(step.grad_norm for step in run.steps)),
         "lr": numbers(column(step.lr_mul for step in run.steps)),
         "window": numbers(column(step.window for step in run.steps)),
         "speed": numbers(1000 * np.where(speed > 0, speed, math.nan)),
