@@ -9,7 +9,6 @@ from runtime.errors import Refused
 from runtime.settings import require_packages
 from runtime.terminal import PROJECT, SHOWN
 
-
 PEAK_MIB = 123.0
 
 
