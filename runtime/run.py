@@ -34,7 +34,8 @@ class Trainer(Protocol):
 
     config: Any  # RunSettings, track, recipe, target and steps
     machine: Machine
-    guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None
+    guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None; its norms
+    optimizers: Any  # by name, in the order of the norms
     data: Any  # train.where(step): shard and token_offset from which a step was read
     validations: list[int]  # steps before which it validates, and after the last
 

@@ -22,7 +22,7 @@ BUDGETS = {
     "optim": 2113,  # reached; the promise is 2000
     "kernels": 680,  # reached; the promise is 600
     "data": 1306,  # reached; the promise is 1000
-"runtime": 3020,  # reached; the promise is 2600
+"runtime": 3021,  # reached; the promise is 2600
     "claims": 3086,  # reached; the promise is 2700
     "scripts": 1373,  # reached; the promise is 1100
     "inference": 700,
