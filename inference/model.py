@@ -17,25 +17,29 @@ from runtime import machine
 from runtime.checkpoint import CONFIG, FINAL, load_final, verify
 from runtime.errors import Refused
 from runtime.settings import read_settings
-from train_gpt import GPT, Config, context
+from train_gpt import GPT, SOURCE, Config, context
 
 # Files of vocabularies that a kept model may bring along.
 VOCABULARIES = [each.name for each in TOKENIZERS.values() if isinstance(each, Path)]
 
 
 def find_model(path: Path | None) -> Path:
-    """The folder of a kept model: `path`, its `final`, or without a path the newest of all."""
+    """The folder of a kept model: `path`, its `final`, or without a path the newest of all.
+
+    All are those in `checkpoints`, here and in the repository.
+    """
     if path is None:
-        found = list(Path("checkpoints").glob(f"*/{FINAL}"))
+        folders = [Path("checkpoints"), SOURCE / "checkpoints"]
+        found = [each for folder in folders for each in folder.glob(f"*/{FINAL}")]
         if not found:
-            raise Refused("checkpoints/ holds no model. Train one with --keep-model on (the "
-                          "default of --track tiny), or give its folder.")  # fmt: skip
+            raise Refused("checkpoints/ holds no model. Train one, without --keep-model off, or "
+                          "give its folder.")  # fmt: skip
         return max(found, key=lambda each: each.stat().st_mtime)
     for folder in (path / FINAL, path):
         if (folder / CONFIG).is_file():
             return folder
-    raise Refused(f"{path} holds no trained model. A run with --keep-model on leaves one in "
-                  f"checkpoints/RUN/{FINAL}.")  # fmt: skip
+    raise Refused(f"{path} holds no trained model. A run leaves one in checkpoints/RUN/{FINAL}, "
+                  f"unless it has --keep-model off.")  # fmt: skip
 
 
 def load_model(folder: Path, device: str = "auto", dtype: torch.dtype | None = None) -> "Model":
@@ -109,7 +113,7 @@ class Model:
     def write(self, tokens: Sequence[int], count: int, **options: Any) -> Iterator[int]:
         """Yield the tokens that continue a document of bos and `tokens`.
 
-        options: temperature, top_k and seed of data.sampling.generate.
+        options: temperature, top_k, top_p, least and seed of data.sampling.generate.
         """
         bos = self.config.bos
         return generate(

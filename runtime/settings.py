@@ -85,7 +85,7 @@ class RunSettings:
     checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal")
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
     quick_vals: int = setting(0, "validations of one batch in a short run, to see the loss fall")
-    keep_model: bool = setting(False, "keep the trained model, in checkpoints/RUN/final")
+    keep_model: bool = setting(True, "keep the trained model, in checkpoints/RUN/final")
     sample_tokens: int = setting(0, "tokens the model writes after the last run")
     resume: str = setting("off", "auto: finish interrupted runs of these", one_of=("off", "auto"))
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)

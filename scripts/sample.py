@@ -5,8 +5,8 @@
     python scripts/sample.py checkpoints/RUN "Once"      the model of a run, or its folder `final`
     python scripts/sample.py --interactive               a prompt a line, until Ctrl-D
 
-A run keeps its model with --keep-model on, the default of --track tiny. The text ends where the
-model ends its document. Exit codes: 0 done, 2 bad input.
+A run keeps its model unless it has --keep-model off. The text ends where the model ends its
+document, at --stop, or after --tokens. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -23,18 +23,26 @@ from scripts.command import command, make_parser, start
 from inference.model import Model, find_model, load_model
 
 
+OPTIONS = ("temperature", "top_k", "top_p", "least")
+
+
 def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:
-    """Print the prompt and its continuation, token by token."""
+    """Print the prompt and its continuations, token by token."""
     tokens = model.tokenizer.encode_ordinary(prompt)
-    print(prompt, end="", flush=True)
-    # Several tokens may make one character.
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    written = model.write(tokens, given.tokens, temperature=given.temperature, top_k=given.top_k,
-                          seed=given.seed)  # fmt: skip
-    for token in written:
-        new = model.tokenizer.decode_single_token_bytes(token)
-        print(decoder.decode(new), end="", flush=True)
-    print(decoder.decode(b"", final=True))
+    options = {name: getattr(given, name) for name in OPTIONS}
+    for seed in range(given.seed, given.seed + given.samples):
+        if given.samples > 1:
+            print(f"--- seed {seed}")
+        print(prompt, end="", flush=True)
+        # Several tokens may make one character.
+        decoder, text = codecs.getincrementaldecoder("utf-8")("replace"), ""
+        for token in model.write(tokens, given.tokens, seed=seed, **options):
+            new = decoder.decode(model.tokenizer.decode_single_token_bytes(token))
+            text += new
+            print(new, end="", flush=True)
+            if given.stop and given.stop in text:
+                break
+        print(decoder.decode(b"", final=True))
 
 
 def split_words(words: Sequence[str]) -> tuple[Path | None, str]:
@@ -54,13 +62,19 @@ def main(argv: Sequence[str]) -> int:
     add("--tokens", type=int, default=300, help="tokens to write, at most (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
     add("--top-k", type=int, default=0, help="sample from the K likeliest; 0: from all")
+    add("--top-p", type=float, default=1.0, help="from the likeliest with this share of 1")
+    add("--least", type=int, default=40, help="tokens before the text may end (%(default)s)")
+    add("--stop", default="", metavar="TEXT", help="end after this text")
+    add("--samples", type=int, default=1, help="texts, each with the next seed (%(default)s)")
     add("--seed", type=int, default=0, help="the same seed writes the same text (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--interactive", action="store_true", help="read prompts, one a line")
     given = parser.parse_args(argv)
     if not (given.temperature >= 0 and math.isfinite(given.temperature)):
         raise ValueError(f"--temperature {given.temperature}: it must be a number of at least 0")
-    for name in ("tokens", "top_k", "seed"):
+    if not 0 < given.top_p <= 1:
+        raise ValueError(f"--top-p {given.top_p}: it must be above 0 and at most 1")
+    for name in ("tokens", "top_k", "least", "samples", "seed"):
         if getattr(given, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")
     path, prompt = split_words(given.words)

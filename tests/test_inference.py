@@ -117,16 +117,21 @@ def test_a_text_ends_with_bos_and_reads_no_more_than_its_context():
     assert list(made) == [4, 5, 6, 7, 8]
     assert seen[:3] == [[9, 3], [9, 3, 4], [3, 4, 5]]
     assert torch.get_rng_state().equal(state)
+    at_least = generate(logits, [9, 3], 8, bos=9, context=3, temperature=0.001, least=6)
+    assert list(at_least)[:5] == [4, 5, 6, 7, 8]
+    assert len(list(generate(logits, [9, 3], 8, bos=9, context=3, least=8))) == 8
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "powers"), [
-    (1.0, 0, [1, 1, 1]), (0.5, 0, [2, 2, 2]), (1.0, 2, [None, 1, 1]),
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "powers"), [
+    (1.0, 0, 1.0, [1, 1, 1]), (0.5, 0, 1.0, [2, 2, 2]), (1.0, 2, 1.0, [None, 1, 1]),
+    (1.0, 0, 0.7, [None, 1, 1]), (1.0, 0, 0.4, [None, None, 1]), (1.0, 0, 0.9, [1, 1, 1]),
 ])  # fmt: skip
-def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, powers):
+def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, top_p, powers):
     given = [0.2, 0.3, 0.5]
     weights = [0 if power is None else p**power for p, power in zip(given, powers, strict=True)]
     generator = torch.Generator().manual_seed(0)
-    drawn = [pick(torch.tensor(given).log(), temperature, top_k, generator) for _ in range(4000)]
+    logits = torch.tensor(given).log()
+    drawn = [pick(logits, temperature, top_k, top_p, generator) for _ in range(4000)]
     for token, weight in enumerate(weights):
         assert drawn.count(token) / 4000 == pytest.approx(weight / sum(weights), abs=0.03)
 
@@ -140,8 +145,21 @@ def test_the_script_writes_on_from_a_prompt_the_same_with_the_same_seed(folder, 
     assert capsys.readouterr().out == first
     tokens = read_vocabulary().encode_ordinary("def f(x):")
     model = load_model(folder, "cpu")
-    written = model.tokenizer.decode(list(model.write(tokens, 8, temperature=0.8)))
+    written = model.tokenizer.decode(list(model.write(tokens, 8, temperature=0.8, least=40)))
     assert first == f"def f(x):{written}\n"
+
+
+def test_the_script_writes_several_texts_and_stops_at_a_text(folder, capsys):
+    words = [str(folder.parent), "x", "--tokens", "12", "--device", "cpu", "--seed", "5"]
+    assert sample_script.main([*words, "--samples", "2"]) == 0
+    both = capsys.readouterr().out
+    texts = []
+    for seed in ("5", "6"):
+        assert sample_script.main([*words[:-1], seed]) == 0
+        texts.append(f"--- seed {seed}\n{capsys.readouterr().out}")
+    assert both == "".join(texts)
+    assert sample_script.main([*words, "--stop", texts[0][13:15]]) == 0
+    assert capsys.readouterr().out.rstrip("\n").endswith(texts[0][13:15])
 
 
 def test_prompts_are_read_line_by_line(folder, capsys, monkeypatch):
@@ -152,8 +170,9 @@ def test_prompts_are_read_line_by_line(folder, capsys, monkeypatch):
 
 def test_without_a_folder_the_newest_model_writes(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("inference.model.SOURCE", tmp_path / "repository")
     assert sample_script.main(["hello"]) == 2
-    assert "checkpoints/ holds no model. Train one with --keep-model on" in capsys.readouterr().err
+    assert "checkpoints/ holds no model. Train one" in capsys.readouterr().err
     for number, name in enumerate(("old", "new", "older")):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         final = tmp_path / "checkpoints" / name / "final"
@@ -167,7 +186,7 @@ def test_without_a_folder_the_newest_model_writes(folder, tmp_path, capsys, monk
     ("--temperature nan", "--temperature nan: it must be"),
     ("--tokens -1", "--tokens -1: at least 0"),
     ("a b c", "3 words: give a folder and a prompt"),
-    ("missing b", "missing holds no trained model. A run with --keep-model on"),
+    ("missing b", "missing holds no trained model. A run leaves one in checkpoints"),
 ])  # fmt: skip
 def test_bad_words_are_refused_with_the_fix(words, sentence, capsys):
     assert sample_script.main(words.split()) == 2
@@ -219,7 +238,7 @@ def test_a_token_is_drawn_from_a_device_without_float64():
             return self.as_subclass(torch.Tensor)
 
     logits = torch.tensor([0.0, 9.0, 0.0])
-    assert pick(logits.as_subclass(OnApple), 0.01, 0, torch.Generator()) == 1
+    assert pick(logits.as_subclass(OnApple), 0.01, 0, 1.0, torch.Generator()) == 1
 
 
 # ---- The trainer's part
