@@ -1326,11 +1326,12 @@ def make_runs(config: Config) -> int:
         warm_up(trainer, clock)
     if config.dry_run:
         return dry_run(trainer, clock)
+    losses = {}
     with Stop(machine.device) as stop, machines.without_garbage_collection():
         for plan in plans:
             trainer.reset(plan.seed)
             with Run(trainer, plan, clock, stop, source=SOURCE) as run:
-                val_loss = train(trainer, run)
+                losses[plan.seed] = val_loss = train(trainer, run)
                 with run.pause("check"):
                     proof = check_trained_model(trainer)
                 with run.pause("probe"):
@@ -1343,7 +1344,7 @@ def make_runs(config: Config) -> int:
                 run.finish(val_loss, {"probes": probes} | proof)
             if run.code != 0:
                 return run.code
-    machine.say(closing(trainer, clock, SOURCE))
+    machine.say(closing(trainer, clock, SOURCE, losses))
     return 0
 
 

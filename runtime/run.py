@@ -313,12 +313,13 @@ class Run(contextlib.AbstractContextManager):
         """
         probes = found["probes"]
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
+        seed = f"seed {self.plan.seed}: " if self._config.trials > 1 else ""
         reached = val_loss <= target
         word = "reached" if reached else "missed"
         self._progress.close()
         copied, new = probes["copy_loss"], probes["new_loss"]
         self._machine.say(f"loss on copied tokens {copied:.2f}, on new tokens {new:.2f}")
-        self._machine.say(f"target {target} {word}: val_loss {val_loss:.4f} at step "
+        self._machine.say(f"{seed}target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
         self._end = {"status": "done", "val_loss": val_loss, "reached": reached, **found}
         self.code = 0

@@ -16,6 +16,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
+from statistics import fmean, stdev
 from threading import Thread
 from typing import Any
 
@@ -241,9 +242,17 @@ def summary(trainer: Any) -> str:
     return "\n".join(lines)
 
 
-def closing(trainer: Any, clock: Clock, source: Path) -> str:
-    """Lines for people after the last run, whose clock this is. `source`: where scripts/ is."""
+def closing(trainer: Any, clock: Clock, source: Path, losses: dict[int, float]) -> str:
+    """Lines for people after the last run, whose clock this is. losses: of all runs, by seed.
+
+    source: where scripts/ is.
+    """
     config = trainer.config
+    runs = ""
+    if len(losses) > 1:
+        mean, sd = fmean(losses.values()), stdev(losses.values())
+        seeds = f"seeds {min(losses)} to {max(losses)}"
+        runs = f"  runs  {len(losses)}, {seeds}: mean loss {mean:.4f}, sd {sd:.4f}\n"
     timed_s = clock.train_time_ms / 1000
     untimed_s: dict[str, float] = {}
     for phase in clock.phases:
@@ -255,7 +264,7 @@ def closing(trainer: Any, clock: Clock, source: Path) -> str:
         following = f"{script(source, 'significance.py')} {config.log_dir} judges the runs"
     elif config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
         following = f"{script(source, 'sample.py')} lets the model write"
-    return (
+    return runs + (
         f"  time  {timed_s:.1f} s on the clock; {timed_s + sum(untimed_s.values()):.1f} s in all, "
         f"with {others}\n"
         f"  draw  {script(source, 'view.py')} {config.log_dir}\n"

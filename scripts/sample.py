@@ -22,7 +22,6 @@ from scripts.command import command, make_parser, start
 
 from inference.model import Model, find_model, load_model
 
-
 OPTIONS = ("temperature", "top_k", "top_p", "least")
 
 

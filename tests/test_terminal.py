@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -178,7 +179,8 @@ def test_the_closing_lines_add_up_the_phases(tmp_path):
         Phase("train", True, 3000), Phase("validate", False, 600),
     ]  # fmt: skip
     clock = SimpleNamespace(phases=phases, train_time_ms=5000.0)
-    time, draw, next_ = closing(trainer_in(tmp_path), clock, tmp_path).splitlines()
+    said = closing(trainer_in(tmp_path), clock, tmp_path, {0: 3.0})
+    time, draw, next_ = said.splitlines()
     assert time == "  time  5.0 s on the clock; 7.1 s in all, with setup 1.0, validate 1.1"
     assert (draw[:8], next_[:8]) == ("  draw  ", "  next  ")
 
@@ -189,7 +191,7 @@ def test_the_commands_of_the_closing_lines_start_when_pasted(changed, tmp_path, 
     monkeypatch.chdir(ROOT)
     trainer = trainer_in(tmp_path, checkpoint_dir="checkpoints", **changed)
     clock = SimpleNamespace(phases=[], train_time_ms=5000.0)
-    _, *lines = closing(trainer, clock, ROOT).splitlines()
+    _, *lines = closing(trainer, clock, ROOT, {}).splitlines()
     for line in lines:
         words = re.search(r"^  \w+  (.*\.py)", line)[1]
         done = subprocess.run(
@@ -202,10 +204,13 @@ def test_the_commands_of_the_closing_lines_start_when_pasted(changed, tmp_path, 
 def test_the_summary_comes_once_after_the_last_of_several_runs(tmp_path, capsys):
     assert run(tmp_path, trials=3) == 0
     lines = capsys.readouterr().out.splitlines()
-    targets = [index for index, line in enumerate(lines) if line.startswith("target ")]
-    assert len(targets) == 3
-    assert lines[targets[-1] + 1].startswith("  time ")
-    assert len(lines) == targets[-1] + 4
+    targets = [index for index, line in enumerate(lines) if ": target " in line]
+    assert [lines[index][:7] for index in targets] == ["seed 0:", "seed 1:", "seed 2:"]
+    losses = [float(re.search("val_loss ([0-9.]+)", lines[index])[1]) for index in targets]
+    spread = f"mean loss {mean(losses):.4f}, sd {stdev(losses):.4f}"
+    assert lines[targets[-1] + 1] == f"  runs  3, seeds 0 to 2: {spread}"
+    assert lines[targets[-1] + 2].startswith("  time ")
+    assert len(lines) == targets[-1] + 5
 
 
 def test_a_display_that_fails_leaves_no_log_behind(tmp_path, monkeypatch):
