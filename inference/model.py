@@ -24,7 +24,7 @@ VOCABULARIES = [each.name for each in TOKENIZERS.values() if isinstance(each, Pa
 
 
 def find_model(path: Path | None) -> Path:
-    """Folder of a kept model: `path`, its `final`, or the newest in `checkpoints` or the source's."""
+    """The folder of a kept model: `path`, its `final`, or the newest here or in the repository."""
     if path is None:
         folders = [Path("checkpoints"), SOURCE / "checkpoints"]
         found = [each for folder in folders for each in folder.glob(f"*/{FINAL}")]
