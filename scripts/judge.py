@@ -15,9 +15,9 @@ import argparse
 import math
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
@@ -34,6 +34,7 @@ CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
 FORM = "+.5g"  # of differences
 POWER = 0.8
+POLL_S = 0.5
 
 
 def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
@@ -85,17 +86,32 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
         return
     print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
-    began = monotonic()
-    with child_process(training_command(arm.source, flags, folder / arm.name), stdout=2) as child:
-        code = child.wait()
-    done = judge.figures(folder, arm, metric)
+    words = training_command(arm.source, flags, folder / arm.name)
+    told, began, output = set(seeds) - set(missing), time.monotonic(), folder / f"{arm.name}.txt"
+    with output.open("a") as file, child_process(words, stdout=file, stderr=file) as child:
+        while (code := child.poll()) is None:
+            time.sleep(POLL_S)
+            tell(folder, arm, metric, told)
+    done = tell(folder, arm, metric, told)
     if code not in (0, 3):  # 3: a run diverged, which is a result
-        raise LogError(f"exit code {code} of {arm.name}: see above, then repeat the command")
-    minutes = (monotonic() - began) / 60 / len(missing)
-    print(f"a run takes {minutes:.1f} minutes, a pair twice that", file=sys.stderr, flush=True)
+        last = output.read_text(errors="replace").splitlines()[-1:]
+        raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({output}). Mend it, "
+                       "then repeat the command")  # fmt: skip
+    minutes = (time.monotonic() - began) / 60 / len(missing)
+    print(f"  a run takes {minutes:.1f} minutes, a pair twice that", file=sys.stderr, flush=True)
     if missing[0] not in done:
         raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: {arm.source} "
                        "was changed while it was judged")  # fmt: skip
+
+
+def tell(folder: Path, arm: Arm, metric: str, told: set[int]) -> dict[int, float]:
+    """Say a line for each run that is done and not told yet. Returns all figures by seed."""
+    done = judge.figures(folder, arm, metric)
+    for seed in sorted(done.keys() - told):
+        told.add(seed)
+        found = "diverged" if math.isinf(done[seed]) else f"{done[seed]:.4f} {UNITS[metric]}"
+        print(f"  {arm.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
+    return done
 
 
 def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) -> str:
@@ -110,7 +126,7 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
     lines = [
         f"judgement {number}: {words[verdict.outcome]}",
         f"  B - A {stats.in_words(verdict, FORM)} {UNITS[given.metric]}: mean and "
-        f"{verdict.confidence:.0%} interval",
+        f"{verdict.confidence:.0%} interval; standard deviation {verdict.sd:.4g}",
         f"  {verdict.pairs} pairs of at most {given.pairs}, seeds from {facts['seed']}",
     ]
     if not math.isnan(facts["new_tokens"]["mean"]):

@@ -11,6 +11,7 @@ from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 
@@ -88,6 +89,14 @@ def execute_asked(words: list[str], **options: object) -> CompletedProcess:
     return CompletedProcess(words, code, output, output)
 
 
+def child_process(words: list[str], stdout: TextIO, stderr: TextIO) -> nullcontext:
+    """A training that is done when it is looked at."""
+    code, output = execute(words)
+    stdout.write(output)
+    stdout.flush()
+    return nullcontext(SimpleNamespace(poll=lambda: code))
+
+
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
     """A folder with the stub as its train_gpt.py, where commands run."""
@@ -95,8 +104,7 @@ def project(tmp_path, monkeypatch) -> Path:
     root.mkdir()
     (root / "train_gpt.py").write_text(TRAINER)
     monkeypatch.chdir(root)
-    child = lambda words: SimpleNamespace(wait=lambda: execute(words)[0])  # noqa: E731
-    monkeypatch.setattr(judge, "child_process", lambda words, stdout: nullcontext(child(words)))
+    monkeypatch.setattr(judge, "child_process", child_process)
     monkeypatch.setattr(command.subprocess, "run", execute_asked)
     for module in (judge, record):
         monkeypatch.setattr(module, "ROOT", root)
@@ -137,6 +145,8 @@ def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(project
     assert "is B better than A? loss, margin 0.05, 4 to 20 pairs from seed 0" in before
     assert "gain: 0.0 in A, 0.2 in B" in before
     assert "a run takes 0.0 minutes" in after
+    assert re.search(r"  B, seed 3: \d\.\d{4} nats per token\n", after)
+    assert "standard deviation" in said.out
     mean = float(re.search(r"does not repeat: (\S+) \(", said.out)[1])
     whole = float(re.search(r"B - A (\S+) \(", said.out)[1])
     assert mean == pytest.approx(whole / 2, rel=1e-3), "noise moves both, new tokens half as far"
@@ -190,7 +200,7 @@ def test_a_run_that_diverges_or_fails_decides_nothing(project, capsys):
     trainer = project / "train_gpt.py"
     trainer.write_text(TRAINER.replace("    diverged =", "    sys.exit(1)\n    diverged ="))
     assert run("--b", "--gain 0.2") == 2
-    assert "exit code 1 of A" in capsys.readouterr().err
+    assert re.search(r"exit code 1 of A: .*logs/judge/002/A.txt", capsys.readouterr().err)
     trainer.write_text(TRAINER.replace("source_hash(Path(__file__).parent)", "'another'"))
     assert run("--b", "--gain 0.2") == 2
     assert "was changed while it was judged" in capsys.readouterr().err
