@@ -3,6 +3,7 @@
     python scripts/bench.py step                       the tiny track, each stage of its schedule
     torchrun --nproc_per_node=8 scripts/bench.py step --profile -- --track short
     python scripts/bench.py optim --sets gpt2s         our optimizers beside torch.optim's
+    torchrun --nproc_per_node=8 scripts/bench.py gpu -- --track short       a page for an issue
 
 Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
 each time. Figures are medians over the rounds in milliseconds; ratios are taken round by round, to
@@ -10,12 +11,14 @@ the last window or to torch.optim.Muon, and "to plain" to the same optimizer wit
 --against times other code beside ours, from files anywhere. For `step` a file defines
 build(config), which returns a function that takes a training step; for `optim` build(parameters),
 which returns step functions by name. "of peak" counts 6 FLOPs for each weight of the matrices and
-the head; the peak is the datasheet's, or else the rate of one large product here.
+the head; the peak is the datasheet's, or else the rate of one large product here. `gpu` takes
+minutes: see gpu_check.py; the same as JSON is then in --out.
 """
 
 import argparse
 import contextlib
 import copy
+import json
 import os
 import runpy
 import sys
@@ -39,6 +42,7 @@ from runtime import machine as machines
 from runtime.clock import Clock
 from runtime.ending import leave, supervise
 from runtime.settings import parse
+from scripts import gpu_check
 from train_gpt import Trainer
 
 WARM_UP = 2  # rounds that do not count
@@ -200,19 +204,28 @@ def main(argv: list[str] | None = None) -> int:
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("what", choices=("step", "optim"))
+    add("what", choices=("step", "optim", "gpu"))
     add("--rounds", type=int, default=10, help="timed rounds (%(default)s)")
     add("--against", nargs="+", default=[], metavar="FILE.py", help="code to time beside ours")
     add("--profile", action="store_true", help="step: a table of torch.profiler")
     add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim: which weights")
+    add("--out", type=Path, default=Path("gpu_check.json"), help="gpu: (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
+    flags = words[cut + 1 :]
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints; stdout is for the figures
-        step = given.what == "step"
-        tables = bench_step(given, words[cut + 1 :]) if step else bench_optim(given)
-    texts = [as_text(title, rows) for title, rows in tables.items()]
-    if os.environ.get("RANK", "0") == "0":
-        show("\n\n".join(texts), tables, given.json)
+        if given.what == "gpu":
+            found = gpu_check.check(flags, partial(step_table, given=given))
+        else:
+            found = bench_step(given, flags) if given.what == "step" else bench_optim(given)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if given.what == "gpu":
+        given.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
+        text = f"{gpu_check.as_text(found)}\n{as_text('stages', found['stages'])}"
+    else:
+        text = "\n\n".join(as_text(title, rows) for title, rows in found.items())
+    show(text, found, given.json)
     return 0
 
 

@@ -1,6 +1,7 @@
 """The benchmark: every row is timed alike, figures agree, every optimizer really steps."""
 
 import json
+import math
 
 import pytest
 import small_run
@@ -8,7 +9,7 @@ import torch
 
 import train_gpt
 from runtime import machine as machines
-from scripts import bench
+from scripts import bench, gpu_check
 
 PEER = """
 import torch
@@ -52,6 +53,26 @@ def test_a_step_is_timed_in_each_window_without_guards_and_beside_other_code(
         batch = small_run.ROWS * small_run.SEQUENCE
         assert row["tokens/s"] == pytest.approx(1000 * batch / row["median"])
     assert all(0 < rows[name]["of peak"] < 1 for name in windows)
+
+
+def test_a_page_tells_what_only_the_machine_can_settle_with_random_tokens_if_there_are_no_data(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(bench, "STEPS", 2)
+    monkeypatch.setattr(gpu_check, "STEPS", 12)
+    flags = small_run.arguments(tmp_path / "nothing", tmp_path, vocab_size=1024, bos=1023)
+    out = tmp_path / "found.json"
+    with small_run.restored_settings():
+        assert bench.main(["gpu", "--rounds", "2", "--out", str(out), "--", *flags]) == 0
+    page, found = capsys.readouterr().out, json.loads(out.read_text())
+    assert found["data"] == "random tokens: losses mean nothing"
+    assert max(found["kernels"].values()) < 1e-2
+    steps = found["steps"]
+    assert (steps["waits"], steps["graphs compiled"], steps["skipped"]) == (0, 0, 0)
+    assert steps["losses"][0] == pytest.approx(math.log(1024), abs=0.2)
+    assert found["machine"]["batches"] == [f"1 x {small_run.ROWS * small_run.SEQUENCE} tokens"] * 3
+    for word in ("kernels", "waits: 0", "stage 2, window", "peak_mib"):
+        assert word in page
 
 
 def test_optimizers_are_timed_beside_those_of_torch_and_of_files(
