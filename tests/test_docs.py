@@ -4,6 +4,7 @@ import argparse
 import copy
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 import shlex
@@ -103,6 +104,8 @@ def commands(page: Path) -> list[list[str]]:
 def start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the program that a command starts read its arguments, and no more."""
     program, *rest = words
+    if program == "torchrun":  # behind its own flags
+        program, rest = "python", list(itertools.dropwhile(lambda word: word[0] == "-", rest))
     if program == "python" and rest[0] == "-c":
         return
     if rest[:2] == ["-m", "pip"]:
@@ -114,7 +117,7 @@ def start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "argv", rest)
         with pytest.raises(Accepted):
             script.main()
-    elif program in ("python", "torchrun") and "train_gpt.py" in rest:
+    elif program == "python" and "train_gpt.py" in rest:
         parse(Config, rest[rest.index("train_gpt.py") + 1 :], train_gpt.preset, "")
     elif program == "./run.sh" and rest[:1] != ["test"]:
         track = [] if "--track" in rest else ["--track", "tiny"]
