@@ -1173,11 +1173,10 @@ class Trainer:
         losses = self.batch_loss(batch, self.data.longest(step), weights_K).view(-1)
         return losses[0], losses[-1].detach()  # one and the same without weights
 
-    def gradients(self, step: int, flags: Tensor) -> Tensor:
+    def gradients(self, step: int, flags: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the gradients of a step's batch into .grad.
 
-        Returns the mean loss of the next token over the batch and the flags, summed over all ranks:
-        (1 + flags,).
+        Returns the mean loss of the next token over the batch, and the flags summed over all ranks.
         """
         self.model.set_step(step)
         total = torch.zeros((), device=self.machine.device)
@@ -1185,9 +1184,8 @@ class Trainer:
             loss, next_token = self.train_loss(batch, step)
             loss.backward()
             total += next_token
-        message = self.machine.all_reduce(torch.cat([total.view(1), flags]))
-        message[0] /= at(self.config, step).batch_tokens  # the flags stay sums
-        return message
+        summed = self.machine.all_reduce(torch.cat([total.view(1), flags]))
+        return summed[0] / at(self.config, step).batch_tokens, summed[1:]
 
     def update(self, step: int, loss: Tensor) -> Tensor:
         """Step the hidden matrices, and on every `adam_accum_steps`-th step the other parameters.
@@ -1286,13 +1284,13 @@ def train(trainer: Trainer, run: Run) -> float:
                 run.validated(step, val_loss, quick_tokens=trainer.targets_scored)
 
         # step: gradients of the whole batch, summed; then one update
-        message = trainer.gradients(step, run.stop.flags())
-        verdict = trainer.update(step, message[0])
+        loss, flags = trainer.gradients(step, run.stop.flags())
+        verdict = trainer.update(step, loss)
 
         # log: without waiting for the device; losses are read when they have arrived
         tokens += now.batch_tokens
         run.stepped(
-            message, verdict, tokens=tokens, lr_mul=now.lr, window=now.windows["long"],
+            loss, flags, verdict, tokens=tokens, lr_mul=now.lr, window=now.windows["long"],
             stage=now.stage_index,
         )  # fmt: skip
 

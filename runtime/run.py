@@ -16,13 +16,12 @@ from torch import Tensor
 from runtime import checkpoint
 from runtime.checkpoint import RunPlan, Snapshot, differences
 from runtime.clock import Clock
-from runtime.ending import SIGNALS, Stop
+from runtime.ending import Stop
 from runtime.errors import Interrupted, LogError, NonFinite
 from runtime.log import RunLog, config_hash, store_sources
 from runtime.machine import Machine, peak_flops, peak_mib
 from runtime.terminal import Dashboard, open_progress, tokens_per_s
 
-FLAGS = len(SIGNALS)
 # Steps by which losses are read late, so that nothing waits for a GPU. The same on all ranks, so
 # that they act alike.
 LAG = {"cuda": 2, "cpu": 0, "mps": 0}
@@ -61,7 +60,7 @@ class Run(contextlib.AbstractContextManager):
         self._phases_logged = 0
         self._stepped_at = 0.0  # train time
         # Steps whose values have not been read yet: event, values, CUDA event or None.
-        self._late: list[tuple[dict[str, Any], Tensor, Any]] = []
+        self._late: list[tuple[Any, ...]] = []  # event, loss, flags, verdict, when they arrive
         self._skips = 0  # in a row; starts at zero after a resume
         self._failure: NonFinite | None = None
         self._saved_at = plan.step
@@ -156,40 +155,37 @@ class Run(contextlib.AbstractContextManager):
         if training:
             self.start_training()
 
-    def stepped(self, message: Tensor, verdict: Tensor, **schedule: float) -> None:
+    def stepped(self, loss: Tensor, flags: Tensor, verdict: Tensor, **schedule: float) -> None:
         """Log a step. Its line is written once its loss has arrived, so nothing waits.
 
-        message (1 + flags,): mean loss and the flags of `Stop`, summed over ranks. verdict: the
-        guard's. schedule: lr_mul, window and stage of this step, and tokens of all steps so far.
+        loss: the mean over ranks. flags: of `Stop`, summed over ranks. verdict: the guard's.
+        schedule: lr_mul, window and stage of this step, and tokens of all steps so far.
         """
         self.steps_done += 1
         now = self.clock.train_time_ms
         step_ms = now - self._stepped_at
         event = {"step": self.steps_done, "train_time_ms": now, "step_ms": step_ms, **schedule}
         self._stepped_at = now
-        values = torch.cat([message, verdict])  # in the verdict's dtype, the wider one
         arrived = None
-        if values.is_cuda:
-            pinned = torch.empty_like(values, device="cpu", pin_memory=True)
-            values = pinned.copy_(values, non_blocking=True)
+        if loss.is_cuda:
+            loss, flags, verdict = map(on_its_way, (loss, flags, verdict))
             arrived = torch.cuda.Event()
             arrived.record()
-        self._late.append((event, values, arrived))
+        self._late.append((event, loss, flags, verdict, arrived))
         self._write_late()
 
     def _write_late(self, wait: bool = False) -> None:
         """Write the steps whose values may be read now, or with `wait` all."""
         lag = 0 if wait else LAG[self._machine.device.type]
         while len(self._late) > lag:
-            event, values, arrived = self._late.pop(0)
+            event, loss, flags, verdict, arrived = self._late.pop(0)
             if arrived is not None:
                 arrived.synchronize()
-            loss, flags, verdict = values[0].item(), values[1 : 1 + FLAGS], values[1 + FLAGS :]
             self.stop.hear(flags.tolist())
             norms = self.trainer.guard.gradient_norms(verdict)
             event["grad_norm"] = math.hypot(*norms)
             event["grad_norms"] = dict(zip(self.trainer.optimizers, norms, strict=True))
-            self._write_step(event, loss, self.trainer.guard.explain(verdict))
+            self._write_step(event, loss.item(), self.trainer.guard.explain(verdict))
 
     def _write_step(self, event: dict[str, Any], loss: float, skip: Any) -> None:
         step = event["step"]
@@ -361,6 +357,12 @@ class Run(contextlib.AbstractContextManager):
             return
         for path in checkpoint.checkpoints(self._folder):
             checkpoint.remove(path)
+
+
+def on_its_way(tensor: Tensor) -> Tensor:
+    """A copy on the host, filled without a wait: read it once an event after it has passed."""
+    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
 
 
 def random_state(machine: Machine) -> dict[str, Tensor]:

@@ -217,8 +217,8 @@ def take_steps(trainer: Any, first: int, count: int) -> None:
     trainer.data.train.reset(first)
     flags = torch.zeros(0, device=trainer.machine.device)
     for step in range(count):
-        message = trainer.gradients(first, flags)
-        trainer.update(step, message[0])
+        loss, _ = trainer.gradients(first, flags)
+        trainer.update(step, loss)
 
 
 def dry_run(trainer: Any, clock: Clock) -> int:

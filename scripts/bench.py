@@ -105,8 +105,8 @@ def take_steps(trainer: Trainer, guard: optim.Guard, first: int) -> None:
     trainer.data.train.reset(first)
     flags = torch.zeros(0, device=trainer.machine.device)
     for index in range(STEPS):
-        message = trainer.gradients(first, flags)
-        trainer.update(index, message[0])
+        loss, _ = trainer.gradients(first, flags)
+        trainer.update(index, loss)
 
 
 def repeat(step: Callable[[], object]) -> None:

@@ -156,9 +156,9 @@ def sixty_steps(trainer: Trainer) -> dict[str, Any]:
         for step in range(config.steps):
             if train_gpt.at(config, step).unties:
                 trainer.untie()
-            message = trainer.gradients(step, flags)
-            skips.append(trainer.update(step, message[0]))
-            losses.append(message[0])
+            loss, _ = trainer.gradients(step, flags)
+            skips.append(trainer.update(step, loss))
+            losses.append(loss)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     told = sorted({str(each.message).splitlines()[0] for each in waits})

@@ -123,11 +123,11 @@ def test_a_skipped_step_beside_the_untying_leaves_the_head_at_the_embedding(bad,
     gradients, heads = train_gpt.Trainer.gradients, {}
 
     def failing(self, step, flags):
-        message = gradients(self, step, flags)
+        found = gradients(self, step, flags)
         if step == bad:
             self.model.embed.grad[0, 0] = torch.nan
         heads[step] = self.model.lm_head.detach().clone(), self.model.embed.detach().clone()
-        return message
+        return found
 
     with mock.patch.object(train_gpt.Trainer, "gradients", failing):
         outcome = run(data, tmp_path, **CHANGED | {"adam_accum_steps": 1})

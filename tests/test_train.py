@@ -291,10 +291,10 @@ def test_a_gradient_that_is_no_number_costs_one_step_and_is_named(data, tmp_path
     gradients = train_gpt.Trainer.gradients
 
     def spoiled(self, step, flags):
-        message = gradients(self, step, flags)
+        found = gradients(self, step, flags)
         if step == 4 and len(flags):  # not in the warm-up
             self.model.get_parameter("blocks.0.mlp.up").grad[0, 0] = math.nan
-        return message
+        return found
 
     monkeypatch.setattr(train_gpt.Trainer, "gradients", spoiled)
     outcome = run(data, tmp_path)
