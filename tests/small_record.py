@@ -21,7 +21,7 @@ Events = list[dict[str, Any]]  # of one segment
 TARGET, STEPS, VOCABULARY, BATCH, VAL_TOKENS = 3.25, 12, 64, 512, 1024
 STEP_MS, VALIDATION_MS = 1000.0, 400.0
 RULES = Track(TARGET, VAL_TOKENS, "aa", 0.02, "", {"vocab_size": VOCABULARY}, in_time=False)
-CONFIG = {"track": "tiny", "target": TARGET, "steps": STEPS, "batch_tokens": BATCH, "seq_len": 128,
+CONFIG = {"track": "tiny", "target": TARGET, "steps": STEPS, "batch_tokens": BATCH, "seq_len": 64,
           "vocab_size": VOCABULARY}
 SOURCE = Source({"optim/muon.py": b"step:1/2 val_loss:1.0\n", "train_gpt.py": "é\r\n".encode()},
                 commit="c" * 40)
@@ -54,6 +54,7 @@ def run_events(claim: Claim, seed: int, loss: float) -> Events:
         "track": claim.track, "target": claim.target, "seed": seed, "trial": seed - claim.seeds[0],
         "claim": claim.id, "source_sha256": claim.source_sha256,
         "config_sha256": claim.config_sha256, "config": claim.config, "world_size": 8, "env": ENV,
+        "train_tokens": steps * BATCH,
         "data": {"train_sha256": "bb", "val_sha256": "aa", "val_tokens": VAL_TOKENS},
         "checks": {"causality": True, "overlap": 0.01, "warmup_restored": True},
     }]

@@ -150,10 +150,10 @@ def edit_with_end_line(folder: Path, number: int, change: Callable[[Path], None]
     edit(folder / "runs" / "registry.jsonl", run.segments[0].sha256, sha256)
 
 
-def try_before(folder: Path, track: str) -> None:
+def try_before(folder: Path, track: str, seed: float = 1000) -> None:
     """A claimed seed in the registry of another log folder, with other settings and no claim."""
     register(folder / "runs" / "registry_2.jsonl", "start", time="2020-01-01T00:00:00+00:00",
-             run_id="early", track=track, seed=1000, config_sha256=ZERO, claim=None)
+             run_id="early", track=track, seed=seed, config_sha256=ZERO, claim=None)
 
 
 def start_again(folder: Path) -> None:
@@ -227,6 +227,8 @@ CHEATS: dict[str, tuple] = {
         end_again, "its lines in the registry are start end end, which no ", "its clock ends at"),
     "a seed that was tried with other settings": (
         partial(try_before, track="tiny"), "seed 1000 was run by early outside the claim"),
+    "a seed that was tried as another kind of number": (
+        partial(try_before, track="tiny", seed=1000.0), "seed 1000.0 was run by early outside"),
     "a seed that was tried as another track": (
         partial(try_before, track="short"), "seed 1000 was run by early outside the claim"),
     "a later claim": (
@@ -393,7 +395,12 @@ FORGED: dict[str, tuple] = {
     "another claim": (put(ZERO, "claim"), "extra: the run was", "missing: "),
     "another torch": (put("2.0", "env", "torch"), "torch differs between runs"),
     "another dtype": (put("float32", "env", "dtype"), "dtype differs between runs"),
-    "another number of ranks": (put(4, "world_size"), "ranks differs between runs"),
+    "another number of ranks": (put(2, "world_size"), "ranks differs between runs"),
+    "more ranks than rows": (put(10**9, "world_size"), "ranks differs", "ranks: 1000000000, not"),
+    "another CPU": (put("Z80", "env", "cpu"), "cpu differs between runs"),
+    "another attention": (put("flash3", "env", "attention"), "attention differs between runs"),
+    "steps that the guard skipped": (each("step", skipped=True), "skipped: 12, not 0 to 3.0"),
+    "no number of tokens": (put(None, "train_tokens"), "not on the None of the header"),
     "another track": (put("medium", "track"), "track medium, not the claimed tiny"),
     "another source": (put(ZERO, "source_sha256"), "source_sha256 0{12}, not the claimed"),
     "another configuration": (put(ZERO, "config_sha256"), "config_sha256 (0{12}, not|is not)"),
@@ -404,7 +411,8 @@ FORGED: dict[str, tuple] = {
     "steps without tokens": (each("step", tokens=None), "step 1 trained on 0 tokens, not on"),
     "fewer tokens than planned": (
         put(10**6, "train_tokens"), "trained on 6144 tokens, not on the 1000000 of the header"),
-    "more steps than claimed": (train_longer, "24 steps, not the claimed 12"),
+    "more steps than claimed": (train_longer, "24 steps, not the claimed 12",
+                                   "trained on 12288 tokens, not on the 6144"),
     "fewer validation tokens": (put(512, "data", "val_tokens"), "validation tokens: 512, not 1024"),
     "other validation data": (put(ZERO, "data", "val_sha256"), "val_sha256 differs",
                               "val_sha256 0{16}, not aa"),
