@@ -15,7 +15,7 @@ does: at the first step at which all runs together pass, or at --at-step, with a
 each arm and those before it. --against prints differences with 95 % intervals, of pairs where both
 arms have the same seeds, and with --margin whether the losses are equal within it; times are
 compared only on like machines. To make such runs in turn, use judge.py. Exit code: 0 every arm
-passes, or two are compared; 1 an arm fails; 2 bad input.
+passes, or two are compared; 1 an arm fails; 2 bad input, a log that cannot be read among it.
 """
 
 import argparse
@@ -161,6 +161,8 @@ def main(argv: Sequence[str]) -> int:
     passed = [arm.passes_steps if given.track else arm.passes for arm in verdicts]
     facts = {"arms": [arm.documented for arm in verdicts], "warnings": unread}
     show("\n\n".join([*map(to_text, verdicts), *unread]), facts, given.json)
+    if unread:  # what a damaged log held could change the verdict
+        return 2
     return 0 if all(passed) else 1
 
 

@@ -208,7 +208,7 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     code, (arm,) = judge(capsys, tmp_path)
-    assert (code, arm["n"]) == (0, 7)
+    assert (code, arm["n"]) == (2, 7), "what the empty log held is unknown"
     assert [(run["path"], run["reason"]) for run in arm["incomplete"]] == [
         (str(cut), "no end line"), (str(early), "ended with status interrupted")]
     assert f"not read: {empty} is empty" in text_of(capsys, tmp_path)
@@ -241,10 +241,13 @@ def test_a_list_pasted_from_python_is_read_and_marked_unverified(capsys):
     assert "UNVERIFIED" in text_of(capsys, "--losses", "3.1,3.2", "--target", "3.28")
 
 
-def test_what_is_no_log_in_a_folder_is_named_and_the_rest_goes_on(tmp_path, capsys):
+def test_what_is_no_log_in_a_folder_is_named_and_is_bad_input_and_the_rest_is_shown(
+    tmp_path, capsys
+):
     write_arm(tmp_path, MIMETIC)
-    (tmp_path / "bad.jsonl").write_text("step:1 val_loss:3.2\n" * 2)
     assert main([str(tmp_path)]) == 0
+    (tmp_path / "bad.jsonl").write_text("step:1 val_loss:3.2\n" * 2)
+    assert main([str(tmp_path)]) == 2
     assert f"not read: {tmp_path / 'bad.jsonl'}, line 1" in capsys.readouterr().out
     assert main([str(tmp_path), str(tmp_path / "bad.jsonl")]) == 2  # a file that is asked for
 
