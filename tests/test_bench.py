@@ -9,7 +9,7 @@ import torch
 
 import train_gpt
 from runtime import machine as machines
-from scripts import bench, gpu_check
+from scripts import bench
 
 PEER = """
 import torch
@@ -59,7 +59,7 @@ def test_a_page_tells_what_only_the_machine_can_settle_with_random_tokens_if_the
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(bench, "STEPS", 2)
-    monkeypatch.setattr(gpu_check, "STEPS", 12)
+    monkeypatch.setattr(bench, "GPU_STEPS", 12)
     flags = small_run.arguments(tmp_path / "nothing", tmp_path, vocab_size=1024, bos=1023)
     out = tmp_path / "found.json"
     with small_run.restored_settings():

@@ -186,7 +186,6 @@ def test_processes_that_cannot_share_a_batch_are_refused(folder, left):
     assert codes(left, "uneven") == [2, 2]
     said = "".join(rank.err for rank in left["uneven, 0"])
     assert "world size 2 does not divide 3 rows a step; start one of 1, 3 ranks" in said
-    assert "--track short" in said
     assert find_logs(folder / "uneven") == []
 
 
