@@ -147,7 +147,7 @@ FIRST_SOURCES = {"706e244f84b2d81dd40d8cea885e720426aa76d9b7f041e776612e828e590c
 FIRST_TINY = TINY | {"window_block": 16, "final_window": 20}
 del FIRST_TINY["mlp_ratio"], FIRST_TINY["val_window"]
 TRACKS = {
-    "small": Track(3.2, 262_144, "be27130d408f4ce8", 0.02, "731d5f2bab729778", SMALL, False),
+    "small": Track(3.36, 262_144, "be27130d408f4ce8", 0.02, "731d5f2bab729778", SMALL, False),
     "tiny": Track(3.39, 262_144, "61a7bae6fab302b9", 0.02, "77e6e4d2acaa19c3", TINY, False),
     "short": Track(3.28, 10_485_760, "", 0.01, "", {}, True),
     "medium": Track(2.92, 10_485_760, "", 0.01, "", {}, True),
