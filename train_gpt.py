@@ -384,7 +384,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "small": {  # tuned, but for record89: records/small/tuning
         "record42": {"matrix_lr": 0.03, "adam_lr": 0.0112},
         "record89": RECORD89 | {"layers": "small89"},
-        "muon": MUON | {"layers": "plain8", "adam_lr": 0.014},
+        "muon": MUON | {"layers": "plain8", "matrix_lr": 0.014, "adam_lr": 0.014},
         "adamw": ADAMW | {"layers": "plain8", "matrix_lr": 0.004, "adam_lr": 0.016},
     },
     "tiny": {
