@@ -182,7 +182,8 @@ class Run(contextlib.AbstractContextManager):
             if arrived is not None:
                 arrived.synchronize()
             self.stop.hear(flags.tolist())
-            norms = self.trainer.guard.gradient_norms(verdict)
+            row = self._config.seq_len  # the loss is a sum over its tokens
+            norms = [norm / row for norm in self.trainer.guard.gradient_norms(verdict)]
             event["grad_norm"] = math.hypot(*norms)
             event["grad_norms"] = dict(zip(self.trainer.optimizers, norms, strict=True))
             self._write_step(event, loss.item(), self.trainer.guard.explain(verdict))

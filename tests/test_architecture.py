@@ -22,7 +22,7 @@ BUDGETS = {
     "optim": 2113,  # reached; the promise is 2000
     "kernels": 680,  # reached; the promise is 600
     "data": 1314,  # reached; the promise is 1000
-    "runtime": 3033,  # reached; the promise is 2600
+    "runtime": 3034,  # reached; the promise is 2600
     "claims": 3094,  # reached; the promise is 2700
     "scripts": 1687,  # reached; the promise is 1100
     "inference": 700,
