@@ -33,6 +33,7 @@ class Config(RunSettings):
     recipe: str = setting("descent", "recipe")
     device: str = setting("cpu", "device")
     vocab_size: int = setting(50257, "tokens")
+    seq_len: int = setting(1, "tokens of a row")
 
 
 class Skip(NamedTuple):
