@@ -26,6 +26,7 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 
 from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
+from claims.logs import finished_runs
 from claims.rerun import child_process
 from runtime.errors import LogError
 from runtime.log import config_hash, register, source_hash
@@ -44,7 +45,7 @@ def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
     return Arm(name, source, flags, config, config_hash(config), source_hash(source))
 
 
-def announce(entry: dict[str, Any], arms: Sequence[Arm], plan: RacePlan) -> None:
+def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePlan) -> None:
     """Say on stderr what is judged, before the first run."""
     a, b = arms
     number, pairs = int(entry["run_id"]), f"{plan.looks[0]} to {plan.looks[-1]} pairs"
@@ -57,7 +58,21 @@ def announce(entry: dict[str, Any], arms: Sequence[Arm], plan: RacePlan) -> None
         if mine != other:
             lines.append(f"  {name}: {other} in A, {mine} in B")
     lines.append(f"  lines of the source that differ: {entry['diff']['lines']}")
+    lines.append(estimate(out, a.config["track"], a.config["steps"], plan))
     print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def estimate(out: Path, track: str, steps: int, plan: RacePlan) -> str:
+    """How long it may take, by the newest run of the track: of a judgement, else of a record."""
+    judged, records = out.glob("*/[AB]"), (ROOT / "records" / track).glob("*/runs")
+    for folder in [*sorted(judged, reverse=True), *sorted(records, reverse=True)]:
+        for run in finished_runs(folder):
+            if run.track == track and run.complete and run.total_steps:
+                minutes = run.end["t_ms"] / 60_000 * steps / run.total_steps
+                low, high = (2 * minutes * plan.looks[number] for number in (0, -1))
+                return (f"  {steps} steps take about {minutes:.1f} minutes by {run.path}: "
+                        f"all in all {low:.0f} to {high:.0f} minutes")  # fmt: skip
+    return f"  no run of {track} is known yet: the first one tells how long it takes"
 
 
 def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:
@@ -174,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
     judge.require_comparable(arms, given.metric)
     planned = {name: getattr(given, name) for name in ("metric", "margin", "pairs", "look_every")}
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
-    announce(entry, arms, plan)
+    announce(given.out, entry, arms, plan)
     folder = given.out / entry["run_id"]
     verdict = race(folder, arms, plan, given.metric, entry["seed"])
     new = judge.new_token_difference(folder, arms)

@@ -24,11 +24,11 @@ BUDGETS = {
     "data": 1314,  # reached; the promise is 1000
     "runtime": 3034,  # reached; the promise is 2600
     "claims": 3094,  # reached; the promise is 2700
-    "scripts": 1687,  # reached; the promise is 1100
+    "scripts": 1702,  # reached; the promise is 1100
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 16156,  # reached; the promise is 14500
+    "tests": 16161,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

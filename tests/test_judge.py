@@ -21,7 +21,7 @@ from runtime.log import read_registry
 from scripts import command, judge, record
 
 # Stands in for the trainer: the same flags and logs, at once. --gain is what a flag is worth.
-TRAINER = '''
+TRAINER = """
 import argparse, json, random, sys, time
 from pathlib import Path
 
@@ -56,14 +56,14 @@ for trial in range(given.trials):
     header = {"event": "header", "schema": 2, "run_id": run_id, "track": "tiny", "target": 3.6,
               "seed": seed, "source_sha256": source_hash(Path(__file__).parent), "config": config,
               "config_sha256": config_hash(config), "env": {"gpu_count": 0}}
-    end = {"event": "end", "status": "nonfinite" if diverged else "done",
+    end = {"event": "end", "t_ms": 90_000, "status": "nonfinite" if diverged else "done",
            "probes": {"new_loss": 4 + noise / 2}}
     lines = [header, end] if diverged else [header, first, last, end]
-    text = "".join(json.dumps(line | {"t_ms": 1.0}) + "\\n" for line in lines)
+    text = "".join(json.dumps({"t_ms": 1.0} | line) + "\\n" for line in lines)
     Path(folder, f"{run_id}.jsonl").write_text(text)
     if diverged:
         sys.exit(3)
-'''
+"""
 
 
 really_run = subprocess.run
@@ -144,12 +144,17 @@ def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(project
     before, _, after = said.err.partition("A, seeds 0 to 3")
     assert "is B better than A? loss, margin 0.05, 4 to 20 pairs from seed 0" in before
     assert "gain: 0.0 in A, 0.2 in B" in before
+    assert "no run of tiny is known yet" in before
     assert "a run takes 0.0 minutes" in after
     assert re.search(r"  B, seed 3: \d\.\d{4} nats per token\n", after)
     assert "standard deviation" in said.out
     mean = float(re.search(r"does not repeat: (\S+) \(", said.out)[1])
     whole = float(re.search(r"B - A (\S+) \(", said.out)[1])
     assert mean == pytest.approx(whole / 2, rel=1e-3), "noise moves both, new tokens half as far"
+
+    run("--b", "--gain 0.2", "--margin", "0.06", "--", "--steps", "20")  # a run: 1.5 min, 10 steps
+    assert "20 steps take about 3.0 minutes" in (again := capsys.readouterr().err)
+    assert "all in all 24 to 120 minutes" in again
 
 
 def test_the_arms_take_turns_and_a_process_trains_all_runs_up_to_the_next_look(project, capsys):
