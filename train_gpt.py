@@ -16,7 +16,7 @@ import math
 import os
 import signal
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -44,17 +44,17 @@ from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import bigrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
-from runtime.checkpoint import plan_runs
+from runtime.checkpoint import plan_runs, steps_begun
 from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
 from runtime.ending import Stop, leave, listen, supervise
 from runtime.errors import Refused
-from runtime.log import require_folders, source_hash
+from runtime.log import config_hash, require_folders, source_hash
 from runtime.machine import Machine
 from runtime.run import Run, header, mfu
 from runtime.settings import RunSettings, as_text, parse, require, require_packages, setting
 from runtime.terminal import closing, summary
-from runtime.warmup import check_trained_model, dry_run, warm_up
+from runtime.warmup import check_trained_model, dry_run, steps_that_fill, warm_up
 
 sys.pycache_prefix = None
 SOURCE = Path(__file__).resolve().parent
@@ -237,6 +237,7 @@ class Config(RunSettings):
     init: str = setting("uniform", "of hidden matrices", one_of=("uniform", "normal"))
 
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
+    minutes: float = setting(0.0, "train so long instead: sets steps by a timing, before the run")
     stages: str = setting("record42", "table of stages")
     window_block: int = setting(128, "tokens in a block, the unit of windows; 0: none")
     val_window: int = setting(2560, "tokens long layers see in the last validation", at_least=1)
@@ -283,6 +284,8 @@ class Config(RunSettings):
         super().__post_init__()  # the rules written beside the settings
         if changed := off_track(self):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
+        rule = "0 with --claim, whose steps are the same on any machine"
+        require(self, "minutes", not (self.minutes and self.claim), rule)
         torchs = self.cautious_wd and self.optimizer.startswith("torch")
         require(self, "cautious_wd", not torchs, f"off for --optimizer {self.optimizer}")
         heads = self.dim // self.head_dim
@@ -1314,9 +1317,12 @@ def make_runs(config: Config) -> int:
     machine = machines.start(config.device, config.rank_timeout)
     if missing := machine.on_main(lambda: missing_data(asdict(config))):
         raise Refused(missing)
+    if config.minutes:
+        config = replace(config, steps=steps_of_minutes(config, machine))
     clock = Clock(machine.synchronize)
     with clock.phase("setup", timed=False):
         trainer = set_up(config, machine)
+        machine.say(summary(trainer))
         plans = machine.on_main(partial(plan_runs, trainer))
     if not plans:
         return 0
@@ -1346,6 +1352,16 @@ def make_runs(config: Config) -> int:
     return 0
 
 
+def steps_of_minutes(config: Config, machine: Machine) -> int:
+    """How many steps fill --minutes: by a timing, or as many as the run has that resumes."""
+    hashes = {"config_sha256": config_hash(asdict(config)), "source_sha256": source_hash(SOURCE)}
+    begun = machine.on_main(partial(steps_begun, config, **hashes))
+    if begun is not None:
+        return begun
+    with machines.saying_every_few_seconds("timing steps", machine.say):
+        return steps_that_fill(config.minutes, set_up(config, machine))
+
+
 def set_up(config: Config, machine: Machine) -> Trainer:
     """Build a trainer. Refused if it cannot work, before anything costs time."""
     machines.repeat_bits(machine.device)
@@ -1356,7 +1372,6 @@ def set_up(config: Config, machine: Machine) -> Trainer:
     except ValueError as error:  # kernels, optimizers and data do not know Refused
         raise Refused(str(error)) from error
     trainer.reset(config.seed)
-    machine.say(summary(trainer))
     return trainer
 
 

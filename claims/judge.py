@@ -44,7 +44,7 @@ MOST_PAIRS = 100
 JUDGEMENTS = "judgements.jsonl"
 UNITS = {"loss": "nats per token", "steps": "steps", "time": "seconds"}
 # What both arms must share, else their figures do not mean the same.
-SHARED = {"loss": ("steps",), "steps": ("val_every",), "time": ()}
+SHARED = {"loss": ("steps", "minutes"), "steps": ("val_every",), "time": ()}
 ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "val_window")
 
 

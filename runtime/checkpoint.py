@@ -241,6 +241,22 @@ def plan_runs(trainer: Any) -> list[RunPlan]:
     return plans
 
 
+def steps_begun(config: Any, **hashes: str) -> int | None:
+    """Under --resume auto, the steps of the last run of the first seed with these hashes, if any.
+
+    hashes: fields of its header.
+    """
+    path = Path(config.log_dir, REGISTRY)
+    if config.resume == "off" or not path.exists():
+        return None
+    for start in reversed(read_registry(path)):
+        if start["event"] == "start" and start["seed"] == config.seed:
+            history = read_history(config.log_dir, start["run_id"])
+            if history is not None and hashes.items() <= history.header.items():
+                return history.header["config"]["steps"]
+    return None
+
+
 def _find_unfinished(
     new: RunPlan, config: Any, header: dict[str, Any], say: Callable[[str], None]
 ) -> RunPlan | None:

@@ -3,6 +3,7 @@
 Also the choice whether to compile, and the dry run. `trainer` is that of train_gpt.py.
 """
 
+import math
 import os
 import shutil
 import sys
@@ -26,6 +27,7 @@ from runtime.machine import Machine, first_line, out_of_memory, peak_mib
 
 GIB = 2**30
 CHECKPOINTS_ON_DISK = 3  # two are kept while the next is written
+TIMED_STEPS = 40  # in all stages, to know how long a run takes
 
 # ---- torch.compile, where it works and pays
 
@@ -74,7 +76,8 @@ def try_compile(
     cost = "about a minute the first time, then cached"
     if machine.device.type == "cpu":
         saved_s = passes * SAVED_S_PER_LAYER
-        cost = f"it takes about {COMPILATION_S:.0f} s and saves {saved_s:.0f} s on two cores"
+        saved = f"saves {saved_s:.0f} s" if saved_s < math.inf else "then saves a third of a step"
+        cost = f"it takes about {COMPILATION_S:.0f} s and {saved} on two cores"
         if mode == "auto" and saved_s <= COMPILATION_S:
             return function, f"{cost}; --compile on forces it"
     machine.say(f"compiling: {cost}")
@@ -162,8 +165,11 @@ def planned_passes(trainer: Any) -> float:
     """Tokens times layers of all runs of this process. Validation has no backward pass: a third.
 
     Runs of a claim must be alike in whatever process they are made, so they count as one run.
+    With --minutes, compiling is off the clock, and buys steps: infinite.
     """
     config = trainer.config
+    if config.minutes:
+        return math.inf
     tokens = trainer.train_tokens + len(trainer.validations) * config.val_tokens / 3
     runs = 1 if trainer.claim is not None else config.trials
     return runs * tokens * len(trainer.model.blocks)
@@ -221,16 +227,40 @@ def take_steps(trainer: Any, first: int, count: int) -> None:
         trainer.update(step, loss)
 
 
+def time_stages(trainer: Any, clock: Clock) -> list[tuple[int, float]]:
+    """The steps of each stage, and the milliseconds of one, on the first tokens of the run."""
+    config, found = trainer.config, []
+    firsts = [first for first, *_ in trainer.changes]
+    for first, end in pairwise([*firsts, config.steps]):
+        count = math.ceil(TIMED_STEPS * (end - first) / config.steps) + 2
+        count += -count % config.adam_accum_steps
+        with clock.phase("train", timed=True):
+            take_steps(trainer, first, count)
+        found.append((end - first, clock.phases[-1].ms / count))
+    return found
+
+
+def steps_that_fill(minutes: float, trainer: Any) -> int:
+    """How many steps take these minutes on the clock, by a timing. Uses the trainer up."""
+    clock, machine = Clock(trainer.machine.synchronize), trainer.machine
+    warm_up(trainer, clock)
+    total_ms = sum(steps * ms for steps, ms in time_stages(trainer, clock))
+    step_ms = machine.on_main(lambda: total_ms / trainer.config.steps)
+    steps = round(minutes * 60_000 / step_ms)
+    if steps < 1:
+        raise Refused(f"--minutes {minutes:g}: a step takes {step_ms / 60_000:.2g} minutes. "
+                      f"Give it at least one step.")  # fmt: skip
+    machine.say(f"{minutes:g} minutes are {steps:,} steps of {step_ms:,.1f} ms")
+    torch._dynamo.reset()  # else its graphs keep this trainer in memory
+    return steps
+
+
 def dry_run(trainer: Any, clock: Clock) -> int:
     """Time steps of each stage and a validation, and print what a run takes. 0: go, 2: no-go."""
-    config, machine, together = trainer.config, trainer.machine, 3 * trainer.config.adam_accum_steps
+    config, machine = trainer.config, trainer.machine
     rows = [("set-up, compilation and warm-up", sum(phase.ms for phase in clock.phases))]
-    firsts = [first for first, *_ in trainer.changes]
-    for index, (first, end) in enumerate(pairwise([*firsts, config.steps])):
-        with clock.phase("train", timed=True):
-            take_steps(trainer, first, together)
-        ms = clock.phases[-1].ms / together
-        rows.append((f"stage {index}: {end - first:,} steps of {ms:,.1f} ms", (end - first) * ms))
+    for index, (steps, ms) in enumerate(time_stages(trainer, clock)):
+        rows.append((f"stage {index}: {steps:,} steps of {ms:,.1f} ms", steps * ms))
     with clock.phase("validate", timed=False):
         trainer.validate(config.steps)
     ms, times = clock.phases[-1].ms, len(trainer.validations)

@@ -58,7 +58,11 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
         if mine != other:
             lines.append(f"  {name}: {other} in A, {mine} in B")
     lines.append(f"  lines of the source that differ: {entry['diff']['lines']}")
-    lines.append(estimate(out, a.config["track"], a.config["steps"], plan))
+    if minutes := a.config.get("minutes"):
+        lines.append(f"  each run trains {minutes:g} minutes, which ranks machines as much as "
+                     "ideas: the answer is that of this one")
+    else:
+        lines.append(estimate(out, a.config["track"], a.config["steps"], plan))
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
@@ -82,7 +86,8 @@ def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: 
     taken one by one, so that a drift of the machine falls on both arms alike.
     """
     seeds = range(first, first + plan.looks[-1])
-    stops = range(1, len(seeds) + 1) if metric == "time" else plan.looks
+    timed = metric == "time" or arms[0].config.get("minutes")
+    stops = range(1, len(seeds) + 1) if timed else plan.looks
     for turn, stop in enumerate(stops):
         for arm in arms if turn % 2 == 0 else reversed(arms):
             make_runs(folder, arm, metric, seeds[:stop])

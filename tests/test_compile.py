@@ -97,8 +97,8 @@ def test_a_gpu_always_compiles_on_whatever_can_and_off_nothing(compiler):
 def test_trials_count_together_but_runs_of_a_claim_one_by_one(claim, runs):
     """Runs of a claim are alike in whatever process they are made. Validating costs a third."""
     trainer = SimpleNamespace(
-        config=SimpleNamespace(val_tokens=30, trials=3), train_tokens=100, validations=[0, 5],
-        claim=claim, model=SimpleNamespace(blocks=range(7)),
+        config=SimpleNamespace(val_tokens=30, trials=3, minutes=0), train_tokens=100,
+        validations=[0, 5], claim=claim, model=SimpleNamespace(blocks=range(7)),
     )  # fmt: skip
     assert planned_passes(trainer) == runs * 120 * 7
 
