@@ -12,8 +12,8 @@ race, and the same smaller level at every look (Pocock, 1977; `stats.look_level`
 We report the interval of the deciding test. It may be read after any stop: the wide intervals of
 all looks hold the true difference in 99 of 100 races, the narrow ones in 90 (repeated confidence
 intervals, Jennison and Turnbull, 1989). The mean of a race that stopped early is too far from 0.
-Skewed differences break the level: with lognormal ones 2 to 3 races in 100 end better or worse
-without a difference.
+Skewed differences break the level: with lognormal ones, whose tail is B's, 2 races in 100 without a
+difference end better, and 16 with a difference of the margin in none.
 
 `judgements.jsonl` is a registry: a line when a judgement starts, one when it ends, each with the
 hash of the line before. An unfinished judgement counts too.
@@ -26,6 +26,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scipy.stats import skew
 from scipy.stats import t as student
 
 from claims import stats
@@ -33,7 +34,7 @@ from claims.logs import finished_runs
 from claims.record import difference
 from claims.runs import Run
 from runtime.claim import read_claim
-from runtime.errors import Refused
+from runtime.errors import LogError, Refused
 from runtime.jsonl import json_hash
 from runtime.log import REGISTRY, read_registry, read_sources, register
 
@@ -84,6 +85,7 @@ class Verdict(NamedTuple):
     high: float = math.nan
     sd: float = math.nan  # of the differences
     confidence: float = 1 - ALPHA  # of the interval
+    skew: float = 0.0  # of the differences
 
 
 def decide(differences: Sequence[float], plan: RacePlan) -> Verdict:
@@ -119,7 +121,8 @@ def look(differences: Sequence[float], plan: RacePlan) -> Verdict:
     elif abs(mean) + narrow < plan.margin:
         outcome, half, confidence = "no difference", narrow, 1 - 2 * EQUAL
     final = outcome != "undecided" or n == plan.looks[-1]
-    return Verdict(outcome, final, n, mean, mean - half, mean + half, sd, confidence)
+    shape = float(skew(differences)) if sd > 0 else 0.0
+    return Verdict(outcome, final, n, mean, mean - half, mean + half, sd, confidence, shape)
 
 
 # ---- The arms and their figures
@@ -152,13 +155,33 @@ def require_comparable(arms: Sequence[Arm], metric: str) -> None:
 
 
 def figures(folder: Path, arm: Arm, metric: str) -> dict[int, float]:
-    """By seed, the figure of each finished run of this arm; infinite where it has none."""
-    found = {}
+    """By seed, the figure of the first run of this arm that ended.
+
+    LogError for a log that its run did not register so: it was replaced, or put there.
+    """
+    found: dict[int, float] = {}
+    ended = registered(folder / arm.name)
     for run in finished_runs(folder / arm.name):
+        if ended.get(run.run_id, "") not in (None, run.segments[-1].sha256):
+            raise LogError(f"{run.path} is not the log that the run registered at its end. Judge "
+                           f"anew, with another --seed.")  # fmt: skip
         same = run.config_sha256 == arm.config_sha256 and run.source == arm.source_sha256
-        if same and run.seed is not None:
-            found[run.seed] = figure(run, metric) if run.counts else math.inf
+        if same and run.seed is not None and ended[run.run_id] is not None:
+            found.setdefault(run.seed, figure(run, metric) if run.counts else worst(run, metric))
     return found
+
+
+def registered(folder: Path) -> dict[str, str | None]:
+    """The runs that were started in a folder, each with the hash of its log, None until its end."""
+    path = folder / REGISTRY
+    lines = read_registry(path) if path.exists() else []
+    return {line["run_id"]: line.get("log_sha256") for line in lines if line["event"] != "resume"}
+
+
+def worst(run: Run, metric: str) -> float:
+    """The figure of a run that diverged: the loss of a guess; of steps or time there is none."""
+    in_nats = metric in ("loss", "new tokens")
+    return math.log(run.header["config"]["vocab_size"]) if in_nats else math.inf
 
 
 def figure(run: Run, metric: str) -> float:

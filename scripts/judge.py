@@ -35,6 +35,7 @@ CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
 FORM = "+.5g"  # of differences
 POWER = 0.8
+SKEWED = 1.0  # so are 4 % of races of twenty normal differences, and 85 % of lognormal ones
 POLL_S = 0.5
 
 
@@ -149,6 +150,9 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
         f"{verdict.confidence:.0%} interval; standard deviation {verdict.sd:.4g}",
         f"  {verdict.pairs} pairs of at most {given.pairs}, seeds from {facts['seed']}",
     ]
+    if abs(verdict.skew) > SKEWED:
+        lines.append(f"  warning: the differences are skewed, {verdict.skew:+.1f}: errors may be "
+                     "two to four times as frequent as told (docs/judge.md)")
     if not math.isnan(facts["new_tokens"]["mean"]):
         new = stats.Difference(**facts["new_tokens"])
         lines.append(f"  on tokens that the context does not repeat: {stats.in_words(new, FORM)}")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import runpy
 import shutil
@@ -22,11 +23,11 @@ from scripts import command, judge, record
 
 # Stands in for the trainer: the same flags and logs, at once. --gain is what a flag is worth.
 TRAINER = """
-import argparse, json, random, sys, time
+import argparse, hashlib, json, random, sys, time
 from pathlib import Path
 
 from claims.record import TRACKS
-from runtime.log import config_hash, source_hash
+from runtime.log import REGISTRY, config_hash, register, source_hash
 TRACK = TRACKS["tiny"].fixed | {"track": "tiny", "target": 3.39, "val_tokens": 262_144}
 TRACK = {name: value[0] if isinstance(value, tuple) else value for name, value in TRACK.items()}
 TRACK["recipe"] = "copyinit"
@@ -60,7 +61,10 @@ for trial in range(given.trials):
            "probes": {"new_loss": 4 + noise / 2}}
     lines = [header, end] if diverged else [header, first, last, end]
     text = "".join(json.dumps({"t_ms": 1.0} | line) + "\\n" for line in lines)
+    register(folder / REGISTRY, "start", run_id=run_id, seed=seed)
     Path(folder, f"{run_id}.jsonl").write_text(text)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    register(folder / REGISTRY, "end", run_id=run_id, log_sha256=sha256)
     if diverged:
         sys.exit(3)
 """
@@ -199,9 +203,15 @@ def test_two_sources_are_compared_and_their_difference_is_kept(project, capsys):
     assert '\n+            "val_loss": 3.2 + noise' in diff
 
 
-def test_a_run_that_diverges_or_fails_decides_nothing(project, capsys):
-    assert run("--b", "--gain 0.2 --diverge 2", "--seed", "0") == 4
-    assert "undecided after 3 pairs" in capsys.readouterr().out
+def test_a_run_that_diverges_counts_as_a_guess_and_one_that_fails_ends_the_judgement(
+    project, capsys
+):
+    code, facts = judge_as_json(capsys, "--b", "--gain 0.2 --diverge 2", "--seed", "0")
+    assert (code, facts["outcome"], facts["pairs"]) == (4, "undecided", 20)
+    guess = math.log(1024) - 3.4
+    assert facts["mean"] == pytest.approx((guess - 19 * 0.2) / 20, abs=0.02)
+    run("--b", "--gain 0.2 --diverge 2", "--seed", "0")
+    assert "warning: the differences are skewed, +4.1" in capsys.readouterr().out
     trainer = project / "train_gpt.py"
     trainer.write_text(TRAINER.replace("    diverged =", "    sys.exit(1)\n    diverged ="))
     assert run("--b", "--gain 0.2") == 2
@@ -209,6 +219,21 @@ def test_a_run_that_diverges_or_fails_decides_nothing(project, capsys):
     trainer.write_text(TRAINER.replace("source_hash(Path(__file__).parent)", "'another'"))
     assert run("--b", "--gain 0.2") == 2
     assert "was changed while it was judged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cheat", ["another log of a seed", "an edited log"])
+def test_a_log_that_was_planted_or_replaced_ends_the_judgement(project, capsys, cheat):
+    words = ["--b", "--gain 0.001", "--margin", "0.0001", "--pairs", "4"]
+    assert run(*words) == 4
+    log = max(project.glob("logs/judge/001/B/*_*.jsonl"))
+    text = log.read_text()
+    lower = text.replace('"val_loss": 3.', '"val_loss": 2.')
+    if cheat == "an edited log":
+        log.write_text(lower)
+    else:
+        log.with_stem("2026_9").write_text(lower.replace(log.stem, "2026_9"))
+    assert run(*words) == 2
+    assert "is not the log that the run registered at its end" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "sentence"), [

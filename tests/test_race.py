@@ -1,6 +1,8 @@
 """Looks after every pair: the level is kept, and a clear answer comes sooner."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from claims.judge import ALPHA, EQUAL, RacePlan, decide
 
 PLAN = RacePlan(pairs=20, margin=1.0)
 RACES = 10_000
+ROOT = Path(__file__).resolve().parents[1]
 SLACK = 3 * math.sqrt(ALPHA / RACES)  # three standard errors of a share of about ALPHA
 OUTCOMES = ["undecided", "better", "worse", "no difference"]
 
@@ -58,6 +61,26 @@ def test_of_races_without_a_difference_one_in_a_hundred_finds_one(plan):
     better, worse, _, _ = shares(0.0, plan)
     assert better + worse <= ALPHA + SLACK
     assert plan.margin == 1.0 or better + worse >= ALPHA - SLACK, "nor is any level wasted"
+
+
+def test_on_the_losses_of_the_records_no_verdict_is_wrong_over_half_as_often_again():
+    """Each loss in standard deviations from the mean of its record; B's spread alone is worst."""
+    losses = []
+    for path in sorted(ROOT.glob("records/tiny/*/record.json")):
+        found = np.array([run["val_loss"] for run in json.loads(path.read_text())["runs"]])
+        losses.extend((found - found.mean()) / found.std())
+    rng = np.random.default_rng(0)
+    a, b = rng.choice(losses, (2, RACES, 20))
+    diverged = rng.random((2, RACES, 20)) < 0.05
+    guess = 100.0  # its loss: hundreds of standard deviations above that of a sound run
+    some_diverged = np.where(diverged[1], guess, b) - np.where(diverged[0], guess, a)
+    for d in (b - a, b, 3 * b - a, some_diverged):
+        margin = float(d.std())
+        outcomes = [follow(d + shift, RacePlan(20, margin))[0] for shift in (0, margin, -margin)]
+        assert (outcomes[0] == 1).mean() <= 1.5 * ALPHA / 2
+        assert (outcomes[0] == 2).mean() <= 1.5 * ALPHA / 2
+        for overlooked in outcomes[1:]:
+            assert (overlooked == 3).mean() <= 1.5 * EQUAL
 
 
 @pytest.mark.parametrize("difference", [1.0, -1.0, 1.01, -1.5])
