@@ -407,9 +407,12 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 
 # What a claim may not change, beside its data and its number of layers; the judge has a list of its
 # own. Stages may use smaller batches; windows of training, lookup tables, gates, scalars are free.
-SCORED = ("target", "vocab_size", "bos", "document_mask", "val_tokens", "val_seq_len", "val_window")
+TEXT = ("target", "vocab_size", "bos", "val_tokens")
+SCORED = (*TEXT, "document_mask", "val_seq_len", "val_window")
 SIZES = ("dim", "head_dim", "mlp_ratio", "batch_tokens")
 FIXED = {
+    "short": TEXT,
+    "medium": TEXT,
     "small": SCORED + SIZES,
     "tiny": SCORED + SIZES,
     "steps": SCORED + SIZES + (
@@ -429,7 +432,7 @@ def off_track(config: Config) -> list[str]:
         if value != track[name]:
             found.append(f"{name} is {as_text(value)}, the track has {as_text(track[name])}")
     depth, wanted = len(LAYERS[config.layers]), len(LAYERS[track["layers"]])
-    if config.track in FIXED and depth != wanted:
+    if "dim" in FIXED.get(config.track, ()) and depth != wanted:
         found.append(f"layers is {config.layers}, {depth} layers; the track has {wanted}")
     return found
 

@@ -21,7 +21,7 @@ from claims.arms import ALPHA
 from claims.logs import first_segment, read_run
 from claims.runs import Run, current_names
 from claims.stats import Result, one_sample
-from runtime.claim import Claim, check_rules, read_claim
+from runtime.claim import SHA256, Claim, check_rules, read_claim
 from runtime.errors import ClaimError, LogError, Refused
 from runtime.jsonl import plain, read_regular
 from runtime.log import REGISTRY, digest, read_registry, read_sources
@@ -118,7 +118,7 @@ class Track(NamedTuple):
 
     target: float  # nats per token
     val_tokens: int
-    val_sha256: str  # how the hash of the validation tokens begins; "" where it is not known here
+    val_sha256: str  # how the hash of the validation tokens begins; "": see `pin`
     overlap: float  # the largest share of validation documents that training may hold
     train_sha256: str  # like val_sha256; "" where the hash depends on the number of shards
     fixed: dict[str, Any]  # settings of every claim on the track; a tuple: one of these
@@ -134,6 +134,7 @@ TINY = {"vocab_size": 1024, "bos": 1023, "document_mask": True, "batch_tokens": 
 SMALL = {"vocab_size": 2048, "bos": 2047, "document_mask": True, "batch_tokens": 6144,
          "val_seq_len": 4096, "val_window": 640, "layers": ("small", "small89", "plain8"),
          "dim": 128, "head_dim": 32, "mlp_ratio": 4}
+FINEWEB = {"vocab_size": 50257, "bos": 50256}
 STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_tokens": 524_288,
          "seq_len": 1024, "val_seq_len": 1024, "val_window": 2560, "window_block": 0,
          "layers": "steps", "dim": 768, "head_dim": 128, "mlp_ratio": 4, "biases": True,
@@ -149,8 +150,8 @@ del FIRST_TINY["mlp_ratio"], FIRST_TINY["val_window"]
 TRACKS = {
     "small": Track(3.36, 262_144, "be27130d408f4ce8", 0.02, "731d5f2bab729778", SMALL, False),
     "tiny": Track(3.39, 262_144, "61a7bae6fab302b9", 0.02, "77e6e4d2acaa19c3", TINY, False),
-    "short": Track(3.28, 10_485_760, "", 0.01, "", {}, True),
-    "medium": Track(2.92, 10_485_760, "", 0.01, "", {}, True),
+    "short": Track(3.28, 10_485_760, "", 0.01, "", FINEWEB, True),
+    "medium": Track(2.92, 10_485_760, "", 0.01, "", FINEWEB, True),
     "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, False),
 }
 FIRST_LOGS = "2026-11-23"  # claims before this day may be of schema 1, with logs of schema 1 and 2
@@ -273,8 +274,40 @@ def read_evidence(folder: Path) -> Evidence:
                 if not isinstance(run.header.get(name), dict):
                     raise LogError(f"{path}: the header must have {name}, an object")
             runs.append(run)
-    source = read_source(records_of(folder), claim.source_sha256)
-    return Evidence(folder, claim, TRACKS[claim.track], runs, registry, source)
+    records, track = records_of(folder), TRACKS[claim.track]
+    if not track.val_sha256:
+        track = track._replace(val_sha256=read_pins(records).get(claim.track, ""))
+    source = read_source(records, claim.source_sha256)
+    return Evidence(folder, claim, track, runs, registry, source)
+
+
+PINS = "data.json"  # among the records: by track, the hash of the validation tokens
+
+
+def read_pins(records: Path) -> dict[str, str]:
+    path = records / PINS
+    try:
+        pins = json.loads(read_regular(path, MOST_BYTES, links=False))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ClaimError(f"{path} cannot be read: {error}. Restore it.") from None
+    if not isinstance(pins, dict) or not all(re.fullmatch(SHA256, str(pins[on])) for on in pins):
+        raise ClaimError(f"{path} is no object of a SHA-256 for each track. Restore it.")
+    return pins
+
+
+def pin(evidence: Evidence) -> Path | None:
+    """Fix the validation tokens of a track by its first verified record; the file, if it changed.
+
+    Only where their hash is not known beforehand. Reviewers see the new file in the diff.
+    """
+    if evidence.track.val_sha256:
+        return None
+    records, sha256 = records_of(evidence.folder), evidence.runs[0].header["data"]["val_sha256"]
+    pins = read_pins(records) | {evidence.claim.track: sha256}
+    (records / PINS).write_text(json.dumps(pins, indent=2) + "\n")
+    return records / PINS
 
 
 def records_of(folder: Path) -> Path:

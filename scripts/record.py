@@ -85,7 +85,10 @@ def make(arguments: argparse.Namespace) -> int:
     evidence = read_evidence(folder)
     for name, content in pages.derived(evidence).items():
         (folder / name).write_bytes(content)
-    return print_verdict(evidence)
+    code = print_verdict(evidence)
+    if code == 0 and (pinned := records.pin(evidence)):
+        print(f"{pinned}: fixes the validation tokens of {evidence.claim.track}; commit it")
+    return code
 
 
 def print_verdict(evidence: Evidence) -> int:

@@ -182,6 +182,29 @@ def test_an_interrupted_run_of_a_claim_is_told_to_resume(folder, capsys):
     assert "repeat its command with --resume auto" in found[1]
 
 
+def test_the_first_verified_record_fixes_validation_tokens_that_nobody_knew_before(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(TRACKS, "tiny", RULES._replace(val_sha256=""))
+    folders = {}
+    for name, digit in {"First": "a", "Same": "a", "Other": "b"}.items():
+        folders[name] = write_record(tmp_path, make_claim(name, n=4), LOSSES[:4])
+        runs = read_logs(folders[name])
+        shutil.rmtree(folders[name] / "runs")
+        for (events,) in runs:
+            events[0]["data"]["val_sha256"] = digit * 64
+        write_logs(folders[name], runs)
+    unfinished = write_record(tmp_path, make_claim("Unfinished", n=4), LOSSES[:3])
+    assert call(capsys, "make", unfinished)[0] == 1
+    assert not (tmp_path / "data.json").exists()
+    _, said = call(capsys, "make", folders["First"])
+    assert "data.json: fixes the validation tokens of tiny" in said
+    assert call(capsys, "make", folders["Same"])[0] == 0
+    code, said = call(capsys, "make", folders["Other"])
+    assert code == 1
+    assert f"val_sha256 {'b' * 16}, not {'a' * 64}" in said
+
+
 def test_runs_of_two_machines_are_one_record(tmp_path, capsys):
     folder = write_record(tmp_path / "records", make_claim(n=4), LOSSES[:4])
     runs = read_logs(folder)
