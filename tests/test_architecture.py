@@ -28,7 +28,7 @@ BUDGETS = {
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 16247,  # reached; the promise is 14500
+    "tests": 16265,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

@@ -1,9 +1,11 @@
 """The model against slow twins written from the recipes alone, and what every run relies on."""
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -240,6 +242,22 @@ def test_the_tracks_have_their_published_numbers_of_parameters():
     block = 4 * (dim * dim + dim) + (dim * 4 * dim + 4 * dim) + (4 * dim * dim + dim) + 2 * dim
     steps = vocab * dim + 12 * block + (dim * vocab + vocab) + 2 * dim
     assert sum(p.numel() for p in meta("steps").parameters()) == steps
+
+
+@pytest.mark.parametrize(("track", "recipe"), [
+    ("short", "record42"), ("short", "record89"), ("medium", "record42"),
+])  # fmt: skip
+def test_a_step_on_eight_gpus_sends_what_the_docs_say(track, recipe):
+    config = configure(track, recipe, seq_len=1024, val_seq_len=1024)
+    model = make_model(config, torch.bfloat16, torch.device("meta"))
+    total = sum(p.numel() for p in model.parameters())
+    sent = 0.0
+    for name, parameter in model.named_parameters():
+        every = 1 if name.endswith(("qkvo", "up", "down")) else config.adam_accum_steps
+        sent += 7 / 8 * parameter.nbytes / every / 1e6
+    page = (Path(__file__).parents[1] / "docs/scaling.md").read_text()
+    (told,) = re.findall(rf"{total:,} parameters \| 8 \| ([\d,]+) ", page)
+    assert int(told.replace(",", "")) == round(sent)
 
 
 def test_record_42_stores_matrices_in_fp32_and_tables_and_gates_in_bf16():
