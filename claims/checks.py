@@ -26,6 +26,7 @@ UNTIMED = STARTUP | AT_END | {"validate"}
 TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume repeats
 MOST_UNACCOUNTED = 0.01  # share of the training time that may be in no phase
 LONGEST_AT_END_MS = 60_000  # the probe reads 16,384 tokens once, and may compile for them
+LONGEST_STARTUP_MS = 3_600_000  # of one phase; on two busy cores compilation took 300,000
 MOST_SKEW_S = 5.0  # between the clocks of a process and of the registry; at most 0.93 in 200 runs
 # The trainer's checks of the trained model. Honest bf16 on `tiny` has 1.0000, 0 and 1e-6; outputs
 # that pad the vocabulary lower the first, which harms only the run itself.
@@ -84,6 +85,9 @@ def check_files(evidence: Evidence) -> Iterator[str]:
 def check_claim(evidence: Evidence) -> Iterator[str]:
     """The claim follows the rules of its track."""
     claim, track, settings = evidence.claim, evidence.track, evidence.settings
+    name, at = f"{claim.created[:10]}_{claim.name}", evidence.folder.resolve()
+    if (at.parent.name, at.name) != (claim.track, name):
+        yield f"its folder is {at.parent.name}/{at.name}, not {claim.track}/{name}"
     # JSON may hold a key twice: a reader would see one value and this program the other.
     if (evidence.folder / "claim.json").read_bytes() != claim_text(claim).encode():
         yield "claim.json is not as record.py claim wrote it"
@@ -259,6 +263,7 @@ def check_numbers(run: Run, evidence: Evidence) -> Iterator[str]:
          MOST_SKIPPED * len(run.steps)),
     ]  # fmt: skip
     if evidence.claim.schema > 1 and run.complete:
+        bounds.append(("parameters", run.env.get("params"), 1, math.inf))
         bounds.append(("scored targets", end.get("targets_scored"), tokens, tokens))
         checks = end.get("checks")
         for name, (low, high) in TRAINED.items():
@@ -341,6 +346,8 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
         if phase.name in AT_END and not once_at_end:
             yield (f"untimed work: a {phase.name} of {phase.ms:.0f} ms; one may end a run, in 60 s "
                    f"at most")
+        if phase.name in STARTUP and not phase.ms <= LONGEST_STARTUP_MS:
+            yield f"untimed work: a {phase.name} of {phase.ms:.0f} ms; an hour is the most"
         later.add(phase.name)
     if not run.complete:
         return

@@ -233,7 +233,7 @@ CHEATS: dict[str, tuple] = {
         partial(try_before, track="short"), "seed 1000 was run by early outside the claim"),
     "a later claim": (
         partial(forge_claim, created="2999-01-01T00:00:00+00:00"),
-        "started .*, before the claim, 2999-01-01"),
+        "started .*, before the claim, 2999-01-01", "its folder is"),
     "a claim that says the target twice": (
         lambda folder: edit(folder / "claim.json", '"name"', '"target": 9.0,\n  "name"'),
         "claim.json is no claim: a key occurs twice"),
@@ -242,7 +242,8 @@ CHEATS: dict[str, tuple] = {
         "claim.json is not as record.py claim wrote it"),
     "a claim of schema 1 that is new": (
         partial(forge_claim, schema=1, created="2999-01-01T00:00:00+00:00"),
-        "started .*, before the claim, 2999-01-01", "claims from 2026-11-23 on have 2"),
+        "started .*, before the claim, 2999-01-01", "claims from 2026-11-23 on have 2",
+        "its folder is"),
     "a clock that runs at half the speed": (
         lambda folder: write_logs(folder, read_logs(folder), slow=2.0),
         "its clock ends at 13610.0 ms, but the registry saw 27 s"),
@@ -261,6 +262,8 @@ CHEATS: dict[str, tuple] = {
     "a longer source": (partial(edit_source, old=b"1.0\n", new=b"1.0#\n"), NOT_WRITTEN),
     "another source under the hash": (partial(edit_source, old=b"1.0\n", new=b"2.0\n"),
                                       NOT_WRITTEN),
+    "a name that another claim has": (
+        partial(forge_claim, name="Better"), "its folder is tiny/2026-01-01_Good, not tiny/2026"),
     "no source": (remove_source, "cannot read the source .*No such file"),
 }  # fmt: skip
 for name in ("weights.bin", ".hidden", "runs/notes.txt", "source/data.bin", "runs/more/a.jsonl"):
@@ -449,6 +452,10 @@ FORGED: dict[str, tuple] = {
     "a sample that takes an hour": (probe_at_end(3.6e6, "sample"), "a sample of 3600000 ms"),
     "a model kept in mid-run": (
         each("phase", FIRST_VALIDATE, name="keep"), "a keep of", "3 validations for 4"),
+    "ten hours of warm-up": (
+        each("phase", slice(1), ms=3.6e7), "untimed work: a setup of 36000000 ms"),
+    "no number of parameters": (
+        put(None, "env", "params"), "parameters: None, not 1 to inf", "params differs"),
     "a probe of no time": (probe_at_end("nan"), "a probe of nan ms", "nan ms between"),
     "a log of schema 2": (put(2, "schema"), "a log of schema 2, where the claim needs 3"),
     "other tokens to train on": (
