@@ -432,7 +432,8 @@ def off_track(config: Config) -> list[str]:
         if value != track[name]:
             found.append(f"{name} is {as_text(value)}, the track has {as_text(track[name])}")
     depth, wanted = len(LAYERS[config.layers]), len(LAYERS[track["layers"]])
-    if "dim" in FIXED.get(config.track, ()) and depth != wanted:
+    sizes_are_fixed = set(SIZES) <= set(FIXED.get(config.track, ()))
+    if sizes_are_fixed and depth != wanted:
         found.append(f"layers is {config.layers}, {depth} layers; the track has {wanted}")
     return found
 
@@ -528,7 +529,8 @@ class SelfAttention(nn.Module):
             v_BTHD = value_factor * v_BTHD
         if value_BTC is not None:
             value_BTHD = value_BTC.view(B, T, -1, self.head_dim)
-            if self.value_gate is not None:  # of 1 at first; it reads the stream and the embedding
+            if self.value_gate is not None:
+                # A factor that begins at 1. It reads some channels of the stream and the embedding.
                 half = GATE_CHANNELS // 2
                 read = torch.cat([x_BTC[..., :half], value_BTC[..., :half]], dim=-1)
                 gate_BTH = torch.sigmoid(linear(read, self.value_gate))
@@ -705,6 +707,7 @@ class GPT(nn.Module):
         documents = self.attention.documents(cu_seqlens, B, T)
         if any(layer.paired for layer in self.table):  # their rows have twice the length
             paired_documents = self.attention.documents(2 * cu_seqlens, B, 2 * T)
+        # One more than there are tokens: the last of cu_seqlens is the end of the last document.
         begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
         begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
         rotary = (self.cos, self.sin, self.scale)
@@ -1009,7 +1012,7 @@ def receptive_field(config: Config) -> int:
 
 
 def context(config: Config) -> int:
-    """The most tokens of a document that the next one is predicted from."""
+    """The most tokens of a row that a prediction can depend on."""
     return min(receptive_field(config) + 1, max(config.seq_len, config.val_seq_len))
 
 
@@ -1171,13 +1174,16 @@ class Trainer:
         return self.loss(*batch.to(self.machine.device), self.model.windows, longest, weights)
 
     def train_loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """The summed loss to train on at this step, and that of the next token alone, detached."""
+        """The summed loss to train on at this step, and that of the next token alone, detached.
+
+        With weights on later tokens, the model returns both; else the two are one.
+        """
         weights = at(self.config, step).loss_weights
         weights_K = None
         if len(weights) > 1:
             weights_K = machines.sent(torch.tensor(weights), self.machine.device)
         losses = self.batch_loss(batch, self.data.longest(step), weights_K).view(-1)
-        return losses[0], losses[-1].detach()  # one and the same without weights
+        return losses[0], losses[-1].detach()
 
     def gradients(self, step: int, flags: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the gradients of a step's batch into .grad.
