@@ -73,6 +73,7 @@ class Layer:
     backout: bool = False  # a share of this layer's output is subtracted at the end
     reads: int | None = None  # earlier layer whose output this layer's attention reads
     paired: bool = False  # two heads share a row of twice the length
+    mixes: int | None = None  # earlier layer among the streams of MixingBlock, which this layer is
 
 
 LAYERS = {
@@ -87,7 +88,8 @@ LAYERS = {
         Layer(paired=True), Layer(value_embed=0), Layer(value_embed=1, paired=True),
         Layer(window="long"), Layer(), Layer(paired=True), Layer(attention=False, skip_from=3),
         Layer(backout=True), Layer(value_embed=2, reads=7),
-        Layer(value_embed=3, reads=7, paired=True), Layer(window="long", value_embed=4, reads=7),
+        Layer(value_embed=3, reads=7, paired=True),
+        Layer(window="long", value_embed=4, reads=7, mixes=3),
     ],
     "medium": [
         Layer(window="long", value_embed=0), Layer(value_embed=1), Layer(value_embed=2), Layer(),
@@ -118,6 +120,9 @@ LAYERS = {
     "copyinit": [Layer(value_embed=0), Layer(window="long", value_embed=1)] * 2,
     "plain4": [Layer(), Layer(window="long")] * 2,
 }  # fmt: skip
+for name, base, source in (("medium89", "medium", 6), ("mixing89", "small89", 2)):
+    *earlier, last = LAYERS[base]
+    LAYERS[name] = [*earlier, replace(last, mixes=source)]
 
 
 @dataclass(frozen=True)
@@ -353,7 +358,7 @@ TRACKS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# What records 43 to 89 changed, without their kernels and without dynamic mixing (MUDD).
+# What records 43 to 89 changed, without their kernels and the gates by token of record 85.
 RECORD89: dict[str, Any] = {
     "stages": "record89", "cooldown": 0.6, "final_lr": 0.15, "keep_float32": "all",
     "value_gates": True, "stream_init": 1.1, "key_offset": True, "bigram_rows": 7.5,
@@ -382,7 +387,9 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "medium": {
         "record42": {},  # record89 was never run
-        "record89": RECORD89 | {"steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384},
+        "record89": RECORD89 | {
+            "layers": "medium89", "steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384,
+        },
     },
     "small": {  # tuned, but for record89: records/small/tuning
         "record42": {"matrix_lr": 0.03, "adam_lr": 0.0112},
@@ -498,7 +505,7 @@ class SelfAttention(nn.Module):
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
         self.gate = optional(config.attention_gates, heads, GATE_CHANNELS, dtype=gate_dtype)
-        gated_value = config.value_gates and layer.value_embed is not None
+        gated_value = config.value_gates and layer.value_embed is not None and layer.mixes is None
         self.value_gate = optional(gated_value, heads, GATE_CHANNELS, dtype=gate_dtype)
         self.own_value = optional(config.xsa and not layer.paired, heads, 1)
         self.bias = optional(config.biases, 4 * config.dim)
@@ -569,7 +576,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: Config, layer: Layer, gate_dtype: torch.dtype):
         super().__init__()
-        self.attention = SelfAttention(config, layer, gate_dtype) if layer.attention else None
+        self.attention: Any = SelfAttention(config, layer, gate_dtype) if layer.attention else None
         self.mlp = MLP(config)
         self.attention_gain = optional(config.biases and layer.attention, config.dim)
         self.mlp_gain = optional(config.biases, config.dim)
@@ -579,6 +586,38 @@ class Block(nn.Module):
         if self.attention is not None:
             x_BTC = x_BTC + self.attention(norm(read_BTC, self.attention_gain), *attention_inputs)
         return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
+
+
+class MixingBlock(Block):
+    """The last layer with MUDD (arXiv:2502.12170, record 81): each token has shares of its own.
+
+    A small MLP on the stream reads them, before the layer and after it.
+    """
+
+    def __init__(self, config: Config, layer: Layer, dtype: torch.dtype):
+        super().__init__(config, layer, dtype)
+        self.mix_in = nn.Parameter(torch.empty(2, 64, config.dim, dtype=dtype))
+        self.mix_out = nn.Parameter(torch.empty(2, 14, 64, dtype=dtype))
+        self.mix_start = nn.Parameter(torch.empty(2, 14, dtype=dtype))
+
+    def shares(self, x_BTC: Tensor, which: int) -> tuple[Tensor, ...]:
+        hidden = F.gelu(linear(x_BTC, self.mix_in[which]))
+        out = linear(hidden, self.mix_out[which], self.mix_start[which])
+        return (0.1 * out).split(1, dim=-1)
+
+    def forward(self, x_BTC: Tensor, read_BTC: Tensor, *inputs: Any) -> Tensor:
+        """The last of inputs: layer 0's input, two layers' outputs, a value embedding, bigrams."""
+        value_BTC, *rest, (first, middle, early, table, bigram) = inputs
+        a = self.shares(x_BTC, 0)
+        left, right = value_BTC.chunk(2, dim=-1)  # half of the heads each
+        value_BTC = torch.cat([a[6] * left, a[7] * right], dim=-1)
+        value_BTC = value_BTC + a[0] * first + a[1] * middle + a[2] * x_BTC
+        y_BTC = (1 + a[5]) * x_BTC + a[3] * first + a[4] * middle
+        attended = self.attention(norm(read_BTC, self.attention_gain), value_BTC, *rest)
+        y_BTC = a[8] * y_BTC + a[9] * attended + a[10] * first + a[11] * bigram
+        y_BTC = a[12] * y_BTC + a[13] * self.mlp(norm(y_BTC, self.mlp_gain))
+        b = self.shares(y_BTC, 1)
+        return y_BTC + b[0] * first + b[1] * middle + b[2] * x_BTC + b[3] * table + b[4] * early
 
 
 class GPT(nn.Module):
@@ -617,7 +656,10 @@ class GPT(nn.Module):
             signs = random_signs(config.dim).to(device, dtype) if config.bigram_signs else None
             self.register_buffer("signs", signs, persistent=False)
             self.smear_gate = optional(config.smear, 1, GATE_CHANNELS, dtype=table_dtype)
-            self.blocks = nn.ModuleList(Block(config, layer, table_dtype) for layer in self.table)
+            self.blocks = nn.ModuleList(
+                (Block if layer.mixes is None else MixingBlock)(config, layer, table_dtype)
+                for layer in self.table
+            )
             self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=head_dtype))
             self.lm_head_bias = optional(config.biases, config.padded_vocab)
             self.embed_gain = optional(config.biases, config.dim)
@@ -677,6 +719,13 @@ class GPT(nn.Module):
             return qkvo.view(shape)
         if kind == "up":
             return self._hidden(shape, generator)
+        if kind == "mix_in":
+            return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[2] ** 0.5
+        if kind == "mix_start":
+            start, stream = torch.zeros(shape), self.config.stream_init**0.5
+            start[0, 6:] = torch.tensor([2.0, 2.0, stream, 1.0, 0.0, 0.05, stream, 1.0])
+            start[1, 1] = -0.5  # of the layer that `backout` names
+            return start / 0.1
         if kind == "embed":
             return self.config.embed_std * torch.randn(shape, generator=generator)
         if name.startswith("value_embeds"):
@@ -686,7 +735,7 @@ class GPT(nn.Module):
         if kind.endswith("gain"):
             return torch.ones(shape)
         zero = ("down", "lm_head", "gate", "value_gate", "smear_gate", "own_value", "bigram")
-        if kind in zero or kind.endswith("bias"):
+        if kind in (*zero, "mix_out") or kind.endswith("bias"):
             return torch.zeros(shape)
         raise RuntimeError(f"parameter {name} has no rule in GPT._initial; add one")
 
@@ -720,6 +769,7 @@ class GPT(nn.Module):
             x_BTC = torch.cat([x_BTC[:, :1], smeared], dim=1)
         x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)
         values = [F.embedding(inputs_BT, table).to(self.dtype) for table in self.value_embeds]
+        bigram_BTC: Any = 0.0
         if self.bigram is not None:
             index_BT = bigrams(inputs_BT, len(self.bigram))
             bigram_BTC = F.embedding(index_BT, self.bigram).to(self.dtype)
@@ -727,24 +777,29 @@ class GPT(nn.Module):
                 bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]
 
         needed = {layer.skip_from for layer in self.table} | {layer.reads for layer in self.table}
+        needed |= {layer.mixes for layer in self.table}
         outputs: dict[int, Tensor] = {}  # of layers that a later one reads
         backed_out = None
         for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
             if layer.skip_from is not None:
                 x_BTC = x_BTC + torch.sigmoid(scalar[f"skip{i}"]) * outputs[layer.skip_from]
-            if self.config.x0_mixing:
+            if f"x{i}" in scalar:
                 x_BTC = scalar[f"x{i}"] * x_BTC + scalar[f"x0_{i}"] * x0_BTC
-            if self.bigram is not None:
+            if f"bigram{i}" in scalar:
                 x_BTC = x_BTC + scalar[f"bigram{i}"] * bigram_BTC
+            outputs.setdefault(-1, x_BTC)  # the input of layer 0
             attend = partial(self.attention, window=windows[layer.window])
             if layer.paired:
                 attend = partial(attend, documents=paired_documents, longest=2 * longest)
             else:
                 attend = partial(attend, documents=documents, longest=longest)
-            mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}"))
+            mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}", 1.0))
             value_BTC = None if layer.value_embed is None else values[layer.value_embed]
             read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
-            inputs = (x_BTC, read_BTC, value_BTC, mix, rotary, begins_BT11, attend)
+            inputs: Any = (x_BTC, read_BTC, value_BTC, mix, rotary, begins_BT11, attend)
+            if layer.mixes is not None:
+                streams = (outputs[-1], backed_out, outputs[layer.mixes], values[0], bigram_BTC)
+                inputs = (*inputs, streams)
             if self.config.activation_checkpointing:
                 x_BTC = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -753,7 +808,7 @@ class GPT(nn.Module):
                 outputs[i] = x_BTC
             if layer.backout:
                 backed_out = x_BTC
-        if backed_out is not None:
+        if backed_out is not None and "backout" in scalar:
             x_BTC = x_BTC - scalar["backout"] * backed_out
         return norm(x_BTC, self.head_gain)
 
@@ -822,19 +877,20 @@ def initial_scalars(config: Config) -> dict[str, float]:
     table = LAYERS[config.layers]
     mixes_values = any(layer.value_embed is not None for layer in table)
     for i, layer in enumerate(table):
-        if config.x0_mixing:
+        mixes = layer.mixes is not None  # it has shares by token instead
+        if config.x0_mixing and not mixes:
             scalars[f"x{i}"], scalars[f"x0_{i}"] = config.stream_init, 0.0
-        if config.bigram_rows:
+        if config.bigram_rows and not mixes:
             scalars[f"bigram{i}"] = 0.1
         if mixes_values and layer.attention:
             scalars[f"value{i}"] = 0.5
-        if layer.value_embed is not None:
+        if layer.value_embed is not None and not mixes:
             scalars[f"value_embed{i}"] = 0.5
         if layer.skip_from is not None:
             scalars[f"skip{i}"] = -1.5  # sigmoid: a skip begins at a share of 0.18
     if config.smear:
         scalars["smear"] = 0.0
-    if any(layer.backout for layer in table):
+    if any(layer.backout for layer in table) and not mixes:
         scalars["backout"] = 0.5
     return scalars
 
@@ -1037,6 +1093,7 @@ def optimizer_table(config: Config) -> list[optim.Row]:
     lookups["betas"] = config.value_embed_betas or config.adam_betas
     vectors = multiplied(config.vector_lr_mul, config.vector_wd_mul)
     vectors["betas"] = config.vector_betas or config.adam_betas
+    mixing = {"betas": (0.9, 0.99)}
     gates = {"betas": vectors["betas"]} if config.gates == "adam" else {}
     return [
         optim.Row("blocks.*.attention.qkvo", "matrix", split),
@@ -1048,6 +1105,8 @@ def optimizer_table(config: Config) -> list[optim.Row]:
         optim.Row("value_embeds.*", "adam", lookups),
         optim.Row("bigram", "adam", lookups),
         optim.Row("blocks.*.attention.own_value", "adam"),
+        optim.Row("blocks.*.mix_[io]*", "adam", mixing | multiplied(0.25, 0.25**2)),
+        optim.Row("blocks.*.mix_start", "adam", mixing | multiplied(0.25, 0.0)),
         optim.Row("lm_head", "adam", head),
         optim.Row("scalars", "adam", vectors),
         optim.Row("*bias", "adam", vectors),

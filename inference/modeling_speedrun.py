@@ -136,6 +136,7 @@ class SelfAttention(nn.Module):
         dim, heads = config.hidden_size, config.num_attention_heads
         self.layer, self.head_dim = layer, config.head_dim
         gated_value = config.value_gates and layer["value_embed"] is not None
+        gated_value = gated_value and layer["mixes"] is None
         self.qkvo = nn.Parameter(torch.empty(dim, 4 * dim))  # four (C, C) matrices
         self.gate = optional(config.attention_gates, heads, GATE_CHANNELS)
         self.value_gate = optional(gated_value, heads, GATE_CHANNELS)
@@ -211,7 +212,7 @@ class Block(nn.Module):
 
     def __init__(self, config: SpeedrunConfig, layer: dict[str, Any]):
         super().__init__()
-        self.attention = SelfAttention(config, layer) if layer["attention"] else None
+        self.attention: Any = SelfAttention(config, layer) if layer["attention"] else None
         self.mlp = MLP(config)
         self.attention_gain = optional(config.biases and layer["attention"], config.hidden_size)
         self.mlp_gain = optional(config.biases, config.hidden_size)
@@ -221,6 +222,36 @@ class Block(nn.Module):
         if self.attention is not None:
             x_BTC = x_BTC + self.attention(norm(read_BTC, self.attention_gain), *attention_inputs)
         return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
+
+
+class MixingBlock(Block):
+    """MUDD: a small MLP on the stream gives each token shares of its own."""
+
+    def __init__(self, config: SpeedrunConfig, layer: dict[str, Any]):
+        super().__init__(config, layer)
+        self.mix_in = nn.Parameter(torch.empty(2, 64, config.hidden_size))
+        self.mix_out = nn.Parameter(torch.empty(2, 14, 64))
+        self.mix_start = nn.Parameter(torch.empty(2, 14))
+
+    def shares(self, x_BTC: Tensor, which: int) -> tuple[Tensor, ...]:
+        hidden = F.gelu(F.linear(x_BTC, self.mix_in[which]))
+        out = F.linear(hidden, self.mix_out[which], self.mix_start[which])
+        return (0.1 * out).split(1, dim=-1)
+
+    def forward(self, x_BTC: Tensor, read_BTC: Tensor, *inputs: Any) -> Tensor:
+        """The last of inputs: layer 0's input, two layers' outputs, a value embedding, bigrams."""
+        value_BTC, *rest, (first, middle, early, table, bigram) = inputs
+        a = self.shares(x_BTC, 0)
+        left, right = value_BTC.chunk(2, dim=-1)
+        value_BTC = torch.cat([a[6] * left, a[7] * right], dim=-1)
+        value_BTC = value_BTC + a[0] * first + a[1] * middle + a[2] * x_BTC
+        y_BTC = (1 + a[5]) * x_BTC + a[3] * first + a[4] * middle
+        attended = self.attention(norm(read_BTC, self.attention_gain), value_BTC, *rest)
+        y_BTC = a[8] * y_BTC + a[9] * attended + a[10] * first
+        y_BTC = y_BTC if bigram is None else y_BTC + a[11] * bigram
+        y_BTC = a[12] * y_BTC + a[13] * self.mlp(norm(y_BTC, self.mlp_gain))
+        b = self.shares(y_BTC, 1)
+        return y_BTC + b[0] * first + b[1] * middle + b[2] * x_BTC + b[3] * table + b[4] * early
 
 
 # ---- The model
@@ -245,7 +276,10 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         signs = torch.empty(config.sign_rows, dim, dtype=torch.int8) if config.sign_rows else None
         self.register_buffer("signs", signs)
         self.smear_gate = optional(config.smear, 1, GATE_CHANNELS)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layers)
+        self.blocks = nn.ModuleList(
+            (Block if layer["mixes"] is None else MixingBlock)(config, layer)
+            for layer in config.layers
+        )
         self.lm_head = nn.Parameter(torch.empty(table))
         self.lm_head_bias = optional(config.biases, config.vocab_size)
         self.embed_gain = optional(config.biases, dim)
@@ -288,22 +322,27 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         values = [F.embedding(tokens_BT, table) for table in self.value_embeds]
         pairs_BTC = self.embedded_pairs(tokens_BT)
         outputs: list[Tensor] = []  # of all layers so far
-        backed_out = None
+        first_BTC = backed_out = None
         for i, (layer, block) in enumerate(zip(self.config.layers, self.blocks, strict=True)):
             if layer["skip_from"] is not None:
                 x_BTC = x_BTC + torch.sigmoid(scalars[f"skip{i}"]) * outputs[layer["skip_from"]]
             if f"x{i}" in scalars:
                 x_BTC = scalars[f"x{i}"] * x_BTC + scalars[f"x0_{i}"] * x0_BTC
-            if pairs_BTC is not None:
+            if f"bigram{i}" in scalars:
                 x_BTC = x_BTC + scalars[f"bigram{i}"] * pairs_BTC
+            first_BTC = x_BTC if i == 0 else first_BTC
             read_BTC = x_BTC if layer["reads"] is None else outputs[layer["reads"]]
             value_BTC = None if layer["value_embed"] is None else values[layer["value_embed"]]
-            factors = (scalars.get(f"value{i}"), scalars.get(f"value_embed{i}"))
-            x_BTC = block(x_BTC, read_BTC, value_BTC, factors, place)
+            factors = (scalars.get(f"value{i}"), scalars.get(f"value_embed{i}", 1.0))
+            inputs: Any = (value_BTC, factors, place)
+            if layer["mixes"] is not None:
+                streams = (first_BTC, backed_out, outputs[layer["mixes"]], values[0], pairs_BTC)
+                inputs = (*inputs, streams)
+            x_BTC = block(x_BTC, read_BTC, *inputs)
             outputs.append(x_BTC)
             if layer["backout"]:
                 backed_out = x_BTC
-        if backed_out is not None:
+        if "backout" in scalars:
             x_BTC = x_BTC - scalars["backout"] * backed_out
         return norm(x_BTC, self.head_gain)
 

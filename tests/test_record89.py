@@ -75,26 +75,45 @@ def hashed(tokens):
     return bigrams, [0] + [(a ^ b) % 8192 for a, b in pairs]
 
 
+def shares_of(p, which, x, count):
+    """Record 81: numbers (T, 1) from a small MLP, a tenth of its output."""
+    weight, out, start = (p[f"blocks.10.mix_{name}"][which] for name in ("in", "out", "start"))
+    h = x @ weight.T
+    h = h * (1 + torch.erf(h / 2**0.5)) / 2
+    return [(0.1 * (h @ out[j] + start[j])).unsqueeze(1) for j in range(count)]
+
+
 def record89_loss(p, s, signs, weights, tokens, targets, starts):
     """One row. p: parameters by name; s: scalars by name; weights: of this token and later ones."""
     short, long, scale = 8, 24, 0.1
     e = p["embed"][tokens]
     gate = sigmoid(e[1:, :12] @ p["smear_gate"][0])
-    x = x0 = rms(torch.cat([e[:1], e[1:] + s["smear"] * gate.unsqueeze(1) * e[:-1]]))
+    x = x0 = first = rms(torch.cat([e[:1], e[1:] + s["smear"] * gate.unsqueeze(1) * e[:-1]]))
     bigram_rows, sign_rows = hashed(tokens)
     pairs = p["bigram"][bigram_rows(len(p["bigram"]))] * signs[sign_rows]
     out = {}
+    values = [p[f"value_embeds.{table}"][tokens] for table in range(5)]
     for i in range(11):
         block = f"blocks.{i}."
         if i == 6:
             x = x + sigmoid(s["skip6"]) * out[3]
-        x = s[f"x{i}"] * x + s[f"x0_{i}"] * x0 + s[f"bigram{i}"] * pairs
+        if i < 10:
+            x = s[f"x{i}"] * x + s[f"x0_{i}"] * x0 + s[f"bigram{i}"] * pairs
+        else:  # record 81: each token weighs what the last layer reads and adds
+            mixed = shares_of(p, 0, x, 14)
+            stream = x + sum(mixed[3 + j] * z for j, z in enumerate((first, out[7], x)))
+            added = sum(mixed[j] * z for j, z in enumerate((first, out[7], x)))
+        if i == 0:
+            first = x
         if i != 6:
             u = rms(out[7] if i in LATE else x)
             w_q, w_k, w_v, w_o = p[block + "attention.qkvo"].reshape(4, 32, 32)
             q, k, v = rms(heads(u @ w_q.T)), rms(heads(u @ w_k.T)), heads(u @ w_v.T)
             v = s[f"value{i}"] * v
-            if i in VALUE_TABLES:
+            if i == 10:
+                lanes = torch.cat([mixed[6].expand(-1, 16), mixed[7].expand(-1, 16)], dim=1)
+                v = v + heads(lanes * values[4] + added)
+            elif i in VALUE_TABLES:
                 value = p[f"value_embeds.{VALUE_TABLES[i]}"][tokens]
                 read = torch.cat([u[:, :6], value[:, :6]], dim=1)
                 share = 2 * sigmoid(read @ p[block + "attention.value_gate"].T)
@@ -108,10 +127,20 @@ def record89_loss(p, s, signs, weights, tokens, targets, starts):
                 share = torch.tanh(p[block + "attention.own_value"]) * (y * v).sum(-1, keepdim=True)
                 y = y - share * v / (v**2).sum(-1, keepdim=True)
             y = y * sigmoid(u[:, :12] @ p[block + "attention.gate"].T).unsqueeze(-1)
+            if i == 10:
+                y = mixed[8] * stream + mixed[9] * (y.reshape(len(x), -1) @ w_o.T)
+                y = y + mixed[10] * first + mixed[11] * pairs
+                hidden = (rms(y) @ p[block + "mlp.up"]).clamp(min=0) ** 2
+                y = mixed[12] * y + mixed[13] * (hidden @ p[block + "mlp.down"].T)
+                ends = zip(
+                    shares_of(p, 1, y, 5), (first, out[7], x, values[0], out[3]), strict=True
+                )
+                x = y + sum(share * z for share, z in ends)
+                break
             x = x + y.reshape(len(x), -1) @ w_o.T
         x = x + (rms(x) @ p[block + "mlp.up"]).clamp(min=0) ** 2 @ p[block + "mlp.down"].T
         out[i] = x
-    z = rms(x - s["backout"] * out[7]) @ p["lm_head"].T
+    z = rms(x) @ p["lm_head"].T
     log_p = torch.log_softmax(23 * sigmoid((z + 5) / 7.5), dim=1)
     total = 0.0
     for t in range(len(tokens)):
@@ -129,7 +158,8 @@ def test_the_pieces_of_later_records_have_the_loss_and_gradients_of_their_slow_t
         scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
         return record89_loss(p, scalars, signs, [1.0], *row)
 
-    assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss)
+    # Shares by token amplify the rounding of logits in float32.
+    assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss, tolerance=5e-6)
 
 
 def test_a_loss_of_several_tokens_is_the_weighted_sum_of_their_losses():
@@ -218,6 +248,9 @@ RATES = {
     "bigram": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
     "value_embeds.4": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
     "scalars": (0.04, 0.0, (0.9, 0.99)),
+    "blocks.10.mix_in": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
+    "blocks.10.mix_out": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
+    "blocks.10.mix_start": (0.002, 0.0, (0.9, 0.99)),
     "blocks.1.attention.value_gate": (0.008, 0.008**2 * 0.005, (0.9, 0.99)),
 }
 
