@@ -29,6 +29,7 @@ class Config(RunSettings):
     track: str = setting("tiny", "track")
     target: float = setting(1.0, "target")
     steps: int = setting(STEPS, "steps")
+    minutes: float = setting(0.0, "instead of steps")
     lr: float = setting(0.1, "learning rate")
     recipe: str = setting("descent", "recipe")
     device: str = setting("cpu", "device")
@@ -158,7 +159,7 @@ def make_runs(trainer: StubTrainer) -> int:
     with mock.patch.multiple(
         train_gpt, missing_data=lambda settings: "", set_up=set_up, warm_up=lambda *_: None,
         at=trainer.schedule, tokens_before=lambda config, step: 4 * step, train=trainer.train,
-        check_trained_model=lambda trainer: {}, SOURCE=trainer.source,
+        check_trained_model=lambda trainer: {}, SOURCE=trainer.source, summary=lambda trainer: "",
     ):  # fmt: skip
         return train_gpt.make_runs(trainer.config)
 

@@ -28,7 +28,7 @@ BUDGETS = {
     "inference": 739,  # reached; the promise is 700
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 16306,  # reached; the promise is 14500
+    "tests": 16307,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 
