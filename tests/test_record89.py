@@ -158,8 +158,9 @@ def test_the_pieces_of_later_records_have_the_loss_and_gradients_of_their_slow_t
         scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
         return record89_loss(p, scalars, signs, [1.0], *row)
 
-    # Shares by token amplify the rounding of logits in float32.
-    assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss, tolerance=5e-6)
+    # Logits are float32. Some gradients of MUDD's shares are small sums of large terms: 2e-6 of the
+    # sum was seen, and a wrong term changes it by more than a tenth.
+    assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss, tolerance=2e-5)
 
 
 def test_a_loss_of_several_tokens_is_the_weighted_sum_of_their_losses():
