@@ -73,7 +73,7 @@ class Layer:
     backout: bool = False  # a share of this layer's output is subtracted at the end
     reads: int | None = None  # earlier layer whose output this layer's attention reads
     paired: bool = False  # two heads share a row of twice the length
-    mixes: int | None = None  # earlier layer among the streams of MixingBlock, which this layer is
+    mixes: int | None = None  # with MUDD, which reads this earlier layer too; None: a plain Block
 
 
 LAYERS = {
@@ -120,9 +120,8 @@ LAYERS = {
     "copyinit": [Layer(value_embed=0), Layer(window="long", value_embed=1)] * 2,
     "plain4": [Layer(), Layer(window="long")] * 2,
 }  # fmt: skip
-for name, base, source in (("medium89", "medium", 6), ("mixing89", "small89", 2)):
-    *earlier, last = LAYERS[base]
-    LAYERS[name] = [*earlier, replace(last, mixes=source)]
+LAYERS["medium89"] = [*LAYERS["medium"][:-1], replace(LAYERS["medium"][-1], mixes=6)]
+LAYERS["mixing89"] = [*LAYERS["small89"][:-1], replace(LAYERS["small89"][-1], mixes=2)]
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ class Config(RunSettings):
     value_gates: bool = setting(False, "a gate of each head on its value embedding")
     stream_init: float = setting(1.0, "first value of each layer's factor on the stream")
     embed_std: float = setting(1.0, "standard deviation of initial token embeddings")
-    value_embed_std: float = setting(1.0, "of initial value embeddings")
+    value_embed_std: float = setting(1.0, "standard deviation of initial value embeddings")
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
     init_keys_as_queries: bool = setting(False, "initialize keys of long layers as queries")
     bigram_rows: float = setting(0.0, "rows of a bigram table, times vocab_size")
@@ -594,13 +593,15 @@ class MixingBlock(Block):
     A small MLP on the stream reads them, before the layer and after it.
     """
 
-    def __init__(self, config: Config, layer: Layer, dtype: torch.dtype):
-        super().__init__(config, layer, dtype)
-        self.mix_in = nn.Parameter(torch.empty(2, 64, config.dim, dtype=dtype))
-        self.mix_out = nn.Parameter(torch.empty(2, 14, 64, dtype=dtype))
-        self.mix_start = nn.Parameter(torch.empty(2, 14, dtype=dtype))
+    def __init__(self, config: Config, layer: Layer, gate_dtype: torch.dtype):
+        super().__init__(config, layer, gate_dtype)
+        # Two MLPs with 14 shares each; of the second five are used, as in record 81.
+        self.mix_in = nn.Parameter(torch.empty(2, 64, config.dim, dtype=gate_dtype))
+        self.mix_out = nn.Parameter(torch.empty(2, 14, 64, dtype=gate_dtype))
+        self.mix_start = nn.Parameter(torch.empty(2, 14, dtype=gate_dtype))  # shares without input
 
     def shares(self, x_BTC: Tensor, which: int) -> tuple[Tensor, ...]:
+        """Of the first or second MLP: 14 numbers a token, each (B, T, 1)."""
         hidden = F.gelu(linear(x_BTC, self.mix_in[which]))
         out = linear(hidden, self.mix_out[which], self.mix_start[which])
         return (0.1 * out).split(1, dim=-1)
@@ -608,16 +609,23 @@ class MixingBlock(Block):
     def forward(self, x_BTC: Tensor, read_BTC: Tensor, *inputs: Any) -> Tensor:
         """The last of inputs: layer 0's input, two layers' outputs, a value embedding, bigrams."""
         value_BTC, *rest, (first, middle, early, table, bigram) = inputs
-        a = self.shares(x_BTC, 0)
+        shares = self.shares(x_BTC, 0)
+        to_values, to_stream, of_halves = shares[:3], shares[3:6], shares[6:8]
+        before, of_attention, of_first, of_bigram, after, of_mlp = shares[8:]
+
         left, right = value_BTC.chunk(2, dim=-1)  # half of the heads each
-        value_BTC = torch.cat([a[6] * left, a[7] * right], dim=-1)
-        value_BTC = value_BTC + a[0] * first + a[1] * middle + a[2] * x_BTC
-        y_BTC = (1 + a[5]) * x_BTC + a[3] * first + a[4] * middle
+        value_BTC = torch.cat([of_halves[0] * left, of_halves[1] * right], dim=-1)
+        value_BTC = value_BTC + mixed(to_values, first, middle, x_BTC)
+        y_BTC = x_BTC + mixed(to_stream, first, middle, x_BTC)
         attended = self.attention(norm(read_BTC, self.attention_gain), value_BTC, *rest)
-        y_BTC = a[8] * y_BTC + a[9] * attended + a[10] * first + a[11] * bigram
-        y_BTC = a[12] * y_BTC + a[13] * self.mlp(norm(y_BTC, self.mlp_gain))
-        b = self.shares(y_BTC, 1)
-        return y_BTC + b[0] * first + b[1] * middle + b[2] * x_BTC + b[3] * table + b[4] * early
+        y_BTC = before * y_BTC + of_attention * attended + of_first * first + of_bigram * bigram
+        y_BTC = after * y_BTC + of_mlp * self.mlp(norm(y_BTC, self.mlp_gain))
+        return y_BTC + mixed(self.shares(y_BTC, 1)[:5], first, middle, x_BTC, table, early)
+
+
+def mixed(shares: tuple[Tensor, ...], *streams: Tensor) -> Any:
+    """The sum of the streams (B, T, C), each times its share (B, T, 1)."""
+    return sum(share * stream for share, stream in zip(shares, streams, strict=True))
 
 
 class GPT(nn.Module):
