@@ -231,7 +231,8 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
            "*new*: loss on all others. An empty cell: the logs do not have it.")
     if TRACKS[track].in_time:
         yield "Places count for each hardware: a claim competes only with claims on the same one."
-    yield (f"There are {len(claims)} claims on this track. Each p is that of its own claim alone.\n"
+    count = "is 1 claim" if len(claims) == 1 else f"are {len(claims)} claims"
+    yield (f"There {count} on this track. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
     yield f"![Steps of each recipe's best claim, and its losses]({track}/steps.svg)"
     yield f"![What each claim takes, and the record, by date]({track}/records.svg)"

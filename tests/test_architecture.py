@@ -23,12 +23,12 @@ BUDGETS = {
     "kernels": 680,  # reached; the promise is 600
     "data": 1314,  # reached; the promise is 1000
     "runtime": 3082,  # reached; the promise is 2600
-    "claims": 3157,  # reached; the promise is 2700
+    "claims": 3158,  # reached; the promise is 2700
     "scripts": 1714,  # reached; the promise is 1100
     "inference": 739,  # reached; the promise is 700
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 16308,  # reached; the promise is 14500
+    "tests": 16320,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

@@ -26,6 +26,15 @@ def read_all() -> list[Evidence]:
     return sorted(evidences, key=lambda evidence: evidence.claim.created)
 
 
+def read_track(track: str) -> tuple[list[Evidence], str]:
+    """The records of a track, and its part of the leaderboard."""
+    page = (RECORDS / "README.md").read_text().partition(f"## {track}: ")[2].partition("\n## ")[0]
+    return [evidence for evidence in read_all() if evidence.claim.track == track], page
+
+
+by_track = pytest.mark.parametrize("track", sorted({path.parts[-3] for path in CLAIMS}))
+
+
 @by_claim
 def test_nothing_speaks_against_a_record_and_its_pages_say_what_its_logs_say(claim):
     evidence = read_evidence(claim.parent)
@@ -33,18 +42,20 @@ def test_nothing_speaks_against_a_record_and_its_pages_say_what_its_logs_say(cla
     assert len(evidence.complete) in evidence.claim.looks
 
 
-def test_the_leaderboard_is_the_one_that_the_records_give(tmp_path):
-    evidences = read_all()
-    assert (RECORDS / "README.md").read_text() == pages.leaderboard(evidences)
+@by_track
+def test_the_leaderboard_is_the_one_that_the_records_give(track, tmp_path):
+    assert (RECORDS / "README.md").read_text() == pages.leaderboard(read_all())
+    evidences, _ = read_track(track)
     pages.plot_steps(pages.best_of_each_recipe(evidences), tmp_path / "steps.svg")
     pages.plot_records(evidences, tmp_path / "records.svg")
     for name in ("steps.svg", "records.svg"):
-        assert (tmp_path / name).read_bytes() == (RECORDS / "tiny" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (RECORDS / track / name).read_bytes()
 
 
-def test_the_picture_of_steps_has_the_numbers_of_the_page():
-    figure, page = Figure(), (RECORDS / "README.md").read_text()
-    pages.draw_steps(figure, pages.best_of_each_recipe(read_all()))
+@by_track
+def test_the_picture_of_steps_has_the_numbers_of_the_page(track):
+    figure, (evidences, page) = Figure(), read_track(track)
+    pages.draw_steps(figure, pages.best_of_each_recipe(evidences))
     bars, dots = figure.axes
     rows = {}
     for line in re.findall(r"^\| .*\|$", page, re.M):
@@ -57,9 +68,10 @@ def test_the_picture_of_steps_has_the_numbers_of_the_page():
         assert shown == [rows[name][column] for name in names if rows[name][column]]
 
 
-def test_the_picture_of_records_has_each_claim_once_and_the_numbers_of_the_page():
-    axes, page = Figure().subplots(), (RECORDS / "README.md").read_text()
-    pages.draw_records(axes, read_all())
+@by_track
+def test_the_picture_of_records_has_each_claim_once_and_the_numbers_of_the_page(track):
+    axes, (evidences, page) = Figure().subplots(), read_track(track)
+    pages.draw_records(axes, evidences)
     (record,) = [line for line in axes.lines if line.get_label() == "record"]
     numbers = [text.get_text() for text in axes.texts]
     assert numbers == re.findall(r"^\| (#\d+) ", page, re.M)
