@@ -390,9 +390,9 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
             "layers": "medium89", "steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384,
         },
     },
-    "small": {  # tuned, but for record89: records/small/tuning
+    "small": {  # tuned: records/small/tuning
         "record42": {"matrix_lr": 0.03, "adam_lr": 0.0112},
-        "record89": RECORD89 | {"layers": "small89"},
+        "record89": RECORD89 | {"layers": "small89", "matrix_lr": 0.042, "adam_lr": 0.0224},
         "muon": MUON | {"layers": "plain8", "matrix_lr": 0.014, "adam_lr": 0.014},
         "adamw": ADAMW | {"layers": "plain8", "matrix_lr": 0.004, "adam_lr": 0.016},
     },
