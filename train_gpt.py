@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 if __name__ == "__main__":
-    # The modules of this repository are compiled anew: bytecode beside a source may be another's.
+    # Bytecode beside a source may be of another source, so this repository's is not read.
     sys.pycache_prefix = os.devnull
 import optim
 from data.audit import missing_data, open_audited
@@ -135,9 +135,9 @@ class Stage:
     document: int | None = None  # documents are cut to this length; None: to max_document
     lr: float = 1.0  # factor on the peak of every learning rate; final_lr is not changed by it
     tied: bool = False  # the token embedding is the output head too
-    # Weights on the losses of the tokens after the next one, at the stage's start and end.
+    # For each token predicted after the next one: its loss's weight at the stage's start and end.
     ahead: tuple[tuple[float, float], ...] = ()
-    prefix: tuple[float, float] = (0.0, 0.0)  # the same for the next token's prefix
+    prefix: tuple[float, float] = (0.0, 0.0)  # the same for the longest token that begins the next
     extension: bool = False  # after the schedule: the learning rate stays at its floor
 
 
@@ -510,11 +510,10 @@ class SelfAttention(nn.Module):
         self.bias = optional(config.biases, 4 * config.dim)
 
     def forward(
-        self, x_BTC: Tensor, value_BTC: Tensor | None, mix: Any, rotary: Any,
-        begins_BT11: Tensor, attend: Any,
+        self, x_BTC: Tensor, value_embed_BTC: Tensor | None, value_factor: Any, embed_factor: Any,
+        rotary: tuple[Tensor, Tensor, Tensor], begins_BT11: Tensor, attend: Any,
     ) -> Tensor:  # fmt: skip
-        """mix: learned factors on values and value embeddings; begins: of documents."""
-        value_factor, embed_factor = mix
+        """Factors on values and on value embeddings; rotary tables; where documents begin."""
         cos, sin, scale = rotary
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C)
@@ -533,15 +532,15 @@ class SelfAttention(nn.Module):
             k_BTHD = offset_keys(k_BTHD, begins_BT11)
         if value_factor is not None:
             v_BTHD = value_factor * v_BTHD
-        if value_BTC is not None:
-            value_BTHD = value_BTC.view(B, T, -1, self.head_dim)
+        if value_embed_BTC is not None:
+            embed_BTHD = value_embed_BTC.view(B, T, -1, self.head_dim)
             if self.value_gate is not None:
                 # A factor that begins at 1. It reads some channels of the stream and the embedding.
                 half = GATE_CHANNELS // 2
-                read = torch.cat([x_BTC[..., :half], value_BTC[..., :half]], dim=-1)
+                read = torch.cat([x_BTC[..., :half], value_embed_BTC[..., :half]], dim=-1)
                 gate_BTH = torch.sigmoid(linear(read, self.value_gate))
-                value_BTHD = 2 * gate_BTH.unsqueeze(-1) * value_BTHD
-            v_BTHD = v_BTHD + embed_factor * value_BTHD.view_as(v_BTHD)
+                embed_BTHD = 2 * gate_BTH.unsqueeze(-1) * embed_BTHD
+            v_BTHD = v_BTHD + embed_factor * embed_BTHD.view_as(v_BTHD)
 
         y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD)
         if self.own_value is not None:
@@ -645,7 +644,7 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
         self.table, self.softcap = LAYERS[config.layers], SOFTCAPS[config.softcap]
         self.tied = False  # whether the token embedding is the output head too
-        self.entered = -1  # index of the span that the rotary tables are for; -1: none yet
+        self.rotary_stage = -1  # index in `spans` that the rotary tables are for; -1: none yet
         self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/prefixes.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
         wide = torch.promote_types(dtype, torch.float32)
@@ -693,10 +692,10 @@ class GPT(nn.Module):
     def set_step(self, step: int) -> None:
         """Set windows, rotary tables and the output head for this step."""
         now = at(self.config, step)
-        if now.stage_index != self.entered:
+        if now.stage_index != self.rotary_stage:
             self.set_rotary(*rotary_at(self.config, now.stage_index))
             self.tied = now.stage.tied
-            self.entered = now.stage_index
+            self.rotary_stage = now.stage_index
         self.windows = {kind: self.attention.window(count) for kind, count in now.windows.items()}
 
     @torch.no_grad()
@@ -801,10 +800,10 @@ class GPT(nn.Module):
                 attend = partial(attend, documents=paired_documents, longest=2 * longest)
             else:
                 attend = partial(attend, documents=documents, longest=longest)
-            mix = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}", 1.0))
+            factors = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}", 1.0))
             value_BTC = None if layer.value_embed is None else values[layer.value_embed]
             read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
-            inputs: Any = (x_BTC, read_BTC, value_BTC, mix, rotary, begins_BT11, attend)
+            inputs: Any = (x_BTC, read_BTC, value_BTC, *factors, rotary, begins_BT11, attend)
             if layer.mixes is not None:
                 streams = (outputs[-1], backed_out, outputs[layer.mixes], values[0], bigram_BTC)
                 inputs = (*inputs, streams)

@@ -209,8 +209,8 @@ def validation_rows(folder: Path, tokens: int, sequence: int) -> Rows:
 
 # Where these agree, a CPU repeats every bit.
 MACHINE = ("cpu", "gpu", "gpu_count", "torch", "cuda", "threads", "dtype", "attention", "compiled")
-# Measured between an Intel and an AMD machine: before the first update, and over 30 of them.
-FIRST, AFTER_30 = 1e-5, 0.05
+FIRST, AFTER_30 = 1e-5, 0.05  # before the first update, and on a GPU after 30
+SPREADS = 4  # another CPU may differ so many times as much as this one does from itself
 
 Allowed = Callable[[int], float]  # difference of losses after this many updates
 
@@ -233,9 +233,14 @@ def rerun(
     whole = steps == total
     say(f"running its source: seed {before.seed}, {steps} of {total} steps")
     write_files(evidence.source.files, scratch)
-    train(evidence, before, data, scratch, None if whole else steps, timeout_s)
-    after = read_again(before, scratch, steps)
-    yield from compare_runs(before, after, steps, allowed_here(before, after, say))
+
+    def again(*flags: str) -> Run:
+        logs = scratch / f"logs{''.join(flags)}"
+        train(evidence, before, data, logs, None if whole else steps, timeout_s, flags)
+        return read_again(before, logs, steps)
+
+    after = again()
+    yield from compare_runs(before, after, steps, allowed_here(before, after, again, say))
     trained = [run.end.get("train_tokens_sha256") for run in (before, after)]
     if whole and trained[0]:
         yield Finding("trained tokens: 1 if their hash is another", int(len(set(trained)) > 1), 0)
@@ -249,13 +254,16 @@ def rerun(
 
 
 def train(
-    evidence: Evidence, before: Run, data: Path, scratch: Path, steps: int | None, timeout_s: float
-) -> None:
-    """Run the source; with `steps`, until its log has these. Refused if it takes too long."""
-    claim, ranks = evidence.claim, before.header["world_size"]
+    evidence: Evidence, before: Run, data: Path, logs: Path, steps: int | None, timeout_s: float,
+    flags: Sequence[str],
+) -> None:  # fmt: skip
+    """Run the source, in the folder of `logs`, with these flags more; with `steps`, until its log
+    has these. Refused if it takes too long.
+    """
+    claim, ranks, scratch = evidence.claim, before.header["world_size"], logs.parent
     words = ["train_gpt.py", "--track", claim.track, *claim.flags, f"--seed={before.seed}",
-             "--trials=1", f"--data-dir={data}", f"--log-dir={scratch / 'logs'}",
-             f"--checkpoint-dir={scratch / 'checkpoints'}"]  # fmt: skip
+             "--trials=1", f"--data-dir={data}", f"--log-dir={logs}",
+             f"--checkpoint-dir={scratch / 'checkpoints'}", *flags]  # fmt: skip
     if "keep_model" in claim.config:
         words.append("--keep-model=on")
     if ranks > 1:
@@ -273,7 +281,7 @@ def train(
                       stderr=output) as child,
     ):
         while child.poll() is None:
-            if any(last in log.read_bytes() for log in scratch.glob("logs/2*.jsonl")):
+            if any(last in log.read_bytes() for log in logs.glob("2*.jsonl")):
                 break
             if time.monotonic() > deadline:
                 raise Refused(f"the run took over {timeout_s:g} s. Give more with --timeout.")
@@ -285,11 +293,11 @@ def has_gpu() -> bool:
     return subprocess.run(words).returncode == 0
 
 
-def read_again(before: Run, scratch: Path, steps: int) -> Run:
+def read_again(before: Run, logs: Path, steps: int) -> Run:
     """The run that was made here. Refused if it broke off or has nothing to compare."""
-    output = (scratch / "output.txt").read_text(errors="replace").strip()[-300:]
+    output = (logs.parent / "output.txt").read_text(errors="replace").strip()[-300:]
     try:
-        after = read_run(find_runs([scratch / "logs"])[0])
+        after = read_run(find_runs([logs])[0])
     except (LogError, OSError):
         raise Refused(f"the source does not run here: {output}") from None
     if len(after.steps) < steps or (steps == len(before.steps) and not after.complete):
@@ -302,18 +310,36 @@ def read_again(before: Run, scratch: Path, steps: int) -> Run:
     return after
 
 
-def allowed_here(before: Run, after: Run, say: Callable[[str], object]) -> Allowed:
-    """How far losses may differ: not at all on a CPU of the same kind."""
+def allowed_here(
+    before: Run, after: Run, again: Callable[..., Run], say: Callable[[str], object]
+) -> Allowed:
+    """How far losses may differ: not at all on a CPU of the same kind.
+
+    again: trains once more, with the flags that it is given.
+    """
     differ = []
     for name in MACHINE:
         if before.env.get(name) != after.env.get(name):
             differ.append(f"{name} {before.env.get(name)}, here {after.env.get(name)}")
-    if before.env.get("gpu") is None and not differ:
+    if before.env.get("gpu") is not None:
+        say(f"unchecked on a GPU: how far honest runs differ. Losses may be {FIRST:g} apart in "
+            f"step 1 and {AFTER_30:g} after 30, growing as a random walk")  # fmt: skip
+        return lambda updates: FIRST + AFTER_30 * math.sqrt(updates / 30)
+    if not differ:
         say("the same kind of machine: losses must agree to the bit")
         return lambda updates: 0.0
-    say(f"not the same machine ({'; '.join(differ) or 'GPUs do not repeat bits'}): losses may be "
-        f"{FIRST:g} apart in step 1 and {AFTER_30:g} after 30, growing as a random walk")
-    return lambda updates: FIRST + AFTER_30 * math.sqrt(updates / 30)
+    say(f"not the same machine ({'; '.join(differ)}): training twice more, with one and two rows a "
+        f"micro-step. Losses may be {SPREADS} times as far apart as these runs are")
+    row = after.header["config"]["seq_len"]
+    return measured([after, *(again(f"--micro-batch={rows * row}") for rows in (1, 2))])
+
+
+def measured(runs: Sequence[Run]) -> Allowed:
+    """SPREADS times the largest difference of training losses so far, and FIRST at least."""
+    steps = min(len(run.steps) for run in runs)
+    losses = np.array([[step.train_loss for step in run.steps[:steps]] for run in runs])
+    spread = np.maximum.accumulate(np.ptp(losses, axis=0))
+    return lambda updates: max(FIRST, SPREADS * float(spread[min(updates, steps - 1)]))
 
 
 def compare_runs(before: Run, after: Run, steps: int, allowed: Allowed) -> Iterator[Finding]:

@@ -120,16 +120,42 @@ def test_a_loss_edited_by_a_ten_thousandth_is_found_by_the_first_steps(evidence,
     assert "completeness" not in said
 
 
-def test_another_machine_may_differ_by_rounding_but_not_before_the_first_update(evidence):
+def test_another_machine_may_differ_by_a_few_times_what_this_one_does_from_itself(evidence):
     (run,) = evidence.runs
-    elsewhere, said = replace(run, env=run.env | {"threads": 99}), []
-    allowed = allowed_here(run, elsewhere, said.append)
+    elsewhere, said, asked = replace(run, env=run.env | {"threads": 99}), [], []
+
+    def again(flag):
+        asked.append(flag)
+        apart = len(asked) * 1e-3  # from the third step on
+        return with_losses(evidence, dict.fromkeys(range(3, 13), apart)).runs[0]
+
+    allowed = allowed_here(run, elsewhere, again, said.append)
     assert f"threads {run.env['threads']}, here 99" in said[0]
-    for changes, holds in (({3: 1e-4}, True), ({1: 1e-4}, False), ({12: 0.06}, False)):
+    row = run.header["config"]["seq_len"]
+    assert asked == [f"--micro-batch={row}", f"--micro-batch={2 * row}"]
+    for changes, holds in (({3: 7e-3}, True), ({2: 1e-4}, False), ({12: 9e-3}, False)):
         edited = with_losses(evidence, changes).runs[0]
         training = next(compare_runs(edited, elsewhere, 12, allowed))
         assert (training.holds, training.where) == (holds, f"step {min(changes)}")
+
+
+def test_on_a_gpu_the_bound_is_said_to_be_unchecked(evidence):
+    (run,), said = evidence.runs, []
+    on_gpu = replace(run, env=run.env | {"gpu": "H100"})
+    allowed = allowed_here(on_gpu, on_gpu, None, said.append)
+    assert "unchecked on a GPU" in said[0]
+    assert allowed(0) == pytest.approx(1e-5)
     assert allowed(30) == pytest.approx(0.05, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_forged_loss_is_found_on_another_machine_and_an_honest_one_is_not(evidence, data, capsys):
+    (run,) = evidence.runs
+    elsewhere = replace(evidence, runs=[replace(run, env=run.env | {"cpu": "another"})])
+    for changes, code in (({}, 0), ({12: 0.05}, 1)):
+        found, said = run_again(with_losses(elsewhere, changes), data, capsys)
+        assert found == code, said
+        assert "cpu another, here" in said
 
 
 def test_flags_that_mean_other_settings_than_the_claimed_are_found(evidence):
