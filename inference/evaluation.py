@@ -10,10 +10,9 @@ from torch import Tensor
 
 from data.audit import open_validation
 from data.copied import is_copied
-from data.loader import Batch, in_parts
+from data.loader import in_parts
 from data.tokenizers import token_bytes
 from inference.model import Model
-from kernels.portable_attention import document_starts
 from train_gpt import receptive_field
 
 TOKENS_AT_ONCE = 16_384  # their logits take 3.3 GB at GPT-2's vocabulary
@@ -41,7 +40,6 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
         scores["interval"] = interval(row_losses)
     if model.facts.get("tokenizer"):
         scores["bits_per_byte"] = bits_per_byte(loss, targets, model)
-    scores["by_position"] = by_position(loss, torch.cat([positions(batch) for batch in batches]))
     tokens = [torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1) for batch in batches]
     copied = torch.cat([is_copied(each, config.bos).flatten() for each in tokens])
     for name, mask in (("copied", copied), ("new", ~copied)):
@@ -60,21 +58,3 @@ def bits_per_byte(loss: Tensor, targets: Tensor, model: Model) -> float:
     lengths = torch.tensor([len(each) for each in token_bytes(model.tokenizer)])
     text = targets != model.config.bos
     return loss[text].sum().item() / math.log(2) / int(lengths[targets[text]].sum())
-
-
-def positions(batch: Batch) -> Tensor:
-    """For each target, how many tokens of its document precede it: (rows * sequence,)."""
-    rows, sequence = batch.inputs.shape
-    starts = document_starts(batch.cu_seqlens, rows, sequence)
-    return (torch.arange(sequence) - starts).flatten() + 1
-
-
-def by_position(loss: Tensor, position: Tensor) -> list[dict[str, Any]]:
-    """Mean losses of positions 1, 2 to 3, 4 to 7 and so on."""
-    found = []
-    exponent = position.double().log2().long()
-    for first in [2**each for each in exponent.unique().tolist()]:
-        own = loss[(first <= position) & (position < 2 * first)]
-        found.append({"from": first, "to": 2 * first - 1, "tokens": len(own),
-                      "loss": own.mean().item()})  # fmt: skip
-    return found

@@ -3,9 +3,8 @@
 from .adam import AdamW
 from .buckets import widest
 from .groups import Row, build_optimizers, group_table, groups_for
-from .guards import Guard, Skip
+from .guards import Guard, Skip, SpikeRule
 from .muon import Muon, NorMuon
-from .spikes import SpikeRule
 from .state import copy_state, gather_state, load_named_state, named_state, reset, spread_state
 
 Adam = AdamW  # its name in version 0.1; goes in 0.3

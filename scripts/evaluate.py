@@ -4,8 +4,7 @@
     python scripts/evaluate.py checkpoints/RUN       that of a run
 
 Prints the validation loss with its 95 % interval over validation rows, bits per byte of text, and
-losses by position in the document, of copied tokens and of new ones. Exit codes: 0 done, 2 bad
-input.
+the losses of copied tokens and of new ones. Exit codes: 0 done, 2 bad input.
 """
 
 import sys
@@ -29,12 +28,8 @@ def as_text(scores: dict[str, Any]) -> str:
     lines[0] += f"   {scores['tokens']:,} tokens in {scores['rows']} rows"
     if "bits_per_byte" in scores:
         lines.append(f"bits per byte   {scores['bits_per_byte']:.4f}")
-    lines.append("tokens of their document before   loss     tokens")
-    for each in scores["by_position"]:
-        span = f"{each['from']} to {each['to']}"
-        lines.append(f"  {span:<30}  {each['loss']:.4f} {each['tokens']:>10,}")
     for name in ("copied", "new"):
-        lines.append(f"  {name:<30}  {scores[name]['loss']:.4f} {scores[name]['tokens']:>10,}")
+        lines.append(f"{name:<15} {scores[name]['loss']:.4f}   {scores[name]['tokens']:,} tokens")
     return "\n".join(lines)
 
 

@@ -10,8 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optim import AdamW, Guard, Muon, NorMuon, Skip, SpikeRule
+from optim.base import update
 from optim.torch_optimizer import TorchOptimizer
-from optim.update import update
 
 NAN, INF = math.nan, math.inf
 # Reading the flag, and selecting by it as on a GPU.

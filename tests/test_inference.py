@@ -15,7 +15,6 @@ from small_model import configure, make_model
 from small_run import run, write_data
 
 from data.corpus import VOCABULARY, read_vocabulary
-from data.loader import Batch
 from data.sampling import generate, pick
 from data.tokenizers import TOKENIZERS
 from inference import evaluation
@@ -285,9 +284,6 @@ def test_an_evaluation_finds_the_losses_of_the_run(trained, monkeypatch):
         for name in ("copied", "new"):
             probed = end["probes"]["copy_loss" if name == "copied" else "new_loss"]
             assert scores[name]["loss"] == pytest.approx(probed, rel=1e-5)
-        tokens = sum(each["tokens"] for each in scores["by_position"])
-        summed = sum(each["tokens"] * each["loss"] for each in scores["by_position"])
-        assert (tokens, summed) == (1024, pytest.approx(1024 * scores["loss"]))
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 100)  # rows are cut
     assert evaluation.evaluate(model, str(data))["loss"] == pytest.approx(scores["loss"], rel=1e-5)
     assert evaluation.evaluate(model, rows=1)["tokens"] == 256
@@ -315,14 +311,3 @@ def test_bits_are_of_the_bytes_of_text(folder):
     loss = torch.ones(len(targets), dtype=torch.float64)
     expected = len(tokens) / math.log(2) / len("def gcd(a, b):\n    return 1\n")
     assert evaluation.bits_per_byte(loss, targets, model) == pytest.approx(expected)
-
-
-def test_positions_count_from_the_start_of_the_document():
-    starts = torch.tensor([0, 3, 5, 10, 10], dtype=torch.int32)  # padded, as the loader does
-    batch = Batch(torch.zeros(2, 5).int(), torch.zeros(2, 5).long(), starts)
-    found = evaluation.positions(batch)
-    assert found.tolist() == [1, 2, 3, 1, 2, 1, 2, 3, 4, 5]
-    parts = evaluation.by_position(torch.arange(10.0).double(), found)
-    assert [tuple(each.values()) for each in parts] == [
-        (1, 1, 3, (0 + 3 + 5) / 3), (2, 3, 5, (1 + 2 + 4 + 6 + 7) / 5), (4, 7, 2, 8.5),
-    ]  # fmt: skip
