@@ -16,6 +16,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -56,7 +57,8 @@ from runtime.settings import RunSettings, as_text, parse, require, require_packa
 from runtime.terminal import closing, summary
 from runtime.warmup import check_trained_model, dry_run, steps_that_fill, warm_up
 
-sys.pycache_prefix = None
+if __name__ == "__main__":
+    sys.pycache_prefix = None
 SOURCE = Path(__file__).resolve().parent
 
 # ---- Layers and stages: the shape of the model, and what changes in the course of a run
@@ -121,7 +123,6 @@ LAYERS = {
     "plain4": [Layer(), Layer(window="long")] * 2,
 }  # fmt: skip
 LAYERS["medium89"] = [*LAYERS["medium"][:-1], replace(LAYERS["medium"][-1], mixes=6)]
-LAYERS["mixing89"] = [*LAYERS["small89"][:-1], replace(LAYERS["small89"][-1], mixes=2)]
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ class Config(RunSettings):
 
     def __post_init__(self) -> None:
         require(self, "track", self.track in TRACKS, f"one of {', '.join(TRACKS)}")
-        recipes = tuple(RECIPES.get(self.track, ["record42"]))
+        recipes = tuple(RECIPES[self.track])
         require(self, "recipe", self.recipe in recipes, f"one of {', '.join(recipes)}")
         require(self, "layers", self.layers in LAYERS, f"one of {', '.join(LAYERS)}")
         require(self, "stages", self.stages in STAGES, f"one of {', '.join(STAGES)}")
@@ -396,6 +397,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "muon": MUON | {"layers": "plain8", "matrix_lr": 0.014, "adam_lr": 0.014},
         "adamw": ADAMW | {"layers": "plain8", "matrix_lr": 0.004, "adam_lr": 0.016},
     },
+    "steps": {"record42": {}},
     "tiny": {
         "copyinit": PLAIN | {
             "layers": "copyinit", "value_gates": True, "attention_gates": True,
@@ -413,12 +415,12 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 
 # What a claim may not change, beside its data and its number of layers; the judge has a list of its
 # own. Stages may use smaller batches; windows of training, lookup tables, gates, scalars are free.
-TEXT = ("target", "vocab_size", "bos", "val_tokens")
-SCORED = (*TEXT, "document_mask", "val_seq_len", "val_window")
+TASK = ("target", "vocab_size", "bos", "val_tokens")
+SCORED = (*TASK, "document_mask", "val_seq_len", "val_window")
 SIZES = ("dim", "head_dim", "mlp_ratio", "batch_tokens")
 FIXED = {
-    "short": TEXT,
-    "medium": TEXT,
+    "short": TASK,
+    "medium": TASK,
     "small": SCORED + SIZES,
     "tiny": SCORED + SIZES,
     "steps": SCORED + SIZES + (
@@ -492,6 +494,17 @@ def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
     return torch.where(still_D & ~begins_BT11, before_BTHD, k_BTHD)
 
 
+class AttentionInputs(NamedTuple):
+    """What the attention of a layer takes beside the stream."""
+
+    value_embed_BTC: Tensor | None
+    value_factor: Tensor | None  # on values, learned; None: 1
+    embed_factor: Tensor | float  # on the value embedding
+    rotary: tuple[Tensor, Tensor, Tensor]  # cos, sin, and the factor on queries
+    begins_BT11: Tensor  # whether a token is the first of its document
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # of queries, keys and values, (B, T, H, D)
+
+
 class SelfAttention(nn.Module):
     """Causal attention over the window of its layer."""
 
@@ -509,11 +522,8 @@ class SelfAttention(nn.Module):
         self.own_value = optional(config.xsa and not layer.paired, heads, 1)
         self.bias = optional(config.biases, 4 * config.dim)
 
-    def forward(
-        self, x_BTC: Tensor, value_embed_BTC: Tensor | None, value_factor: Any, embed_factor: Any,
-        rotary: tuple[Tensor, Tensor, Tensor], begins_BT11: Tensor, attend: Any,
-    ) -> Tensor:  # fmt: skip
-        """Factors on values and on value embeddings; rotary tables; where documents begin."""
+    def forward(self, x_BTC: Tensor, inputs: AttentionInputs) -> Tensor:
+        value_embed_BTC, value_factor, embed_factor, rotary, begins_BT11, attend = inputs
         cos, sin, scale = rotary
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C)
@@ -579,11 +589,19 @@ class Block(nn.Module):
         self.attention_gain = optional(config.biases and layer.attention, config.dim)
         self.mlp_gain = optional(config.biases, config.dim)
 
-    def forward(self, x_BTC: Tensor, read_BTC: Tensor, *attention_inputs: Any) -> Tensor:
+    def forward(self, x_BTC: Tensor, read_BTC: Tensor, inputs: AttentionInputs) -> Tensor:
         """read_BTC: what the attention reads, most often x_BTC itself."""
         if self.attention is not None:
-            x_BTC = x_BTC + self.attention(norm(read_BTC, self.attention_gain), *attention_inputs)
+            x_BTC = x_BTC + self.attention(norm(read_BTC, self.attention_gain), inputs)
         return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
+
+
+MIX_SCALE = 0.1  # of what the mixing MLPs put out
+
+
+def mixed(shares: tuple[Tensor, ...], *streams: Tensor) -> Any:
+    """The sum of the streams (B, T, C), each times its share (B, T, 1)."""
+    return sum(share * stream for share, stream in zip(shares, streams, strict=True))
 
 
 class MixingBlock(Block):
@@ -603,28 +621,27 @@ class MixingBlock(Block):
         """Of the first or second MLP: 14 numbers a token, each (B, T, 1)."""
         hidden = F.gelu(linear(x_BTC, self.mix_in[which]))
         out = linear(hidden, self.mix_out[which], self.mix_start[which])
-        return (0.1 * out).split(1, dim=-1)
+        return (MIX_SCALE * out).split(1, dim=-1)
 
-    def forward(self, x_BTC: Tensor, read_BTC: Tensor, *inputs: Any) -> Tensor:
-        """The last of inputs: layer 0's input, two layers' outputs, a value embedding, bigrams."""
-        value_BTC, *rest, (first, middle, early, table, bigram) = inputs
+    def forward(
+        self, x_BTC: Tensor, read_BTC: Tensor, inputs: AttentionInputs, *streams: Tensor
+    ) -> Tensor:
+        """streams: layer 0's input, two layers' outputs, a value embedding, bigrams."""
+        first, middle, early, table, bigram = streams
+        assert inputs.value_embed_BTC is not None
         shares = self.shares(x_BTC, 0)
         to_values, to_stream, of_halves = shares[:3], shares[3:6], shares[6:8]
         before, of_attention, of_first, of_bigram, after, of_mlp = shares[8:]
 
-        left, right = value_BTC.chunk(2, dim=-1)  # half of the heads each
+        left, right = inputs.value_embed_BTC.chunk(2, dim=-1)  # half of the heads each
         value_BTC = torch.cat([of_halves[0] * left, of_halves[1] * right], dim=-1)
         value_BTC = value_BTC + mixed(to_values, first, middle, x_BTC)
         y_BTC = x_BTC + mixed(to_stream, first, middle, x_BTC)
-        attended = self.attention(norm(read_BTC, self.attention_gain), value_BTC, *rest)
+        inputs = inputs._replace(value_embed_BTC=value_BTC)
+        attended = self.attention(norm(read_BTC, self.attention_gain), inputs)
         y_BTC = before * y_BTC + of_attention * attended + of_first * first + of_bigram * bigram
         y_BTC = after * y_BTC + of_mlp * self.mlp(norm(y_BTC, self.mlp_gain))
         return y_BTC + mixed(self.shares(y_BTC, 1)[:5], first, middle, x_BTC, table, early)
-
-
-def mixed(shares: tuple[Tensor, ...], *streams: Tensor) -> Any:
-    """The sum of the streams (B, T, C), each times its share (B, T, 1)."""
-    return sum(share * stream for share, stream in zip(shares, streams, strict=True))
 
 
 class GPT(nn.Module):
@@ -644,7 +661,7 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
         self.table, self.softcap = LAYERS[config.layers], SOFTCAPS[config.softcap]
         self.tied = False  # whether the token embedding is the output head too
-        self.rotary_stage = -1  # index in `spans` that the rotary tables are for; -1: none yet
+        self.stage_index = -1  # in `spans`, of the step that `set_step` was given; -1: none yet
         self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/prefixes.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
         wide = torch.promote_types(dtype, torch.float32)
@@ -680,23 +697,20 @@ class GPT(nn.Module):
             self.register_buffer("sin", tables[1], persistent=False)
             self.register_buffer("scale", torch.empty(()), persistent=False)
 
-    def set_rotary(self, frequency: Tensor, scale: Tensor) -> None:
-        """Write the tables for what `rotary_at` returns, in place: compiled graphs hold them."""
-        device = self.cos.device
-        positions = torch.arange(self.cos.size(0), device=device)
-        angle = torch.outer(positions, machines.sent(frequency, device)).unsqueeze(1)
-        self.cos.copy_(angle.cos())
-        self.sin.copy_(angle.sin())
-        self.scale.copy_(machines.sent(scale, device))
-
     def set_step(self, step: int) -> None:
         """Set windows, rotary tables and the output head for this step."""
         now = at(self.config, step)
-        if now.stage_index != self.rotary_stage:
-            self.set_rotary(*rotary_at(self.config, now.stage_index))
-            self.tied = now.stage.tied
-            self.rotary_stage = now.stage_index
+        self.tied = now.stage.tied
         self.windows = {kind: self.attention.window(count) for kind, count in now.windows.items()}
+        if now.stage_index != self.stage_index:
+            self.stage_index = now.stage_index
+            device = self.cos.device
+            frequency, scale = rotary_at(self.config, now.stage_index)
+            positions = torch.arange(self.cos.size(0), device=device)
+            angle = torch.outer(positions, machines.sent(frequency, device)).unsqueeze(1)
+            self.cos.copy_(angle.cos())  # in place: compiled graphs hold these tensors
+            self.sin.copy_(angle.sin())
+            self.scale.copy_(machines.sent(scale, device))
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -715,7 +729,7 @@ class GPT(nn.Module):
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         kind = name.rpartition(".")[2]
         if kind == "qkvo":
-            qkvo = self._hidden((4, shape[0], shape[0]), generator)
+            qkvo = self._drawn((4, shape[0], shape[0]), generator)
             long = self.table[int(name.split(".")[1])].window == "long"
             if self.config.zero_output:
                 qkvo[3] = 0  # layers begin as the identity
@@ -725,14 +739,14 @@ class GPT(nn.Module):
                 qkvo[3] = 0.5 * torch.eye(shape[0])
             return qkvo.view(shape)
         if kind == "up":
-            return self._hidden(shape, generator)
+            return self._drawn(shape, generator)
         if kind == "mix_in":
             return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[2] ** 0.5
         if kind == "mix_start":
             start, stream = torch.zeros(shape), self.config.stream_init**0.5
             start[0, 6:] = torch.tensor([2.0, 2.0, stream, 1.0, 0.0, 0.05, stream, 1.0])
             start[1, 1] = -0.5  # of the layer that `backout` names
-            return start / 0.1
+            return start / MIX_SCALE
         if kind == "embed":
             return self.config.embed_std * torch.randn(shape, generator=generator)
         if name.startswith("value_embeds"):
@@ -746,7 +760,8 @@ class GPT(nn.Module):
             return torch.zeros(shape)
         raise RuntimeError(f"parameter {name} has no rule in GPT._initial; add one")
 
-    def _hidden(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    def _drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Of a hidden matrix, or a stack of them, by the rule that `init` names."""
         w = torch.empty(shape)
         if self.config.init == "normal":
             return w.normal_(0, (0.33 / self.config.dim) ** 0.5, generator=generator)
@@ -760,9 +775,9 @@ class GPT(nn.Module):
         B, T = inputs_BT.shape
         learned = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
         scalar = dict(zip(self.scalar_init, learned, strict=True))
-        documents = self.attention.documents(cu_seqlens, B, T)
+        documents = {False: self.attention.documents(cu_seqlens, B, T)}  # by layer.paired
         if any(layer.paired for layer in self.table):  # their rows have twice the length
-            paired_documents = self.attention.documents(2 * cu_seqlens, B, 2 * T)
+            documents[True] = self.attention.documents(2 * cu_seqlens, B, 2 * T)
         # One more than there are tokens: the last of cu_seqlens is the end of the last document.
         begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
         begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
@@ -783,8 +798,8 @@ class GPT(nn.Module):
             if self.signs is not None:
                 bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]
 
-        needed = {layer.skip_from for layer in self.table} | {layer.reads for layer in self.table}
-        needed |= {layer.mixes for layer in self.table}
+        read_later = {each.skip_from for each in self.table} | {each.reads for each in self.table}
+        read_later |= {each.mixes for each in self.table}
         outputs: dict[int, Tensor] = {}  # of layers that a later one reads
         backed_out = None
         for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
@@ -795,23 +810,25 @@ class GPT(nn.Module):
             if f"bigram{i}" in scalar:
                 x_BTC = x_BTC + scalar[f"bigram{i}"] * bigram_BTC
             outputs.setdefault(-1, x_BTC)  # the input of layer 0
-            attend = partial(self.attention, window=windows[layer.window])
-            if layer.paired:
-                attend = partial(attend, documents=paired_documents, longest=2 * longest)
-            else:
-                attend = partial(attend, documents=documents, longest=longest)
-            factors = (scalar.get(f"value{i}"), scalar.get(f"value_embed{i}", 1.0))
-            value_BTC = None if layer.value_embed is None else values[layer.value_embed]
+            attend = partial(
+                self.attention, documents=documents[layer.paired], window=windows[layer.window],
+                longest=2 * longest if layer.paired else longest,
+            )  # fmt: skip
+            inputs = AttentionInputs(
+                None if layer.value_embed is None else values[layer.value_embed],
+                scalar.get(f"value{i}"), scalar.get(f"value_embed{i}", 1.0),
+                rotary, begins_BT11, attend,
+            )  # fmt: skip
             read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
-            inputs: Any = (x_BTC, read_BTC, value_BTC, *factors, rotary, begins_BT11, attend)
-            if layer.mixes is not None:
-                streams = (outputs[-1], backed_out, outputs[layer.mixes], values[0], bigram_BTC)
-                inputs = (*inputs, streams)
-            if self.config.activation_checkpointing:
-                x_BTC = checkpoint(block, *inputs, use_reentrant=False)
+            if layer.mixes is None:
+                streams: Any = ()
             else:
-                x_BTC = block(*inputs)
-            if i in needed:
+                streams = (outputs[-1], backed_out, outputs[layer.mixes], values[0], bigram_BTC)
+            if self.config.activation_checkpointing:
+                x_BTC = checkpoint(block, x_BTC, read_BTC, inputs, *streams, use_reentrant=False)
+            else:
+                x_BTC = block(x_BTC, read_BTC, inputs, *streams)
+            if i in read_later:
                 outputs[i] = x_BTC
             if layer.backout:
                 backed_out = x_BTC
@@ -1085,12 +1102,12 @@ def context(config: Config) -> int:
 def optimizer_table(config: Config) -> list[optim.Row]:
     """Names of parameters and their optimizer. Each parameter must match exactly one row."""
     # If a piece is switched off, its row matches nothing.
-    pair = 2 * config.head_dim
-    split: dict[str, Any] = {"split": 4}
-    if config.muon_head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
-        split = {"split": (pair,) * (2 * config.dim // pair) + (config.dim,) * 2}
-    if config.optimizer not in ("normuon", "muon"):
-        split = {}
+    split: dict[str, Any] = {}  # of qkvo into the matrices to orthogonalize
+    if config.optimizer in ("normuon", "muon"):
+        split = {"split": 4}
+        if config.muon_head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
+            pair = 2 * config.head_dim
+            split = {"split": (pair,) * (2 * config.dim // pair) + (config.dim,) * 2}
     up, down = multiplied(config.mlp_up_lr_mul), multiplied(config.mlp_down_lr_mul)
     if not config.cautious_wd:  # record 42 decays all matrices alike
         up["wd_mul"] = down["wd_mul"] = 1.0
@@ -1101,13 +1118,13 @@ def optimizer_table(config: Config) -> list[optim.Row]:
     vectors = multiplied(config.vector_lr_mul, config.vector_wd_mul)
     vectors["betas"] = config.vector_betas or config.adam_betas
     mixing = {"betas": (0.9, 0.99)}
-    gates = {"betas": vectors["betas"]} if config.gates == "adam" else {}
+    gate = {"betas": vectors["betas"]} if config.gates == "adam" else {}
     return [
         optim.Row("blocks.*.attention.qkvo", "matrix", split),
-        optim.Row("blocks.*.attention.*gate", config.gates, gates),
+        optim.Row("blocks.*.attention.*gate", config.gates, gate),
         optim.Row("blocks.*.mlp.up", "matrix", up),
         optim.Row("blocks.*.mlp.down", "matrix", down),
-        optim.Row("smear_gate", config.gates, gates),
+        optim.Row("smear_gate", config.gates, gate),
         optim.Row("embed", "adam", tables),
         optim.Row("value_embeds.*", "adam", lookups),
         optim.Row("bigram", "adam", lookups),
@@ -1139,18 +1156,19 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     ours = shared | {"compiled": compiled, "cautious": config.cautious_wd}
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix | {"method": config.ortho_method, "backend": config.ortho_backend}
-    adam = matrix | {"betas": (config.momentum[1], config.matrix_beta2), "eps": config.adam_eps}
-    rest = ours | {"lr": config.adam_lr, "weight_decay": config.adam_wd}
-    rest |= {"betas": config.adam_betas, "eps": config.adam_eps}
+    betas = (config.momentum[1], config.matrix_beta2)
+    matrix_adam = matrix | {"betas": betas, "eps": config.adam_eps}
+    adam = ours | {"lr": config.adam_lr, "weight_decay": config.adam_wd}
+    adam |= {"betas": config.adam_betas, "eps": config.adam_eps}
     # Another optimizer is one more line here. Any torch.optim.Optimizer will do.
     factories: dict[str, Any] = {
         "normuon": partial(optim.NorMuon, beta2=config.matrix_beta2, **muon),
         "muon": partial(optim.Muon, **muon),
-        "adamw": partial(optim.AdamW, **adam, **ours),
+        "adamw": partial(optim.AdamW, **matrix_adam, **ours),
         "torch_muon": partial(torch.optim.Muon, **matrix),
-        "torch_adamw": partial(torch.optim.AdamW, **adam),
+        "torch_adamw": partial(torch.optim.AdamW, **matrix_adam),
     }
-    named = {"matrix": factories[config.optimizer], "adam": partial(optim.AdamW, **rest)}
+    named = {"matrix": factories[config.optimizer], "adam": partial(optim.AdamW, **adam)}
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     nonfinite = config.guard != "off"

@@ -228,11 +228,12 @@ class Evidence:
 
     @cached_property
     def hardware(self) -> str:
-        """The hardware of all runs, such as `8 x NVIDIA H100 80GB HBM3`; "mixed" if it differs."""
+        """`8 x NVIDIA H100 80GB HBM3` or `AMD EPYC, threads: 2`; "mixed" if the runs differ."""
         found = set()
         for run in self.runs:
-            gpu = run.env.get("gpu")
-            found.add(f"{run.header.get('world_size')} x {gpu}" if gpu else "CPU")
+            gpu, cpu = run.env.get("gpu"), run.env.get("cpu", "CPU")
+            processor = f"{cpu}, threads: {run.env.get('threads')}"
+            found.add(f"{run.header.get('world_size')} x {gpu}" if gpu else processor)
         return found.pop() if len(found) == 1 else "mixed"
 
     @property

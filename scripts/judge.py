@@ -64,6 +64,9 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
                      "ideas: the answer is that of this one")
     else:
         lines.append(estimate(out, a.config["track"], a.config["steps"], plan))
+    page = ROOT / "records" / a.config["track"] / "prediction" / "README.md"
+    if page.is_file():
+        lines.append(f"  {page.read_text().splitlines()[0].lstrip('# ')} ({page})")
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 

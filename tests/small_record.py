@@ -26,7 +26,7 @@ CONFIG = {"track": "tiny", "target": TARGET, "steps": STEPS, "batch_tokens": BAT
 SOURCE = Source({"optim/muon.py": b"step:1/2 val_loss:1.0\n", "train_gpt.py": "é\r\n".encode()},
                 commit="c" * 40)
 ENV = {"python": "3.12.7", "torch": "2.13.0+cu128", "cuda": "12.8", "gpu": "NVIDIA H100 80GB HBM3",
-       "gpu_count": 8, "driver": "570.211.01", "cpu": "Xeon", "dtype": "bfloat16",
+       "gpu_count": 8, "driver": "570.211.01", "cpu": "Xeon", "threads": 2, "dtype": "bfloat16",
        "compiled": True, "compile_flags": [], "params": 10, "modules_from_elsewhere": [],
        "sys_flags": {"safe_path": True, "pythonpath": "", "pycache": "fresh"}}
 END = {"targets_scored": VAL_TOKENS, "train_tokens_sha256": "d" * 64,

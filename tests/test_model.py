@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_gpt
 from data.loader import Batch, in_parts
 from kernels.attention import PortableAttention
-from train_gpt import at, initial_scalars, make_optimizers, rotary_at, spans
+from train_gpt import at, initial_scalars, make_optimizers, spans
 
 
 @contextmanager
@@ -31,7 +31,8 @@ def build(config, dtype=torch.float32, step=0):
     """A model with random weights, none of them zero, and the rotary tables of a step."""
     with float64_throughout() if dtype == torch.float64 else nullcontext():
         model = make_model(config, dtype)
-        model.set_rotary(*rotary_at(config, at(config, step).stage_index))
+        model.set_step(step)
+        model.tied = False
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
