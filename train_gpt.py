@@ -123,6 +123,7 @@ LAYERS = {
     "plain4": [Layer(), Layer(window="long")] * 2,
 }  # fmt: skip
 LAYERS["medium89"] = [*LAYERS["medium"][:-1], replace(LAYERS["medium"][-1], mixes=6)]
+LAYERS["mixing89"] = [*LAYERS["small89"][:-1], replace(LAYERS["small89"][-1], mixes=2)]
 
 
 @dataclass(frozen=True)
