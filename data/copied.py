@@ -23,7 +23,11 @@ def copied_and_new_loss(
     """
     losses, copied = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
     for batch in validation:
-        inputs, targets = cut(batch)
+        length = batch.inputs.size(1)
+        context = length - batch.targets.size(1)  # inputs at a row's start without a target
+        rows = max(MOST_TOKENS // length, 1)  # no more memory than a step takes
+        inputs = batch.inputs[:rows, :MOST_TOKENS]
+        targets = batch.targets[:rows, : MOST_TOKENS - context]
         tokens = torch.cat([inputs, targets[:, -1:]], dim=1)
         copied.append(is_copied(tokens, bos)[:, -targets.size(1) :].flatten())
         losses.append(token_losses(inputs, targets).cpu().flatten())
@@ -31,17 +35,6 @@ def copied_and_new_loss(
             break
     loss, copy = torch.cat(losses), torch.cat(copied)
     return {"copy_loss": loss[copy].mean().item(), "new_loss": loss[~copy].mean().item()}
-
-
-def cut(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of rows that hold at most MOST_TOKENS inputs: no more memory than a step.
-
-    If targets are fewer than inputs, they are those of each row's end.
-    """
-    length = batch.inputs.size(1)
-    context = length - batch.targets.size(1)  # inputs at a row's start without a target
-    rows, length = max(MOST_TOKENS // length, 1), min(MOST_TOKENS, length)
-    return batch.inputs[:rows, :length], batch.targets[:rows, : length - context]
 
 
 def is_copied(tokens_BT: Tensor, bos: int) -> Tensor:

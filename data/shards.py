@@ -94,15 +94,3 @@ def _token_count(path: Path, header: bytes, size: int) -> int:
     else:
         return count
     raise ShardError(f"{path}: {problem}. {AGAIN}")
-
-
-def verify_shard(path: str | Path, vocab_size: int) -> Tokens:
-    """Return all tokens. ShardError as Shard raises it, and for a token >= `vocab_size`."""
-    tokens = Shard(path)[:]
-    if tokens.max() >= vocab_size:
-        place = int((tokens >= vocab_size).argmax())
-        raise ShardError(
-            f"{path}: token {place:,} is {tokens[place]}; the vocabulary has {vocab_size:,} tokens."
-            f" Set the --vocab-size of the tokenizer that made the shard, or make it again."
-        )
-    return tokens

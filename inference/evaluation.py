@@ -30,7 +30,7 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
     batches = open_validation(settings, TOKENS_AT_ONCE)
     losses = []
     for part in in_parts(batches, TOKENS_AT_ONCE, receptive_field(config)):
-        losses.append(model.token_losses(part.inputs, part.targets).flatten())
+        losses.append(model.gpt.token_losses(part.inputs, part.targets).cpu().flatten())
     loss = torch.cat(losses).double()
     targets = torch.cat([batch.targets.flatten() for batch in batches])
     row_losses = loss.view(-1, config.val_seq_len).mean(1)

@@ -82,9 +82,7 @@ def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
     """config.json: what the modeling file needs, spelt out in numbers."""
     config = model.config
     frequency, scale = rotary_at(config, at(config, config.steps).stage_index)
-    trained_on = config.seq_len
-    if config.document_mask:
-        trained_on = min(config.seq_len, config.max_document)
+    longest = config.max_document if config.document_mask else config.seq_len
     return {
         "architectures": ["SpeedrunForCausalLM"],
         "model_type": "speedrun",
@@ -101,7 +99,7 @@ def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": config.dim // config.head_dim,
         "head_dim": config.head_dim,
         "mlp_width": config.mlp_ratio * config.dim,
-        "max_position_embeddings": trained_on,
+        "max_position_embeddings": min(config.seq_len, longest),
         "use_cache": False,
         "tie_word_embeddings": False,
         "layers": exported_layers(model),

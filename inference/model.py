@@ -65,7 +65,7 @@ def token_losses(model: "Model", tokens: Tensor) -> Tensor:
     tokens: int64 (B, T + 1); every document begins with bos. T: at most that of the run's rows.
     A judge calls this function of a record's source.
     """
-    return model.token_losses(tokens[:, :-1].int(), tokens[:, 1:])
+    return model.gpt.token_losses(tokens[:, :-1].int(), tokens[:, 1:]).cpu()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +79,6 @@ class Model:
     @property
     def config(self) -> Config:
         return self.gpt.config
-
-    @property
-    def device(self) -> torch.device:
-        return self.gpt.embed.device
 
     @cached_property
     def tokenizer(self) -> tiktoken.Encoding:
@@ -98,14 +94,7 @@ class Model:
 
     def logits(self, tokens_T: Tensor, count: int = 1) -> Tensor:
         """Logits after each of the last `count` tokens of a document with its bos: (count, V)."""
-        return self.gpt.logits(tokens_T.to(self.device).view(1, -1), count)[0]
-
-    def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The loss of each target in nats, float32 (B, T) on the CPU.
-
-        Documents begin with bos. Fewer targets than inputs are those of each row's end.
-        """
-        return self.gpt.token_losses(inputs_BT, targets_BT).cpu()
+        return self.gpt.logits(tokens_T.to(self.gpt.embed.device).view(1, -1), count)[0]
 
     def write(self, tokens: Sequence[int], count: int, **options: Any) -> Iterator[int]:
         """Yield the tokens that continue a document of bos and `tokens`.

@@ -51,6 +51,7 @@ from runtime import machine as machines
 from runtime.clock import Clock
 from runtime.ending import leave, supervise
 from runtime.settings import parse
+from runtime.warmup import take_steps
 from train_gpt import Config, Trainer
 
 WARM_UP = 2  # rounds that do not count
@@ -100,21 +101,10 @@ def as_text(title: str, rows: Rows) -> str:
 # ---- A step of the trainer
 
 
-def prepare(trainer: Trainer) -> None:
-    """Go back to the first batches. The second one is prefetched, as in a run."""
-    trainer.guard.reset()
-    trainer.data.train.reset()
-    next(trainer.data.train)
-
-
-def take_steps(trainer: Trainer, guard: optim.Guard, first: int) -> None:
+def guarded_steps(trainer: Trainer, guard: optim.Guard, first: int) -> None:
     """Take STEPS steps of the trainer, with the windows and the batch of step `first`."""
     trainer.guard = guard
-    trainer.data.train.reset(first)
-    flags = torch.zeros(0, device=trainer.machine.device)
-    for index in range(STEPS):
-        loss, _ = trainer.gradients(first, flags)
-        trainer.update(index, loss)
+    take_steps(trainer, first, STEPS)
 
 
 def repeat(step: Callable[[], object]) -> None:
@@ -131,16 +121,16 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     for index, (first, _, stage) in enumerate(train_gpt.spans(config)):
         name = f"stage {index}, window {stage.long}"
         tokens[name] = train_gpt.at(config, first).batch_tokens
-        steps[name] = partial(take_steps, trainer, guard, first)
-    steps[f"{name}, no guards"] = partial(take_steps, trainer, unguarded, first)
+        steps[name] = partial(guarded_steps, trainer, guard, first)
+    steps[f"{name}, no guards"] = partial(guarded_steps, trainer, unguarded, first)
     for path in given.against:
         steps[path] = partial(repeat, runpy.run_path(path)["build"](config))
     if given.profile:
-        prepare(trainer)
+        guard.reset()
         with torch.profiler.profile() as found:
             steps[name]()
         print(found.key_averages().table(sort_by="self_cpu_time_total"))
-    ms = timed(steps, partial(prepare, trainer), given.rounds, trainer.machine)
+    ms = timed(steps, guard.reset, given.rounds, trainer.machine)
     ms = {name: [each / STEPS for each in times] for name, times in ms.items()}
     rows = figures(ms, name)
     machine, dtype = trainer.machine, trainer.model.dtype
@@ -235,19 +225,15 @@ def check_gpu(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
     train_gpt.warm_up(trainer, clock)
     found["machine"] = {name: trainer.env[name] for name in FACTS} | trainer.chosen
-    found["machine"] |= {"ranks": machine.world_size, "batches": batches(trainer)}
+    shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]  # of each stage
+    batches = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
+    found["machine"] |= {"ranks": machine.world_size, "batches": batches}
     found["start_s"] = {phase.name: phase.ms / 1000 for phase in clock.phases}
     found["checks"] = trainer.checks
     found["steps"] = sixty_steps(trainer)
     found["peak_mib"] = machines.peak_mib(machine)
     found["stages"] = step_table(trainer, given)
     return found
-
-
-def batches(trainer: Trainer) -> list[str]:
-    """Of each stage: micro-batches of a rank and their tokens."""
-    shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]
-    return [f"{count} x {rows * trainer.config.seq_len:,} tokens" for count, rows in shares]
 
 
 def write_random(config: Config) -> str:
@@ -329,7 +315,6 @@ def distance(a: Tensor, b: Tensor) -> float:
 def sixty_steps(trainer: Trainer) -> dict[str, Any]:
     """Train as a run does, but without its log; count what a run must not do."""
     config, device = trainer.config, trainer.machine.device
-    trainer.reset(config.seed)
     flags, losses, skips = torch.zeros(0, device=device), [], []
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with warnings.catch_warnings(record=True) as waits:
@@ -355,16 +340,15 @@ def sixty_steps(trainer: Trainer) -> dict[str, Any]:
 
 
 def page_of(found: dict[str, Any]) -> str:
-    """A page of text."""
     lines = []
     for name, part in found.items():
         if name == "stages":
-            continue
-        if not isinstance(part, dict):
+            lines.append(as_text(name, part))
+        elif isinstance(part, dict):
+            lines += [name, *(f"  {key}: {value}" for key, value in part.items())]
+        else:
             lines.append(f"{name}: {part}")
-            continue
-        lines += [name, *(f"  {key}: {value}" for key, value in part.items())]
-    return "\n".join([*lines, as_text("stages", found["stages"])])
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,6 @@ Every script imports this first (pyproject.toml keeps it so): it needs the stand
 from __future__ import annotations  # an old Python must get as far as `find_packages`
 
 import argparse
-import functools
 import io
 import json
 import os
@@ -46,7 +45,6 @@ if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # not
 def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """A main whose arguments default to sys.argv. An error is one line on stderr and code 2."""
 
-    @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         try:
             return main(sys.argv[1:] if argv is None else argv)
@@ -73,18 +71,6 @@ def make_parser(doc: str | None) -> Parser:
     """A parser whose --help begins with the module's docstring, with its line breaks."""
     layout = argparse.RawDescriptionHelpFormatter
     return Parser(description=doc, formatter_class=layout, allow_abbrev=False)
-
-
-def numbers(kind: Callable[[str], Any], rule: str) -> Callable[[str], list[Any]]:
-    """For argparse: reads "3.27,3.28" or a list pasted from Python, "[3.27, 3.28]"."""
-
-    def read(text: str) -> list[Any]:
-        try:
-            return [kind(part) for part in text.strip("[]").split(",")]
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}: it must be {rule}") from None
-
-    return read
 
 
 def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:

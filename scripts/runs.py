@@ -27,8 +27,7 @@ ROW = "{:<44} {:<12} {:>8} {:>8} {:>9} {:>12}"
 
 def size(path: Path) -> float:
     """MB of a file or a folder; 0 if there is none."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
+    return sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file()) / 1e6
 
 
 def status_of(run: Run) -> str:

@@ -21,18 +21,19 @@ passes, or two are compared; 1 an arm fails; 2 bad input, a log that cannot be r
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
-from scripts.command import command, make_parser, numbers, show, start
+from scripts.command import command, make_parser, show, start
 
 from claims import arms
 from claims.arms import ALPHA, ArmTimes, ArmVerdict, Comparison
 from claims.stats import in_words, moments
 from runtime.errors import LogError
+from runtime.settings import reader
 
 
 def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
@@ -113,6 +114,11 @@ def direction(found: Any, below: str, above: str) -> str:
 
 
 # ---- The command
+
+
+def numbers(kind: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
+    """For argparse: reads "3.27,3.28" or a list pasted from Python, "[3.27, 3.28]"."""
+    return reader(lambda text: [kind(part) for part in text.strip("[]").split(",")], rule)
 
 
 def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
