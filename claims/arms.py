@@ -109,10 +109,10 @@ def list_arms(arms: dict["ArmKey", list[Run]]) -> list[str]:
 class ArmKey(NamedTuple):
     """What the runs of one arm have in common; None where a log does not say."""
 
-    source: str | None
-    config_sha256: str | None
-    total_steps: int | None
-    gpu_count: int | None
+    source: str | None = None
+    config_sha256: str | None = None
+    total_steps: int | None = None
+    gpu_count: int | None = None
 
 
 def arm_key(run: Run) -> ArmKey:
@@ -189,12 +189,8 @@ def missing_seeds(runs: Sequence[Run]) -> list[int]:
 
 def track_of(run: Run) -> str | None:
     """The track that the header names, or the public folder of the log."""
-    if run.track:
-        return run.track
-    for part in Path(os.path.abspath(run.path)).parts:
-        if part in PUBLIC_TARGETS:
-            return part
-    return None
+    parts = Path(os.path.abspath(run.path)).parts
+    return run.track or next((part for part in parts if part in PUBLIC_TARGETS), None)
 
 
 def common_folder(runs: Sequence[Run]) -> str:
@@ -241,8 +237,7 @@ class ArmVerdict:
         self.passes = self.result.p < ALPHA and n >= LEAST_RUNS
         self.steps_value, self.passes_steps = stats.steps_rule(self.losses, self.target)
         if 0 < n < LEAST_RUNS:
-            rule = f"too few runs to know their spread, make {LEAST_RUNS}"
-            self.warnings.append(f"n = {n}: {rule}")
+            self.warnings.append(f"n = {n}: too few runs to know their spread, make {LEAST_RUNS}")
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")
 
@@ -313,8 +308,7 @@ def judge_typed(losses: Sequence[float], target: float) -> ArmVerdict:
     """The verdict on losses that were typed by hand."""
     points = [Validation(0, loss, None) for loss in losses]
     warning = "unverified: these numbers were typed by hand, no log backs them"
-    nothing = ArmKey(None, None, None, None)
-    return ArmVerdict(nothing, "", None, None, ["typed"] * len(points), points, target, [warning])
+    return ArmVerdict(ArmKey(), "", None, None, ["typed"] * len(points), points, target, [warning])
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
@@ -335,10 +329,8 @@ def apply_holm(arms: Sequence[ArmVerdict]) -> None:
     """Note Holm's p over all that was tried; an arm without a test counts as one that failed."""
     if len(arms) < 2:
         return
-    ps = {}
-    for number, arm in enumerate(arms):
-        ps[number] = 1.0 if math.isnan(arm.result.p) else arm.result.p
-    for number, p in stats.holm(ps).items():
+    ps = [1.0 if math.isnan(arm.result.p) else arm.result.p for arm in arms]
+    for number, p in stats.holm(dict(enumerate(ps))).items():
         verdict = f"p {p:.3g}, {pass_or_fail(p < ALPHA)}"
         arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
 
@@ -396,17 +388,12 @@ def compare_steps(new: ArmVerdict, old: ArmVerdict) -> str:
 # ---- Two arms: the difference of their losses and times, B - A
 
 
-@dataclass
-class ArmTimes:
+class ArmTimes(NamedTuple):
     """The runs of one arm that count, with their losses and times."""
 
     path: str
     runs: list[Run]
     left_out: list[str]  # sentences
-
-    @property
-    def seeds(self) -> list[int | None]:
-        return [run.seed for run in self.runs]
 
     @property
     def losses(self) -> list[float]:
@@ -454,12 +441,13 @@ def compare_arms(a: ArmTimes, b: ArmTimes, margin: float | None = None) -> Compa
     shared = {run.path.resolve() for run in a.runs} & {run.path.resolve() for run in b.runs}
     if shared:
         raise LogError(f"{min(shared)} is in both arms: a run is not compared with itself")
-    same_seeds = a.seeds == b.seeds and None not in a.seeds and len(a.seeds) > 1
+    seeds, others = ([run.seed for run in arm.runs] for arm in (a, b))
+    same_seeds = seeds == others and None not in seeds and len(seeds) > 1
     test = stats.paired if same_seeds else stats.welch
     equal = None if margin is None else stats.equivalence(test, b.losses, a.losses, margin)
     differs = compare_machines(a, b)
     seconds = stats.Difference(math.nan) if differs else test(b.seconds, a.seconds)
-    pairs = len(a.seeds) if same_seeds else 0
+    pairs = len(seeds) if same_seeds else 0
     return Comparison(test(b.losses, a.losses), seconds, pairs, equal, differs)
 
 

@@ -136,12 +136,6 @@ class Arm(NamedTuple):
     config_sha256: str
     source_sha256: str
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What identifies the arm in the log of judgements."""
-        return {"flags": self.flags, "config_sha256": self.config_sha256,
-                "source_sha256": self.source_sha256}  # fmt: skip
-
 
 def require_comparable(arms: Sequence[Arm], metric: str) -> None:
     """Refuse arms whose figures do not mean the same."""
@@ -160,38 +154,31 @@ def figures(folder: Path, arm: Arm, metric: str) -> dict[int, float]:
     LogError for a log that its run did not register so: it was replaced, or put there.
     """
     found: dict[int, float] = {}
-    ended = registered(folder / arm.name)
+    path = folder / arm.name / REGISTRY
+    lines = read_registry(path) if path.exists() else []
+    # By run that was started, the hash of its log; None until its end.
+    ended = {line["run_id"]: line.get("log_sha256") for line in lines if line["event"] != "resume"}
     for run in finished_runs(folder / arm.name):
         if ended.get(run.run_id, "") not in (None, run.segments[-1].sha256):
             raise LogError(f"{run.path} is not the log that the run registered at its end. Judge "
                            f"anew, with another --seed.")  # fmt: skip
         same = run.config_sha256 == arm.config_sha256 and run.source == arm.source_sha256
         if same and run.seed is not None and ended[run.run_id] is not None:
-            found.setdefault(run.seed, figure(run, metric) if run.counts else worst(run, metric))
+            found.setdefault(run.seed, figure(run, metric))
     return found
 
 
-def registered(folder: Path) -> dict[str, str | None]:
-    """The runs that were started in a folder, each with the hash of its log, None until its end."""
-    path = folder / REGISTRY
-    lines = read_registry(path) if path.exists() else []
-    return {line["run_id"]: line.get("log_sha256") for line in lines if line["event"] != "resume"}
-
-
-def worst(run: Run, metric: str) -> float:
-    """The figure of a run that diverged: the loss of a guess; of steps or time there is none."""
-    in_nats = metric in ("loss", "new tokens")
-    return math.log(run.header["config"]["vocab_size"]) if in_nats else math.inf
-
-
 def figure(run: Run, metric: str) -> float:
-    last = run.validations[-1]
+    """Of a run that diverged the loss of a guess; of steps or time it has none."""
+    if not run.counts:
+        in_nats = metric in ("loss", "new tokens")
+        return math.log(run.header["config"]["vocab_size"]) if in_nats else math.inf
     if metric == "new tokens":
         return run.probe("new_loss")
     if metric == "loss":
-        return last.loss
+        return run.validations[-1].loss
     if metric == "time":
-        return (last.train_time_ms or math.inf) / 1000
+        return (run.train_time_ms or math.inf) / 1000
     return steps_to(run, run.target or 0.0)
 
 
@@ -211,12 +198,6 @@ def paired_differences(folder: Path, arms: Sequence[Arm], metric: str, seeds: ra
     a, b = (figures(folder, arm, metric) for arm in arms)
     done = takewhile(lambda seed: seed in a and seed in b, seeds)
     return [b[seed] - a[seed] for seed in done]
-
-
-def new_token_difference(folder: Path, arms: Sequence[Arm]) -> stats.Difference:
-    """Of the loss on tokens that the context does not repeat, B - A with a 95 % interval."""
-    a, b = (figures(folder, arm, "new tokens") for arm in arms)
-    return stats.paired_by_seed(b, a)
 
 
 # ---- The log of judgements
@@ -239,7 +220,10 @@ def find_judgement(
     """The start line of the judgement with this plan, these arms and this seed; if need be, a new
     one. Without a seed a new one takes untried seeds.
     """
-    facts = plan | {arm.name: arm.facts for arm in arms}
+    facts = dict(plan)
+    for arm in arms:  # what identifies it
+        facts[arm.name] = {"flags": arm.flags, "config_sha256": arm.config_sha256,
+                           "source_sha256": arm.source_sha256}  # fmt: skip
     known = read_judgements(folder)
     for entry in reversed(known):
         if facts.items() <= entry.items() and seed in (None, entry["seed"]):

@@ -155,14 +155,9 @@ def fits(value: Any, kind: type) -> bool:
 class Line(NamedTuple):
     """One line of a log. If it is no event, for example because it is torn, `fields` is empty."""
 
-    path: Path
-    number: int
+    where: str  # file and number
     event: str | None
     fields: dict[str, Any]
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}, line {self.number}"
 
     def get(self, name: str, kind: type) -> Any:
         """A field; numbers as float, None for an optional one that is missing. Raises LogError."""
@@ -183,8 +178,7 @@ def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
     processes: list[list[Line]] = []
     for path, data in files:
         lines = split_lines(path, data)
-        headers = events(lines, "header")
-        header = headers[0].fields if headers else {}
+        header = next((line.fields for line in lines if line.event == "header"), {})
         segments.append(Segment(path, hashlib.sha256(data).hexdigest(), header))
         processes.append(lines)
     kept, resumes = processes[0], []
@@ -207,8 +201,7 @@ def split_lines(path: Path, data: bytes) -> list[Line]:
     lines: list[Line] = []
     for number, raw in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
         if lines and not lines[-1].event:
-            rule = 'every line must be one JSON object with an "event"'
-            raise LogError(f"{lines[-1].where}: {rule}")
+            raise LogError(f'{lines[-1].where}: every line must be one JSON object with an "event"')
         try:
             fields = parse(raw)
         except ValueError:
@@ -216,7 +209,7 @@ def split_lines(path: Path, data: bytes) -> list[Line]:
         event = fields.get("event") if isinstance(fields, dict) else None
         if not isinstance(event, str):
             event, fields = None, {}
-        lines.append(Line(path, number, event, fields))
+        lines.append(Line(f"{path}, line {number}", event, fields))
     return lines if data else []
 
 
@@ -248,8 +241,7 @@ def read_resume(line: Line, before: list[Line]) -> Resume:
 
 
 def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) -> Run:
-    validations = []
-    numbers = []
+    validations, numbers = [], []
     for line in events(lines, "val"):
         step, loss = line.get("step", int), line.get("val_loss", float)
         if loss <= 0:

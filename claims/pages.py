@@ -92,8 +92,7 @@ def fenced(text: str, language: str = "") -> str:
 def table(head: str, rows: Iterable[Sequence[object]]) -> str:
     """A table under headings such as `| seed | loss |`."""
     lines = [head, "|-" * (head.count("|") - 1) + "|"]
-    for row in rows:
-        lines.append(f"| {' | '.join(map(str, row))} |")
+    lines += [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join(lines)
 
 
@@ -216,8 +215,8 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
             places[evidence.contest] += 1
             place = f"#{places[evidence.contest]}"
         name = f"[{claim.name}]({track}/{quote(evidence.folder.name)})"
-        probes = [mean_probe(evidence, probe) for probe in ("copy_loss", "new_loss")]
-        losses = ["" if loss is None else f"{loss:.2f}" for loss in probes]
+        probes = [mean_probe(evidence, probe) for probe in PROBES]
+        losses = ["" if math.isnan(loss) else f"{loss:.2f}" for loss in probes]
         rows.append((place, claim.created[:10], name, literal(evidence.hardware),
                      f"{claim.config['steps']:,}",
                      f"{evidence.tokens / 1e6:,.3f}", parameters(evidence), found.n,
@@ -238,11 +237,9 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
     yield f"![What each claim takes, and the record, by date]({track}/records.svg)"
 
 
-def mean_probe(evidence: Evidence, probe: str) -> float | None:
-    """Mean over the runs of a loss among the probes of their end lines; None where one lacks it."""
-    losses = [run.probe(probe) for run in evidence.complete]
-    mean = statistics.fmean(losses or [math.nan])
-    return None if math.isnan(mean) else mean
+def mean_probe(evidence: Evidence, probe: str) -> float:
+    """Mean over the runs of a loss among the probes of their end lines; NaN where one lacks it."""
+    return statistics.fmean([run.probe(probe) for run in evidence.complete] or [math.nan])
 
 
 def parameters(evidence: Evidence) -> str:
@@ -293,9 +290,6 @@ def write_picture(path: Path, size: tuple[float, float], draw: Callable[[Any], N
     path.write_text(svg, encoding="utf-8", newline="\n")
 
 
-# ---- Steps to the target
-
-
 def plot_steps(claims: Sequence[Evidence], path: Path) -> None:
     """Write the steps of each claim, the most at the top, beside its loss by kind of token."""
     size = 8, 1.2 + 0.4 * len(claims)
@@ -312,13 +306,10 @@ def draw_steps(figure: Any, claims: Sequence[Evidence]) -> None:
     bars.set_xlabel(f"steps to a loss of {claims[0].claim.target:g}")
     for probe, label in PROBES.items():
         losses = {one.claim.name: mean_probe(one, probe) for one in claims}
-        known = {name: loss for name, loss in losses.items() if loss is not None}
+        known = {name: loss for name, loss in losses.items() if not math.isnan(loss)}
         dots.plot(list(known.values()), list(known), "o", label=label)
     dots.set_xlabel("loss at the end, nats per token")
     dots.legend()
-
-
-# ---- Records
 
 
 def plot_records(claims: Sequence[Evidence], path: Path) -> None:

@@ -317,10 +317,8 @@ def allowed_here(
 
     again: trains once more, with the flags that it is given.
     """
-    differ = []
-    for name in MACHINE:
-        if before.env.get(name) != after.env.get(name):
-            differ.append(f"{name} {before.env.get(name)}, here {after.env.get(name)}")
+    found = {name: (before.env.get(name), after.env.get(name)) for name in MACHINE}
+    differ = [f"{name} {was}, here {now}" for name, (was, now) in found.items() if was != now]
     if before.env.get("gpu") is not None:
         say(f"unchecked on a GPU: how far honest runs differ. Losses may be {FIRST:g} apart in "
             f"step 1 and {AFTER_30:g} after 30, growing as a random walk")  # fmt: skip

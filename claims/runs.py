@@ -106,14 +106,6 @@ class Run:
     def counts(self) -> bool:
         return self.left_out is None
 
-    @property
-    def has_every_step(self) -> bool:
-        """Whether the log holds each step up to the last once, in order."""
-        # Count first: the log may declare any number of steps.
-        return len(self.steps) == self.total_steps and all(
-            step.step == number for number, step in enumerate(self.steps, 1)
-        )
-
     def probe(self, name: str) -> float:
         """A loss among the probes of the end line, copy_loss or new_loss; NaN if it has none."""
         probes = self.end.get("probes")

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,12 +121,10 @@ def equivalence(
     test: `welch` or `paired`.
     """
     check(0, INF, margin=margin)
-    worst = 0.0
-    for sign in (1, -1):  # against a difference of +margin or more, then of -margin or less
-        shifted = test([value - sign * margin for value in new], old)
-        half = shifted.p_two_sided / 2
-        worst = max(worst, half if sign * shifted.mean < 0 else 1 - half)
-    return worst
+    sign = math.copysign(1, test(new, old).mean)  # of the nearer bound: its p is larger
+    shifted = test([value - sign * margin for value in new], old)
+    half = shifted.p_two_sided / 2
+    return half if sign * shifted.mean < 0 else 1 - half
 
 
 def holm(p_values: dict[Any, float]) -> dict[Any, float]:
@@ -135,12 +133,9 @@ def holm(p_values: dict[Any, float]) -> dict[Any, float]:
     One that is NaN was not tested: it is left out.
     """
     tested = {name: p for name, p in p_values.items() if not math.isnan(p)}
-    adjusted = {}
-    largest = 0.0
-    for rank, name in enumerate(sorted(tested, key=lambda name: tested[name])):
-        largest = max(largest, min(1.0, (len(tested) - rank) * tested[name]))
-        adjusted[name] = largest
-    return adjusted
+    names = sorted(tested, key=lambda name: tested[name])
+    raised = [min(1.0, (len(names) - rank) * tested[name]) for rank, name in enumerate(names)]
+    return dict(zip(names, accumulate(raised, max), strict=True))
 
 
 def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:

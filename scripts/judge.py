@@ -204,7 +204,8 @@ def main(argv: Sequence[str]) -> int:
     announce(given.out, entry, arms, plan)
     folder = given.out / entry["run_id"]
     verdict = race(folder, arms, plan, given.metric, entry["seed"])
-    new = judge.new_token_difference(folder, arms)
+    a, b = (judge.figures(folder, arm, "new tokens") for arm in arms)
+    new = stats.paired_by_seed(b, a)
     if "outcome" not in entry:
         register(given.out / judge.JUDGEMENTS, "end", run_id=entry["run_id"], **verdict._asdict())
     facts = entry | verdict._asdict() | {"new_tokens": new._asdict(), "pairs_needed": None}

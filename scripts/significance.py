@@ -70,8 +70,7 @@ def to_text(arm: ArmVerdict) -> str:
         figures += f"   sd {sd:.6f}"
     if not math.isnan(p):
         figures += f"   t {t:.4f}   p {p:.3g}   99 % upper bound {upper99:.5f}"
-    word = "PASS" if arm.passes else "FAIL"
-    shown = "shown" if arm.passes else "not shown"
+    word, shown = ("PASS", "shown") if arm.passes else ("FAIL", "not shown")
     lines = [title(arm), figures]
     below = f" below {arm.target:g}" if n else ""  # without a run there is no target
     lines.append(f"{word}: a mean loss{below} at p < {ALPHA:g} is {shown}")
