@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,7 +225,6 @@ class RunPlan:
     checkpoint: Path | None = None
     checkpoint_sha256: str | None = None
     step: int = 0
-    clock_ms: float = 0.0
 
 
 def plan_runs(trainer: Any) -> list[RunPlan]:
@@ -242,19 +241,24 @@ def plan_runs(trainer: Any) -> list[RunPlan]:
 
 
 def steps_begun(config: Any, **hashes: str) -> int | None:
-    """Under --resume auto, the steps of the last run of the first seed with these hashes, if any.
-
-    hashes: fields of its header.
-    """
-    path = Path(config.log_dir, REGISTRY)
-    if config.resume == "off" or not path.exists():
-        return None
-    for start in reversed(read_registry(path)):
-        if start["event"] == "start" and start["seed"] == config.seed:
-            history = read_history(config.log_dir, start["run_id"])
-            if history is not None and hashes.items() <= history.header.items():
+    """Under --resume auto, the steps of the first seed's last run whose header has these hashes."""
+    if config.resume == "auto":
+        for history, _ in _started(config, seed=config.seed):
+            if hashes.items() <= history.header.items():
                 return history.header["config"]["steps"]
     return None
+
+
+def _started(config: Any, **fields: Any) -> Iterator[tuple[History, dict[str, Any]]]:
+    """Runs whose start has these fields, the newest first: history, last line in the registry."""
+    path = Path(config.log_dir, REGISTRY)
+    entries = read_registry(path) if path.exists() else []
+    last = {entry["run_id"]: entry for entry in entries}
+    for start in reversed(entries):
+        if ({"event": "start"} | fields).items() <= start.items():
+            history = read_history(config.log_dir, start["run_id"])
+            if history is not None:  # else killed before its first line
+                yield history, last[start["run_id"]]
 
 
 def _find_unfinished(
@@ -264,24 +268,15 @@ def _find_unfinished(
 
     header: the one that a new run would write.
     """
-    path = Path(config.log_dir, REGISTRY)
-    entries = read_registry(path) if path.exists() else []
-    wanted = {"event": "start", "seed": new.seed, "track": header["track"]}
-    wanted["claim"] = header.get("claim")
-    for start in reversed(entries):
-        if not wanted.items() <= start.items():
-            continue
-        run_id = start["run_id"]
-        history = read_history(config.log_dir, run_id)
-        if history is None:  # killed before its first line
-            continue
+    wanted = {"seed": new.seed, "track": header["track"], "claim": header.get("claim")}
+    for history, last in _started(config, **wanted):
+        run_id = history.header["run_id"]
         other, _ = differences(history.header, header)
         if not other and history.status == "done":
             say(f"seed {new.seed} is done: run {run_id}")
             return None
         if not other:
             log = segment_path(config.log_dir, run_id, history.segments)
-            last = [entry for entry in entries if entry["run_id"] == run_id][-1]
             if last["event"] == "end" and last.get("log_sha256") != history.sha256:
                 raise LogError(f"{log} was changed after its process ended: the registry has "
                                f"another hash of it. Restore the file.")  # fmt: skip
@@ -306,14 +301,10 @@ def _find_checkpoint(plan: RunPlan, root: Path, say: Callable[[str], None]) -> R
             if sha256 not in plan.history.saved:
                 raise Refused(f"{path}: the log of {plan.run_id} names no such checkpoint, with "
                               f"SHA-256 {sha256:.12} of its checksums. Put the saved one back.")
+            return replace(plan, checkpoint=path, checkpoint_sha256=sha256, step=state["step"])
         except Refused as error:  # damaged; the one before may be whole
             problem = str(error)
             say(f"warning: {problem}")
-            continue
-        return replace(
-            plan, checkpoint=path, checkpoint_sha256=sha256, step=state["step"],
-            clock_ms=state["clock_ms"],
-        )  # fmt: skip
     if problem:
         raise Refused(f"no usable checkpoint in {folder}: {problem} Give the right "
                       f"--checkpoint-dir, or start a new run without --resume.")  # fmt: skip

@@ -146,17 +146,13 @@ def provenance(source: Path) -> dict[str, Any]:
     own = {str(source / name) for name in read_sources(source)}
     flags: dict[str, Any] = {name: int(getattr(sys.flags, name)) for name in FLAGS}
     flags["pythonpath"] = os.environ.get("PYTHONPATH", "")
-    flags["pycache"] = "beside the source" if reads_bytecode(own) else "fresh"
+    # Whether bytecode is where Python looked for that of one of our modules. The program itself has
+    # no spec: it is always compiled.
+    specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
+    cached = [spec.cached for spec in specs if spec is not None and spec.origin in own]
+    found = any(os.path.exists(path or "") for path in cached)
+    flags["pycache"] = "beside the source" if found else "fresh"
     return {"sys_flags": flags, "modules_from_elsewhere": modules_from_elsewhere(own)}
-
-
-def reads_bytecode(own: set[str]) -> bool:
-    """Whether bytecode is where Python looked for that of one of our modules."""
-    for module in list(sys.modules.values()):
-        spec = getattr(module, "__spec__", None)  # None: the program itself, always compiled
-        if spec is not None and spec.origin in own and os.path.exists(spec.cached or ""):
-            return True
-    return False
 
 
 def modules_from_elsewhere(own: set[str]) -> list[str]:

@@ -19,7 +19,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -115,19 +115,17 @@ def segment_path(directory: str | Path, run_id: str, number: int) -> Path:
 
 def read_history(directory: str | Path, run_id: str) -> History | None:
     """The history of a run, or None if it has no header yet. LogError if a file is not its log."""
-    history = None
+    history: History | None = None
     train_time_ms = t_ms = 0.0
-    segments = 0
     saved: tuple[str, ...] = ()
-    sha256 = ""
     path = segment_path(directory, run_id, 1)
     while content := _read_segment(path):
         events = _read_events(path, content)
         header, last = events[0], events[-1]
         if header.get("event") != "header" or header.get("run_id") != run_id:
             raise LogError(f"{path}: line 1 must be the header of run {run_id}. Restore the file.")
-        if history and header.get("previous_sha256") != sha256:
-            raise LogError(f"{segment_path(directory, run_id, segments)} was changed after "
+        if history and header.get("previous_sha256") != history.sha256:
+            raise LogError(f"{segment_path(directory, run_id, history.segments)} was changed after "
                            f"{path} was begun. Restore the file.")  # fmt: skip
         for event in events:
             train_time_ms = max(train_time_ms, event.get("train_time_ms", 0.0))
@@ -135,7 +133,7 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
             if event["event"] == "checkpoint":
                 saved += (event["sha256"],)
         status = last["status"] if last["event"] == "end" else None
-        segments += 1
+        segments = history.segments + 1 if history else 1
         sha256 = hashlib.sha256(content).hexdigest()
         history = History(header, segments, sha256, status, train_time_ms, t_ms, saved)
         path = segment_path(directory, run_id, segments + 1)
@@ -199,7 +197,9 @@ def register(path: Path, event: str, **fields: Any) -> str:
     """Append a line and return its SHA-256. A lock lets runs share a folder. LogError."""
     try:
         with FileLock(f"{path}.lock"), open(path, "a+b", buffering=0) as file:
-            last = _last_line(file)
+            file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+            tail = file.read()
+            last = tail[tail.rfind(b"\n", 0, -1) + 1 :]
             now = datetime.now(UTC).isoformat(timespec="seconds")
             line = json_line({"event": event, "time": now, **fields, "previous": _sha256(last)})
             # A crash may have torn the last line. It stays in the chain, with a line end.
@@ -258,12 +258,6 @@ def _sha256(line: bytes) -> str:
     return hashlib.sha256(line.removesuffix(b"\n")).hexdigest()
 
 
-def _last_line(file: BinaryIO) -> bytes:
-    file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
-    tail = file.read()
-    return tail[tail.rfind(b"\n", 0, -1) + 1 :]
-
-
 # ---- Writing
 
 
@@ -282,9 +276,7 @@ def require_folders(config: RunSettings) -> None:
 def existing(directory: str | Path) -> Path:
     """The folder, or the nearest above it that exists."""
     folder = Path(directory).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def store_sources(directory: str | Path, root: str | Path) -> str:

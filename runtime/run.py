@@ -54,13 +54,11 @@ class Run(contextlib.AbstractContextManager):
         self.steps_done = plan.step
         self.code = 1
         self._config, self._machine, self._source = trainer.config, trainer.machine, source
-        self._header: dict[str, Any] = {}
         self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
         self._log = RunLog(self._config.log_dir, plan.run_id, plan.history)  # rank 0 begins it
         self._phases_logged = 0
-        self._stepped_at = 0.0  # train time
-        # Steps whose values have not been read yet: event, values, CUDA event or None.
-        self._late: list[tuple[Any, ...]] = []  # event, loss, flags, verdict, when they arrive
+        # Steps not read yet: event, loss, flags, verdict, CUDA event of their arrival or None.
+        self._late: list[tuple[Any, ...]] = []
         self._skips = 0  # in a row; starts at zero after a resume
         self._failure: NonFinite | None = None
         self._saved_at = plan.step
@@ -88,18 +86,16 @@ class Run(contextlib.AbstractContextManager):
 
     def _load(self) -> None:
         """Set the clock, and load rank 0's checkpoint on all ranks."""
-        plan, machine = self.plan, self._machine
-        self.clock.begin_run()
-        if plan.history is None:
-            return
-        self.clock.resume_run(plan.clock_ms, lost_ms=plan.history.train_time_ms - plan.clock_ms)
+        plan, clock_ms = self.plan, 0.0
         path, sha256 = plan.checkpoint, plan.checkpoint_sha256
-        if path is None:
-            return
-        model, optim, state = machine.on_main(lambda: checkpoint.load(path, sha256))
-        data = state["data"]
-        self.trainer.load_state_dict({"model": model, "optim": optim, "data": data})
-        set_random_state(machine, optim)
+        if path is not None:
+            model, optim, state = self._machine.on_main(lambda: checkpoint.load(path, sha256))
+            self.trainer.load_state_dict({"model": model, "optim": optim, "data": state["data"]})
+            set_random_state(self._machine, optim)
+            clock_ms = state["clock_ms"]
+        self.clock.begin_run()
+        if plan.history is not None:
+            self.clock.resume_run(clock_ms, lost_ms=plan.history.train_time_ms - clock_ms)
 
     def _begin(self) -> None:
         """Open the log and write its first lines, on rank 0."""
@@ -128,7 +124,7 @@ class Run(contextlib.AbstractContextManager):
     def start_training(self) -> None:
         """Start the clock."""
         self.clock.start("train", timed=True)
-        self._stepped_at = self.clock.train_time_ms
+        self._stepped_at = self.clock.train_time_ms  # train time
 
     def _stop_training(self) -> None:
         """Stop the clock and write the steps that are not written yet."""
@@ -308,13 +304,12 @@ class Run(contextlib.AbstractContextManager):
 
         found: further fields of the end event, `probes` among them.
         """
-        probes = found["probes"]
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         seed = f"seed {self.plan.seed}: " if self._config.trials > 1 else ""
         reached = val_loss <= target
         word = "reached" if reached else "missed"
         self._progress.close()
-        copied, new = probes["copy_loss"], probes["new_loss"]
+        copied, new = found["probes"]["copy_loss"], found["probes"]["new_loss"]
         self._machine.say(f"loss on copied tokens {copied:.2f}, on new tokens {new:.2f}")
         self._machine.say(f"{seed}target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")

@@ -1,7 +1,4 @@
-"""Settings: dataclass fields that become flags, --help and checks.
-
-`RunSettings` has those that do not belong to the experiment.
-"""
+"""Settings: dataclass fields that become flags, --help and checks."""
 
 import argparse
 import dataclasses
@@ -48,28 +45,6 @@ def require(settings: Any, name: str, holds: bool, rule: str) -> None:
         raise Refused(f"{flag(name)} {as_text(getattr(settings, name))}: it must be {rule}.")
 
 
-def check_fields(settings: Any) -> None:
-    """Raise Refused for the first field whose value breaks one of its rules or is not finite.
-
-    Each number of a tuple must keep the rules. None keeps all.
-    """
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        values = value if isinstance(value, tuple) else () if value is None else (value,)
-        finite = all(math.isfinite(value) for value in values if isinstance(value, float))
-        require(settings, field.name, finite, "a finite number")
-        rules = field.metadata["rules"]
-        if not isinstance(value, str | bool):
-            rules = {"at_least": 0} | rules
-        for rule, limit in rules.items():
-            words = f"{rule.replace('_', ' ')} {limit}"
-            if isinstance(limit, str):
-                words = f"{rule.replace('_', ' ')} {flag(limit)} {getattr(settings, limit)}"
-                limit = getattr(settings, limit)
-            kept = all(RULES[rule](value, limit) for value in values)
-            require(settings, field.name, kept, words)
-
-
 DASHBOARDS = ("none", "tensorboard", "trackio", "wandb")  # packages of these names
 
 
@@ -95,7 +70,25 @@ class RunSettings:
     verbose: bool = setting(False, "print which backends and optimizers are used, and why")
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        """Raise Refused for the first field whose value breaks one of its rules or is not finite.
+
+        Each number of a tuple must keep the rules. None keeps all.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            values = value if isinstance(value, tuple) else () if value is None else (value,)
+            finite = all(math.isfinite(value) for value in values if isinstance(value, float))
+            require(self, field.name, finite, "a finite number")
+            rules = field.metadata["rules"]
+            if not isinstance(value, str | bool):
+                rules = {"at_least": 0} | rules
+            for rule, limit in rules.items():
+                words = f"{rule.replace('_', ' ')} {limit}"
+                if isinstance(limit, str):
+                    words = f"{rule.replace('_', ' ')} {flag(limit)} {getattr(self, limit)}"
+                    limit = getattr(self, limit)
+                kept = all(RULES[rule](value, limit) for value in values)
+                require(self, field.name, kept, words)
 
 
 def require_packages(settings: RunSettings) -> None:
@@ -191,9 +184,8 @@ def parse(
     wants_help, wants_config = given.pop("help", False), given.pop("print_config", False)
     values = preset(given) | given
     if wants_help:  # before the rules are checked, so that broken settings can be looked up
-        for field in fields:
-            shown = as_text(values.get(field.name, field.default))
-            parser.set_defaults(**{field.name: shown})
+        shown = {field.name: field.default for field in fields} | values
+        parser.set_defaults(**{name: as_text(value) for name, value in shown.items()})
         print(parser.format_help())
         raise SystemExit(0)
     settings = kind(**values)

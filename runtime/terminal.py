@@ -200,14 +200,13 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
 def open_progress(trainer: Any, header: dict[str, Any]) -> Lines:
     """The live block where --progress, the terminal and the packages allow it, else lines."""
     wanted = trainer.config.progress != "lines" and trainer.machine.is_main
-    if not (wanted and sys.stdout.isatty() and find_spec("rich")):
-        return Lines(trainer, header)
-    from rich.console import Console
+    if wanted and sys.stdout.isatty() and find_spec("rich"):
+        from rich.console import Console
 
-    console = Console(force_terminal=True)  # it heeds NO_COLOR
-    if console.is_dumb_terminal or console.options.ascii_only:
-        return Lines(trainer, header)
-    return Live(trainer, header, console)
+        console = Console(force_terminal=True)  # it heeds NO_COLOR
+        if not (console.is_dumb_terminal or console.options.ascii_only):
+            return Live(trainer, header, console)
+    return Lines(trainer, header)
 
 
 # ---- Before the first run and after the last
@@ -282,8 +281,6 @@ def script(source: Path, name: str) -> str:
 
 
 # ---- Dashboards
-# A function opens a run in a dashboard. It returns two functions: one takes a step and its numbers,
-# the other waits until everything is sent.
 
 PROJECT = "speedrun"
 SHOWN = {  # events and their numbers
@@ -292,27 +289,23 @@ SHOWN = {  # events and their numbers
     ),
     "val": ("val_loss",),
 }  # fmt: skip
+# One function takes a step and its numbers, the other waits until everything is sent.
 Opened = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
-
-
-def open_tensorboard(folder: Path, run_id: str, config: dict[str, Any]) -> Opened:
-    """Event files in `tensorboard/RUN_ID` beside the logs: `tensorboard --logdir logs`."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(folder / "tensorboard" / run_id))
-    writer.add_text("config", json.dumps(config))
-
-    def log(step: int, numbers: dict[str, float]) -> None:
-        for name, number in numbers.items():
-            writer.add_scalar(name, number, step)
-
-    return log, writer.close
 
 
 def open_dashboard(name: str, folder: Path, run_id: str, config: dict[str, Any]) -> Opened:
     """A run in one of DASHBOARDS: see `trackio show`, and WANDB_MODE=offline for wandb."""
-    if name == "tensorboard":
-        return open_tensorboard(folder, run_id, config)
+    if name == "tensorboard":  # event files beside the logs: `tensorboard --logdir logs`
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(folder / "tensorboard" / run_id))
+        writer.add_text("config", json.dumps(config))
+
+        def log(step: int, numbers: dict[str, float]) -> None:
+            for name, number in numbers.items():
+                writer.add_scalar(name, number, step)
+
+        return log, writer.close
     facts: dict[str, Any] = {"project": PROJECT, "config": config, "resume": "allow"}
     if name == "trackio":
         import trackio

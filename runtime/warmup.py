@@ -210,10 +210,9 @@ def rehearse(trainer: Any) -> None:
     # Some gradients are 0 until the head has moved.
     take_steps(trainer, 0, 2 * config.adam_accum_steps)
     shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
-    firsts = [first for first, *_ in trainer.changes]
-    for first in firsts:
+    for first, *_ in trainer.changes:
         take_steps(trainer, first, 1)
-    for step in [firsts[0], config.steps]:  # the head may be tied at first
+    for step in (0, config.steps):  # the head may be tied at first
         trainer.validate(step, list(shapes.values()))
     trainer.machine.on_main(trainer.copied_and_new)
 
@@ -283,9 +282,6 @@ def dry_run(trainer: Any, clock: Clock) -> int:
 # In warm-up: it sees no future, and all state was restored bit for bit. After the last validation,
 # with trained weights: its losses are those of probabilities, and depend on no later token.
 
-# Inputs and targets, integers (B, T), to the loss of each target in nats, (B, T), or to their sum.
-# Targets may be fewer than inputs; they are then those of each row's end.
-Losses = Callable[[Tensor, Tensor], Tensor]
 AT_ONCE = 1024  # rows
 
 
@@ -330,25 +326,25 @@ def same_bits(a: Any, b: Any) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-@torch.no_grad()
-def check_trained(
-    losses: Losses, summed: Losses, inputs: Tensor, targets: Tensor, vocab_size: int, bos: int
-) -> dict[str, float]:
+def check_rows(model: Any, inputs: Tensor, targets: Tensor) -> dict[str, float]:
     """Three checks of a model on validation rows; an honest model has 1, 0 and 0.
 
     normalized: the sum over the vocabulary of exp(-loss) of one next token. causality_trained: the
     largest change of losses in the first half of the rows by other inputs in the second. additive:
     how much the sum over the rows differs from that of their first halves and of each other target.
-    vocab_size: tokens that have a score, those that pad the vocabulary among them.
     """
-    each, half = losses(inputs, targets), targets.size(1) // 2
-    cut = inputs.size(1) - targets.size(1) + half
+
+    def summed(inputs: Tensor, targets: Tensor) -> Tensor:  # not compiled: that would cost more
+        return model(inputs, targets, *model.eval_context(inputs))
+
+    each, half = model.token_losses(inputs, targets), targets.size(1) // 2
+    cut = inputs.size(1) - targets.size(1) + half  # targets may be those of each row's end alone
     changes = []
-    for changed in other_futures(inputs, cut, vocab_size, bos):
-        changes.append((losses(changed, targets) - each)[:, :half].abs().max())
+    for changed in other_futures(inputs, cut, model.config.padded_vocab, model.config.bos):
+        changes.append((model.token_losses(changed, targets) - each)[:, :half].abs().max())
     parts = summed(inputs[:, :cut], targets[:, :half]) + each[:, half:].sum()
     return {
-        "normalized": probability(losses, inputs[:1, :8], vocab_size),
+        "normalized": probability(model, inputs[:1, :8]),
         "causality_trained": torch.stack(changes).max().item(),
         "additive": (parts / summed(inputs, targets) - 1).abs().item(),
     }
@@ -367,16 +363,16 @@ def other_futures(inputs: Tensor, cut: int, vocab_size: int, bos: int) -> tuple[
     return same, new
 
 
-def probability(losses: Losses, row: Tensor, vocab_size: int) -> float:
+def probability(model: Any, row: Tensor) -> float:
     """The sum over the vocabulary of exp(-loss) of the token in the middle of a row (1, T).
 
     It is an input too, which exposes a model that reads one token ahead.
     """
     total, middle = 0.0, row.size(1) // 2
-    for tokens in torch.arange(vocab_size).split(AT_ONCE):
+    for tokens in torch.arange(model.config.padded_vocab).split(AT_ONCE):  # padding has scores too
         rows = row.repeat(len(tokens), 1)
         rows[:, middle] = tokens.to(rows)
-        loss = losses(rows[:, :-1], rows[:, 1:].long())[:, middle - 1]
+        loss = model.token_losses(rows[:, :-1], rows[:, 1:].long())[:, middle - 1]
         total += (-loss.cpu().double()).exp().sum().item()
     return total
 
@@ -385,20 +381,13 @@ def probability(losses: Losses, row: Tensor, vocab_size: int) -> float:
 def check_trained_model(trainer: Any) -> dict[str, Any]:
     """Check the trained model, for the log. Collective.
 
-    trainer: that of train_gpt.py. Each rank checks two rows that it validates, or none if it has
-    none. The worst values count.
+    Each rank checks two rows that it validates, or none if it has none. The worst values count.
     """
-    config, model = trainer.config, trainer.model
-    model.set_step(config.steps)
-
-    def summed(inputs: Tensor, targets: Tensor) -> Tensor:  # not compiled: that would cost more
-        return model(inputs, targets, *model.eval_context(inputs))
-
+    trainer.model.set_step(trainer.config.steps)
     found = []
     for batch in trainer.data.validation[:1]:
         inputs, targets, _ = batch.to(trainer.machine.device)
-        tokens = (config.padded_vocab, config.bos)
-        found.append(check_trained(model.token_losses, summed, inputs[:2], targets[:2], *tokens))
+        found.append(check_rows(trainer.model, inputs[:2], targets[:2]))
     everywhere = [checks for each in trainer.machine.gather(found) for checks in each]
     worst = {}
     for name, honest in {"normalized": 1.0, "causality_trained": 0.0, "additive": 0.0}.items():

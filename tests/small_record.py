@@ -1,6 +1,7 @@
 """A record without training: a claim, its source, and logs as a trainer would write them."""
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
@@ -188,3 +189,8 @@ def call(capsys: Any, *words: object) -> tuple[int, str]:
 def contents(folder: Path) -> dict[str, bytes]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def rewrite_claim(folder: Path, **changed: object) -> None:
+    path = folder / "claim.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed, indent=2) + "\n")

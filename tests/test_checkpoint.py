@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from small_record import contents
 
 from runtime import checkpoint
 from runtime.checkpoint import MODEL, OPTIM, STATE, SUMS, Snapshot, checkpoints, load, save
@@ -37,11 +38,6 @@ def snapshot(step=1, size=16, **state):
 
 def steps(folder):
     return [int(path.name[5:]) for path in checkpoints(folder)]
-
-
-def everything(folder):
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @contextmanager
@@ -73,7 +69,7 @@ def test_tensors_of_every_dtype_and_all_of_the_state_come_back_bit_for_bit(tmp_p
 def test_a_checkpoint_has_its_files_and_nothing_else_stays(tmp_path):
     (tmp_path / ".step_000004").mkdir()  # half of one, by a killed process
     assert save(tmp_path, snapshot(123)) == tmp_path / "step_000123"
-    assert set(everything(tmp_path)) == {f"step_000123/{name}" for name in FILES}
+    assert set(contents(tmp_path)) == {f"step_000123/{name}" for name in FILES}
     assert [each.name for each in tmp_path.iterdir()] == ["step_000123"]
 
 
@@ -101,7 +97,7 @@ def test_a_disk_that_is_full_at_any_file_leaves_the_old_ones_and_no_half_one(
 ):
     for step in (1, 2):
         save(tmp_path, snapshot(step))
-    before = everything(tmp_path)
+    before = contents(tmp_path)
     model, optim = ({"x": torch.zeros(size)} if kind == name else {} for kind in (MODEL, OPTIM))
     too_much = Snapshot(model, optim, {"step": 3, "text": text})
     with (
@@ -109,7 +105,7 @@ def test_a_disk_that_is_full_at_any_file_leaves_the_old_ones_and_no_half_one(
         pytest.raises((OSError, SafetensorError), match=r"(?i)file too large"),
     ):
         save(tmp_path, too_much)
-    assert everything(tmp_path) == before
+    assert contents(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "step_000002"}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import small_run
-from small_record import register
+from small_record import register, rewrite_claim
 
 from claims.logs import MAX_BYTES, read_run
 from claims.pages import readme
@@ -45,11 +45,6 @@ def tool(name: str, *words: object) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "scripts" / name), *map(str, words)]
     command = ["sh", "-c", 'ulimit -v 8388608; exec "$@"', "sh", *command]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def change_claim(folder: Path, **changed: Any) -> None:
-    path = folder / "claim.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed, indent=2) + "\n")
 
 
 def edit_log(log: Path, event: str, **changed: Any) -> None:
@@ -135,7 +130,7 @@ def test_no_file_from_outside_a_log_folder_gets_into_a_record(name, stranger, tm
 def test_a_claim_that_names_a_path_or_a_number_out_of_this_world_is_refused(
     field, value, rule, stranger
 ):
-    change_claim(stranger, **{field: value})
+    rewrite_claim(stranger, **{field: value})
     with pytest.raises(ClaimError, match=rule):
         read_claim(stranger / "claim.json")
 
@@ -222,10 +217,10 @@ def test_no_log_record_or_file_name_steers_the_terminal(stranger):
 def test_a_number_of_any_shape_in_claim_or_log_ends_in_a_sentence(value, stranger, capsys):
     first, second = sorted((stranger / "runs").glob("2*.jsonl"))
     claim = json.loads((stranger / "claim.json").read_text())
-    change_claim(stranger, config=claim["config"] | {"batch_tokens": value})
+    rewrite_claim(stranger, config=claim["config"] | {"batch_tokens": value})
     assert record.main(["verify", str(stranger)]) == 2
     assert "batch_tokens in config must be a positive whole number" in capsys.readouterr().err
-    change_claim(stranger, config=claim["config"])
+    rewrite_claim(stranger, config=claim["config"])
     edit_log(first, "header", data=small_run.read_events(first)[0]["data"] | {"val_tokens": value})
     assert record.main(["verify", str(stranger)]) == 1
     assert f"validation tokens: {value!s:.20}, not 262144" in capsys.readouterr().out

@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,24 +91,6 @@ def test_an_existing_run_is_never_overwritten(tmp_path):
 # ---- What goes wrong
 
 
-def test_a_killed_process_loses_no_line_that_it_had_written(tmp_path):
-    code = """
-import os, sys
-from runtime.log import RunLog
-log = RunLog(sys.argv[1], "run")
-log.begin({})
-for step in range(10**9):
-    log.write("step", step=step, payload="x" * 500)
-    os.write(1, b"%d\\n" % step)
-"""
-    with python(code, tmp_path, stdout=subprocess.PIPE) as child:
-        acknowledged = [int(next(child.stdout)) for _ in range(200)]
-        child.send_signal(signal.SIGKILL)
-        acknowledged += [int(line) for line in child.stdout if line.endswith("\n")]
-    written = [line["step"] for line in lines_of(tmp_path / "run.jsonl")[1:]]
-    assert written[: len(acknowledged)] == acknowledged
-
-
 class FullDisk:
     """`os.write` on a disk that takes `left` more bytes: a short write first, then ENOSPC."""
 
@@ -144,16 +125,6 @@ def test_a_full_disk_ends_no_run_and_its_lines_follow_once_there_is_room(
     events = [line.get("step", line["event"]) for line in lines_of(first.path)]
     assert events == ["header", 0, 1, 2, "end"]
     assert read_registry(tmp_path / "registry.jsonl")[-1]["log_sha256"] == sha256(first.path)
-
-
-def test_a_run_whose_last_lines_were_never_taken_has_not_ended(tmp_path, monkeypatch):
-    log = begun(tmp_path)
-    monkeypatch.setattr("runtime.log.append", refuse)
-    log.write("step", step=1)
-    with pytest.raises(LogError, match="its last lines are lost"):
-        log.finish(END)
-    assert [entry["event"] for entry in read_registry(tmp_path / "registry.jsonl")] == ["start"]
-    assert read_history(tmp_path, "run").status is None
 
 
 def test_a_header_that_cannot_be_written_starts_no_run(tmp_path, monkeypatch):
@@ -325,18 +296,6 @@ def time_ns(monkeypatch):
     time = Time()
     monkeypatch.setattr("runtime.clock.time", time)
     return time
-
-
-def test_each_run_has_the_phases_of_getting_ready_and_its_own(time_ns):
-    ledger = Clock()
-    with ledger.phase("setup", timed=False):
-        time_ns.now += 10**6
-    for _ in range(2):
-        ledger.begin_run()
-        with ledger.phase("train", timed=True):
-            time_ns.now += 2 * 10**6
-        assert [phase.name for phase in ledger.phases] == ["setup", "train"]
-        assert ledger.train_time_ms == 2.0
 
 
 def test_a_phase_waits_for_the_device_at_both_ends_unless_the_run_broke_off(time_ns):

@@ -22,11 +22,6 @@ small_vocabularies = st.lists(st.binary(max_size=5).map(lambda b: bytes(c % 3 fo
                               unique=True)  # fmt: skip
 
 
-def test_a_table_by_hand():
-    vocabulary = [b"there", b"the", b"", b"a", b"th", b"he", b"ther"]
-    assert prefix_table(vocabulary) == [6, 4, -1, -1, -1, -1, 1]
-
-
 @given(small_vocabularies)
 def test_the_prefix_is_the_longest_of_a_search_through_all_tokens(vocabulary):
     assert prefix_table(vocabulary) == slow_table(vocabulary)

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 from functools import cache
 
@@ -117,14 +116,6 @@ def test_a_run_that_broke_off_many_times_is_the_run(much_interrupted, whole):
     assert [event["from_step"] for event in resumed(much_interrupted)] == [0, 2, 3, 7, 9]
     headers = [read_events(path)[0] for path in logs_of(much_interrupted)]
     assert [header.get("segment") for header in headers] == [None, 2, 3, 4, 5, 6]
-
-
-def test_each_checkpoint_and_its_use_stand_in_the_log(much_interrupted):
-    events = read_events(*logs_of(much_interrupted))
-    saved = {each["sha256"]: each["step"] for each in events if each["event"] == "checkpoint"}
-    used = [(event["from_step"], event["checkpoint_sha256"]) for event in resumed(much_interrupted)]
-    assert used[0] == (0, None)
-    assert all(saved[sha256] == step for step, sha256 in used[1:])
 
 
 def test_the_registry_knows_of_each_resume_and_each_end(much_interrupted):
@@ -246,14 +237,6 @@ def refused(broken, **changed):
     after = {path: path.read_bytes() for path in logs.rglob("*") if path.is_file()}
     assert {path for path in before if before[path] != after.get(path)} == set()
     return str(raised.value)
-
-
-def test_checkpoints_of_another_run_are_refused(broken, tmp_path):
-    stop(tmp_path / "other", 3, seed=1)
-    other = saved(tmp_path / "other")[-1].parent
-    shutil.rmtree(broken)
-    shutil.copytree(other, broken)
-    assert f"the log of {broken.name} names no such checkpoint" in refused(broken)
 
 
 def test_another_checkpoint_folder_is_refused_with_the_one_that_was(broken, tmp_path):

@@ -12,7 +12,6 @@ from small_run import SEQUENCE, STEPS, run, write_data
 from stub_trainer import in_child, logs_of, losses_of, read_events
 
 import train_gpt
-from optim import SpikeRule
 from runtime.checkpoint import checkpoints
 from runtime.run import Run
 from runtime.warmup import same_bits
@@ -155,27 +154,6 @@ def test_training_on_does_not_change_a_snapshot_that_waits(data, tmp_path, monke
     for snapshot, copied in taken:
         assert same_bits(snapshot._asdict(), copied._asdict())
     assert not same_bits(taken[0][0].optim, taken[1][0].optim), "else there would be nothing to see"
-
-
-def test_a_spike_right_after_the_resume_is_skipped_as_without(data, tmp_path, monkeypatch):
-    """A loss a million times too high is a spike only to a guard that knows those before it."""
-    gradients = train_gpt.Trainer.gradients
-
-    def spiking(self, step, flags):
-        loss, flags = gradients(self, step, flags)
-        return (1e6 * loss if step + 1 == 9 else loss), flags
-
-    monkeypatch.setattr(train_gpt.Trainer, "gradients", spiking)
-    rule = SpikeRule(window=8, start=4, sigma=1000)
-    monkeypatch.setattr(train_gpt.optim, "SpikeRule", lambda **_: rule)
-    torch.manual_seed(0)
-    assert run(data, tmp_path / "whole", keep_model="on").code == 0
-    torch.manual_seed(0)
-    break_off(TERM, 7, data, tmp_path / "broken")
-    resume(data, tmp_path / "broken")
-    skips = read_events(*logs_of(tmp_path / "broken"), kind="skip")
-    assert [(skip["step"], skip["guard"]) for skip in skips] == [(9, "spike")]
-    assert_same(tmp_path / "broken", tmp_path / "whole")
 
 
 # ---- Kills

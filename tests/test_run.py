@@ -19,7 +19,6 @@ from stub_trainer import (
 from runtime import checkpoint, ending
 from runtime import run as runs
 from runtime.checkpoint import checkpoints, load_final
-from runtime.clock import Clock
 from runtime.errors import Interrupted, Refused
 
 
@@ -54,7 +53,7 @@ def test_a_run_logs_header_phases_steps_validations_and_its_end(tmp_path, capsys
     end = found[-1]
     assert (end["event"], end["status"], end["steps"], end["reached"]) == ("end", "done", 10, True)
     assert end["val_loss"] == events(tmp_path, "val")[-1]["val_loss"]
-    assert end["peak_mib"] > 10
+    assert 10 < end["peak_mib"] < 100_000
     (last,) = re.findall(r"^target .*", capsys.readouterr().out, re.MULTILINE)
     (log,) = logs_of(tmp_path)
     seconds = f"{end['train_time_ms'] / 1000:.1f}"
@@ -77,16 +76,6 @@ def test_losses_are_read_late_as_on_a_gpu_and_all_of_them_when_the_clock_stops(
     assert len(events(tmp_path, "step")) == STEPS
 
 
-def test_the_time_left_counts_the_tokens_still_to_train(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Clock, "train_time_ms", property(lambda clock: 100_000.0))
-    trainer = trainer_in(tmp_path)
-    header = trainer.header
-    trainer.header = lambda *run: header(*run) | {"train_tokens": 400}
-    stub_trainer.make_runs(trainer)
-    (said,) = re.findall(r"step 10/10 .* \| (.*)$", capsys.readouterr().out, re.MULTILINE)[:1]
-    assert said == "last validation, about 900 s", "40 tokens of 400 took 100 seconds"
-
-
 # ---- Bad steps
 
 
@@ -95,15 +84,6 @@ def spoil(*steps, by=math.inf):
         trainer.spoil = by
 
     return dict.fromkeys(steps, act)
-
-
-def test_a_skipped_step_is_told_with_its_shard_and_tokens(tmp_path, capsys):
-    assert run(tmp_path, spoil(4)) == 0
-    (skip,) = events(tmp_path, "skip")
-    assert (skip["step"], skip["guard"], skip["value"]) == (4, "nonfinite", "inf")
-    assert (skip["tensor"], skip["shard"], skip["token_offset"]) == ("weights", "shard_0", 16)
-    assert "step 4 skipped, nonfinite: weights inf (shard shard_0" in capsys.readouterr().out
-    assert [each["skipped"] for each in events(tmp_path, "step")].count(True) == 1
 
 
 def test_skips_in_a_row_end_the_run_after_saving_and_it_can_go_on(tmp_path, monkeypatch, capsys):

@@ -1,11 +1,8 @@
 """run.sh in a scratch copy: every program that it starts is a stub that notes how it was called."""
 
-import os
 import re
 import shutil
-import signal
 import subprocess
-import time
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -177,19 +174,6 @@ def test_an_environment_that_cannot_be_made_is_explained_and_made_at_the_next_st
     assert fresh.jobs() == jobs
     assert fresh.run().returncode == 0
     assert fresh.jobs()[-3:] == ["pip", "data.corpus", "train_gpt.py"]
-
-
-def test_an_install_that_was_interrupted_is_repaired(fresh: Clone) -> None:
-    process = fresh.start(FAKE_PIP_SECONDS="30")
-    deadline = time.monotonic() + 30
-    while not (fresh.record.exists() and fresh.record.read_text().count("\x1e") == 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert fresh.run().returncode == 0
-    assert fresh.jobs() == ["venv", "pip", "pip", "data.corpus", "train_gpt.py"]
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")

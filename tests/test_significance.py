@@ -347,7 +347,3 @@ def test_a_loss_that_is_not_above_zero_is_refused_in_logs_of_any_kind_and_typed(
         except SystemExit as ended:
             code = ended.code
         assert (code, "a loss is above 0" in capsys.readouterr().err) == (2, True)
-
-
-def test_two_typed_losses_are_too_few_to_pass():
-    assert main(["--losses", "3.2,3.21", "--target", "3.39"]) == 1

@@ -139,14 +139,6 @@ def test_planned_looks_have_the_published_level(looks, level):
     assert stats.look_level(looks) == pytest.approx(level, rel=0.05)
 
 
-def test_testing_at_the_look_level_keeps_the_level_in_runs_drawn_one_by_one():
-    level, passed = stats.look_level((4, 6), 0.05), np.zeros(100_000, bool)
-    runs = np.random.default_rng(2).normal(3.28, 0.0013, (100_000, 6))
-    for n in (4, 6):
-        passed |= ttest_1samp(runs[:, :n], 3.28, axis=1, alternative="less").pvalue < level
-    assert passed.mean() == pytest.approx(0.05, rel=0.04)
-
-
 def test_four_losses_of_3278_lie_on_the_bound_that_doubles_miss():
     assert not (3.28 - 3.278) * 4**0.5 >= 0.004
     assert stats.steps_rule([3.278] * 4, 3.28) == (0.004, True)
