@@ -204,13 +204,13 @@ def paired_differences(folder: Path, arms: Sequence[Arm], metric: str, seeds: ra
 
 
 def read_judgements(folder: Path) -> list[dict[str, Any]]:
-    """The start lines in order, each with the fields of its end line, if it has one."""
+    """The start lines in order, each with the fields of its end line, if any; done: its pairs."""
     path = folder / JUDGEMENTS
     lines = read_registry(path) if path.exists() else []
     found = {line["run_id"]: line for line in lines if line["event"] == "start"}
     for line in lines:
         if line["event"] == "end":
-            found[line["run_id"]] = line | found[line["run_id"]]
+            found[line["run_id"]] = line | found[line["run_id"]] | {"done": line.get("pairs")}
     return list(found.values())
 
 

@@ -56,11 +56,10 @@ def why_not_flash(name: str, device: torch.device, dtype: torch.dtype, head_dim:
 
 def _reach(cu_seqlens: Tensor, window: Tensor, longest: int) -> tuple[tuple, dict[str, Any]]:
     """Arguments of torch's operators for documents, window and causality."""
-    whole = int(window) >= longest  # no document is longer than the window
-    left = -1 if whole else int(window)
+    causal = int(window) >= longest  # with a window, window_size_right hides the future
+    left = -1 if causal else int(window)  # -1: no document is longer than the window
     options = {"scale": 1.0, "window_size_left": left, "window_size_right": 0}
-    dropout, causal = 0.0, whole  # with a window, window_size_right hides the future
-    return (cu_seqlens, cu_seqlens, longest, longest, dropout, causal), options
+    return (cu_seqlens, cu_seqlens, longest, longest, 0.0, causal), options  # 0.0: dropout
 
 
 # An operator of our own hides the window from the compiler, which would compile a graph for each

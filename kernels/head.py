@@ -231,9 +231,8 @@ def linear_cross_entropy(
 
 def _weighted(logits_nV: Tensor, targets_nK: Tensor, weights_K: Tensor) -> Tensor:
     """The two losses of a chunk, (2,)."""
-    log_p, losses = F.log_softmax(logits_nV, -1), []
-    for target in targets_nK.unbind(1):
-        losses.append(F.nll_loss(log_p, target, ignore_index=-1, reduction="sum"))
+    log_p, targets = F.log_softmax(logits_nV, -1), targets_nK.unbind(1)
+    losses = [F.nll_loss(log_p, each, ignore_index=-1, reduction="sum") for each in targets]
     return torch.stack([(torch.stack(losses) * weights_K.detach()).sum(), losses[0].detach()])
 
 

@@ -17,13 +17,13 @@ def bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
     return torch.cat([torch.full_like(tokens[:, :1], rows - 1), pairs % (rows - 1)], dim=1)
 
 
-def random_signs(dim: int, rows: int = 8192) -> Tensor:
-    """Return rows (rows, dim) of +1 and -1, on the CPU and always the same.
+def random_signs(dim: int) -> Tensor:
+    """Return rows (8192, dim) of +1 and -1, on the CPU and always the same.
 
     Bigrams that share a row of the table differ by their signs (record 83).
     """
     generator = torch.Generator().manual_seed(0)
-    return 2.0 * torch.randint(2, (rows, dim), generator=generator, device="cpu") - 1
+    return 2.0 * torch.randint(2, (8192, dim), generator=generator, device="cpu") - 1
 
 
 def sign_rows(tokens_BT: Tensor, rows: int) -> Tensor:

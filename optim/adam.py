@@ -61,10 +61,9 @@ class AdamW(ShardedOptimizer):
         if is_sharded(param):
             length, total = shard_length(param, ranks), param.numel()
             return [(1, min(length, total - begin)) for begin in range(0, total, length)]
-        if ranks == 1 or param.numel() < LARGE:
-            return [(1, param.numel())]
-        bounds = [param.numel() * rank // ranks for rank in range(ranks + 1)]
-        return [(1, bounds[rank + 1] - bounds[rank]) for rank in range(ranks)]
+        pieces = ranks if param.numel() >= LARGE else 1
+        bounds = [param.numel() * piece // pieces for piece in range(pieces + 1)]
+        return [(1, bounds[piece + 1] - bounds[piece]) for piece in range(pieces)]
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
         moment, counter = State(param.shape, (-1,), param.dtype), State((), (1,), torch.int64)
@@ -74,4 +73,4 @@ class AdamW(ShardedOptimizer):
         group = bucket.group
         beta1, beta2 = group["betas"]
         fixed = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "cautious": self.cautious}
-        return adamw, fixed, {"rate": group["lr"] * group["lr_mul"], **decay_of(group)}
+        return adamw, fixed, {"rate": group["lr"] * group["lr_mul"], "decay": decay_of(group)}

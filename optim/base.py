@@ -112,6 +112,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         kept = dict(self.named_state()) if hasattr(self, "buckets") else {}
         group_of = {p: group for group in self.param_groups for p in group["params"]}
+        if not group_of:
+            raise ValueError(f"{type(self).__name__} got groups without parameters; leave it out")
         names: dict[Tensor, str] = {}
         for param, name in zip(params_of(self), names_of(self), strict=True):
             if param in names:
@@ -217,7 +219,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         dtype = widest(self._device)
         squares = torch.zeros(len(self._names), dtype=dtype, device=self._device)
         for bucket in self.buckets:
-            norms = torch.stack(list(bucket.norms())).to(dtype)
+            norms = torch.stack(bucket.norms()).to(dtype)
             squares.index_add_(0, bucket.numbers[:: bucket.each], norms.square())
         present = torch.ones_like(squares)
         for number, param in enumerate(self._names):
@@ -268,8 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.compiled or (self.compiled is None and self._device.type == "cuda"):
             run = compiled_update()
             # As tensors on the device: a new value then needs no new compilation.
-            for name, rate in {**rates}.items():
-                rates[name] = None if rate is None else bucket.scalar(rate)
+            rates |= {name: bucket.scalar(rate) for name, rate in rates.items() if rate is not None}
             divisor = bucket.scalar(divisor)
         counter = bucket.state.get("step")
         for matrices, tensors in bucket.slices():
@@ -387,11 +388,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.update({key: saved[key] for key in known if key in saved})
 
 
-def decay_of(group: dict[str, Any]) -> dict[str, Any]:
-    """{"decay": share of the weights that a step takes away, or None}."""
-    if not group["weight_decay"]:
-        return {"decay": None}
-    return {"decay": group["lr"] * group["weight_decay"] * group["wd_mul"]}
+def decay_of(group: dict[str, Any]) -> Any:
+    """The share of the weights that a step takes away, or None."""
+    return group["lr"] * group["weight_decay"] * group["wd_mul"] if group["weight_decay"] else None
 
 
 def keep_freed_memory() -> None:

@@ -138,10 +138,10 @@ class Bucket:
         numbers = [part.number for part in parts for _ in range(self.each)]
         self.numbers = torch.tensor(numbers, device=self.param.device)  # parameter of each matrix
 
-    def norms(self) -> Iterable[Tensor]:
+    def norms(self) -> tuple[Tensor, ...]:
         """Norm of each part's summed gradient, computed in float32 at least."""
         if self.sums is not None:
-            return torch._foreach_norm(list(self.sums.split(self.each)), dtype=self.wide)
+            return torch._foreach_norm(self.sums.split(self.each), dtype=self.wide)
         return torch._foreach_norm([part.gradient() for part in self.parts], dtype=self.wide)
 
     def scalar(self, value: float) -> Tensor:

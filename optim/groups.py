@@ -40,20 +40,18 @@ def build_optimizers(
     named, table = list(named_parameters), list(rows)
     problems: list[str] = []
     groups: dict[str, list[dict[str, Any]]] = {}
-    members: list[list[tuple[str, Tensor]]] = [[] for _ in table]
-    for name, param in named:
-        found = [i for i, row in enumerate(table) if fnmatchcase(name, row.pattern)]
-        if len(found) == 1:
-            members[found[0]].append((name, param))
-        else:
-            patterns = ", ".join(repr(table[i].pattern) for i in found)
-            problems.append(f"parameter {name} matches {len(found)} rows: {patterns or 'none'}")
+    for name, _ in named:
+        patterns = [repr(row.pattern) for row in table if fnmatchcase(name, row.pattern)]
+        if len(patterns) != 1:
+            found = ", ".join(patterns) or "none"
+            problems.append(f"parameter {name} matches {len(patterns)} rows: {found}")
     if problems:
         raise ValueError("each parameter needs exactly one row; " + "; ".join(problems))
-    for row, own in zip(table, members, strict=True):
+    for row in table:
+        own = [(name, param) for name, param in named if fnmatchcase(name, row.pattern)]
         if own:
             groups.setdefault(row.optimizer, []).append({"params": own, **row.options})
-    optimizers = {name: factories[name](found) for name, found in groups.items()}
+    optimizers = {name: factories[name](own) for name, own in groups.items()}
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             if not isinstance(optimizer, ShardedOptimizer):
@@ -65,7 +63,7 @@ def build_optimizers(
 def _fold(group: dict[str, Any]) -> None:
     """Multiply lr_mul and wd_mul into lr and weight_decay, for an optimizer of torch."""
     lr_mul, wd_mul = group.pop("lr_mul", 1.0), group.pop("wd_mul", 1.0)
-    group["lr"] *= lr_mul
+    group["lr"] = group["lr"] * lr_mul  # in place, groups that share a tensor would all change
     if group.get("weight_decay") and lr_mul:
         # torch decays by lr * weight_decay, and lr now contains lr_mul.
         group["weight_decay"] *= wd_mul / lr_mul

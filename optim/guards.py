@@ -73,12 +73,10 @@ class Guard:
     ):
         self.optimizers = list(optimizers)
         self.spike, self.nonfinite = spike, nonfinite
-        self._parts: list[Any] = []
-        for optimizer in self.optimizers:
-            part: Any = optimizer
+        self._parts: list[Any] = list(self.optimizers)
+        for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, ShardedOptimizer):
-                part = TorchOptimizer(optimizer, process_group, grad_divisor)
-            self._parts.append(part)
+                self._parts[number] = TorchOptimizer(optimizer, process_group, grad_divisor)
         self._device = self.optimizers[0].param_groups[0]["params"][0].device
         self.reset()
 
@@ -137,11 +135,9 @@ class Guard:
         """Gradient norms (parameters,) of each optimizer over all ranks; zeros if left out."""
         for number in numbers:  # all messages leave before the first is waited for
             self._parts[number].launch()
-        norms = []
-        for number, optimizer in enumerate(self.optimizers):
-            norms.append(torch.zeros(len(names_of(optimizer)), device=self._device))
-            if number in numbers:
-                norms[number] = self._parts[number].measure()
+        norms = [torch.zeros(len(names_of(each)), device=self._device) for each in self.optimizers]
+        for number in numbers:
+            norms[number] = self._parts[number].measure()
         return norms
 
     def judge(
@@ -152,9 +148,8 @@ class Guard:
         It is code, value, first bad gradient, and the norm of each optimizer's gradient.
         """
         gradients = torch.cat(norms)
-        counts = [len(each) for each in norms]
         # A spoiled sum holds gradients of an earlier, skipped step.
-        stale = torch.cat([s.expand(n) for s, n in zip(self._spoiled, counts, strict=True)])
+        stale = torch.cat([s.expand_as(n) for s, n in zip(self._spoiled, norms, strict=True)])
         bad = ~gradients.square().isfinite() & ~stale
         first = bad.to(torch.int8).argmax()  # torch has no argmax of bool
         nonfinite = bad.any() & self.nonfinite

@@ -152,13 +152,12 @@ class Muon(ShardedOptimizer):
 
     def _choice(self, param: Tensor, group: dict[str, Any], rows: int, cols: int) -> Choice:
         dtype = self.dtype or native_dtype(param.device)
-        short, long = min(rows, cols), max(rows, cols)
-        return choose(short, long, group["method"], dtype, param.device, group["backend"])
+        return choose(*sorted((rows, cols)), group["method"], dtype, param.device, group["backend"])
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         # Several ranks can share the matrices of a parameter. One rank alone handles fewer tensors.
         cuts: list[tuple[int, ...]] = []
-        for count, rows, cols in matrix_shapes(tuple(param.shape), group["split"]):
+        for count, rows, cols in matrix_shapes(param.shape, group["split"]):
             cuts += [(count, rows, cols)] if ranks == 1 else [(1, rows, cols)] * count
         return cuts
 
@@ -171,13 +170,13 @@ class Muon(ShardedOptimizer):
         rates = {"rate": group["lr"] * group["lr_mul"] * scale, "beta": group["momentum"]}
         choice = self._choice(bucket.param, group, *bucket.shape[1:])
         fixed = {"nesterov": self.nesterov, "cautious": self.cautious, "choice": choice}
-        return muon, fixed, rates | decay_of(group)
+        return muon, fixed, rates | {"decay": decay_of(group)}
 
     def describe(self) -> str:
         """The line of `ShardedOptimizer`, then one a shape: method, backend, dtype."""
         lines = {super().describe(): None}
         for param, group in self._group_of.items():
-            for _, rows, cols in matrix_shapes(tuple(param.shape), group["split"]):
+            for _, rows, cols in matrix_shapes(param.shape, group["split"]):
                 method, dtype, backend = self._choice(param, group, rows, cols)
                 lines[f"{rows} x {cols}: {method}, {backend} products in {dtype}"] = None
         return "\n".join(lines)
@@ -201,7 +200,7 @@ class NorMuon(Muon):
         super().__init__(params, lr, **options)
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        shapes = matrix_shapes(tuple(param.shape), group["split"])
+        shapes = matrix_shapes(param.shape, group["split"])
         count = sum(matrices for matrices, _, _ in shapes)
         _, rows, cols = shapes[0]
         variance = State((count, 1, cols), (1, -1), param.dtype)

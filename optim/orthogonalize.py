@@ -13,13 +13,11 @@ from torch import Tensor
 
 from . import symmetric_matmul
 
-Coefficients = tuple[float, float, float]  # (a, b, c) of an iteration
-
 
 class Method(NamedTuple):
     """Coefficients of the iterations, which start at X / (safety * Frobenius norm + eps)."""
 
-    coefficients: tuple[Coefficients, ...]
+    coefficients: tuple[tuple[float, float, float], ...]  # (a, b, c) of each iteration
     safety: float = 1.0
     eps: float = 1e-7
 

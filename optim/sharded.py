@@ -45,9 +45,7 @@ def ranks_of(names: Mapping[Any, str], process_group: Any) -> RankGroup:
             rule = " or ".join(map(str, supported))
             what = f"parameter {name} has placements {tuple(param.placements)}"
             raise ValueError(f"{what}; supported is {rule}, as fully_shard splits over one mesh")
-    meshes: dict[Any, str] = {}
-    for param, name in names.items():
-        meshes[getattr(param, "device_mesh", None)] = name
+    meshes: dict[Any, str] = {getattr(p, "device_mesh", None): name for p, name in names.items()}
     if len(meshes) > 1:
         where = ", ".join(f"{name} on {mesh or 'none'}" for mesh, name in meshes.items())
         raise ValueError(f"parameters are on several meshes: {where}; build an optimizer for each")

@@ -20,6 +20,8 @@ class TorchOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any, grad_divisor: float):
+        if not 0 < grad_divisor < float("inf"):
+            raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
         self.optimizer, self.grad_divisor = optimizer, grad_divisor
         self.ranks = RankGroup.of(process_group)
         self.params = params_of(optimizer)

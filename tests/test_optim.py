@@ -316,6 +316,8 @@ def test_a_divisor_divides_the_gradient_before_the_state_sees_it(index):
         (lambda p: NorMuon(p, 0.1, beta2=1.5), r"beta2 must be in \[0, 1\), got 1.5"),
         (lambda p: AdamW(p, 0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
         (lambda p: AdamW([p[0].detach().T], 0.1), r"not contiguous"),
+        (lambda p: Muon([{"params": []}], 0.1), r"groups without parameters"),
+        (lambda p: Guard([torch.optim.SGD(p)], grad_divisor=-1), r"must be positive, got -1"),
     ],
 )
 def test_bad_settings_are_refused_with_value_rule_and_fix(build, message):
@@ -422,6 +424,14 @@ def test_a_table_sends_each_parameter_to_its_optimizer_with_its_options():
     assert not {"lr_mul", "wd_mul"} & torchs.keys()
     kept = build_optimizers(model.named_parameters(), [Row("*", "torch")], factories)["torch"]
     assert (kept.param_groups[0]["lr"], kept.param_groups[0]["weight_decay"]) == (0.1, 0.5)
+
+
+def test_groups_that_share_a_tensor_as_rate_keep_their_own_multipliers():
+    model, _, _ = table_and_model()
+    rows = [Row("embed.*", "torch", {"lr_mul": 75.0}), Row("mlp.*", "torch", {"lr_mul": 4.0})]
+    factories = {"torch": lambda groups: torch.optim.AdamW(groups, torch.tensor(0.1))}
+    built = build_optimizers(model.named_parameters(), rows, factories)["torch"]
+    assert [float(each["lr"]) for each in built.param_groups] == pytest.approx([7.5, 0.4])
 
 
 @pytest.mark.parametrize(

@@ -535,7 +535,7 @@ def test_a_page_in_a_file_has_judgements_and_records_with_verdict_and_diff(tmp_p
     assert "better judgement 001 B - A -0.02 (-0.03 to -0.01) nats per token" in shown
     assert "shown 2026-11-22_ModernDefault mean 3.3073 below 3.39" in shown
     page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
-    for text in ("B: --steps 40", "+new", "+++ train_gpt.py"):
+    for text in ("B: --steps 40", "8 pairs", "+new", "+++ train_gpt.py"):
         page.wait(f"document.getElementById('verdicts').innerText.includes('{text}')")
 
 

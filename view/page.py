@@ -35,9 +35,8 @@ def write_page(store: Store, path: Path) -> None:
     if not data["ids"]:
         unread = [f"no run log in {', '.join(data['folders'])}: nothing to show", *data["unread"]]
         raise Refused("\n".join(unread))
-    answers = {f"diff?id={name}": store.diff(name) for name in store.verdicts}
+    answers = data["answers"] = {f"diff?id={name}": store.diff(name) for name in store.verdicts}
     groups = list(dict.fromkeys(run["group"] for run in data["runs"]))[:COMPARED]
     for a, b in combinations(groups, 2):
         answers[f"compare?a={a}&b={b}"] = store.compare(a, b)
-    data["answers"] = answers
     path.write_text(build_page(data), encoding="utf-8")

@@ -44,7 +44,7 @@ def find_folders(paths: Sequence[str | Path]) -> list[Folder]:
         records = [record for record in [path, *inside] if (record / "runs").is_dir()]
         folders += [Folder(record.resolve().name, record / "runs", record) for record in records]
         if not records:
-            folders.append(Folder("/".join(path.parts[-2:]), path))
+            folders.append(Folder("/".join(path.parts[-2:]) or path.resolve().name, path))
     return folders
 
 
@@ -56,10 +56,9 @@ def logs_of(folder: Folder) -> list[Path]:
 
 def segments_of(first: Path) -> list[Path]:
     """The files of a run."""
-    segments, path = [first], first.with_name(f"{first.stem}.2.jsonl")
-    while path.exists():
+    segments = [first]
+    while (path := first.with_name(f"{first.stem}.{len(segments) + 1}.jsonl")).exists():
         segments.append(path)
-        path = first.with_name(f"{first.stem}.{len(segments) + 1}.jsonl")
     return segments
 
 
@@ -213,8 +212,6 @@ class Store:
         """The log as it is now; the one read before if its files did not change."""
         known, error = self.logs.get(path), None
         state: list[tuple[int, int]] = []
-        runs: list[dict[str, Any]] = []
-        found: list[Run] = []
         try:
             stats = [segment.lstat() for segment in segments_of(path)]
             state = [(stat.st_mtime_ns, stat.st_size) for stat in stats]
@@ -224,7 +221,7 @@ class Store:
             found = read_runs(path, links=False, cut=thin)
             runs = [summary(run, folder, modified) for run in found]
         except (LogError, OSError, RecursionError) as problem:
-            error = str(problem)
+            error, runs, found = str(problem), [], []
         self.version += 1
         return Log(state, self.version, runs, found, error)
 

@@ -64,8 +64,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    daemon_threads = True
-
     def __init__(self, store: Store, port: int) -> None:
         """Refused if the port is taken; 0 takes any free one."""
         self.store = store

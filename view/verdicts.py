@@ -35,8 +35,9 @@ def describe_judgement(folder: Path, entry: dict[str, Any]) -> dict[str, str]:
     unit = UNITS[entry["metric"]]
     word, text = "unfinished", f"at most {entry['pairs']} pairs"
     if "outcome" in entry:
-        numbers = {name: float(entry[name]) for name in Verdict._fields[3:]}
-        verdict = Verdict(str(entry["outcome"]), True, entry["pairs"], **numbers)
+        known = [name for name in Verdict._fields[3:] if name in entry]  # older ones have no skew
+        numbers = {name: float(entry[name]) for name in known}
+        verdict = Verdict(str(entry["outcome"]), True, entry["done"], **numbers)
         word = verdict.outcome
         text = (f"B - A {in_words(verdict, '+.4g')} {unit}, {verdict.confidence:.0%} interval, "
                 f"{verdict.pairs} pairs")  # fmt: skip
