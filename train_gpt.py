@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 if __name__ == "__main__":
-    # Bytecode beside a source may be of another source, so this repository's is not read.
+    # Bytecode beside a source of this repository may be of another source: none is read until the
+    # prefix is None again. That of torch, above, is.
     sys.pycache_prefix = os.devnull
 import optim
 from data.audit import missing_data, open_audited
@@ -75,7 +76,7 @@ class Layer:
     backout: bool = False  # a share of this layer's output is subtracted at the end
     reads: int | None = None  # earlier layer whose output this layer's attention reads
     paired: bool = False  # two heads share a row of twice the length
-    mixes: int | None = None  # with MUDD, which reads this earlier layer too; None: a plain Block
+    mixes: int | None = None  # earlier layer that a MixingBlock mixes in; None: a plain Block
 
 
 LAYERS = {
@@ -111,10 +112,7 @@ LAYERS = {
         Layer(attention=False, skip_from=2), Layer(backout=True),
         Layer(value_embed=1, reads=5, paired=True), Layer(window="long", value_embed=2, reads=5),
     ],
-    "plain8": [
-        Layer(), Layer(), Layer(window="long"), Layer(), Layer(), Layer(), Layer(),
-        Layer(window="long"),
-    ],
+    "plain8": [Layer(), Layer(), Layer(window="long"), *[Layer()] * 4, Layer(window="long")],
     "tiny": [
         Layer(value_embed=0), Layer(window="long", value_embed=1),
         Layer(value_embed=0, skip_from=0, backout=True), Layer(window="long", value_embed=1),
@@ -139,7 +137,7 @@ class Stage:
     tied: bool = False  # the token embedding is the output head too
     # For each token predicted after the next one: its loss's weight at the stage's start and end.
     ahead: tuple[tuple[float, float], ...] = ()
-    prefix: tuple[float, float] = (0.0, 0.0)  # the same for the longest token that begins the next
+    prefix: tuple[float, float] = (0.0, 0.0)  # the same for the next token's longest prefix
     extension: bool = False  # after the schedule: the learning rate stays at its floor
 
 
@@ -181,7 +179,6 @@ STAGES = {
 # `section` opens a group of them in --help. The defaults are the `short` track.
 
 METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
-BACKENDS = ("auto", "plain", "triton")
 OPTIMIZERS = ("normuon", "muon", "adamw", "torch_muon", "torch_adamw")
 SOFTCAPS = {  # kind, height, width, shift
     "sigmoid": ("sigmoid", 30.0, 7.5, 0.0),
@@ -236,7 +233,7 @@ class Config(RunSettings):
     bigram_signs: bool = setting(False, "random signs separate bigrams that share a row")
     xsa: bool = setting(False, "remove a learned share of the output along the own value")
     zero_output: bool = setting(True, "attention's initial output matrix is 0")
-    copy_init: float = setting(0.0, "initial head: this times long layers' value embeddings")
+    copy_init: float = setting(0.0, "initial head: this times the last long layer's value table")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
     prefixes: bool = setting(False, "also predict the longest token that begins the next one")
     softcap: str = setting("sigmoid", "soft cap of the logits", one_of=tuple(SOFTCAPS))
@@ -259,7 +256,7 @@ class Config(RunSettings):
     matrix_beta2: float = setting(0.95, "second-moment decay of normuon and adam", below=1)
     cautious_wd: bool = setting(False, "decay by lr^2, only where it and the update agree in sign")
     ortho_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
-    ortho_backend: str = setting("plain", "backend of ortho_method", one_of=BACKENDS)
+    ortho_backend: str = setting("plain", "its backend", one_of=("auto", "plain", "triton"))
     muon_head_pairs: bool = setting(False, "orthogonalize Q and K by pairs of heads")
     mlp_up_lr_mul: float = setting(2.0, "multiplier for the MLPs' first matrices")
     mlp_down_lr_mul: float = setting(1.0, "multiplier for the MLPs' second matrices")
@@ -354,8 +351,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "batch_tokens": 2048, "seq_len": 512, "micro_batch": 2048, "max_document": 512,
         "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384, "val_every": 100,
         "steps": 350, "stages": "tiny", "window_block": 16, "momentum_warmup": 40,
-        "momentum_cooldown": 10, "adam_lr": 0.02, "sample_tokens": 200,
-        "quick_vals": 3,
+        "momentum_cooldown": 10, "adam_lr": 0.02, "sample_tokens": 200, "quick_vals": 3,
     },
 }  # fmt: skip
 
@@ -387,8 +383,8 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "medium": {
-        "record42": {},  # record89 was never run
-        "record89": RECORD89 | {
+        "record42": {},
+        "record89": RECORD89 | {  # never run
             "layers": "medium89", "steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384,
         },
     },
@@ -484,7 +480,7 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
-    """Replace the channels of keys that do not turn by those of the token before.
+    """Replace the channels of keys whose rotary frequency is 0 by those of the token before.
 
     A query that finds its own token among the keys then reads the token that followed it, so one
     layer can copy; without the offset that takes two (record 49). A document's first key stays.
@@ -533,7 +529,7 @@ class SelfAttention(nn.Module):
         qkv = linear(x_BTC, w_4CC[:3].flatten(0, 1), qkv_bias)
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
         if self.paired:
-            # Record 58: half of the heads are tokens 2t of a row, the others tokens 2t + 1.
+            # Record 58: token t becomes two, 2t for half of the heads and 2t + 1 for the others.
             double = (B, 2 * T, -1, self.head_dim)
             q_BTHD, k_BTHD, v_BTHD = (y.reshape(double) for y in (q_BTHD, k_BTHD, v_BTHD))
         # Normed queries and keys bound the scores, whatever the weights (arXiv:2010.04245).
@@ -577,8 +573,7 @@ class MLP(nn.Module):
         self.down_bias = optional(config.biases, config.dim)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        # relu^2 instead of GELU: So et al., Primer, arXiv:2109.08668.
-        hidden = linear(x_BTC, self.up.T, self.up_bias).relu().square()
+        hidden = linear(x_BTC, self.up.T, self.up_bias).relu().square()  # Primer, arXiv:2109.08668
         return linear(hidden, self.down, self.down_bias)
 
 
@@ -627,7 +622,7 @@ class MixingBlock(Block):
     def forward(
         self, x_BTC: Tensor, read_BTC: Tensor, inputs: AttentionInputs, *streams: Tensor
     ) -> Tensor:
-        """streams: layer 0's input, two layers' outputs, a value embedding, bigrams."""
+        """streams: layer 0's input, `backout`'s and `mixes`'s outputs, table 0, bigrams."""
         first, middle, early, table, bigram = streams
         assert inputs.value_embed_BTC is not None
         shares = self.shares(x_BTC, 0)
@@ -638,7 +633,7 @@ class MixingBlock(Block):
         value_BTC = torch.cat([of_halves[0] * left, of_halves[1] * right], dim=-1)
         value_BTC = value_BTC + mixed(to_values, first, middle, x_BTC)
         y_BTC = x_BTC + mixed(to_stream, first, middle, x_BTC)
-        inputs = inputs._replace(value_embed_BTC=value_BTC)
+        inputs = AttentionInputs(value_BTC, *inputs[1:])
         attended = self.attention(norm(read_BTC, self.attention_gain), inputs)
         y_BTC = before * y_BTC + of_attention * attended + of_first * first + of_bigram * bigram
         y_BTC = after * y_BTC + of_mlp * self.mlp(norm(y_BTC, self.mlp_gain))
@@ -656,7 +651,7 @@ class GPT(nn.Module):
 
     def __init__(
         self, config: Config, dtype: torch.dtype, device: torch.device, attention: Attention,
-        head: str = "plain",
+        head: str = "plain",  # one of HEADS: how the loss is computed
     ):  # fmt: skip
         super().__init__()
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
@@ -665,17 +660,14 @@ class GPT(nn.Module):
         self.stage_index = -1  # in `spans`, of the step that `set_step` was given; -1: none yet
         self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/prefixes.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = torch.promote_types(dtype, torch.float32)  # float64 stays float64
         table_dtype = wide if config.keep_float32 == "all" else dtype
         head_dtype = dtype if config.keep_float32 == "none" else wide
-        used = [layer.value_embed for layer in self.table if layer.value_embed is not None]
-        value_tables = max(used, default=-1) + 1
+        value_tables = {layer.value_embed for layer in self.table} - {None}
         table_shape = (config.padded_vocab, config.dim)
         with device:
             self.embed = nn.Parameter(torch.empty(table_shape, dtype=table_dtype))
-            self.value_embeds = nn.ParameterList(
-                torch.empty_like(self.embed) for _ in range(value_tables)
-            )
+            self.value_embeds = nn.ParameterList(torch.empty_like(self.embed) for _ in value_tables)
             bigram_shape = (round(config.bigram_rows * config.padded_vocab), config.dim)
             self.bigram = optional(config.bigram_rows, *bigram_shape, dtype=table_dtype)
             signs = random_signs(config.dim).to(device, dtype) if config.bigram_signs else None
@@ -728,9 +720,9 @@ class GPT(nn.Module):
             self.lm_head.copy_(self.config.copy_init * self.value_embeds[long[-1].value_embed])
 
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        kind = name.rpartition(".")[2]
+        kind = name.rpartition(".")[2]  # `up` of `blocks.3.mlp.up`
         if kind == "qkvo":
-            qkvo = self._drawn((4, shape[0], shape[0]), generator)
+            qkvo = self._drawn((4, shape[0], shape[0]), generator)  # Q, K, V and O
             long = self.table[int(name.split(".")[1])].window == "long"
             if self.config.zero_output:
                 qkvo[3] = 0  # layers begin as the identity
@@ -745,6 +737,7 @@ class GPT(nn.Module):
             return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[2] ** 0.5
         if kind == "mix_start":
             start, stream = torch.zeros(shape), self.config.stream_init**0.5
+            # of_halves (two), before, of_attention, of_first, of_bigram, after, of_mlp
             start[0, 6:] = torch.tensor([2.0, 2.0, stream, 1.0, 0.0, 0.05, stream, 1.0])
             start[1, 1] = -0.5  # of the layer that `backout` names
             return start / MIX_SCALE
@@ -756,8 +749,8 @@ class GPT(nn.Module):
             return torch.tensor(list(self.scalar_init.values()))
         if kind.endswith("gain"):
             return torch.ones(shape)
-        zero = ("down", "lm_head", "gate", "value_gate", "smear_gate", "own_value", "bigram")
-        if kind in (*zero, "mix_out") or kind.endswith("bias"):
+        zero = ("down", "lm_head", "own_value", "bigram", "mix_out")
+        if kind in zero or kind.endswith(("gate", "bias")):
             return torch.zeros(shape)
         raise RuntimeError(f"parameter {name} has no rule in GPT._initial; add one")
 
@@ -772,7 +765,7 @@ class GPT(nn.Module):
     def hidden(
         self, inputs_BT: Tensor, cu_seqlens: Tensor, windows: Windows, longest: int
     ) -> Tensor:
-        """The stream (B, T, C) after the last layer and its norm."""
+        """The stream (B, T, C) after the last norm. longest: no document has more tokens."""
         B, T = inputs_BT.shape
         learned = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
         scalar = dict(zip(self.scalar_init, learned, strict=True))
@@ -782,11 +775,10 @@ class GPT(nn.Module):
         # One more than there are tokens: the last of cu_seqlens is the end of the last document.
         begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
         begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
-        rotary = (self.cos, self.sin, self.scale)
 
         x_BTC = F.embedding(inputs_BT, self.embed).to(self.dtype)
         if self.smear_gate is not None:
-            # The first token of a document takes from the document before, as in record 42.
+            # Not masked: a document's first token takes from the document before (record 42).
             gate = linear(x_BTC[:, 1:, :GATE_CHANNELS], self.smear_gate)
             smeared = x_BTC[:, 1:] + scalar["smear"] * torch.sigmoid(gate) * x_BTC[:, :-1]
             x_BTC = torch.cat([x_BTC[:, :1], smeared], dim=1)
@@ -799,8 +791,7 @@ class GPT(nn.Module):
             if self.signs is not None:
                 bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]
 
-        read_later = {each.skip_from for each in self.table} | {each.reads for each in self.table}
-        read_later |= {each.mixes for each in self.table}
+        read_later = {i for row in self.table for i in (row.skip_from, row.reads, row.mixes)}
         outputs: dict[int, Tensor] = {}  # of layers that a later one reads
         backed_out = None
         for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
@@ -810,7 +801,7 @@ class GPT(nn.Module):
                 x_BTC = scalar[f"x{i}"] * x_BTC + scalar[f"x0_{i}"] * x0_BTC
             if f"bigram{i}" in scalar:
                 x_BTC = x_BTC + scalar[f"bigram{i}"] * bigram_BTC
-            outputs.setdefault(-1, x_BTC)  # the input of layer 0
+            outputs.setdefault(-1, x_BTC)  # set once: the input of layer 0
             attend = partial(
                 self.attention, documents=documents[layer.paired], window=windows[layer.window],
                 longest=2 * longest if layer.paired else longest,
@@ -818,7 +809,7 @@ class GPT(nn.Module):
             inputs = AttentionInputs(
                 None if layer.value_embed is None else values[layer.value_embed],
                 scalar.get(f"value{i}"), scalar.get(f"value_embed{i}", 1.0),
-                rotary, begins_BT11, attend,
+                (self.cos, self.sin, self.scale), begins_BT11, attend,
             )  # fmt: skip
             read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
             if layer.mixes is None:
@@ -870,10 +861,7 @@ class GPT(nn.Module):
         return ends, self.windows, inputs_BT.size(1)
 
     def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The loss of each target, float32 (B, T). Both may be on another device.
-
-        Fewer targets than inputs are those of each row's end.
-        """
+        """The loss of each target, float32 (B, T): see `forward`. Tokens may be on any device."""
         inputs_BT, targets_BT = inputs_BT.to(self.embed.device), targets_BT.to(self.embed.device)
         x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -targets_BT.size(1) :]
         losses = self.plain_loss(x.flatten(0, 1), targets_BT.flatten(), reduction="none")
@@ -915,7 +903,7 @@ def initial_scalars(config: Config) -> dict[str, float]:
             scalars[f"skip{i}"] = -1.5  # sigmoid: a skip begins at a share of 0.18
     if config.smear:
         scalars["smear"] = 0.0
-    if any(layer.backout for layer in table) and not mixes:
+    if any(layer.backout for layer in table) and table[-1].mixes is None:
         scalars["backout"] = 0.5
     return scalars
 
@@ -953,7 +941,7 @@ def spans(config: Config) -> list[Span]:
     """The stages that have steps."""
     found, first, share = [], 0, 0.0
     stages = STAGES[config.stages]
-    for stage, after in pairwise([*stages, stages[-1]]):
+    for stage, after in pairwise([*stages, stages[-1]]):  # nothing changes after the last one
         share += stage.share
         end = math.ceil(share * config.steps - 1e-6)  # 1e-6 undoes the rounding of the sum
         if (stage.batch, stage.tied) != (after.batch, after.tied):
@@ -990,7 +978,7 @@ def at(config: Config, step: int) -> Now:
 
 
 def learning_rate(config: Config, peak: float, step: int) -> float:
-    """It falls from the stage's peak to final_lr, and stays there in the extension."""
+    """A factor. It falls from the stage's to final_lr, and stays there in the extension."""
     scheduled = max(span.end for span in spans(config) if not span.stage.extension)
     # 0.9999 as in record 42. It also keeps `left` above a cooldown of 0, so nothing divides by 0.
     left = 1 - min(step / scheduled, 0.9999)
@@ -1035,10 +1023,7 @@ def validates(config: Config, step: int) -> bool:
 
 
 def quick_validates(config: Config, step: int) -> bool:
-    """Whether to score one batch, as training losses of a few steps differ by their texts.
-
-    Runs under a claim never do.
-    """
+    """Whether to score one batch, as training losses of a few steps differ by their texts."""
     if config.quick_vals == 0 or config.claim or validates(config, step):
         return False
     return step % math.ceil(config.steps / config.quick_vals) == 0
@@ -1071,7 +1056,7 @@ def rotary_at(config: Config, index: int) -> tuple[Tensor, Tensor]:
     frequency = torch.cat([turning, torch.zeros(pairs - pairs // 2)])
     scale = torch.tensor(config.attention_scale)
     stages = [span.stage for span in spans(config)[: index + 1]]
-    for before, now in pairwise(stages if config.window_block else ()):
+    for before, now in pairwise(stages if config.window_block else ()):  # no window, no growth
         rotations = config.window_block * before.long * frequency / (2 * math.pi)
         kept = ((rotations - 1) / (32 - 1)).clamp(0, 1)
         ratio = before.long / now.long
@@ -1146,14 +1131,12 @@ def multiplied(lr_mul: float, wd_mul: float | None = None) -> dict[str, Any]:
 
 def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict, optim.Guard]:
     """{"matrix": ..., "adam": ...} for all parameters, and the guard that steps both."""
-    # The loss is a token sum, so a row's gradient has the scale of record 42's micro-batch.
-    # Gradients are summed over micro-batches and ranks, and divided once, by the optimizer, by
-    # the number of rows, which `set_schedule` updates: the mean over rows on any number of ranks.
+    # Gradients of the summed loss are added up over micro-batches and ranks and divided once, by
+    # the rows of the batch, which `set_schedule` updates. A row is record 42's micro-batch.
     rows = at(config, 0).batch_tokens // config.seq_len
     ranks = torch.distributed.group.WORLD if machine.world_size > 1 else None
     shared: dict[str, Any] = {"grad_divisor": rows, "process_group": ranks}
-    # On GPUs the update is compiled, unless --compile is off.
-    compiled = False if config.compile == "off" else None
+    compiled = False if config.compile == "off" else None  # None: on GPUs
     ours = shared | {"compiled": compiled, "cautious": config.cautious_wd}
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix | {"method": config.ortho_method, "backend": config.ortho_backend}
@@ -1172,8 +1155,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     named = {"matrix": factories[config.optimizer], "adam": partial(optim.AdamW, **adam)}
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
-    nonfinite = config.guard != "off"
-    guard = optim.Guard(optimizers.values(), spike=spike, nonfinite=nonfinite, **shared)
+    guard = optim.Guard(optimizers.values(), spike=spike, nonfinite=config.guard != "off", **shared)
     return optimizers, guard
 
 
@@ -1187,9 +1169,8 @@ def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard,
             group["lr"] = group["initial_lr"] * now.lr
             if config.cautious_wd:  # the rate enters twice, so decay follows its square (record 43)
                 group["weight_decay"] = decays[kind] * group["lr"]
-    for group in optimizers["matrix"].param_groups:
-        if "momentum" in group:  # those of Adam have betas instead
-            group["momentum"] = now.momentum
+            if "momentum" in group:  # those of Adam have betas instead
+                group["momentum"] = now.momentum
 
 
 # ---- Trainer: the state of a run, and the steps that change it
@@ -1198,7 +1179,7 @@ def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard,
 class Trainer:
     """Model, optimizers, guard and data. ValueError if they cannot work together."""
 
-    header, mfu = header, mfu  # for the run's log
+    header, mfu = header, mfu  # functions of runtime/run.py, here methods for its log
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine

@@ -228,12 +228,13 @@ class Evidence:
 
     @cached_property
     def hardware(self) -> str:
-        """`8 x NVIDIA H100 80GB HBM3` or `AMD EPYC, threads: 2`; "mixed" if the runs differ."""
+        """`8 x NVIDIA H100 80GB HBM3`, `1 x AMD EPYC, threads: 2`; "mixed" if the runs differ."""
         found = set()
         for run in self.runs:
-            gpu, cpu = run.env.get("gpu"), run.env.get("cpu", "CPU")
-            processor = f"{cpu}, threads: {run.env.get('threads')}"
-            found.add(f"{run.header.get('world_size')} x {gpu}" if gpu else processor)
+            ranks, processor = run.header.get("world_size"), run.env.get("gpu")
+            if processor is None:
+                processor = f"{run.env.get('cpu')}, threads: {run.env.get('threads')}"
+            found.add(f"{ranks} x {processor}")
         return found.pop() if len(found) == 1 else "mixed"
 
     @property

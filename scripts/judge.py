@@ -66,7 +66,8 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
         lines.append(estimate(out, a.config["track"], a.config["steps"], plan))
     page = ROOT / "records" / a.config["track"] / "prediction" / "README.md"
     if page.is_file():
-        lines.append(f"  {page.read_text().splitlines()[0].lstrip('# ')} ({page})")
+        first = page.read_text(encoding="utf-8").partition("\n")[0]
+        lines.append(f"  {first.lstrip('# ')} ({page})")
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 

@@ -102,7 +102,8 @@ def comparison_to_text(a: ArmTimes, b: ArmTimes, found: Comparison) -> str:
         word = direction(found.seconds, "faster", "slower")
         lines.append(f"  time {in_words(found.seconds, '+.3f')} s, {word}, on this machine")
     if found.equal_loss is not None:
-        lines.append(f"  losses differ by less than the margin: p = {found.equal_loss:.3g}")
+        p = "no test" if math.isnan(found.equal_loss) else f"p = {found.equal_loss:.3g}"
+        lines.append(f"  losses differ by less than the margin: {p}")
     return "\n".join(lines)
 
 

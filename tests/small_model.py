@@ -9,7 +9,7 @@ from train_gpt import GPT, RECIPES, TRACKS, Config, preset
 CPU = torch.device("cpu")
 MACHINE = Machine(CPU, 0, 1)
 SEQUENCE, VOCABULARY = 70, 100
-EVERY_RECIPE = [(t, recipe) for t in TRACKS for recipe in RECIPES.get(t, ["record42"])]
+EVERY_RECIPE = [(t, recipe) for t in TRACKS for recipe in RECIPES[t]]
 SIZES = {
     "dim": 24, "head_dim": 8, "vocab_size": VOCABULARY, "bos": VOCABULARY - 1, "window_block": 8,
     "val_window": 160,

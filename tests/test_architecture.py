@@ -18,17 +18,17 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1484,  # reached; the promise is 1370
+    "train_gpt.py": 1465,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
     "data": 1303,  # reached; the promise is 1000
     "runtime": 3030,  # reached; the promise is 2740
-    "claims": 3126,  # reached; the promise is 2780
-    "scripts": 1687,  # reached; the promise is 1220
+    "claims": 3127,  # reached; the promise is 2780
+    "scripts": 1689,  # reached; the promise is 1220
     "inference": 706,  # reached; the promise is 700
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 16007,  # reached; the promise is 14500
+    "tests": 16019,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

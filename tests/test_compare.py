@@ -139,4 +139,5 @@ def test_single_runs_have_a_difference_and_no_interval(tmp_path, capsys):
     assert "-0.010 (no interval) s" in text_of(capsys, a, b)
     found = compare(capsys, a, b)
     assert (found["seconds"]["low"], found["pairs"]) == (None, 0)
-    assert compare(capsys, a, b, "--margin", "0.05")["equal_loss"] is None, "there is no test"
+    assert compare(capsys, a, b, "--margin", "0.05")["equal_loss"] is None
+    assert "less than the margin: no test" in text_of(capsys, a, b, "--margin", "0.05")

@@ -269,7 +269,7 @@ def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, caps
         ("Slower", 1, "4090", 14, "1 x 4090", "no record"),
         ("Faster", 8, "H100", 11, "8 x H100", "#2"), ("Fewer", 4, "H100", 10, "4 x H100", "#1"),
         ("Between", 1, "4090", 13, "1 x 4090", "#2"),
-        ("Processor", 1, None, 13, "Xeon, threads: 2", "#1"),
+        ("Processor", 1, None, 13, "1 x Xeon, threads: 2", "#1"),
     ]  # fmt: skip
     for year, (name, ranks, gpu, steps, _, _) in enumerate(wanted, 2001):
         config = {"track": "short", "steps": steps}

@@ -300,7 +300,8 @@ def test_a_gradient_that_is_no_number_costs_one_step_and_is_named(data, tmp_path
     outcome = run(data, tmp_path)
     assert outcome.code == 0
     (skip,) = outcome.events("skip")
-    wanted = {"step": 5, "guard": "nonfinite", "value": "nan", "tensor": "blocks.0.mlp.up"}
+    wanted = {"step": 5, "guard": "nonfinite", "value": "nan", "tensor": "blocks.0.mlp.up",
+              "shard": "s_train_0.bin"}  # fmt: skip
     assert {key: skip[key] for key in wanted} == wanted
     assert [step["step"] for step in outcome.events("step") if step["skipped"]] == [5]
     said = "warning: step 5 skipped, nonfinite: blocks.0.mlp.up nan (shard s_train_0"

@@ -2,7 +2,8 @@
 
     python records/small/prediction/report.py [--picture FILE.svg] [--losses FILE.json]
 
-losses.json: {arm: {seed: [loss, loss on new tokens]}}, as `sweep.py PLAN --report --json` prints it.
+losses.json: {arm: {seed: [loss, loss on new tokens]}}, what `sweep.py PLAN --report --json` prints
+of first.json, second.json and the repeats, together.
 """
 
 import argparse
@@ -29,8 +30,17 @@ class Piece(NamedTuple):
     stratum: str
     record: str
     public: float  # gain in % of steps; NaN: a negative
-    gains: list[float]  # here, in % of steps, one for each seed
+    effects: list[float]  # one for each seed: nats gained, over nats for each unit of log(steps)
     new: list[float]  # the same from the loss on new tokens
+
+    @property
+    def gain(self) -> float:
+        """The share of its steps that the baseline would save if it reached the mean loss, in %."""
+        return to_gain(fmean(self.effects))
+
+
+def to_gain(effect: float) -> float:
+    return 100 * (1 - math.exp(-effect))
 
 
 def slope(losses: Losses) -> float:
@@ -41,14 +51,13 @@ def slope(losses: Losses) -> float:
     return float(np.polyfit(np.log(list(lengths.values())), means, 1)[0])
 
 
-def gains(losses: Losses, arm: str, sense: int, nats: float, column: int) -> list[float]:
-    """The share of its steps that the baseline would save if it reached the arm's loss, in %."""
+def effects(losses: Losses, arm: str, sense: int, nats: float, column: int) -> list[float]:
+    """Of each seed that the arm shares with the baseline. A run that diverged has null as loss."""
     base = losses[BASE]
     found = []
     for seed, values in losses.get(arm, {}).items():
-        if seed in base:
-            effect = sense * (values[column] - base[seed][column])
-            found.append(100 * (1 - math.exp(-effect / nats)))
+        if seed in base and values[column] is not None:
+            found.append(sense * (values[column] - base[seed][column]) / nats)
     return found
 
 
@@ -56,7 +65,7 @@ def read_pieces(losses: Losses, pieces: dict, nats: float) -> list[Piece]:
     found = []
     for arm, piece in pieces.items():
         saved, of = piece.get("steps", (math.nan, 1))
-        both = [gains(losses, arm, piece.get("sense", 1), nats, column) for column in (0, 1)]
+        both = [effects(losses, arm, piece.get("sense", 1), nats, column) for column in (0, 1)]
         if both[0]:
             found.append(Piece(arm, piece["stratum"], piece["record"], 100 * saved / of, *both))
     return found
@@ -77,7 +86,7 @@ def bootstrap(pieces: list[Piece]) -> tuple[float, float]:
     random, found = np.random.default_rng(0), []
     for _ in range(DRAWS):
         drawn = [pieces[i] for i in random.integers(len(pieces), size=len(pieces))]
-        here = [random.choice(each.gains, len(each.gains)).mean() for each in drawn]
+        here = [random.choice(each.effects, len(each.effects)).mean() for each in drawn]
         public = [each.public for each in drawn]
         if len(set(public)) > 1:
             found.append(spearmanr(public, here).statistic)
@@ -88,8 +97,8 @@ def bootstrap(pieces: list[Piece]) -> tuple[float, float]:
 def ceiling(pieces: list[Piece]) -> float:
     """The largest correlation that the noise of both sides allows."""
     theirs = 1 - PUBLIC_SD**2 / variance(each.public for each in pieces)
-    noise = fmean(variance(each.gains) / len(each.gains) for each in pieces)
-    ours = 1 - noise / variance(fmean(each.gains) for each in pieces)
+    noise = fmean(variance(each.effects) / len(each.effects) for each in pieces)
+    ours = 1 - noise / variance(fmean(each.effects) for each in pieces)
     return math.sqrt(max(theirs, 0.0) * max(ours, 0.0))
 
 
@@ -110,12 +119,13 @@ def table(pieces: list[Piece]) -> list[str]:
     lines = ["| stratum | piece | record | public gain, % of steps | here | 95 % interval | seeds "
              "| |", "|-|-|-|-:|-:|-|-:|-|"]  # fmt: skip
     for each in pieces:
-        mean, half = fmean(each.gains), half_width([p.gains for p in pieces], len(each.gains))
+        mean, half = fmean(each.effects), half_width([p.effects for p in pieces], len(each.effects))
         new, new_half = fmean(each.new), half_width([p.new for p in pieces], len(each.new))
+        low, high = to_gain(mean - half), to_gain(mean + half)
         copying = abs(mean) > half and abs(new) > new_half and mean * new < 0
         public = "none" if math.isnan(each.public) else f"{each.public:.2f}"
-        cells = (each.stratum, each.name, each.record, public, f"{mean:+.2f}",
-                 f"{mean - half:+.2f} to {mean + half:+.2f}", len(each.gains),
+        cells = (each.stratum, each.name, each.record, public, f"{each.gain:+.2f}",
+                 f"{low:+.2f} to {high:+.2f}", len(each.effects),
                  "copying" if copying else "")  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
@@ -123,11 +133,11 @@ def table(pieces: list[Piece]) -> list[str]:
 
 def summary(name: str, chosen: list[Piece], pieces: list[Piece]) -> list[str]:
     """Agreement of some positives; the spread of a mean is that of all pieces."""
-    rho = spearmanr([p.public for p in chosen], [fmean(p.gains) for p in chosen]).statistic
+    rho = spearmanr([p.public for p in chosen], [p.gain for p in chosen]).statistic
     low, high = bootstrap(chosen)
-    spread = [p.gains for p in pieces]
-    resolved = [p for p in chosen if abs(fmean(p.gains)) > half_width(spread, len(p.gains))]
-    right = sum(fmean(p.gains) > 0 for p in resolved)
+    spread = [p.effects for p in pieces]
+    resolved = [p for p in chosen if abs(fmean(p.effects)) > half_width(spread, len(p.effects))]
+    right = sum(p.gain > 0 for p in resolved)
     lines = [f"- {name}: {len(chosen)} positives, Spearman {rho:.2f} (90 % interval {low:.2f} to "
              f"{high:.2f}; noise allows {ceiling(chosen):.2f}); signs right: {right} of "
              f"{len(resolved)} resolved"]  # fmt: skip
@@ -140,14 +150,16 @@ def report(losses: Losses, known: dict) -> str:
     nats = slope(losses)
     pieces = read_pieces(losses, known, nats)
     positives = [each for each in pieces if not math.isnan(each.public)]
-    negatives = [fmean(each.gains) for each in pieces if math.isnan(each.public)]
-    lines = [*table(pieces), "", f"- baseline: {abs(nats):.3f} nats for each unit of log(steps)"]
+    negatives = [each.gain for each in pieces if math.isnan(each.public)]
+    count = sum("steps" in piece for piece in known.values())
+    lines = [*table(pieces), "", f"- baseline: {abs(nats):.3f} nats for each unit of log(steps)",
+             f"- {len(positives)} of {count} positives have a run that did not diverge"]
     for name in ("all", *dict.fromkeys(each.stratum for each in positives)):
         chosen = [each for each in positives if name in ("all", each.stratum)]
-        if len(chosen) > 3 and min(len(each.gains) for each in chosen) > 1:
+        if len(chosen) > 3 and min(len(each.effects) for each in chosen) > 1:
             lines += summary(name, chosen, pieces)
     if positives and negatives:
-        share = area([fmean(each.gains) for each in positives], negatives)
+        share = area([each.gain for each in positives], negatives)
         lines.append(f"- a positive above a negative: {share:.2f} of their pairs")
     return "\n".join(lines)
 
@@ -164,9 +176,10 @@ def draw(losses: Losses, known: dict, path: Path) -> None:
     for each in pieces:
         if math.isnan(each.public):
             continue
-        mean, half = fmean(each.gains), half_width([p.gains for p in pieces], len(each.gains))
-        axes.errorbar(each.public, mean, half, 1.96 * PUBLIC_SD, fmt="o", lw=0.8)
-        axes.annotate(each.name, (each.public, mean), xytext=(4, 4), textcoords="offset points",
+        mean, half = fmean(each.effects), half_width([p.effects for p in pieces], len(each.effects))
+        ends = [[each.gain - to_gain(mean - half)], [to_gain(mean + half) - each.gain]]
+        axes.errorbar(each.public, each.gain, ends, 1.96 * PUBLIC_SD, fmt="o", lw=0.8)
+        axes.annotate(each.name, (each.public, each.gain), xytext=(4, 4), textcoords="offset points",
                       fontsize=7)  # fmt: skip
     axes.axhline(0, color="grey", lw=0.5)
     axes.set(xlabel="public gain, % of steps", ylabel="gain on `small`, % of steps")
