@@ -23,7 +23,7 @@ BUDGETS = {
     "kernels": 680,
     "data": 1303,  # reached; the promise is 1000
     "runtime": 3030,  # reached; the promise is 2740
-    "claims": 3127,  # reached; the promise is 2780
+    "claims": 3128,  # reached; the promise is 2780
     "scripts": 1689,  # reached; the promise is 1220
     "inference": 706,  # reached; the promise is 700
     "view": 1200,

@@ -209,7 +209,7 @@ LIES = {
         "causality|a row alone"),
     "where the next document begins": (
         NORMED, f"{NORMED}\n        x_BTC = x_BTC + begins_BT11.roll(-2, 1).float().view(B, T, 1)",
-        "causality|additivity"),
+        "causality"),
 }  # fmt: skip
 
 
