@@ -91,7 +91,9 @@ class Run(contextlib.AbstractContextManager):
         if path is not None:
             model, optim, state = self._machine.on_main(lambda: checkpoint.load(path, sha256))
             self.trainer.load_state_dict({"model": model, "optim": optim, "data": state["data"]})
-            set_random_state(self._machine, optim)
+            for name, generator in generators(self._machine).items():
+                if name in optim:  # else saved on fewer ranks: this one keeps its own
+                    generator.set_state(optim[name])
             clock_ms = state["clock_ms"]
         self.clock.begin_run()
         if plan.history is not None:
@@ -244,7 +246,8 @@ class Run(contextlib.AbstractContextManager):
         self._stop_training()
         with self.clock.phase("checkpoint", timed=True):
             taken = self.trainer.state_dict()
-            for states in self._machine.gather(random_state(self._machine)):
+            own = {name: each.get_state() for name, each in generators(self._machine).items()}
+            for states in self._machine.gather(own):
                 taken["optim"] |= states
         self._log_phases()
         self._saved_at = self.steps_done
@@ -361,21 +364,12 @@ def on_its_way(tensor: Tensor) -> Tensor:
     return pinned.copy_(tensor, non_blocking=True)
 
 
-def random_state(machine: Machine) -> dict[str, Tensor]:
-    """States of this rank's torch generators. Their names contain the rank."""
-    states = {f"random.{machine.rank}.cpu": torch.get_rng_state()}
+def generators(machine: Machine) -> dict[str, torch.Generator]:
+    """This rank's torch generators, whose states a checkpoint holds under these names."""
+    found = {f"random.{machine.rank}.cpu": torch.default_generator}
     if machine.device.type == "cuda":
-        states[f"random.{machine.rank}.cuda"] = torch.cuda.get_rng_state(machine.device)
-    return states
-
-
-def set_random_state(machine: Machine, saved: dict[str, Tensor]) -> None:
-    """Restore this rank's generators. A rank that is not in the checkpoint keeps its own."""
-    for name in random_state(machine).keys() & saved.keys():
-        if name.endswith("cpu"):
-            torch.set_rng_state(saved[name])
-        else:
-            torch.cuda.set_rng_state(saved[name], machine.device)
+        found[f"random.{machine.rank}.cuda"] = torch.cuda.default_generators[machine.device.index]
+    return found
 
 
 # ---- What a trainer reports of a run
