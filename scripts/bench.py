@@ -12,21 +12,21 @@ the last window or to torch.optim.Muon, and "to plain" to the same optimizer wit
 build(config), which returns a function that takes a training step; for `optim` build(parameters),
 which returns step functions by name. "of peak" counts 6 FLOPs for each weight of the matrices and
 the head; the peak is the datasheet's, or else the rate of one large product here. `gpu` takes
-minutes and trains on random tokens if there are no data; the same as JSON is in --out.
+minutes and trains on random tokens if there are no data.
 """
 
 import argparse
 import contextlib
 import copy
-import json
 import os
 import runpy
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,10 +43,6 @@ import optim
 import train_gpt
 from data.audit import missing_data
 from data.shards import ShardError, write_shard
-from kernels.attention import choose_attention
-from kernels.head import choose_head, linear_cross_entropy, plain_cross_entropy
-from kernels.portable_attention import PortableAttention
-from optim.orthogonalize import choose, orthogonalized
 from runtime import machine as machines
 from runtime.clock import Clock
 from runtime.ending import leave, supervise
@@ -91,7 +87,10 @@ def ratio_of(mine: list[float], others: list[float]) -> float:
     return median(a / b for a, b in zip(mine, others, strict=True))
 
 
-def as_text(title: str, rows: Rows) -> str:
+def as_text(title: str, rows: dict[str, Any]) -> str:
+    """A table, or a line for each fact."""
+    if title == "facts":
+        return "\n".join(f"{name}: {value}" for name, value in rows.items())
     lines = [f"{title:28}" + "".join(f"{column:>12}" for column in next(iter(rows.values())))]
     for name, row in rows.items():
         lines.append(f"{name:28}" + "".join(f"{value:12,.3f}" for value in row.values()))
@@ -200,40 +199,31 @@ def bench_optim(given: argparse.Namespace) -> dict[str, Rows]:
 # ---- A machine with GPUs
 
 GPU_STEPS = 60
-SHORT = ["--val-every", "0", "--keep-model", "off", "--sample-tokens", "0"]
-FACTS = ("gpu", "gpu_count", "gpu_memory_gib", "driver", "cpu", "torch", "cuda", "dtype",
-         "attention", "head", "params", "compiled", "noise")  # fmt: skip
-LONGEST_DOCUMENT = 1500  # of random data; the mean is half of it
+FACTS = ("gpu", "gpu_count", "gpu_memory_gib", "driver", "cpu", "torch", "cuda", "dtype", "params",
+         "compiled", "noise")  # fmt: skip
+DOCUMENT = 750  # tokens of a random one, on average; of a shorter row half
 
 
-def check_gpu(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """What only the machine itself can settle, as JSON data.
-
-    Kernels beside their plain twins, warm-up, sixty steps of a real run, milliseconds a stage.
-    """
-    words = [*flags, "--steps", str(GPU_STEPS), *SHORT]
-    config = parse(Config, words, train_gpt.preset, "")
+def bench_gpu(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """What only the machine itself can settle: sixty steps of a real run, and its stages."""
+    config = parse(Config, [*flags, "--steps", str(GPU_STEPS)], train_gpt.preset, "")
     machine = machines.start(config.device, config.rank_timeout)
-    found: dict[str, Any] = {"data": "those of the track"}
+    facts: dict[str, Any] = {"data": "those of the track"}
     if machine.on_main(lambda: missing_data(asdict(config))):
+        facts["data"] = "random tokens: losses mean nothing"
         folder = machine.on_main(partial(write_random, config))
-        words += ["--data-dir", folder, "--val-sha256", ""]
-        words += ["--val-tokens", str(2 * config.val_seq_len)]
-        config = parse(Config, words, train_gpt.preset, "")
-        found["data"] = "random tokens: losses mean nothing"
-    found["kernels"] = compare_kernels(config, machine.device)
+        config = replace(config, data_dir=folder, val_sha256="", val_tokens=2 * config.val_seq_len)
     trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
     train_gpt.warm_up(trainer, clock)
-    found["machine"] = {name: trainer.env[name] for name in FACTS} | trainer.chosen
+    facts |= {name: trainer.env[name] for name in FACTS}
+    facts |= {kind: f"{trainer.env[kind]}, {why}" for kind, why in trainer.chosen.items()}
     shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]  # of each stage
-    batches = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
-    found["machine"] |= {"ranks": machine.world_size, "batches": batches}
-    found["start_s"] = {phase.name: phase.ms / 1000 for phase in clock.phases}
-    found["checks"] = trainer.checks
-    found["steps"] = sixty_steps(trainer)
-    found["peak_mib"] = machines.peak_mib(machine)
-    found["stages"] = step_table(trainer, given)
-    return found
+    facts["ranks"] = machine.world_size
+    facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
+    facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases}
+    facts |= trainer.checks | sixty_steps(trainer)
+    facts["peak, MiB"] = machines.peak_mib(machine)
+    return {"facts": facts, "stages": step_table(trainer, given)}
 
 
 def write_random(config: Config) -> str:
@@ -242,74 +232,10 @@ def write_random(config: Config) -> str:
     needed = 4 * train_gpt.tokens_before(config, config.steps)
     for split, count in (("train", needed), ("val", 3 * config.val_seq_len)):
         tokens = random.integers(0, config.bos, count, dtype=np.uint16)
-        longest = min(LONGEST_DOCUMENT, config.seq_len)
-        starts = random.integers(2, longest, count).cumsum()
-        tokens[np.append(0, starts[starts < count])] = config.bos
+        tokens[random.random(count) < 1 / min(DOCUMENT, config.seq_len // 2)] = config.bos
+        tokens[0] = config.bos
         write_shard(folder / f"random_{split}_000000.bin", tokens)
     return str(folder)
-
-
-# ---- Kernels
-
-
-def compare_kernels(config: Config, device: torch.device) -> dict[str, float]:
-    """Relative error of outputs and gradients of the chosen kernels against their plain twins."""
-    dtype = machines.compute_dtype(config.dtype, device)
-    attention, _ = choose_attention(config.attention, device, dtype, config.head_dim)
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    tokens, heads = 1024, config.dim // config.head_dim
-    qkv = [normal(2, tokens, heads, config.head_dim) for _ in range(3)]
-    starts = torch.tensor([0, 300, 1024, 1100, 2048], dtype=torch.int32, device=device)
-
-    def attend(backend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        documents = backend.documents(starts, 2, tokens)
-        return backend(q / config.head_dim**0.5, k, v, documents, backend.window(192), 924)
-
-    x, weight = normal(2048, config.dim), normal(config.padded_vocab, config.dim) / 10
-    x = torch.nn.functional.rms_norm(x, (config.dim,))
-    targets = torch.randint(config.vocab_size, (2048,), generator=generator).to(device)
-    softcap = train_gpt.SOFTCAPS[config.softcap]
-    head, _ = choose_head(
-        config.loss_kernel, device, dtype, config.dim, config.padded_vocab, config.biases
-    )
-    precision = "fp8" if head == "fp8" else "plain"
-    matrices = normal(4, config.dim, 4 * config.dim)
-    method = config.ortho_method
-    sides = config.dim, 4 * config.dim
-    fast = choose(*sides, method, dtype, device, config.ortho_backend)
-    plain = choose(*sides, method, torch.float32, device, "plain")
-    return {
-        f"attention {attention.name}": error(
-            partial(attend, attention), partial(attend, PortableAttention()), *qkv),
-        f"head {head}": error(
-            lambda x, w: linear_cross_entropy(x, w, targets, softcap=softcap, precision=precision),
-            lambda x, w: plain_cross_entropy(x, w, None, targets, softcap), x, weight),
-        f"{method} {fast.backend}": distance(
-            orthogonalized(matrices, fast), orthogonalized(matrices.float(), plain)),
-    }  # fmt: skip
-
-
-def error(ours: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> float:
-    """The largest distance of output and gradients; the twin computes in float32."""
-    found = [with_gradients(ours, *inputs), with_gradients(plain, *(x.float() for x in inputs))]
-    return max(map(distance, *found))
-
-
-def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    output = function(*leaves)
-    return [output.detach(), *torch.autograd.grad(output.float().square().sum(), leaves)]
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
-# ---- Steps
 
 
 def sixty_steps(trainer: Trainer) -> dict[str, Any]:
@@ -339,18 +265,6 @@ def sixty_steps(trainer: Trainer) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def page_of(found: dict[str, Any]) -> str:
-    lines = []
-    for name, part in found.items():
-        if name == "stages":
-            lines.append(as_text(name, part))
-        elif isinstance(part, dict):
-            lines += [name, *(f"  {key}: {value}" for key, value in part.items())]
-        else:
-            lines.append(f"{name}: {part}")
-    return "\n".join(lines)
-
-
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
@@ -361,23 +275,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--against", nargs="+", default=[], metavar="FILE.py", help="code to time beside ours")
     add("--profile", action="store_true", help="step: a table of torch.profiler")
     add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim: which weights")
-    add("--out", type=Path, default=Path("gpu_check.json"), help="gpu: (%(default)s)")
     add("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
     flags = words[cut + 1 :]
+    found: dict[str, Any]
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints; stdout is for the figures
-        if given.what == "gpu":
-            found = check_gpu(given, flags)
+        if given.what == "optim":
+            found = bench_optim(given)
         else:
-            found = bench_step(given, flags) if given.what == "step" else bench_optim(given)
-    if os.environ.get("RANK", "0") != "0":
-        return 0
-    if given.what == "gpu":
-        given.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
-        text = page_of(found)
-    else:
-        text = "\n\n".join(as_text(title, rows) for title, rows in found.items())
-    show(text, found, given.json)
+            found = (bench_gpu if given.what == "gpu" else bench_step)(given, flags)
+    if os.environ.get("RANK", "0") == "0":
+        show("\n\n".join(starmap(as_text, found.items())), found, given.json)
     return 0
 
 
