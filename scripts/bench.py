@@ -3,7 +3,6 @@
     python scripts/bench.py step                       the tiny track, each stage of its schedule
     torchrun --nproc_per_node=8 scripts/bench.py step --profile -- --track short
     python scripts/bench.py optim --sets gpt2s         our optimizers beside torch.optim's
-    torchrun --nproc_per_node=8 scripts/bench.py gpu -- --track short       a page for an issue
 
 Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
 each time. Figures are medians over the rounds in milliseconds; ratios are taken round by round, to
@@ -11,8 +10,9 @@ the last window or to torch.optim.Muon, and "to plain" to the same optimizer wit
 --against times other code beside ours, from files anywhere. For `step` a file defines
 build(config), which returns a function that takes a training step; for `optim` build(parameters),
 which returns step functions by name. "of peak" counts 6 FLOPs for each weight of the matrices and
-the head; the peak is the datasheet's, or else the rate of one large product here. `gpu` takes
-minutes and trains on random tokens if there are no data.
+the head; the peak is the datasheet's, or else the rate of one large product here. `step` takes
+random tokens if there are no data, and first says what runs: backends, batches, seconds of
+compilation, waits for the device, graphs compiled after the warm-up, peak memory.
 """
 
 import argparse
@@ -99,6 +99,11 @@ def as_text(title: str, rows: dict[str, Any]) -> str:
 
 # ---- A step of the trainer
 
+RANDOM_STEPS = 60  # of the run that random tokens are enough for
+DOCUMENT = 750  # tokens of a random one, on average; of a shorter row half
+FACTS = ("gpu", "gpu_count", "gpu_memory_gib", "driver", "cpu", "torch", "cuda", "dtype", "params",
+         "compiled", "noise")  # fmt: skip
+
 
 def guarded_steps(trainer: Trainer, guard: optim.Guard, first: int) -> None:
     """Take STEPS steps of the trainer, with the windows and the batch of step `first`."""
@@ -111,7 +116,43 @@ def repeat(step: Callable[[], object]) -> None:
         step()
 
 
-def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
+def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """What runs here and what it does that a step must not, then a table of the stages."""
+    config = parse(Config, flags, train_gpt.preset, "")
+    machine = machines.start(config.device, config.rank_timeout)
+    facts: dict[str, Any] = {"data": "those of the track"}
+    if machine.on_main(lambda: missing_data(asdict(config))):
+        facts["data"] = "random tokens"
+        config = replace(config, steps=RANDOM_STEPS, val_tokens=2 * config.val_seq_len)
+        folder = machine.on_main(partial(write_random, config))
+        config = replace(config, data_dir=folder, val_sha256="")
+    trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
+    train_gpt.warm_up(trainer, clock)
+    facts |= {name: trainer.env[name] for name in FACTS}
+    facts |= {kind: f"{trainer.env[kind]}, {why}" for kind, why in trainer.chosen.items()}
+    shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]  # of each stage
+    facts["ranks"] = machine.world_size
+    facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
+    facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases} | trainer.checks
+    rows = step_table(trainer, given, facts)
+    facts["peak, MiB"] = machines.peak_mib(machine)
+    return {"facts": facts, "step": rows}
+
+
+def write_random(config: Config) -> str:
+    """A folder with random documents, enough for the run."""
+    folder, random = Path(tempfile.mkdtemp(prefix="speedrun_")), np.random.default_rng(0)
+    needed = 4 * train_gpt.tokens_before(config, config.steps)
+    for split, count in (("train", needed), ("val", 3 * config.val_seq_len)):
+        tokens = random.integers(0, config.bos, count, dtype=np.uint16)
+        tokens[random.random(count) < 1 / min(DOCUMENT, config.seq_len // 2)] = config.bos
+        tokens[0] = config.bos
+        write_shard(folder / f"random_{split}_000000.bin", tokens)
+    return str(folder)
+
+
+def step_table(trainer: Trainer, given: argparse.Namespace, facts: dict[str, Any]) -> Rows:
+    """A row for each stage. Adds to the facts what the steps of all stages do."""
     config, guard = trainer.config, trainer.guard
     unguarded = copy.copy(guard)
     unguarded.nonfinite, unguarded.spike = False, None
@@ -121,6 +162,7 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
         name = f"stage {index}, window {stage.long}"
         tokens[name] = train_gpt.at(config, first).batch_tokens
         steps[name] = partial(guarded_steps, trainer, guard, first)
+    facts |= count_slips(steps, trainer.machine.device)
     steps[f"{name}, no guards"] = partial(guarded_steps, trainer, unguarded, first)
     for path in given.against:
         steps[path] = partial(repeat, runpy.run_path(path)["build"](config))
@@ -140,19 +182,27 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     return rows
 
 
+def count_slips(steps: Steps, device: torch.device) -> dict[str, Any]:
+    """What no step of a warm trainer may do: wait for the device, or compile a graph."""
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        for step in steps.values():
+            step()
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    told = sorted({str(each.message).splitlines()[0] for each in waits})
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+    return {"waits": len(waits), "what waited": told[:5], "graphs compiled": graphs}
+
+
 def product_rate(machine: Any, dtype: torch.dtype) -> float:
     """FLOP/s of the product of two large matrices, on all ranks together."""
     square = torch.randn(2048, 2048, device=machine.device, dtype=dtype)
     ms = timed({"product": lambda: square @ square}, lambda: None, 10, machine)["product"]
     return machine.world_size * 2 * len(square) ** 3 / (median(ms) / 1000)
-
-
-def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Rows]:
-    config = parse(train_gpt.Config, flags, train_gpt.preset, "")
-    machine = machines.start(config.device, config.rank_timeout)
-    trainer = train_gpt.set_up(config, machine)
-    train_gpt.warm_up(trainer, Clock(machine.synchronize))
-    return {"step": step_table(trainer, given)}
 
 
 # ---- A step of optimizers
@@ -196,94 +246,20 @@ def bench_optim(given: argparse.Namespace) -> dict[str, Rows]:
     return tables
 
 
-# ---- A machine with GPUs
-
-GPU_STEPS = 60
-FACTS = ("gpu", "gpu_count", "gpu_memory_gib", "driver", "cpu", "torch", "cuda", "dtype", "params",
-         "compiled", "noise")  # fmt: skip
-DOCUMENT = 750  # tokens of a random one, on average; of a shorter row half
-
-
-def bench_gpu(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """What only the machine itself can settle: sixty steps of a real run, and its stages."""
-    config = parse(Config, [*flags, "--steps", str(GPU_STEPS)], train_gpt.preset, "")
-    machine = machines.start(config.device, config.rank_timeout)
-    facts: dict[str, Any] = {"data": "those of the track"}
-    if machine.on_main(lambda: missing_data(asdict(config))):
-        facts["data"] = "random tokens: losses mean nothing"
-        folder = machine.on_main(partial(write_random, config))
-        config = replace(config, data_dir=folder, val_sha256="", val_tokens=2 * config.val_seq_len)
-    trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
-    train_gpt.warm_up(trainer, clock)
-    facts |= {name: trainer.env[name] for name in FACTS}
-    facts |= {kind: f"{trainer.env[kind]}, {why}" for kind, why in trainer.chosen.items()}
-    shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]  # of each stage
-    facts["ranks"] = machine.world_size
-    facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
-    facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases}
-    facts |= trainer.checks | sixty_steps(trainer)
-    facts["peak, MiB"] = machines.peak_mib(machine)
-    return {"facts": facts, "stages": step_table(trainer, given)}
-
-
-def write_random(config: Config) -> str:
-    """A folder with random documents, enough for the run."""
-    folder, random = Path(tempfile.mkdtemp(prefix="speedrun_")), np.random.default_rng(0)
-    needed = 4 * train_gpt.tokens_before(config, config.steps)
-    for split, count in (("train", needed), ("val", 3 * config.val_seq_len)):
-        tokens = random.integers(0, config.bos, count, dtype=np.uint16)
-        tokens[random.random(count) < 1 / min(DOCUMENT, config.seq_len // 2)] = config.bos
-        tokens[0] = config.bos
-        write_shard(folder / f"random_{split}_000000.bin", tokens)
-    return str(folder)
-
-
-def sixty_steps(trainer: Trainer) -> dict[str, Any]:
-    """Train as a run does, but without its log; count what a run must not do."""
-    config, device = trainer.config, trainer.machine.device
-    flags, losses, skips = torch.zeros(0, device=device), [], []
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("warn")
-        for step in range(config.steps):
-            if train_gpt.at(config, step).unties:
-                trainer.untie()
-            loss, _ = trainer.gradients(step, flags)
-            skips.append(trainer.update(step, loss))
-            losses.append(loss)
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    told = sorted({str(each.message).splitlines()[0] for each in waits})
-    return {
-        "losses": torch.stack(losses)[[0, 9, -1]].tolist(),
-        "skipped": sum(trainer.guard.explain(verdict) is not None for verdict in skips),
-        "waits": len(waits), "what waited": told[:5],
-        "graphs compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs,
-        "validation loss": trainer.validate(config.steps),
-    }  # fmt: skip
-
-
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("what", choices=("step", "optim", "gpu"))
+    add("what", choices=("step", "optim"))
     add("--rounds", type=int, default=10, help="timed rounds (%(default)s)")
     add("--against", nargs="+", default=[], metavar="FILE.py", help="code to time beside ours")
     add("--profile", action="store_true", help="step: a table of torch.profiler")
     add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim: which weights")
     add("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
-    flags = words[cut + 1 :]
-    found: dict[str, Any]
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints; stdout is for the figures
-        if given.what == "optim":
-            found = bench_optim(given)
-        else:
-            found = (bench_gpu if given.what == "gpu" else bench_step)(given, flags)
+        found = bench_optim(given) if given.what == "optim" else bench_step(given, words[cut + 1 :])
     if os.environ.get("RANK", "0") == "0":
         show("\n\n".join(starmap(as_text, found.items())), found, given.json)
     return 0
