@@ -58,7 +58,8 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
         mine, other = b.config.get(name), a.config.get(name)
         if mine != other:
             lines.append(f"  {name}: {other} in A, {mine} in B")
-    lines.append(f"  lines of the source that differ: {entry['diff']['lines']}")
+    diff = out / entry["run_id"] / "source.diff"
+    lines.append(f"  the sources differ in {entry['diff']['lines']} lines: {diff}")
     if minutes := a.config.get("minutes"):
         lines.append(f"  each run trains {minutes:g} minutes, which ranks machines as much as "
                      "ideas: the answer is that of this one")
@@ -81,7 +82,7 @@ def estimate(out: Path, track: str, steps: int, plan: RacePlan) -> str:
                 low, high = (2 * minutes * plan.looks[number] for number in (0, -1))
                 return (f"  {steps} steps take about {minutes:.1f} minutes by {run.path}: "
                         f"all in all {low:.0f} to {high:.0f} minutes")  # fmt: skip
-    return f"  no run of {track} is known yet: the first one tells how long it takes"
+    return f"  no run of {track} is known yet: the first one shows how long it takes"
 
 
 def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:
@@ -112,7 +113,7 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
     words = training_command(arm.source, flags, folder / arm.name)
-    told, began, output = set(seeds) - set(missing), time.monotonic(), folder / f"{arm.name}.txt"
+    told, output = set(seeds) - set(missing), folder / f"{arm.name}.txt"
     with output.open("a") as file, child_process(words, stdout=file, stderr=file) as child:
         while (code := child.poll()) is None:
             time.sleep(POLL_S)
@@ -122,8 +123,6 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
         last = output.read_text(errors="replace").splitlines()[-1:]
         raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({output}). Mend it, "
                        "then repeat the command")  # fmt: skip
-    minutes = (time.monotonic() - began) / 60 / len(missing)
-    print(f"  a run takes {minutes:.1f} minutes, a pair twice that", file=sys.stderr, flush=True)
     if missing[0] not in done:
         raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: {arm.source} "
                        "was changed while it was judged")  # fmt: skip
@@ -163,9 +162,6 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
     if facts["pairs_needed"]:
         lines.append(f"  one look takes {facts['pairs_needed']} pairs to find a difference of the "
                      f"margin with power {POWER:g}")
-    if facts["diff"]["lines"]:
-        path = given.out / facts["run_id"] / "source.diff"
-        lines.append(f"  the sources differ in {facts['diff']['lines']} lines: {path}")
     bound = f"at most {count} x {ALPHA:g} = {min(1, count * ALPHA):g}"
     lines.append(f"  {count} judgements so far; the chance of any false finding is {bound}")
     if verdict.outcome == "better":
