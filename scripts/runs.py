@@ -1,16 +1,14 @@
-"""List runs with the disk space they take, delete what they keep, or put their logs away.
+"""List runs with the disk space they take, or delete what they keep.
 
-    python scripts/runs.py                          runs whose logs are in logs/
-    python scripts/runs.py --remove RUN...          delete checkpoints and models of these runs
-    python scripts/runs.py --archive old/november   move logs/ there, with its registry
+    python scripts/runs.py                     runs whose logs are in logs/
+    python scripts/runs.py --remove RUN...     delete checkpoints and models of these runs
 
 No log is deleted: the registry counts every run that was started, and one without its log looks
-hidden to a judge. So all logs of a folder move together. Exit codes: 0 done, 2 bad input.
+hidden to a judge. Exit codes: 0 done, 2 bad input.
 """
 
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,19 +19,12 @@ from scripts.command import command, make_parser, start
 from claims.logs import read_all
 from claims.runs import Run
 
-FRESH_S = 60  # seconds without news in which a run without an end counts as running
 ROW = "{:<44} {:<12} {:>8} {:>8} {:>9} {:>12}"
 
 
 def size(path: Path) -> float:
     """MB of a file or a folder; 0 if there is none."""
     return sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file()) / 1e6
-
-
-def status_of(run: Run) -> str:
-    news = max(segment.path.stat().st_mtime for segment in run.segments)
-    fresh = not run.end and time.time() - news < FRESH_S
-    return "running" if fresh else run.status or "stopped"
 
 
 def lines(runs: Sequence[Run], kept: Path) -> Iterator[str]:
@@ -45,7 +36,8 @@ def lines(runs: Sequence[Run], kept: Path) -> Iterator[str]:
         total += logged + saved
         loss = "" if run.final_loss is None else f"{run.final_loss:.4f}"
         steps = run.steps[-1].step if run.steps else 0
-        yield ROW.format(run.run_id, status_of(run), steps, loss, f"{logged:.1f}", f"{saved:.1f}")
+        status = run.status or "no end"  # it is running, or was killed
+        yield ROW.format(run.run_id, status, steps, loss, f"{logged:.1f}", f"{saved:.1f}")
     yield f"{len(runs)} runs, {total:,.0f} MB"
 
 
@@ -64,17 +56,6 @@ def remove(names: Sequence[str], runs: Sequence[Run], kept: Path) -> None:
         print(f"removed what {name} kept; its log stays")
 
 
-def archive(logs: Path, to: Path, runs: Sequence[Run]) -> None:
-    """Move a folder of logs. ValueError if a run is writing to it, or if the name is taken."""
-    if running := [run.run_id for run in runs if status_of(run) == "running"]:
-        raise ValueError(f"{running[0]} is running: wait until it is done")
-    if to.exists():
-        raise ValueError(f"{to} exists: name a new folder")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(logs, to)
-    print(f"moved {len(runs)} runs to {to}: scripts read them there as before")
-
-
 @command
 def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
@@ -82,7 +63,6 @@ def main(argv: Sequence[str]) -> int:
     add("--logs", type=Path, default=Path("logs"), help="folder of logs (%(default)s)")
     add("--checkpoint-dir", type=Path, default=Path("checkpoints"), help="(%(default)s)")
     add("--remove", nargs="+", metavar="RUN", help="delete what these runs keep, but their logs")
-    add("--archive", type=Path, metavar="FOLDER", help="move the logs and their registry there")
     given = parser.parse_args(argv)
     found, unread = read_all(given.logs)
     runs = [run for run in found if run.segments]
@@ -90,8 +70,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"not read: {error}", file=sys.stderr)
     if given.remove:
         remove(given.remove, runs, given.checkpoint_dir)
-    elif given.archive:
-        archive(given.logs, given.archive, runs)
     else:
         print("\n".join(lines(runs, given.checkpoint_dir)))
     return 0

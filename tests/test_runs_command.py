@@ -1,17 +1,12 @@
 """`runs.py`: what runs take, and that nothing a judge or a resume needs is lost."""
 
-import os
-import re
 import signal
 
 import pytest
-from stub_trainer import logs_of, run, signalled
+from stub_trainer import run, signalled
 
 from claims.logs import find_runs, read_run
-from runtime.log import read_registry
 from scripts.runs import main
-
-OLD = 1e9  # a time long ago
 
 
 @pytest.fixture
@@ -27,7 +22,6 @@ def folder(tmp_path, monkeypatch):
         kept = tmp_path / "checkpoints" / read_run(log).run_id / "final"
         kept.mkdir(parents=True)
         (kept / "model.safetensors").write_bytes(bytes(2_000_000))
-        os.utime(log, (OLD, OLD))
     return tmp_path
 
 
@@ -55,19 +49,3 @@ def test_only_runs_that_are_done_lose_what_they_keep_and_no_log_changes(folder, 
     assert not (folder / "checkpoints" / first).exists()
     assert (folder / "checkpoints" / third).exists()
     assert {path: path.read_bytes() for path in (folder / "logs").glob("*.jsonl")} == before
-
-
-def test_an_archive_is_the_whole_folder_with_a_registry_that_reads_as_before(folder, capsys):
-    registry = read_registry(folder / "logs" / "registry.jsonl")
-    log = logs_of(folder / "logs")[0]
-    os.utime(log)
-    end = log.read_text().splitlines(True)
-    log.write_text("".join(end[:-1]))
-    assert call("--archive", "old/one") == 2
-    assert re.search(r"error: \S+ is running", capsys.readouterr().err)
-    log.write_text("".join(end))
-    assert call("--archive", "checkpoints") == 2
-    assert call("--archive", "old/one") == 0
-    assert not (folder / "logs").exists()
-    assert read_registry(folder / "old" / "one" / "registry.jsonl") == registry
-    assert len(find_runs(["old/one"])) == 3
