@@ -1,7 +1,7 @@
 """What does a training step cost, and what does an optimizer step cost?
 
     python scripts/bench.py step                       the tiny track, each stage of its schedule
-    torchrun --nproc_per_node=8 scripts/bench.py step --profile -- --track short
+    torchrun --nproc_per_node=8 scripts/bench.py step -- --track short
     python scripts/bench.py optim --sets gpt2s         our optimizers beside torch.optim's
 
 Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
@@ -134,7 +134,8 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     facts["ranks"] = machine.world_size
     facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
     facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases} | trainer.checks
-    rows = step_table(trainer, given, facts)
+    facts |= count_slips(trainer)
+    rows = step_table(trainer, given)
     facts["peak, MiB"] = machines.peak_mib(machine)
     return {"facts": facts, "step": rows}
 
@@ -151,8 +152,7 @@ def write_random(config: Config) -> str:
     return str(folder)
 
 
-def step_table(trainer: Trainer, given: argparse.Namespace, facts: dict[str, Any]) -> Rows:
-    """A row for each stage. Adds to the facts what the steps of all stages do."""
+def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     config, guard = trainer.config, trainer.guard
     unguarded = copy.copy(guard)
     unguarded.nonfinite, unguarded.spike = False, None
@@ -162,15 +162,9 @@ def step_table(trainer: Trainer, given: argparse.Namespace, facts: dict[str, Any
         name = f"stage {index}, window {stage.long}"
         tokens[name] = train_gpt.at(config, first).batch_tokens
         steps[name] = partial(guarded_steps, trainer, guard, first)
-    facts |= count_slips(steps, trainer.machine.device)
     steps[f"{name}, no guards"] = partial(guarded_steps, trainer, unguarded, first)
     for path in given.against:
         steps[path] = partial(repeat, runpy.run_path(path)["build"](config))
-    if given.profile:
-        guard.reset()
-        with torch.profiler.profile() as found:
-            steps[name]()
-        print(found.key_averages().table(sort_by="self_cpu_time_total"))
     ms = timed(steps, guard.reset, given.rounds, trainer.machine)
     ms = {name: [each / STEPS for each in times] for name, times in ms.items()}
     rows = figures(ms, name)
@@ -182,15 +176,16 @@ def step_table(trainer: Trainer, given: argparse.Namespace, facts: dict[str, Any
     return rows
 
 
-def count_slips(steps: Steps, device: torch.device) -> dict[str, Any]:
+def count_slips(trainer: Trainer) -> dict[str, Any]:
     """What no step of a warm trainer may do: wait for the device, or compile a graph."""
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    device = trainer.machine.device
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
-        for step in steps.values():
-            step()
+        for first, *_ in trainer.changes:
+            take_steps(trainer, first, STEPS)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     told = sorted({str(each.message).splitlines()[0] for each in waits})
@@ -254,7 +249,6 @@ def main(argv: list[str] | None = None) -> int:
     add("what", choices=("step", "optim"))
     add("--rounds", type=int, default=10, help="timed rounds (%(default)s)")
     add("--against", nargs="+", default=[], metavar="FILE.py", help="code to time beside ours")
-    add("--profile", action="store_true", help="step: a table of torch.profiler")
     add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim: which weights")
     add("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
