@@ -107,32 +107,31 @@ def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: 
 
 def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     """Train the seeds that have no run. LogError if a run failed, or another source trained."""
-    missing = [seed for seed in seeds if seed not in judge.figures(folder, arm, metric)]
+    done, output = judge.figures(folder, arm, metric), folder / f"{arm.name}.txt"
+    missing = [seed for seed in seeds if seed not in done]
     if not missing:
         return
     print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
     words = training_command(arm.source, flags, folder / arm.name)
-    told, output = set(seeds) - set(missing), folder / f"{arm.name}.txt"
     with output.open("a") as file, child_process(words, stdout=file, stderr=file) as child:
         while (code := child.poll()) is None:
             time.sleep(POLL_S)
-            tell(folder, arm, metric, told)
-    done = tell(folder, arm, metric, told)
+            done = tell(folder, arm, metric, done)
+    done = tell(folder, arm, metric, done)
     if code not in (0, 3):  # 3: a run diverged, which is a result
         last = output.read_text(errors="replace").splitlines()[-1:]
-        raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({output}). Mend it, "
+        raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({output}). Fix it, "
                        "then repeat the command")  # fmt: skip
     if missing[0] not in done:
         raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: {arm.source} "
                        "was changed while it was judged")  # fmt: skip
 
 
-def tell(folder: Path, arm: Arm, metric: str, told: set[int]) -> dict[int, float]:
+def tell(folder: Path, arm: Arm, metric: str, told: dict[int, float]) -> dict[int, float]:
     """Say a line for each run that is done and not told yet. Returns all figures by seed."""
     done = judge.figures(folder, arm, metric)
-    for seed in sorted(done.keys() - told):
-        told.add(seed)
+    for seed in sorted(done.keys() - told.keys()):
         found = "diverged" if math.isinf(done[seed]) else f"{done[seed]:.4f} {UNITS[metric]}"
         print(f"  {arm.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
     return done
