@@ -6,6 +6,7 @@
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
     python scripts/significance.py old new --track steps              fewest steps, by its rules
     python scripts/significance.py NEW --against OLD --margin 0.01    two arms: loss and time
+    python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
 folder are named by what differs, and the name after a colon selects one. A folder is read without
@@ -20,7 +21,7 @@ passes, or two are compared; 1 an arm fails; 2 bad input, a log that cannot be r
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from runtime.settings import reader
 
 def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
     """The arms, and what could not be read. Raises LogError."""
+    if given.losses:
+        return [arms.judge_typed(given.losses, given.target)], []
     runs, errors = arms.read_selected(given.paths)
     if not runs:
         raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
@@ -53,6 +56,8 @@ def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
 
 
 def title(arm: ArmVerdict) -> str:
+    if arm.path is None:
+        return "typed losses, UNVERIFIED"
     key = arm.key
     facts = f"source {key.source or 'unknown':.12}, steps {key.total_steps}, GPUs {key.gpu_count}"
     return f"{arm.selector}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
@@ -111,15 +116,24 @@ def direction(found: Any, below: str, above: str) -> str:
 # ---- The command
 
 
-def whole_numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def numbers(kind: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
+    """For argparse: reads "3.27,3.28" or a list pasted from Python, "[3.27, 3.28]"."""
+    return reader(lambda text: [kind(part) for part in text.strip("[]").split(",")], rule)
 
 
 def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    if bool(given.paths) == bool(given.losses):
+        parser.error("name run logs, or type losses with --losses: one of the two")
+    if given.losses and given.target is None:
+        parser.error("--losses needs --target: typed losses name none")
     if given.target is not None and not math.isfinite(given.target):
         parser.error(f"--target {given.target}: it must be a finite number")
-    if given.track and len(given.at_step) > 1:
-        parser.error("--track steps needs at most one --at-step")
+    if given.losses and min(given.losses) <= 0:
+        parser.error(f"--losses {min(given.losses)}: a loss is above 0")
+    if given.losses and given.at_step:
+        parser.error("--at-step needs run logs: typed losses have no steps")
+    if given.track and (given.losses or len(given.at_step) > 1):
+        parser.error("--track steps needs run logs, and at most one --at-step")
     if given.against and (len(given.paths) != 1 or given.target or given.at_step or given.track):
         parser.error("--against takes one NEW, without --target, --at-step and --track")
     if given.margin is not None and not given.against:
@@ -130,10 +144,12 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
 def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("paths", nargs="+", metavar="PATH",
+    add("paths", nargs="*", metavar="PATH",
         help="run logs, or folders of run logs; PATH:setting=value,... takes some of their runs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
-    add("--at-step", type=reader(whole_numbers, "whole numbers, such as 5,10"), default=[],
+    add("--losses", type=numbers(float, "numbers, such as 3.27,3.28"),
+        help="losses typed by hand; needs --target")
+    add("--at-step", type=numbers(int, "whole numbers, such as 5,10"), default=[],
         help="judge the losses at these steps")
     add("--track", choices=["steps"], help="judge by the rules of this track")
     add("--against", metavar="OLD", help="compare PATH, B, with this arm, A")

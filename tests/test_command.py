@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CLAIMS = ("2026-11-21_AdamW", "2026-11-22_Modern")  # unlike in more lines than a pipe holds
 SCRIPTS = sorted({*ROOT.glob("scripts/[!_]*.py")} - {ROOT / "scripts" / "command.py"})
 
 
@@ -46,12 +45,12 @@ def test_without_an_environment_every_script_says_in_one_line_what_to_do(script,
 
 
 def test_a_reader_that_closes_the_pipe_ends_a_command_quietly():
-    words = [sys.executable, str(ROOT / "scripts" / "record.py"), "diff"]
-    records = [str(ROOT / "records" / "tiny" / name) for name in CLAIMS]
+    losses = ",".join(["3.27"] * 20_000)  # more lines than a pipe holds
+    words = [sys.executable, str(ROOT / "scripts" / "significance.py"), "--losses", losses]
     with subprocess.Popen(
-        [*words, *records], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*words, "--target", "3.28"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout.readline().startswith("--- ")
+        assert process.stdout.readline().startswith("typed losses")
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141

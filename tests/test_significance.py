@@ -233,6 +233,14 @@ def test_a_target_that_is_given_overrides_that_of_the_logs(tmp_path, capsys):
     assert judge(capsys, tmp_path, "--target", 3.28)[0] == 0
 
 
+def test_a_list_pasted_from_python_is_read_and_marked_unverified(capsys):
+    assert main(["--losses", "[3.27, 3.28]", "--target", "3.28", "--json"]) == 1
+    (arm,) = json.loads(capsys.readouterr().out)["arms"]
+    assert (arm["losses"], arm["path"], arm["times_ms"]) == ([3.27, 3.28], None, [None, None])
+    assert warned(arm, "unverified")
+    assert "UNVERIFIED" in text_of(capsys, "--losses", "3.1,3.2", "--target", "3.28")
+
+
 def test_what_is_no_log_in_a_folder_is_named_and_is_bad_input_and_the_rest_is_shown(
     tmp_path, capsys
 ):
@@ -245,7 +253,9 @@ def test_what_is_no_log_in_a_folder_is_named_and_is_bad_input_and_the_rest_is_sh
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    ([], "required: PATH"),
+    ([], "name run logs, or type losses"),
+    (["--losses", "3.1,3.2"], "--losses needs --target"),
+    (["--losses", "3.1", "--target", "3.28", "--at-step", "5"], "--at-step needs run logs"),
     (["logs", "--track", "steps", "--at-step", "5,6"], "at most one --at-step"),
     (["logs", "--against", "old", "--at-step", "5"], "--against takes one NEW, without"),
     (["logs", "more", "--against", "old"], "--against takes one NEW, without"),
@@ -326,9 +336,14 @@ def test_a_colon_in_the_name_of_a_folder_is_no_selector(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("loss", [-3.2, 0.0])
-def test_a_loss_that_is_not_above_zero_is_refused_in_logs_of_any_kind(tmp_path, capsys, loss):
+def test_a_loss_that_is_not_above_zero_is_refused_in_logs_of_any_kind_and_typed(
+    tmp_path, capsys, loss
+):
     public = write_public(tmp_path / "public.txt", {1750: loss})
     own = write_run(tmp_path, "own", {100: loss}, seed=0)
-    for path in (public, own):
-        assert main([str(path)]) == 2
-        assert "a loss is above 0" in capsys.readouterr().err
+    for words in ([str(public)], [str(own)], ["--losses=" + str(loss), "--target", "3.28"]):
+        try:
+            code = main(words)
+        except SystemExit as ended:
+            code = ended.code
+        assert (code, "a loss is above 0" in capsys.readouterr().err) == (2, True)
