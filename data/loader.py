@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,9 +109,17 @@ def capacity_for(rows: int, documents_per_row: int) -> int:
     return -(-entries // 32) * 32  # few different lengths, so few compiled graphs
 
 
-def _make_batch(rows: Tokens, starts: Sequence[int] | NDArray, capacity: int) -> Batch:
-    """Make a batch from tokens (rows, seq_len + 1). starts: places in the flattened inputs."""
+def _begins(rows: Tokens, order: Order) -> NDArray:
+    """Return which inputs of rows (n, seq_len + 1) begin a document, (n, seq_len) bool."""
+    begins = order.document_mask & (rows[:, :-1] == order.bos)
+    begins[:, 0] = True
+    return begins
+
+
+def _make_batch(rows: Tokens, order: Order, capacity: int) -> Batch:
+    """Make a batch from tokens (n, seq_len + 1)."""
     count, seq_len = rows.shape[0], rows.shape[1] - 1
+    starts = np.flatnonzero(_begins(rows, order))
     pin = torch.cuda.is_available()
     inputs = torch.empty((count, seq_len), dtype=torch.int32, pin_memory=pin)
     targets = torch.empty((count, seq_len), dtype=torch.int64, pin_memory=pin)
@@ -200,14 +208,9 @@ def _dense_rows(tokens: Shard, order: Order, offset: int) -> Iterator[tuple[Row,
         yield [(start, start + order.seq_len + 1)], start + order.seq_len
 
 
-def _document_starts(row: Row, seq_len: int) -> list[int]:
-    """Return where documents start among the inputs of a row."""
-    starts = accumulate((end - start for start, end in row[:-1]), initial=0)
-    return [start for start in starts if start < seq_len]  # a row's last token is only a target
-
-
-def _most_documents(rows: list[Row], order: Order) -> int:
-    return max(len(_document_starts(row, order.seq_len)) for row in rows)
+def _most_documents(rows: list[Row]) -> int:
+    """Return the most documents among the inputs of a row. Its last token is only a target."""
+    return max(len(row) - (row[-1][1] - row[-1][0] == 1) for row in rows)
 
 
 class Plan(NamedTuple):
@@ -226,11 +229,11 @@ def plan_run(files: Files, order: Order, steps: int) -> Plan:
     walk, end = _walk(shards, order, begin), begin
     for _ in range(steps):
         rows, end = next(walk)
-        most = max(most, _most_documents(rows, order))
+        most = max(most, _most_documents(rows))
     for later in order.each[1:]:  # warm-up reads the first shard as each later stage would
         rows, offset = _next_rows(shards[0], later, 0)
         while rows:
-            most = max(most, _most_documents(rows, later))
+            most = max(most, _most_documents(rows))
             rows, offset = _next_rows(shards[0], later, offset)
     passed = sum(map(len, shards[: end.shard])) + end.offset
     return Plan(passed, sum(map(len, shards)), most, end)
@@ -298,13 +301,11 @@ class TrainLoader(Iterator[list[Batch]]):
             yield batches, rows_sum, place, end
 
     def _micro_batch(self, shard: Shard, rows: list[Row]) -> Batch:
-        seq_len, first = self.order.seq_len, rows[0][0][0]
+        first = rows[0][0][0]
         tokens = shard[first : rows[-1][-1][1]]  # one read; one for each piece would be slow
-        filled, starts = [], []
-        for index, row in enumerate(rows):
-            filled.append(np.concatenate([tokens[a - first : b - first] for a, b in row]))
-            starts += [index * seq_len + start for start in _document_starts(row, seq_len)]
-        return _make_batch(np.stack(filled), starts, capacity_for(len(rows), self._max_documents))
+        pieces = [tokens[start - first : end - first] for row in rows for start, end in row]
+        whole = np.concatenate(pieces).reshape(len(rows), -1)
+        return _make_batch(whole, self.order, capacity_for(len(rows), self._max_documents))
 
     def where(self, step: int) -> dict[str, Any]:
         """Return {"shard", "token_offset"} of a step, counted from 1, read since the last seek."""
@@ -341,8 +342,8 @@ def validation_batches(
 ) -> list[Batch]:
     """Return this rank's share of the first `tokens` tokens, contiguous across shards.
 
-    A batch has at most `most` tokens, or one row of `seq_len`. Ranks may differ by one row. In
-    aligned orders a document also begins at each BOS. ShardError if the tokens do not suffice.
+    A batch has at most `most` tokens, or one row of `seq_len`. Ranks may differ by one row.
+    ShardError if the tokens do not suffice.
     """
     stream = np.concatenate([Shard(file)[: tokens + 1] for file in files])[: tokens + 1]
     if len(stream) <= tokens:
@@ -350,22 +351,12 @@ def validation_batches(
             f"validation needs {tokens + 1:,} tokens (the last is only a target); its shards hold "
             f"{len(stream):,}. Lower --val-tokens, or add shards."
         )
-    starts = np.arange(0, tokens, seq_len)
-    if order.document_mask:
-        starts = np.union1d(starts, np.flatnonzero(stream[:-1] == order.bos))
-    count = tokens // seq_len
-    rows = largest_divisor(count // world_size, most // seq_len)
-    edges = [tokens]  # of batches on all ranks: all cu_seqlens get one length
-    for each in range(world_size):
-        edges += [batch.start * seq_len for batch in _deal(count, rows, each, world_size)]
-    fullest = np.diff(np.searchsorted(starts, np.sort(edges))).max()
-    all_rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
-    batches = []
-    for own in _deal(count, rows, rank, world_size):
-        first, end = own.start * seq_len, own.stop * seq_len
-        inside = starts[(first <= starts) & (starts < end)] - first
-        batches.append(_make_batch(all_rows[own], inside, capacity_for(1, fullest)))
-    return batches
+    rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
+    at_once = largest_divisor(len(rows) // world_size, most // seq_len)
+    most_documents = int(_begins(rows, order).sum(1).max())
+    capacity = capacity_for(at_once, most_documents)  # the same on all ranks
+    own = _deal(len(rows), at_once, rank, world_size)
+    return [_make_batch(rows[part], order, capacity) for part in own]
 
 
 def in_parts(batches: list[Batch], most: int, reach: int) -> list[Batch]:
