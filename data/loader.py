@@ -354,7 +354,7 @@ def validation_batches(
     rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
     at_once = largest_divisor(len(rows) // world_size, most // seq_len)
     most_documents = int(_begins(rows, order).sum(1).max())
-    capacity = capacity_for(at_once, most_documents)  # the same on all ranks
+    capacity = capacity_for(at_once, most_documents)  # of all batches on all ranks
     own = _deal(len(rows), at_once, rank, world_size)
     return [_make_batch(rows[part], order, capacity) for part in own]
 

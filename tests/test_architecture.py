@@ -21,7 +21,7 @@ BUDGETS = {
     "train_gpt.py": 1465,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
-    "data": 1303,  # reached; the promise is 1000
+    "data": 1294,  # reached; the promise is 1000
     "runtime": 3030,  # reached; the promise is 2740
     "claims": 3128,  # reached; the promise is 2780
     "scripts": 1689,  # reached; the promise is 1220
