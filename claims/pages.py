@@ -11,7 +11,6 @@ import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,12 @@ STYLE: Any = {
     "text.parse_math": False,  # a claim's name is no formula
     "axes.grid": True,
     "axes.axisbelow": True,
-    "date.converter": "concise",
     "legend.fontsize": 8,
     # Okabe and Ito's colours, which the colour-blind can tell apart.
     "axes.prop_cycle": "cycler(color=['0072B2', 'D55E00', '009E73', 'CC79A7', 'E69F00', '56B4E9'])",
 }
 # Black and white are swapped; colours keep their hue.
 DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(0.93) hue-rotate(180deg)}}"
-HOLLOW = {"color": "gray", "markerfacecolor": "white"}
 PROBES = {"copy_loss": "copied tokens", "new_loss": "new tokens"}
 
 
@@ -234,7 +231,6 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
     yield (f"There {count} on this track. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
     yield f"![Steps of each recipe's best claim, and its losses]({track}/steps.svg)"
-    yield f"![What each claim takes, and the record, by date]({track}/records.svg)"
 
 
 def mean_probe(evidence: Evidence, probe: str) -> float:
@@ -310,40 +306,3 @@ def draw_steps(figure: Any, claims: Sequence[Evidence]) -> None:
         dots.plot(list(known.values()), list(known), "o", label=label)
     dots.set_xlabel("loss at the end, nats per token")
     dots.legend()
-
-
-def plot_records(claims: Sequence[Evidence], path: Path) -> None:
-    """Write what a track's claims need, by date, the oldest first, and how its record fell."""
-    write_picture(path, (8, 4), lambda figure: draw_records(figure.subplots(), claims))
-
-
-def draw_records(axes: Any, claims: Sequence[Evidence]) -> None:
-    from matplotlib.ticker import AutoLocator, NullLocator
-
-    in_time, records = claims[0].track.in_time, records_among(claims)
-    unit = 1e3 if in_time else 1e6  # milliseconds, or tokens
-    for contest in sorted({one.contest for one in records}):
-        won = [one for one in records if one.contest == contest]
-        dates, scores = [when(one) for one in won], [one.score / unit for one in won]
-        for place, at in enumerate(zip(dates, scores, strict=True), 1):
-            axes.annotate(f"#{place}", at, (4, 4), textcoords="offset points", fontsize=8)
-        dates.append(when(claims[-1]))  # until then the last record holds
-        scores.append(scores[-1])
-        look = {"where": "post", "marker": "o", "markevery": slice(len(won))}
-        axes.step(dates, scores, **look, label=f"record {contest}".strip())
-    for one in claims:
-        if one not in records:
-            axes.plot(when(one), one.score / unit, "o" if one.shown else "x", **HOLLOW)
-    axes.plot([], [], "o", **HOLLOW, label="shown, no record")
-    axes.plot([], [], "x", color="gray", label="not shown")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(AutoLocator())  # else none where all claims are alike
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel("seconds" if in_time else "million training tokens")
-    axes.set_xlabel("time of the claim, UTC")
-    axes.legend()
-
-
-def when(evidence: Evidence) -> datetime:
-    return datetime.fromisoformat(evidence.claim.created)
