@@ -9,7 +9,7 @@ import re
 import shlex
 import statistics
 import textwrap
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import StringIO
 from pathlib import Path
@@ -204,13 +204,14 @@ def leaderboard(evidences: Sequence[Evidence]) -> str:
 
 
 def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
-    best, rows, places = records_among(claims), [], Counter[str]()
+    """The part of one track. A record was shown and beats every shown claim of its contest."""
+    rows, records = [], defaultdict[str, list[float]](list)  # their scores, by contest
     for evidence in claims:
-        claim, found = evidence.claim, evidence.result
+        claim, found, scores = evidence.claim, evidence.result, records[evidence.contest]
         place = "no record" if evidence.shown else "not shown"
-        if evidence in best:
-            places[evidence.contest] += 1
-            place = f"#{places[evidence.contest]}"
+        if evidence.shown and evidence.score < min(scores, default=math.inf):
+            scores.append(evidence.score)
+            place = f"#{len(scores)}"
         name = f"[{claim.name}]({track}/{quote(evidence.folder.name)})"
         probes = [mean_probe(evidence, probe) for probe in PROBES]
         losses = ["" if math.isnan(loss) else f"{loss:.2f}" for loss in probes]
@@ -242,17 +243,6 @@ def parameters(evidence: Evidence) -> str:
     """The number of parameters of the first run, where its log has it."""
     count = evidence.complete[0].env.get("params") if evidence.complete else None
     return f"{count:,}" if type(count) is int else ""
-
-
-def records_among(claims: Sequence[Evidence]) -> list[Evidence]:
-    """The claims that were shown and beat every claim of their contest shown before them."""
-    records: list[Evidence] = []
-    best: dict[str, float] = {}
-    for evidence in claims:
-        if evidence.shown and evidence.score < best.get(evidence.contest, math.inf):
-            best[evidence.contest] = evidence.score
-            records.append(evidence)
-    return records
 
 
 def best_of_each_recipe(claims: Sequence[Evidence]) -> list[Evidence]:
