@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -308,14 +307,13 @@ BUS_ID = re.compile(r" +[0-9A-F]{8}:", re.IGNORECASE)
 LONGEST_LINE = 300  # of the environment; a pattern may take quadratic time on a longer one
 
 
-@dataclass
-class Trace:
+class Trace(NamedTuple):
     """The numbered lines of one run."""
 
     source: str | None
-    numbers: list[tuple[int, int | None]] = field(default_factory=list)  # step and declared total
-    validations: list[Validation] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    numbers: list[tuple[int, int | None]]  # step and declared total
+    validations: list[Validation]
+    steps: list[Step]
 
 
 def read_text(path: Path, data: bytes) -> list[Run]:
@@ -390,7 +388,7 @@ def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> 
         return
     step = int(number[1])
     if not traces or (step == 0 and traces[-1].numbers[-1][0] > 0):
-        traces.append(Trace(source))
+        traces.append(Trace(source, [], [], []))
     traces[-1].numbers.append((step, int(number[2]) if number[2] else None))
     ms = to_ms(named["train_time"]) if "train_time" in named else None
     if val_loss is None:
