@@ -1,13 +1,11 @@
-"""groups_for on models of others, made here by hand, and Muon on what it finds in them."""
+"""groups_for on models of others, made here by hand."""
 
 import pytest
 import torch
-from test_optim import give_gradients, parameters
+from test_optim import give_gradients
 from torch import nn
 
-from optim import AdamW, Muon, NorMuon, Row, group_table, groups_for
-
-MATRICES = pytest.mark.parametrize("kind", [Muon, NorMuon])
+from optim import AdamW, NorMuon, Row, group_table, groups_for
 
 
 class Conv1D(nn.Module):
@@ -194,34 +192,3 @@ def test_rows_override_the_rule_by_any_name_and_may_name_a_third_optimizer():
 def test_a_row_that_matches_nothing_and_two_that_match_one_parameter_are_refused(rows, message):
     with pytest.raises(ValueError, match=message):
         groups_for(packed(), rows)
-
-
-# ---- what Muon does with them
-
-
-def stepped(kind, weights, turn=None, **options):
-    """Weights after three steps; `turn` shows the optimizer each tensor in another shape."""
-    given = turn or (lambda tensor: tensor)
-    params = [nn.Parameter(given(weight.detach()).clone().contiguous()) for weight in weights]
-    optimizer = kind(params, 0.1, weight_decay=0.1, **options)
-    for step in range(3):
-        give_gradients(weights, step)
-        for param, weight in zip(params, weights, strict=True):
-            param.grad = given(weight.grad)
-        optimizer.step()
-    return params
-
-
-def assert_close(ones, others):
-    for one, other in zip(ones, others, strict=True):
-        torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-9, atol=1e-9)
-
-
-@MATRICES
-@pytest.mark.parametrize("scale", ["spectral", "rms"])
-def test_a_transposed_weight_steps_as_the_one_of_a_linear_layer(kind, scale):
-    options = {"scale": scale, "dtype": torch.float64}
-    weights = parameters((8, 24), (32, 8), (6, 6))
-    plain = stepped(kind, weights, **options)
-    turned = stepped(kind, weights, lambda tensor: tensor.mT, transposed=True, **options)
-    assert_close([param.mT for param in turned], plain)
