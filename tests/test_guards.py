@@ -10,7 +10,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from optim import AdamW, Guard, Muon, NorMuon, Skip, SpikeRule
 from optim.base import update
-from optim.torch_optimizer import TorchOptimizer
 
 NAN, INF = math.nan, math.inf
 # Reading the flag, and selecting by it as on a GPU.
@@ -62,11 +61,6 @@ def give_gradients(params, step, add=False):
     for param in params.values():
         grad = torch.randn(param.shape, generator=generator).to(param)
         param.grad = param.grad + grad if add and param.grad is not None else grad
-
-
-def on_a_device(monkeypatch, at_once=()):
-    """Let this CPU be one whose flags are not read."""
-    monkeypatch.setattr("optim.base.READ_AT_ONCE", at_once)
 
 
 def bits(thing):
@@ -128,7 +122,7 @@ def test_a_sound_step_changes_every_parameter(kinds):
 def test_a_run_with_bad_gradients_is_the_run_without_those_steps_to_the_bit(
     kinds, name, dtype, cautious, at_once, monkeypatch
 ):
-    on_a_device(monkeypatch, at_once)
+    monkeypatch.setattr("optim.base.READ_AT_ONCE", at_once)
     options = {"kinds": kinds, "dtype": dtype, "cautious": cautious}
     faults = {0: (name, "nan"), 3: (name, "inf"), 4: (name, "overflow"), 5: ("adam.0", "nan")}
     taken = [step for step in range(8) if step not in faults]
@@ -224,20 +218,6 @@ def test_a_spoiled_sum_is_still_spoiled_after_a_resume():
     assert changed == {"muon.0", "muon.1", "muon.2"}
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_an_optimizer_of_torch_may_keep_state_on_the_host_beside_weights_on_a_device(name):
-    param = torch.nn.Parameter(torch.ones(6, 4, device="meta"))  # a device that every machine has
-    part = TorchOptimizer(TORCH[name]([param]), None, 1)
-    for _ in range(2):
-        param.grad = torch.ones_like(param)
-        part.launch()
-        part.step(ok=torch.tensor(True))
-        part.finish()
-    steps = {float(state["step"]) for state in part.optimizer.state.values() if "step" in state}
-    assert steps == ({2.0} if "adam" in name else set())
-    assert "waits for the device once a step" in part.describe()
-
-
 # ---- nothing waits for the device
 
 
@@ -254,6 +234,8 @@ def test_a_guarded_step_runs_on_a_device_that_holds_no_values(rule, dtype):
     verdict = guard.step(loss)
     with pytest.raises(RuntimeError, match="meta"):
         guard.explain(verdict)
+    theirs = torch.optim.SGD(params.values())
+    assert "waits for the device once a step" in Guard([theirs]).describe()
 
 
 # ---- compiled
@@ -265,7 +247,7 @@ def test_a_compiled_update_is_the_eager_one_and_a_new_rate_compiles_nothing(kind
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(update, dynamic=False, backend=counter)
     monkeypatch.setattr("optim.base.compiled_update", lambda: compiled)
-    on_a_device(monkeypatch)
+    monkeypatch.setattr("optim.base.READ_AT_ONCE", ())
     seen = []
     for choice in (False, True):
         params, optimizers = model(kinds, compiled=choice)
