@@ -1,4 +1,4 @@
-"""Real runs whose output head is the token embedding at first and leaves it in mid-run."""
+"""Real runs whose stages differ: the head leaves the token embedding, the documents grow."""
 
 from dataclasses import replace
 from unittest import mock
@@ -187,3 +187,22 @@ def test_prefixes_are_learned_but_not_validated(corpus_like, tmp_path, monkeypat
     assert trained[1] == without[1], "the log has the loss of the next token alone"
     assert trained[STEPS] != without[STEPS]
     assert validated[STEPS] != without_validated[STEPS]
+
+
+# ---- Documents
+
+
+def test_attention_is_told_the_longest_document_of_each_step(data, tmp_path, monkeypatch):
+    batch_loss, seen = train_gpt.Trainer.batch_loss, []
+
+    def noting(self, batch, longest, weights=None):
+        if torch.is_grad_enabled():
+            seen.append((int(batch.cu_seqlens.diff().max()), longest))
+        return batch_loss(self, batch, longest, weights)
+
+    monkeypatch.setattr(train_gpt.Trainer, "batch_loss", noting)
+    with table(replace(UNTIED, document=16), UNTIED):
+        assert run(data, tmp_path, stages="tied", max_document=48, checkpoint_every=0).code == 0
+    assert seen[-STEPS:] == [(16, 16)] * UNTYING + [(48, 48)] * (STEPS - UNTYING)
+    assert seen[0] == (48, 48), "warm-up first tries what needs most memory"
+    assert all(found == bound for found, bound in seen)
