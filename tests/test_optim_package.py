@@ -1,6 +1,5 @@
 """The folder optim as the package speedrun_optim: wheel, sdist, and the guide in its README."""
 
-import ast
 import os
 import re
 import shutil
@@ -11,8 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-import optim
+from test_architecture import imports, roots
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "optim" / "README.md").read_text(encoding="utf-8")
@@ -92,14 +90,9 @@ def installed(built):
 
 def test_the_wheel_imports_torch_and_what_comes_with_python_alone(installed):
     """Triton, which torch brings on some systems, is imported where it is found."""
-    imported = set()
-    for path in installed.glob("speedrun_optim/*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                imported.add(node.module.split(".")[0])
-    assert imported - sys.stdlib_module_names <= {"torch", "triton"}
+    package = installed / "speedrun_optim"
+    imported = set().union(*(roots(imports(path)) for path in package.glob("*.py")))
+    assert imported - sys.stdlib_module_names == {"torch", "triton", package.name}
 
 
 @pytest.mark.slow
@@ -116,9 +109,3 @@ def test_each_example_of_the_guide_trains(number, installed, tmp_path):
     assert max(losses) < 0.5  # guessing has 4.6
     if number == 0:
         assert output.startswith(OUTPUT[0])
-
-
-def test_the_guide_names_what_there_is():
-    assert len(set(PYTHON)) == 3
-    for names in re.findall(r"^from speedrun_optim import (.*)$", GUIDE, re.M):
-        assert set(names.split(", ")) <= set(optim.__all__)

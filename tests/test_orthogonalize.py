@@ -49,7 +49,6 @@ ROWS, COLS = 64, 256
 GAUSS = random(ROWS, COLS, dtype=torch.float64)
 SPECTRA = {
     "gauss": GAUSS,
-    "linear": with_singular_values(torch.linspace(1, 1 / ROWS, ROWS), COLS),
     "condition 1e4": with_singular_values(torch.logspace(0, -4, ROWS), COLS),
     "one value stands out": with_singular_values([1.0] + [1e-3] * (ROWS - 1), COLS),
     "half zero": with_singular_values(torch.linspace(1, -1, ROWS).clamp_min(0), COLS),
@@ -59,8 +58,6 @@ SPECTRA = {
 BANDS = {
     ("gauss", "polar_express"): (0.84, 0.98, 1.16),
     ("gauss", "newton_schulz"): (0.67, 0.74, 1.22),
-    ("linear", "polar_express"): (0.84, 0.98, 1.16),
-    ("linear", "newton_schulz"): (0.67, 0.74, 1.22),
     ("condition 1e4", "polar_express"): (0.01, 0.88, 1.16),
     ("condition 1e4", "newton_schulz"): (0.005, 0.70, 1.22),
     ("one value stands out", "polar_express"): (0.7, 0.83, 1.05),
@@ -91,16 +88,7 @@ def test_singular_values_end_in_a_stated_band(spectrum, method, dtype):
         assert torch.linalg.matrix_norm(result - U @ inside @ Vh, ord=2) < 1e-3
 
 
-# ---- batches, scale, zeros
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_batch_is_its_matrices_one_by_one(method):
-    G = random(40, 20, 12)
-    result = orthogonalize(G, method, torch.float32)
-    for one, matrix in zip(result, G, strict=True):
-        alone = orthogonalize(matrix, method, torch.float32)
-        torch.testing.assert_close(one, alone, rtol=1e-5, atol=2e-6)
+# ---- scale, zeros
 
 
 @pytest.mark.parametrize("method", METHODS)
