@@ -234,9 +234,9 @@ def test_one_compiled_graph_serves_every_window(rung):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretends a GPU of a compute capability, with these implementations installed."""
+    """Pretends a GPU of a compute capability, with these implementations and torch installed."""
 
-    def pretend(capability, *installed):
+    def pretend(capability, *installed, version="2.13.0"):
         def activate(impl):
             if impl not in installed:
                 raise OSError(f"undefined symbol in {impl}")  # packages fail in many ways
@@ -244,6 +244,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(flash_attention, "activate", activate)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
         monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch, "__version__", version)
 
     return pretend
 
@@ -255,12 +256,14 @@ def gpu(monkeypatch):
     ("varlen", {"capability": 7}, "it runs on .* 8.x to .*, not 7.x"),
     ("flash3", {"capability": 10}, "it runs on .* 9.x to 9.x, not 10.x"),
     ("flash4", {"capability": 9}, ".*symbol in FA4; pip install flash-attn-4"),
+    ("flash4", {"capability": 9, "version": "2.9.1+cu128"}, "it needs torch 2.13 or newer"),
+    ("flash4", {"capability": 9, "version": "2.12.0"}, "it needs torch 2.13 or newer"),
 ])  # fmt: skip
 def test_a_backend_that_cannot_run_is_refused_by_name_and_passed_over_by_auto(
     gpu, name, changed, reason
 ):
     given = {"device": CUDA, "dtype": torch.bfloat16, "head_dim": 128, "capability": 8} | changed
-    gpu(given.pop("capability"))
+    gpu(given.pop("capability"), version=given.pop("version", "2.13.0"))
     refusal = f"--attention {name} cannot run here: {reason}.*Use --attention portable"
     with pytest.raises(ValueError, match=refusal):
         choose_attention(name, **given)
@@ -268,29 +271,19 @@ def test_a_backend_that_cannot_run_is_refused_by_name_and_passed_over_by_auto(
         assert choose_attention(other, **given)[0].name == "portable"
 
 
-@pytest.mark.parametrize(("version", "runs"), [
-    ("2.9.1+cu128", False), ("2.12.0", False), ("2.13.0", True), ("2.100.0", True), ("10.0", True),
-])  # fmt: skip
-def test_flash4_asks_for_torch_2_13_as_a_version_and_not_as_a_string(
-    gpu, monkeypatch, version, runs
-):
-    gpu(10, "FA4")
-    monkeypatch.setattr(torch, "__version__", version)
-    obstacle = why_not_flash("flash4", CUDA, torch.bfloat16, 128)
-    assert obstacle == (None if runs else "it needs torch 2.13 or newer")
-
-
-@pytest.mark.parametrize(("capability", "installed", "choice", "reason"), [
-    (7, (None,), "portable", "varlen may be faster but it runs on"),
-    (9, (None, "FA3", "FA4"), "flash3", "the fastest here"),
-    (9, (None,), "varlen", "flash3 may be .*; flash4 may be .*pip install flash-attn-4"),
-    (10, (None, "FA3", "FA4"), "flash4", "the fastest here"),
-    (12, (None, "FA4"), "varlen", "the fastest here"),
+@pytest.mark.parametrize(("capability", "installed", "torchs", "choice", "reason"), [
+    (7, (None,), "2.13.0", "portable", "varlen may be faster but it runs on"),
+    (9, (None, "FA3", "FA4"), "2.13.0", "flash3", "the fastest here"),
+    (9, (None,), "2.13.0", "varlen", "flash3 may be .*; flash4 may be .*pip install flash-attn-4"),
+    (10, (None, "FA3", "FA4"), "2.13.0", "flash4", "the fastest here"),
+    (10, (None, "FA4"), "2.100.0", "flash4", "the fastest here"),
+    (10, (None, "FA4"), "10.0", "flash4", "the fastest here"),
+    (12, (None, "FA4"), "2.13.0", "varlen", "the fastest here"),
 ])  # fmt: skip
 def test_auto_takes_the_fastest_installed_and_names_what_may_be_faster(
-    gpu, capability, installed, choice, reason
+    gpu, capability, installed, torchs, choice, reason
 ):
-    gpu(capability, *installed)
+    gpu(capability, *installed, version=torchs)
     backend, why = choose_attention("auto", CUDA, torch.bfloat16)
     assert backend.name == choice
     assert re.match(reason, why)
