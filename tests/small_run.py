@@ -3,9 +3,7 @@
 import contextlib
 import gc
 import io
-import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +13,8 @@ from unittest import mock
 
 import numpy as np
 import torch
+from stub_trainer import logs_of as find_logs
+from stub_trainer import read_events, restored_settings
 
 import optim.muon
 import train_gpt
@@ -24,7 +24,6 @@ from runtime.run import Run
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, BOS = 64, 63
 ROWS, SEQUENCE = 4, 128
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STEPS = 12
 # How far another order of its sums may move a loss of 12 steps. float32: a sum over 512 targets
 # moves by sqrt(512) 2^-24 of itself, rounded up to 2^-19; measured with float32 products, 2e-7.
@@ -130,20 +129,12 @@ class Outcome:
     logs: list[Path]
 
     def events(self, kind: str, log: int = 0) -> list[dict]:
-        return [event for event in read_events(self.logs[log]) if event["event"] == kind]
+        return read_events(self.logs[log], kind=kind)
 
     def losses(self, log: int = 0) -> list[float]:
         """Training losses of all steps, then the validation losses."""
         trained = [event["train_loss"] for event in self.events("step", log)]
         return trained + [event["val_loss"] for event in self.events("val", log)]
-
-
-def read_events(log: Path) -> list[dict]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def find_logs(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.jsonl") if path.name != "registry.jsonl")
 
 
 def run(data: Path, logs: Path, **changed: object) -> Outcome:
@@ -165,19 +156,6 @@ def run_words(words: list[str], logs: Path) -> Outcome:
     return Outcome(
         code, out.getvalue(), err.getvalue(), [log for log in find_logs(logs) if log not in before]
     )
-
-
-@contextlib.contextmanager
-def restored_settings() -> Iterator[None]:
-    """What a run sets for the whole process, put back."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def start(words: list[str], launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:

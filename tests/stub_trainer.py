@@ -1,46 +1,33 @@
 """A trainer of eight numbers, for the loop of train_gpt.py: all that runs ask of one, no model."""
 
+import contextlib
 import json
 import math
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest import mock
 
 import torch
+from small_model import configure
 
 import train_gpt
-from runtime.log import config_hash, require_folders, source_hash
+from optim import Skip
+from runtime import run as runs
+from runtime.log import require_folders, source_hash
 from runtime.machine import Machine
-from runtime.run import Run
-from runtime.settings import RunSettings, setting
 
 STEPS = 10
+SETTINGS = {
+    "steps": STEPS, "val_every": 5, "quick_vals": 0, "target": 1.0, "seq_len": 1, "batch_tokens": 4,
+    "micro_batch": 4, "vocab_size": 50257, "device": "cpu", "sample_tokens": 0, "adam_lr": 0.1,
+    "adam_accum_steps": 1,
+}  # fmt: skip
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class Config(RunSettings):
-    track: str = setting("tiny", "track")
-    target: float = setting(1.0, "target")
-    steps: int = setting(STEPS, "steps")
-    minutes: float = setting(0.0, "instead of steps")
-    lr: float = setting(0.1, "learning rate")
-    recipe: str = setting("descent", "recipe")
-    device: str = setting("cpu", "device")
-    vocab_size: int = setting(50257, "tokens")
-    seq_len: int = setting(1, "tokens of a row")
-
-
-class Skip(NamedTuple):
-    guard: str
-    value: float
-    tensor: str | None
 
 
 class Guard:
@@ -60,18 +47,23 @@ Hook = Callable[["StubTrainer", int], object]
 class StubTrainer:
     """Descends towards 1 with noise from torch's generator. `at[step]` is called in that step."""
 
-    config: Config
+    config: train_gpt.Config
     source: Path
     at: dict[int | str, Hook] = field(default_factory=dict)
-    save_every: int = 1  # steps after which no gradients are pending
+
+    header = runs.header
 
     def __post_init__(self) -> None:
-        self.off_track: list[str] = []
+        self.claim, self.checks, self.off_track = None, {}, []
+        self.source_sha256 = source_hash(self.source)
         self.validations = [*range(0, self.config.steps, 5), self.config.steps]
         self.machine = Machine(torch.device("cpu"))
         self.guard, self.optimizers = Guard(), {"sgd": None}
         place = {"shard": "shard_0", "token_offset": 16}
-        self.data = SimpleNamespace(train=SimpleNamespace(where=lambda step: place))
+        train = SimpleNamespace(where=lambda step: place, shares=lambda step: (1, 4))
+        self.data, self.hashes = SimpleNamespace(train=train), {"train_sha256": "t"}
+        self.train_tokens = 4 * self.config.steps
+        self.env = {"gpu_count": 0, "torch": torch.__version__}
         self.reset(0)
 
     def reset(self, seed: int) -> None:
@@ -79,18 +71,6 @@ class StubTrainer:
         self.weights, self.momentum = torch.full((8,), float(seed)), torch.zeros(8)
         self.position = 0
         self.spoil = 0.0  # added to the next loss
-
-    def header(self, seed: int, trial: int) -> dict:
-        config = asdict(self.config)
-        return {
-            "track": self.config.track, "target": self.config.target, "seed": seed, "trial": trial,
-            "claim": None, "config": config, "config_sha256": config_hash(config),
-            "source_sha256": source_hash(self.source), "world_size": 1, "micro_batch": 4,
-            "grad_accum": 1, "checks": {},
-            "data": {"train_sha256": "t", "val_sha256": "v", "val_tokens": 4},
-            "train_tokens": 4 * self.config.steps,
-            "env": {"gpu_count": 0, "torch": torch.__version__},
-        }  # fmt: skip
 
     def state_dict(self) -> dict:
         return {
@@ -119,7 +99,7 @@ class StubTrainer:
     def update(self, step: int, loss: torch.Tensor) -> torch.Tensor:
         if loss != math.inf:
             self.momentum.mul_(0.9).add_(self.gradient)
-            self.weights -= self.config.lr * self.momentum
+            self.weights -= self.config.adam_lr * self.momentum
         return torch.stack([(loss == math.inf).double(), self.gradient.norm().double()])
 
     def validate(self, step: int) -> float:
@@ -133,26 +113,23 @@ class StubTrainer:
     def copied_and_new(self) -> dict:
         return {"copy_loss": 1.5, "new_loss": 3.5}
 
-    def schedule(self, config: Config, step: int) -> SimpleNamespace:
+    def schedule(self, config: train_gpt.Config, step: int) -> train_gpt.Now:
         """What holds at a step. The loop asks before anything else that it does in the step."""
         self.act(step + 1, step)
-        return SimpleNamespace(
-            unties=False, validates=step % 5 == 0, quick_validates=False, batch_tokens=4, lr=1.0,
-            windows={"long": 8}, stage_index=0, adam_steps=(step + 1) % self.save_every == 0,
-        )  # fmt: skip
+        return at(config, step)
 
-    def train(self, trainer: "StubTrainer", run: Run) -> float:
+    def train(self, trainer: "StubTrainer", run: runs.Run) -> float:
         self.run = run
         return train(trainer, run)
 
 
-train = train_gpt.train
+train, at = train_gpt.train, train_gpt.at
 
 
 def make_runs(trainer: StubTrainer) -> int:
     """All runs that are left to make, by train_gpt.make_runs; returns the exit code."""
 
-    def set_up(config: Config, machine: Machine) -> StubTrainer:
+    def set_up(config: train_gpt.Config, machine: Machine) -> StubTrainer:
         require_folders(config)
         return trainer
 
@@ -165,24 +142,34 @@ def make_runs(trainer: StubTrainer) -> int:
 
 
 def trainer_in(
-    folder: Path, at: dict[int | str, Hook] | None = None, **changed: object
+    folder: Path, at: dict[int | str, Hook] | None = None, text: str = "# eight numbers\n",
+    **changed: object,
 ) -> StubTrainer:
-    """A trainer whose source, logs and checkpoints are in this folder."""
+    """A trainer whose source of this text, logs and checkpoints are in this folder."""
     source = folder / "source"
     source.mkdir(parents=True, exist_ok=True)
-    (source / "train_gpt.py").write_text("# eight numbers\n")
-    settings = {"log_dir": str(folder), "checkpoint_dir": str(folder / "checkpoints")}
-    every = {"save_every": changed.pop("save_every", 1)}
-    return StubTrainer(Config(**settings | changed), source, dict(at or {}), **every)
+    (source / "train_gpt.py").write_text(text)
+    folders = {"log_dir": str(folder), "checkpoint_dir": str(folder / "checkpoints")}
+    config = configure("tiny", "adamw", **SETTINGS | folders | changed)
+    return StubTrainer(config, source, dict(at or {}))
 
 
 def run(folder: Path, at: dict[int | str, Hook] | None = None, **changed: object) -> int:
     """Make the runs in a folder; returns the exit code, with all signal handlers as before."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
+    with restored_settings():
         return make_runs(trainer_in(folder, at, **changed))
+
+
+@contextlib.contextmanager
+def restored_settings() -> Iterator[None]:
+    """What a run sets for the whole process, put back."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
     finally:
-        for number, handler in before.items():
+        torch.use_deterministic_algorithms(deterministic)
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -232,15 +219,11 @@ def in_child(function: Callable[[], int]) -> int:
 def logs_of(folder: Path) -> list[Path]:
     """The segments of all runs, each run's in order."""
     found = [path for path in folder.glob("*.jsonl") if path.name != "registry.jsonl"]
-    found = [path for path in found if path.stat().st_size]  # else killed before the first line
     return sorted(found, key=lambda path: (path.name.split(".")[0], len(path.name), path.name))
 
 
 def read_events(*paths: Path, kind: str | None = None) -> list[dict]:
-    events = []
-    for path in paths:
-        lines = [line for line in path.read_bytes().split(b"\n") if line.endswith(b"}")]
-        events += [json.loads(line) for line in lines]
+    events = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
     return [event for event in events if kind in (None, event["event"])]
 
 

@@ -185,24 +185,22 @@ def test_auto_without_anything_to_resume_is_a_new_run_and_after_it_is_done_none(
     assert {path: path.read_bytes() for path in logs_of(tmp_path)} == before
 
 
-@pytest.mark.parametrize("differs", ["settings", "source"])
-def test_auto_leaves_a_run_that_is_another_one_and_says_how_it_differs(differs, tmp_path, capsys):
+@pytest.mark.parametrize(("changed", "said"), [
+    ({"adam_lr": 0.2}, "--adam-lr 0.1 -> 0.2"), ({"text": "# another source"}, "source_sha256 "),
+])  # fmt: skip
+def test_auto_leaves_a_run_that_is_another_one_and_says_how_it_differs(
+    changed, said, tmp_path, capsys
+):
     stop(tmp_path, 3)
-    trainer = trainer_in(tmp_path, **EVERY, resume="auto", lr=0.2 if differs == "settings" else 0.1)
-    if differs == "source":
-        (trainer.source / "train_gpt.py").write_text("# another source\n")
-    assert make_runs(trainer) == 0
-    said = {"settings": "--lr 0.1 -> 0.2", "source": "source_sha256 "}
-    assert f"is unfinished, but it differs: {said[differs]}" in capsys.readouterr().out
+    resume(tmp_path, **changed)
+    assert f"is unfinished, but it differs: {said}" in capsys.readouterr().out
     assert len(logs_of(tmp_path)) == 2
     assert resumed(tmp_path) == []
 
 
 def test_a_run_that_another_source_finished_is_neither_done_nor_resumed(tmp_path):
     assert run(tmp_path, **EVERY) == 0
-    trainer = trainer_in(tmp_path, **EVERY, resume="auto")
-    (trainer.source / "train_gpt.py").write_text("# another source\n")
-    assert make_runs(trainer) == 0
+    resume(tmp_path, text="# another source")
     assert len(logs_of(tmp_path)) == 2
 
 

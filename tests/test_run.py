@@ -10,6 +10,7 @@ from stub_trainer import (
     STEPS,
     logs_of,
     read_events,
+    restored_settings,
     run,
     signalled,
     trainer_in,
@@ -29,15 +30,6 @@ def events(folder, kind=None):
 def saved_in(folder):
     found = [path for each in folder.glob("checkpoints/*") for path in checkpoints(each)]
     return [int(path.name[5:]) for path in found]
-
-
-@pytest.fixture(autouse=True)
-def _handlers():
-    """Signal handlers as they were."""
-    before = {number: signal.getsignal(number) for number in (1, 2, 15)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 # ---- Lines
@@ -88,7 +80,7 @@ def spoil(*steps, by=math.inf):
 
 def test_skips_in_a_row_end_the_run_after_saving_and_it_can_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, "MOST_SKIPS", 3)
-    assert run(tmp_path, spoil(2, 3, 5, 6, 7), save_every=2) == 3
+    assert run(tmp_path, spoil(2, 3, 5, 6, 7), adam_accum_steps=2) == 3
     assert "3 steps were skipped in a row, the last of them 7" in capsys.readouterr().out
     assert events(tmp_path, "end")[0]["status"] == "nonfinite"
     assert saved_in(tmp_path) == [8]
@@ -122,13 +114,13 @@ def test_an_error_in_the_code_is_logged_and_keeps_its_traceback(tmp_path, capsys
 # ---- When to save
 
 
-@pytest.mark.parametrize(("every", "save_every", "steps"), [
+@pytest.mark.parametrize(("every", "adam_accum_steps", "steps"), [
     (0, 2, []), (4, 2, [4, 8]), (5, 2, [6, 10]), (1, 1, [*range(1, 11)]), (7, 3, [9]), (500, 2, []),
 ])  # fmt: skip
 def test_a_run_is_saved_every_so_many_steps_where_no_gradients_are_pending(
-    every, save_every, steps, tmp_path
+    every, adam_accum_steps, steps, tmp_path
 ):
-    assert run(tmp_path, checkpoint_every=every, save_every=save_every) == 0
+    assert run(tmp_path, checkpoint_every=every, adam_accum_steps=adam_accum_steps) == 0
     saved, done = [], 0
     for event in events(tmp_path):
         done += event["event"] == "step"
@@ -205,9 +197,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_run(flag, tmp_pat
 
 def test_a_source_that_was_edited_while_the_run_got_ready_is_refused_and_leaves_no_log(tmp_path):
     trainer = trainer_in(tmp_path)
-    header = trainer.header(0, 0)
-    trainer.header = lambda seed, trial: header
-    (trainer.source / "train_gpt.py").write_text("# nine numbers\n")
+    trainer.reset = lambda seed: (trainer.source / "train_gpt.py").write_text("# nine numbers\n")
     with pytest.raises(Refused, match="was edited since the run started"):
         stub_trainer.make_runs(trainer)
     assert logs_of(tmp_path) == []
@@ -219,15 +209,16 @@ def test_a_source_that_was_edited_while_the_run_got_ready_is_refused_and_leaves_
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143),
                                               (signal.SIGHUP, 143)])  # fmt: skip
 def test_a_signal_saves_the_run_and_ends_it(number, code, tmp_path, capsys):
-    assert run(tmp_path, {4: signalled(number)}, save_every=3) == code
+    assert run(tmp_path, {4: signalled(number)}, adam_accum_steps=3) == code
     assert saved_in(tmp_path) == [6]
     assert events(tmp_path, "end")[0]["status"] == "interrupted"
     assert "interrupted after step 6, saved in " in capsys.readouterr().out
 
 
 def test_a_hangup_that_is_ignored_as_under_nohup_ends_nothing(tmp_path):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert run(tmp_path, {4: signalled(signal.SIGHUP)}) == 0
+    with restored_settings():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert run(tmp_path, {4: signalled(signal.SIGHUP)}) == 0
 
 
 def test_a_signal_that_comes_again_at_once_is_the_same_one(tmp_path):
@@ -238,11 +229,12 @@ def test_a_signal_that_comes_again_at_once_is_the_same_one(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_before_the_runs_a_signal_ends_the_process_with_its_code(number):
-    ending.listen()
-    with pytest.raises(Interrupted) as raised:
-        signal.raise_signal(number)
+    with restored_settings():
+        ending.listen()
+        with pytest.raises(Interrupted) as raised:
+            signal.raise_signal(number)
+        signal.raise_signal(number)  # which does not break into the orderly end
     assert raised.value.code == (130 if number == signal.SIGINT else 143)
-    signal.raise_signal(number)  # which does not break into the orderly end
 
 
 def test_a_signal_in_the_last_validation_lets_the_run_finish_and_saves_the_next(tmp_path):
