@@ -4,12 +4,14 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch reads it. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
+import small_run
 import torch
 from hypothesis import settings
 
@@ -41,25 +43,25 @@ def _fixed_seeds() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_collection() -> Iterator[None]:
-    from small_run import quick_collection
-
-    with quick_collection():
+    with small_run.quick_collection():
         yield
 
 
 @pytest.fixture(scope="module")
 def kept_state() -> Iterator[None]:
     """Runs keep what they could resume from, to be compared; small_run.py says how."""
-    from small_run import kept_state
-
-    with kept_state():
+    with small_run.kept_state():
         yield
 
 
 @pytest.fixture(scope="module")
 def two_layers() -> Iterator[None]:
     """Runs of the `tiny` track are quick; small_run.py says how."""
-    from small_run import two_layers
-
-    with two_layers():
+    with small_run.two_layers():
         yield
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards for small runs. No test changes them."""
+    return small_run.write_data(tmp_path_factory.mktemp("data"))

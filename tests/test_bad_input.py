@@ -5,15 +5,9 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
-from small_run import BOS, arguments, documents, run, run_words, write_data
+from small_run import BOS, arguments, documents, run, run_words
 
 from data.shards import write_shard
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture
@@ -37,13 +31,9 @@ def assert_refused(outcome, *parts):
         ("track", "longest", ["--track longest", "one of", "tiny", "short"]),
         ("recipe", "sgd", ["--recipe sgd", "one of copyinit, record42, muon, adamw"]),
         ("stages", "none", ["--stages none", "record42", "constant"]),
-        ("steps", "many", ["--steps: 'many'", "a whole number"]),
         ("steps", 0, ["--steps 0", "at least 1"]),
-        ("matrix_lr", "nan", ["--matrix-lr nan", "finite"]),
-        ("adam_lr", "inf", ["--adam-lr inf", "a finite number"]),
         ("matrix_lr", -1, ["--matrix-lr -1.0", "at least 0"]),
         ("adam_betas", "0.5,1.5", ["--adam-betas 0.5,1.5", "below 1"]),
-        ("smear", "maybe", ["--smear: 'maybe'", "on or off"]),
         ("cooldown", 2, ["--cooldown 2", "at most 1"]),
         ("batch_tokens", 0, ["--batch-tokens 0", "a multiple of --seq-len 128"]),
         ("micro_batch", 100, ["--micro-batch 100", "a multiple of --seq-len 128"]),
@@ -53,7 +43,6 @@ def assert_refused(outcome, *parts):
         ("bos", 64, ["--bos 64", "below --vocab-size 64"]),
         ("val_window", 0, ["--val-window 0", "at least 1"]),
         ("ortho_method", "svd", ["--ortho-method", "'svd'", "polar_express"]),
-        ("attention", "flash", ["--attention: invalid choice: 'flash'", "portable"]),
         ("attention", "varlen", ["--attention varlen", "CUDA", "--attention portable"]),
         ("checkpoint_every", "10m", ["--checkpoint-every", "10m"]),
         ("val_tokens", 2**20, ["1,048,577", "--val-tokens"]),
@@ -62,25 +51,6 @@ def assert_refused(outcome, *parts):
 )
 def test_a_bad_value_is_refused_with_its_rule(flag, value, parts, data, tmp_path):
     assert_refused(run(data, tmp_path, **{flag: value}), *parts)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_cuda_device_that_is_not_there_is_refused(data, tmp_path):
-    outcome = run(data, tmp_path, device="cuda")
-    assert_refused(outcome, "--device cuda", "--device auto")
-
-
-@pytest.mark.parametrize("mode", ["on", "auto"])
-def test_without_a_compiler_on_is_refused_and_auto_is_eager(mode, data, tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.delenv("CXX", raising=False)
-    outcome = run(data, tmp_path, compile=mode, steps=3)
-    if mode == "on":
-        assert_refused(outcome, "--compile on", "C++ compiler", "--compile auto")
-        return
-    assert outcome.code == 0, outcome.err
-    assert outcome.events("header")[0]["env"]["compiled"] is False
 
 
 def cut(folder):

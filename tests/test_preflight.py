@@ -4,13 +4,7 @@ import re
 import shutil
 from types import SimpleNamespace
 
-import pytest
-from small_run import STEPS, arguments, run_words, write_data
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
+from small_run import STEPS, arguments, run_words
 
 
 def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_path):

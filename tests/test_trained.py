@@ -15,11 +15,6 @@ from runtime.warmup import check_trained_model, sees_no_future
 pytestmark = pytest.mark.usefixtures("two_layers")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return small_run.write_data(tmp_path_factory.mktemp("data"))
-
-
 # ---- The three checks, on weights that are not those of a start
 
 
