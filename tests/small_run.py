@@ -3,9 +3,6 @@
 import contextlib
 import gc
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,22 +153,3 @@ def run_words(words: list[str], logs: Path) -> Outcome:
     return Outcome(
         code, out.getvalue(), err.getvalue(), [log for log in find_logs(logs) if log not in before]
     )
-
-
-def start(words: list[str], launcher: tuple[str, ...] = (), **environment: str) -> subprocess.Popen:
-    """The trainer in a process of its own; stdout and stderr are pipes."""
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(ROOT / "train_gpt.py"), *words], text=True, cwd=ROOT,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
-
-
-def signal_after_step_5(process: subprocess.Popen, number: int) -> tuple[str, str]:
-    """Send a signal to a run of 400 steps. Returns what it then says on stdout and stderr."""
-    said = ""
-    while "step 5/400 | validation" not in said:
-        said = process.stdout.readline()
-        assert said, process.stderr.read()
-    process.send_signal(number)
-    return process.communicate(timeout=300)

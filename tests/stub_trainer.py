@@ -5,9 +5,11 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -173,44 +175,51 @@ def restored_settings() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def send(run: runs.Run, *numbers: int) -> None:
+    """This process gets the signals. They have been heard on return; SIGKILL waits for the disk."""
+    if signal.SIGKILL in numbers and run._writing is not None:
+        run._writing.result()
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def signal_after(step: int | None, number: int) -> Iterator[None]:
+    """A run of any trainer in this process gets the signal when it has done this step."""
+    stepped = runs.Run.stepped
+
+    def acting(run: runs.Run, *given: object, **named: object) -> None:
+        stepped(run, *given, **named)
+        if run.steps_done == step:
+            send(run, number)
+
+    with mock.patch.object(runs.Run, "stepped", acting):
+        yield
+
+
 def signalled(*numbers: int) -> Hook:
-    """A hook: this process gets the signals, and the hook returns when they have been heard."""
-
-    def act(trainer: StubTrainer, step: int) -> None:
-        for number in numbers:
-            os.kill(os.getpid(), number)
-        time.sleep(0.05)
-
-    return act
+    """A hook: this process gets the signals."""
+    return lambda trainer, step: send(trainer.run, *numbers)
 
 
 def wait_for_writer(trainer: StubTrainer, step: int) -> None:
     """A hook: wait until the last checkpoint is on the disk."""
-    if trainer.run._writing is not None:
-        trainer.run._writing.result()
+    trainer.run._writing.result()
 
 
 def kill(folder: Path, moment: int | str, **changed: object) -> None:
-    """A run that SIGKILL ends at this step, in a process of its own, once what it saved is there.
-    """
-
-    def die(trainer: StubTrainer, step: int) -> None:
-        wait_for_writer(trainer, step)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert in_child(lambda: run(folder, {moment: die}, **changed)) == -signal.SIGKILL
+    """A run that SIGKILL ends at this step, in a process of its own."""
+    at = {moment: signalled(signal.SIGKILL)}
+    assert in_child(lambda: run(folder, at, **changed)) == -signal.SIGKILL
 
 
 def in_child(function: Callable[[], int]) -> int:
     """The exit code of a forked process that calls it; minus the signal that ended it."""
-    pid = os.fork()
-    if not pid:
-        code = 99
-        try:
-            code = function()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    child = get_context("fork").Process(target=lambda: sys.exit(function()))
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 # ---- Reading what a run left

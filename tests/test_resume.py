@@ -7,6 +7,9 @@ import os
 import re
 import signal
 from functools import cache
+from itertools import count
+from pkgutil import resolve_name
+from unittest import mock
 
 import pytest
 from safetensors.torch import save_file
@@ -16,11 +19,10 @@ from stub_trainer import (
     kill,
     logs_of,
     losses_of,
-    make_runs,
     read_events,
     run,
+    send,
     signalled,
-    trainer_in,
     wait_for_writer,
 )
 
@@ -69,6 +71,8 @@ def runs_in(folder):
     """The segments of each run, the runs by their seeds."""
     by_seed = {}
     for path in logs_of(folder):
+        if path.stat().st_size == 0:  # killed before its first line
+            continue
         by_seed.setdefault(read_events(path)[0]["seed"], []).append(path)
     return [by_seed[seed] for seed in sorted(by_seed)]
 
@@ -154,6 +158,24 @@ def test_lost_steps_stay_on_the_clock_and_timed_phases_sum_up(much_interrupted):
     assert charged == pytest.approx(standing[-1]["train_time_ms"], abs=5.0)
 
 
+@pytest.mark.parametrize("moment", [
+    "runtime.log.append", "runtime.log.register", "runtime.checkpoint.remove",
+])  # fmt: skip
+def test_a_kill_in_the_middle_of_writing_is_survived(moment, whole, tmp_path):
+    """At the third call, in the second run or the second checkpoint."""
+    calls, real = count(1), resolve_name(moment)
+
+    def die_at_the_third(*arguments, **named):
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **named)
+
+    with mock.patch(moment, die_at_the_third):
+        assert in_child(lambda: run(tmp_path, **EVERY, trials=2)) == -signal.SIGKILL
+    resume(tmp_path, trials=2)
+    assert_same(tmp_path, whole(trials=2))
+
+
 # ---- Trials
 
 
@@ -162,10 +184,8 @@ def test_auto_skips_what_is_done_and_goes_on_with_what_broke_off(whole, tmp_path
 
     def die(trainer, step):
         if trainer.run.plan.seed == 1:
-            wait_for_writer(trainer, step)
-            os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            trainer.at[7] = die
+            send(trainer.run, signal.SIGKILL)
+        trainer.at[7] = die
 
     assert in_child(lambda: run(tmp_path, {7: die}, **EVERY | three)) == -signal.SIGKILL
     done = runs_in(tmp_path)[0][0].read_bytes()
@@ -248,6 +268,17 @@ def test_without_a_whole_checkpoint_a_run_is_refused(broken):
     assert "no usable checkpoint" in refused(broken)
 
 
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(broken, whole, capsys):
+    before, newest = checkpoints(broken)
+    content = bytearray((newest / MODEL).read_bytes())
+    content[-1] ^= 1
+    (newest / MODEL).write_bytes(content)
+    resume(broken.parents[1])
+    assert f"warning: {newest / MODEL} has SHA-256" in capsys.readouterr().out
+    assert resumed(broken.parents[1])[0]["checkpoint"] == before.name
+    assert_same(broken.parents[1], whole())
+
+
 def test_a_log_with_a_changed_byte_is_refused_before_the_run_or_can_be_read_after_it(broken):
     """Of a process that was killed, so that the registry knows no hash of its log."""
     logs = broken.parents[1]
@@ -295,16 +326,3 @@ def test_a_run_whose_log_disk_was_full_to_its_end_resumes_where_the_log_ends(
     assert event["from_step"] == 4, "the last checkpoint that the log names"
     assert_same(tmp_path, whole())
 
-
-def test_of_two_processes_that_resume_one_run_the_second_is_refused(broken, whole):
-    logs = broken.parents[1]
-    beaten = trainer_in(logs, resume="auto", **EVERY)
-
-    def reset(seed):  # between the plan and the run, as in a long warm-up
-        beaten.__class__.reset(beaten, seed)
-        resume(logs)
-
-    beaten.reset = reset
-    with pytest.raises(Refused, match="No such file"):  # the other one is done and has cleared away
-        make_runs(beaten)
-    assert_same(logs, whole())

@@ -1,25 +1,21 @@
 """Real runs that signals and faults break off: what is left resumes to the bit, or says why not."""
 
-import os
 import signal
-import time
 from copy import deepcopy
 from functools import cache
 
 import pytest
 import torch
 from small_run import SEQUENCE, STEPS, run, write_data
-from stub_trainer import in_child, logs_of, losses_of, read_events
+from stub_trainer import in_child, logs_of, losses_of, read_events, signal_after
 
-import train_gpt
-from runtime.checkpoint import checkpoints
-from runtime.run import Run
 from runtime.warmup import same_bits
 
 pytestmark = pytest.mark.usefixtures("two_layers", "kept_state")
 
 EVERY = {"checkpoint_every": 2, "keep_model": "on"}
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +41,9 @@ def whole(data, tmp_path_factory):
 
 def break_off(number, moment, data, folder, **changed):
     """A run that the signal ends when this step is done, SIGKILL once what it saved is on disk."""
-    stepped = Run.stepped
-
-    def acting(self, *arguments, **named):
-        stepped(self, *arguments, **named)
-        if self.steps_done == moment:
-            if number == KILL and self._writing is not None:
-                self._writing.result()
-            os.kill(os.getpid(), number)
-            time.sleep(0.05)  # until it is heard
 
     def doomed():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Run, "stepped", acting)
+        with signal_after(moment, number):
             return run(data, folder, **EVERY | changed).code
 
     if number == KILL:
@@ -71,11 +57,6 @@ def resume(data, folder, code=0, **changed):
     assert outcome.code == code, outcome.err
     assert "Traceback" not in outcome.out + outcome.err
     return outcome
-
-
-def saved(folder):
-    (run_folder,) = (folder / "checkpoints").iterdir()
-    return checkpoints(run_folder)
 
 
 def assert_same(folder, reference):
@@ -101,8 +82,12 @@ def assert_same(folder, reference):
     (KILL, 7, {"optimizer": "torch_adamw", "matrix_lr": 0.002}),
     (TERM, 5, {"stages": "growing"}),  # before the batch grows
     (KILL, 9, {"stages": "growing", "bigram_rows": 2, "xsa": "on"}),
+    pytest.param(TERM, 5, {"recipe": "adamw", "seq_len": 256, "compile": "on"}, marks=SLOW),
 ], ids=str)  # fmt: skip
-def test_a_run_that_broke_off_goes_on_bit_for_bit(number, moment, changed, data, whole, tmp_path):
+def test_a_run_that_broke_off_goes_on_bit_for_bit(
+    number, moment, changed, data, whole, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     settings = {name: value for name, value in changed.items() if name != "checkpoint_every"}
     break_off(number, moment, data, tmp_path, **changed)
     torch.manual_seed(0 if moment == 1 else 99)  # what is saved, is restored
@@ -130,21 +115,6 @@ def test_minutes_are_the_steps_that_fill_them_and_a_resumed_run_keeps_those(
     assert "--minutes 0.001: a step takes 0.017 minutes" in too_few.err
 
 
-@pytest.mark.slow
-def test_a_compiled_run_goes_on_bit_for_bit(data, tmp_path, monkeypatch):
-    monkeypatch.setitem(train_gpt.LAYERS, "tiny", [train_gpt.Layer(window="long")])
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    changed = {"recipe": "adamw", "seq_len": 256, "compile": "on"}
-    torch.manual_seed(0)
-    assert run(data, tmp_path / "whole", keep_model="on", **changed).code == 0
-    torch.manual_seed(0)
-    break_off(TERM, 5, data, tmp_path / "broken", **changed)
-    resume(data, tmp_path / "broken", **changed)
-    headers = read_events(*logs_of(tmp_path / "broken"), kind="header")
-    assert headers[0]["env"]["compiled"] is True
-    assert_same(tmp_path / "broken", tmp_path / "whole")
-
-
 def test_training_on_does_not_change_a_snapshot_that_waits(data, tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr("runtime.checkpoint.save", lambda folder, snapshot, announce: taken.append(
@@ -154,64 +124,3 @@ def test_training_on_does_not_change_a_snapshot_that_waits(data, tmp_path, monke
     for snapshot, copied in taken:
         assert same_bits(snapshot._asdict(), copied._asdict())
     assert not same_bits(taken[0][0].optim, taken[1][0].optim), "else there would be nothing to see"
-
-
-# ---- Kills
-
-
-@pytest.mark.parametrize("moment", [
-    "runtime.log.append", "runtime.log.register", "runtime.checkpoint.remove",
-])  # fmt: skip
-def test_a_kill_in_the_middle_of_writing_is_survived(moment, data, whole, tmp_path):
-    """At the third call, in the second run or the second checkpoint."""
-    calls = []
-
-    def die_at_the_third(*arguments, **named):
-        calls.append(arguments)
-        if len(calls) == 3:
-            os.kill(os.getpid(), KILL)
-        return real(*arguments, **named)
-
-    def doomed():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moment, die_at_the_third)
-            return run(data, tmp_path, trials=2, **EVERY).code
-
-    module, _, name = moment.rpartition(".")
-    real = getattr(__import__(module, fromlist=[name]), name)
-    assert in_child(doomed) == -KILL
-    resume(data, tmp_path, trials=2)
-    first = [log for log in logs_of(tmp_path) if read_events(log)[0]["seed"] == 0]
-    assert losses_of(*first) == losses_of(*logs_of(whole()))
-
-
-# ---- What a crash leaves
-
-
-@pytest.fixture
-def broken(data, tmp_path):
-    """The folder of a run that SIGTERM broke off after step 8."""
-    torch.manual_seed(0)
-    break_off(TERM, 7, data, tmp_path / "logs")
-    return tmp_path / "logs"
-
-
-def test_a_log_that_a_crash_tore_is_resumed(data, whole, broken):
-    """The process died in its last line, before the registry heard of its end."""
-    (log,) = logs_of(broken)
-    for path, left in ((log, b'{"event": "en'), (broken / "registry.jsonl", b"")):
-        content = path.read_bytes()
-        path.write_bytes(content[: content.rindex(b'{"event": "end"')] + left)
-    resume(data, broken)
-    assert_same(broken, whole())
-
-
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_resumed(data, whole, broken):
-    *_, before, newest = saved(broken)  # a slow disk may have left out the one between
-    weights = newest / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[len(content) // 2] ^= 1
-    weights.write_bytes(content)
-    assert f"warning: {weights} has SHA-256" in resume(data, broken).out
-    assert read_events(*logs_of(broken), kind="resume")[0]["checkpoint"] == before.name
-    assert_same(broken, whole())

@@ -81,7 +81,15 @@ def spoil(*steps, by=math.inf):
 def test_skips_in_a_row_end_the_run_after_saving_and_it_can_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, "MOST_SKIPS", 3)
     assert run(tmp_path, spoil(2, 3, 5, 6, 7), adam_accum_steps=2) == 3
-    assert "3 steps were skipped in a row, the last of them 7" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.count("warning: step 6 skipped, nonfinite: weights inf (shard shard_0") == 1
+    assert "3 steps were skipped in a row, the last of them 7" in out
+    first, *others = events(tmp_path, "skip")
+    wanted = {"step": 2, "guard": "nonfinite", "value": "inf", "tensor": "weights",
+              "shard": "shard_0", "token_offset": 16}  # fmt: skip
+    assert first | wanted == first
+    skipped = [event["step"] for event in events(tmp_path, "step") if event["skipped"]]
+    assert skipped == [2, *(other["step"] for other in others)] == [2, 3, 5, 6, 7]
     assert events(tmp_path, "end")[0]["status"] == "nonfinite"
     assert saved_in(tmp_path) == [8]
     assert run(tmp_path, resume="auto") == 0

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import math
 import re
-import signal
 
 import pytest
 import torch
@@ -14,13 +13,8 @@ from small_run import (
     ROWS,
     SEQUENCE,
     STEPS,
-    arguments,
-    find_logs,
     read_events,
     run,
-    signal_after_step_5,
-    start,
-    write_data,
 )
 from torch._dynamo.utils import counters
 
@@ -32,11 +26,6 @@ from optim import AdamW, NorMuon
 from runtime.settings import parse
 
 pytestmark = pytest.mark.usefixtures("two_layers")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +167,6 @@ def test_a_trial_is_a_single_run_with_its_seed_bit_for_bit(seed, trial, two_tria
 def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_graphs(
     data, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(train_gpt.LAYERS, "tiny", [train_gpt.Layer(window="long")])
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     changed = {"recipe": "adamw", "seq_len": 256, "steps": 8}
     torch.compiler.reset()  # graphs of other tests
@@ -287,39 +275,7 @@ def test_trials_that_diverge_end_at_the_first_loss_that_is_no_number(data, tmp_p
     assert read_events(tmp_path / "registry.jsonl")[-1]["status"] == "nonfinite"
 
 
-def test_a_gradient_that_is_no_number_costs_one_step_and_is_named(data, tmp_path, monkeypatch):
-    gradients = train_gpt.Trainer.gradients
-
-    def spoiled(self, step, flags):
-        found = gradients(self, step, flags)
-        if step == 4 and len(flags):  # not in the warm-up
-            self.model.get_parameter("blocks.0.mlp.up").grad[0, 0] = math.nan
-        return found
-
-    monkeypatch.setattr(train_gpt.Trainer, "gradients", spoiled)
-    outcome = run(data, tmp_path)
-    assert outcome.code == 0
-    (skip,) = outcome.events("skip")
-    wanted = {"step": 5, "guard": "nonfinite", "value": "nan", "tensor": "blocks.0.mlp.up",
-              "shard": "s_train_0.bin"}  # fmt: skip
-    assert {key: skip[key] for key in wanted} == wanted
-    assert [step["step"] for step in outcome.events("step") if step["skipped"]] == [5]
-    said = "warning: step 5 skipped, nonfinite: blocks.0.mlp.up nan (shard s_train_0"
-    assert outcome.out.count(said) == 1
-
-
 @pytest.mark.parametrize("guard", ["nonfinite", "off"])
 def test_guards_change_nothing_in_a_run_without_faults(guard, two_trials, data, tmp_path):
     assert run(data, tmp_path, seed=3, guard=guard).losses() == two_trials.losses(0)
 
-
-def test_a_signal_ends_the_process_in_order(tmp_path):
-    data = write_data(tmp_path / "data", train_documents=6000)
-    process = start(arguments(data, tmp_path / "logs", steps=400))
-    out, err = signal_after_step_5(process, signal.SIGINT)
-    assert process.returncode == 130
-    assert "interrupted" in out
-    assert "Traceback" not in out + err
-    (log,) = find_logs(tmp_path / "logs")
-    assert read_run(log).unfinished == "ended with status interrupted"
-    assert read_events(log.with_name("registry.jsonl"))[-1]["status"] == "interrupted"

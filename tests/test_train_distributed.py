@@ -2,7 +2,8 @@
 
 import os
 import signal
-import time
+import subprocess
+import sys
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from small_ranks import Scenario, play, record
 from small_run import (
+    ROOT,
     ROUNDING,
     ROWS,
     SEQUENCE,
@@ -21,23 +23,19 @@ from small_run import (
     kept_state,
     quick_collection,
     run,
-    signal_after_step_5,
-    start,
     two_layers,
     write_data,
 )
-from stub_trainer import logs_of, losses_of, read_events
+from stub_trainer import logs_of, losses_of, read_events, signal_after
 
 import train_gpt
 from claims.logs import read_run
 from runtime.checkpoint import checkpoints
-from runtime.run import Run
 from runtime.warmup import same_bits
 
 pytestmark = pytest.mark.usefixtures("two_layers")
 
 EIGHT_ROWS = {"batch_tokens": 8 * SEQUENCE, "micro_batch": 4 * SEQUENCE}
-UNEVEN = {"batch_tokens": 3 * SEQUENCE, "micro_batch": SEQUENCE}
 ADAMW = {"recipe": "adamw"}
 TIED = {"stages": "tied", "embed_std": 0.1, "val_every": 3}
 RESUMED = {"keep_model": "on", "resume": "auto"}
@@ -63,12 +61,11 @@ class Start(NamedTuple):
     folder: str
     ranks: int
     changed: dict
-    stop: tuple[int, int, int] | None = None  # a rank gets, when it has done a step, a signal
+    stop: tuple[int, int, int] = (-1, 0, 0)  # a rank gets, when it has done a step, a signal
     seeds: int = 0  # the random generator of each rank has the seed seeds + rank
 
 
-STARTS = [Start("uneven", 2, UNEVEN)]
-STARTS += [Start(name, ranks, changed) for name, (ranks, changed) in RUNS.items()]
+STARTS = [Start(name, ranks, changed) for name, (ranks, changed) in RUNS.items()]
 for recipe, changed in RESUMES.items():
     changed = changed | RESUMED
     STARTS.append(Start(f"{recipe} whole", 2, changed))
@@ -94,17 +91,10 @@ def be_a_rank(begin):
     rank, folder = int(os.environ["RANK"]), Path(os.environ["FOLDER_OF_THE_TESTS"])
     os.environ["LOCAL_RANK"] = str(rank)
     words = arguments(folder / "data", rank_folder(folder / begin.folder, rank), **begin.changed)
-    stepped = Run.stepped
-
-    def acting(self, *given, **named):
-        stepped(self, *given, **named)
-        if begin.stop is not None and (rank, self.steps_done) == begin.stop[:2]:
-            os.kill(os.getpid(), begin.stop[2])
-            time.sleep(0.1)  # until it is heard
-
-    Run.stepped = acting
+    stopped, step, number = begin.stop
+    breaking_off = signal_after(step if rank == stopped else None, number)
     torch.manual_seed(begin.seeds + rank)
-    with two_layers(), quick_collection(), kept_state():
+    with two_layers(), quick_collection(), kept_state(), breaking_off:
         return train_gpt.main(words)
 
 
@@ -182,20 +172,20 @@ def test_more_processes_give_the_losses_of_one(name, folder, data, left):
     assert events[-1]["checks"]["causality_trained"] == 0
 
 
-def test_processes_that_cannot_share_a_batch_are_refused(folder, left):
-    assert codes(left, "uneven") == [2, 2]
-    said = "".join(rank.err for rank in left["uneven, 0"])
-    assert "world size 2 does not divide 3 rows a step; start one of 1, 3 ranks" in said
-    assert find_logs(folder / "uneven") == []
-
-
 @pytest.mark.slow
 def test_torchrun_starts_ranks_that_share_a_run_and_end_it_in_order_when_it_is_ended(
     data, tmp_path
 ):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    process = start(arguments(data, tmp_path / "logs", steps=MANY), launcher)
-    signal_after_step_5(process, signal.SIGTERM)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_gpt.py"]
+    words = arguments(data, tmp_path / "logs", steps=MANY)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, *launcher, *words], cwd=ROOT, **pipes)
+    said = ""
+    while "step 5/400 | validation" not in said:
+        said = process.stdout.readline()
+        assert said, process.stderr.read()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=300)
     assert process.returncode != 0
     (log,) = find_logs(tmp_path / "logs")
     assert read_events(log)[0]["world_size"] == 2
