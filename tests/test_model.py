@@ -2,8 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,21 +16,15 @@ from kernels.attention import PortableAttention
 from train_gpt import at, initial_scalars, make_optimizers, spans
 
 
-@contextmanager
-def float64_throughout() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def build(config, dtype=torch.float32, step=0):
     """A model with random weights, none of them zero, and the rotary tables of a step."""
-    with float64_throughout() if dtype == torch.float64 else nullcontext():
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)
+    try:
         model = make_model(config, dtype)
         model.set_step(step)
-        model.tied = False
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.tied = False
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -180,16 +172,20 @@ def steps_loss(p, tokens, targets, head_dim, layers=12):
     return cross_entropy(15 * z / torch.sqrt(z**2 + 225), targets)
 
 
-def assert_same_loss_and_gradients(model, given, windows, row_loss, tolerance=1e-6):
-    """`row_loss(parameters, tokens, targets, document starts)` is the twin's loss of one row."""
-    p = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
+def rows_of(given):
+    """Of each row: tokens, targets, and the start of the document of each token."""
     cuts = set(given.cu_seqlens.tolist())
-    expected = torch.zeros((), dtype=torch.float64)
     for row, (tokens, targets) in enumerate(zip(given.inputs, given.targets, strict=True)):
         starts = [0]
         for t in range(1, len(tokens)):
             starts.append(t if row * len(tokens) + t in cuts else starts[-1])
-        expected = expected + row_loss(p, tokens.long(), targets, starts)
+        yield tokens.long(), targets, starts
+
+
+def assert_same_loss_and_gradients(model, given, windows, row_loss, tolerance=1e-6):
+    """`row_loss(parameters, *row)` is the twin's loss of one row."""
+    p = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
+    expected = sum(row_loss(p, *row) for row in rows_of(given))
     wanted = dict(zip(p, torch.autograd.grad(expected, list(p.values())), strict=True))
 
     loss, found = gradients(model, given, windows=windows)

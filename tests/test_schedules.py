@@ -1,15 +1,12 @@
 """Schedules at their corners, rotary tables, and the step that each parameter takes."""
 
-import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small_model import MACHINE, configure, make_model, small
+from test_model import extended, frequencies_of
 
 import optim
 import train_gpt
@@ -99,38 +96,17 @@ def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window()
     assert at(config, 3).windows == {"short": 1024, "long": 1024}
 
 
-@settings(max_examples=40)
-@given(
-    steps=st.integers(1, 300),
-    cooldown=st.floats(0, 1),
-    final_lr=st.floats(0, 1),
-)
-def test_the_learning_rate_never_rises_and_stays_above_its_end(steps, cooldown, final_lr):
-    config = configure(steps=steps, cooldown=cooldown, final_lr=final_lr)
-    rates = [at(config, step).lr for step in range(steps)]
-    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(rates))
-    assert all(final_lr - 1e-12 <= rate <= 1 + 1e-12 for rate in rates)
-
-
 # ----
 # Rotary tables
 
 
 def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_as_in_yarn():
-    frequencies, factor = [1024 ** -(j / 31) for j in range(32)], 0.1
-    published = {1: (3, 7, 0.11695), 2: (7, 11, 0.12752), 3: (11, 13, 0.13178)}
-    for stage in range(4):
-        if stage > 0:
-            old, new, rounded = published[stage]
-            for j, f in enumerate(frequencies):
-                rotations = 128 * old * f / (2 * math.pi)
-                kept = min(max((rotations - 1) / (32 - 1), 0), 1)
-                frequencies[j] = f * (old / new + kept * (1 - old / new))
-            factor *= 1 + 0.2 * math.log(new / old)
-            assert round(factor, 5) == rounded
+    frequencies, factor, windows = frequencies_of(128), 0.1, (3, 3, 7, 11, 13)
+    for stage, published in enumerate((0.1, 0.11695, 0.12752, 0.13178)):
+        frequencies, factor = extended(frequencies, factor, *windows[stage : stage + 2], block=128)
+        assert round(factor, 5) == published
         frequency, scale = rotary_at(SHORT, stage)
-        expected = torch.tensor(frequencies + [0.0] * 32)
-        torch.testing.assert_close(frequency, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(frequency, torch.tensor(frequencies), rtol=1e-5, atol=0)
         assert scale.item() == pytest.approx(factor, rel=1e-6)
 
 
@@ -241,11 +217,11 @@ def test_the_schedule_reaches_every_group(step):
             assert name == "adam" or group["momentum"] == at(SHORT, step).momentum
 
 
-def test_a_batch_that_grows_is_divided_by_its_own_rows(monkeypatch):
+def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeypatch):
     early, late = STAGES["copyinit"]
     name = add_stages(monkeypatch, [replace(early, batch=0.5), late])
-    for optimizer in ("normuon", "torch_muon"):
-        config = small("tiny", "copyinit", stages=name, steps=10, optimizer=optimizer)
+    for changes in ({"optimizer": "torch_muon"}, {"micro_batch": 70}, {"micro_batch": 140}):
+        config = small("tiny", "copyinit", stages=name, steps=10, **changes)
         optimizers, guard = make_optimizers(config, make_model(config), MACHINE)
         for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
             set_schedule(config, optimizers, guard, step)
@@ -307,12 +283,6 @@ def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(sta
 @pytest.mark.parametrize("layers", train_gpt.LAYERS.values(), ids=train_gpt.LAYERS)
 def test_no_layer_is_both_long_and_paired(layers):
     assert not any(layer.paired and layer.window == "long" for layer in layers)
-
-
-def test_gradients_are_divided_once_by_the_rows_of_the_batch_at_any_number_of_micro_batches():
-    for micro_batch in (70, 140):
-        _, optimizers, _ = optimized("short", micro_batch=micro_batch)
-        assert {optimizer.grad_divisor for optimizer in optimizers.values()} == {2}
 
 
 def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tenth():
