@@ -90,20 +90,16 @@ def clone(fresh: Clone) -> Clone:
 # ---- What is started
 
 
-def test_a_fresh_clone_makes_the_environment_then_the_corpus_then_trains_tiny(fresh: Clone) -> None:
+def test_a_fresh_clone_makes_environment_and_text_once_and_trains_tiny(fresh: Clone) -> None:
     assert fresh.run("--steps", "5").returncode == 0
     *before, train = fresh.argv()
     assert [argv[1] for argv in before] == ["venv", "pip", "data.corpus"]
     assert train == ["train_gpt.py", "--track", "tiny", "--steps", "5"]
     assert fresh.run("--track=tiny").returncode == 0
     assert fresh.argv() == [["train_gpt.py", "--track=tiny"]]
-    assert fresh.run(FAKE_TRAINER_STATUS="3").returncode == 3
-
-
-def test_the_text_of_small_is_built_once(clone: Clone) -> None:
-    assert clone.run("--track", "small").returncode == 0
-    assert clone.run("--track=small").returncode == 0
-    assert clone.jobs() == ["data.prose", "train_gpt.py", "train_gpt.py"]
+    assert fresh.run("--track=small", FAKE_TRAINER_STATUS="3").returncode == 3
+    assert fresh.run("--track", "small").returncode == 0
+    assert fresh.jobs() == ["data.prose", "train_gpt.py", "train_gpt.py"]
 
 
 @pytest.mark.parametrize(
@@ -189,13 +185,6 @@ def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone) -> None
 # ---- Settings and data
 
 
-def test_several_machines_without_a_place_to_meet_are_refused(fresh: Clone) -> None:
-    result = fresh.run(NNODES="2", NODE_RANK="1")
-    assert result.returncode != 0
-    assert "MASTER_ADDR: is where NODE_RANK=0 runs" in result.stderr
-    assert fresh.argv() == []
-
-
 @pytest.mark.parametrize(
     "words", [["--data-dir", "mine"], ["--data-dir=mine"], ["--track", "none"], ["--help"]]
 )
@@ -228,13 +217,16 @@ def test_large_tracks_fetch_from_one_commit_the_shards_that_they_read_and_lack(
     assert clone.jobs() == ["train_gpt.py"]
 
 
-@pytest.mark.parametrize("word", ["tests", "train", "steps=5"])
-def test_a_word_that_is_no_flag_names_the_command_and_installs_nothing(
-    fresh: Clone, word: str
+@pytest.mark.parametrize(("words", "variables", "code", "sentence"), [
+    (["steps=5"], {}, 2, "steps=5 is no command: ./run.sh test runs the tests"),
+    ([], {"NNODES": "2", "NODE_RANK": "1"}, 1, "MASTER_ADDR: is where NODE_RANK=0 runs"),
+])  # fmt: skip
+def test_what_cannot_start_is_refused_with_a_sentence_and_installs_nothing(
+    fresh: Clone, words: list[str], variables: dict[str, str], code: int, sentence: str
 ) -> None:
-    result = fresh.run(word)
-    assert result.returncode == 2
-    assert f"{word} is no command: ./run.sh test runs the tests" in result.stderr
+    result = fresh.run(*words, **variables)
+    assert result.returncode == code
+    assert sentence in result.stderr
     assert fresh.argv() == []
 
 

@@ -173,25 +173,21 @@ def test_a_terminal_that_closes_does_not_end_the_run(tmp_path, monkeypatch):
 # ---- The end
 
 
-def test_the_closing_lines_add_up_the_phases(tmp_path):
+@pytest.mark.parametrize("changed", [{"trials": 2}, {"keep_model": True}])
+def test_the_closing_lines_add_up_the_phases_and_their_commands_start_when_pasted(
+    changed, tmp_path, monkeypatch
+):
+    """In the folder of the source, by a shell that finds no python."""
+    monkeypatch.chdir(ROOT)
+    trainer = trainer_in(tmp_path, checkpoint_dir="checkpoints", **changed)
     phases = [
         Phase("setup", False, 1000), Phase("train", True, 2000), Phase("validate", False, 500),
         Phase("train", True, 3000), Phase("validate", False, 600),
     ]  # fmt: skip
     clock = SimpleNamespace(phases=phases, train_time_ms=5000.0)
-    said = closing(trainer_in(tmp_path), clock, tmp_path, {0: 3.0})
-    time, draw, next_ = said.splitlines()
+    time, *lines = closing(trainer, clock, ROOT, {}).splitlines()
     assert time == "  time  5.0 s on the clock; 7.1 s in all, with setup 1.0, validate 1.1"
-    assert (draw[:8], next_[:8]) == ("  draw  ", "  next  ")
-
-
-@pytest.mark.parametrize("changed", [{"trials": 2}, {"keep_model": True}])
-def test_the_commands_of_the_closing_lines_start_when_pasted(changed, tmp_path, monkeypatch):
-    """In the folder of the source, by a shell that finds no python."""
-    monkeypatch.chdir(ROOT)
-    trainer = trainer_in(tmp_path, checkpoint_dir="checkpoints", **changed)
-    clock = SimpleNamespace(phases=[], train_time_ms=5000.0)
-    _, *lines = closing(trainer, clock, ROOT, {}).splitlines()
+    assert [line[:8] for line in lines] == ["  draw  ", "  next  "]
     for line in lines:
         words = re.search(r"^  \w+  (.*\.py)", line)[1]
         done = subprocess.run(
