@@ -10,6 +10,7 @@ from runtime.settings import require_packages
 from runtime.terminal import PROJECT, SHOWN
 
 PEAK_MIB = 123.0
+SHOWN_NAMES = [name for names in SHOWN.values() for name in names]
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def known_memory(monkeypatch):
 
 def logged(folder):
     """Numbers by name and step, from the log; the stub's share of the peak rate is 0.5."""
-    found = {name: {} for names in SHOWN.values() for name in names}
+    found = {name: {} for name in SHOWN_NAMES}
     for event in read_events(*logs_of(folder)):
         event |= {"mfu": 0.5, "peak_mib": PEAK_MIB}
         for name in SHOWN.get(event["event"], ()):
@@ -29,50 +30,31 @@ def logged(folder):
     return found
 
 
-@pytest.mark.slow
-def test_tensorboard_shows_the_log(tmp_path):
-    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+def by_name(rows):
+    """The same of rows that hold the numbers of a step."""
+    return {name: {row["step"]: row[name] for row in rows if name in row} for name in SHOWN_NAMES}
+
+
+def read_tensorboard(folder, run_id):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    assert run(tmp_path, log_to="tensorboard") == 0
-    (log,) = logs_of(tmp_path)
-    events = EventAccumulator(str(tmp_path / "tensorboard" / log.stem))
+    events = EventAccumulator(str(folder / "tensorboard" / run_id))
     events.Reload()
-    for name, values in logged(tmp_path).items():
-        assert {each.step: each.value for each in events.Scalars(name)} == values
+    return {name: {e.step: e.value for e in events.Scalars(name)} for name in SHOWN_NAMES}
 
 
-@pytest.mark.slow
-def test_trackio_shows_the_log(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # before its import
-    pytest.importorskip("trackio", reason="needs the package trackio")
+def read_trackio(folder, run_id):
     from trackio.sqlite_storage import SQLiteStorage
 
-    assert run(tmp_path, log_to="trackio") == 0
-    (log,) = logs_of(tmp_path)
-    found = SQLiteStorage.get_logs(PROJECT, log.stem)
-    for name, values in logged(tmp_path).items():
-        assert {each["step"]: each[name] for each in found if name in each} == values
+    return by_name(SQLiteStorage.get_logs(PROJECT, run_id))
 
 
-@pytest.mark.slow
-def test_wandb_shows_the_log_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="needs the package wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert run(tmp_path, log_to="wandb") == 0
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    (log,) = logs_of(tmp_path)
-    assert path.name == f"run-{log.stem}.wandb"
-    found = histories(path)
-    for name, values in logged(tmp_path).items():
-        assert {each["step"]: each[name] for each in found if name in each} == values
-
-
-def histories(path):
-    """The numbers in a file of wandb: a header of 7 bytes, then LevelDB's log of protobufs."""
+def read_wandb(folder, run_id):
+    """From its file: a header of 7 bytes, then LevelDB's log of protobufs."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, position, parts, found = path.read_bytes(), 7, b"", []
+    (path,) = folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
+    data, position, parts, rows = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:  # a block's end is too short for a record
             position += 32768 - position % 32768
@@ -81,9 +63,21 @@ def histories(path):
         position += 7 + size
         if kind in (1, 4):  # the whole of a record, or the last of its parts
             items = Record.FromString(parts).history.item
-            found.append({(i.key or i.nested_key[0]): float(i.value_json) for i in items})
+            rows.append({(i.key or i.nested_key[0]): float(i.value_json) for i in items})
             parts = b""
-    return [each for each in found if each]
+    return by_name(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read", [read_tensorboard, read_trackio, read_wandb])
+def test_a_dashboard_shows_the_log(read, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # before its import
+    package = read.__name__.removeprefix("read_")
+    pytest.importorskip(package, reason=f"needs the package {package}")
+    assert run(tmp_path, log_to=package) == 0
+    (log,) = logs_of(tmp_path)
+    assert read(tmp_path, log.stem) == logged(tmp_path)
 
 
 def test_a_dashboard_gets_each_number_while_the_run_goes_on(tmp_path, monkeypatch):
