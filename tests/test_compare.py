@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import ttest_ind, ttest_rel
+from test_significance import write_run
 
 from scripts.significance import main
 
@@ -14,39 +15,15 @@ OLD, NEW = [3.30, 3.35, 3.25, 3.40], [3.29, 3.33, 3.24, 3.37]
 OLD_MS, NEW_MS = [30.0, 31.0, 30.5, 32.0], [29.0, 28.0, 28.5, 28.0]
 
 
-def write_log(
-    path: Path, ms: Sequence[float], *, seed: int = 0, loss: float = 3.2, source: str = "ab",
-    wait: float = 0.0, status: str = "done", **env: object,
-) -> Path:  # fmt: skip
-    """A log of ours of steps that take so many milliseconds, validated half-way and at the end.
-
-    `wait` is what the clock gains before each validation.
-    """
-    total, now = len(ms), 0.0
-    events: list[dict] = [{
-        "event": "header", "schema": 2, "run_id": f"2026_{path.parent.name}{path.stem}",
-        "track": "tiny", "target": 3.3, "seed": seed, "trial": 0, "source_sha256": source,
-        "config_sha256": "cd", "env": {"gpu": "H100", "gpu_count": 8, "torch": "2.13"} | env,
-    }]  # fmt: skip
-    for step, own in enumerate(ms, 1):
-        now += own
-        events.append({"event": "step", "step": step, "train_time_ms": now})
-        if step in (total // 2, total):
-            now += wait
-            events.append({"event": "val", "step": step, "total_steps": total, "val_loss": loss,
-                           "train_time_ms": now})  # fmt: skip
-    events.append({"event": "end", "status": status, "steps": total, "val_loss": loss})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(event | {"t_ms": 0.0}) + "\n" for event in events))
-    return path
-
-
 def write_arm(
-    folder: Path, ms: Sequence[float], losses: Sequence[float], first: int = 0, **facts
-) -> str:
-    """Runs of ten steps, each of so many milliseconds, on rising seeds."""
+    folder: Path, ms: Sequence[float], losses: Sequence[float], first: int = 0, steps: int = 10,
+    **facts,
+) -> str:  # fmt: skip
+    """Runs of steps that each take so many milliseconds, on rising seeds. Names sort by time."""
+    facts = {"torch": "2.13"} | facts
     for seed, (each, loss) in enumerate(zip(ms, losses, strict=True), first):
-        write_log(folder / f"{seed}.jsonl", [each] * 10, seed=seed, loss=loss, **facts)
+        write_run(folder, f"{each}_{seed}", {steps: loss}, seed=seed, total=steps, step_ms=each,
+                  **facts)  # fmt: skip
     return str(folder)
 
 
@@ -62,7 +39,7 @@ def text_of(capsys, a: str, b: str, *words: str) -> str:
 
 
 @pytest.mark.parametrize(("first", "pairs"), [(0, 4), (1, 0), (10, 0)])
-def test_differences_are_those_of_scipy_on_pairs_if_all_seeds_are_equal(
+def test_differences_are_those_of_scipy_on_pairs_if_all_seeds_are_equal_in_any_order_of_files(
     tmp_path, capsys, first, pairs
 ):
     a = write_arm(tmp_path / "a", OLD_MS, OLD)
@@ -77,16 +54,6 @@ def test_differences_are_those_of_scipy_on_pairs_if_all_seeds_are_equal(
         assert found[name]["p_two_sided"] == pytest.approx(test.pvalue)
     assert found["pairs"] == pairs
     assert (found["equal_loss"] < 0.05) is bool(pairs), "pairs show that they are equal within 0.05"
-
-
-def test_runs_are_paired_by_seed_whatever_the_order_in_which_they_were_made(tmp_path, capsys):
-    a = write_arm(tmp_path / "a", OLD_MS, OLD)
-    for seed, (ms, loss) in enumerate(zip(NEW_MS, NEW, strict=True)):
-        write_log(tmp_path / "b" / f"{9 - seed}.jsonl", [ms] * 10, seed=seed, loss=loss)
-    found = compare(capsys, a, str(tmp_path / "b"))
-    assert (found["pairs"], found["loss"]["p_two_sided"]) == (
-        4, pytest.approx(ttest_rel(NEW, OLD).pvalue)
-    )  # fmt: skip
 
 
 def test_the_text_says_what_is_shown_and_what_is_not(tmp_path, capsys):
@@ -116,7 +83,7 @@ def test_times_of_unlike_machines_are_not_compared_and_the_difference_is_named(t
 
 def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(tmp_path, capsys):
     a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
-    write_log(tmp_path / "a" / "cut.jsonl", [1.0] * 10, seed=4, status="interrupted")
+    write_run(tmp_path / "a", "cut", {10: 3.2}, seed=4, status="interrupted")
     assert "cut.jsonl: ended with status interrupted" in text_of(capsys, a, b)
     assert main([a, "--against", a]) == 2
     assert "is in both arms" in capsys.readouterr().err
@@ -124,11 +91,10 @@ def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(tmp_path, caps
 
 def test_two_arms_of_one_folder_are_listed_and_can_be_selected(tmp_path, capsys):
     write_arm(tmp_path, OLD_MS, OLD, source="a" * 64)
-    for seed, loss in enumerate(NEW, 4):
-        write_log(tmp_path / f"{seed}.jsonl", [29.0] * 8, seed=seed, loss=loss, source="b" * 64)
+    write_arm(tmp_path, NEW_MS, NEW, first=4, steps=8, source="b" * 64)
     assert main([str(tmp_path), "--against", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert f"{tmp_path}:steps=10 has 4 runs\n  {tmp_path}:steps=8 has 4 runs" in error
+    assert f"{tmp_path}:steps=8 has 4 runs\n  {tmp_path}:steps=10 has 4 runs" in error
     assert "a" * 13 not in error
     assert "n 4" in text_of(capsys, f"{tmp_path}:steps=10", f"{tmp_path}:steps=8")
 

@@ -27,17 +27,17 @@ def write_run(
     folder: Path, run_id: str, losses: dict[int, Any], *, seed: int, total: int = 100,
     target: float | None = 3.28, source: str = "source", config: str = "config", gpus: int = 8,
     status: str | None = "done", track: str = "short", claim: str | None = None,
-    settings: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None, step_ms: float = 2.0, **env: object,
 ) -> Path:  # fmt: skip
     """A log as the trainer writes it; `status=None` leaves the end line out."""
     events: list[dict] = [{
         "event": "header", "schema": 2, "run_id": run_id, "track": track, "target": target,
         "seed": seed, "trial": 0, "claim": claim, "source_sha256": source, "config_sha256": config,
-        "config": settings or {}, "env": {"gpu_count": gpus},
+        "config": settings or {}, "env": {"gpu_count": gpus} | env,
     }]  # fmt: skip
     for step, loss in losses.items():
         events.append({"event": "val", "step": step, "total_steps": total, "val_loss": loss,
-                       "train_time_ms": step * 2.0})  # fmt: skip
+                       "train_time_ms": step * step_ms})  # fmt: skip
     if status:
         steps = max(losses, default=0)
         events.append({"event": "end", "status": status, "steps": steps, "val_loss": None})
