@@ -1,6 +1,5 @@
 """The page that shows runs: its data, its server, and the page itself in a real browser."""
 
-import contextlib
 import http.client
 import json
 import re
@@ -86,13 +85,6 @@ def test_a_run_is_told_as_its_log_tells_it(tmp_path):
     assert names == ("copyinit", True), "older logs are shown by names of today"
 
 
-def test_quick_validations_are_told_apart_and_do_not_end_a_run(tmp_path):
-    write_log(tmp_path, done=30, quick={10: 3.9, 20: 3.4})
-    (run,) = read(tmp_path)["runs"]
-    quick = {"step": [10, 20], "tokens": [1000, 2000], "seconds": [0.1, 0.2], "loss": [3.9, 3.4]}
-    assert (run["quick"], run["val"]["loss"], run["loss"]) == (quick, [], None)
-
-
 def test_runs_of_one_source_and_configuration_are_one_group_in_any_folder(tmp_path):
     write_log(tmp_path / "logs", seed=1)
     write_log(tmp_path / "other", seed=2)
@@ -120,14 +112,16 @@ def test_a_record_and_a_folder_of_records_give_their_runs_as_references():
     assert len(read(RECORD)["ids"]) == len(list((RECORD / "runs").glob("*_tiny_*.jsonl")))
 
 
-def test_a_text_log_and_a_run_without_an_end_are_shown(tmp_path):
-    with write_log(tmp_path, done=5).open("a") as file:
+def test_a_text_log_and_a_run_with_quick_validations_and_without_an_end_are_shown(tmp_path):
+    with write_log(tmp_path, done=30, quick={10: 3.9, 20: 3.4}).open("a") as file:
         file.write('{"event": "step", "st')  # torn
     text = "step:0/20 val_loss:10.8 train_time:0ms\nstep:20/20 val_loss:4.5 train_time:9ms\n"
     (tmp_path / "b.txt").write_text(text)
     running, text_log = read(tmp_path)["runs"]
-    assert (running["status"], running["done"], running["total"]) == (None, 5, 40)
+    assert (running["status"], running["done"], running["total"]) == (None, 30, 40)
     assert running["why"] == "torn last line"
+    quick = {"step": [10, 20], "tokens": [1000, 2000], "seconds": [0.1, 0.2], "loss": [3.9, 3.4]}
+    assert (running["quick"], running["val"]["loss"], running["loss"]) == (quick, [], None)
     assert (text_log["status"], text_log["loss"], text_log["curve"]["loss"]) == ("done", 4.5, [])
 
 
@@ -225,8 +219,8 @@ def served(tmp_path):
         server.shutdown()
 
 
-def ask(server, path, method="GET", **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+def ask(port, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.request(method, path, headers=headers)
     reply = connection.getresponse()
     body = reply.read()
@@ -236,8 +230,8 @@ def ask(server, path, method="GET", **headers):
 
 def test_the_server_gives_the_page_and_its_runs(served):
     folder, server = served
-    assert ask(server, "/")[1].startswith(b"<!DOCTYPE html>")
-    (run,) = json.loads(ask(server, "/runs?since=0")[1])["runs"]
+    assert ask(server.server_port, "/")[1].startswith(b"<!DOCTYPE html>")
+    (run,) = json.loads(ask(server.server_port, "/runs?since=0")[1])["runs"]
     assert (run["name"], run["more"]["log"]) == ("run_0", str(folder / "a.jsonl"))
 
 
@@ -247,23 +241,23 @@ def test_the_server_gives_the_page_and_its_runs(served):
     "/compare", "/compare?a=x&b=y",
 ])  # fmt: skip
 def test_the_server_knows_no_paths(served, path):
-    assert ask(served[1], path)[0].status == 404
+    assert ask(served[1].server_port, path)[0].status == 404
 
 
 def test_the_server_only_reads(served):
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
-        assert ask(served[1], "/", method)[0].status == 501
-    reply, body = ask(served[1], "/", "HEAD")
+        assert ask(served[1].server_port, "/", method)[0].status == 501
+    reply, body = ask(served[1].server_port, "/", "HEAD")
     assert (reply.status, body) == (200, b"")
 
 
 def test_a_web_page_of_another_name_cannot_ask_the_server(served):
-    server = served[1]
-    assert server.server_address[0] == "127.0.0.1"
-    for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1", ""):
-        assert ask(server, "/runs", Host=host)[0].status == 403
-    assert ask(server, "/runs", Host=f"localhost:{server.server_port}")[0].status == 200
-    headers = ask(server, "/runs")[0].headers
+    address, port = served[1].server_address
+    assert address == "127.0.0.1"
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", ""):
+        assert ask(port, "/runs", Host=host)[0].status == 403
+    assert ask(port, "/runs", Host=f"localhost:{port}")[0].status == 200
+    headers = ask(port, "/runs")[0].headers
     assert "Access-Control-Allow-Origin" not in headers
     assert headers["X-Content-Type-Options"] == "nosniff"
 
@@ -279,38 +273,21 @@ def test_data_cannot_end_the_script_that_holds_it():
     assert page.count("</script>") == build_page().count("</script>")
 
 
-@contextlib.contextmanager
-def serving(folder):
-    """The command in a process of its own, and the port it serves on."""
-    words = [sys.executable, ROOT / "scripts" / "view.py", folder, "--port", "0"]
+def test_the_command_serves_through_clients_that_leave_in_mid_reply_until_it_is_interrupted(
+    tmp_path
+):
+    write_log(tmp_path)
+    words = [sys.executable, ROOT / "scripts" / "view.py", tmp_path, "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.readline()
-        yield process, int(re.search(r"http://127.0.0.1:(\d+)/ shows", said)[1])
-        process.kill()
-
-
-def ask_runs(port):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    connection.request("GET", "/runs")
-    return json.load(connection.getresponse())
-
-
-def test_the_command_serves_until_it_is_interrupted(tmp_path):
-    with serving(tmp_path) as (process, port):
-        assert ask_runs(port)["ids"] == []
-        process.send_signal(2)
-        assert process.wait(timeout=20) == 130
-
-
-def test_clients_that_leave_in_mid_reply_do_not_end_the_server(tmp_path):
-    write_log(tmp_path)
-    with serving(tmp_path) as (process, port):
+        port = int(re.search(r"http://127.0.0.1:(\d+)/ shows", said)[1])
         for path in ["/", "/runs?since=0"] * 20:
             with socket.create_connection(("127.0.0.1", port)) as client:
                 request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
                 client.sendall(request.encode())
-        assert len(ask_runs(port)["ids"]) == 1
-        assert process.poll() is None
+        assert len(json.loads(ask(port, "/runs")[1])["ids"]) == 1
+        process.send_signal(2)
+        assert process.wait(timeout=20) == 130
 
 
 # ---- The page in a browser
@@ -330,6 +307,7 @@ def page(started):
     started.show(1280, 800)
     started.errors.clear()
     yield started
+    started.call("Page.navigate", url="about:blank")  # before its server ends
     assert started.errors == []
 
 
@@ -354,26 +332,18 @@ def opened(served, page):
     return folder, page
 
 
-def test_it_loads_and_draws_every_chart(opened):
+def test_it_draws_every_chart_over_steps_tokens_or_seconds_and_stays_so_after_a_reload(opened):
     _, page = opened
     assert page.evaluate("document.getElementById('live').textContent") == "live"
     for chart in ("loss", "norm", "lr", "window", "speed"):
         assert inked(page, chart) > 1000, chart
     assert "3.1000" in page.evaluate(TEXT)
     assert "reached" in page.evaluate(TEXT)
-
-
-def test_validations_are_one_curve_of_each_group_or_run(opened):
-    folder, page = opened
-    for seed, loss in ((1, 3.9), (2, 3.7)):
-        write_log(folder, str(seed), seed=seed, quick={20: loss})
-    curves = "charts.loss.lines.map(line => line.dots.map(dot => [dot.x, dot.y, dot.few]))"
-    page.wait(f"{ROWS}.length === 4")
-    assert page.evaluate(curves) == [[[20, pytest.approx(3.8), True], [40, 3.2, False]]]
-    assert "small dots: quick validation" in page.evaluate(TEXT)
-    page.click("#lines [data-value=runs]")
-    page.wait("charts.loss.lines.length === 3")
-    assert [[20, 3.7, True], [40, 3.3, False]] in page.evaluate(curves)
+    for axis, last in (("tokens", 4000), ("seconds", 0.4), ("step", 40), ("tokens", 4000)):
+        page.click(f"#axis [data-value={axis}]")
+        page.wait(f"charts.loss.plot.data[0].at(-1) === {last}")
+    page.call("Page.reload")
+    page.wait("charts.loss && charts.loss.plot.data[0].at(-1) === 4000")
 
 
 def test_a_filter_hides_runs_from_table_and_chart(opened):
@@ -389,39 +359,23 @@ def test_a_filter_hides_runs_from_table_and_chart(opened):
     assert "run_0" not in page.evaluate(TEXT)
 
 
-def test_the_axis_is_steps_tokens_or_seconds_and_stays_after_a_reload(opened):
-    _, page = opened
-    for axis, last in (("tokens", 4000), ("seconds", 0.4), ("step", 40), ("tokens", 4000)):
-        page.click(f"#axis [data-value={axis}]")
-        page.wait(f"charts.loss.plot.data[0].at(-1) === {last}")
-    page.call("Page.reload")
-    page.wait("charts.loss && charts.loss.plot.data[0].at(-1) === 4000")
-
-
 def test_runs_of_a_group_become_a_median_with_a_band_or_lie_over_each_other(opened):
     folder, page = opened
-    for seed in (1, 2):
-        write_log(folder, str(seed), seed=seed)
+    for seed, loss in ((1, 3.9), (2, 3.7)):
+        write_log(folder, str(seed), seed=seed, quick={20: loss})
     page.wait(f"{ROWS}.length === 4")
     page.evaluate("set({smooth: '0'})")
+    validations = "charts.loss.lines.map(line => line.dots.map(dot => [dot.x, dot.y, dot.few]))"
+    assert page.evaluate(validations) == [[[20, pytest.approx(3.8), True], [40, 3.2, False]]]
+    assert "small dots: quick validation" in page.evaluate(TEXT)
     line = page.evaluate(f"{LINES}[0]")  # of 4 - step / 40 + seed / 10 for seeds 0, 1 and 2
     assert line["y"][19] == pytest.approx(3.6)
     assert (line["low"][19], line["high"][19]) == pytest.approx((3.51, 3.69))
     page.click("#lines [data-value=runs]")
     page.wait(f"{LINES}.length === 3")
+    assert [[20, 3.7, True], [40, 3.3, False]] in page.evaluate(validations)
     page.click("#rows .run input")
     page.wait(f"{LINES}.length === 2 && document.querySelectorAll('.off').length === 1")
-
-
-def test_a_record_beside_runs_is_a_reference(served, page):
-    folder, _ = served
-    with Server(Store(find_folders([folder, RECORD])), 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        page.open(server.url + "#lines=runs")
-        page.wait(f"{LINES}?.length === 2")
-        assert page.evaluate(f"{LINES}.map(line => line.dash.length > 0 && Boolean(line.low))") == [
-            False, True]  # fmt: skip
-        server.shutdown()
 
 
 def test_a_run_opens_its_result_before_its_settings_and_a_group_closes(opened):
@@ -528,9 +482,11 @@ def test_a_page_in_a_file_has_judgements_and_records_with_verdict_and_diff(tmp_p
     found = Verdict("better", True, 8, -0.02, -0.03, -0.01, 0.005)
     register(path, "end", **found._asdict() | {"run_id": "001"})
     write_page(Store(find_folders([tmp_path / "logs", RECORD])), tmp_path / "page.html")
-    page.open((tmp_path / "page.html").as_uri())
+    page.open((tmp_path / "page.html").as_uri() + "#lines=runs")
     page.wait("document.querySelectorAll('#verdicts details').length === 2")
     assert inked(page) > 1000
+    dashed = page.evaluate(f"{LINES}.map(line => line.dash.length > 0 && Boolean(line.low))")
+    assert dashed == [False, True], "a record is a reference"
     shown = page.evaluate("document.getElementById('verdicts').innerText")
     assert "better judgement 001 B - A -0.02 (-0.03 to -0.01) nats per token" in shown
     assert "shown 2026-11-22_ModernDefault mean 3.3073 below 3.39" in shown
@@ -562,19 +518,16 @@ def test_a_phone_shows_everything_without_scrolling_sideways(opened):
     page.wait("charts.loss.plot.data[0].at(-1) === 0.4")
 
 
-def test_an_empty_folder_says_so_and_its_first_run_is_followed_to_its_end(tmp_path, page):
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    with Server(Store(find_folders([folder])), 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        page.open(server.url)
-        page.wait(f"{TEXT}.includes('No runs yet. Start one: ./run.sh --steps 20')")
-        write_log(folder, done=5)
-        page.wait(f"{TEXT}.includes('5 of 40')")
-        assert "running, 0.4 s left" in page.evaluate(TEXT)
-        assert inked(page) > 1000
-        write_log(folder, done=30)
-        page.wait("charts.loss.plot.data[0].at(-1) === 30")
-        write_log(folder)
-        page.wait(f"{TEXT}.includes('1 reached')")
-        server.shutdown()
+def test_an_empty_folder_says_so_and_its_first_run_is_followed_to_its_end(served, page):
+    folder, server = served
+    (folder / "a.jsonl").unlink()
+    page.open(server.url)
+    page.wait(f"{TEXT}.includes('No runs yet. Start one: ./run.sh --steps 20')")
+    write_log(folder, done=5)
+    page.wait(f"{TEXT}.includes('5 of 40')")
+    assert "running, 0.4 s left" in page.evaluate(TEXT)
+    assert inked(page) > 1000
+    write_log(folder, done=30)
+    page.wait("charts.loss.plot.data[0].at(-1) === 30")
+    write_log(folder)
+    page.wait(f"{TEXT}.includes('1 reached')")
