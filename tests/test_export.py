@@ -1,10 +1,8 @@
 """An exported model is the trained one, loaded without this repository, or is refused by name."""
 
-import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -22,6 +20,7 @@ from data import corpus, prose
 from data.corpus import read_vocabulary
 from inference.export import MODELING, export, exported_layers, write_model
 from inference.model import load_model
+from runtime.checkpoint import save_final
 from runtime.errors import Refused
 from scripts.export_model import main
 from train_gpt import STAGES
@@ -56,24 +55,12 @@ def trained(config, dtype=torch.float32):
 
 def keep(model, folder, tokenizer="gpt2"):
     """Write what a run with --keep-model on leaves of its model."""
-    folder.mkdir(parents=True)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    save_file(weights, folder / "model.safetensors")
     facts = {
         "run_id": "20261122-181629_tiny_s0_t0_c1b435", "seed": 0, "source_sha256": "ab" * 32,
-        "steps": 3, "tokens": 420, "val_loss": 3.5, "tokenizer": tokenizer,
-        "config": asdict(model.config),
+        "steps": 3, "tokens": 420, "val_loss": 3.5, "config": asdict(model.config),
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(facts))
-    return sign(folder)
-
-
-def sign(folder):
-    """Write the checksums of a kept model."""
-    (folder / "checksums.json").unlink(missing_ok=True)
-    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-    (folder / "checksums.json").write_text(json.dumps(sums))
-    return folder
+    return save_final(folder, weights, facts, tokenizer)
 
 
 def tokens_of(config, length):
@@ -203,15 +190,12 @@ def test_in_bfloat16_it_is_as_near_to_the_trained_one_as_rounding_allows(track, 
 
 @needs_transformers
 @pytest.mark.parametrize("name", NAMES)
-def test_it_generates_what_it_finds_likeliest(name, found):
+def test_it_generates_the_likeliest_its_loss_is_that_of_next_tokens_and_padding_changes_nothing(
+    name, found
+):
     generated = found[name]["generated"]
     assert generated.shape == (1, 38)
     assert torch.equal(generated[0, 33:], found[name]["next"][0, 32:37])
-
-
-@needs_transformers
-@pytest.mark.parametrize("name", NAMES)
-def test_its_loss_is_that_of_the_next_tokens_and_padding_on_the_right_changes_nothing(name, found):
     logits = found[name]["float32-33"]
     track, recipe = name.split("-")
     tokens = tokens_of(small(track, recipe, **SIZES), 33)
@@ -231,10 +215,7 @@ def exported(vocabulary, tmp_path_factory):
     """An export of a model that brings its vocabulary along."""
     place, size = tmp_path_factory.mktemp("place"), read_vocabulary(vocabulary).n_vocab
     model = trained(small("tiny", "copyinit", vocab_size=size, bos=size - 1))
-    kept = keep(model, place / "kept", vocabulary.name)
-    shutil.copy(vocabulary, kept)
-    sign(kept)
-    export(kept, place / "my-model")
+    export(keep(model, place / "kept", vocabulary), place / "my-model")
     return place / "my-model"
 
 
@@ -274,7 +255,7 @@ def another_window(patch):
 @needs_transformers
 @pytest.mark.parametrize("change", [another_trainer, another_window])
 def test_an_export_that_computes_something_else_is_refused(change, tmp_path, monkeypatch):
-    kept = keep(trained(SMALL), tmp_path / "kept")
+    kept = keep(trained(SMALL), tmp_path)
     change(monkeypatch)
     with pytest.raises(Refused, match=r"logits of the export differ by .* from those of train_gpt"):
         export(kept, tmp_path / "exported")
