@@ -21,7 +21,7 @@ from scripts import record
 Events = list[dict[str, Any]]  # of one segment
 TARGET, STEPS, VOCABULARY, BATCH, VAL_TOKENS = 3.25, 12, 64, 512, 1024
 STEP_MS, VALIDATION_MS = 1000.0, 400.0
-RULES = Track(TARGET, VAL_TOKENS, "aa", 0.02, "", {"vocab_size": VOCABULARY}, in_time=False)
+RULES = Track(TARGET, VAL_TOKENS, "aa", 0.02, "bb", {"vocab_size": VOCABULARY}, in_time=False)
 CONFIG = {"track": "tiny", "target": TARGET, "steps": STEPS, "batch_tokens": BATCH, "seq_len": 64,
           "vocab_size": VOCABULARY}
 SOURCE = Source({"optim/muon.py": b"step:1/2 val_loss:1.0\n", "train_gpt.py": "é\r\n".encode()},
@@ -33,6 +33,7 @@ ENV = {"python": "3.12.7", "torch": "2.13.0+cu128", "cuda": "12.8", "gpu": "NVID
 END = {"targets_scored": VAL_TOKENS, "train_tokens_sha256": "d" * 64,
        "checks": {"normalized": 1.00003, "causality_trained": 0.0, "additive": 9.5e-7}}
 SAVED = "e" * 64  # hash of a checkpoint
+LOSSES = list(3.2 + 0.012 * np.random.default_rng(0).standard_normal(12))
 
 
 def make_claim(name: str = "Good", n: int = 12, seed: int = 1000, **changed: Any) -> Claim:

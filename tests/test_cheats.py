@@ -9,12 +9,12 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import small_run
 from small_record import (
     BATCH,
     CONFIG,
+    LOSSES,
     RULES,
     SOURCE,
     STEPS,
@@ -37,7 +37,6 @@ from runtime.jsonl import json_line
 from runtime.log import digest
 from scripts import record
 
-LOSSES = list(3.2 + 0.012 * np.random.default_rng(0).standard_normal(6))
 ZERO = "0" * 64
 Change = Callable[[Events], Any]
 
@@ -54,7 +53,7 @@ def contest():
 def made(tmp_path_factory):
     """A record of six runs. No test changes it."""
     records = tmp_path_factory.mktemp("made")
-    assert record.main(["make", str(write_record(records, make_claim(n=6), LOSSES))]) == 0
+    assert record.main(["make", str(write_record(records, make_claim(n=6), LOSSES[:6]))]) == 0
     return records
 
 
@@ -179,9 +178,9 @@ def forge_source(folder: Path, line: str) -> None:
     forge_claim(folder, source_sha256=digest(files))
 
 
-def edit_source(folder: Path, old: bytes, new: bytes) -> None:
+def edit_source(folder: Path) -> None:
     path = source_path(folder.parents[1], digest(SOURCE.files))
-    path.write_bytes(path.read_bytes().replace(old, new))
+    path.write_bytes(path.read_bytes().replace(b"1.0\n", b"2.0\n"))
 
 
 def remove_source(folder: Path) -> None:
@@ -194,7 +193,6 @@ def add_file(folder: Path, name: str) -> None:
 
 
 CHAIN = r"registry.jsonl, line \d+: it names"
-NOT_WRITTEN = "source is not as record.py claim wrote it"
 CHEATS: dict[str, tuple] = {
     "the best 4 of 6": (keep_best, "missing: run .* was started", "missing: seeds"),
     "the best 4 of 6 under a claim of 4": (
@@ -220,18 +218,10 @@ CHEATS: dict[str, tuple] = {
         "its header differs from its line in the registry"),
     "an edited log with an end line of its own": (
         end_again, "its lines in the registry are start end end, which no ", "its clock ends at"),
-    "a seed that was tried with other settings": (
-        partial(try_before, track="tiny"), "seed 1000 was run by early outside the claim"),
     "a seed that was tried as another kind of number": (
         partial(try_before, track="tiny", seed=1000.0), "seed 1000.0 was run by early outside"),
     "a seed that was tried as another track": (
         partial(try_before, track="short"), "seed 1000 was run by early outside the claim"),
-    "a later claim": (
-        partial(forge_claim, created="2999-01-01T00:00:00+00:00"),
-        "started .*, before the claim, 2999-01-01", "its folder is"),
-    "a claim that says the target twice": (
-        lambda folder: edit(folder / "claim.json", '"name"', '"target": 9.0,\n  "name"'),
-        "claim.json is no claim: a key occurs twice"),
     "a claim with its words set out otherwise": (
         lambda folder: edit(folder / "claim.json", '"name"', '\n\n"name"'),
         "claim.json is not as record.py claim wrote it"),
@@ -254,9 +244,8 @@ CHEATS: dict[str, tuple] = {
     "a setting that the track fixes": (
         partial(forge_claim, config=CONFIG | {"vocab_size": 32}),
         "vocab_size is 32, fixed at 64 on this track", "config_sha256 is not the hash"),
-    "a longer source": (partial(edit_source, old=b"1.0\n", new=b"1.0#\n"), NOT_WRITTEN),
-    "another source under the hash": (partial(edit_source, old=b"1.0\n", new=b"2.0\n"),
-                                      NOT_WRITTEN),
+    "another source under the hash": (
+        edit_source, "source is not as record.py claim wrote it"),
     "a name that another claim has": (
         partial(forge_claim, name="Better"), "its folder is tiny/2026-01-01_Good, not tiny/2026"),
     "no source": (remove_source, "cannot read the source .*No such file"),
@@ -344,26 +333,16 @@ def delay(events: Events) -> None:
         event["t_ms"] += 1000.0
 
 
-def train_in_validations(events: Events) -> None:
+def probe_after_validations(events: Events) -> None:
+    """Untimed probes of 100 ms, for which the run waits."""
+    late, kept = 0.0, []
     for event in events:
+        kept.append(event | {"t_ms": event.get("t_ms", 0.0) + late})
         if event.get("name") == "validate":
-            event["ms"] = 2100.0
-
-
-def probe_after(name: str, ms: float) -> Change:
-    """An untimed probe after each phase of a name; the run waits for it."""
-
-    def change(events: Events) -> None:
-        late, kept = 0.0, events[:1]
-        for event in events[1:]:
-            kept.append(event | {"t_ms": event["t_ms"] + late})
-            if event.get("name") == name:
-                late += ms
-                probe = {"event": "phase", "name": "probe", "timed": False, "ms": ms}
-                kept.append(probe | {"t_ms": event["t_ms"] + late})
-        events[:] = kept
-
-    return change
+            late += 100.0
+            probe = {"event": "phase", "name": "probe", "timed": False, "ms": 100.0}
+            kept.append(probe | {"t_ms": event["t_ms"] + late})
+    events[:] = kept
 
 
 def probe_at_end(ms: float, name: str = "probe") -> Change:
@@ -372,7 +351,8 @@ def probe_at_end(ms: float, name: str = "probe") -> Change:
     return lambda events: events.insert(-1, probe | {"t_ms": events[-1]["t_ms"]})
 
 
-FIRST_TRAIN, FIRST_VALIDATE = slice(4, 5), slice(3, 4)  # among the phases
+# Among the phases: validations follow the start-up and each stretch of training.
+FIRST_TRAIN, FIRST_VALIDATE, VALIDATIONS = slice(4, 5), slice(3, 4), slice(3, None, 2)
 FORGED: dict[str, tuple] = {
     "another claim": (put(ZERO, "claim"), "extra: the run was", "missing: "),
     "another torch": (put("2.0", "env", "torch"), "torch differs between runs"),
@@ -389,23 +369,18 @@ FORGED: dict[str, tuple] = {
     "settings other than their hash": (put(24, "config", "steps"), "config_sha256 is not the"),
     "a step of two batches": (
         each("step", slice(6, 7), tokens=8 * BATCH), "step 7 trained on 1024 tokens, not on whole"),
-    "steps that count no tokens": (each("step", tokens=0), "step 1 trained on 0 tokens, not on"),
     "steps without tokens": (each("step", tokens=None), "step 1 trained on 0 tokens, not on"),
-    "fewer tokens than planned": (
-        put(10**6, "train_tokens"), "trained on 6144 tokens, not on the 1000000 of the header"),
     "more steps than claimed": (train_longer, "24 steps, not the claimed 12",
                                    "trained on 12288 tokens, not on the 6144"),
     "fewer validation tokens": (put(512, "data", "val_tokens"), "validation tokens: 512, not 1024"),
     "other validation data": (put(ZERO, "data", "val_sha256"), "val_sha256 differs",
                               "val_sha256 0{16}, not aa"),
-    "other training data": (put(ZERO, "data", "train_sha256"), "train_sha256 differs"),
+    "other training data": (put(ZERO, "data", "train_sha256"), "train_sha256 differs",
+                            "train_sha256 0{16}, not bb"),
     "validation documents": (put(0.03, "checks", "overlap"), "documents in training: 0.03"),
-    "no overlap check": (put(None, "checks", "overlap"), "documents in training: None"),
-    "an overlap of nan": (put("nan", "checks", "overlap"), "documents in training: nan"),
     "an overlap of false": (put(False, "checks", "overlap"), "documents in training: False"),
     "no causality check": (put(None, "checks", "causality"), "check causality is None"),
     "sight of the future": (put(False, "checks", "causality"), "check causality is False"),
-    "no check of the warm-up": (put(None, "checks", "warmup_restored"), "restored is None"),
     "state left of the warm-up": (put(False, "checks", "warmup_restored"), "restored is False"),
     "a model that knows something": (learn_before, "first loss 3.158"),
     "a model of which nobody knows": (each("val", slice(1), val_loss="nan"), "first loss nan"),
@@ -422,13 +397,10 @@ FORGED: dict[str, tuple] = {
     "time in no phase": (delay, "untimed work: 1000 ms between the phases"),
     "a clock that runs backwards": (each("phase", slice(-1, None), t_ms=0.0), "inf ms between"),
     "training in a validation": (each("phase", FIRST_VALIDATE, ms=1900.0), "several times"),
-    "training in every validation": (train_in_validations,
-                                     "2100 ms, a token dearer than training"),
-    "an hour of probing after each stretch of training": (
-        probe_after("train", 3.6e6), "a probe of 3600000 ms; one may end a run"),
-    "short probes after validations": (probe_after("validate", 100.0), "a probe of 100 ms"),
+    "training in every validation": (
+        each("phase", VALIDATIONS, ms=2100.0), "2100 ms, a token dearer than training"),
+    "short probes after validations": (probe_after_validations, "a probe of 100 ms"),
     "a probe that takes an hour at the end": (probe_at_end(3.6e6), "a probe of 3600000 ms"),
-    "a sample that takes an hour": (probe_at_end(3.6e6, "sample"), "a sample of 3600000 ms"),
     "a model kept in mid-run": (
         each("phase", FIRST_VALIDATE, name="keep"), "a keep of", "3 validations for 4"),
     "ten hours of warm-up": (
@@ -590,11 +562,9 @@ def test_each_segment_may_differ_from_the_registry_by_five_seconds(folder, capsy
     assert [f"_s{seed}_" in said for seed in range(1000, 1006)] == [False, *[True] * 5]
 
 
-def test_the_page_of_cheats_names_tests_and_cases_that_exist():
+def test_the_page_of_cheats_names_cases_that_exist():
     page = (small_run.ROOT / "docs" / "claims.md").read_text()
     section = page.partition("## Cheats\n")[2].partition("\n## ")[0]
-    tests = "".join(path.read_text() for path in small_run.ROOT.glob("tests/test_*.py"))
-    named, cases = re.findall(r"`(test_\w+)`", section), re.findall(r'"(.+?)"', section)
-    assert (len(named) > 5, len(cases) > 20) == (True, True)
-    assert [name for name in named if f"def {name}(" not in tests] == []
-    assert set(cases) - {*CHEATS, *FORGED, *RESUMED} == set()
+    cases = set(re.findall(r'"(.+?)"', section))
+    assert len(cases) > 20
+    assert cases <= {*CHEATS, *FORGED, *RESUMED}
