@@ -8,7 +8,6 @@ import itertools
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -23,15 +22,16 @@ from small_model import make_model, small
 from small_run import arguments, write_data
 
 import train_gpt
+from claims.record import write_files
 from data.corpus import VOCABULARY
 from runtime.checkpoint import save_final
+from runtime.log import read_sources
 from runtime.settings import parse
 from train_gpt import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = [*WRITTEN, *sorted(ROOT.glob("records/*/README.md")), ROOT / "records" / "README.md"]
-PACKAGES = ("optim", "kernels", "data", "runtime", "claims")
 
 # Programs of a page that no test starts.
 FOREIGN = {"git", "cd", "source", "cmp", "grep", "tail", "ruff", "mypy", "bash", "pip", "mkdocs"}
@@ -45,15 +45,11 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relat
 by_written_page = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
-    """The kind and the text of each block of code, also of those inside a list."""
+def blocks_of(page: Path, *kinds: str) -> list[str]:
+    """Blocks of code of these kinds, also those inside a list."""
     fence = r"^( *)```(\w*)\n(.*?)^\1```$"
     found = re.findall(fence, page.read_text(encoding="utf-8"), re.M | re.S)
-    return [(kind, dedent(text)) for _, kind, text in found]
-
-
-def blocks_of(page: Path, *kinds: str) -> list[str]:
-    return [text for kind, text in blocks(page) if kind in kinds]
+    return [dedent(text) for _, kind, text in found if kind in kinds]
 
 
 def anchors(page: Path) -> set[str]:
@@ -218,12 +214,8 @@ def test_the_changes_of_the_readme_fit_the_trainer() -> None:
 
 def test_the_changes_of_the_page_make_a_trainer_that_trains(tmp_path: Path) -> None:
     page, clone, logs = ROOT / "docs" / "change.md", tmp_path / "clone", tmp_path / "logs"
-    for name in PACKAGES:
-        ignored = shutil.ignore_patterns("*.bin", "__pycache__")
-        shutil.copytree(ROOT / name, clone / name, ignore=ignored)
-    shutil.copy(ROOT / "requirements.txt", clone)  # part of the source hash
     changed = applied(blocks_of(page, "diff"), (ROOT / "train_gpt.py").read_text("utf-8"))
-    (clone / "train_gpt.py").write_text(changed, encoding="utf-8")
+    write_files(read_sources(ROOT) | {"train_gpt.py": changed.encode()}, clone)
     flags = []
     for block in blocks_of(page, "sh"):
         if block.startswith("./run.sh"):  # the others judge

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from claims.record import write_files
 from runtime.log import read_sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,10 +21,7 @@ SEEN = "import json\nfrom pathlib import Path\nfrom runtime.claim import provena
 @pytest.fixture
 def clone(tmp_path):
     """A copy of the source."""
-    for name, content in read_sources(ROOT).items():
-        path = tmp_path / "clone" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+    write_files(read_sources(ROOT), tmp_path / "clone")
     return tmp_path / "clone"
 
 
@@ -64,11 +62,7 @@ except SystemExit as ended:
     assert seen["modules_from_elsewhere"] == []
 
 
-def test_own_modules_that_were_read_with_their_bytecode_are_told(clone):
-    assert json.loads(python(clone, SEEN))["sys_flags"]["pycache"] == "beside the source"
-
-
-def test_modules_that_are_neither_ours_nor_installed_are_named(clone, tmp_path):
+def test_modules_neither_ours_nor_installed_are_named_and_bytecode_of_ours_is_told(clone, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "sitecustomize.py").write_text("import math\n")
@@ -79,3 +73,4 @@ def test_modules_that_are_neither_ours_nor_installed_are_named(clone, tmp_path):
         f"patches {outside / 'patches.py'}", f"sitecustomize {outside / 'sitecustomize.py'}",
         f"tomllib {clone / 'tomllib.py'}",
     ]  # fmt: skip
+    assert seen["sys_flags"]["pycache"] == "beside the source"
