@@ -332,7 +332,9 @@ def opened(served, page):
     return folder, page
 
 
-def test_it_draws_every_chart_over_steps_tokens_or_seconds_and_stays_so_after_a_reload(opened):
+def test_it_draws_charts_over_steps_tokens_or_seconds_and_stays_so_after_a_reload_and_on_a_phone(
+    opened
+):
     _, page = opened
     assert page.evaluate("document.getElementById('live').textContent") == "live"
     for chart in ("loss", "norm", "lr", "window", "speed"):
@@ -344,6 +346,12 @@ def test_it_draws_every_chart_over_steps_tokens_or_seconds_and_stays_so_after_a_
         page.wait(f"charts.loss.plot.data[0].at(-1) === {last}")
     page.call("Page.reload")
     page.wait("charts.loss && charts.loss.plot.data[0].at(-1) === 4000")
+    page.show(390, 844)
+    page.wait("charts.loss.plot.width < 390")
+    for element in ("documentElement", "querySelector('.scroll')"):
+        assert page.evaluate(f"document.{element}.scrollWidth") <= 390, "it scrolls sideways"
+    page.click("#axis [data-value=seconds]")
+    page.wait("charts.loss.plot.data[0].at(-1) === 0.4")
 
 
 def test_a_filter_hides_runs_from_table_and_chart(opened):
@@ -506,16 +514,6 @@ def test_hostile_names_are_shown_as_text(opened):
     page.wait("document.getElementById('dialog').open")
     assert page.evaluate("document.images.length") == 0
     assert page.evaluate("window.hacked === undefined")
-
-
-def test_a_phone_shows_everything_without_scrolling_sideways(opened):
-    _, page = opened
-    page.show(390, 844)
-    page.wait("charts.loss.plot.width < 390")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert page.evaluate("document.querySelector('.scroll').scrollWidth") <= 390
-    page.click("#axis [data-value=seconds]")
-    page.wait("charts.loss.plot.data[0].at(-1) === 0.4")
 
 
 def test_an_empty_folder_says_so_and_its_first_run_is_followed_to_its_end(served, page):
