@@ -77,7 +77,7 @@ def read_run(path: str | Path) -> Run:
 
 def finished_runs(folder: Path) -> list[Run]:
     """The runs in a folder that finished or diverged, the oldest first."""
-    logs = sorted(folder.glob("*_*.jsonl"))  # run ids sort by start time
+    logs = sorted({first_segment(log) for log in folder.glob("*_*.jsonl")})  # ids sort by time
     begun = [log for log in logs if log.stat().st_size]  # others were killed before their header
     runs = [run for log in begun for run in read_runs(log)]
     return [run for run in runs if run.complete or run.status == "nonfinite"]

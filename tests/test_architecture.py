@@ -22,13 +22,13 @@ BUDGETS = {
     "optim": 2100,
     "kernels": 680,
     "data": 1294,  # reached; the promise is 1000
-    "runtime": 3030,  # reached; the promise is 2740
-    "claims": 3128,  # reached; the promise is 2780
-    "scripts": 1689,  # reached; the promise is 1220
+    "runtime": 3024,  # reached; the promise is 2740
+    "claims": 3075,  # reached; the promise is 2780
+    "scripts": 1539,  # reached; the promise is 1220
     "inference": 706,  # reached; the promise is 700
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 16019,  # reached; the promise is 14500
+    "tests": 15040,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from claims import logs
-from claims.logs import find_runs, read_run, read_runs
+from claims.logs import find_runs, finished_runs, read_run, read_runs
 from claims.runs import Phase, Run, Step, Validation
 from runtime.errors import LogError
 from runtime.jsonl import json_line
@@ -204,6 +204,9 @@ def test_a_run_stopped_at_a_checkpoint_and_resumed_in_another_file_is_one_run_th
     assert run.segments[1].header["previous_sha256"] == "ab"
     assert find_runs([tmp_path]) == find_runs([tmp_path / "run.2.jsonl"]) == [run.path]
     assert read_run(tmp_path / "run.2.jsonl") == run
+    for path in (tmp_path / "run.jsonl", tmp_path / "run.2.jsonl"):
+        path.rename(tmp_path / path.name.replace("run", "small_s0"))
+    assert [found.status for found in finished_runs(tmp_path)] == ["done"], "once, not by segment"
 
 
 def test_steps_that_were_done_twice_are_those_of_the_later_segment_and_do_not_count(tmp_path):
