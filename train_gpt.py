@@ -1131,13 +1131,9 @@ def multiplied(lr_mul: float, wd_mul: float | None = None) -> dict[str, Any]:
 
 def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict, optim.Guard]:
     """{"matrix": ..., "adam": ...} for all parameters, and the guard that steps both."""
-    # Gradients of the summed loss are added up over micro-batches and ranks and divided once, by
-    # the rows of the batch, which `set_schedule` updates. A row is record 42's micro-batch.
-    rows = at(config, 0).batch_tokens // config.seq_len
     ranks = torch.distributed.group.WORLD if machine.world_size > 1 else None
-    shared: dict[str, Any] = {"grad_divisor": rows, "process_group": ranks}
     compiled = False if config.compile == "off" else None  # None: on GPUs
-    ours = shared | {"compiled": compiled, "cautious": config.cautious_wd}
+    ours = {"process_group": ranks, "compiled": compiled, "cautious": config.cautious_wd}
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix | {"method": config.ortho_method, "backend": config.ortho_backend}
     betas = (config.momentum[1], config.matrix_beta2)
@@ -1155,13 +1151,16 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     named = {"matrix": factories[config.optimizer], "adam": partial(optim.AdamW, **adam)}
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
-    guard = optim.Guard(optimizers.values(), spike=spike, nonfinite=config.guard != "off", **shared)
-    return optimizers, guard
+    return optimizers, optim.Guard(
+        optimizers.values(), spike=spike, nonfinite=config.guard != "off", process_group=ranks
+    )
 
 
 def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard, step: int) -> None:
     """Give the optimizers the learning rates, the momentum and the rows of this step."""
     now = at(config, step)
+    # Gradients of the summed loss are added up over micro-batches and ranks and divided once, by
+    # the rows of the batch. A row is record 42's micro-batch.
     guard.divide_by(now.batch_tokens // config.seq_len)
     decays = {"matrix": config.matrix_wd, "adam": config.adam_wd}
     for kind, optimizer in optimizers.items():

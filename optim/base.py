@@ -18,7 +18,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, copy_all, gathered, partition, widest
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
-from .state import State, names_of, params_of, require_dense, storage_of
+from .state import State, names_of, params_of, require_dense, require_divisor, storage_of
 
 Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
 
@@ -49,8 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grad_divisor: float = 1,
         compiled: bool | None = None,
     ):
-        if not 0 < grad_divisor < math.inf:
-            raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
+        require_divisor(grad_divisor)
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
         self._process_group = process_group
         super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})

@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 
 from .base import ShardedOptimizer
 from .buckets import widest
-from .state import names_of
+from .state import names_of, require_divisor
 from .torch_optimizer import TorchOptimizer
 
 TAKEN, NONFINITE, SPIKE = range(3)  # first number of a verdict
@@ -95,8 +95,7 @@ class Guard:
 
     def divide_by(self, grad_divisor: float) -> None:
         """From the next step on, divide summed gradients by this number; ValueError if it is 0."""
-        if not 0 < grad_divisor < float("inf"):
-            raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
+        require_divisor(grad_divisor)
         for part in self._parts:
             part.grad_divisor = grad_divisor
 

@@ -33,6 +33,11 @@ def storage_of(param: Tensor) -> str:
     return f"{param.dtype} on {param.device}, {order},"
 
 
+def require_divisor(grad_divisor: float) -> None:
+    if not 0 < grad_divisor < float("inf"):
+        raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
+
+
 def require_dense(optimizer: torch.optim.Optimizer) -> None:
     """TypeError if a gradient is sparse."""
     for name, param in zip(names_of(optimizer), params_of(optimizer), strict=True):

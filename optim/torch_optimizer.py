@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .buckets import READ_AT_ONCE, RankGroup
 from .sharded import is_sharded, whole
-from .state import params_of, require_dense
+from .state import params_of, require_dense, require_divisor
 
 
 class TorchOptimizer:
@@ -20,8 +20,7 @@ class TorchOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any, grad_divisor: float):
-        if not 0 < grad_divisor < float("inf"):
-            raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
+        require_divisor(grad_divisor)
         self.optimizer, self.grad_divisor = optimizer, grad_divisor
         self.ranks = RankGroup.of(process_group)
         self.params = params_of(optimizer)
