@@ -231,7 +231,7 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
     count = "is 1 claim" if len(claims) == 1 else f"are {len(claims)} claims"
     yield (f"There {count} on this track. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
-    yield f"![Steps of each recipe's best claim, and its losses]({track}/steps.svg)"
+    yield f"![Tokens of each recipe's best claim, and its losses]({track}/tokens.svg)"
 
 
 def mean_probe(evidence: Evidence, probe: str) -> float:
@@ -276,20 +276,20 @@ def write_picture(path: Path, size: tuple[float, float], draw: Callable[[Any], N
     path.write_text(svg, encoding="utf-8", newline="\n")
 
 
-def plot_steps(claims: Sequence[Evidence], path: Path) -> None:
-    """Write the steps of each claim, the most at the top, beside its loss by kind of token."""
+def plot_tokens(claims: Sequence[Evidence], path: Path) -> None:
+    """Write the tokens of each claim, the most at the top, beside its loss by kind of token."""
     size = 8, 1.2 + 0.4 * len(claims)
-    write_picture(path, size, lambda figure: draw_steps(figure, claims))
+    write_picture(path, size, lambda figure: draw_tokens(figure, claims))
 
 
-def draw_steps(figure: Any, claims: Sequence[Evidence]) -> None:
+def draw_tokens(figure: Any, claims: Sequence[Evidence]) -> None:
     bars, dots = figure.subplots(1, 2, sharey=True)
-    claims = sorted(claims, key=lambda one: one.claim.config["steps"])
+    claims = sorted(claims, key=lambda one: one.tokens)
     names = [one.claim.name for one in claims]
-    drawn = bars.barh(names, [one.claim.config["steps"] for one in claims], height=0.6)
-    bars.bar_label(drawn, padding=3)
+    drawn = bars.barh(names, [one.tokens / 1e6 for one in claims], height=0.6)
+    bars.bar_label(drawn, fmt="%.3g", padding=3)
     bars.margins(x=0.12)  # room for the longest label
-    bars.set_xlabel(f"steps to a loss of {claims[0].claim.target:g}")
+    bars.set_xlabel(f"million tokens to a loss of {claims[0].claim.target:g}")
     for probe, label in PROBES.items():
         losses = {one.claim.name: mean_probe(one, probe) for one in claims}
         known = {name: loss for name, loss in losses.items() if not math.isnan(loss)}

@@ -161,7 +161,7 @@ def leaderboard(arguments: argparse.Namespace) -> int:
             return print_verdict(one)
     for track in {one.claim.track for one in made}:
         claims = [one for one in made if one.claim.track == track]
-        pages.plot_steps(pages.best_of_each_recipe(claims), RECORDS / track / "steps.svg")
+        pages.plot_tokens(pages.best_of_each_recipe(claims), RECORDS / track / "tokens.svg")
     (RECORDS / "README.md").write_text(pages.leaderboard(made))
     print(f"{RECORDS / 'README.md'}: {len(made)} claims")
     return 0

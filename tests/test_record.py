@@ -236,7 +236,7 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
         ("#1", "Long", "14", tokens[14]), ("#2", "Good", "12", tokens[12]),
         ("no record", "Again", "12", tokens[12]), ("not shown", "Short", "3", tokens[3]),
     ]  # fmt: skip
-    assert "tiny/steps.svg" in before
+    assert "tiny/tokens.svg" in before
     assert call(capsys, "leaderboard")[0] == 0
     assert contents(tmp_path) == before
 

@@ -35,8 +35,8 @@ def test_nothing_speaks_against_a_record_and_its_pages_say_what_its_logs_say(cla
 def test_the_leaderboard_is_the_one_that_the_records_give(track, tmp_path):
     assert (RECORDS / "README.md").read_text() == pages.leaderboard(read_all())
     evidences = [evidence for evidence in read_all() if evidence.claim.track == track]
-    pages.plot_steps(pages.best_of_each_recipe(evidences), tmp_path / "steps.svg")
-    assert (tmp_path / "steps.svg").read_bytes() == (RECORDS / track / "steps.svg").read_bytes()
+    pages.plot_tokens(pages.best_of_each_recipe(evidences), tmp_path / "tokens.svg")
+    assert (tmp_path / "tokens.svg").read_bytes() == (RECORDS / track / "tokens.svg").read_bytes()
 
 
 def test_the_recipes_of_tiny_run_the_steps_of_a_claim_that_was_shown():
