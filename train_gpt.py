@@ -1133,7 +1133,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
     """{"matrix": ..., "adam": ...} for all parameters, and the guard that steps both."""
     ranks = torch.distributed.group.WORLD if machine.world_size > 1 else None
     compiled = False if config.compile == "off" else None  # None: on GPUs
-    ours = {"process_group": ranks, "compiled": compiled, "cautious": config.cautious_wd}
+    ours: dict[str, Any] = {"process_group": ranks, "compiled": compiled}
+    ours["cautious"] = config.cautious_wd
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix | {"method": config.ortho_method, "backend": config.ortho_backend}
     betas = (config.momentum[1], config.matrix_beta2)
