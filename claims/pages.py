@@ -204,7 +204,7 @@ def leaderboard(evidences: Sequence[Evidence]) -> str:
 
 
 def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
-    """The part of one track. A record was shown, and beats those of its contest before it."""
+    """The part of one track. A record was shown, and beats all of its contest shown before."""
     rows, records = [], defaultdict[str, list[float]](list)  # their scores, by contest
     for evidence in claims:
         claim, found, scores = evidence.claim, evidence.result, records[evidence.contest]

@@ -100,7 +100,7 @@ def as_text(title: str, rows: dict[str, Any]) -> str:
 # ---- A step of the trainer
 
 RANDOM_STEPS = 60  # of the run that random tokens are enough for
-DOCUMENT = 750  # tokens of a random one, on average; of a shorter row half
+DOCUMENT = 750  # tokens of a random one, on average; at most half a row
 FACTS = ("gpu", "gpu_count", "gpu_memory_gib", "driver", "cpu", "torch", "cuda", "dtype", "params",
          "compiled", "noise")  # fmt: skip
 
@@ -117,7 +117,7 @@ def repeat(step: Callable[[], object]) -> None:
 
 
 def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """What runs here and what it does that a step must not, then a table of the stages."""
+    """What runs here, waits and compilations that no step may have, and a table of the stages."""
     config = parse(Config, flags, train_gpt.preset, "")
     machine = machines.start(config.device, config.rank_timeout)
     facts: dict[str, Any] = {"data": "those of the track"}
@@ -135,9 +135,8 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
     facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases} | trainer.checks
     facts |= count_slips(trainer)
-    rows = step_table(trainer, given)
     facts["peak, MiB"] = machines.peak_mib(machine)
-    return {"facts": facts, "step": rows}
+    return {"facts": facts, "step": step_table(trainer, given)}
 
 
 def write_random(config: Config) -> str:

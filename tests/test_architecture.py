@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1465,  # reached; the promise is 1370
+    "train_gpt.py": 1471,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
     "data": 1294,  # reached; the promise is 1000
@@ -28,7 +28,7 @@ BUDGETS = {
     "inference": 706,  # reached; the promise is 700
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 15040,  # reached; the promise is 14500
+    "tests": 15030,  # reached; the promise is 14500
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 
