@@ -120,7 +120,6 @@ LAYERS = {
     "copyinit": [Layer(value_embed=0), Layer(window="long", value_embed=1)] * 2,
     "plain4": [Layer(), Layer(window="long")] * 2,
 }  # fmt: skip
-LAYERS["medium89"] = [*LAYERS["medium"][:-1], replace(LAYERS["medium"][-1], mixes=6)]
 LAYERS["mixing89"] = [*LAYERS["small89"][:-1], replace(LAYERS["small89"][-1], mixes=2)]
 
 
@@ -135,9 +134,9 @@ class Stage:
     document: int | None = None  # documents are cut to this length; None: to max_document
     lr: float = 1.0  # factor on the peak of every learning rate; final_lr is not changed by it
     tied: bool = False  # the token embedding is the output head too
-    # For each token predicted after the next one: its loss's weight at the stage's start and end.
+    # Weights of the losses on the tokens after the next one, each at the stage's start and end.
     ahead: tuple[tuple[float, float], ...] = ()
-    prefix: tuple[float, float] = (0.0, 0.0)  # the same for the next token's longest prefix
+    prefix: tuple[float, float] = (0.0, 0.0)  # of the loss on the next token's longest prefix
     extension: bool = False  # after the schedule: the learning rate stays at its floor
 
 
@@ -158,14 +157,10 @@ STAGES = {
     "tiny": record42_stages(extension=10 / 350),
     "constant": [Stage(1.0, short=10, long=20)],
     "record89": [
-        Stage(
-            424 / 1285, short=1, long=3, batch=1 / 3, document=896, tied=True,
-            ahead=((0.5, 0.5), (0.25, 0.0)), prefix=(0.25, 0.25),
-        ),
-        Stage(
-            422 / 1285, short=3, long=7, batch=2 / 3, lr=1.52, tied=True, ahead=((0.5, 0.0),),
-            prefix=(0.25, 0.0),
-        ),
+        Stage(424 / 1285, short=1, long=3, batch=1 / 3, document=896, tied=True,
+              ahead=((0.5, 0.5), (0.25, 0.0)), prefix=(0.25, 0.25)),
+        Stage(422 / 1285, short=3, long=7, batch=2 / 3, lr=1.52, tied=True,
+              ahead=((0.5, 0.0),), prefix=(0.25, 0.0)),
         Stage(424 / 1285, short=5, long=11, lr=1.73),
         Stage(15 / 1285, short=6, long=13, extension=True),
     ],
@@ -242,7 +237,7 @@ class Config(RunSettings):
     init: str = setting("uniform", "of hidden matrices", one_of=("uniform", "normal"))
 
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
-    minutes: float = setting(0.0, "train so long instead: sets steps by a timing, before the run")
+    minutes: float = setting(0.0, "minutes of training: a timing before the run sets steps; 0: off")
     stages: str = setting("record42", "table of stages")
     window_block: int = setting(128, "tokens in a block, the unit of windows; 0: none")
     val_window: int = setting(2560, "tokens long layers see in the last validation", at_least=1)
@@ -255,7 +250,7 @@ class Config(RunSettings):
     optimizer: str = setting("normuon", "of matrices", one_of=OPTIMIZERS, section="Optimizers")
     matrix_lr: float = setting(0.03, "learning rate of hidden matrices")
     matrix_wd: float = setting(0.0, "weight decay of hidden matrices, times matrix_lr")
-    matrix_beta2: float = setting(0.95, "second-moment decay of normuon and adam", below=1)
+    matrix_beta2: float = setting(0.95, "second-moment decay of normuon and adamw", below=1)
     cautious_wd: bool = setting(False, "decay by lr^2, only where it and the update agree in sign")
     ortho_method: str = setting("polar_express", "orthogonalization", one_of=METHODS)
     ortho_backend: str = setting("plain", "its backend", one_of=("auto", "plain", "triton"))
@@ -268,7 +263,7 @@ class Config(RunSettings):
     adam_wd: float = setting(0.0, "weight decay of AdamW, times the learning rate")
     adam_accum_steps: int = setting(2, "steps whose gradients AdamW sums", at_least=1)
     embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
-    embed_wd_mul: float | None = setting(None, "on the decay of embedding and head; auto: lr_mul")
+    embed_wd_mul: float | None = setting(None, "on their decay, and the head's; auto: lr_mul")
     value_embed_lr_mul: float = setting(75.0, "multiplier for value embeddings and bigrams")
     value_embed_wd_mul: float | None = setting(None, "on their decay; auto: lr_mul")
     value_embed_betas: tuple[float, float] | None = setting(None, "auto: adam_betas", below=1)
@@ -281,11 +276,12 @@ class Config(RunSettings):
     spike_sigma: float = setting(6.0, "spreads above the median that make a spike", at_least=1)
 
     def __post_init__(self) -> None:
-        require(self, "track", self.track in TRACKS, f"one of {', '.join(TRACKS)}")
-        recipes = tuple(RECIPES[self.track])
-        require(self, "recipe", self.recipe in recipes, f"one of {', '.join(recipes)}")
-        require(self, "layers", self.layers in LAYERS, f"one of {', '.join(LAYERS)}")
-        require(self, "stages", self.stages in STAGES, f"one of {', '.join(STAGES)}")
+        tables: dict[str, dict[str, Any]] = {
+            "track": TRACKS, "recipe": RECIPES.get(self.track, {}), "layers": LAYERS,
+            "stages": STAGES,
+        }  # fmt: skip
+        for name, table in tables.items():
+            require(self, name, getattr(self, name) in table, f"one of {', '.join(table)}")
         super().__post_init__()  # the rules written beside the settings
         if changed := off_track(self):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
@@ -294,11 +290,10 @@ class Config(RunSettings):
         torchs = self.cautious_wd and self.optimizer.startswith("torch")
         require(self, "cautious_wd", not torchs, f"off for --optimizer {self.optimizer}")
         heads = self.dim // self.head_dim
-        if heads % 2 == 1:
-            odd = f"--dim / --head-dim = {heads} is odd"
-            paired = any(layer.paired for layer in LAYERS[self.layers])
-            require(self, "layers", not paired, f"without paired heads, as {odd}")
-            require(self, "muon_head_pairs", not self.muon_head_pairs, f"off, as {odd}")
+        even, odd = heads % 2 == 0, f"as --dim / --head-dim = {heads} is odd"
+        paired = any(layer.paired for layer in LAYERS[self.layers])
+        require(self, "layers", even or not paired, f"without paired heads, {odd}")
+        require(self, "muon_head_pairs", even or not self.muon_head_pairs, f"off, {odd}")
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.seq_len
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"
@@ -384,12 +379,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
             "micro_batch": 49_152, "matrix_lr": 0.023,
         },
     },
-    "medium": {
-        "record42": {},
-        "record89": RECORD89 | {  # never run
-            "layers": "medium89", "steps": 3855, "batch_tokens": 786_432, "seq_len": 16_384,
-        },
-    },
+    "medium": {"record42": {}},
     "small": {  # tuned: records/small/tuning
         "record42": {"matrix_lr": 0.03, "adam_lr": 0.0112},
         "record89": RECORD89 | {
@@ -497,8 +487,8 @@ def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
     return torch.where(still_D & ~begins_BT11, before_BTHD, k_BTHD)
 
 
-class AttentionInputs(NamedTuple):
-    """What the attention of a layer takes beside the stream."""
+class LayerInputs(NamedTuple):
+    """What a layer takes beside the stream."""
 
     value_embed_BTC: Tensor | None
     value_factor: Tensor | None  # on values, learned; None: 1
@@ -506,6 +496,8 @@ class AttentionInputs(NamedTuple):
     rotary: tuple[Tensor, Tensor, Tensor]  # cos, sin, and the factor on queries
     begins_BT11: Tensor  # whether a token is the first of its document
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # of queries, keys and values, (B, T, H, D)
+    # Of a MixingBlock: layer 0's input, outputs of `backout` and `mixes`, table 0, bigrams.
+    streams: tuple[Any, ...] = ()
 
 
 class SelfAttention(nn.Module):
@@ -520,13 +512,14 @@ class SelfAttention(nn.Module):
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
         self.gate = optional(config.attention_gates, heads, GATE_CHANNELS, dtype=gate_dtype)
+        # A MixingBlock weighs its value embedding by token instead.
         gated_value = config.value_gates and layer.value_embed is not None and layer.mixes is None
         self.value_gate = optional(gated_value, heads, GATE_CHANNELS, dtype=gate_dtype)
         self.own_value = optional(config.xsa and not layer.paired, heads, 1)
         self.bias = optional(config.biases, 4 * config.dim)
 
-    def forward(self, x_BTC: Tensor, inputs: AttentionInputs) -> Tensor:
-        value_embed_BTC, value_factor, embed_factor, rotary, begins_BT11, attend = inputs
+    def forward(self, x_BTC: Tensor, inputs: LayerInputs) -> Tensor:
+        value_embed_BTC, value_factor, embed_factor, rotary, begins_BT11, attend, _ = inputs
         cos, sin, scale = rotary
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C)
@@ -535,7 +528,7 @@ class SelfAttention(nn.Module):
         qkv = linear(x_BTC, w_4CC[:3].flatten(0, 1), qkv_bias)
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
         if self.paired:
-            # Record 58: token t becomes two, 2t for half of the heads and 2t + 1 for the others.
+            # Record 58: token t becomes two, 2t with half of its heads and 2t + 1 with the others.
             double = (B, 2 * T, -1, self.head_dim)
             q_BTHD, k_BTHD, v_BTHD = (y.reshape(double) for y in (q_BTHD, k_BTHD, v_BTHD))
         # Normed queries and keys bound the scores, whatever the weights (arXiv:2010.04245).
@@ -591,7 +584,7 @@ class Block(nn.Module):
         self.attention_gain = optional(config.biases and layer.attention, config.dim)
         self.mlp_gain = optional(config.biases, config.dim)
 
-    def forward(self, x_BTC: Tensor, read_BTC: Tensor, inputs: AttentionInputs) -> Tensor:
+    def forward(self, x_BTC: Tensor, read_BTC: Tensor, inputs: LayerInputs) -> Tensor:
         """read_BTC: what the attention reads, most often x_BTC itself."""
         if self.attention is not None:
             x_BTC = x_BTC + self.attention(norm(read_BTC, self.attention_gain), inputs)
@@ -614,7 +607,7 @@ class MixingBlock(Block):
 
     def __init__(self, config: Config, layer: Layer, gate_dtype: torch.dtype):
         super().__init__(config, layer, gate_dtype)
-        # Two MLPs with 14 shares each; of the second five are used, as in record 81.
+        # Shares of the MLP before the layer, and of the one after it, which uses five (record 81).
         self.mix_in = nn.Parameter(torch.empty(2, 64, config.dim, dtype=gate_dtype))
         self.mix_out = nn.Parameter(torch.empty(2, 14, 64, dtype=gate_dtype))
         self.mix_start = nn.Parameter(torch.empty(2, 14, dtype=gate_dtype))  # shares without input
@@ -625,11 +618,8 @@ class MixingBlock(Block):
         out = linear(hidden, self.mix_out[which], self.mix_start[which])
         return (MIX_SCALE * out).split(1, dim=-1)
 
-    def forward(
-        self, x_BTC: Tensor, read_BTC: Tensor, inputs: AttentionInputs, *streams: Tensor
-    ) -> Tensor:
-        """streams: layer 0's input, `backout`'s and `mixes`'s outputs, table 0, bigrams."""
-        first, middle, early, table, bigram = streams
+    def forward(self, x_BTC: Tensor, read_BTC: Tensor, inputs: LayerInputs) -> Tensor:
+        first, middle, early, table, bigram = inputs.streams
         assert inputs.value_embed_BTC is not None
         shares = self.shares(x_BTC, 0)
         to_values, to_stream, of_halves = shares[:3], shares[3:6], shares[6:8]
@@ -639,7 +629,7 @@ class MixingBlock(Block):
         value_BTC = torch.cat([of_halves[0] * left, of_halves[1] * right], dim=-1)
         value_BTC = value_BTC + mixed(to_values, first, middle, x_BTC)
         y_BTC = x_BTC + mixed(to_stream, first, middle, x_BTC)
-        inputs = AttentionInputs(value_BTC, *inputs[1:])
+        inputs = LayerInputs(value_BTC, *inputs[1:])
         attended = self.attention(norm(read_BTC, self.attention_gain), inputs)
         y_BTC = before * y_BTC + of_attention * attended + of_first * first + of_bigram * bigram
         y_BTC = after * y_BTC + of_mlp * self.mlp(norm(y_BTC, self.mlp_gain))
@@ -649,11 +639,11 @@ class MixingBlock(Block):
 class GPT(nn.Module):
     """Next-token loss on rows of packed documents, summed over targets."""
 
-    cos: Tensor  # (positions, 1, D / 2), like sin; `scale` () is the factor on queries
-    sin: Tensor
-    scale: Tensor
+    rotary: Tensor  # cos and sin, (2, positions, 1, D / 2)
+    scale: Tensor  # (), the factor on queries
     signs: Tensor | None  # (8192, C), of bigrams
-    windows: Windows  # of the step that `set_step` was given
+    windows: Windows  # of the step that `set_step` was given, like `loss_weights`
+    loss_weights: Tensor | None  # of the next token and others; None: of the next alone
 
     def __init__(
         self, config: Config, dtype: torch.dtype, device: torch.device, attention: Attention,
@@ -691,9 +681,8 @@ class GPT(nn.Module):
             self.scalars = optional(self.scalar_init, len(self.scalar_init))
             positions = max(config.seq_len, config.val_seq_len)
             positions *= 2 if any(layer.paired for layer in self.table) else 1
-            tables = torch.empty(2, positions, 1, config.head_dim // 2, dtype=dtype)
-            self.register_buffer("cos", tables[0], persistent=False)
-            self.register_buffer("sin", tables[1], persistent=False)
+            rotary = torch.empty(2, positions, 1, config.head_dim // 2, dtype=dtype)
+            self.register_buffer("rotary", rotary, persistent=False)
             self.register_buffer("scale", torch.empty(()), persistent=False)
 
     def set_step(self, step: int) -> None:
@@ -701,14 +690,18 @@ class GPT(nn.Module):
         now = at(self.config, step)
         self.tied = now.stage.tied
         self.windows = {kind: self.attention.window(count) for kind, count in now.windows.items()}
+        self.loss_weights = None
+        if len(now.loss_weights) > 1:
+            weights = torch.tensor(now.loss_weights)
+            self.loss_weights = machines.sent(weights, self.rotary.device)
         if now.stage_index != self.stage_index:
             self.stage_index = now.stage_index
-            device = self.cos.device
+            device = self.rotary.device
             frequency, scale = rotary_at(self.config, now.stage_index)
-            positions = torch.arange(self.cos.size(0), device=device)
+            positions = torch.arange(self.rotary.size(1), device=device)
             angle = torch.outer(positions, machines.sent(frequency, device)).unsqueeze(1)
-            self.cos.copy_(angle.cos())  # in place: compiled graphs hold these tensors
-            self.sin.copy_(angle.sin())
+            # In place: compiled graphs hold these tensors.
+            self.rotary.copy_(torch.stack([angle.cos(), angle.sin()]))
             self.scale.copy_(machines.sent(scale, device))
 
     @torch.no_grad()
@@ -778,7 +771,7 @@ class GPT(nn.Module):
         documents = {False: self.attention.documents(cu_seqlens, B, T)}  # by layer.paired
         if any(layer.paired for layer in self.table):  # their rows have twice the length
             documents[True] = self.attention.documents(2 * cu_seqlens, B, 2 * T)
-        # One more than there are tokens: the last of cu_seqlens is the end of the last document.
+        # True at a document's first token. cu_seqlens ends with B * T, hence one place more.
         begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
         begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
 
@@ -807,25 +800,25 @@ class GPT(nn.Module):
                 x_BTC = scalar[f"x{i}"] * x_BTC + scalar[f"x0_{i}"] * x0_BTC
             if f"bigram{i}" in scalar:
                 x_BTC = x_BTC + scalar[f"bigram{i}"] * bigram_BTC
-            outputs.setdefault(-1, x_BTC)  # set once: the input of layer 0
+            if i == 0:
+                outputs[-1] = x_BTC  # what layer 0 reads, for a MixingBlock
             attend = partial(
                 self.attention, documents=documents[layer.paired], window=windows[layer.window],
                 longest=2 * longest if layer.paired else longest,
             )  # fmt: skip
-            inputs = AttentionInputs(
+            streams: tuple[Any, ...] = ()
+            if layer.mixes is not None:
+                streams = (outputs[-1], backed_out, outputs[layer.mixes], values[0], bigram_BTC)
+            inputs = LayerInputs(
                 None if layer.value_embed is None else values[layer.value_embed],
                 scalar.get(f"value{i}"), scalar.get(f"value_embed{i}", 1.0),
-                (self.cos, self.sin, self.scale), begins_BT11, attend,
+                (*self.rotary, self.scale), begins_BT11, attend, streams,
             )  # fmt: skip
             read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
-            if layer.mixes is None:
-                streams: Any = ()
-            else:
-                streams = (outputs[-1], backed_out, outputs[layer.mixes], values[0], bigram_BTC)
             if self.config.activation_checkpointing:
-                x_BTC = checkpoint(block, x_BTC, read_BTC, inputs, *streams, use_reentrant=False)
+                x_BTC = checkpoint(block, x_BTC, read_BTC, inputs, use_reentrant=False)
             else:
-                x_BTC = block(x_BTC, read_BTC, inputs, *streams)
+                x_BTC = block(x_BTC, read_BTC, inputs)
             if i in read_later:
                 outputs[i] = x_BTC
             if layer.backout:
@@ -838,7 +831,7 @@ class GPT(nn.Module):
         self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor, windows: Windows,
         longest: int, weights: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The loss, summed. If targets are fewer than inputs, they are those of each row's end.
+        """The loss, summed. Targets may be those of each row's end alone: the rest is context.
 
         weights: of the losses of the next token and of those after it; None: the next one alone.
         """
@@ -849,10 +842,8 @@ class GPT(nn.Module):
         if self.head == "plain":
             return self.plain_loss(x, targets, weights=weights)
         fp8 = self.head == "fp8" and torch.is_grad_enabled()  # validation uses no FP8
-        precision = "fp8" if fp8 else "plain"
-        return linear_cross_entropy(
-            x, self.output_weight, targets, weights, softcap=self.softcap, precision=precision
-        )
+        options: dict[str, Any] = {"softcap": self.softcap, "precision": "fp8" if fp8 else "plain"}
+        return linear_cross_entropy(x, self.output_weight, targets, weights, **options)
 
     @property
     def output_weight(self) -> Tensor:
@@ -875,6 +866,7 @@ class GPT(nn.Module):
 
     def logits(self, inputs_BT: Tensor, count: int) -> Tensor:
         """Logits after each of the last `count` inputs, float32 (B, count, V)."""
+        inputs_BT = inputs_BT.to(self.embed.device)
         x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -count:]
         z = linear(x, self.output_weight, self.lm_head_bias).float()
         return capped(z, self.softcap)[..., : self.config.vocab_size]
@@ -965,8 +957,28 @@ def at(config: Config, step: int) -> Now:
     """All that holds at this step."""
     index = sum(step >= span.first for span in spans(config)) - 1
     first, end, stage = spans(config)[index]
-    before = spans(config)[max(index - 1, 0)].stage
+    before = spans(config)[max(index - 1, 0)].stage  # of the first span: itself
     unlike = (stage.batch, stage.tied, stage.ahead) != (before.batch, before.tied, before.ahead)
+
+    windows = dict.fromkeys(("short", "long"), max(config.seq_len, config.val_seq_len))
+    if config.window_block:
+        windows["short"] = stage.short * config.window_block
+        windows["long"] = stage.long * config.window_block
+    if step == config.steps:  # the last validation
+        windows["short"] = min(windows["short"], config.val_window)
+        windows["long"] = config.val_window
+
+    weights = [(1.0, 1.0), *stage.ahead]
+    if config.prefixes and (stage.ahead or any(stage.prefix)):
+        weights.append(stage.prefix)
+    share = (step - first) / (end - first)  # of the stage: they change linearly
+
+    late = config.val_every_late and step >= 0.9 * config.steps
+    every = config.val_every_late if late else config.val_every
+    validates = step == config.steps or (every > 0 and step % every == 0)
+    # Training losses of a few steps differ by their texts, so one batch is scored in between.
+    quick = config.quick_vals > 0 and not config.claim and not validates
+
     return Now(
         stage_index=index,
         stage=stage,
@@ -974,12 +986,12 @@ def at(config: Config, step: int) -> Now:
         lr=learning_rate(config, stage.lr, step),
         momentum=momentum(config, step),
         adam_steps=(step + 1) % config.adam_accum_steps == 0,
-        windows=window_lengths(config, stage, step),
-        loss_weights=loss_weights(config, stage, (step - first) / (end - first)),
+        windows=windows,
+        loss_weights=[start + (last - start) * share for start, last in weights],
         unties=step == first and before.tied and not stage.tied,
         unlike=step == first and unlike,
-        validates=validates(config, step),
-        quick_validates=quick_validates(config, step),
+        validates=validates,
+        quick_validates=quick and step % math.ceil(config.steps / config.quick_vals) == 0,
     )
 
 
@@ -988,9 +1000,7 @@ def learning_rate(config: Config, peak: float, step: int) -> float:
     scheduled = max(span.end for span in spans(config) if not span.stage.extension)
     # 0.9999 as in record 42. It also keeps `left` above a cooldown of 0, so nothing divides by 0.
     left = 1 - min(step / scheduled, 0.9999)
-    if left > config.cooldown:
-        return peak
-    share = left / config.cooldown
+    share = left / config.cooldown if left < config.cooldown else 1.0
     return peak * share + config.final_lr * (1 - share)
 
 
@@ -1003,50 +1013,9 @@ def momentum(config: Config, step: int) -> float:
     return low + (high - low) * min(rising, falling, 1.0)
 
 
-def window_lengths(config: Config, stage: Stage, step: int) -> dict[str, int]:
-    """Tokens that layers see; in the last validation at most `val_window`."""
-    short, long = stage.short * config.window_block, stage.long * config.window_block
-    if config.window_block == 0:
-        short = long = max(config.seq_len, config.val_seq_len)
-    if step == config.steps:
-        short, long = min(short, config.val_window), config.val_window
-    return {"short": short, "long": long}
-
-
-def loss_weights(config: Config, stage: Stage, share: float) -> list[float]:
-    """They change linearly within a stage; [1.0] where the stage has only the next token."""
-    ends = [(1.0, 1.0), *stage.ahead]
-    if config.prefixes and (stage.ahead or any(stage.prefix)):
-        ends.append(stage.prefix)
-    return [start + (last - start) * share for start, last in ends]
-
-
-def validates(config: Config, step: int) -> bool:
-    every = config.val_every
-    if config.val_every_late and step >= 0.9 * config.steps:
-        every = config.val_every_late
-    return step == config.steps or (every > 0 and step % every == 0)
-
-
-def quick_validates(config: Config, step: int) -> bool:
-    """Whether to score one batch, as training losses of a few steps differ by their texts."""
-    if config.quick_vals == 0 or config.claim or validates(config, step):
-        return False
-    return step % math.ceil(config.steps / config.quick_vals) == 0
-
-
 def tokens_before(config: Config, step: int) -> int:
     """Tokens of all steps before this one."""
     return sum(at(config, earlier).batch_tokens for earlier in range(step))
-
-
-def changes(config: Config) -> list[tuple[int, int, int]]:
-    """For the loader: each stage's first step, tokens of its batch, and longest document."""
-    found = []
-    for first, _, stage in spans(config):
-        batch_tokens = at(config, first).batch_tokens
-        found.append((first, batch_tokens, stage.document or config.max_document))
-    return found
 
 
 @cache
@@ -1073,12 +1042,11 @@ def rotary_at(config: Config, index: int) -> tuple[Tensor, Tensor]:
 
 def receptive_field(config: Config) -> int:
     """How many earlier tokens an output can depend on: the windows of all layers, added up."""
-    windows = [at(config, span.first).windows for span in spans(config)]
-    windows.append(at(config, config.steps).windows)
+    steps = [*(span.first for span in spans(config)), config.steps]
     tokens = int(config.smear or config.bigram_rows > 0)
     for layer in LAYERS[config.layers]:
         if layer.attention:
-            tokens += max(window[layer.window] for window in windows)
+            tokens += max(at(config, step).windows[layer.window] for step in steps)
             tokens += int(config.key_offset and layer.window == "long")
     return math.ceil(tokens / 128) * 128  # kernels are fastest at multiples of 128
 
@@ -1100,11 +1068,7 @@ def optimizer_table(config: Config) -> list[optim.Row]:
         if config.muon_head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
             pair = 2 * config.head_dim
             split = {"split": (pair,) * (2 * config.dim // pair) + (config.dim,) * 2}
-    up, down = multiplied(config.mlp_up_lr_mul), multiplied(config.mlp_down_lr_mul)
-    if not config.cautious_wd:  # record 42 decays all matrices alike
-        up["wd_mul"] = down["wd_mul"] = 1.0
-    tables = multiplied(config.embed_lr_mul, config.embed_wd_mul)
-    head = multiplied(config.head_lr_mul, config.embed_wd_mul)
+    decay = None if config.cautious_wd else 1.0  # record 42 decays all matrices alike
     lookups = multiplied(config.value_embed_lr_mul, config.value_embed_wd_mul)
     lookups["betas"] = config.value_embed_betas or config.adam_betas
     vectors = multiplied(config.vector_lr_mul, config.vector_wd_mul)
@@ -1114,16 +1078,16 @@ def optimizer_table(config: Config) -> list[optim.Row]:
     return [
         optim.Row("blocks.*.attention.qkvo", "matrix", split),
         optim.Row("blocks.*.attention.*gate", config.gates, gate),
-        optim.Row("blocks.*.mlp.up", "matrix", up),
-        optim.Row("blocks.*.mlp.down", "matrix", down),
+        optim.Row("blocks.*.mlp.up", "matrix", multiplied(config.mlp_up_lr_mul, decay)),
+        optim.Row("blocks.*.mlp.down", "matrix", multiplied(config.mlp_down_lr_mul, decay)),
         optim.Row("smear_gate", config.gates, gate),
-        optim.Row("embed", "adam", tables),
+        optim.Row("embed", "adam", multiplied(config.embed_lr_mul, config.embed_wd_mul)),
         optim.Row("value_embeds.*", "adam", lookups),
         optim.Row("bigram", "adam", lookups),
         optim.Row("blocks.*.attention.own_value", "adam"),
         optim.Row("blocks.*.mix_[io]*", "adam", mixing | multiplied(0.25, 0.25**2)),
         optim.Row("blocks.*.mix_start", "adam", mixing | multiplied(0.25, 0.0)),
-        optim.Row("lm_head", "adam", head),
+        optim.Row("lm_head", "adam", multiplied(config.head_lr_mul, config.embed_wd_mul)),
         optim.Row("scalars", "adam", vectors),
         optim.Row("*bias", "adam", vectors),
         optim.Row("*gain", "adam", vectors),
@@ -1169,12 +1133,11 @@ def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard,
     # Gradients of the summed loss are added up over micro-batches and ranks and divided once, by
     # the rows of the batch. A row is record 42's micro-batch.
     guard.divide_by(now.batch_tokens // config.seq_len)
-    decays = {"matrix": config.matrix_wd, "adam": config.adam_wd}
-    for kind, optimizer in optimizers.items():
+    for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * now.lr
             if config.cautious_wd:  # the rate enters twice, so decay follows its square (record 43)
-                group["weight_decay"] = decays[kind] * group["lr"]
+                group["weight_decay"] = optimizer.defaults["weight_decay"] * group["lr"]
             if "momentum" in group:  # those of Adam have betas instead
                 group["momentum"] = now.momentum
 
@@ -1198,7 +1161,10 @@ class Trainer:
         head, why_head = choose_head(
             config.loss_kernel, device, dtype, config.dim, config.padded_vocab, config.biases
         )
-        self.changes = changes(config)
+        self.changes = [  # for the loader: first step, tokens of a batch, longest document
+            (first, at(config, first).batch_tokens, stage.document or config.max_document)
+            for first, _, stage in spans(config)
+        ]
         # One process a host hashes all tokens and the source, as all hosts must have the same.
         self.data, audit = open_audited(
             asdict(config), self.changes, receptive_field(config), machine.rank,
@@ -1250,12 +1216,8 @@ class Trainer:
 
         With weights on later tokens, the model returns both; else the two are one.
         """
-        weights = at(self.config, step).loss_weights
-        weights_K = None
-        if len(weights) > 1:
-            weights_K = machines.sent(torch.tensor(weights), self.machine.device)
-        losses = self.batch_loss(batch, self.data.longest(step), weights_K).view(-1)
-        return losses[0], losses[-1].detach()
+        losses = self.batch_loss(batch, self.data.longest(step), self.model.loss_weights).view(-1)
+        return losses[0], losses[-1].detach()  # () without weights, else (2,)
 
     def gradients(self, step: int, flags: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the gradients of a step's batch into .grad.
@@ -1317,14 +1279,12 @@ class Trainer:
     @torch.no_grad()
     def sample(self) -> str:
         """The first `sample_tokens` tokens of a document that the model writes, on one rank."""
-        config, device = self.config, self.machine.device
+        config, tokenizer = self.config, read_tokenizer(TOKENIZERS[self.config.vocab_size])
         self.model.set_step(config.steps)
-
-        def logits(tokens: Tensor) -> Tensor:
-            return self.model.logits(tokens.to(device).view(1, -1), count=1)[0, 0]
-
-        tokenizer = read_tokenizer(TOKENIZERS[config.vocab_size])
-        return write_text(logits, tokenizer, config.sample_tokens, config.bos, context(config))
+        return write_text(
+            lambda tokens: self.model.logits(tokens.view(1, -1), count=1)[0, 0],
+            tokenizer, config.sample_tokens, config.bos, context(config),
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
