@@ -466,7 +466,7 @@ def test_columns_sort_and_rows_are_shown_alone_or_hidden_and_two_groups_compared
     assert page.evaluate("document.activeElement.id") == focused != "", "focus survives a redraw"
     page.evaluate("document.querySelectorAll('#rows input')[1].click()")
     low, high = ttest_ind([3.2, 3.3], [3.4, 3.5], equal_var=False).confidence_interval()
-    found = f"loss of B - A -0.2000 ({low:+.4f} to {high:+.4f}): no difference shown"
+    found = f"loss -0.20000 ({low:+.5f} to {high:+.5f}), not shown to be lower or higher"
     page.wait(f"document.getElementById('comparison').innerText.includes('{found}')")
     press(page, "a")
     page.wait(f"{LINES}.length === 3")
