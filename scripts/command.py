@@ -113,13 +113,9 @@ def start(main: Callable[[], int]) -> None:
         old = getattr(sys, name)  # sys.__stdout__ keeps it, and so its buffer, open
         safe = SafeOutput(old.buffer, old.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, safe)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, exit_by_signal)
+    for number in (signal.SIGINT, signal.SIGTERM):  # with the code that a shell reports
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())
-
-
-def exit_by_signal(number: int, frame: Any) -> None:
-    sys.exit(128 + number)  # what a shell reports for a process that a signal ended
 
 
 def training_command(root: Path, flags: Sequence[str], folder: Path) -> list[str]:

@@ -95,11 +95,9 @@ def print_verdict(evidence: Evidence) -> int:
     failures = [*find_failures(evidence), *pages.differences(evidence)]
     for failure in failures:
         print(f"{evidence.folder}: {failure.what}\n    in {failure.where}\n    fix: {failure.fix}")
-    result, verdict = evidence.result, "verified"
+    result, verdict = evidence.result, "verified" if evidence.shown else "verified, and NOT shown"
     if failures:
         verdict = f"NOT VERIFIED, {len(failures)} failures"
-    elif not evidence.shown:
-        verdict = "verified, and NOT shown"
     found = f"{result.n} runs that count, too few for a test"
     if result.n > 1:
         found = (f"with a mean loss of {result.mean:.6f} in {result.n} runs, "
@@ -161,9 +159,9 @@ def leaderboard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arguments(words: list[str]) -> argparse.Namespace:
-    """The arguments. `run` is the function to call, `flags` are those after --, for the trainer."""
-    cut = words.index("--") if "--" in words else len(words)
+@command
+def main(argv: list[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)  # flags of the trainer follow
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(required=True)
 
@@ -179,8 +177,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=1000, help="of the first run (%(default)s)")
     add("--from-judgement", type=int, nargs="?", const=0, metavar="N",
         help="claim B of judgement N (the last) with its flags, on fresh seeds")
-    add("--judgements", type=Path, default=Path("logs/judge"),
-        help="folder of judgements (%(default)s)")
+    add("--judgements", type=Path, default=Path("logs/judge"), help="their folder (%(default)s)")
     add = add_command(make)
     add("folder", type=Path, help="folder of claim.json")
     add("logs", type=Path, nargs="*", help="log folders; none: write the pages again")
@@ -196,12 +193,7 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     add("before", type=Path, help="folder of a claim.json")
     add("after", type=Path, help="the same")
     add_command(leaderboard)
-    return parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))
-
-
-@command
-def main(argv: list[str]) -> int:
-    arguments = parse_arguments(argv)
+    arguments = parser.parse_args(argv[:cut], argparse.Namespace(flags=argv[cut + 1 :]))
     return arguments.run(arguments)
 
 

@@ -11,12 +11,12 @@ An arm is flags of train_gpt.py, a patch of its source, or both. PLAN is JSON:
               "my idea": {"flags": "--steps 40", "patch": "idea.diff", "seeds": [0, 1]}},
      "grid": {"matrix_lr": [0.01, 0.02], "adam_lr": [0.005, 0.01]}}
 
-`flags` go to every run; `seeds` may be an object, {"7": "--flags of this seed"}; a grid makes of
-each arm one for each combination of values. Runs are made in the order of the file, all seeds of an
-arm before the next arm. A finished run of the same source, flags, patch and seed is not repeated.
-The runs train a copy of the source, so you may edit it meanwhile; --source resumes an older copy.
-Logs are in OUT/PLAN/SOURCE/ARM. Exit code: 0 done, 1 a run failed, 2 bad input, 130 or 143
-interrupted.
+The plan's flags go to every run; what else an arm lacks it has from the plan. `seeds` may be an
+object, {"7": "--flags of this seed"}; a grid makes of each arm one for each combination of values.
+Runs are made in the order of the file. A finished run of the same source, flags, patch and seed is
+not repeated. The runs train a copy of the source, so you may edit it meanwhile; --source resumes an
+older copy. Logs are in OUT/PLAN/SOURCE/ARM.
+Exit code: 0 done, 1 a run failed, 2 bad input, 130 or 143 interrupted.
 """
 
 import contextlib
@@ -52,9 +52,8 @@ from runtime.settings import flag
 FIELDS = {"flags", "seeds", "grid", "patch"}  # of a plan and of an arm
 HEAD = "| arm | seeds | diverged | loss | difference (95 % interval) | Holm p | new tokens |"
 READING = """\
-Loss: mean of the last validation losses, nats per token. Difference: loss of the arm minus that of
-the first arm on the same seeds, with its interval (paired t); Holm p is adjusted for all arms of
-the table. New tokens: mean loss on tokens that the context does not repeat."""
+Loss: mean of the last validation losses, nats per token. Difference: to the first arm on the same
+seeds (paired t; Holm over all arms). New tokens: mean loss on those that the context lacks."""
 Losses = tuple[float, float]  # last validation loss, loss on new tokens; inf: the run diverged
 
 
@@ -79,9 +78,10 @@ def read_plan(path: Path, out: Path) -> list[SweepRun]:
             arm = {"flags": arm} if isinstance(arm, str) else arm
             if unknown := (plan.keys() | arm.keys()) - FIELDS:
                 raise ValueError(f"unknown: {', '.join(unknown)}")
-            flags = f"{plan.get('flags', '')} {arm.get('flags', '')}"
-            patch = (path.parent / arm["patch"]).read_text() if "patch" in arm else ""
-            runs += runs_of(name, plan | arm | {"flags": flags, "patch": patch}, out)
+            arm = plan | arm | {"flags": f"{plan.get('flags', '')} {arm.get('flags', '')}"}
+            if "patch" in arm:
+                arm["patch"] = (path.parent / arm["patch"]).read_text()
+            runs += runs_of(name, arm, out)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error!r}: --help shows what a plan may have") from None
     if not runs:
@@ -91,7 +91,7 @@ def read_plan(path: Path, out: Path) -> list[SweepRun]:
 
 def runs_of(name: str, arm: dict[str, Any], out: Path) -> Iterator[SweepRun]:
     """The runs of an arm at each point of its grid."""
-    seeds, grid, patch = arm.get("seeds", ()), arm.get("grid", {}), arm["patch"]
+    seeds, grid, patch = arm.get("seeds", ()), arm.get("grid", {}), arm.get("patch", "")
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, map(str, values), strict=True))
         title = " ".join([name, *map("=".join, point.items())]).strip()

@@ -145,11 +145,13 @@ def test_a_grid_makes_an_arm_of_each_combination(project, capsys):
     assert run(plan, "--json") == 0
     arms = json.loads(capsys.readouterr().out)
     assert list(arms) == ["matrix_lr=1 momentum=0.8,0.9", "matrix_lr=2 momentum=0.8,0.9"]
-    Path("plan.json").write_text(json.dumps(plan | {"arms": {"a": "", "b": "--x"}}))
+    plan |= {"arms": {"a": "", "b": "--x"}, "patch": "idea.diff"}
+    Path("plan.json").write_text(json.dumps(plan))
     planned = sweep.read_plan(Path("plan.json"), Path("logs"))
     assert [run.arm.split()[:2] for run in planned] == [
         ["a", "matrix_lr=1"], ["a", "matrix_lr=2"], ["b", "matrix_lr=1"], ["b", "matrix_lr=2"],
     ]  # fmt: skip
+    assert {run.patch for run in planned} == {PATCH}, "an arm has it from the plan"
     assert planned[3].flags == ["--x", "--matrix-lr", "2", "--momentum", "0.8,0.9"]
 
 
