@@ -191,13 +191,15 @@ def test_a_folder_that_does_not_exist_or_is_empty_is_refused(tmp_path, capsys):
     assert not (tmp_path / "x.html").exists()
 
 
-def test_a_page_that_is_written_asks_nothing_of_the_network(tmp_path):
-    write_log(tmp_path / "logs")
+def test_a_page_that_is_written_asks_nothing_of_the_network_and_no_data_end_its_script(tmp_path):
+    write_log(tmp_path / "logs", recipe=HOSTILE)
     assert run_command(tmp_path / "logs", "--out", tmp_path / "page.html") == 0
     page = (tmp_path / "page.html").read_text()
     assert set(re.findall(r"https?://[^\s'\")]+", page)) == {
         "https://github.com/leeoniya/uPlot", "http://www.w3.org/2000/svg"}  # fmt: skip
     assert "<link rel=\"icon\" href=\"data:" in page
+    assert HOSTILE not in page
+    assert page.count("</script>") == build_page().count("</script>")
 
 
 # ---- Server
@@ -254,12 +256,6 @@ def test_a_web_page_of_another_name_cannot_ask_the_server(served):
     headers = ask(port, "/runs")[0].headers
     assert "Access-Control-Allow-Origin" not in headers
     assert headers["X-Content-Type-Options"] == "nosniff"
-
-
-def test_data_cannot_end_the_script_that_holds_it():
-    page = build_page({"name": HOSTILE})
-    assert HOSTILE not in page
-    assert page.count("</script>") == build_page().count("</script>")
 
 
 def test_the_command_serves_through_clients_that_leave_in_mid_reply_until_it_is_interrupted(
@@ -343,19 +339,6 @@ def test_it_draws_charts_over_steps_tokens_or_seconds_and_stays_so_after_a_reloa
     page.wait("charts.loss.plot.data[0].at(-1) === 0.4")
 
 
-def test_a_filter_hides_runs_from_table_and_chart(opened):
-    folder, page = opened
-    write_log(folder, "b", seed=1, matrix_lr=0.04)
-    page.wait(f"{LINES}.length === 2")
-    page.click("#filter")
-    page.call("Input.insertText", text="matrix_lr=0.04 seed=1")
-    page.wait(f"{LINES}.length === 1 && {ROWS}.length === 1")
-    page.click("#rows .group button")
-    page.wait(f"{ROWS}.length === 2")
-    assert "run_1" in page.evaluate(TEXT)
-    assert "run_0" not in page.evaluate(TEXT)
-
-
 def test_runs_of_a_group_become_a_median_with_a_band_or_lie_over_each_other(opened):
     folder, page = opened
     for seed, loss in ((1, 3.9), (2, 3.7)):
@@ -435,7 +418,7 @@ def press(page, key):
     page.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
 
 
-def test_columns_sort_and_rows_are_shown_alone_or_hidden_and_two_groups_compared(opened):
+def test_columns_sort_and_rows_are_shown_alone_hidden_or_filtered_and_two_groups_compared(opened):
     folder, page = opened
     for name, rate, seeds in (("b", 0.04, (3, 4)), ("c", 0.01, (1, 2))):
         for seed in seeds:
@@ -465,6 +448,11 @@ def test_columns_sort_and_rows_are_shown_alone_or_hidden_and_two_groups_compared
     page.wait(f"{TEXT}.includes('No run matches matrix_lr=0.99')")
     page.evaluate("set({filter: 'matrix_lr'})")  # a word is looked for in names
     assert page.evaluate(f"{ROWS}.length") == 2
+    page.click("#filter")
+    page.call("Input.insertText", text="=0.01 seed=1")
+    page.wait(f"{LINES}.length === 1 && {ROWS}.length === 1")
+    page.click("#rows .group button")
+    page.wait(f"{ROWS}.length === 2 && {TEXT}.includes('run_1')")
 
 
 def test_a_page_in_a_file_has_judgements_and_records_with_verdict_and_diff(tmp_path, page):
