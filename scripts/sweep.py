@@ -188,6 +188,8 @@ def main(argv: list[str]) -> int:
     add("--report", action="store_true", help="print the table of the runs so far and stop")
     add("--json", action="store_true", help="print [loss, loss on new tokens] by arm and seed")
     given = parser.parse_args(argv)
+    if given.jobs < 1:
+        raise ValueError(f"--jobs {given.jobs}: it must be at least 1")
     out = given.out / given.plan.stem / source_hash(given.source)[:12]
     planned, failed = read_plan(given.plan, out), 0
     if not given.report:

@@ -169,6 +169,8 @@ def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, c
     assert logs() == before
     assert run(plan) == 1
     assert "mine, seed 1: failed" in capsys.readouterr().err
+    assert run(plan, "--jobs", "0") == 2
+    assert "--jobs 0: it must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("plan", "sentence"), [
