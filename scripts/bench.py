@@ -44,7 +44,6 @@ from data.shards import ShardError, write_shard
 from runtime import machine as machines
 from runtime.clock import Clock
 from runtime.ending import leave, supervise
-from runtime.run import mfu
 from runtime.settings import parse
 from runtime.warmup import take_steps
 from train_gpt import Config, Trainer
@@ -158,7 +157,7 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     rows = timed(steps, STEPS, name, trainer.guard.reset, given.rounds, trainer.machine)
     for row, figure in rows.items():
         figure["tokens/s"] = 1000 * tokens.get(row, config.batch_tokens) / figure["median"]
-        figure["of peak"] = mfu(trainer, figure["tokens/s"]) or float("nan")
+        figure["of peak"] = trainer.mfu(figure["tokens/s"]) or float("nan")
     return rows
 
 
