@@ -5,19 +5,18 @@
     python scripts/bench.py optim --sets gpt2s         our optimizers beside torch.optim's
 
 Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
-each time. Figures are medians over the rounds in milliseconds; ratios are taken round by round, to
-the last window or to torch.optim.Muon, and "to plain" to the same optimizer without guard.
+each time. Figures are milliseconds; the ratio to the last stage, or to torch.optim.Muon, is the
+median over the rounds. "of peak" is the share of the datasheet's FLOP/s, if that is known. `step`
+first says what runs: hardware, backends, batches, seconds of compilation, waits for the device,
+graphs compiled after the warm-up, peak memory. If there are no data, it takes random tokens.
+
 --against times other code beside ours, from files anywhere. For `step` a file defines
 build(config), which returns a function that takes a training step; for `optim` build(parameters),
-which returns step functions by name. "of peak" counts 6 FLOPs for each weight of the matrices and
-the head; the peak is the datasheet's, or else the rate of one large product here. `step` takes
-random tokens if there are no data, and first says what runs: backends, batches, seconds of
-compilation, waits for the device, graphs compiled after the warm-up, peak memory.
+which returns step functions by name.
 """
 
 import argparse
 import contextlib
-import copy
 import os
 import runpy
 import sys
@@ -26,7 +25,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import starmap
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,39 +50,35 @@ from train_gpt import Config, Trainer
 
 WARM_UP = 2  # rounds that do not count
 STEPS = 12  # timed at once; a multiple of adam_accum_steps, so that no gradient waits for Adam
+RANDOM_STEPS = 60  # of the run that random tokens are enough for
+DOCUMENT = 750  # tokens of a random one; at most half a row
 BLOCK = [(256, 256)] * 4 + [(1024, 256), (256, 1024)]
 SETS = {"gpt2s": [(3 * rows, 3 * cols) for rows, cols in BLOCK] * 12, "tiny": BLOCK * 6}
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # all share weights: move them little
 Steps = dict[str, Callable[[], object]]
-Times = dict[str, list[float]]  # milliseconds, by row and round
-Rows = dict[str, dict[str, float]]
+Rows = dict[str, dict[str, float]]  # figures by row and column
 
 
-def timed(steps: Steps, prepare: Callable[[], object], rounds: int, machine: Any) -> Times:
-    """Return milliseconds of each row, without those of `prepare()`, which goes before each."""
+def timed(
+    steps: Steps, count: int, reference: str, prepare: Callable[[], object], rounds: int,
+    machine: Any,
+) -> Rows:  # fmt: skip
+    """Milliseconds of a step in each row, which takes `count`; not those of `prepare()` before."""
     names, clock = list(steps), Clock(machine.synchronize)
-    ms: Times = {name: [] for name in names}
+    ms: dict[str, list[float]] = {name: [] for name in names}
     for done in range(WARM_UP + rounds):
         first = done % len(names)
         for name in names[first:] + names[:first]:
             prepare()
             with clock.phase(name, timed=False):
                 steps[name]()
-            ms[name].append(clock.phases[-1].ms)
-    return {name: times[WARM_UP:] for name, times in ms.items()}
-
-
-def figures(ms: Times, reference: str) -> Rows:
+            ms[name].append(clock.phases[-1].ms / count)
     rows = {}
-    for name, each in ms.items():
-        ratio = ratio_of(each, ms[reference])
+    for name in names:
+        each, others = ms[name][WARM_UP:], ms[reference][WARM_UP:]
+        ratio = median(a / b for a, b in zip(each, others, strict=True))
         rows[name] = {"median": median(each), "low": min(each), "high": max(each), "ratio": ratio}
     return rows
-
-
-def ratio_of(mine: list[float], others: list[float]) -> float:
-    """Median over the rounds."""
-    return median(a / b for a, b in zip(mine, others, strict=True))
 
 
 def as_text(title: str, rows: dict[str, Any]) -> str:
@@ -99,16 +93,72 @@ def as_text(title: str, rows: dict[str, Any]) -> str:
 
 # ---- A step of the trainer
 
-RANDOM_STEPS = 60  # of the run that random tokens are enough for
-DOCUMENT = 750  # tokens of a random one, on average; at most half a row
-FACTS = ("gpu", "gpu_count", "gpu_memory_gib", "driver", "cpu", "torch", "cuda", "dtype", "params",
-         "compiled", "noise")  # fmt: skip
+
+def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    """What runs here, waits and compilations that no step may have, and a table of the stages."""
+    config = parse(Config, flags, train_gpt.preset, "")
+    machine = machines.start(config.device, config.rank_timeout)
+    data = "those of the track"
+    if machine.on_main(lambda: missing_data(asdict(config))):
+        data = "random tokens"
+        config = replace(config, steps=RANDOM_STEPS, val_tokens=2 * config.val_seq_len)
+        folder = machine.on_main(partial(write_random, config))
+        config = replace(config, data_dir=folder, val_sha256="")
+    trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
+    train_gpt.warm_up(trainer, clock)
+    facts = trainer.env | trainer.checks | {"data": data, "ranks": machine.world_size}
+    facts |= {kind: f"{trainer.env[kind]}, {why}" for kind, why in trainer.chosen.items()}
+    shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]  # of each stage
+    facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
+    facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases}
+    facts |= count_slips(trainer)
+    facts["peak, MiB"] = machines.peak_mib(machine)
+    return {"facts": facts, "step": step_table(trainer, given)}
 
 
-def guarded_steps(trainer: Trainer, guard: optim.Guard, first: int) -> None:
-    """Take STEPS steps of the trainer, with the windows and the batch of step `first`."""
-    trainer.guard = guard
-    take_steps(trainer, first, STEPS)
+def write_random(config: Config) -> str:
+    """A folder with random tokens, enough for the run."""
+    folder, random = Path(tempfile.mkdtemp(prefix="speedrun_")), np.random.default_rng(0)
+    needed = 4 * train_gpt.tokens_before(config, config.steps)
+    for split, count in (("train", needed), ("val", 3 * config.val_seq_len)):
+        tokens = random.integers(0, config.bos, count, dtype=np.uint16)
+        tokens[:: min(DOCUMENT, config.seq_len // 2)] = config.bos
+        write_shard(folder / f"random_{split}_000000.bin", tokens)
+    return str(folder)
+
+
+def count_slips(trainer: Trainer) -> dict[str, Any]:
+    """What no step of a warm trainer may do: wait for the device, or compile a graph."""
+    counts, cuda = torch._dynamo.utils.counters["stats"], trainer.machine.device.type == "cuda"
+    graphs = counts["unique_graphs"]
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        if cuda:
+            torch.cuda.set_sync_debug_mode("warn")
+        for first, *_ in trainer.changes:
+            take_steps(trainer, first, STEPS)
+        if cuda:
+            torch.cuda.set_sync_debug_mode("default")
+    told = sorted({str(each.message).splitlines()[0] for each in waits})
+    graphs = counts["unique_graphs"] - graphs
+    return {"waits": len(waits), "what waited": told[:5], "graphs compiled": graphs}
+
+
+def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
+    config = trainer.config
+    steps: Steps = {}
+    tokens: dict[str, int] = {}
+    for index, (first, _, stage) in enumerate(train_gpt.spans(config)):
+        name = f"stage {index}, window {stage.long}"
+        tokens[name] = train_gpt.at(config, first).batch_tokens
+        steps[name] = partial(take_steps, trainer, first, STEPS)
+    for path in given.against:
+        steps[path] = partial(repeat, runpy.run_path(path)["build"](config))
+    rows = timed(steps, STEPS, name, trainer.guard.reset, given.rounds, trainer.machine)
+    for row, figure in rows.items():
+        figure["tokens/s"] = 1000 * tokens.get(row, config.batch_tokens) / figure["median"]
+        figure["of peak"] = trainer.mfu(figure["tokens/s"]) or float("nan")
+    return rows
 
 
 def repeat(step: Callable[[], object]) -> None:
@@ -116,90 +166,21 @@ def repeat(step: Callable[[], object]) -> None:
         step()
 
 
-def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    """What runs here, waits and compilations that no step may have, and a table of the stages."""
-    config = parse(Config, flags, train_gpt.preset, "")
-    machine = machines.start(config.device, config.rank_timeout)
-    facts: dict[str, Any] = {"data": "those of the track"}
-    if machine.on_main(lambda: missing_data(asdict(config))):
-        facts["data"] = "random tokens"
-        config = replace(config, steps=RANDOM_STEPS, val_tokens=2 * config.val_seq_len)
-        folder = machine.on_main(partial(write_random, config))
-        config = replace(config, data_dir=folder, val_sha256="")
-    trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
-    train_gpt.warm_up(trainer, clock)
-    facts |= {name: trainer.env[name] for name in FACTS}
-    facts |= {kind: f"{trainer.env[kind]}, {why}" for kind, why in trainer.chosen.items()}
-    shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]  # of each stage
-    facts["ranks"] = machine.world_size
-    facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
-    facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases} | trainer.checks
-    facts |= count_slips(trainer)
-    facts["peak, MiB"] = machines.peak_mib(machine)
-    return {"facts": facts, "step": step_table(trainer, given)}
-
-
-def write_random(config: Config) -> str:
-    """A folder with random documents, enough for the run."""
-    folder, random = Path(tempfile.mkdtemp(prefix="speedrun_")), np.random.default_rng(0)
-    needed = 4 * train_gpt.tokens_before(config, config.steps)
-    for split, count in (("train", needed), ("val", 3 * config.val_seq_len)):
-        tokens = random.integers(0, config.bos, count, dtype=np.uint16)
-        tokens[random.random(count) < 1 / min(DOCUMENT, config.seq_len // 2)] = config.bos
-        tokens[0] = config.bos
-        write_shard(folder / f"random_{split}_000000.bin", tokens)
-    return str(folder)
-
-
-def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
-    config, guard = trainer.config, trainer.guard
-    unguarded = copy.copy(guard)
-    unguarded.nonfinite, unguarded.spike = False, None
-    steps: Steps = {}
-    tokens: dict[str, int] = {}
-    for index, (first, _, stage) in enumerate(train_gpt.spans(config)):
-        name = f"stage {index}, window {stage.long}"
-        tokens[name] = train_gpt.at(config, first).batch_tokens
-        steps[name] = partial(guarded_steps, trainer, guard, first)
-    steps[f"{name}, no guards"] = partial(guarded_steps, trainer, unguarded, first)
-    for path in given.against:
-        steps[path] = partial(repeat, runpy.run_path(path)["build"](config))
-    ms = timed(steps, guard.reset, given.rounds, trainer.machine)
-    ms = {name: [each / STEPS for each in times] for name, times in ms.items()}
-    rows = figures(ms, name)
-    machine, dtype = trainer.machine, trainer.model.dtype
-    peak = machines.peak_flops(machine, dtype) or product_rate(machine, dtype)
-    for name, row in rows.items():
-        row["tokens/s"] = 1000 * tokens.get(name, config.batch_tokens) / row["median"]
-        row["of peak"] = row["tokens/s"] * trainer.model.flops_per_token() / peak
-    return rows
-
-
-def count_slips(trainer: Trainer) -> dict[str, Any]:
-    """What no step of a warm trainer may do: wait for the device, or compile a graph."""
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    device = trainer.machine.device
-    with warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("warn")
-        for first, *_ in trainer.changes:
-            take_steps(trainer, first, STEPS)
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    told = sorted({str(each.message).splitlines()[0] for each in waits})
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
-    return {"waits": len(waits), "what waited": told[:5], "graphs compiled": graphs}
-
-
-def product_rate(machine: Any, dtype: torch.dtype) -> float:
-    """FLOP/s of the product of two large matrices, on all ranks together."""
-    square = torch.randn(2048, 2048, device=machine.device, dtype=dtype)
-    ms = timed({"product": lambda: square @ square}, lambda: None, 10, machine)["product"]
-    return machine.world_size * 2 * len(square) ** 3 / (median(ms) / 1000)
-
-
 # ---- A step of optimizers
+
+
+def bench_optim(given: argparse.Namespace) -> dict[str, Rows]:
+    machine, tables = machines.start(), {}
+    print(machines.describe(machine, torch.bfloat16))
+    for name in given.sets:
+        gradients = [0.02 * torch.randn(shape, device=machine.device) for shape in SETS[name]]
+        weights = [gradient.clone().requires_grad_() for gradient in gradients]
+        steps = optimizer_steps(weights)
+        for path in given.against:
+            steps |= runpy.run_path(path)["build"](weights)
+        fill = partial(fill_gradients, weights, gradients)
+        tables[name] = timed(steps, 1, "torch.optim.Muon", fill, given.rounds, machine)
+    return tables
 
 
 def optimizer_steps(weights: list[Tensor]) -> Steps:
@@ -223,23 +204,6 @@ def fill_gradients(weights: list[Tensor], gradients: list[Tensor]) -> None:
         weight.grad = gradient.clone()  # some optimizers overwrite it or drop it
 
 
-def bench_optim(given: argparse.Namespace) -> dict[str, Rows]:
-    machine, tables = machines.start(), {}
-    print(machines.describe(machine, torch.bfloat16))
-    for name in given.sets:
-        gradients = [0.02 * torch.randn(shape, device=machine.device) for shape in SETS[name]]
-        weights = [gradient.clone().requires_grad_() for gradient in gradients]
-        steps = optimizer_steps(weights)
-        for path in given.against:
-            steps |= runpy.run_path(path)["build"](weights)
-        ms = timed(steps, partial(fill_gradients, weights, gradients), given.rounds, machine)
-        tables[name] = figures(ms, "torch.optim.Muon")
-        for row, figure in tables[name].items():
-            plain = f"{row.partition(',')[0]}, no guard"
-            figure["to plain"] = ratio_of(ms[row], ms.get(plain, ms[row]))
-    return tables
-
-
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
@@ -254,7 +218,8 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints; stdout is for the figures
         found = bench_optim(given) if given.what == "optim" else bench_step(given, words[cut + 1 :])
     if os.environ.get("RANK", "0") == "0":
-        show("\n\n".join(starmap(as_text, found.items())), found, given.json)
+        tables = [as_text(title, rows) for title, rows in found.items()]
+        show("\n\n".join(tables), found, given.json)
     return 0
 
 

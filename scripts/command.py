@@ -25,14 +25,13 @@ def find_packages(kind: type[BaseException], error: BaseException, trace: Any) -
 
     So a command works in a shell without an activated environment. Without a .venv, say what to do.
     """
-    lacking = "is older than 3.11" if sys.version_info < (3, 11) else None
-    if isinstance(error, ModuleNotFoundError):
-        lacking = f"has no {error.name}"
-    if lacking is None:
+    old = sys.version_info < (3, 11)
+    if not old and not isinstance(error, ModuleNotFoundError):
         sys.__excepthook__(kind, error, trace)
         return
     if PYTHON.exists() and Path(sys.prefix).resolve() != PYTHON.parents[1].resolve():
         os.execv(PYTHON, [str(PYTHON), *sys.argv])
+    lacking = "is older than 3.11" if old else f"has no {getattr(error, 'name', None)}"
     fix = "run ./run.sh once, which makes .venv, or install requirements.txt"
     print(f"error: {sys.executable} {lacking}: {fix}", file=sys.stderr)
     sys.exit(2)
@@ -42,14 +41,20 @@ if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # not
     sys.excepthook = find_packages
 
 
-def command(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
-    """A main whose arguments default to sys.argv. An error is one line on stderr and code 2."""
+def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
+    """A main whose arguments default to sys.argv. An error is one line on stderr and code 2.
 
-    def run(argv: Sequence[str] | None = None) -> int:
+    A reader that closes the pipe, such as head, ends it quietly.
+    """
+
+    def run(argv: list[str] | None = None) -> int:
         try:
-            return main(sys.argv[1:] if argv is None else argv)
+            code = main(sys.argv[1:] if argv is None else argv)
+            sys.stdout.flush()
+            return code
         except BrokenPipeError:
-            raise  # `start` ends the program
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails again
+            return 128 + 13  # what a shell reports for SIGPIPE
         except (ValueError, OSError) as error:
             message = str(error)
             if isinstance(error, OSError) and error.filename:
@@ -94,9 +99,6 @@ def show(text: str, value: dict[str, Any], as_json: bool) -> None:
     print(text)
 
 
-# ---- Processes
-
-
 class SafeOutput(io.TextIOWrapper):
     """Escapes all but printable characters: a log or file name cannot steer the terminal."""
 
@@ -106,27 +108,14 @@ class SafeOutput(io.TextIOWrapper):
 
 
 def start(main: Callable[[], int]) -> None:
-    """Run `main` as a program: its output is safe in any encoding.
-
-    A signal ends it quietly, and so does a reader that closes the pipe, such as head.
-    """
+    """Run `main` as a program: its output is safe in any encoding, and a signal ends it quietly."""
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)  # sys.__stdout__ keeps it, and so its buffer, open
         safe = SafeOutput(old.buffer, old.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, safe)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, exit_by_signal)
-    try:
-        code = main()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails again
-        code = 128 + 13  # what a shell reports for SIGPIPE
-    sys.exit(code)
-
-
-def exit_by_signal(number: int, frame: Any) -> None:
-    sys.exit(128 + number)  # what a shell reports for a process that a signal ended
+    for number in (signal.SIGINT, signal.SIGTERM):  # with the code that a shell reports
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    sys.exit(main())
 
 
 def training_command(root: Path, flags: Sequence[str], folder: Path) -> list[str]:

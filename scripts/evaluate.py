@@ -8,7 +8,6 @@ the losses of copied tokens and of new ones. Exit codes: 0 done, 2 bad input.
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def as_text(scores: dict[str, Any]) -> str:
 
 
 @command
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("checkpoint", nargs="?", type=Path, help="folder of a run or of its model")

@@ -8,7 +8,6 @@ compared with the trainer's. Exit code: 0 done, 2 bad input or a setting that ca
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
@@ -17,7 +16,7 @@ from scripts.command import command, make_parser, start
 
 
 @command
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="folder of a run, or its final")
     parser.add_argument("--to", type=Path, required=True, help="folder to write; it must be new")

@@ -34,7 +34,6 @@ from runtime.log import config_hash, register, source_hash
 CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
 FORM = "+.5g"  # of differences
-POWER = 0.8
 SKEWED = 1.0  # so are 4 % of races of twenty normal differences, and 85 % of lognormal ones
 POLL_S = 0.5
 
@@ -48,41 +47,39 @@ def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
 
 def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePlan) -> None:
     """Say on stderr what is judged, before the first run."""
-    a, b = arms
-    number, pairs = int(entry["run_id"]), f"{plan.looks[0]} to {plan.looks[-1]} pairs"
-    lines = [f"judgement {number}: is B better than A? {entry['metric']}, margin {plan.margin:g}, "
-             f"{pairs} from seed {entry['seed']}"]
-    for arm in arms:
-        lines.append(f"  {arm.name}: {shlex.join(arm.flags)} (source {arm.source_sha256:.12})")
-    for name in sorted(a.config.keys() | b.config.keys()):
-        mine, other = b.config.get(name), a.config.get(name)
-        if mine != other:
-            lines.append(f"  {name}: {other} in A, {mine} in B")
+    pairs = f"{plan.looks[0]} to {plan.looks[-1]} pairs from seed {entry['seed']}"
+    lines = [f"judgement {int(entry['run_id'])}: is B better than A? {entry['metric']}, margin "
+             f"{plan.margin:g}, {pairs}"]  # fmt: skip
+    lines += [f"{arm.name}: {shlex.join(arm.flags)} (source {arm.source_sha256:.12})"
+              for arm in arms]  # fmt: skip
+    a, b = (arm.config for arm in arms)
+    lines += [f"{name}: {a.get(name)} in A, {b.get(name)} in B"
+              for name in sorted(a | b) if a.get(name) != b.get(name)]  # fmt: skip
     diff = out / entry["run_id"] / "source.diff"
-    lines.append(f"  the sources differ in {entry['diff']['lines']} lines: {diff}")
-    if minutes := a.config.get("minutes"):
-        lines.append(f"  each run trains {minutes:g} minutes, which ranks machines as much as "
-                     "ideas: the answer is that of this one")
-    else:
-        lines.append(estimate(out, a.config["track"], a.config["steps"], plan))
-    page = ROOT / "records" / a.config["track"] / "prediction" / "README.md"
+    lines.append(f"the sources differ in {entry['diff']['lines']} lines: {diff}")
+    lines.append(estimate(out, a, plan))
+    page = ROOT / "records" / a["track"] / "prediction" / "README.md"
     if page.is_file():
         first = page.read_text(encoding="utf-8").partition("\n")[0]
-        lines.append(f"  {first.lstrip('# ')} ({page})")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+        lines.append(f"{first.lstrip('# ')} ({page})")
+    print("\n  ".join(lines), file=sys.stderr, flush=True)
 
 
-def estimate(out: Path, track: str, steps: int, plan: RacePlan) -> str:
+def estimate(out: Path, config: dict[str, Any], plan: RacePlan) -> str:
     """How long it may take, by the newest run of the track: of a judgement, else of a record."""
+    track, steps = config["track"], config["steps"]
+    if minutes := config.get("minutes"):
+        return (f"each run trains {minutes:g} minutes, which ranks machines as much as ideas: the "
+                "answer is that of this one")  # fmt: skip
     judged, records = out.glob("*/[AB]"), (ROOT / "records" / track).glob("*/runs")
     for folder in [*sorted(judged, reverse=True), *sorted(records, reverse=True)]:
         for run in finished_runs(folder):
             if run.track == track and run.complete and run.total_steps:
                 minutes = run.end["t_ms"] / 60_000 * steps / run.total_steps
                 low, high = (2 * minutes * plan.looks[number] for number in (0, -1))
-                return (f"  {steps} steps take about {minutes:.1f} minutes by {run.path}: "
+                return (f"{steps} steps take about {minutes:.1f} minutes by {run.path}: "
                         f"all in all {low:.0f} to {high:.0f} minutes")  # fmt: skip
-    return f"  no run of {track} is known yet: the first one shows how long it takes"
+    return f"no run of {track} is known yet: the first one shows how long it takes"
 
 
 def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:
@@ -106,7 +103,10 @@ def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: 
 
 
 def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
-    """Train the seeds that have no run. LogError if a run failed, or another source trained."""
+    """Train the seeds that have no run, and print a line for each that is done.
+
+    LogError if a run failed, or if another source trained.
+    """
     done, output = judge.figures(folder, arm, metric), folder / f"{arm.name}.txt"
     missing = [seed for seed in seeds if seed not in done]
     if not missing:
@@ -115,10 +115,16 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
     words = training_command(arm.source, flags, folder / arm.name)
     with output.open("a") as file, child_process(words, stdout=file, stderr=file) as child:
-        while (code := child.poll()) is None:
+        while True:
+            code, told = child.poll(), done
+            done = judge.figures(folder, arm, metric)
+            for seed in sorted(done.keys() - told.keys()):
+                found = f"{done[seed]:.4f} {UNITS[metric]}"
+                found = "diverged" if math.isinf(done[seed]) else found
+                print(f"  {arm.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
+            if code is not None:
+                break
             time.sleep(POLL_S)
-            done = tell(folder, arm, metric, done)
-    done = tell(folder, arm, metric, done)
     if code not in (0, 3):  # 3: a run diverged, which is a result
         last = output.read_text(errors="replace").splitlines()[-1:]
         raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({output}). Fix it, "
@@ -126,15 +132,6 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     if missing[0] not in done:
         raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: {arm.source} "
                        "was changed while it was judged")  # fmt: skip
-
-
-def tell(folder: Path, arm: Arm, metric: str, told: dict[int, float]) -> dict[int, float]:
-    """Say a line for each run that is done and not told yet. Returns all figures by seed."""
-    done = judge.figures(folder, arm, metric)
-    for seed in sorted(done.keys() - told.keys()):
-        found = "diverged" if math.isinf(done[seed]) else f"{done[seed]:.4f} {UNITS[metric]}"
-        print(f"  {arm.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
-    return done
 
 
 def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) -> str:
@@ -158,9 +155,6 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
     if not math.isnan(facts["new_tokens"]["mean"]):
         new = stats.Difference(**facts["new_tokens"])
         lines.append(f"  on tokens that the context does not repeat: {stats.in_words(new, FORM)}")
-    if facts["pairs_needed"]:
-        lines.append(f"  one look takes {facts['pairs_needed']} pairs to find a difference of the "
-                     f"margin with power {POWER:g}")
     bound = f"at most {count} x {ALPHA:g} = {min(1, count * ALPHA):g}"
     lines.append(f"  {count} judgements so far; the chance of any false finding is {bound}")
     if verdict.outcome == "better":
@@ -170,7 +164,7 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
 
 
 @command
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--a", default="", metavar="FLAGS", help="of train_gpt.py for A, in quotes (none)")
@@ -204,9 +198,7 @@ def main(argv: Sequence[str]) -> int:
     new = stats.paired_by_seed(b, a)
     if "outcome" not in entry:
         register(given.out / judge.JUDGEMENTS, "end", run_id=entry["run_id"], **verdict._asdict())
-    facts = entry | verdict._asdict() | {"new_tokens": new._asdict(), "pairs_needed": None}
-    if verdict.sd > 0:  # how many one test at the end takes to find a difference of the margin
-        facts["pairs_needed"] = stats.runs_needed(verdict.sd, given.margin, POWER, ALPHA / 2)
+    facts = entry | verdict._asdict() | {"new_tokens": new._asdict()}
     show(to_text(given, facts, verdict), facts, given.json)
     return CODES[verdict.outcome]
 

@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from claims.judge import find_judged, next_seed
 from claims.record import TRACKS, Evidence, read_evidence
 from claims.rerun import rerun
 from claims.stats import power
-from runtime.claim import Claim, read_claim
+from runtime.claim import Claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest
 from runtime.settings import flag
@@ -46,13 +46,13 @@ EFFECTS = (0.5, 1.0, 1.5)  # of which a claim prints the power, in standard devi
 
 def claim(arguments: argparse.Namespace) -> int:
     """Write a claim and say how to make its runs, whose flags follow --."""
-    source = records.working_source(ROOT)
+    source, flags, seed = records.working_source(ROOT), arguments.flags, arguments.seed
+    sha256 = digest(source.files)
     if arguments.from_judgement is not None:
-        sha256 = digest(source.files)
         judged = find_judged(arguments.judgements, arguments.from_judgement, sha256)
-        arguments.flags = judged["B"]["flags"] + arguments.flags
-        arguments.seed = next_seed(Path("logs"), arguments.judgements, RECORDS)
-    config, flags = ask_trainer(ROOT, arguments.flags), arguments.flags
+        flags = judged["B"]["flags"] + flags
+        seed = next_seed(Path("logs"), arguments.judgements, RECORDS)
+    config = ask_trainer(ROOT, flags)
     for name in ("recipe", "track"):  # their defaults may change, or depend on the machine
         if f"--{name}" not in [word.partition("=")[0] for word in flags]:
             flags = [f"--{name}", config[name], *flags]
@@ -63,14 +63,13 @@ def claim(arguments: argparse.Namespace) -> int:
                       f"Leave {flag(name)} out.")
     claim = Claim(
         name=arguments.name, track=config["track"], target=track.target, alpha=ALPHA, n=arguments.n,
-        seeds=list(range(arguments.seed, arguments.seed + arguments.n)),
-        looks=[arguments.n], source_sha256=digest(source.files),
-        config_sha256=config_hash(config), config=config, flags=flags,
-        about=arguments.about, created=datetime.now(UTC).isoformat(timespec="seconds"))
+        seeds=list(range(seed, seed + arguments.n)), looks=[arguments.n], source_sha256=sha256,
+        config_sha256=config_hash(config), config=config, flags=flags, about=arguments.about,
+        created=datetime.now(UTC).isoformat(timespec="seconds"))
     folder = os.path.relpath(records.write_claim(RECORDS, claim, source))
-    words = shlex.join(["--claim", f"{folder}/claim.json", *claim.flags])
+    words = shlex.join(["--claim", f"{folder}/claim.json", *flags])
     print(f"{folder}: commit it with records/sources, then make its runs:\n\n"
-          f"    ./run.sh {words} --seed {arguments.seed} --trials {claim.n}\n\n"
+          f"    ./run.sh {words} --seed {seed} --trials {claim.n}\n\n"
           f"then: python scripts/record.py make {folder} logs\n")
     chances = [f"{power(claim.n, 1, below, ALPHA):.2f} if it is {below:g}" for below in EFFECTS]
     print(f"{claim.n} runs show a mean below {claim.target:g} with a chance of\n    "
@@ -95,14 +94,10 @@ def print_verdict(evidence: Evidence) -> int:
     """Print why a record fails and what it shows; 0 when its evidence holds."""
     failures = [*find_failures(evidence), *pages.differences(evidence)]
     for failure in failures:
-        print(f"{evidence.folder}: {failure.what}")
-        print(f"    in {failure.where}\n    fix: {failure.fix}")
-    result = evidence.result
-    verdict = "verified"
+        print(f"{evidence.folder}: {failure.what}\n    in {failure.where}\n    fix: {failure.fix}")
+    result, verdict = evidence.result, "verified" if evidence.shown else "verified, and NOT shown"
     if failures:
         verdict = f"NOT VERIFIED, {len(failures)} failures"
-    elif not evidence.shown:
-        verdict = "verified, and NOT shown"
     found = f"{result.n} runs that count, too few for a test"
     if result.n > 1:
         found = (f"with a mean loss of {result.mean:.6f} in {result.n} runs, "
@@ -132,10 +127,10 @@ def run_again(evidence: Evidence, arguments: argparse.Namespace) -> int:
     data = (arguments.data_dir or ROOT / evidence.claim.config["data_dir"]).resolve()
     seed, failed = None if arguments.rerun == FIRST_RUN else arguments.rerun, 0
     with tempfile.TemporaryDirectory(prefix="rerun_") as folder:
-        where = (data, Path(folder))
-        for each in rerun(evidence, seed, arguments.steps, *where, arguments.timeout, print):
-            verdict = "" if each.holds else "DIFFERS"
+        scratch, timeout_s = Path(folder), arguments.timeout
+        for each in rerun(evidence, seed, arguments.steps, data, scratch, timeout_s, print):
             numbers = f"{each.found:<9.6g} at most {each.allowed:<9.6g}"
+            verdict = "" if each.holds else "DIFFERS"
             print(f"    {each.what:<60} {numbers} {each.where:<16} {verdict}".rstrip())
             failed += not each.holds
     print(f"{evidence.folder}: {f'NOT REPEATED, {failed} differ' if failed else 'repeated'}")
@@ -144,11 +139,8 @@ def run_again(evidence: Evidence, arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Print the difference of two records' sources."""
-    sources = []
-    for folder in (arguments.before, arguments.after):
-        sha256 = read_claim(folder / "claim.json").source_sha256
-        sources.append(records.read_source(records.records_of(folder), sha256).files)
-    print("\n".join(records.difference(*sources)))
+    before, after = (read_evidence(each).source for each in (arguments.before, arguments.after))
+    print("\n".join(records.difference(before.files, after.files)))
     return 0
 
 
@@ -167,9 +159,9 @@ def leaderboard(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The arguments. `run` is the function to call, `flags` are those after --, for the trainer."""
-    cut = words.index("--") if "--" in words else len(words)
+@command
+def main(argv: list[str]) -> int:
+    cut = argv.index("--") if "--" in argv else len(argv)  # flags of the trainer follow
     parser = make_parser(__doc__)
     commands = parser.add_subparsers(required=True)
 
@@ -185,8 +177,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=1000, help="of the first run (%(default)s)")
     add("--from-judgement", type=int, nargs="?", const=0, metavar="N",
         help="claim B of judgement N (the last) with its flags, on fresh seeds")
-    add("--judgements", type=Path, default=Path("logs/judge"),
-        help="folder of judgements (%(default)s)")
+    add("--judgements", type=Path, default=Path("logs/judge"), help="their folder (%(default)s)")
     add = add_command(make)
     add("folder", type=Path, help="folder of claim.json")
     add("logs", type=Path, nargs="*", help="log folders; none: write the pages again")
@@ -202,12 +193,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("before", type=Path, help="folder of a claim.json")
     add("after", type=Path, help="the same")
     add_command(leaderboard)
-    return parser.parse_args(words[:cut], argparse.Namespace(flags=words[cut + 1 :]))
-
-
-@command
-def main(argv: Sequence[str]) -> int:
-    arguments = parse_arguments(argv)
+    arguments = parser.parse_args(argv[:cut], argparse.Namespace(flags=argv[cut + 1 :]))
     return arguments.run(arguments)
 
 

@@ -13,7 +13,6 @@ import argparse
 import codecs
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
@@ -44,7 +43,7 @@ def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:
         print(decoder.decode(b"", final=True))
 
 
-def split_words(words: Sequence[str]) -> tuple[Path | None, str]:
+def split_words(words: list[str]) -> tuple[Path | None, str]:
     """The folder and the prompt. One word alone is a folder if there is such a folder."""
     if len(words) > 2:
         raise ValueError(f"{len(words)} words: give a folder and a prompt, and quote the prompt")
@@ -54,7 +53,7 @@ def split_words(words: Sequence[str]) -> tuple[Path | None, str]:
 
 
 @command
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("words", nargs="*", metavar="CHECKPOINT PROMPT", help="both may be left out")

@@ -21,7 +21,7 @@ passes, or two are compared; 1 an arm fails; 2 bad input, a log that cannot be r
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from scripts.command import command, make_parser, show, start
 
 from claims import arms
-from claims.arms import ALPHA, ArmTimes, ArmVerdict, Comparison
-from claims.stats import in_words, moments
+from claims.arms import ALPHA, ArmVerdict
 from runtime.errors import LogError
 from runtime.settings import reader
+from view.verdicts import in_sentences
 
 
 def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
@@ -85,34 +85,6 @@ def to_text(arm: ArmVerdict) -> str:
     return "\n  ".join(lines)
 
 
-def comparison_to_text(a: ArmTimes, b: ArmTimes, found: Comparison) -> str:
-    lines = []
-    for name, arm in (("A", a), ("B", b)):
-        loss, seconds = moments(arm.losses)[0], moments(arm.seconds)[0]
-        lines += [f"{name} = {arm.path}: n {len(arm.runs)}, loss {loss:.5f}, {seconds:.3f} s"]
-        lines += [f"  left out: {reason}" for reason in arm.left_out]
-    how = f"on {found.pairs} pairs of one seed" if found.pairs else "of independent runs"
-    word = direction(found.loss, "lower", "higher")
-    lines.append(f"B - A {how}, with 95 % intervals:")
-    lines.append(f"  loss {in_words(found.loss, '+.5f')}, {word}")
-    if found.differs:
-        lines.append("  times are not compared, as the machines differ:")
-        lines += [f"    {what}" for what in found.differs]
-    else:
-        word = direction(found.seconds, "faster", "slower")
-        lines.append(f"  time {in_words(found.seconds, '+.3f')} s, {word}, on this machine")
-    if found.equal_loss is not None:
-        p = "no test" if math.isnan(found.equal_loss) else f"p = {found.equal_loss:.3g}"
-        lines.append(f"  losses differ by less than the margin: {p}")
-    return "\n".join(lines)
-
-
-def direction(found: Any, below: str, above: str) -> str:
-    if found.high < 0:
-        return below
-    return above if found.low > 0 else f"not shown to be {below} or {above}"
-
-
 # ---- The command
 
 
@@ -141,7 +113,7 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
 
 
 @command
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH",
@@ -161,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
         a, b = arms.read_arm(given.against), arms.read_arm(given.paths[0])
         found = arms.compare_arms(a, b, given.margin)
         facts = found._asdict() | {"loss": found.loss._asdict(), "seconds": found.seconds._asdict()}
-        show(comparison_to_text(a, b, found), facts, given.json)
+        show(in_sentences(a, b, found), facts, given.json)
         return 0
     verdicts, unread = judge_arms(given)
     passed = [arm.passes_steps if given.track else arm.passes for arm in verdicts]

@@ -10,8 +10,6 @@ Only this machine can open the page, and it changes nothing. Ctrl-C ends it. Exi
 
 import gc
 import sys
-import webbrowser
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
@@ -22,16 +20,13 @@ from view.page import write_page
 from view.runs import Store, find_folders
 from view.server import Server
 
-PORT = 8321
-
 
 @command
-def main(argv: Sequence[str]) -> int:
+def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("paths", nargs="*", default=["logs"], metavar="LOGS", help="run logs, folders, or records")
-    add("--port", type=int, default=PORT, help="of the page; 0: any free one (%(default)s)")
-    add("--open", action="store_true", help="open the page in the browser")
+    add("--port", type=int, default=8321, help="of the page; 0: any free one (%(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the page to a file instead")
     given = parser.parse_args(argv)
     gc.set_threshold(100_000)  # logs become millions of objects, and none are in cycles
@@ -42,8 +37,6 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with Server(store, given.port) as server:
         print(f"{server.url} shows {', '.join(given.paths)}. Ctrl-C ends it.", flush=True)
-        if given.open:
-            webbrowser.open(server.url)
         server.serve_forever()
     return 0
 

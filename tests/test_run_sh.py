@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,33 +103,27 @@ def test_a_fresh_clone_makes_environment_and_text_once_and_trains_tiny(fresh: Cl
     assert fresh.jobs() == ["data.prose", "train_gpt.py", "train_gpt.py"]
 
 
-@pytest.mark.parametrize(
-    ("words", "variables", "processes"),
-    [
-        ((), {"FAKE_GPUS": "8"}, 1),  # tiny is too small for more
-        (("--track", "small", "--data-dir", "elsewhere"), {"FAKE_GPUS": "8"}, 1),
-        (SHORT, {"FAKE_GPUS": "4"}, 4),
-        (SHORT, {"FAKE_GPUS": "4", "NPROC": "1"}, 1),
-        ((), {"NPROC": "2"}, 2),
-        (("--track", "short", "--help"), {"FAKE_GPUS": "8"}, 1),
-    ],
-)
-def test_there_is_a_process_for_each_gpu_unless_nproc_says_otherwise(
-    clone: Clone, words: tuple[str, ...], variables: dict[str, str], processes: int
+HERE = ["--standalone"]
+MEETING = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1"]
+MEETING += ["--master_port", "29500"]
+
+
+@pytest.mark.parametrize(("words", "variables", "processes", "where"), [
+    ((), {"FAKE_GPUS": "8"}, 1, None),  # tiny is too small for more
+    (("--track", "small", "--data-dir", "elsewhere"), {"FAKE_GPUS": "8"}, 1, None),
+    (SHORT, {"FAKE_GPUS": "4"}, 4, HERE),
+    (SHORT, {"FAKE_GPUS": "4", "NPROC": "1"}, 1, None),
+    ((), {"NPROC": "2"}, 2, HERE),
+    (("--track", "short", "--help"), {"FAKE_GPUS": "8"}, 1, None),
+    (SHORT, {"FAKE_GPUS": "8"} | MACHINES, 8, MEETING),
+])  # fmt: skip
+def test_there_is_a_process_for_each_gpu_unless_nproc_says_otherwise_and_machines_meet(
+    clone: Clone, words: tuple[str, ...], variables: dict[str, str], processes: int, where: Any
 ) -> None:
     assert clone.run(*words, **variables).returncode == 0
     [argv] = clone.argv()
-    if processes == 1:
-        assert argv[0] == "train_gpt.py"
-    else:
-        assert argv[:5] == [*TORCHRUN, "--standalone", "--nproc_per_node", str(processes)]
-
-
-def test_several_machines_meet_at_the_master(clone: Clone) -> None:
-    clone.run(*SHORT, FAKE_GPUS="8", **MACHINES)
-    meeting = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1"]
-    meeting += ["--master_port", "29500", "--nproc_per_node", "8"]
-    assert clone.argv() == [[*TORCHRUN, *meeting, "train_gpt.py", *SHORT]]
+    launch = [*TORCHRUN, *where, "--nproc_per_node", str(processes)] if where else []
+    assert argv[: len(launch) + 1] == [*launch, "train_gpt.py"]
 
 
 def test_arguments_arrive_as_they_were_given(clone: Clone) -> None:
@@ -154,18 +149,18 @@ def test_changed_requirements_and_a_lost_interpreter_are_mended_at_the_next_star
     assert clone.jobs() == ["venv", "pip", "train_gpt.py"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence", "jobs"),
-    [
-        ({"PYTHON": "python3.99"}, "python3.99 is no Python 3.11 or newer with venv", []),
-        ({"FAKE_PIP_STATUS": "1"}, "pip could not install requirements.txt", ["venv", "pip"]),
-    ],
-)
-def test_an_environment_that_cannot_be_made_is_explained_and_made_at_the_next_start(
-    fresh: Clone, variables: dict[str, str], sentence: str, jobs: list[str]
-) -> None:
-    result = fresh.run(**variables)
-    assert result.returncode == 2
+@pytest.mark.parametrize(("words", "variables", "code", "sentence", "jobs"), [
+    ([], {"PYTHON": "python3.99"}, 2, "python3.99 is no Python 3.11 or newer with venv", []),
+    ([], {"FAKE_PIP_STATUS": "1"}, 2, "pip could not install requirements.txt", ["venv", "pip"]),
+    (["steps=5"], {}, 2, "steps=5 is no command: ./run.sh test runs the tests", []),
+    ([], {"NNODES": "2", "NODE_RANK": "1"}, 1, "MASTER_ADDR: is where NODE_RANK=0 runs", []),
+])  # fmt: skip
+def test_what_cannot_start_is_explained_and_leaves_nothing_that_keeps_the_next_start_from_working(
+    fresh: Clone, words: list[str], variables: dict[str, str], code: int, sentence: str,
+    jobs: list[str],
+) -> None:  # fmt: skip
+    result = fresh.run(*words, **variables)
+    assert result.returncode == code
     assert sentence in result.stderr
     assert fresh.jobs() == jobs
     assert fresh.run().returncode == 0
@@ -215,19 +210,6 @@ def test_large_tracks_fetch_from_one_commit_the_shards_that_they_read_and_lack(
         (folder / name).touch()
     clone.run(*words.split())
     assert clone.jobs() == ["train_gpt.py"]
-
-
-@pytest.mark.parametrize(("words", "variables", "code", "sentence"), [
-    (["steps=5"], {}, 2, "steps=5 is no command: ./run.sh test runs the tests"),
-    ([], {"NNODES": "2", "NODE_RANK": "1"}, 1, "MASTER_ADDR: is where NODE_RANK=0 runs"),
-])  # fmt: skip
-def test_what_cannot_start_is_refused_with_a_sentence_and_installs_nothing(
-    fresh: Clone, words: list[str], variables: dict[str, str], code: int, sentence: str
-) -> None:
-    result = fresh.run(*words, **variables)
-    assert result.returncode == code
-    assert sentence in result.stderr
-    assert fresh.argv() == []
 
 
 # ---- ./run.sh test

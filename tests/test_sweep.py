@@ -145,10 +145,13 @@ def test_a_grid_makes_an_arm_of_each_combination(project, capsys):
     assert run(plan, "--json") == 0
     arms = json.loads(capsys.readouterr().out)
     assert list(arms) == ["matrix_lr=1 momentum=0.8,0.9", "matrix_lr=2 momentum=0.8,0.9"]
-    planned = sweep.expand(plan | {"arms": {"a": "", "b": "--x"}}, project)
+    plan |= {"arms": {"a": "", "b": "--x"}, "patch": "idea.diff"}
+    Path("plan.json").write_text(json.dumps(plan))
+    planned = sweep.read_plan(Path("plan.json"), Path("logs"))
     assert [run.arm.split()[:2] for run in planned] == [
         ["a", "matrix_lr=1"], ["a", "matrix_lr=2"], ["b", "matrix_lr=1"], ["b", "matrix_lr=2"],
     ]  # fmt: skip
+    assert {run.patch for run in planned} == {PATCH}, "an arm has it from the plan"
     assert planned[3].flags == ["--x", "--matrix-lr", "2", "--momentum", "0.8,0.9"]
 
 
@@ -166,6 +169,8 @@ def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, c
     assert logs() == before
     assert run(plan) == 1
     assert "mine, seed 1: failed" in capsys.readouterr().err
+    assert run(plan, "--jobs", "0") == 2
+    assert "--jobs 0: it must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("plan", "sentence"), [

@@ -1,7 +1,6 @@
 """The runs of the named folders, as JSON data. A log is read again only when its files change."""
 
 import contextlib
-import hashlib
 import math
 import re
 import time
@@ -12,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from claims.arms import PUBLIC_TARGETS, track_of
+from claims.arms import PUBLIC_TARGETS, common_folder, compare_arms, make_arm, track_of
 from claims.logs import find_runs, read_runs
 from claims.runs import Run, Step, Validation, current_names
 from runtime.errors import LogError, Refused
-from runtime.jsonl import plain
+from runtime.jsonl import json_hash, plain
 from runtime.settings import SETTINGS_OF_A_RUN
 from view import verdicts
 
@@ -125,14 +124,10 @@ def curves(run: Run, tokens: dict[int, int | None]) -> Curves:
     }
 
 
-def short_hash(*parts: object) -> str:
-    return hashlib.sha256(ascii(parts).encode()).hexdigest()[:16]
-
-
 def group_of(run: Run, folder: Folder) -> str:
     """Equal for runs of one source and configuration. Records, and unknown sources, stay apart."""
     place = folder.name if folder.record or not run.source else ""
-    return short_hash(place, run.source, run.config_sha256)
+    return json_hash([place, run.source, run.config_sha256])
 
 
 def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
@@ -143,7 +138,7 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     tokens = {step.step: step.tokens for step in run.steps} | {0: 0}
     skipped = [step for step in run.steps if step.skipped]
     facts = {
-        "id": short_hash(run.path.resolve(), run.index), "group": group_of(run, folder),
+        "id": json_hash([str(run.path.resolve()), run.index]), "group": group_of(run, folder),
         "name": run.run_id, "folder": folder.name, "record": bool(folder.record),
         "track": run.track, "seed": run.seed,
         "target": run.target or PUBLIC_TARGETS.get(track_of(run) or ""),
@@ -233,7 +228,7 @@ class Store:
                 found += verdicts.find(folder.path, folder.record)
             except verdicts.FAULTS as problem:
                 unread.append(f"verdicts of {folder.name}: {problem!r:.200}")
-        self.verdicts = {short_hash(verdict["path"]): verdict for verdict in found}
+        self.verdicts = {json_hash(verdict["path"]): verdict for verdict in found}
         return unread
 
     def diff(self, verdict_id: str) -> str | None:
@@ -247,4 +242,9 @@ class Store:
         for log in list(self.logs.values()):
             for shown, run in zip(log.runs, log.found, strict=True):
                 groups.get(shown["group"], []).append(run)
-        return verdicts.compare(groups[a], groups[b]) if all(groups.values()) else None
+        if not all(groups.values()):
+            return None
+        one, other = (make_arm(common_folder(groups[name]), groups[name]) for name in (a, b))
+        if not one.runs or not other.runs:
+            return "One of the two has no finished run: nothing to compare yet."
+        return verdicts.in_sentences(one, other, compare_arms(one, other))

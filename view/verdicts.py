@@ -2,18 +2,18 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from typing import Any
 
-from claims.arms import compare_arms, make_arm
-from claims.judge import JUDGEMENTS, UNITS, Verdict, read_judgements
-from claims.runs import Run
-from claims.stats import in_words
+from claims.arms import ArmTimes, Comparison
+from claims.judge import JUDGEMENTS, UNITS, read_judgements
+from claims.stats import Difference, in_words, moments
 from runtime.errors import LogError
 from runtime.jsonl import check_regular, read_regular
 
 MOST_BYTES = 2**22  # of a diff or a record's page
+FIGURES = ("mean", "low", "high", "confidence")  # of a judgement that has ended
 FAULTS = (LogError, OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError)
 
 
@@ -35,12 +35,10 @@ def describe_judgement(folder: Path, entry: dict[str, Any]) -> dict[str, str]:
     unit = UNITS[entry["metric"]]
     word, text = "unfinished", f"at most {entry['pairs']} pairs"
     if "outcome" in entry:
-        known = [name for name in Verdict._fields[3:] if name in entry]  # older ones have no skew
-        numbers = {name: float(entry[name]) for name in known}
-        verdict = Verdict(str(entry["outcome"]), True, entry["done"], **numbers)
-        word = verdict.outcome
-        text = (f"B - A {in_words(verdict, '+.4g')} {unit}, {verdict.confidence:.0%} interval, "
-                f"{verdict.pairs} pairs")  # fmt: skip
+        word = str(entry["outcome"])
+        mean, low, high, share = (float(entry[name]) for name in FIGURES)
+        found = in_words(Difference(mean, low=low, high=high), "+.4g")
+        text = f"B - A {found} {unit}, {share:.0%} interval, {entry['done']} pairs"
     arms = [f"{name}: {' '.join(entry[name]['flags']) or 'no flags'}" for name in ("A", "B")]
     margin = f"smallest difference that matters: {entry['margin']:g} {unit}"
     return {"name": f"judgement {entry['run_id']}", "word": word, "text": text,
@@ -72,17 +70,30 @@ def read_diff(verdict: dict[str, str]) -> str:
 # ---- Two groups
 
 
-def compare(a: Sequence[Run], b: Sequence[Run]) -> str:
-    """B - A in sentences, as `significance.py --against` finds it. LogError for a shared log."""
-    arms = make_arm("A", a), make_arm("B", b)
-    if not all(arm.runs for arm in arms):
-        return "One of the two has no finished run: nothing to compare yet."
-    found = compare_arms(*arms)
-    word = "no difference shown"
-    if found.loss.high < 0 or found.loss.low > 0:
-        word = "B is better" if found.loss.high < 0 else "A is better"
-    how = "pairs of one seed" if found.pairs else "independent samples"
-    counts = " and ".join(str(len(arm.runs)) for arm in arms)
-    left_out = [f"left out: {reason}" for arm in arms for reason in arm.left_out]
-    result = f"loss of B - A {in_words(found.loss, '+.4f')}: {word}"
-    return "\n".join([f"{result} (95 % interval; {counts} runs as {how})", *left_out])
+def in_sentences(a: ArmTimes, b: ArmTimes, found: Comparison) -> str:
+    """What the page says of two groups, and `significance.py --against` of two arms."""
+    lines = []
+    for name, arm in (("A", a), ("B", b)):
+        loss, seconds = moments(arm.losses)[0], moments(arm.seconds)[0]
+        lines += [f"{name} = {arm.path}: n {len(arm.runs)}, loss {loss:.5f}, {seconds:.3f} s"]
+        lines += [f"  left out: {reason}" for reason in arm.left_out]
+    how = f"on {found.pairs} pairs of one seed" if found.pairs else "of independent runs"
+    word = direction(found.loss, "lower", "higher")
+    lines.append(f"B - A {how}, with 95 % intervals:")
+    lines.append(f"  loss {in_words(found.loss, '+.5f')}, {word}")
+    if found.differs:
+        lines.append("  times are not compared, as the machines differ:")
+        lines += [f"    {what}" for what in found.differs]
+    else:
+        word = direction(found.seconds, "faster", "slower")
+        lines.append(f"  time {in_words(found.seconds, '+.3f')} s, {word}, on this machine")
+    if found.equal_loss is not None:
+        p = "no test" if math.isnan(found.equal_loss) else f"p = {found.equal_loss:.3g}"
+        lines.append(f"  losses differ by less than the margin: {p}")
+    return "\n".join(lines)
+
+
+def direction(found: Difference, below: str, above: str) -> str:
+    if found.high < 0:
+        return below
+    return above if found.low > 0 else f"not shown to be {below} or {above}"
