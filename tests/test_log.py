@@ -77,7 +77,7 @@ def test_an_existing_run_is_never_overwritten(tmp_path):
     log = begun(tmp_path)
     log.close()
     before = log.path.read_bytes()
-    with pytest.raises(LogError, match=r"run\.jsonl: File exists"):
+    with pytest.raises(LogError, match=r"run\.jsonl: another process has "):
         begun(tmp_path)
     assert log.path.read_bytes() == before
 
