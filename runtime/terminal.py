@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -260,21 +261,13 @@ def open_dashboard(name: str, folder: Path, run_id: str, config: dict[str, Any])
                 writer.add_scalar(name, number, step)
 
         return log, writer.close
-    if name == "trackio":
-        import trackio
-
-        run = trackio.init(PROJECT, run_id, config=config, resume="allow", embed=False)
-        return lambda step, numbers: run.log(numbers, step=step), run.finish
-    import wandb
-
-    # `wandb sync` sends what a dead network left on the disk.
-    settings = wandb.Settings(console="off", x_disable_stats=True, finish_timeout=60)
-    run = wandb.init(
-        project=PROJECT, id=run_id, dir=folder, config=config, resume="allow", settings=settings
-    )
-    run.define_metric("*", step_metric="step")  # a resumed run may go back
-    # teardown waits for the files: one of several ranks ends without atexit
-    return lambda step, numbers: run.log(numbers | {"step": step}), wandb.teardown
+    own: dict[str, Any] = {"name": run_id, "embed": False}
+    if name == "wandb":  # `wandb sync` sends what a dead network left on the disk
+        quiet = {"console": "off", "x_disable_stats": True, "finish_timeout": 60}
+        own = {"id": run_id, "dir": folder, "settings": quiet}
+    tracker = import_module(name)  # trackio has the functions of wandb
+    run = tracker.init(project=PROJECT, config=config, resume="allow", **own)
+    return lambda step, numbers: run.log(numbers, step=step), tracker.finish
 
 
 class Dashboard:
