@@ -304,13 +304,10 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], l
 
 def _facts(header: dict[str, Any]) -> dict[str, str]:
     """What decides whether a run is the same: settings by their flags, hashes, the machine."""
-    facts = {}
-    for name, value in header["config"].items():
-        if name not in SETTINGS_OF_A_RUN + ROUNDING:
-            facts[flag(name)] = as_text(value)
-    everything = header["config"] | header["env"] | header["data"] | header
+    settings = header["config"]
+    everything = settings | header["env"] | header["data"] | header
+    named = [name for name in settings if name not in SETTINGS_OF_A_RUN + ROUNDING]
+    facts = {flag(name): as_text(settings[name]) for name in named}
     for name in ("source_sha256", "train_sha256", "val_sha256"):
         facts[name] = f"{everything.get(name)!s:.12}"
-    for name in RECORDED:
-        facts[name] = str(everything.get(name))
-    return facts
+    return facts | {name: str(everything.get(name)) for name in RECORDED}

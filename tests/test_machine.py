@@ -217,12 +217,6 @@ def test_the_report_of_torchrun_ends_with_our_sentence(tmp_path, monkeypatch):
     assert set(border) == {"="}
 
 
-def test_apples_gpu_is_refused_where_torch_has_none(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(Refused, match="--device mps: torch finds no Apple GPU"):
-        machines.start("mps")
-
-
 def test_on_apples_gpu_runs_are_eager_float32_and_of_one_process(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     device = machines.start("mps").device
@@ -250,10 +244,12 @@ def test_a_closed_terminal_does_not_change_the_exit_code():
 # ---- Device
 
 
-def test_cuda_where_there_is_none_is_refused_and_auto_is_the_cpu(monkeypatch):
+def test_a_gpu_where_there_is_none_is_refused_and_auto_is_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(Refused, match=r"--device cuda: torch finds no GPU. Use --device auto"):
-        machines.start("cuda")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name, gpu in (("cuda", "GPU"), ("mps", "Apple GPU")):
+        with pytest.raises(Refused, match=f"--device {name}: torch finds no {gpu}. Use --device a"):
+            machines.start(name)
     machine = machines.start("auto")
     assert (machine.device, machine.rank, machine.world_size, machine.is_main) == (CPU, 0, 1, True)
 

@@ -192,34 +192,27 @@ def test_auto_skips_what_is_done_and_goes_on_with_what_broke_off(whole, tmp_path
     assert runs_in(tmp_path)[0][0].read_bytes() == done
     assert [len(paths) for paths in runs_in(tmp_path)] == [1, 2, 1]
     assert_same(tmp_path, whole(**three))
-
-
-def test_auto_without_anything_to_resume_is_a_new_run_and_after_it_is_done_none(whole, tmp_path):
-    resume(tmp_path)
-    assert resumed(tmp_path) == []
-    assert_same(tmp_path, whole())
     before = {path: path.read_bytes() for path in logs_of(tmp_path)}
-    resume(tmp_path)
+    resume(tmp_path, **three)
     assert {path: path.read_bytes() for path in logs_of(tmp_path)} == before
 
 
 @pytest.mark.parametrize(("changed", "said"), [
     ({"adam_lr": 0.2}, "--adam-lr 0.1 -> 0.2"), ({"text": "# another source"}, "source_sha256 "),
 ])  # fmt: skip
+@pytest.mark.parametrize("done", [False, True])
 def test_auto_leaves_a_run_that_is_another_one_and_says_how_it_differs(
-    changed, said, tmp_path, capsys
+    done, changed, said, tmp_path, capsys
 ):
-    stop(tmp_path, 3)
+    if done:
+        assert run(tmp_path, **EVERY) == 0
+    else:
+        stop(tmp_path, 3)
     resume(tmp_path, **changed)
-    assert f"is unfinished, but it differs: {said}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert (f"is unfinished, but it differs: {said}" in out) == (not done)
     assert len(logs_of(tmp_path)) == 2
     assert resumed(tmp_path) == []
-
-
-def test_a_run_that_another_source_finished_is_neither_done_nor_resumed(tmp_path):
-    assert run(tmp_path, **EVERY) == 0
-    resume(tmp_path, text="# another source")
-    assert len(logs_of(tmp_path)) == 2
 
 
 # ---- Refusals
@@ -255,12 +248,9 @@ def refused(broken, **changed):
     return str(raised.value)
 
 
-def test_another_checkpoint_folder_is_refused_with_the_one_that_was(broken, tmp_path):
+def test_a_run_without_a_whole_checkpoint_or_its_folder_is_refused(broken, tmp_path):
     other = str(tmp_path / "other")
     assert f"saved in {broken.parent}" in refused(broken, checkpoint_dir=other)
-
-
-def test_without_a_whole_checkpoint_a_run_is_refused(broken):
     for path in checkpoints(broken):
         (path / STATE).unlink()
     assert "no usable checkpoint" in refused(broken)
