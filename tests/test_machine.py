@@ -97,23 +97,15 @@ def left():
 # ---- Ranks
 
 
-@pytest.fixture(scope="module")
-def results(left):
-    assert [rank.code for rank in left["meet"]] == [0, 0, 0], left["meet"]
-    return [json.loads(rank.out.splitlines()[-1]) for rank in left["meet"]]
-
-
 @pytest.mark.slow
-def test_ranks_share_what_they_find(results):
+def test_ranks_share_what_they_find_and_two_are_named_where_it_must_be_equal(left):
+    assert [rank.code for rank in left["meet"]] == [0, 0, 0], left["meet"]
+    results = [json.loads(rank.out.splitlines()[-1]) for rank in left["meet"]]
     for result in results:
         assert result["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert (result["sum"], result["from 0"], result["tensor"]) == (3, [1, 0], repr(TENSOR))
         assert result["not from 0"].endswith("'shard 3'")
         assert result == results[0]
-
-
-@pytest.mark.slow
-def test_what_ranks_find_must_be_equal_or_two_of_them_are_named(results):
     assert results[0]["agreed"] == {"size": 7}
     assert results[0]["differ"].startswith("hash is abc on rank 1 but abd on rank 0.")
 

@@ -1,8 +1,6 @@
 """Runs that break off and go on, with a trainer of eight numbers: the same run, and its time."""
 
 import errno
-import hashlib
-import json
 import os
 import signal
 from functools import cache
@@ -11,7 +9,6 @@ from pkgutil import resolve_name
 from unittest import mock
 
 import pytest
-from safetensors.torch import save_file
 from stub_trainer import (
     STEPS,
     in_child,
@@ -25,16 +22,7 @@ from stub_trainer import (
     wait_for_writer,
 )
 
-from runtime.checkpoint import (
-    FINAL,
-    MODEL,
-    OPTIM,
-    STATE,
-    SUMS,
-    checkpoints,
-    load,
-    load_final,
-)
+from runtime.checkpoint import FINAL, MODEL, STATE, Snapshot, checkpoints, load, load_final, save
 from runtime.errors import LogError, Refused
 from runtime.log import REGISTRY, read_registry
 from runtime.warmup import same_bits
@@ -228,11 +216,8 @@ def broken(tmp_path):
 def test_a_checkpoint_with_other_weights_and_their_checksums_is_refused(tmp_path):
     stop(tmp_path, 5, checkpoint_every=0)
     (path,) = saved(tmp_path)
-    model = load(path).model
-    save_file({name: weight + 1 for name, weight in model.items()}, path / MODEL)
-    sums = {name: hashlib.sha256((path / name).read_bytes()).hexdigest()
-            for name in (MODEL, OPTIM, STATE)}  # fmt: skip
-    (path / SUMS).write_text(json.dumps(sums) + "\n")
+    model, optim, state = load(path)
+    save(path.parent, Snapshot({name: weight + 1 for name, weight in model.items()}, optim, state))
     with pytest.raises(Refused, match="names no such checkpoint"):
         resume(tmp_path, checkpoint_every=0)
 
@@ -292,4 +277,3 @@ def test_a_run_whose_log_disk_was_full_to_its_end_resumes_where_the_log_ends(
     (event,) = resumed(tmp_path)
     assert event["from_step"] == 4, "the last checkpoint that the log names"
     assert_same(tmp_path, whole())
-

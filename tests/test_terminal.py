@@ -145,7 +145,7 @@ def test_a_terminal_that_closes_does_not_end_the_run(tmp_path, monkeypatch):
     def closed(text):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(sys.stdout, "write", closed)
+    monkeypatch.setattr(block._block.console.file, "write", closed)
     block.step(an_event(1))
     block.close()
 
