@@ -7,7 +7,7 @@ A checkpoint holds only tensors and text, so reading one executes nothing.
                                           state.json           run, settings, step
                                           checksums.json       SHA-256 of the three
 
-A checkpoint gets its name only when all of it is on the disk. It fits any number of ranks. With
+A checkpoint gets its name only when all of it is written. It fits any number of ranks. With
 --keep-model a finished run leaves only its model:
 
     <checkpoint_dir>/<run_id>/final/model.safetensors     parameters by name
@@ -19,9 +19,7 @@ A checkpoint gets its name only when all of it is on the disk. It fits any numbe
 import contextlib
 import hashlib
 import json
-import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,10 +38,10 @@ SCHEMA = 2
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 SUMS = "checksums.json"
 FINAL, CONFIG = "final", "config.json"
-KEPT = 2  # a power cut may damage the newest
+KEPT = 2  # a power cut may damage the newest, as its checksums tell
 MOST_JSON_BYTES = 2**26
 Files = dict[str, dict[str, Tensor] | bytes]  # contents by name
-Announce = Callable[[str], None]
+Announce = Callable[..., bool]  # sha256: of the checksums
 
 
 class Snapshot(NamedTuple):
@@ -57,8 +55,8 @@ class Snapshot(NamedTuple):
 def save(folder: Path, snapshot: Snapshot, announce: Announce | None = None) -> Path:
     """Write a checkpoint into the run's folder, then remove all but the two newest.
 
-    announce: is given the `checksum` before the checkpoint gets its name. OSError or
-    SafetensorError if the disk refuses. Older checkpoints then stay.
+    announce: is given the `checksum` before the checkpoint gets its name, and says whether it may
+    get it. OSError or SafetensorError if the disk refuses. Older checkpoints then stay.
     """
     for left in folder.glob(".step_*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -110,15 +108,12 @@ def _publish(path: Path, files: Files, announce: Announce | None = None) -> None
                 save_file(content, partial / name)
         sums = {name: _sha256(partial / name) for name in sorted(files)}
         (partial / SUMS).write_bytes(json_line(sums))
-        for name in (*sums, SUMS, "."):
-            _sync(partial / name)
-        if announce is not None:
-            announce(checksum(partial))
+        if announce is not None and not announce(sha256=checksum(partial)):
+            raise OSError("its log takes no line")
         remove(path)  # one of this name, whose steps a resume dropped
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    _sync(path.parent)
 
 
 def remove(path: Path) -> None:
@@ -193,17 +188,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    if sys.platform == "win32" and path.is_dir():  # Windows cannot open a folder
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # ---- Resume: which runs a process makes
 
 # Settings that change only rounding. A resume after an out-of-memory error may change them.
@@ -232,11 +216,10 @@ def plan_runs(trainer: Any) -> list[RunPlan]:
     config, plans = trainer.config, []
     for trial in range(config.trials):
         seed = config.seed + trial
-        plans.append(RunPlan(seed, trial, new_run_id(config.track, seed, trial)))
-    if config.resume == "auto":
-        header = trainer.header(config.seed, 0)
-        left = [_find_unfinished(plan, config, header, trainer.machine.say) for plan in plans]
-        plans = [plan for plan in left if plan is not None]
+        new = RunPlan(seed, trial, new_run_id(config.track, seed, trial))
+        plan = _find_unfinished(new, trainer) if config.resume == "auto" else new
+        if plan is not None:
+            plans.append(plan)
     return plans
 
 
@@ -261,13 +244,10 @@ def _started(config: Any, **fields: Any) -> Iterator[tuple[History, dict[str, An
                 yield history, last[start["run_id"]]
 
 
-def _find_unfinished(
-    new: RunPlan, config: Any, header: dict[str, Any], say: Callable[[str], None]
-) -> RunPlan | None:
-    """The interrupted run of this seed, `new` if there is none, None if the seed is done.
-
-    header: the one that a new run would write.
-    """
+def _find_unfinished(new: RunPlan, trainer: Any) -> RunPlan | None:
+    """The interrupted run of this seed, `new` if there is none, None if the seed is done."""
+    config, say = trainer.config, trainer.machine.say
+    header = trainer.header(new.seed, new.trial)
     wanted = {"seed": new.seed, "track": header["track"], "claim": header.get("claim")}
     for history, last in _started(config, **wanted):
         run_id = history.header["run_id"]
@@ -281,30 +261,29 @@ def _find_unfinished(
                 raise LogError(f"{log} was changed after its process ended: the registry has "
                                f"another hash of it. Restore the file.")  # fmt: skip
             plan = RunPlan(new.seed, history.header["trial"], run_id, history)
-            return _find_checkpoint(plan, Path(config.checkpoint_dir), say)
+            return _find_checkpoint(plan, history, trainer)
         if history.status != "done":
             say(f"run {run_id} is unfinished, but it differs: {'; '.join(other)}")
     say(f"seed {new.seed}: nothing to resume in {config.log_dir}, a new run starts")
     return new
 
 
-def _find_checkpoint(plan: RunPlan, root: Path, say: Callable[[str], None]) -> RunPlan:
+def _find_checkpoint(plan: RunPlan, history: History, trainer: Any) -> RunPlan:
     """Resume from the newest whole checkpoint, or from the start if none was saved."""
-    assert plan.history is not None
-    folder, problem = root / plan.run_id, ""
-    saved_in = plan.history.header["config"]["checkpoint_dir"]
-    if Path(saved_in) != root:
+    root, problem = trainer.config.checkpoint_dir, ""
+    folder, saved_in = Path(root, plan.run_id), history.header["config"]["checkpoint_dir"]
+    if Path(saved_in) != Path(root):
         problem = f"the run was saved in {saved_in}."
     for path in checkpoints(folder)[::-1]:
         try:
             state, sha256 = check(path), checksum(path)
-            if sha256 not in plan.history.saved:
+            if sha256 not in history.saved:
                 raise Refused(f"{path}: the log of {plan.run_id} names no such checkpoint, with "
                               f"SHA-256 {sha256:.12} of its checksums. Put the saved one back.")
             return replace(plan, checkpoint=path, checkpoint_sha256=sha256, step=state["step"])
         except Refused as error:  # damaged; the one before may be whole
             problem = str(error)
-            say(f"warning: {problem}")
+            trainer.machine.say(f"warning: {problem}")
     if problem:
         raise Refused(f"no usable checkpoint in {folder}: {problem} Give the right "
                       f"--checkpoint-dir, or start a new run without --resume.")  # fmt: skip
@@ -325,13 +304,10 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], l
 
 def _facts(header: dict[str, Any]) -> dict[str, str]:
     """What decides whether a run is the same: settings by their flags, hashes, the machine."""
-    facts = {}
-    for name, value in header["config"].items():
-        if name not in SETTINGS_OF_A_RUN + ROUNDING:
-            facts[flag(name)] = as_text(value)
-    everything = header["config"] | header["env"] | header["data"] | header
+    settings = header["config"]
+    everything = settings | header["env"] | header["data"] | header
+    named = [name for name in settings if name not in SETTINGS_OF_A_RUN + ROUNDING]
+    facts = {flag(name): as_text(settings[name]) for name in named}
     for name in ("source_sha256", "train_sha256", "val_sha256"):
         facts[name] = f"{everything.get(name)!s:.12}"
-    for name in RECORDED:
-        facts[name] = str(everything.get(name))
-    return facts
+    return facts | {name: str(everything.get(name)) for name in RECORDED}

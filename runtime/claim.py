@@ -1,6 +1,7 @@
 """A claim: what runs of one source, configuration and seeds will show, written before them."""
 
 import dataclasses
+import inspect
 import os
 import re
 import site
@@ -49,14 +50,21 @@ class Claim:
 
 def read_claim(path: str | Path) -> Claim:
     """Read a claim. ClaimError names the file and the rule that it breaks."""
-    fields = _read(Path(path))
-    known = {field.name: field.type for field in dataclasses.fields(Claim)}
-    for name, kind in known.items():
-        if not _fits(fields.get(name), kind):
-            what = str(kind).removeprefix("<class '").removesuffix("'>")
-            raise ClaimError(f"{path} is no claim: {name} must be {what}, not "
-                             f"{fields.get(name)!r:.80}")  # fmt: skip
-    more = sorted(fields.keys() - known.keys())
+    known = dataclasses.fields(Claim)
+    try:
+        fields = parse(read_regular(Path(path), MOST_BYTES))
+        if not isinstance(fields, dict):
+            raise ValueError("it must be an object")
+        json_hash(fields)  # as the id will be
+        for field in known:
+            if not _fits(fields.get(field.name), field.type):
+                raise ValueError(f"{field.name} must be {inspect.formatannotation(field.type)}, "
+                                 f"not {fields.get(field.name)!r:.80}")  # fmt: skip
+    except OSError as error:
+        raise ClaimError(f"cannot read the claim {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ClaimError(f"{path} is no claim: {error}. Write it with record.py claim.") from None
+    more = sorted(fields.keys() - {field.name for field in known})
     if fields["schema"] not in (1, SCHEMA) or more:
         raise ClaimError(f"{path}: schema {fields['schema']} with fields {more} more; this version "
                          f"reads schemas 1 and {SCHEMA}")  # fmt: skip
@@ -88,19 +96,6 @@ def check_rules(claim: Claim, where: object) -> None:
     for holds, rule in rules:
         if not holds:
             raise ClaimError(f"{where}: {rule}")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        fields = parse(read_regular(path, MOST_BYTES))
-        if not isinstance(fields, dict):
-            raise ValueError("it must be an object")
-        json_hash(fields)  # as the id will be
-    except OSError as error:
-        raise ClaimError(f"cannot read the claim {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise ClaimError(f"{path} is no claim: {error}. Write it with record.py claim.") from None
-    return fields
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -91,7 +91,7 @@ def read_regular(path: Path, most_bytes: int, links: bool = True) -> bytes:
 
 
 def append(descriptor: int, line: bytes) -> None:
-    """Append the whole line to a file opened with O_APPEND, or leave none of it. OSError."""
+    """Append the whole line at the end of a file, or leave none of it. OSError."""
     written = 0
     try:
         while written < len(line):
@@ -99,5 +99,5 @@ def append(descriptor: int, line: bytes) -> None:
     except OSError:
         if written:  # a full disk takes what still fits
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_CUR) - written)
+                os.ftruncate(descriptor, os.lseek(descriptor, -written, os.SEEK_CUR))
         raise

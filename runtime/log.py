@@ -19,7 +19,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -35,21 +35,6 @@ SOURCE_FILES = (
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
 SYNCED_EVENTS = {"val", "end"}  # claims rest on these, so they must survive a power cut
-
-# The fields of each event that readers need, and their types; a loss may be the text "nan".
-TIME = {"train_time_ms": (int, float)}
-LOSS: dict[str, tuple[type, ...]] = {"step": (int,), "val_loss": (float, str), **TIME}
-NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
-    "header": {"schema": (int,), "run_id": (str,)},
-    "resume": {"from_step": (int,)},
-    "phase": {"name": (str,), "timed": (bool,), "ms": (int, float), "t_ms": (int, float)},
-    "step": {"step": (int,), **TIME},
-    "skip": {"step": (int,)},
-    "val": {"total_steps": (int,), **LOSS},
-    "quick_val": LOSS,
-    "checkpoint": {"step": (int,), "sha256": (str,)},
-    "end": {"status": (str,)},
-}
 
 
 # ---- What identifies a run
@@ -105,7 +90,7 @@ class History(NamedTuple):
     status: str | None  # from the end line; None if the process was killed
     train_time_ms: float  # the largest in any segment
     t_ms: float  # the largest, too
-    saved: tuple[str, ...]  # SHA-256 of each checkpoint's checksums
+    saved: tuple[str | None, ...]  # SHA-256 of each checkpoint's checksums
 
 
 def segment_path(directory: str | Path, run_id: str, number: int) -> Path:
@@ -117,12 +102,12 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
     """The history of a run, or None if it has no header yet. LogError if a file is not its log."""
     history: History | None = None
     train_time_ms = t_ms = 0.0
-    saved: tuple[str, ...] = ()
+    saved: tuple[str | None, ...] = ()
     path = segment_path(directory, run_id, 1)
     while content := _read_segment(path):
         events = _read_events(path, content)
         header, last = events[0], events[-1]
-        if header.get("event") != "header" or header.get("run_id") != run_id:
+        if header["event"] != "header" or header.get("run_id") != run_id:
             raise LogError(f"{path}: line 1 must be the header of run {run_id}. Restore the file.")
         if history and header.get("previous_sha256") != history.sha256:
             raise LogError(f"{segment_path(directory, run_id, history.segments)} was changed after "
@@ -131,8 +116,8 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
             train_time_ms = max(train_time_ms, event.get("train_time_ms", 0.0))
             t_ms = max(t_ms, event.get("t_ms", 0.0))
             if event["event"] == "checkpoint":
-                saved += (event["sha256"],)
-        status = last["status"] if last["event"] == "end" else None
+                saved += (event.get("sha256"),)
+        status = last.get("status") if last["event"] == "end" else None
         segments = history.segments + 1 if history else 1
         sha256 = hashlib.sha256(content).hexdigest()
         history = History(header, segments, sha256, status, train_time_ms, t_ms, saved)
@@ -153,34 +138,21 @@ def _read_segment(path: Path) -> bytes | None:
 
 
 def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """The events of a segment. LogError names a line that the run did not write.
+    """The events of a segment. LogError names a line that is none.
 
     A last line without an end is left out: the process died while it wrote.
     """
-    events: list[dict[str, Any]] = []
-    last_step = None
+    events = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
             event = parse(line)
-            if not _is_event(event):
+            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
                 raise ValueError("no event of a run log")
-            if event["event"] == "step":
-                if last_step is not None and event["step"] != last_step + 1:
-                    raise ValueError(f"step {event['step']} follows step {last_step}")
-                last_step = event["step"]
         except ValueError as error:
             raise LogError(f"{path}, line {number} is not as the run wrote it: {error}. Restore "
                            f"the file, or start a new run without --resume.") from None
         events.append(event)
     return events
-
-
-def _is_event(event: Any) -> bool:
-    """Whether this is a known event with the fields that readers need."""
-    needed = NEEDED.get(str(event.get("event"))) if isinstance(event, dict) else None
-    if needed is None:
-        return False
-    return all(type(event.get(name)) in kinds for name, kinds in needed.items())
 
 
 # ---- The registry: a line for each start, resume and end of a run
@@ -316,7 +288,7 @@ class RunLog:
             self._start_ns -= math.ceil(1e6 * history.t_ms)  # t_ms never falls within a run
         self._lock = FileLock(self.directory / f".{run_id}.lock")
         self._one_writer = threading.Lock()
-        self._descriptor: int | None = None
+        self._file: BinaryIO | None = None
 
     def begin(self, header: dict[str, Any], resumed: dict[str, Any] | None = None) -> None:
         """Create the segment, register a start or a resume, and write the first lines. LogError.
@@ -344,15 +316,11 @@ class RunLog:
             raise cannot_write(self.path, error) from error
 
     def _create(self) -> None:
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND
-        flags |= getattr(os, "O_BINARY", 0)  # else Windows changes the line ends
         try:
             self._lock.acquire(blocking=False)
-            if self.history:
-                if read_history(self.directory, self.run_id) != self.history:
-                    raise OSError(errno.EEXIST, "another process has resumed the run")
-                self.path.unlink(missing_ok=True)  # of a process that died before its first line
-            self._descriptor = os.open(self.path, flags, 0o644)
+            if read_history(self.directory, self.run_id) != self.history:
+                raise OSError(errno.EEXIST, "another process has resumed the run")
+            self._file = self.path.open("wb", buffering=0)  # maybe over the half of a first line
         except OSError as error:
             self._lock.release()
             reason = error.strerror
@@ -366,20 +334,19 @@ class RunLog:
 
         The first OSError prints a warning; later ones are silent.
         """
-        if self._descriptor is None:
+        if self._file is None:
             return False
         with self._one_writer:
             self._add(event, fields)
             try:
                 self._flush(sync=event in SYNCED_EVENTS)
             except OSError as error:
-                self._warn(error)
+                if not self._warned:
+                    self._warn(error)
+                self._warned = True
             return not self._waiting
 
     def _warn(self, error: OSError) -> None:
-        if self._warned:
-            return
-        self._warned = True
         with contextlib.suppress(OSError):  # stderr may be on the same disk
             print(f"warning: cannot write {self.path}: {error.strerror}. The run continues."
                   f" Free some space before it ends.", file=sys.stderr, flush=True)  # fmt: skip
@@ -393,31 +360,27 @@ class RunLog:
 
     def _flush(self, sync: bool) -> None:
         """Write the waiting lines, all or none."""
-        assert self._descriptor is not None
-        append(self._descriptor, self._waiting)
+        assert self._file is not None
+        append(self._file.fileno(), self._waiting)
         self._waiting = b""
         if sync:
-            os.fsync(self._descriptor)
+            os.fsync(self._file.fileno())
 
     def finish(self, end: dict[str, Any]) -> None:
         """Log and register how the run ended, and close. LogError if the disk refuses."""
-        if self._descriptor is None:
-            return
-        self.write("end", **end)
-        registered = {"status": end["status"], "val_loss": end["val_loss"]}
-        registered["log_sha256"] = self._sha256.hexdigest()
-        try:
-            if not self._waiting:  # else the run counts as unfinished, and can be resumed
+        with contextlib.closing(self):
+            self.write("end", **end)
+            registered = {"status": end["status"], "val_loss": end["val_loss"]}
+            registered["log_sha256"] = self._sha256.hexdigest()
+            if self._file and not self._waiting:  # else the run is unfinished, and can be resumed
                 register(self.directory / REGISTRY, "end", run_id=self.run_id, **registered)
-        finally:
-            self.close()
 
     def close(self) -> None:
         """Close the log. LogError if lines still wait: they are lost."""
-        if self._descriptor is None:
+        if self._file is None:
             return
-        os.close(self._descriptor)
-        self._descriptor = None
+        self._file.close()
+        self._file = None
         self._lock.release()
         Path(self._lock.lock_file).unlink(missing_ok=True)
         if self._waiting:

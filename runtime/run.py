@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from runtime.ending import Stop
 from runtime.errors import Interrupted, LogError, NonFinite
 from runtime.log import RunLog, config_hash, store_sources
 from runtime.machine import Machine, peak_flops, peak_mib
-from runtime.terminal import Dashboard, open_progress, tokens_per_s
+from runtime.terminal import Dashboard, Progress
 
 # Steps by which losses are read late, so that nothing waits for a GPU. The same on all ranks, so
 # that they act alike.
@@ -28,30 +29,18 @@ LAG = {"cuda": 2, "cpu": 0, "mps": 0}
 MOST_SKIPS = 20  # in a row; after that the run has stopped learning
 
 
-class Trainer(Protocol):
-    """What a run needs from the trainer."""
-
-    config: Any  # RunSettings, track, recipe, target and steps
-    machine: Machine
-    guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None; its norms
-    optimizers: Any  # by name, in the order of the norms
-    data: Any  # train.where(step): shard and token_offset from which a step was read
-    validations: list[int]  # steps before which it validates, and after the last
-
-    def header(self, seed: int, trial: int) -> dict[str, Any]: ...
-    def mfu(self, tokens_per_s: float) -> float | None: ...
-    def state_dict(self) -> dict[str, Any]: ...  # model, optim, data: copies on rank 0's host
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 class Run(contextlib.AbstractContextManager):
-    """A new or resumed run. Leaving it logs how it ended and sets the exit code `code`."""
+    """A new or resumed run. Leaving it logs how it ended and sets the exit code `code`.
+
+    trainer: that of train_gpt.py. A `state_dict` of it has copies of all that a run changes, on
+    rank 0's host.
+    """
 
     def __init__(
-        self, trainer: Trainer, plan: RunPlan, clock: Clock, stop: Stop, *, source: Path
+        self, trainer: Any, plan: RunPlan, clock: Clock, stop: Stop, *, source: Path
     ) -> None:
         self.trainer, self.plan, self.clock, self.stop = trainer, plan, clock, stop
-        self.steps_done = plan.step
+        self.steps_done = self._saved_at = plan.step
         self.code = 1
         self._config, self._machine, self._source = trainer.config, trainer.machine, source
         self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
@@ -61,7 +50,6 @@ class Run(contextlib.AbstractContextManager):
         self._late: list[tuple[Any, ...]] = []
         self._skips = 0  # in a row; starts at zero after a resume
         self._failure: NonFinite | None = None
-        self._saved_at = plan.step
         self._folder = Path(self._config.checkpoint_dir, plan.run_id)
         self._last_saved = plan.checkpoint
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -74,7 +62,7 @@ class Run(contextlib.AbstractContextManager):
             undo.callback(self._log.close)
             self._load()
             self._header = self.trainer.header(self.plan.seed, self.plan.trial)
-            self._progress = open_progress(self.trainer, self._header)
+            self._progress = Progress(self.trainer, self._header)
             undo.callback(self._progress.close)
             self._machine.on_main(self._begin)
             undo.pop_all()
@@ -110,10 +98,10 @@ class Run(contextlib.AbstractContextManager):
             self._log.begin(self._header)
             return
         _, others = differences(plan.history.header, self._header)
-        name = plan.checkpoint.name if plan.checkpoint else None
-        found = {"from_step": plan.step, "checkpoint": name, "differences": others}
-        found["checkpoint_sha256"] = plan.checkpoint_sha256
-        self._log.begin(self._header, found)
+        self._log.begin(self._header, {
+            "from_step": plan.step, "checkpoint": plan.checkpoint and plan.checkpoint.name,
+            "differences": others, "checkpoint_sha256": plan.checkpoint_sha256,
+        })  # fmt: skip
         self._machine.say("; ".join([f"run {plan.run_id} resumes after step {plan.step}", *others]))
 
     def _log_phases(self) -> None:
@@ -180,20 +168,18 @@ class Run(contextlib.AbstractContextManager):
             if arrived is not None:
                 arrived.synchronize()
             self.stop.hear(flags.tolist())
-            row = self._config.seq_len  # the loss is a sum over its tokens
-            norms = [norm / row for norm in self.trainer.guard.gradient_norms(verdict)]
-            event["grad_norm"] = math.hypot(*norms)
-            event["grad_norms"] = dict(zip(self.trainer.optimizers, norms, strict=True))
-            self._write_step(event, loss.item(), self.trainer.guard.explain(verdict))
+            self._write_step(event, loss.item(), verdict)
 
-    def _write_step(self, event: dict[str, Any], loss: float, skip: Any) -> None:
-        step = event["step"]
+    def _write_step(self, event: dict[str, Any], loss: float, verdict: Tensor) -> None:
+        step, guard = event["step"], self.trainer.guard
+        skip = guard.explain(verdict)
+        row = self._config.seq_len  # the loss is a sum over its tokens
+        norms = [norm / row for norm in guard.gradient_norms(verdict)]
+        event["grad_norm"] = math.hypot(*norms)
+        event["grad_norms"] = dict(zip(self.trainer.optimizers, norms, strict=True))
         event |= {"skipped": skip is not None, "train_loss": loss}
         self._log.write("step", **event)
-        if self._config.log_to != "none":
-            mfu = self.trainer.mfu(tokens_per_s(event))
-            usage = {"mfu": mfu, "peak_mib": peak_mib(self._machine)}
-            self._dashboard.show("step", event | usage)
+        self._dashboard.show(event)
         self._progress.step(event)
         if skip is None and math.isfinite(loss):
             self._skips = 0
@@ -220,7 +206,7 @@ class Run(contextlib.AbstractContextManager):
         if quick_tokens is None:
             where = ""
             self._log.write("val", **event, total_steps=steps)
-            self._dashboard.show("val", event)
+            self._dashboard.show(event)
         else:
             where = f" on {quick_tokens:,} tokens"
             self._log.write("quick_val", **event, val_tokens=quick_tokens)
@@ -271,21 +257,24 @@ class Run(contextlib.AbstractContextManager):
         self._writing = self._executor.submit(self._write_checkpoint, snapshot)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:
-        def announce(sha256: str) -> None:
-            # A checkpoint that the log does not name could not be resumed; the one before can be.
-            if not self._log.write("checkpoint", step=snapshot.state["step"], sha256=sha256):
-                raise OSError(f"the log {self._log.path} takes no line")
-
-        try:
+        step = snapshot.state["step"]
+        with self._warning(f"the checkpoint of step {step}"):
+            # One that the log does not name could not be resumed; the one before it can be.
+            announce = partial(self._log.write, "checkpoint", step=step)
             self._last_saved = checkpoint.save(self._folder, snapshot, announce)
-        except Exception as error:  # of any kind: an error in this thread would be silent
-            what = f"the checkpoint of step {snapshot.state['step']}"
-            self._warn(what, error, f"; the last one is {self._last_saved}")
 
-    def _warn(self, what: str, error: Exception, left: str = "") -> None:
-        reason = getattr(error, "strerror", None) or error
-        self._machine.say(f"warning: {what} could not be written to {self._folder}: {reason}{left}."
-                          f" Free some space, or give another --checkpoint-dir.")  # fmt: skip
+    @contextlib.contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        """Say an error of any kind: in a thread it would be silent, and the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or error
+            self._machine.say(
+                f"warning: {what} could not be written to {self._folder}: {reason}. Free some "
+                f"space, or give another --checkpoint-dir. The last checkpoint is "
+                f"{self._last_saved}."
+            )
 
     # ---- The end
 
@@ -297,10 +286,8 @@ class Run(contextlib.AbstractContextManager):
         with self.pause("keep"):
             model = self.trainer.state_dict()["model"]
             if self._machine.is_main:
-                try:
+                with self._warning("the trained model"):
                     checkpoint.save_final(self._folder, model, known, tokenizer)
-                except Exception as error:  # of any kind: the run is done all the same
-                    self._warn("the trained model", error)
 
     def finish(self, val_loss: float, found: dict[str, Any]) -> None:
         """End a run that is done, and say whether it reached the target.

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import importlib.util
 import json
 import math
@@ -65,7 +64,7 @@ class RunSettings:
     resume: str = setting("off", "auto: finish interrupted runs of these", one_of=("off", "auto"))
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
-    progress: str = setting("auto", "auto: live on a terminal", one_of=("auto", "live", "lines"))
+    progress: str = setting("auto", "auto: live on a terminal", one_of=("auto", "lines"))
     log_to: str = setting("none", "also send the log to this dashboard", one_of=DASHBOARDS)
     verbose: bool = setting(False, "print which backends and optimizers are used, and why")
 
@@ -92,15 +91,10 @@ class RunSettings:
 
 
 def require_packages(settings: RunSettings) -> None:
-    """Refused if a package is missing that a setting asks for."""
-    wanted = []
-    if settings.progress == "live":
-        wanted.append(("--progress live", "rich"))
-    if settings.log_to != "none":
-        wanted.append((f"--log-to {settings.log_to}", settings.log_to))
-    for given, package in wanted:
-        if importlib.util.find_spec(package) is None:
-            raise Refused(f"{given}: the package {package} is missing. pip install {package}")
+    """Refused if the package of the dashboard is missing."""
+    package = settings.log_to
+    if package != "none" and importlib.util.find_spec(package) is None:
+        raise Refused(f"--log-to {package}: its package is missing. pip install {package}")
 
 
 # Runs of one experiment may differ in these.
@@ -123,20 +117,19 @@ def as_text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def reader(read: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
-    """Return `read` for argparse: its error says what a text must be."""
+def reader(read: Callable[[str], Any], rule: str, auto: bool = False) -> Callable[[str], Any]:
+    """Return `read` for argparse: its error says what a text must be. auto: this text is None."""
 
     def read_or_refuse(text: str) -> Any:
+        if auto and text == "auto":
+            return None
         try:
             return read(text)
         except (ValueError, KeyError):
-            raise argparse.ArgumentTypeError(f"{text!r}: it must be {rule}") from None
+            either = "auto or " if auto else ""
+            raise argparse.ArgumentTypeError(f"{text!r}: it must be {either}{rule}") from None
 
     return read_or_refuse
-
-
-def or_auto(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    return lambda text: None if text == "auto" else read(text)
 
 
 def on_or_off(text: str) -> bool:
@@ -156,11 +149,11 @@ FLAGS: dict[Any, dict[str, Any]] = {
     int: {"metavar": "N", "type": reader(int, "a whole number")},
     float: {"metavar": "X", "type": reader(float, "a number")},
     str: {"metavar": "TEXT", "type": str},
-    int | None: {"metavar": "auto|N", "type": reader(or_auto(int), "auto or a whole number")},
-    float | None: {"metavar": "auto|X", "type": reader(or_auto(float), "auto or a number")},
+    int | None: {"metavar": "auto|N", "type": reader(int, "a whole number", auto=True)},
+    float | None: {"metavar": "auto|X", "type": reader(float, "a number", auto=True)},
     tuple[float, float]: {"metavar": "X,X", "type": reader(two_numbers, PAIR)},
     tuple[float, float] | None: {
-        "metavar": "auto|X,X", "type": reader(or_auto(two_numbers), f"auto or {PAIR}"),
+        "metavar": "auto|X,X", "type": reader(two_numbers, PAIR, auto=True),
     },
 }  # fmt: skip
 
@@ -176,11 +169,7 @@ def parse(
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     parser = _make_parser(fields, description)
-    known, unknown = parser.parse_known_args(argv)
-    if unknown:
-        hint = _hint(unknown[0].partition("=")[0], fields)
-        raise Refused(f"unrecognized arguments: {' '.join(unknown)}.{hint} --help lists the flags.")
-    given = vars(known)
+    given = vars(parser.parse_args(argv))
     wants_help, wants_config = given.pop("help", False), given.pop("print_config", False)
     values = preset(given) | given
     if wants_help:  # before the rules are checked, so that broken settings can be looked up
@@ -215,14 +204,6 @@ def read_settings(kind: Callable[..., Settings], settings: Any, folder: Path) ->
         return parse(kind, argv, dict, description="")
     except Refused as error:
         raise Refused(f"{folder}: {error} {fix}") from None
-
-
-def _hint(word: str, fields: Sequence[dataclasses.Field]) -> str:
-    """Name the flag that may be meant."""
-    if not word.startswith("--"):
-        return " Flags begin with --."
-    likely = difflib.get_close_matches(word, [flag(field.name) for field in fields], 1, 0.7)
-    return f" Did you mean {likely[0]}?" if likely else ""
 
 
 class _Parser(argparse.ArgumentParser):

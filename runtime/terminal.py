@@ -5,14 +5,13 @@ dashboard also gets the numbers of steps and validations during the run.
 """
 
 import contextlib
-import json
 import math
 import shlex
 import sys
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,8 +29,11 @@ WIDTH = 28  # characters of the bar and of the sparkline, so that lines fit into
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class Lines:
-    """Progress as lines of rank 0: one every five seconds at most, and one for the last step."""
+class Progress:
+    """Shows a run on rank 0: on a terminal a block of three lines, and what others print above it.
+
+    Elsewhere, or without rich, lines: one every five seconds at most, and one for the last step.
+    """
 
     def __init__(self, trainer: Any, header: dict[str, Any]) -> None:
         self.trainer, self.header, self.steps = trainer, header, trainer.config.steps
@@ -40,8 +42,12 @@ class Lines:
         self.quick_losses: list[float] = []  # of quick validations; where they are, they are shown
         self.skips = 0
         self.validated_at, self.val_loss = -1, math.nan  # the last validation
-        self.validation_s: float | None = None
+        self.phase, self.phase_began = "", 0.0  # the untimed phase that is running
         self._said_at = -math.inf
+        wanted = trainer.config.progress == "auto" and trainer.machine.is_main
+        self._block: Any = None
+        if wanted and sys.stdout.isatty() and find_spec("rich"):
+            self._block = open_block(self.draw)
 
     def step(self, event: dict[str, Any]) -> None:
         """Take note of a step. This runs on the clock."""
@@ -50,7 +56,11 @@ class Lines:
         if math.isfinite(loss) and not skipped:
             before = self.losses[-1] if self.losses else loss
             self.losses.append(before + (loss - before) / min(len(self.losses) + 1, SMOOTHED_OVER))
-        self.show()
+        due = time.monotonic() - self._said_at >= SECONDS_BETWEEN_LINES
+        if self._block is None and (due or event["step"] == self.steps):
+            self._said_at = time.monotonic()
+            place = f"step {event['step']}/{self.steps} {event['step'] / self.steps:4.0%}"
+            self.trainer.machine.say(" | ".join([place, *self.numbers(), self.time_left()]))
 
     def validated(self, step: int, val_loss: float, quick: bool = False) -> None:
         """Take note of a validation. A quick one, which was printed, stands for the next line."""
@@ -63,115 +73,63 @@ class Lines:
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
         """Show the untimed phase that is running."""
-        began = time.monotonic()
-        with self.waiting(name):
-            yield
-        if name == "validate":
-            self.validation_s = time.monotonic() - began
-
-    def waiting(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return saying_every_few_seconds(f"off the clock: {name}", self.trainer.machine.say)
-
-    def show(self) -> None:
-        now = time.monotonic()
-        if now - self._said_at < SECONDS_BETWEEN_LINES and self.event["step"] < self.steps:
-            return
-        self._said_at = now
-        step = self.event["step"]
-        seconds = self.event["train_time_ms"] / 1000
-        line = [f"step {step}/{self.steps} {step / self.steps:4.0%}"]
-        line += [f"{self.shown} {self.loss:.4f}", *self.rates()]
-        left = "ETA" if step < self.steps else "last validation, about"
-        line += [f"{seconds:.1f} s", f"{left} {self.seconds_left():.0f} s"]
-        self.trainer.machine.say(" | ".join(line))
-
-    def close(self) -> None:
-        """Stop drawing."""
-
-    # ---- What is shown
-
-    @property
-    def curve(self) -> list[float]:
-        """Losses to draw: of quick validations, else of training."""
-        return self.quick_losses or self.losses
-
-    @property
-    def shown(self) -> str:
-        return "quick val loss" if self.quick_losses else "train loss"
-
-    @property
-    def loss(self) -> float:
-        return self.curve[-1] if self.curve else math.nan
-
-    def rates(self) -> list[str]:
-        used = self.trainer.mfu(tokens_per_s(self.event))
-        mfu = [] if used is None else [f"MFU {used:.2f}"]
-        return [
-            f"grad {self.event['grad_norm']:.3g}", f"lr x{self.event['lr_mul']:.3f}",
-            f"window {self.event['window']}",
-            f"{tokens_per_s(self.event):,.0f} tok/s", *mfu,
-        ]  # fmt: skip
-
-    def seconds_left(self) -> float:
-        """Seconds of the steps and validations that are left."""
-        validations = self.trainer.validations
-        first = max(self.event["step"], self.validated_at + 1)
-        left = len(validations) - bisect_left(validations, first)
-        each = self.validation_s
-        if each is None:  # none yet: a forward pass alone is a third of the work
-            each = self.header["data"]["val_tokens"] / (3 * tokens_per_s(self.event))
-        tokens = self.header["train_tokens"] - self.event["tokens"]
-        return tokens / tokens_per_s(self.event) + left * each
-
-
-class Live(Lines):
-    """Progress as three lines at the bottom of the terminal. What others print goes above them."""
-
-    def __init__(self, trainer: Any, header: dict[str, Any], console: Any) -> None:
-        from rich.live import Live as Block
-
-        super().__init__(trainer, header)
-        self.phase, self.phase_began = "", 0.0
-        self._block = Block(
-            console=console, get_renderable=self.draw, refresh_per_second=FRAMES_PER_SECOND,
-            redirect_stderr=sys.stderr.isatty(),
-        )  # fmt: skip
-        with contextlib.suppress(OSError):
-            self._block.start()
-
-    def show(self) -> None:
-        """Nothing: the thread draws."""
-
-    @contextlib.contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
         self.phase, self.phase_began = name, time.monotonic()
-        yield
+        shown: Any = contextlib.nullcontext()
+        if self._block is None:
+            shown = saying_every_few_seconds(f"off the clock: {name}", self.trainer.machine.say)
+        with shown:
+            yield
         self.phase = ""
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a closed terminal must not end the run
-            self._block.stop()
+        """Stop drawing. A closed terminal must not end the run."""
+        with contextlib.suppress(OSError):
+            if self._block is not None:
+                self._block.stop()
+
+    # ---- What is shown
 
     def draw(self) -> Any:
+        """The block."""
         from rich.text import Text
 
         event, config = self.event, self.trainer.config
-        text = Text(no_wrap=True, overflow="ellipsis")
         if not event:
-            return text.append("the first step")
+            return Text("the first step")
+        run = f"run {self.header['trial'] + 1} of {config.trials}, " if config.trials > 1 else ""
         filled = WIDTH * event["step"] // self.steps
-        if config.trials > 1:
-            text.append(f"run {self.header['trial'] + 1} of {config.trials}, ")
-        text.append(f"step {event['step']:,} of {self.steps:,} ")
-        text.append("━" * filled, "green").append("─" * (WIDTH - filled), "dim")
-        text.append(f" {self.time_left()}\n")
-        text.append(f"{self.shown} {self.loss:.3f} ", "bold").append(sparkline(self.curve), "cyan")
+        bar = f"[green]{'━' * filled}[/][dim]{'─' * (WIDTH - filled)}[/]"
+        loss, *others = self.numbers()
         validation = f"{self.val_loss:.4f}" if self.validated_at >= 0 else "not yet"
-        text.append(f" | validation {validation} | target {config.target}\n")
-        last = [*self.rates(), f"{event['train_time_ms'] / 1000:,.1f} s"]
+        text = Text.from_markup(
+            f"{run}step {event['step']:,} of {self.steps:,} {bar} {self.time_left()}\n"
+            f"[bold]{loss}[/] [cyan]{sparkline(self.curve)}[/] | validation {validation} | "
+            f"target {config.target}\n{' | '.join(others)}"
+        )
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+    @property
+    def curve(self) -> list[float]:
+        """Losses to show: of quick validations, else of training."""
+        return self.quick_losses or self.losses
+
+    def numbers(self) -> list[str]:
+        """The loss and the numbers of the last step, in words."""
+        event, rate = self.event, tokens_per_s(self.event)
+        kind = "quick val" if self.quick_losses else "train"
+        loss = self.curve[-1] if self.curve else math.nan
+        found = [
+            f"{kind} loss {loss:.4f}", f"grad {event['grad_norm']:.3g}",
+            f"lr x{event['lr_mul']:.3f}", f"window {event['window']}", f"{rate:,.0f} tok/s",
+        ]  # fmt: skip
+        mfu = self.trainer.mfu(rate)
+        if mfu is not None:
+            found.append(f"MFU {mfu:.2f}")
+        found.append(f"{event['train_time_ms'] / 1000:,.1f} s")
         if self.skips:
-            last.append(f"{self.skips} skipped")
-        return text.append(" | ".join(last))
+            found.append(f"{self.skips} skipped")
+        return found
 
     def time_left(self) -> str:
         if self.phase:
@@ -179,6 +137,14 @@ class Live(Lines):
         if self.validated_at == self.steps:
             return "done"
         return f"{timedelta(seconds=round(self.seconds_left()))} left"
+
+    def seconds_left(self) -> float:
+        """Seconds of the steps and validations that are left, which pass forward alone: a third."""
+        first = max(self.event["step"], self.validated_at + 1)
+        times = sum(step >= first for step in self.trainer.validations)
+        tokens = self.header["train_tokens"] - self.event["tokens"]
+        tokens += times * self.header["data"]["val_tokens"] / 3
+        return tokens / tokens_per_s(self.event)
 
 
 def tokens_per_s(event: dict[str, Any]) -> float:
@@ -197,16 +163,21 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     return "".join(BLOCKS[height] for height in heights)
 
 
-def open_progress(trainer: Any, header: dict[str, Any]) -> Lines:
-    """The live block where --progress, the terminal and the packages allow it, else lines."""
-    wanted = trainer.config.progress != "lines" and trainer.machine.is_main
-    if wanted and sys.stdout.isatty() and find_spec("rich"):
-        from rich.console import Console
+def open_block(draw: Callable[[], Any]) -> Any:
+    """rich's live block, or None where the terminal cannot show it."""
+    from rich.console import Console
+    from rich.live import Live
 
-        console = Console(force_terminal=True)  # it heeds NO_COLOR
-        if not (console.is_dumb_terminal or console.options.ascii_only):
-            return Live(trainer, header, console)
-    return Lines(trainer, header)
+    console = Console(force_terminal=True)  # it heeds NO_COLOR
+    if console.is_dumb_terminal or console.options.ascii_only:
+        return None
+    block = Live(
+        console=console, get_renderable=draw, refresh_per_second=FRAMES_PER_SECOND,
+        redirect_stderr=sys.stderr.isatty(),
+    )  # fmt: skip
+    with contextlib.suppress(OSError):
+        block.start()
+    return block
 
 
 # ---- Before the first run and after the last
@@ -215,7 +186,6 @@ def open_progress(trainer: Any, header: dict[str, Any]) -> Lines:
 def summary(trainer: Any) -> str:
     """Lines for people: model, data and target; with `verbose` also every choice and its reason."""
     config, machine = trainer.config, trainer.machine
-    plan, train = trainer.data.plan, trainer.data.train
     batches = " then ".join(dict.fromkeys(f"{tokens:,}" for _, tokens, _ in trainer.changes))
     devices = trainer.env["gpu"] or trainer.env["cpu"]
     if machine.world_size > 1:
@@ -228,14 +198,8 @@ def summary(trainer: Any) -> str:
         f"uniform guessing: {math.log(config.vocab_size):.2f}",
     ]
     if config.verbose:
-        micro_steps, micro_rows = train.shares(config.steps)
         lines += [f"{name} {trainer.env[name]} ({why})" for name, why in trainer.chosen.items()]
-        lines += [
-            f"{plan.tokens_needed:,} of {plan.tokens_available:,} tokens; a step is "
-            f"{machine.world_size} rank(s) x {micro_steps} micro-step(s) x "
-            f"{micro_rows * config.seq_len:,} tokens at the end",
-            trainer.guard.describe(),
-        ]
+        lines.append(trainer.guard.describe())
     if trainer.off_track:
         lines.append(f"off the track, no claim can be made: {'; '.join(trainer.off_track)}")
     return "\n".join(lines)
@@ -246,29 +210,26 @@ def closing(trainer: Any, clock: Clock, source: Path, losses: dict[int, float]) 
 
     source: where scripts/ is.
     """
-    config = trainer.config
-    runs = ""
+    config, lines = trainer.config, []
     if len(losses) > 1:
         mean, sd = fmean(losses.values()), stdev(losses.values())
         seeds = f"seeds {min(losses)} to {max(losses)}"
-        runs = f"  runs  {len(losses)}, {seeds}: mean loss {mean:.4f}, sd {sd:.4f}\n"
-    timed_s = clock.train_time_ms / 1000
+        lines.append(f"  runs  {len(losses)}, {seeds}: mean loss {mean:.4f}, sd {sd:.4f}")
     untimed_s: dict[str, float] = {}
     for phase in clock.phases:
         if not phase.timed:
             untimed_s[phase.name] = untimed_s.get(phase.name, 0.0) + phase.ms / 1000
+    timed_s = clock.train_time_ms / 1000
+    all_s = timed_s + sum(untimed_s.values())
     others = ", ".join(f"{name} {seconds:.1f}" for name, seconds in untimed_s.items())
-    following = "--trials 10 trains ten seeds"
+    lines.append(f"  time  {timed_s:.1f} s on the clock; {all_s:.1f} s in all, with {others}")
+    lines.append(f"  draw  {script(source, 'view.py')} {config.log_dir}")
     if config.trials > 1:
-        following = f"{script(source, 'significance.py')} {config.log_dir} judges the runs"
+        judge = script(source, "significance.py")
+        lines.append(f"  next  {judge} {config.log_dir} judges the runs")
     elif config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
-        following = f"{script(source, 'sample.py')} lets the model write"
-    return runs + (
-        f"  time  {timed_s:.1f} s on the clock; {timed_s + sum(untimed_s.values()):.1f} s in all, "
-        f"with {others}\n"
-        f"  draw  {script(source, 'view.py')} {config.log_dir}\n"
-        f"  next  {following}"
-    )
+        lines.append(f"  next  {script(source, 'sample.py')} lets the model write")
+    return "\n".join(lines)
 
 
 def script(source: Path, name: str) -> str:
@@ -283,12 +244,7 @@ def script(source: Path, name: str) -> str:
 # ---- Dashboards
 
 PROJECT = "speedrun"
-SHOWN = {  # events and their numbers
-    "step": (
-        "train_loss", "grad_norm", "lr_mul", "window", "tokens", "step_ms", "mfu", "peak_mib",
-    ),
-    "val": ("val_loss",),
-}  # fmt: skip
+SHOWN = ("train_loss", "val_loss", "grad_norm", "lr_mul", "window", "tokens", "step_ms")
 # One function takes a step and its numbers, the other waits until everything is sent.
 Opened = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
 
@@ -299,59 +255,45 @@ def open_dashboard(name: str, folder: Path, run_id: str, config: dict[str, Any])
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(folder / "tensorboard" / run_id))
-        writer.add_text("config", json.dumps(config))
 
         def log(step: int, numbers: dict[str, float]) -> None:
             for name, number in numbers.items():
                 writer.add_scalar(name, number, step)
 
         return log, writer.close
-    facts: dict[str, Any] = {"project": PROJECT, "config": config, "resume": "allow"}
-    if name == "trackio":
-        import trackio
-
-        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        run = trackio.init(name=run_id, **quiet, **facts)
-        return lambda step, numbers: run.log(numbers, step=step), run.finish
-    import wandb
-
-    # No threads but the sender's. `wandb sync` sends what a dead network left on the disk.
-    settings = wandb.Settings(console="off", x_disable_stats=True, finish_timeout=60)
-    run = wandb.init(id=run_id, dir=folder, settings=settings, **facts)
-    run.define_metric("*", step_metric="step")  # a resumed run may go back
-
-    def close() -> None:
-        run.finish()
-        wandb.teardown()  # waits for the files: one of several ranks ends without atexit
-
-    return lambda step, numbers: run.log(numbers | {"step": step}), close
+    own: dict[str, Any] = {"name": run_id, "embed": False}
+    if name == "wandb":  # `wandb sync` sends what a dead network left on the disk
+        quiet = {"console": "off", "x_disable_stats": True, "finish_timeout": 60}
+        own = {"id": run_id, "dir": folder, "settings": quiet}
+    tracker = import_module(name)  # trackio has the functions of wandb
+    run = tracker.init(project=PROJECT, config=config, resume="allow", **own)
+    return lambda step, numbers: run.log(numbers, step=step), tracker.finish
 
 
 class Dashboard:
     """Sends events from a thread, so that no step waits. If that fails, the run continues."""
 
-    def __init__(
-        self, name: str, log: Path, config: dict[str, Any], say: Callable[[str], None]
-    ) -> None:
-        self._events: SimpleQueue[tuple[int, dict[str, float]] | None] = SimpleQueue()
+    def __init__(self, name: str, log: Path, config: dict[str, Any], say: Any) -> None:
+        self._events: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._send, args=(name, log, config, say), daemon=True)
         self._thread.start()
 
-    def show(self, event: str, fields: dict[str, Any]) -> None:
-        known = {name: float(fields[name]) for name in SHOWN[event] if fields[name] is not None}
-        self._events.put((fields["step"], known))
+    def show(self, event: dict[str, Any]) -> None:
+        if self._thread.is_alive():
+            self._events.put(event)
 
     def close(self) -> None:
         self._events.put(None)
         self._thread.join()
 
-    def _send(self, name: str, log: Path, config: dict, say: Callable[[str], None]) -> None:
+    def _send(self, name: str, log: Path, config: dict[str, Any], say: Any) -> None:
         if name == "none":
             return
         try:
             send, close = open_dashboard(name, log.parent, log.name.split(".")[0], config)
-            while (event := self._events.get()) is not None:
-                send(*event)
+            for event in iter(self._events.get, None):
+                numbers = {shown: float(event[shown]) for shown in SHOWN if shown in event}
+                send(event["step"], numbers)
             close()
         except Exception as error:  # of any kind: services and networks have many
             say(f"warning: --log-to {name} stops here: {error}. The log has all numbers.")

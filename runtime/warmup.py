@@ -33,14 +33,10 @@ TIMED_STEPS = 40  # in all stages, to know how long a run takes
 
 # One graph a shape: --micro-batch auto tries several, and validation rows come in many parts.
 MOST_GRAPHS = 1024
-
-
-# Whether compiling pays on a CPU. Measured on two cores of an AMD EPYC: with an empty cache it
-# takes 52 s more than an eager start, and a trained token then costs about 4 us a layer less
-# (`tiny` 67 us, not 83; `small` 58, not 94). Slower machines compile more slowly too. A filled
+# Tokens times layers from which compiling pays on a CPU. On two cores of an AMD EPYC it takes 52 s
+# more than an eager start with an empty cache, and then saves 4 us a token and layer. A filled
 # cache does not count: runs of a claim and a resumed run must compile or not as others did.
-COMPILATION_S = 52.0
-SAVED_S_PER_LAYER = 4e-6
+COMPILATION_PAYS = 52 / 4e-6
 
 
 def why_not_compile(device: torch.device) -> str | None:
@@ -65,7 +61,7 @@ def try_compile(
 
     `first_call` must work with the compiled function. If it fails, `mode` "auto" falls back and
     "on" raises Refused; "off" does not try. On a CPU "auto" compiles only what that makes faster;
-    passes: tokens times layers of all that this process computes. Out of memory is raised as it is.
+    passes: tokens times layers of a run. Out of memory is raised as it is.
     """
     if mode == "off":
         return function, "--compile off"
@@ -73,14 +69,9 @@ def try_compile(
         if mode == "on":
             raise Refused(f"--compile on: {obstacle}. Install it, or use --compile auto.")
         return function, obstacle
-    cost = "about a minute the first time, then cached"
-    if machine.device.type == "cpu":
-        saved_s = passes * SAVED_S_PER_LAYER
-        saved = f"saves {saved_s:.0f} s" if saved_s < math.inf else "then saves a third of a step"
-        cost = f"it takes about {COMPILATION_S:.0f} s and {saved} on two cores"
-        if mode == "auto" and saved_s <= COMPILATION_S:
-            return function, f"{cost}; --compile on forces it"
-    machine.say(f"compiling: {cost}")
+    if mode == "auto" and machine.device.type == "cpu" and passes <= COMPILATION_PAYS:
+        return function, "it takes longer than it saves in so short a run; --compile on forces it"
+    machine.say("compiling: about a minute the first time, then cached")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     compiled = torch.compile(function, dynamic=False, fullgraph=True)
@@ -95,24 +86,6 @@ def try_compile(
             raise Refused(f"--compile on: {obstacle}. Use --compile auto to go without.") from error
         return function, obstacle
     return compiled, None
-
-
-def fits(function: Callable[[], object], machine: Machine) -> bool:
-    """Call `function` on every rank. Return whether memory sufficed on all of them.
-
-    `function` must not wait for other ranks.
-    """
-    short = False
-    try:
-        function()
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        short = True
-        traceback.clear_frames(error.__traceback__)  # they hold tensors: make room for what follows
-    if machine.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return not any(machine.gather(short))
 
 
 def compile_flags() -> list[str]:
@@ -162,30 +135,32 @@ def warm_up(trainer: Any, clock: Clock) -> None:
 
 
 def planned_passes(trainer: Any) -> float:
-    """Tokens times layers of all runs of this process. Validation has no backward pass: a third.
+    """Tokens times layers of one run: runs must be alike in whatever process they are made.
 
-    Runs of a claim must be alike in whatever process they are made, so they count as one run.
-    With --minutes, compiling is off the clock, and buys steps: infinite.
+    Validation has no backward pass: a third. With --minutes, compiling is off the clock, and buys
+    steps: infinite.
     """
     config = trainer.config
     if config.minutes:
         return math.inf
     tokens = trainer.train_tokens + len(trainer.validations) * config.val_tokens / 3
-    runs = 1 if trainer.claim is not None else config.trials
-    return runs * tokens * len(trainer.model.blocks)
+    return tokens * len(trainer.model.blocks)
 
 
 def find_micro_batch(trainer: Any, loss: Any) -> None:
-    """With --micro-batch auto, halve the micro-batch until the largest batches fit in memory."""
-    trainer.loss = loss
-    data, sequence = trainer.data, trainer.config.seq_len
-    while not fits(partial(try_largest_batches, trainer), trainer.machine):
-        rows = max(data.train.shares(first)[1] for first, *_ in trainer.changes)
-        tokens = rows * sequence
-        if trainer.config.micro_batch is not None or rows == 1:
-            raise MemoryError(f"a micro-batch of {tokens:,} tokens does not fit")
+    """Run the largest batches. With --micro-batch auto each rank halves its own until they fit."""
+    trainer.loss, train = loss, trainer.data.train
+    while True:
+        try:
+            return try_largest_batches(trainer)
+        except Exception as error:
+            rows = max(train.shares(first)[1] for first, *_ in trainer.changes)
+            if not out_of_memory(error) or trainer.config.micro_batch is not None or rows == 1:
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold tensors: make room
+        tokens = rows * trainer.config.seq_len
         trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
-        data.train.split(tokens // 2)
+        train.split(tokens // 2)
 
 
 def try_largest_batches(trainer: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from runtime import warmup as compiling
 from runtime.errors import Refused
 from runtime.machine import Machine
-from runtime.warmup import fits, planned_passes, try_compile, why_not_compile
+from runtime.warmup import find_micro_batch, planned_passes, try_compile, why_not_compile
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -78,56 +78,71 @@ def compiled_by(mode, machine=ALONE, passes=0.0):
 TINY = 4 * (32 * 2048 + 262_144 / 3)
 
 
-def test_one_line_says_what_was_chosen_and_why(compiler, capsys):
-    _, why = try_compile(abs, "auto", ALONE, TINY, abs)
-    assert why == "it takes about 52 s and saves 2 s on two cores; --compile on forces it"
+def test_a_cpu_compiles_what_runs_long_a_gpu_everything_and_off_nothing(compiler):
+    assert not compiled_by("auto", passes=TINY)
     assert compiled_by("auto", passes=40 * TINY)
-    said = "compiling: it takes about 52 s and saves 98 s on two cores\n"
-    assert capsys.readouterr().out == said
-
-
-def test_a_gpu_always_compiles_on_whatever_can_and_off_nothing(compiler):
     assert compiled_by("auto", Machine(CUDA))
     assert compiled_by("on")
     assert not compiled_by("off", passes=LONG)
 
 
-@pytest.mark.parametrize(("claim", "runs"), [(None, 3), ("id", 1)])
-def test_trials_count_together_but_runs_of_a_claim_one_by_one(claim, runs):
-    """Runs of a claim are alike in whatever process they are made. Validating costs a third."""
+def test_a_validation_costs_a_third_of_as_much_training():
     trainer = SimpleNamespace(
-        config=SimpleNamespace(val_tokens=30, trials=3, minutes=0), train_tokens=100,
-        validations=[0, 5], claim=claim, model=SimpleNamespace(blocks=range(7)),
+        config=SimpleNamespace(val_tokens=30, minutes=0), train_tokens=100, validations=[0, 5],
+        model=SimpleNamespace(blocks=range(7)),
     )  # fmt: skip
-    assert planned_passes(trainer) == runs * 120 * 7
+    assert planned_passes(trainer) == 120 * 7
 
 
 # ---- Memory
 
 
-def test_memory_that_one_rank_lacks_is_too_little_for_all(monkeypatch):
-    others = [False, True, False, False]  # whether the other rank is short of memory
-    monkeypatch.setattr(Machine, "gather", lambda machine, value: [value, others.pop(0)])
-    assert fits(lambda: None, ALONE)
-    assert not fits(lambda: None, ALONE)
-    assert not fits(lambda: fail(torch.OutOfMemoryError()), ALONE)
-    with pytest.raises(KeyError):
-        fits(lambda: fail(KeyError("x")), ALONE)
-
-
-def test_what_failed_holds_no_memory_afterwards():
+@pytest.fixture
+def memory(monkeypatch):
+    """A trainer whose batches of 8 rows of 16 tokens fit once they are of `room` rows."""
     held = []
 
-    def function():
-        tensor = torch.ones(1000)
-        held.append(weakref.ref(tensor))
-        try:
-            raise KeyError("within")
-        except KeyError as error:
-            raise RuntimeError("can't allocate memory") from error
+    def try_largest(trainer):
+        held.append(weakref.ref(tensor := torch.ones(1000)))
+        if trainer.rows > trainer.room:
+            try:
+                raise KeyError(len(tensor))
+            except KeyError as error:
+                raise RuntimeError("can't allocate memory") from error
 
-    assert not fits(function, ALONE)
-    assert held[0]() is None
+    def split(tokens):
+        assert held[-1]() is None, "what failed holds no memory"
+        trainer.rows = tokens // 16
+
+    monkeypatch.setattr(compiling, "try_largest_batches", try_largest)
+    trainer = SimpleNamespace(
+        room=2, rows=8, config=SimpleNamespace(micro_batch=None, seq_len=16), machine=ALONE,
+        changes=[(0,)], data=SimpleNamespace(train=SimpleNamespace(split=split)),
+    )  # fmt: skip
+    trainer.data.train.shares = lambda step: (1, trainer.rows)
+    return trainer
+
+
+def test_micro_batch_auto_is_halved_until_it_fits_and_a_number_is_not(memory, capsys):
+    find_micro_batch(memory, abs)
+    assert (memory.rows, memory.loss) == (2, abs)
+    assert "out of memory with a micro-batch of 128 tokens: halved" in capsys.readouterr().out
+    memory.config.micro_batch, memory.room = 32, 1
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        find_micro_batch(memory, abs)
+    assert memory.rows == 2
+
+
+def test_what_does_not_fit_row_by_row_is_out_of_memory_and_other_errors_are_raised(
+    memory, monkeypatch
+):
+    memory.room = 0
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        find_micro_batch(memory, abs)
+    assert memory.rows == 1
+    monkeypatch.setattr(compiling, "try_largest_batches", lambda trainer: fail(KeyError("x")))
+    with pytest.raises(KeyError):
+        find_micro_batch(memory, abs)
 
 
 # ---- What the log is told

@@ -9,22 +9,14 @@ from runtime.errors import Refused
 from runtime.settings import require_packages
 from runtime.terminal import PROJECT, SHOWN
 
-PEAK_MIB = 123.0
-SHOWN_NAMES = [name for names in SHOWN.values() for name in names]
-
-
-@pytest.fixture(autouse=True)
-def known_memory(monkeypatch):
-    monkeypatch.setattr("runtime.run.peak_mib", lambda machine: PEAK_MIB)
-
 
 def logged(folder):
-    """Numbers by name and step, from the log; the stub's share of the peak rate is 0.5."""
-    found = {name: {} for name in SHOWN_NAMES}
+    """Numbers of steps and validations by name and step, from the log."""
+    found = {name: {} for name in SHOWN}
     for event in read_events(*logs_of(folder)):
-        event |= {"mfu": 0.5, "peak_mib": PEAK_MIB}
-        for name in SHOWN.get(event["event"], ()):
-            found[name][event["step"]] = pytest.approx(float(event[name]), rel=1e-6)
+        for name in SHOWN if event["event"] in ("step", "val") else ():
+            if name in event:
+                found[name][event["step"]] = pytest.approx(float(event[name]), rel=1e-6)
     assert len(found["train_loss"]) == STEPS
     assert len(found["val_loss"]) == 3
     return found
@@ -32,7 +24,7 @@ def logged(folder):
 
 def by_name(rows):
     """The same of rows that hold the numbers of a step."""
-    return {name: {row["step"]: row[name] for row in rows if name in row} for name in SHOWN_NAMES}
+    return {name: {row["step"]: row[name] for row in rows if name in row} for name in SHOWN}
 
 
 def read_tensorboard(folder, run_id):
@@ -40,7 +32,7 @@ def read_tensorboard(folder, run_id):
 
     events = EventAccumulator(str(folder / "tensorboard" / run_id))
     events.Reload()
-    return {name: {e.step: e.value for e in events.Scalars(name)} for name in SHOWN_NAMES}
+    return {name: {e.step: e.value for e in events.Scalars(name)} for name in SHOWN}
 
 
 def read_trackio(folder, run_id):
@@ -64,6 +56,7 @@ def read_wandb(folder, run_id):
         if kind in (1, 4):  # the whole of a record, or the last of its parts
             items = Record.FromString(parts).history.item
             rows.append({(i.key or i.nested_key[0]): float(i.value_json) for i in items})
+            rows[-1]["step"] = rows[-1].get("_step")
             parts = b""
     return by_name(rows)
 

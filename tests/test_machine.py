@@ -97,23 +97,15 @@ def left():
 # ---- Ranks
 
 
-@pytest.fixture(scope="module")
-def results(left):
-    assert [rank.code for rank in left["meet"]] == [0, 0, 0], left["meet"]
-    return [json.loads(rank.out.splitlines()[-1]) for rank in left["meet"]]
-
-
 @pytest.mark.slow
-def test_ranks_share_what_they_find(results):
+def test_ranks_share_what_they_find_and_two_are_named_where_it_must_be_equal(left):
+    assert [rank.code for rank in left["meet"]] == [0, 0, 0], left["meet"]
+    results = [json.loads(rank.out.splitlines()[-1]) for rank in left["meet"]]
     for result in results:
         assert result["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert (result["sum"], result["from 0"], result["tensor"]) == (3, [1, 0], repr(TENSOR))
         assert result["not from 0"].endswith("'shard 3'")
         assert result == results[0]
-
-
-@pytest.mark.slow
-def test_what_ranks_find_must_be_equal_or_two_of_them_are_named(results):
     assert results[0]["agreed"] == {"size": 7}
     assert results[0]["differ"].startswith("hash is abc on rank 1 but abd on rank 0.")
 
@@ -217,12 +209,6 @@ def test_the_report_of_torchrun_ends_with_our_sentence(tmp_path, monkeypatch):
     assert set(border) == {"="}
 
 
-def test_apples_gpu_is_refused_where_torch_has_none(monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(Refused, match="--device mps: torch finds no Apple GPU"):
-        machines.start("mps")
-
-
 def test_on_apples_gpu_runs_are_eager_float32_and_of_one_process(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     device = machines.start("mps").device
@@ -250,10 +236,12 @@ def test_a_closed_terminal_does_not_change_the_exit_code():
 # ---- Device
 
 
-def test_cuda_where_there_is_none_is_refused_and_auto_is_the_cpu(monkeypatch):
+def test_a_gpu_where_there_is_none_is_refused_and_auto_is_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(Refused, match=r"--device cuda: torch finds no GPU. Use --device auto"):
-        machines.start("cuda")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name, gpu in (("cuda", "GPU"), ("mps", "Apple GPU")):
+        with pytest.raises(Refused, match=f"--device {name}: torch finds no {gpu}. Use --device a"):
+            machines.start(name)
     machine = machines.start("auto")
     assert (machine.device, machine.rank, machine.world_size, machine.is_main) == (CPU, 0, 1, True)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from small_run import STEPS, arguments, run_words
 
 
-def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_path):
+def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_path, monkeypatch):
     outcome = run_words([*arguments(data, tmp_path), "--dry-run"], tmp_path)
     assert outcome.code == 0, outcome.err
     assert outcome.out.splitlines()[-1] == "go"
@@ -16,9 +16,6 @@ def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_pat
     assert re.search(r"^ +0:00:\d\d 4 validations of [\d.,]+ ms$", outcome.out, re.M)
     assert re.search(r"^peak memory of rank 0, measured: [\d,]+ MiB$", outcome.out, re.M)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_a_dry_run_without_room_for_checkpoints_is_a_no_go(data, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     outcome = run_words([*arguments(data, tmp_path), "--dry-run"], tmp_path)
     assert outcome.code == 2

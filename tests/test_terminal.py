@@ -14,9 +14,7 @@ from stub_trainer import logs_of, run, trainer_in
 
 from runtime import terminal
 from runtime.clock import Phase
-from runtime.errors import Refused
-from runtime.settings import require_packages
-from runtime.terminal import BLOCKS, Lines, Live, closing, open_progress, sparkline
+from runtime.terminal import BLOCKS, Progress, closing, sparkline
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,14 +26,9 @@ def an_event(step, loss=2.0, skipped=False, train_time_ms=1000.0):
     }  # fmt: skip
 
 
-def make(kind, folder, **changed):
+def make(folder, **changed):
     trainer = trainer_in(folder, **changed)
-    header = trainer.header(0, 0) | {"train_tokens": 400}
-    if kind is Lines:
-        return Lines(trainer, header)
-    rich_console = pytest.importorskip("rich.console", reason="the live block needs rich")
-    console = rich_console.Console(file=io.StringIO(), force_terminal=True, width=80)
-    return Live(trainer, header, console)
+    return Progress(trainer, trainer.header(0, 0) | {"train_tokens": 400})
 
 
 def pretend_terminal(monkeypatch, encoding="utf-8"):
@@ -45,6 +38,7 @@ def pretend_terminal(monkeypatch, encoding="utf-8"):
     monkeypatch.setattr(stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
     return stdout.buffer
 
 
@@ -56,7 +50,7 @@ def test_a_line_comes_every_five_seconds_at_most_and_for_the_last_step(
 ):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    lines = make(Lines, tmp_path)
+    lines = make(tmp_path)
     for step in range(1, 11):
         lines.step(an_event(step))
         now[0] += 1.0
@@ -65,29 +59,24 @@ def test_a_line_comes_every_five_seconds_at_most_and_for_the_last_step(
 
 
 def test_the_shown_loss_is_smooth_and_knows_no_skipped_step(tmp_path):
-    lines = make(Lines, tmp_path)
+    lines = make(tmp_path)
     for step in range(1, 101):
         lines.step(an_event(step, 3.5 if step % 2 else 7.0))
-    assert lines.loss == pytest.approx(5.25, abs=0.25)
-    before = lines.loss
+    before = lines.curve[-1]
+    assert before == pytest.approx(5.25, abs=0.25)
     lines.step(an_event(101, float("inf"), skipped=True))
     lines.step(an_event(102, 500.0, skipped=True))
-    assert (lines.loss, lines.skips) == (before, 2)
+    assert (lines.curve[-1], lines.skips) == (before, 2)
 
 
-def test_the_time_left_counts_the_validations_that_are_left(tmp_path, monkeypatch):
-    lines = make(Lines, tmp_path)  # it validates before steps 0 and 5, and after step 10
+def test_the_time_left_counts_the_validations_that_are_left(tmp_path):
+    lines = make(tmp_path)  # it validates before steps 0 and 5, and after step 10
     lines.header["data"]["val_tokens"] = 120
     lines.step(an_event(5, train_time_ms=5000.0))
     # 380 tokens at 4 a second, and two validations at three times the speed of training.
     assert lines.seconds_left() == pytest.approx(95 + 2 * 10)
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(lines, "waiting", lambda name: io.StringIO())
-    with lines.pause("validate"):
-        now[0] = 7.0
     lines.validated(5, 2.0)
-    assert lines.seconds_left() == pytest.approx(95 + 7), "as long as the last one"
+    assert lines.seconds_left() == pytest.approx(95 + 10)
 
 
 @pytest.mark.parametrize(("values", "drawn"), [
@@ -116,51 +105,42 @@ def test_what_a_run_says_goes_above_the_block_and_the_target_line_is_whole(
     assert plain.count("target 1.0 reached") == 1
 
 
-@pytest.mark.parametrize(("term", "encoding", "progress", "kind"), [
-    ("xterm", "utf-8", "auto", Live), ("xterm", "utf-8", "lines", Lines),
-    ("dumb", "utf-8", "auto", Lines), ("xterm", "ascii", "auto", Lines),
+@pytest.mark.parametrize(("term", "encoding", "progress", "packages", "drawn"), [
+    ("xterm", "utf-8", "auto", True, True), ("xterm", "utf-8", "lines", True, False),
+    ("dumb", "utf-8", "auto", True, False), ("xterm", "ascii", "auto", True, False),
+    ("xterm", "utf-8", "auto", False, False),
 ])  # fmt: skip
 def test_a_terminal_that_cannot_show_the_block_gets_lines(
-    term, encoding, progress, kind, tmp_path, monkeypatch
+    term, encoding, progress, packages, drawn, tmp_path, monkeypatch
 ):
     pretend_terminal(monkeypatch, encoding)
     monkeypatch.setenv("TERM", term)
-    trainer = trainer_in(tmp_path, progress=progress)
-    opened = open_progress(trainer, trainer.header(0, 0))
+    monkeypatch.setattr(terminal, "find_spec", lambda name: packages)
+    opened = make(tmp_path, progress=progress)
     opened.close()
-    assert type(opened) is kind
+    assert (opened._block is not None) == drawn
 
 
-def test_without_rich_there_are_lines_and_asking_for_the_block_is_refused(tmp_path, monkeypatch):
+def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path, monkeypatch):
     pretend_terminal(monkeypatch)
-    monkeypatch.setattr(terminal, "find_spec", lambda name: None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    trainer = trainer_in(tmp_path, progress="live")
-    assert type(open_progress(trainer, trainer.header(0, 0))) is Lines
-    with pytest.raises(Refused, match=r"--progress live: .* pip install rich"):
-        require_packages(trainer.config)
-
-
-def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path):
-    block = make(Live, tmp_path)
-    try:
-        block.validated(0, 6.9315)
-        for step in range(1, 7):
-            block.step(an_event(step, 9.0 - step, skipped=step == 6))
-        lines = block.draw().plain.splitlines()
-        with block.pause("validate"):
-            assert "off the clock: validate, 0 s" in block.draw().plain
-    finally:
-        block.close()
+    block = make(tmp_path)
+    block.validated(0, 6.9315)
+    for step in range(1, 7):
+        block.step(an_event(step, 9.0 - step, skipped=step == 6))
+    lines = block.draw().plain.splitlines()
+    with block.pause("validate"):
+        assert "off the clock: validate, 0 s" in block.draw().plain
+    block.close()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("step 6 of 10 ━━━")
-    assert lines[1] == "train loss 6.000 █▆▅▃▁ | validation 6.9315 | target 1.0"
+    assert lines[1] == "train loss 6.0000 █▆▅▃▁ | validation 6.9315 | target 1.0"
     assert lines[2] == "grad 12 | lr x0.500 | window 896 | 24 tok/s | MFU 0.50 | 1.0 s | 1 skipped"
 
 
 def test_a_terminal_that_closes_does_not_end_the_run(tmp_path, monkeypatch):
+    pretend_terminal(monkeypatch)
     monkeypatch.setattr(terminal, "FRAMES_PER_SECOND", 0.001)  # the thread stays out of it
-    block = make(Live, tmp_path)
+    block = make(tmp_path)
 
     def closed(text):
         raise OSError(5, "Input/output error")
@@ -213,7 +193,7 @@ def test_a_display_that_fails_leaves_no_log_behind(tmp_path, monkeypatch):
     def broken(*given):
         raise RuntimeError("no such display")
 
-    monkeypatch.setattr("runtime.run.open_progress", broken)
+    monkeypatch.setattr("runtime.run.Progress", broken)
     with pytest.raises(RuntimeError, match="no such display"):
         run(tmp_path)
     assert logs_of(tmp_path) == []
