@@ -7,7 +7,7 @@ A checkpoint holds only tensors and text, so reading one executes nothing.
                                           state.json           run, settings, step
                                           checksums.json       SHA-256 of the three
 
-A checkpoint gets its name only when all of it is written. It fits any number of ranks. With
+A checkpoint gets its name only when all of it is on the disk. It fits any number of ranks. With
 --keep-model a finished run leaves only its model:
 
     <checkpoint_dir>/<run_id>/final/model.safetensors     parameters by name
@@ -19,6 +19,7 @@ A checkpoint gets its name only when all of it is written. It fits any number of
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -108,6 +109,8 @@ def _publish(path: Path, files: Files, announce: Announce | None = None) -> None
                 save_file(content, partial / name)
         sums = {name: _sha256(partial / name) for name in sorted(files)}
         (partial / SUMS).write_bytes(json_line(sums))
+        if hasattr(os, "sync"):  # Windows has none
+            os.sync()  # a name that survives a power cut must not be that of empty files
         if announce is not None and not announce(sha256=checksum(partial)):
             raise OSError("its log takes no line")
         remove(path)  # one of this name, whose steps a resume dropped
