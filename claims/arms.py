@@ -6,7 +6,6 @@ their losses.
 
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,80 +27,6 @@ NAMED_FIRST = ("recipe", "steps", "optimizer")
 # Times are compared between runs that agree in these.
 FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
                "threads", "dtype", "compiled")  # fmt: skip
-
-# ---- Which runs are meant
-
-
-def read_selected(paths: Sequence[str]) -> tuple[list[Run], list[LogError]]:
-    """The runs that the paths select, and an error for each file of a folder that is no run log.
-
-    PATH:key=value,... means the runs of PATH whose settings have these values. Raises LogError
-    where a path selects nothing.
-    """
-    selected: dict[Any, Run] = {}
-    errors: list[LogError] = []
-    for path in paths:
-        logs, wanted = split_selector(path)
-        runs, unread = read_all(logs)
-        errors += [error for error in unread if str(error) not in map(str, errors)]
-        kept = [run for run in runs if wanted.items() <= facts_of(run).items()]
-        if runs and not kept:
-            arms = "\n  ".join(list_arms(group_runs(runs)))
-            raise LogError(f"{path} selects none of {len(runs)} runs. Their arms:\n  {arms}")
-        selected |= {(os.path.realpath(run.path), run.index): run for run in kept}
-    return list(selected.values()), errors
-
-
-def split_selector(path: str) -> tuple[str, dict[str, str]]:
-    """The path without its selector, and the wanted values by setting.
-
-    Raises LogError for a part without a setting.
-    """
-    logs, colon, words = path.rpartition(":")
-    if not colon or "=" not in words or os.path.exists(path):
-        return path, {}
-    wanted: dict[str, str] = {}
-    for part in re.split(",(?=[^,=]*=)", words):  # a value may have commas
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise LogError(f"{path}: after the colon come settings, such as {logs}:steps=32")
-        wanted[name.strip().replace("-", "_")] = value
-    return logs, wanted
-
-
-def facts_of(run: Run) -> dict[str, str]:
-    """What a run can be selected by: its settings as flags take them, and where it ran."""
-    config = run.header.get("config")
-    settings = config.items() if isinstance(config, dict) else ()
-    facts = {"steps": str(run.total_steps)} | {name: as_text(value) for name, value in settings}
-    return facts | {"gpus": str(run.gpu_count), "source": f"{run.source or 'unknown':.12}",
-                    "config": f"{run.config_sha256 or 'unknown':.12}"}  # fmt: skip
-
-
-def names_of(arms: dict["ArmKey", list[Run]]) -> dict["ArmKey", str]:
-    """Each arm by the settings that distinguish it, as a path takes them after a colon.
-
-    A setting is in the names only if it distinguishes arms that those before it do not. The
-    settings by which people know a run come first.
-    """
-    facts = {key: facts_of(runs[0]) for key, runs in arms.items()}
-    one = next(iter(facts.values()), {})
-    names: dict[ArmKey, tuple[str, ...]] = dict.fromkeys(facts, ())
-    for setting in dict.fromkeys([*NAMED_FIRST, *one]):
-        if setting in SETTINGS_OF_A_RUN or any(setting not in each for each in facts.values()):
-            continue
-        longer = {key: (*names[key], f"{setting}={facts[key][setting]}") for key in facts}
-        if len(set(longer.values())) > len(set(names.values())):
-            names = longer
-    return {key: ",".join(parts) for key, parts in names.items()}
-
-
-def list_arms(arms: dict["ArmKey", list[Run]]) -> list[str]:
-    """A line for each arm: how to select it, and how many runs it has."""
-    names = names_of(arms)
-    return [f"{common_folder(runs)}:{names[key]} has {len(runs)} runs"
-            for key, runs in arms.items()]  # fmt: skip
-
 
 # ---- Which runs make an arm
 
@@ -136,6 +61,34 @@ def group_runs(runs: Sequence[Run]) -> dict[ArmKey, list[Run]]:
 
 def may_belong(key: ArmKey, arm: ArmKey) -> bool:
     return all(mine in (None, its) for mine, its in zip(key, arm, strict=True))
+
+
+def names_of(arms: dict[ArmKey, list[Run]]) -> dict[ArmKey, str]:
+    """Each arm by its folder and the settings that distinguish it, as `logs:steps=30`.
+
+    A setting is in the names only if it distinguishes arms that those before it do not. The
+    settings by which people know a run come first.
+    """
+    facts = {}
+    for key, (run, *_) in arms.items():
+        config = run.header.get("config")
+        settings = config if isinstance(config, dict) else {}
+        facts[key] = {"steps": str(run.total_steps)}
+        facts[key] |= {name: as_text(value) for name, value in settings.items()}
+        facts[key] |= {"gpus": str(run.gpu_count), "source": f"{run.source or 'unknown':.12}",
+                       "config": f"{run.config_sha256 or 'unknown':.12}"}  # fmt: skip
+    one = next(iter(facts.values()), {})
+    names: dict[ArmKey, tuple[str, ...]] = dict.fromkeys(facts, ())
+    for setting in dict.fromkeys([*NAMED_FIRST, *one]):
+        if setting in SETTINGS_OF_A_RUN or any(setting not in each for each in facts.values()):
+            continue
+        longer = {key: (*names[key], f"{setting}={facts[key][setting]}") for key in facts}
+        if len(set(longer.values())) > len(set(names.values())):
+            names = longer
+    found = {}
+    for key, parts in names.items():
+        found[key] = ":".join([common_folder(arms[key]), ",".join(parts)]).rstrip(":")
+    return found
 
 
 def name_of(run: Run) -> str:
@@ -220,14 +173,14 @@ class ArmVerdict:
     """Runs that are judged together and what follows from their losses."""
 
     key: ArmKey
-    name: str  # the settings that distinguish it here; "" if it is alone
-    path: str | None  # common folder of the logs; None for losses typed by hand
+    name: str  # the common folder of its logs, and the settings that distinguish it there
+    path: str | None  # the folder; None for losses typed by hand
     at_step: int | None  # whose validations are judged; None: the last ones
     run_names: list[str]
     points: list[Validation]  # one a run
     target: float  # nats per token
     warnings: list[str]  # why p may say less than it seems to
-    incomplete: list[dict[str, Any]] = field(default_factory=list)  # path, reason, last_loss
+    incomplete: Sequence[dict[str, Any]] = ()  # path, reason, last_loss
     notes: list[str] = field(default_factory=list)  # what other tests say
 
     def __post_init__(self) -> None:
@@ -240,10 +193,6 @@ class ArmVerdict:
             self.warnings.append(f"n = {n}: too few runs to know their spread, make {LEAST_RUNS}")
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")
-
-    @property
-    def selector(self) -> str:
-        return f"{self.path}:{self.name}" if self.name else str(self.path)
 
     @property
     def documented(self) -> dict[str, Any]:
@@ -294,14 +243,18 @@ def judge_arm(
     if target is None:
         target = common_target(runs) if points else math.nan
     warnings = origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
-    arm = ArmVerdict(key, name, common_folder(runs), at_step, names, points, target, warnings)
-    for run, reason in left_out:
-        lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
-        arm.incomplete.append(lost)
+    incomplete = [{"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
+                  for run, reason in left_out]  # fmt: skip
+    folder = common_folder(runs)
+    arm = ArmVerdict(key, name, folder, at_step, names, points, target, warnings, incomplete)
     if track_of(runs[0]) in STEPS_TRACKS and points:
-        verdict = f"{arm.steps_value:.5f}, {pass_or_fail(arm.passes_steps)}"
-        arm.notes.append(f"steps rule: (target - mean) * sqrt(n) = {verdict}")
+        arm.notes.append(steps_note(arm))
     return arm
+
+
+def steps_note(arm: ArmVerdict) -> str:
+    verdict = f"{arm.steps_value:.5f}, {pass_or_fail(arm.passes_steps)}"
+    return f"steps rule: (target - mean) * sqrt(n) = {verdict}"
 
 
 def judge_typed(losses: Sequence[float], target: float) -> ArmVerdict:
@@ -337,8 +290,6 @@ def apply_holm(arms: Sequence[ArmVerdict]) -> None:
 
 # ---- The track `steps`: who reaches the target in the fewest steps?
 
-RULE = f"at least {float(stats.STEPS_BOUND):g}"
-
 
 def common_steps(runs: Sequence[Run]) -> list[int]:
     """The steps at which every run that counts has a validation."""
@@ -361,19 +312,9 @@ def judge_fewest(runs: Sequence[Run], target: float | None, step: int | None) ->
         steps: list[int | None] = [*common_steps(group)] if step is None else [step]
         tried = [judge_arm(key, names[key], group, target, each) for each in steps or [None]]
         arm = next((verdict for verdict in tried if verdict.passes_steps), tried[-1])
-        arm.notes = [describe_steps(arm, len(tried)), *[compare_steps(arm, old) for old in arms]]
+        arm.notes = [steps_note(arm), *[compare_steps(arm, old) for old in arms]]
         arms.append(arm)
     return arms
-
-
-def describe_steps(arm: ArmVerdict, tried: int) -> str:
-    which = f"the first of {tried} common steps that passes"
-    if not arm.passes_steps:
-        which = f"the last of {tried} common steps, none of which passes"
-    if tried == 1:
-        which = "judged"
-    verdict = f"{arm.steps_value:.5f}, {pass_or_fail(arm.passes_steps)} ({RULE})"
-    return f"steps rule at step {arm.at_step}, {which}: {verdict}"
 
 
 def compare_steps(new: ArmVerdict, old: ArmVerdict) -> str:
@@ -381,8 +322,7 @@ def compare_steps(new: ArmVerdict, old: ArmVerdict) -> str:
     saved = (old.at_step or 0) - (new.at_step or 0)
     value, shown = stats.pairwise_rule(new.losses, old.losses, saved)
     worth = f"{saved} steps fewer at {float(stats.STEP_WORTH):g} each"
-    better = f"better than {old.selector}, {worth}"
-    return f"pairwise rule: {better}: {value:.5f}, {pass_or_fail(shown)} ({RULE})"
+    return f"pairwise rule: better than {old.name}, {worth}: {value:.5f}, {pass_or_fail(shown)}"
 
 
 # ---- Two arms: the difference of their losses and times, B - A
@@ -415,12 +355,12 @@ def make_arm(path: str, runs: Sequence[Run], unread: Sequence[LogError] = ()) ->
 
 
 def read_arm(path: str) -> ArmTimes:
-    """The arm that the path selects. LogError unless it is exactly one."""
-    runs, errors = read_selected([path])
+    """The arm in a folder or file. LogError unless it is exactly one."""
+    runs, errors = read_all([path])
     arm, arms = make_arm(path, runs, errors), group_runs([run for run in runs if run.counts])
     if len(arms) != 1:
-        rule = f"{path} holds {len(arms)} arms where one is needed: select one"
-        raise LogError("\n  ".join([rule, *(list_arms(arms) or arm.left_out)]))
+        rule = f"{path} holds {len(arms)} arms where one is needed: make each in its own --log-dir"
+        raise LogError("\n  ".join([rule, *(names_of(arms).values() or arm.left_out)]))
     return arm
 
 

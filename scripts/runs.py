@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     add("--checkpoint-dir", type=Path, default=Path("checkpoints"), help="(%(default)s)")
     add("--remove", nargs="+", metavar="RUN", help="delete what these runs keep, but their logs")
     given = parser.parse_args(argv)
-    found, unread = read_all(given.logs)
+    found, unread = read_all([given.logs])
     runs = [run for run in found if run.segments]
     for error in unread:
         print(f"not read: {error}", file=sys.stderr)

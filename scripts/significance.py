@@ -1,7 +1,6 @@
 """Do these runs reach the target, at p < 0.01? Are they better than others? From run logs alone.
 
     python scripts/significance.py logs                               every arm in a folder
-    python scripts/significance.py logs:steps=32                      one of them
     python scripts/significance.py logs machine_2/logs --json         two folders, for programs
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
     python scripts/significance.py old new --track steps              fewest steps, by its rules
@@ -9,13 +8,13 @@
     python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
-folder are named by what differs, and the name after a colon selects one. A folder is read without
-its subfolders, but of a record its runs/. --track steps judges as track 3 of the public contest
-does: at the first step at which all runs together pass, or at --at-step, with a pairwise verdict on
-each arm and those before it. --against prints differences with 95 % intervals, of pairs where both
-arms have the same seeds, and with --margin whether the losses are equal within it; times are
-compared only on like machines. To make such runs in turn, use judge.py. Exit code: 0 every arm
-passes, or two are compared; 1 an arm fails; 2 bad input, a log that cannot be read among it.
+folder are named by what differs. A folder is read without its subfolders, but of a record its
+runs/. --track steps judges as track 3 of the public contest does: at the first step at which all
+runs together pass, or at --at-step, with a pairwise verdict on each arm and those before it.
+--against prints differences with 95 % intervals, of pairs where both arms have the same seeds, and
+with --margin whether the losses are equal within it; times are compared only on like machines. To
+make such runs in turn, use judge.py. Exit code: 0 every arm passes, or two are compared; 1 an arm
+fails; 2 bad input, a log that cannot be read among it.
 """
 
 import argparse
@@ -31,6 +30,7 @@ from scripts.command import command, make_parser, show, start
 
 from claims import arms
 from claims.arms import ALPHA, ArmTimes, ArmVerdict, Comparison
+from claims.logs import read_all
 from claims.stats import in_words, moments
 from runtime.errors import LogError
 from runtime.settings import reader
@@ -40,7 +40,7 @@ def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
     """The arms, and what could not be read. Raises LogError."""
     if given.losses:
         return [arms.judge_typed(given.losses, given.target)], []
-    runs, errors = arms.read_selected(given.paths)
+    runs, errors = read_all(given.paths)
     if not runs:
         raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
     unread = [f"not read: {error}" for error in errors]
@@ -60,7 +60,7 @@ def title(arm: ArmVerdict) -> str:
         return "typed losses, UNVERIFIED"
     key = arm.key
     facts = f"source {key.source or 'unknown':.12}, steps {key.total_steps}, GPUs {key.gpu_count}"
-    return f"{arm.selector}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
+    return f"{arm.name}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
 
 
 def to_text(arm: ArmVerdict) -> str:
@@ -144,8 +144,7 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
 def main(argv: Sequence[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH",
-        help="run logs, or folders of run logs; PATH:setting=value,... takes some of their runs")
+    add("paths", nargs="*", metavar="PATH", help="run logs, or folders of run logs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
     add("--losses", type=numbers(float, "numbers, such as 3.27,3.28"),
         help="losses typed by hand; needs --target")

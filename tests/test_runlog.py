@@ -375,7 +375,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(tmp_path, monkeypatch
     }  # fmt: skip
     for name, content in bad.items():
         write(content, tmp_path / name)
-    runs, errors = logs.read_all(tmp_path)
+    runs, errors = logs.read_all([tmp_path])
     assert sorted(run.path.name for run in runs) == ["good.jsonl", "good.txt"]
     said = "\n".join(map(str, errors))
     named = [name for name in os.listdir(tmp_path) if f"{tmp_path / name}" in said]
