@@ -4,6 +4,7 @@ Is the mean loss of an arm below the target, at p < 0.01? Which runs count never
 their losses.
 """
 
+import itertools
 import math
 import os
 from collections import Counter
@@ -63,32 +64,35 @@ def may_belong(key: ArmKey, arm: ArmKey) -> bool:
     return all(mine in (None, its) for mine, its in zip(key, arm, strict=True))
 
 
-def names_of(arms: dict[ArmKey, list[Run]]) -> dict[ArmKey, str]:
-    """Each arm by its folder and the settings that distinguish it, as `logs:steps=30`.
+def named_arms(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """The arms, each with its folder and the settings that distinguish it, as `logs:steps=30`.
 
     A setting is in the names only if it distinguishes arms that those before it do not. The
     settings by which people know a run come first.
     """
-    facts = {}
-    for key, (run, *_) in arms.items():
-        config = run.header.get("config")
-        settings = config if isinstance(config, dict) else {}
-        facts[key] = {"steps": str(run.total_steps)}
-        facts[key] |= {name: as_text(value) for name, value in settings.items()}
-        facts[key] |= {"gpus": str(run.gpu_count), "source": f"{run.source or 'unknown':.12}",
-                       "config": f"{run.config_sha256 or 'unknown':.12}"}  # fmt: skip
-    one = next(iter(facts.values()), {})
-    names: dict[ArmKey, tuple[str, ...]] = dict.fromkeys(facts, ())
-    for setting in dict.fromkeys([*NAMED_FIRST, *one]):
-        if setting in SETTINGS_OF_A_RUN or any(setting not in each for each in facts.values()):
+    arms = list(group_runs(runs).values())
+    facts = [facts_of(arm[0]) for arm in arms]
+    names: list[tuple[str, ...]] = [()] * len(arms)
+    for setting in dict.fromkeys([*NAMED_FIRST, *itertools.chain(*facts)]):
+        if setting in SETTINGS_OF_A_RUN or any(setting not in each for each in facts):
             continue
-        longer = {key: (*names[key], f"{setting}={facts[key][setting]}") for key in facts}
-        if len(set(longer.values())) > len(set(names.values())):
+        pairs = zip(names, facts, strict=True)
+        longer = [(*name, f"{setting}={each[setting]}") for name, each in pairs]
+        if len(set(longer)) > len(set(names)):
             names = longer
-    found = {}
-    for key, parts in names.items():
-        found[key] = ":".join([common_folder(arms[key]), ",".join(parts)]).rstrip(":")
-    return found
+    titles = []
+    for arm, name in zip(arms, names, strict=True):
+        titles.append(":".join([common_folder(arm), ",".join(name)]).rstrip(":"))
+    return list(zip(titles, arms, strict=True))
+
+
+def facts_of(run: Run) -> dict[str, str]:
+    """What a run can be named by: its settings as flags take them, and where it ran."""
+    config = run.header.get("config")
+    settings = config.items() if isinstance(config, dict) else ()
+    facts = {"steps": str(run.total_steps)} | {name: as_text(value) for name, value in settings}
+    return facts | {"gpus": str(run.gpu_count), "source": f"{run.source or 'unknown':.12}",
+                    "config": f"{run.config_sha256 or 'unknown':.12}"}  # fmt: skip
 
 
 def name_of(run: Run) -> str:
@@ -210,24 +214,36 @@ def pass_or_fail(passes: bool) -> str:
     return "pass" if passes else "fail"
 
 
-def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -> list[ArmVerdict]:
-    """Every arm of these runs, at each of the steps or, without any, at the end."""
+def judge_all(
+    runs: Sequence[Run], target: float | None, steps: Sequence[int], fewest: bool = False
+) -> list[ArmVerdict]:
+    """Every arm of these runs, at each of the steps or, without any, at the end.
+
+    fewest: as track 3 of the contest, each arm at the first of the steps that passes its rule, or
+    at the last; without steps, all that the runs of an arm share are tried. Notes compare each arm
+    with those named before it. Raises LogError.
+    """
     sources = {run.source for run in runs if run.complete}
-    tried: Sequence[int | None] = sorted(set(steps)) or [None]
-    arms = []
-    groups = group_runs(runs)
-    names = names_of(groups)
-    for key, group in groups.items():
-        for step in tried:
-            arm = judge_arm(key, names[key], group, target, step)
+    if fewest and target is None:
+        target = PUBLIC_TARGETS["track_3_optimization"]
+    arms: list[ArmVerdict] = []
+    for name, group in named_arms(runs):
+        shared = common_steps(group) if fewest else []
+        tried: Sequence[int | None] = sorted(set(steps)) or shared or [None]
+        found = [judge_arm(name, group, target, step) for step in tried]
+        if fewest:
+            arm = next((arm for arm in found if arm.passes_steps), found[-1])
+            arm.notes = [steps_note(arm), *[compare_steps(arm, old) for old in arms]]
+            found = [arm]
+        for arm in found:
             if len(sources) > 1:
                 arm.warnings.append(f"{len(sources)} sources in these logs: they are not pooled")
-            arms.append(arm)
+        arms += found
     return arms
 
 
 def judge_arm(
-    key: ArmKey, name: str, runs: Sequence[Run], target: float | None, at_step: int | None
+    name: str, runs: Sequence[Run], target: float | None, at_step: int | None
 ) -> ArmVerdict:
     """The verdict on one arm, at its end or at one step. Raises LogError without a target."""
     counted, repeats = leave_out_repeats([run for run in runs if run.counts])
@@ -245,7 +261,7 @@ def judge_arm(
     warnings = origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
     incomplete = [{"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
                   for run, reason in left_out]  # fmt: skip
-    folder = common_folder(runs)
+    key, folder = arm_key(runs[0]), common_folder(runs)
     arm = ArmVerdict(key, name, folder, at_step, names, points, target, warnings, incomplete)
     if track_of(runs[0]) in STEPS_TRACKS and points:
         arm.notes.append(steps_note(arm))
@@ -288,33 +304,11 @@ def apply_holm(arms: Sequence[ArmVerdict]) -> None:
         arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
 
 
-# ---- The track `steps`: who reaches the target in the fewest steps?
-
-
 def common_steps(runs: Sequence[Run]) -> list[int]:
     """The steps at which every run that counts has a validation."""
     counted, _ = leave_out_repeats([run for run in runs if run.counts])
     each = [{point.step for point in run.validations} for run in counted]
     return sorted(set.intersection(*each)) if each else []
-
-
-def judge_fewest(runs: Sequence[Run], target: float | None, step: int | None) -> list[ArmVerdict]:
-    """Each arm at this step or, without one, at its first common step that passes the rule.
-
-    An arm of which no step passes is judged at its last common step. Notes compare each arm with
-    those named before it. Raises LogError.
-    """
-    target = PUBLIC_TARGETS["track_3_optimization"] if target is None else target
-    arms: list[ArmVerdict] = []
-    groups = group_runs(runs)
-    names = names_of(groups)
-    for key, group in groups.items():
-        steps: list[int | None] = [*common_steps(group)] if step is None else [step]
-        tried = [judge_arm(key, names[key], group, target, each) for each in steps or [None]]
-        arm = next((verdict for verdict in tried if verdict.passes_steps), tried[-1])
-        arm.notes = [steps_note(arm), *[compare_steps(arm, old) for old in arms]]
-        arms.append(arm)
-    return arms
 
 
 def compare_steps(new: ArmVerdict, old: ArmVerdict) -> str:
@@ -357,10 +351,10 @@ def make_arm(path: str, runs: Sequence[Run], unread: Sequence[LogError] = ()) ->
 def read_arm(path: str) -> ArmTimes:
     """The arm in a folder or file. LogError unless it is exactly one."""
     runs, errors = read_all([path])
-    arm, arms = make_arm(path, runs, errors), group_runs([run for run in runs if run.counts])
+    arm, arms = make_arm(path, runs, errors), named_arms([run for run in runs if run.counts])
     if len(arms) != 1:
         rule = f"{path} holds {len(arms)} arms where one is needed: make each in its own --log-dir"
-        raise LogError("\n  ".join([rule, *(names_of(arms).values() or arm.left_out)]))
+        raise LogError("\n  ".join([rule, *([name for name, _ in arms] or arm.left_out)]))
     return arm
 
 

@@ -9,8 +9,8 @@
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
 folder are named by what differs. A folder is read without its subfolders, but of a record its
-runs/. --track steps judges as track 3 of the public contest does: at the first step at which all
-runs together pass, or at --at-step, with a pairwise verdict on each arm and those before it.
+runs/. --track steps judges as track 3 of the public contest does: at the first step, of --at-step
+or of all, at which all runs together pass, with a pairwise verdict on each arm and those before it.
 --against prints differences with 95 % intervals, of pairs where both arms have the same seeds, and
 with --margin whether the losses are equal within it; times are compared only on like machines. To
 make such runs in turn, use judge.py. Exit code: 0 every arm passes, or two are compared; 1 an arm
@@ -43,13 +43,10 @@ def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
     runs, errors = read_all(given.paths)
     if not runs:
         raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
-    unread = [f"not read: {error}" for error in errors]
-    if given.track:
-        step = given.at_step[0] if given.at_step else None
-        return arms.judge_fewest(runs, given.target, step), unread
-    found = arms.judge_all(runs, given.target, given.at_step)
-    arms.apply_holm(found)
-    return found, unread
+    found = arms.judge_all(runs, given.target, given.at_step, fewest=bool(given.track))
+    if not given.track:
+        arms.apply_holm(found)
+    return found, [f"not read: {error}" for error in errors]
 
 
 # ---- Output
@@ -132,8 +129,8 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
         parser.error(f"--losses {min(given.losses)}: a loss is above 0")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
-    if given.track and (given.losses or len(given.at_step) > 1):
-        parser.error("--track steps needs run logs, and at most one --at-step")
+    if given.track and given.losses:
+        parser.error("--track steps needs run logs: typed losses have no steps")
     if given.against and (len(given.paths) != 1 or given.target or given.at_step or given.track):
         parser.error("--against takes one NEW, without --target, --at-step and --track")
     if given.margin is not None and not given.against:

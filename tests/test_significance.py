@@ -257,7 +257,7 @@ def test_what_is_no_log_in_a_folder_is_named_and_is_bad_input_and_the_rest_is_sh
     ([], "name run logs, or type losses"),
     (["--losses", "3.1,3.2"], "--losses needs --target"),
     (["--losses", "3.1", "--target", "3.28", "--at-step", "5"], "--at-step needs run logs"),
-    (["logs", "--track", "steps", "--at-step", "5,6"], "at most one --at-step"),
+    (["--losses", "3.1", "--target", "3.28", "--track", "steps"], "--track steps needs run logs"),
     (["logs", "--against", "old", "--at-step", "5"], "--against takes one NEW, without"),
     (["logs", "more", "--against", "old"], "--against takes one NEW, without"),
     (["logs", "--margin", "0.01"], "--margin needs --against"),
