@@ -152,8 +152,8 @@ def track_of(run: Run) -> str | None:
 
 def common_folder(runs: Sequence[Run]) -> str:
     folders = {str(run.path.parent) for run in runs}
-    if len(folders) == 1:
-        return folders.pop()
+    if len(folders) < 2:
+        return "".join(folders)
     return os.path.commonpath([run.path.parent.resolve() for run in runs])
 
 
@@ -180,11 +180,12 @@ class ArmVerdict:
     name: str  # the common folder of its logs, and the settings that distinguish it there
     path: str | None  # the folder; None for losses typed by hand
     at_step: int | None  # whose validations are judged; None: the last ones
-    run_names: list[str]
+    runs: list[Run]  # that count
     points: list[Validation]  # one a run
-    target: float  # nats per token
-    warnings: list[str]  # why p may say less than it seems to
-    incomplete: Sequence[dict[str, Any]] = ()  # path, reason, last_loss
+    target: float  # nats per token; nan: the arm is only compared
+    warnings: list[str] = field(default_factory=list)  # why p may say less than it seems to
+    incomplete: list[dict[str, Any]] = field(default_factory=list)  # path, reason, last_loss
+    left_out: list[str] = field(default_factory=list)  # sentences: incomplete runs and repeats
     notes: list[str] = field(default_factory=list)  # what other tests say
 
     def __post_init__(self) -> None:
@@ -197,6 +198,11 @@ class ArmVerdict:
             self.warnings.append(f"n = {n}: too few runs to know their spread, make {LEAST_RUNS}")
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")
+
+    @property
+    def seconds(self) -> list[float]:
+        """NaN for a run whose log has no times."""
+        return [(point.train_time_ms or math.nan) / 1000 for point in self.points]
 
     @property
     def documented(self) -> dict[str, Any]:
@@ -243,27 +249,33 @@ def judge_all(
 
 
 def judge_arm(
-    name: str, runs: Sequence[Run], target: float | None, at_step: int | None
+    name: str, runs: Sequence[Run], target: float | None = math.nan, at_step: int | None = None
 ) -> ArmVerdict:
-    """The verdict on one arm, at its end or at one step. Raises LogError without a target."""
+    """The verdict on one arm, at its end or at one step. Without a target the logs' own is taken.
+
+    Raises LogError where they have none.
+    """
     counted, repeats = leave_out_repeats([run for run in runs if run.counts])
+    counted.sort(key=lambda run: -1 if run.seed is None else run.seed)
     left_out = [(run, run.left_out) for run in runs if not run.counts]
-    names, points = [], []
+    judged, points = [], []
     for run in counted:
         at = [point for point in run.validations if at_step in (None, point.step)]
         if at:
-            names.append(name_of(run))
+            judged.append(run)
             points.append(at[-1])
         else:
             left_out.append((run, f"no validation at step {at_step}"))
     if target is None:
         target = common_target(runs) if points else math.nan
-    warnings = origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
-    incomplete = [{"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
-                  for run, reason in left_out]  # fmt: skip
-    key, folder = arm_key(runs[0]), common_folder(runs)
-    arm = ArmVerdict(key, name, folder, at_step, names, points, target, warnings, incomplete)
-    if track_of(runs[0]) in STEPS_TRACKS and points:
+    key = arm_key(runs[0]) if runs else ArmKey()
+    arm = ArmVerdict(key, name, common_folder(runs), at_step, judged, points, target)
+    arm.warnings += origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
+    for run, reason in left_out:
+        lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
+        arm.incomplete.append(lost)
+    arm.left_out += [f"{name_of(run)}: {reason}" for run, reason in left_out] + repeats
+    if runs and track_of(runs[0]) in STEPS_TRACKS and points:
         arm.notes.append(steps_note(arm))
     return arm
 
@@ -276,8 +288,9 @@ def steps_note(arm: ArmVerdict) -> str:
 def judge_typed(losses: Sequence[float], target: float) -> ArmVerdict:
     """The verdict on losses that were typed by hand."""
     points = [Validation(0, loss, None) for loss in losses]
+    typed = Run(path=Path("typed"), run_id="", total_steps=None, validations=[], unfinished=None)
     warning = "unverified: these numbers were typed by hand, no log backs them"
-    return ArmVerdict(ArmKey(), "", None, None, ["typed"] * len(points), points, target, [warning])
+    return ArmVerdict(ArmKey(), "", None, None, [typed] * len(points), points, target, [warning])
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
@@ -322,39 +335,15 @@ def compare_steps(new: ArmVerdict, old: ArmVerdict) -> str:
 # ---- Two arms: the difference of their losses and times, B - A
 
 
-class ArmTimes(NamedTuple):
-    """The runs of one arm that count, with their losses and times."""
-
-    path: str
-    runs: list[Run]
-    left_out: list[str]  # sentences
-
-    @property
-    def losses(self) -> list[float]:
-        return [run.validations[-1].loss for run in self.runs]
-
-    @property
-    def seconds(self) -> list[float]:
-        """NaN for a run whose log has no times."""
-        return [(run.train_time_ms or math.nan) / 1000 for run in self.runs]
-
-
-def make_arm(path: str, runs: Sequence[Run], unread: Sequence[LogError] = ()) -> ArmTimes:
-    """Those of the runs that count, by seed."""
-    left_out = [str(error) for error in unread]
-    left_out += [f"{name_of(run)}: {run.left_out}" for run in runs if run.left_out]
-    kept, repeats = leave_out_repeats([run for run in runs if run.counts])
-    kept.sort(key=lambda run: -1 if run.seed is None else run.seed)
-    return ArmTimes(path, kept, left_out + repeats)
-
-
-def read_arm(path: str) -> ArmTimes:
+def read_arm(path: str) -> ArmVerdict:
     """The arm in a folder or file. LogError unless it is exactly one."""
     runs, errors = read_all([path])
-    arm, arms = make_arm(path, runs, errors), named_arms([run for run in runs if run.counts])
+    arms = named_arms([run for run in runs if run.counts])
+    arm = judge_arm(path, runs)
     if len(arms) != 1:
         rule = f"{path} holds {len(arms)} arms where one is needed: make each in its own --log-dir"
         raise LogError("\n  ".join([rule, *([name for name, _ in arms] or arm.left_out)]))
+    arm.left_out += map(str, errors)
     return arm
 
 
@@ -366,7 +355,7 @@ class Comparison(NamedTuple):
     differs: list[str]  # in machine or software
 
 
-def compare_arms(a: ArmTimes, b: ArmTimes, margin: float | None = None) -> Comparison:
+def compare_arms(a: ArmVerdict, b: ArmVerdict, margin: float | None = None) -> Comparison:
     """B - A. LogError for a shared log.
 
     Arms on the same seeds are compared as pairs: two runs from one initialization share much of
@@ -385,7 +374,7 @@ def compare_arms(a: ArmTimes, b: ArmTimes, margin: float | None = None) -> Compa
     return Comparison(test(b.losses, a.losses), seconds, pairs, equal, differs)
 
 
-def compare_machines(a: ArmTimes, b: ArmTimes) -> list[str]:
+def compare_machines(a: ArmVerdict, b: ArmVerdict) -> list[str]:
     """Where the logs differ in hardware or software.
 
     A field that a log lacks counts as equal. Equal fields do not prove that it was one machine.

@@ -145,7 +145,7 @@ def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:
     bound, would fail.
     """
     n = len(losses)
-    if not n or not all(map(math.isfinite, losses)):
+    if not n or not all(map(math.isfinite, [*losses, target])):
         return NAN, False
     margin = Fraction(repr(target)) - exact_mean(losses)
     return float(margin) * math.sqrt(n), margin > 0 and margin**2 * n >= STEPS_BOUND**2

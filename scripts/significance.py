@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from scripts.command import command, make_parser, show, start
 
 from claims import arms
-from claims.arms import ALPHA, ArmTimes, ArmVerdict, Comparison
+from claims.arms import ALPHA, ArmVerdict, Comparison
 from claims.logs import read_all
 from claims.stats import in_words, moments
 from runtime.errors import LogError
@@ -72,21 +72,21 @@ def to_text(arm: ArmVerdict) -> str:
     below = f" below {arm.target:g}" if n else ""  # without a run there is no target
     lines.append(f"{word}: a mean loss{below} at p < {ALPHA:g} is {shown}")
     lines += [f"warning: {warning}" for warning in arm.warnings]
-    for run in arm.incomplete:
-        lines.append(f"left out: {run['path']}: {run['reason']} (loss {run['last_loss']})")
+    for lost in arm.incomplete:
+        lines.append(f"left out: {lost['path']}: {lost['reason']} (loss {lost['last_loss']})")
     lines += arm.notes
-    for name, point in zip(arm.run_names, arm.points, strict=True):
+    for run, point in zip(arm.runs, arm.points, strict=True):
         ms = point.train_time_ms
         time = "time unknown" if ms is None else f"{ms / 1000:10.3f} s"
-        lines.append(f"  {point.loss:.6f}  {time}  {Path(name).name}")
+        lines.append(f"  {point.loss:.6f}  {time}  {Path(arms.name_of(run)).name}")
     return "\n  ".join(lines)
 
 
-def comparison_to_text(a: ArmTimes, b: ArmTimes, found: Comparison) -> str:
+def comparison_to_text(a: ArmVerdict, b: ArmVerdict, found: Comparison) -> str:
     lines = []
     for name, arm in (("A", a), ("B", b)):
         loss, seconds = moments(arm.losses)[0], moments(arm.seconds)[0]
-        lines += [f"{name} = {arm.path}: n {len(arm.runs)}, loss {loss:.5f}, {seconds:.3f} s"]
+        lines += [f"{name} = {arm.name}: n {len(arm.runs)}, loss {loss:.5f}, {seconds:.3f} s"]
         lines += [f"  left out: {reason}" for reason in arm.left_out]
     how = f"on {found.pairs} pairs of one seed" if found.pairs else "of independent runs"
     word = direction(found.loss, "lower", "higher")

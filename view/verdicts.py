@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from claims.arms import compare_arms, make_arm
+from claims.arms import compare_arms, judge_arm
 from claims.judge import JUDGEMENTS, UNITS, Verdict, read_judgements
 from claims.runs import Run
 from claims.stats import in_words
@@ -74,7 +74,7 @@ def read_diff(verdict: dict[str, str]) -> str:
 
 def compare(a: Sequence[Run], b: Sequence[Run]) -> str:
     """B - A in sentences, as `significance.py --against` finds it. LogError for a shared log."""
-    arms = make_arm("A", a), make_arm("B", b)
+    arms = judge_arm("A", a), judge_arm("B", b)
     if not all(arm.runs for arm in arms):
         return "One of the two has no finished run: nothing to compare yet."
     found = compare_arms(*arms)
