@@ -193,7 +193,6 @@ class ArmVerdict:
         self.result = stats.one_sample(self.losses, self.target)
         n = self.result.n
         self.passes = self.result.p < ALPHA and n >= LEAST_RUNS
-        self.steps_value, self.passes_steps = stats.steps_rule(self.losses, self.target)
         if 0 < n < LEAST_RUNS:
             self.warnings.append(f"n = {n}: too few runs to know their spread, make {LEAST_RUNS}")
         if n > 1 and not self.result.sd > 0:
@@ -220,31 +219,17 @@ def pass_or_fail(passes: bool) -> str:
     return "pass" if passes else "fail"
 
 
-def judge_all(
-    runs: Sequence[Run], target: float | None, steps: Sequence[int], fewest: bool = False
-) -> list[ArmVerdict]:
-    """Every arm of these runs, at each of the steps or, without any, at the end.
-
-    fewest: as track 3 of the contest, each arm at the first of the steps that passes its rule, or
-    at the last; without steps, all that the runs of an arm share are tried. Notes compare each arm
-    with those named before it. Raises LogError.
-    """
+def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -> list[ArmVerdict]:
+    """Every arm of these runs, at each of the steps or, without any, at the end."""
     sources = {run.source for run in runs if run.complete}
-    if fewest and target is None:
-        target = PUBLIC_TARGETS["track_3_optimization"]
-    arms: list[ArmVerdict] = []
+    tried: Sequence[int | None] = sorted(set(steps)) or [None]
+    arms = []
     for name, group in named_arms(runs):
-        shared = common_steps(group) if fewest else []
-        tried: Sequence[int | None] = sorted(set(steps)) or shared or [None]
-        found = [judge_arm(name, group, target, step) for step in tried]
-        if fewest:
-            arm = next((arm for arm in found if arm.passes_steps), found[-1])
-            arm.notes = [steps_note(arm), *[compare_steps(arm, old) for old in arms]]
-            found = [arm]
-        for arm in found:
+        for step in tried:
+            arm = judge_arm(name, group, target, step)
             if len(sources) > 1:
                 arm.warnings.append(f"{len(sources)} sources in these logs: they are not pooled")
-        arms += found
+            arms.append(arm)
     return arms
 
 
@@ -276,13 +261,10 @@ def judge_arm(
         arm.incomplete.append(lost)
     arm.left_out += [f"{name_of(run)}: {reason}" for run, reason in left_out] + repeats
     if runs and track_of(runs[0]) in STEPS_TRACKS and points:
-        arm.notes.append(steps_note(arm))
+        value, passes = stats.steps_rule(arm.losses, target)
+        rule = f"(target - mean) * sqrt(n) = {value:.5f}, {pass_or_fail(passes)}"
+        arm.notes.append(f"steps rule: {rule}")
     return arm
-
-
-def steps_note(arm: ArmVerdict) -> str:
-    verdict = f"{arm.steps_value:.5f}, {pass_or_fail(arm.passes_steps)}"
-    return f"steps rule: (target - mean) * sqrt(n) = {verdict}"
 
 
 def judge_typed(losses: Sequence[float], target: float) -> ArmVerdict:
@@ -315,21 +297,6 @@ def apply_holm(arms: Sequence[ArmVerdict]) -> None:
     for number, p in stats.holm(dict(enumerate(ps))).items():
         verdict = f"p {p:.3g}, {pass_or_fail(p < ALPHA)}"
         arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
-
-
-def common_steps(runs: Sequence[Run]) -> list[int]:
-    """The steps at which every run that counts has a validation."""
-    counted, _ = leave_out_repeats([run for run in runs if run.counts])
-    each = [{point.step for point in run.validations} for run in counted]
-    return sorted(set.intersection(*each)) if each else []
-
-
-def compare_steps(new: ArmVerdict, old: ArmVerdict) -> str:
-    """Whether the logs show that an arm is better than an older one."""
-    saved = (old.at_step or 0) - (new.at_step or 0)
-    value, shown = stats.pairwise_rule(new.losses, old.losses, saved)
-    worth = f"{saved} steps fewer at {float(stats.STEP_WORTH):g} each"
-    return f"pairwise rule: better than {old.name}, {worth}: {value:.5f}, {pass_or_fail(shown)}"
 
 
 # ---- Two arms: the difference of their losses and times, B - A

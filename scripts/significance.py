@@ -3,18 +3,16 @@
     python scripts/significance.py logs                               every arm in a folder
     python scripts/significance.py logs machine_2/logs --json         two folders, for programs
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
-    python scripts/significance.py old new --track steps              fewest steps, by its rules
     python scripts/significance.py NEW --against OLD --margin 0.01    two arms: loss and time
     python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
 folder are named by what differs. A folder is read without its subfolders, but of a record its
-runs/. --track steps judges as track 3 of the public contest does: at the first step, of --at-step
-or of all, at which all runs together pass, with a pairwise verdict on each arm and those before it.
---against prints differences with 95 % intervals, of pairs where both arms have the same seeds, and
-with --margin whether the losses are equal within it; times are compared only on like machines. To
-make such runs in turn, use judge.py. Exit code: 0 every arm passes, or two are compared; 1 an arm
-fails; 2 bad input, a log that cannot be read among it.
+runs/. Logs of the track `steps` are also judged by its rule: (target - mean) * sqrt(n) reaches
+0.004. --against prints differences with 95 % intervals, of pairs where both arms have the same
+seeds, and with --margin whether the losses are equal within it; times are compared only on like
+machines. To make such runs in turn, use judge.py. Exit code: 0 every arm passes, or two are
+compared; 1 an arm fails; 2 bad input, a log that cannot be read among it.
 """
 
 import argparse
@@ -43,9 +41,8 @@ def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
     runs, errors = read_all(given.paths)
     if not runs:
         raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
-    found = arms.judge_all(runs, given.target, given.at_step, fewest=bool(given.track))
-    if not given.track:
-        arms.apply_holm(found)
+    found = arms.judge_all(runs, given.target, given.at_step)
+    arms.apply_holm(found)
     return found, [f"not read: {error}" for error in errors]
 
 
@@ -129,10 +126,8 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
         parser.error(f"--losses {min(given.losses)}: a loss is above 0")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
-    if given.track and given.losses:
-        parser.error("--track steps needs run logs: typed losses have no steps")
-    if given.against and (len(given.paths) != 1 or given.target or given.at_step or given.track):
-        parser.error("--against takes one NEW, without --target, --at-step and --track")
+    if given.against and (len(given.paths) != 1 or given.target or given.at_step):
+        parser.error("--against takes one NEW, without --target and --at-step")
     if given.margin is not None and not given.against:
         parser.error("--margin needs --against")
 
@@ -147,7 +142,6 @@ def main(argv: Sequence[str]) -> int:
         help="losses typed by hand; needs --target")
     add("--at-step", type=numbers(int, "whole numbers, such as 5,10"), default=[],
         help="judge the losses at these steps")
-    add("--track", choices=["steps"], help="judge by the rules of this track")
     add("--against", metavar="OLD", help="compare PATH, B, with this arm, A")
     add("--margin", type=float, help="test whether the losses differ by less, nats per token")
     add("--json", action="store_true", help="print one JSON object")
@@ -160,12 +154,11 @@ def main(argv: Sequence[str]) -> int:
         show(comparison_to_text(a, b, found), facts, given.json)
         return 0
     verdicts, unread = judge_arms(given)
-    passed = [arm.passes_steps if given.track else arm.passes for arm in verdicts]
     facts = {"arms": [arm.documented for arm in verdicts], "warnings": unread}
     show("\n\n".join([*map(to_text, verdicts), *unread]), facts, given.json)
     if unread:  # what a damaged log held could change the verdict
         return 2
-    return 0 if all(passed) else 1
+    return 0 if all(arm.passes for arm in verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -159,22 +159,6 @@ def test_two_files_of_ten_runs_each_are_judged_at_the_claimed_step(tmp_path, cap
     assert "b.txt (run 10)" in text
 
 
-def test_the_steps_track_takes_the_first_step_at_which_all_runs_pass(tmp_path, capsys):
-    high = [{3000: 3.29, 3125: 3.285, 3250: loss, 3300: loss - 0.0017} for loss in NORMUON_3250]
-    high[0] = {3000: 3.29, 3125: 3.285, 3225: 3.1} | high[0]  # a step that only one run has
-    write_public(tmp_path / "new" / "a.txt", *high, total=3300, digits=5)
-    old = [{3325: loss, 3350: loss - 0.001} for loss in NORMUON_3250]
-    write_public(tmp_path / "old" / "a.txt", *old, total=3350, digits=5, source="old")
-    words = [tmp_path / "old", tmp_path / "new", "--track", "steps"]
-    code, arms = judge(capsys, *words)
-    assert (code, [arm["losses"] for arm in arms]) == (0, [NORMUON_3250] * 2)
-    text = text_of(capsys, *words)
-    assert text.count("at step 3250") == 1
-    assert "steps rule: (target - mean) * sqrt(n) = 0.00503, pass" in text
-    worth = 75 * 0.000045 / 0.1**0.5  # the losses are equal
-    assert f"old:steps=3350, 75 steps fewer at 4.5e-05 each: {worth:.5f}, pass" in text
-
-
 @pytest.mark.parametrize(("losses", "words"), [
     ([3.2765, 3.2766, 3.2767], "n = 3: too few runs to know their spread"),
     ([3.27, 3.28, 3.29, math.nan], "losses without a finite spread: there is no test"),
@@ -257,7 +241,6 @@ def test_what_is_no_log_in_a_folder_is_named_and_is_bad_input_and_the_rest_is_sh
     ([], "name run logs, or type losses"),
     (["--losses", "3.1,3.2"], "--losses needs --target"),
     (["--losses", "3.1", "--target", "3.28", "--at-step", "5"], "--at-step needs run logs"),
-    (["--losses", "3.1", "--target", "3.28", "--track", "steps"], "--track steps needs run logs"),
     (["logs", "--against", "old", "--at-step", "5"], "--against takes one NEW, without"),
     (["logs", "more", "--against", "old"], "--against takes one NEW, without"),
     (["logs", "--margin", "0.01"], "--margin needs --against"),
