@@ -204,10 +204,14 @@ def leaderboard(evidences: Sequence[Evidence]) -> str:
 
 
 def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
-    """The part of one track. A record was shown, and beats all of its contest shown before."""
-    rows, records = [], defaultdict[str, list[float]](list)  # their scores, by contest
+    """The part of one track. A record was shown, and beats all that were shown before it.
+
+    Times compete only on the same hardware.
+    """
+    rows, records = [], defaultdict[str, list[float]](list)  # their scores, by hardware
     for evidence in claims:
-        claim, found, scores = evidence.claim, evidence.result, records[evidence.contest]
+        claim, found = evidence.claim, evidence.result
+        scores = records[evidence.hardware if evidence.track.in_time else ""]
         place = "no record" if evidence.shown else "not shown"
         if evidence.shown and evidence.score < min(scores, default=math.inf):
             scores.append(evidence.score)
