@@ -29,25 +29,20 @@ NAMED_FIRST = ("recipe", "steps", "optimizer")
 FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
                "threads", "dtype", "compiled")  # fmt: skip
 
+# A run without a log.
+TYPED = Run(path=Path("typed"), run_id="", total_steps=None, validations=[], unfinished=None)
+
 # ---- Which runs make an arm
 
 
-class ArmKey(NamedTuple):
+def arm_key(run: Run) -> tuple[Hashable, ...]:
     """What the runs of one arm have in common; None where a log does not say."""
-
-    source: str | None = None
-    config_sha256: str | None = None
-    total_steps: int | None = None
-    gpu_count: int | None = None
+    return run.source, run.config_sha256, run.total_steps, run.gpu_count
 
 
-def arm_key(run: Run) -> ArmKey:
-    return ArmKey(run.source, run.config_sha256, run.total_steps, run.gpu_count)
-
-
-def group_runs(runs: Sequence[Run]) -> dict[ArmKey, list[Run]]:
+def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs by arm. An unfinished run goes to every arm to which it may belong: none is hidden."""
-    arms: dict[ArmKey, list[Run]] = {}
+    arms: dict[tuple[Hashable, ...], list[Run]] = {}
     for run in runs:
         if run.complete:
             arms.setdefault(arm_key(run), []).append(run)
@@ -57,10 +52,10 @@ def group_runs(runs: Sequence[Run]) -> dict[ArmKey, list[Run]]:
             homes = [arm for arm in finished if may_belong(arm_key(run), arm)]
             for home in homes or [arm_key(run)]:
                 arms.setdefault(home, []).append(run)
-    return arms
+    return list(arms.values())
 
 
-def may_belong(key: ArmKey, arm: ArmKey) -> bool:
+def may_belong(key: tuple[Hashable, ...], arm: tuple[Hashable, ...]) -> bool:
     return all(mine in (None, its) for mine, its in zip(key, arm, strict=True))
 
 
@@ -70,7 +65,7 @@ def named_arms(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     A setting is in the names only if it distinguishes arms that those before it do not. The
     settings by which people know a run come first.
     """
-    arms = list(group_runs(runs).values())
+    arms = group_runs(runs)
     facts = [facts_of(arm[0]) for arm in arms]
     names: list[tuple[str, ...]] = [()] * len(arms)
     for setting in dict.fromkeys([*NAMED_FIRST, *itertools.chain(*facts)]):
@@ -159,12 +154,10 @@ def common_folder(runs: Sequence[Run]) -> str:
 
 def common_target(runs: Sequence[Run]) -> float:
     """The target of the headers, or of the public track. LogError unless it is one number."""
-    targets = {run.target or PUBLIC_TARGETS.get(track_of(run) or "") for run in runs}
-    targets.discard(None)  # of torn logs
-    if len(targets) == 1:
-        (target,) = targets
-        if target and math.isfinite(target):
-            return target
+    found = {run.target or PUBLIC_TARGETS.get(track_of(run) or "") for run in runs}
+    targets = [target for target in found if target is not None]  # torn logs have none
+    if len(targets) == 1 and math.isfinite(targets[0]):
+        return targets[0]
     problem = "name different targets" if len(targets) > 1 else "name no target"
     raise LogError(f"the runs in {common_folder(runs)} {problem}: give one with --target")
 
@@ -176,7 +169,7 @@ def common_target(runs: Sequence[Run]) -> float:
 class ArmVerdict:
     """Runs that are judged together and what follows from their losses."""
 
-    key: ArmKey
+    first: Run  # that all others are like in source, configuration, steps and GPUs
     name: str  # the common folder of its logs, and the settings that distinguish it there
     path: str | None  # the folder; None for losses typed by hand
     at_step: int | None  # whose validations are judged; None: the last ones
@@ -206,10 +199,10 @@ class ArmVerdict:
     @property
     def documented(self) -> dict[str, Any]:
         """The fields that --json prints."""
-        key, times = self.key, [point.train_time_ms for point in self.points]
+        first, times = self.first, [point.train_time_ms for point in self.points]
         return {
-            "path": self.path, "source": key.source, "total_steps": key.total_steps,
-            "gpu_count": key.gpu_count, "n": self.result.n, "losses": self.losses,
+            "path": self.path, "source": first.source, "total_steps": first.total_steps,
+            "gpu_count": first.gpu_count, "n": self.result.n, "losses": self.losses,
             "times_ms": times, **self.result._asdict(), "passes": self.passes,
             "incomplete": self.incomplete, "warnings": self.warnings,
         }  # fmt: skip
@@ -253,14 +246,14 @@ def judge_arm(
             left_out.append((run, f"no validation at step {at_step}"))
     if target is None:
         target = common_target(runs) if points else math.nan
-    key = arm_key(runs[0]) if runs else ArmKey()
-    arm = ArmVerdict(key, name, common_folder(runs), at_step, judged, points, target)
+    first = runs[0] if runs else TYPED
+    arm = ArmVerdict(first, name, common_folder(runs), at_step, judged, points, target)
     arm.warnings += origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
     for run, reason in left_out:
         lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
         arm.incomplete.append(lost)
     arm.left_out += [f"{name_of(run)}: {reason}" for run, reason in left_out] + repeats
-    if runs and track_of(runs[0]) in STEPS_TRACKS and points:
+    if track_of(first) in STEPS_TRACKS and points:
         value, passes = stats.steps_rule(arm.losses, target)
         rule = f"(target - mean) * sqrt(n) = {value:.5f}, {pass_or_fail(passes)}"
         arm.notes.append(f"steps rule: {rule}")
@@ -270,9 +263,8 @@ def judge_arm(
 def judge_typed(losses: Sequence[float], target: float) -> ArmVerdict:
     """The verdict on losses that were typed by hand."""
     points = [Validation(0, loss, None) for loss in losses]
-    typed = Run(path=Path("typed"), run_id="", total_steps=None, validations=[], unfinished=None)
     warning = "unverified: these numbers were typed by hand, no log backs them"
-    return ArmVerdict(ArmKey(), "", None, None, [typed] * len(points), points, target, [warning])
+    return ArmVerdict(TYPED, "", None, None, [TYPED] * len(points), points, target, [warning])
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:

@@ -144,7 +144,7 @@ def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:
     bound, would fail.
     """
     n = len(losses)
-    if not n or not all(map(math.isfinite, losses)):
+    if not n or not all(map(math.isfinite, [*losses, target])):
         return NAN, False
     mean = sum((Fraction(repr(loss)) for loss in losses), Fraction()) / n
     margin = Fraction(repr(target)) - mean

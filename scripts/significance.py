@@ -52,8 +52,8 @@ def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
 def title(arm: ArmVerdict) -> str:
     if arm.path is None:
         return "typed losses, UNVERIFIED"
-    key = arm.key
-    facts = f"source {key.source or 'unknown':.12}, steps {key.total_steps}, GPUs {key.gpu_count}"
+    run = arm.first
+    facts = f"source {run.source or 'unknown':.12}, steps {run.total_steps}, GPUs {run.gpu_count}"
     return f"{arm.name}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
 
 

@@ -99,8 +99,8 @@ def test_two_arms_of_one_folder_are_listed_by_what_differs(tmp_path, capsys):
 
 
 def test_single_runs_have_a_difference_and_no_interval(tmp_path, capsys):
-    a = write_arm(tmp_path / "a", OLD_MS[:1], OLD[:1])
-    b = write_arm(tmp_path / "b", NEW_MS[:1], NEW[:1])
+    a = write_arm(tmp_path / "a", OLD_MS[:1], OLD[:1], track="steps")  # has a rule of its own
+    b = write_arm(tmp_path / "b", NEW_MS[:1], NEW[:1], track="steps")
     assert "-0.010 (no interval) s" in text_of(capsys, a, b)
     found = compare(capsys, a, b)
     assert (found["seconds"]["low"], found["pairs"]) == (None, 0)
