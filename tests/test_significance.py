@@ -172,20 +172,6 @@ def test_what_makes_p_say_less_than_it_seems_is_warned_of(tmp_path, capsys, loss
     assert (code, arm["passes"]) == (1, False)
 
 
-@pytest.mark.parametrize(
-    "difference", [{"source": "new"}, {"config": "new"}, {"total": 101}, {"gpus": 1}]
-)
-def test_runs_that_differ_in_what_defines_an_arm_are_not_pooled(tmp_path, capsys, difference):
-    write_arm(tmp_path, MIMETIC)
-    last = difference.get("total", 100)
-    for seed in range(7, 11):
-        losses = {last: 3.30 + seed / 1000}
-        write_run(tmp_path, f"run_{seed:03}", losses, seed=seed, **difference)
-    code, arms = judge(capsys, tmp_path)
-    assert code == 1
-    assert [(arm["n"], arm["passes"]) for arm in arms] == [(7, True), (4, False)]
-
-
 def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     write_arm(tmp_path, MIMETIC)
     cut = write_run(tmp_path, "cut", {50: 3.1}, seed=7, status=None)
@@ -226,17 +212,6 @@ def test_a_list_pasted_from_python_is_read_and_marked_unverified(capsys):
     assert "UNVERIFIED" in text_of(capsys, "--losses", "3.1,3.2", "--target", "3.28")
 
 
-def test_what_is_no_log_in_a_folder_is_named_and_is_bad_input_and_the_rest_is_shown(
-    tmp_path, capsys
-):
-    write_arm(tmp_path, MIMETIC)
-    assert main([str(tmp_path)]) == 0
-    (tmp_path / "bad.jsonl").write_text("step:1 val_loss:3.2\n" * 2)
-    assert main([str(tmp_path)]) == 2
-    assert f"not read: {tmp_path / 'bad.jsonl'}, line 1" in capsys.readouterr().out
-    assert main([str(tmp_path), str(tmp_path / "bad.jsonl")]) == 2  # a file that is asked for
-
-
 @pytest.mark.parametrize(("arguments", "sentence"), [
     ([], "name run logs, or type losses"),
     (["--losses", "3.1,3.2"], "--losses needs --target"),
@@ -246,6 +221,8 @@ def test_what_is_no_log_in_a_folder_is_named_and_is_bad_input_and_the_rest_is_sh
     (["logs", "--margin", "0.01"], "--margin needs --against"),
     (["logs", "--at-step", "5,x"], "--at-step: '5,x': it must be whole numbers"),
     (["{folder}/absent"], "cannot read {folder}/absent: No such file"),
+    (["{folder}/mixed", "{folder}/none/bad.log"], "{folder}/none/bad.log is no run log"),
+    (["{folder}/bad"], "no run log can be read\n{folder}/bad/a.jsonl, line 1: every line"),
     (["{folder}"], "no run logs"),
     (["{folder}/mixed"], "name different targets: give one with --target"),
     (["{folder}/none"], "name no target: give one with --target"),
@@ -254,6 +231,9 @@ def test_bad_input_exits_with_2_and_a_sentence(tmp_path, capsys, arguments, sent
     write_run(tmp_path / "mixed", "a", {100: 3.2}, seed=0)
     write_run(tmp_path / "mixed", "b", {100: 3.2}, seed=1, target=2.92)
     write_run(tmp_path / "none", "a", {100: 3.2}, seed=0, target=None)
+    (tmp_path / "bad").mkdir()
+    for name in ("none/bad.log", "bad/a.jsonl"):
+        (tmp_path / name).write_text("val_loss:3.2\n" * 2)
     try:
         code = main([argument.format(folder=tmp_path) for argument in arguments])
     except SystemExit as error:  # argparse's own way out
@@ -271,19 +251,22 @@ def test_the_command_starts_anywhere_without_torch(tmp_path):
     assert json.loads(result.stdout)["arms"][0]["n"] == 7
 
 
-def test_arms_of_one_folder_are_named_by_what_differs(tmp_path, capsys):
-    """Two numbers of steps, one of them with two momentums."""
-    shared = {"recipe": "muon", "cautious_wd": True}
-    for number, (steps, momentum) in enumerate([(30, 0.95), (32, 0.95), (32, [0.85, 0.9])]):
+def test_runs_that_differ_in_steps_settings_or_gpus_are_arms_named_by_it(tmp_path, capsys):
+    shared, several = {"recipe": "muon", "cautious_wd": True}, [0.85, 0.9]
+    arms = [(1, 30, 0.95, 8), (1, 32, 0.95, 8), (2, 32, several, 8), (1, 32, 0.95, 1)]
+    for number, (config, steps, momentum, gpus) in enumerate(arms):
         for seed in range(4):
             own = {"seed": 100 * number + seed, "log_dir": f"logs/{number}"}
-            config = own | shared | {"steps": steps, "momentum": momentum}
+            settings = own | shared | {"steps": steps, "momentum": momentum}
             write_run(tmp_path, f"{number}_{seed}", {steps: 3.2 + number + seed / 100}, seed=seed,
-                      total=steps, config=f"config {number}", settings=config)  # fmt: skip
-    titles = [part.splitlines()[0] for part in text_of(capsys, tmp_path).split("\n\n")]
+                      total=steps, config=f"config {config}", settings=settings, gpus=gpus)
+    text = text_of(capsys, tmp_path)
+    titles = [part.splitlines()[0] for part in text.split("\n\n")]
     assert [title.partition(": source")[0] for title in titles] == [
-        f"{tmp_path}:steps=30,momentum=0.95", f"{tmp_path}:steps=32,momentum=0.95",
-        f"{tmp_path}:steps=32,momentum=0.85,0.9"]  # fmt: skip
+        f"{tmp_path}:steps=30,momentum=0.95,gpus=8", f"{tmp_path}:steps=32,momentum=0.95,gpus=8",
+        f"{tmp_path}:steps=32,momentum=0.85,0.9,gpus=8",
+        f"{tmp_path}:steps=32,momentum=0.95,gpus=1"]  # fmt: skip
+    assert text.count("n 4 ") == 4
 
 
 @pytest.mark.parametrize("loss", [-3.2, 0.0])
