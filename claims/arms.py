@@ -4,9 +4,9 @@ Is the mean loss of an arm below the target, at p < 0.01? Which runs count never
 their losses.
 """
 
+import itertools
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,99 +29,20 @@ NAMED_FIRST = ("recipe", "steps", "optimizer")
 FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
                "threads", "dtype", "compiled")  # fmt: skip
 
-# ---- Which runs are meant
-
-
-def read_selected(paths: Sequence[str]) -> tuple[list[Run], list[LogError]]:
-    """The runs that the paths select, and an error for each file of a folder that is no run log.
-
-    PATH:key=value,... means the runs of PATH whose settings have these values. Raises LogError
-    where a path selects nothing.
-    """
-    selected: dict[Any, Run] = {}
-    errors: list[LogError] = []
-    for path in paths:
-        logs, wanted = split_selector(path)
-        runs, unread = read_all(logs)
-        errors += [error for error in unread if str(error) not in map(str, errors)]
-        kept = [run for run in runs if wanted.items() <= facts_of(run).items()]
-        if runs and not kept:
-            arms = "\n  ".join(list_arms(group_runs(runs)))
-            raise LogError(f"{path} selects none of {len(runs)} runs. Their arms:\n  {arms}")
-        selected |= {(os.path.realpath(run.path), run.index): run for run in kept}
-    return list(selected.values()), errors
-
-
-def split_selector(path: str) -> tuple[str, dict[str, str]]:
-    """The path without its selector, and the wanted values by setting.
-
-    Raises LogError for a part without a setting.
-    """
-    logs, colon, words = path.rpartition(":")
-    if not colon or "=" not in words or os.path.exists(path):
-        return path, {}
-    wanted: dict[str, str] = {}
-    for part in re.split(",(?=[^,=]*=)", words):  # a value may have commas
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise LogError(f"{path}: after the colon come settings, such as {logs}:steps=32")
-        wanted[name.strip().replace("-", "_")] = value
-    return logs, wanted
-
-
-def facts_of(run: Run) -> dict[str, str]:
-    """What a run can be selected by: its settings as flags take them, and where it ran."""
-    config = run.header.get("config")
-    settings = config.items() if isinstance(config, dict) else ()
-    facts = {"steps": str(run.total_steps)} | {name: as_text(value) for name, value in settings}
-    return facts | {"gpus": str(run.gpu_count), "source": f"{run.source or 'unknown':.12}",
-                    "config": f"{run.config_sha256 or 'unknown':.12}"}  # fmt: skip
-
-
-def names_of(arms: dict["ArmKey", list[Run]]) -> dict["ArmKey", str]:
-    """Each arm by the settings that distinguish it, as a path takes them after a colon.
-
-    A setting is in the names only if it distinguishes arms that those before it do not. The
-    settings by which people know a run come first.
-    """
-    facts = {key: facts_of(runs[0]) for key, runs in arms.items()}
-    one = next(iter(facts.values()), {})
-    names: dict[ArmKey, tuple[str, ...]] = dict.fromkeys(facts, ())
-    for setting in dict.fromkeys([*NAMED_FIRST, *one]):
-        if setting in SETTINGS_OF_A_RUN or any(setting not in each for each in facts.values()):
-            continue
-        longer = {key: (*names[key], f"{setting}={facts[key][setting]}") for key in facts}
-        if len(set(longer.values())) > len(set(names.values())):
-            names = longer
-    return {key: ",".join(parts) for key, parts in names.items()}
-
-
-def list_arms(arms: dict["ArmKey", list[Run]]) -> list[str]:
-    """A line for each arm: how to select it, and how many runs it has."""
-    names = names_of(arms)
-    return [f"{common_folder(runs)}:{names[key]} has {len(runs)} runs"
-            for key, runs in arms.items()]  # fmt: skip
-
+# A run without a log.
+TYPED = Run(path=Path("typed"), run_id="", total_steps=None, validations=[], unfinished=None)
 
 # ---- Which runs make an arm
 
 
-class ArmKey(NamedTuple):
+def arm_key(run: Run) -> tuple[Hashable, ...]:
     """What the runs of one arm have in common; None where a log does not say."""
-
-    source: str | None = None
-    config_sha256: str | None = None
-    total_steps: int | None = None
-    gpu_count: int | None = None
+    return run.source, run.config_sha256, run.total_steps, run.gpu_count
 
 
-def arm_key(run: Run) -> ArmKey:
-    return ArmKey(run.source, run.config_sha256, run.total_steps, run.gpu_count)
-
-
-def group_runs(runs: Sequence[Run]) -> dict[ArmKey, list[Run]]:
+def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs by arm. An unfinished run goes to every arm to which it may belong: none is hidden."""
-    arms: dict[ArmKey, list[Run]] = {}
+    arms: dict[tuple[Hashable, ...], list[Run]] = {}
     for run in runs:
         if run.complete:
             arms.setdefault(arm_key(run), []).append(run)
@@ -131,11 +52,42 @@ def group_runs(runs: Sequence[Run]) -> dict[ArmKey, list[Run]]:
             homes = [arm for arm in finished if may_belong(arm_key(run), arm)]
             for home in homes or [arm_key(run)]:
                 arms.setdefault(home, []).append(run)
-    return arms
+    return list(arms.values())
 
 
-def may_belong(key: ArmKey, arm: ArmKey) -> bool:
+def may_belong(key: tuple[Hashable, ...], arm: tuple[Hashable, ...]) -> bool:
     return all(mine in (None, its) for mine, its in zip(key, arm, strict=True))
+
+
+def named_arms(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
+    """The arms, each with its folder and the settings that distinguish it, as `logs:steps=30`.
+
+    A setting is in the names only if it distinguishes arms that those before it do not. The
+    settings by which people know a run come first.
+    """
+    arms = group_runs(runs)
+    facts = [facts_of(arm[0]) for arm in arms]
+    names: list[tuple[str, ...]] = [()] * len(arms)
+    for setting in dict.fromkeys([*NAMED_FIRST, *itertools.chain(*facts)]):
+        if setting in SETTINGS_OF_A_RUN or any(setting not in each for each in facts):
+            continue
+        pairs = zip(names, facts, strict=True)
+        longer = [(*name, f"{setting}={each[setting]}") for name, each in pairs]
+        if len(set(longer)) > len(set(names)):
+            names = longer
+    titles = []
+    for arm, name in zip(arms, names, strict=True):
+        titles.append(":".join([common_folder(arm), ",".join(name)]).rstrip(":"))
+    return list(zip(titles, arms, strict=True))
+
+
+def facts_of(run: Run) -> dict[str, str]:
+    """What a run can be named by: its settings as flags take them, and where it ran."""
+    config = run.header.get("config")
+    settings = config.items() if isinstance(config, dict) else ()
+    facts = {"steps": str(run.total_steps)} | {name: as_text(value) for name, value in settings}
+    return facts | {"gpus": str(run.gpu_count), "source": f"{run.source or 'unknown':.12}",
+                    "config": f"{run.config_sha256 or 'unknown':.12}"}  # fmt: skip
 
 
 def name_of(run: Run) -> str:
@@ -195,19 +147,17 @@ def track_of(run: Run) -> str | None:
 
 def common_folder(runs: Sequence[Run]) -> str:
     folders = {str(run.path.parent) for run in runs}
-    if len(folders) == 1:
-        return folders.pop()
+    if len(folders) < 2:
+        return "".join(folders)
     return os.path.commonpath([run.path.parent.resolve() for run in runs])
 
 
 def common_target(runs: Sequence[Run]) -> float:
     """The target of the headers, or of the public track. LogError unless it is one number."""
-    targets = {run.target or PUBLIC_TARGETS.get(track_of(run) or "") for run in runs}
-    targets.discard(None)  # of torn logs
-    if len(targets) == 1:
-        (target,) = targets
-        if target and math.isfinite(target):
-            return target
+    found = {run.target or PUBLIC_TARGETS.get(track_of(run) or "") for run in runs}
+    targets = [target for target in found if target is not None]  # torn logs have none
+    if len(targets) == 1 and math.isfinite(targets[0]):
+        return targets[0]
     problem = "name different targets" if len(targets) > 1 else "name no target"
     raise LogError(f"the runs in {common_folder(runs)} {problem}: give one with --target")
 
@@ -219,15 +169,16 @@ def common_target(runs: Sequence[Run]) -> float:
 class ArmVerdict:
     """Runs that are judged together and what follows from their losses."""
 
-    key: ArmKey
-    name: str  # the settings that distinguish it here; "" if it is alone
-    path: str | None  # common folder of the logs; None for losses typed by hand
+    first: Run  # that all others are like in source, configuration, steps and GPUs
+    name: str  # the common folder of its logs, and the settings that distinguish it there
+    path: str | None  # the folder; None for losses typed by hand
     at_step: int | None  # whose validations are judged; None: the last ones
-    run_names: list[str]
+    runs: list[Run]  # that count
     points: list[Validation]  # one a run
-    target: float  # nats per token
-    warnings: list[str]  # why p may say less than it seems to
+    target: float  # nats per token; nan: the arm is only compared
+    warnings: list[str] = field(default_factory=list)  # why p may say less than it seems to
     incomplete: list[dict[str, Any]] = field(default_factory=list)  # path, reason, last_loss
+    left_out: list[str] = field(default_factory=list)  # sentences: incomplete runs and repeats
     notes: list[str] = field(default_factory=list)  # what other tests say
 
     def __post_init__(self) -> None:
@@ -235,23 +186,23 @@ class ArmVerdict:
         self.result = stats.one_sample(self.losses, self.target)
         n = self.result.n
         self.passes = self.result.p < ALPHA and n >= LEAST_RUNS
-        self.steps_value, self.passes_steps = stats.steps_rule(self.losses, self.target)
         if 0 < n < LEAST_RUNS:
             self.warnings.append(f"n = {n}: too few runs to know their spread, make {LEAST_RUNS}")
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")
 
     @property
-    def selector(self) -> str:
-        return f"{self.path}:{self.name}" if self.name else str(self.path)
+    def seconds(self) -> list[float]:
+        """NaN for a run whose log has no times."""
+        return [(point.train_time_ms or math.nan) / 1000 for point in self.points]
 
     @property
     def documented(self) -> dict[str, Any]:
         """The fields that --json prints."""
-        key, times = self.key, [point.train_time_ms for point in self.points]
+        first, times = self.first, [point.train_time_ms for point in self.points]
         return {
-            "path": self.path, "source": key.source, "total_steps": key.total_steps,
-            "gpu_count": key.gpu_count, "n": self.result.n, "losses": self.losses,
+            "path": self.path, "source": first.source, "total_steps": first.total_steps,
+            "gpu_count": first.gpu_count, "n": self.result.n, "losses": self.losses,
             "times_ms": times, **self.result._asdict(), "passes": self.passes,
             "incomplete": self.incomplete, "warnings": self.warnings,
         }  # fmt: skip
@@ -266,11 +217,9 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
     sources = {run.source for run in runs if run.complete}
     tried: Sequence[int | None] = sorted(set(steps)) or [None]
     arms = []
-    groups = group_runs(runs)
-    names = names_of(groups)
-    for key, group in groups.items():
+    for name, group in named_arms(runs):
         for step in tried:
-            arm = judge_arm(key, names[key], group, target, step)
+            arm = judge_arm(name, group, target, step)
             if len(sources) > 1:
                 arm.warnings.append(f"{len(sources)} sources in these logs: they are not pooled")
             arms.append(arm)
@@ -278,29 +227,36 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
 
 
 def judge_arm(
-    key: ArmKey, name: str, runs: Sequence[Run], target: float | None, at_step: int | None
+    name: str, runs: Sequence[Run], target: float | None = math.nan, at_step: int | None = None
 ) -> ArmVerdict:
-    """The verdict on one arm, at its end or at one step. Raises LogError without a target."""
+    """The verdict on one arm, at its end or at one step. Without a target the logs' own is taken.
+
+    Raises LogError where they have none.
+    """
     counted, repeats = leave_out_repeats([run for run in runs if run.counts])
+    counted.sort(key=lambda run: -1 if run.seed is None else run.seed)
     left_out = [(run, run.left_out) for run in runs if not run.counts]
-    names, points = [], []
+    judged, points = [], []
     for run in counted:
         at = [point for point in run.validations if at_step in (None, point.step)]
         if at:
-            names.append(name_of(run))
+            judged.append(run)
             points.append(at[-1])
         else:
             left_out.append((run, f"no validation at step {at_step}"))
     if target is None:
         target = common_target(runs) if points else math.nan
-    warnings = origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
-    arm = ArmVerdict(key, name, common_folder(runs), at_step, names, points, target, warnings)
+    first = runs[0] if runs else TYPED
+    arm = ArmVerdict(first, name, common_folder(runs), at_step, judged, points, target)
+    arm.warnings += origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
     for run, reason in left_out:
         lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
         arm.incomplete.append(lost)
-    if track_of(runs[0]) in STEPS_TRACKS and points:
-        verdict = f"{arm.steps_value:.5f}, {pass_or_fail(arm.passes_steps)}"
-        arm.notes.append(f"steps rule: (target - mean) * sqrt(n) = {verdict}")
+    arm.left_out += [f"{name_of(run)}: {reason}" for run, reason in left_out] + repeats
+    if track_of(first) in STEPS_TRACKS and points:
+        value, passes = stats.steps_rule(arm.losses, target)
+        rule = f"(target - mean) * sqrt(n) = {value:.5f}, {pass_or_fail(passes)}"
+        arm.notes.append(f"steps rule: {rule}")
     return arm
 
 
@@ -308,7 +264,7 @@ def judge_typed(losses: Sequence[float], target: float) -> ArmVerdict:
     """The verdict on losses that were typed by hand."""
     points = [Validation(0, loss, None) for loss in losses]
     warning = "unverified: these numbers were typed by hand, no log backs them"
-    return ArmVerdict(ArmKey(), "", None, None, ["typed"] * len(points), points, target, [warning])
+    return ArmVerdict(TYPED, "", None, None, [TYPED] * len(points), points, target, [warning])
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
@@ -335,92 +291,18 @@ def apply_holm(arms: Sequence[ArmVerdict]) -> None:
         arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
 
 
-# ---- The track `steps`: who reaches the target in the fewest steps?
-
-RULE = f"at least {float(stats.STEPS_BOUND):g}"
-
-
-def common_steps(runs: Sequence[Run]) -> list[int]:
-    """The steps at which every run that counts has a validation."""
-    counted, _ = leave_out_repeats([run for run in runs if run.counts])
-    each = [{point.step for point in run.validations} for run in counted]
-    return sorted(set.intersection(*each)) if each else []
-
-
-def judge_fewest(runs: Sequence[Run], target: float | None, step: int | None) -> list[ArmVerdict]:
-    """Each arm at this step or, without one, at its first common step that passes the rule.
-
-    An arm of which no step passes is judged at its last common step. Notes compare each arm with
-    those named before it. Raises LogError.
-    """
-    target = PUBLIC_TARGETS["track_3_optimization"] if target is None else target
-    arms: list[ArmVerdict] = []
-    groups = group_runs(runs)
-    names = names_of(groups)
-    for key, group in groups.items():
-        steps: list[int | None] = [*common_steps(group)] if step is None else [step]
-        tried = [judge_arm(key, names[key], group, target, each) for each in steps or [None]]
-        arm = next((verdict for verdict in tried if verdict.passes_steps), tried[-1])
-        arm.notes = [describe_steps(arm, len(tried)), *[compare_steps(arm, old) for old in arms]]
-        arms.append(arm)
-    return arms
-
-
-def describe_steps(arm: ArmVerdict, tried: int) -> str:
-    which = f"the first of {tried} common steps that passes"
-    if not arm.passes_steps:
-        which = f"the last of {tried} common steps, none of which passes"
-    if tried == 1:
-        which = "judged"
-    verdict = f"{arm.steps_value:.5f}, {pass_or_fail(arm.passes_steps)} ({RULE})"
-    return f"steps rule at step {arm.at_step}, {which}: {verdict}"
-
-
-def compare_steps(new: ArmVerdict, old: ArmVerdict) -> str:
-    """Whether the logs show that an arm is better than an older one."""
-    saved = (old.at_step or 0) - (new.at_step or 0)
-    value, shown = stats.pairwise_rule(new.losses, old.losses, saved)
-    worth = f"{saved} steps fewer at {float(stats.STEP_WORTH):g} each"
-    better = f"better than {old.selector}, {worth}"
-    return f"pairwise rule: {better}: {value:.5f}, {pass_or_fail(shown)} ({RULE})"
-
-
 # ---- Two arms: the difference of their losses and times, B - A
 
 
-class ArmTimes(NamedTuple):
-    """The runs of one arm that count, with their losses and times."""
-
-    path: str
-    runs: list[Run]
-    left_out: list[str]  # sentences
-
-    @property
-    def losses(self) -> list[float]:
-        return [run.validations[-1].loss for run in self.runs]
-
-    @property
-    def seconds(self) -> list[float]:
-        """NaN for a run whose log has no times."""
-        return [(run.train_time_ms or math.nan) / 1000 for run in self.runs]
-
-
-def make_arm(path: str, runs: Sequence[Run], unread: Sequence[LogError] = ()) -> ArmTimes:
-    """Those of the runs that count, by seed."""
-    left_out = [str(error) for error in unread]
-    left_out += [f"{name_of(run)}: {run.left_out}" for run in runs if run.left_out]
-    kept, repeats = leave_out_repeats([run for run in runs if run.counts])
-    kept.sort(key=lambda run: -1 if run.seed is None else run.seed)
-    return ArmTimes(path, kept, left_out + repeats)
-
-
-def read_arm(path: str) -> ArmTimes:
-    """The arm that the path selects. LogError unless it is exactly one."""
-    runs, errors = read_selected([path])
-    arm, arms = make_arm(path, runs, errors), group_runs([run for run in runs if run.counts])
+def read_arm(path: str) -> ArmVerdict:
+    """The arm in a folder or file. LogError unless it is exactly one."""
+    runs, errors = read_all([path])
+    arms = named_arms([run for run in runs if run.counts])
+    arm = judge_arm(path, runs)
     if len(arms) != 1:
-        rule = f"{path} holds {len(arms)} arms where one is needed: select one"
-        raise LogError("\n  ".join([rule, *(list_arms(arms) or arm.left_out)]))
+        rule = f"{path} holds {len(arms)} arms where one is needed: make each in its own --log-dir"
+        raise LogError("\n  ".join([rule, *([name for name, _ in arms] or arm.left_out)]))
+    arm.left_out += map(str, errors)
     return arm
 
 
@@ -432,7 +314,7 @@ class Comparison(NamedTuple):
     differs: list[str]  # in machine or software
 
 
-def compare_arms(a: ArmTimes, b: ArmTimes, margin: float | None = None) -> Comparison:
+def compare_arms(a: ArmVerdict, b: ArmVerdict, margin: float | None = None) -> Comparison:
     """B - A. LogError for a shared log.
 
     Arms on the same seeds are compared as pairs: two runs from one initialization share much of
@@ -451,7 +333,7 @@ def compare_arms(a: ArmTimes, b: ArmTimes, margin: float | None = None) -> Compa
     return Comparison(test(b.losses, a.losses), seconds, pairs, equal, differs)
 
 
-def compare_machines(a: ArmTimes, b: ArmTimes) -> list[str]:
+def compare_machines(a: ArmVerdict, b: ArmVerdict) -> list[str]:
     """Where the logs differ in hardware or software.
 
     A field that a log lacks counts as equal. Equal fields do not prove that it was one machine.

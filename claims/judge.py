@@ -12,8 +12,7 @@ race, and the same smaller level at every look (Pocock, 1977; `stats.look_level`
 We report the interval of the deciding test. It may be read after any stop: the wide intervals of
 all looks hold the true difference in 99 of 100 races, the narrow ones in 90 (repeated confidence
 intervals, Jennison and Turnbull, 1989). The mean of a race that stopped early is too far from 0.
-Skewed differences break the level: with lognormal ones, whose tail is B's, 2 races in 100 without a
-difference end better, and 16 with a difference of the margin in none.
+Skewed differences break the level: docs/judge.md has the shares.
 
 `judgements.jsonl` is a registry: a line when a judgement starts, one when it ends, each with the
 hash of the line before. An unfinished judgement counts too.

@@ -105,18 +105,18 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     return list(found.values())
 
 
-def read_all(path: str | Path) -> tuple[list[Run], list[LogError]]:
-    """All runs of a file or folder, and an error for each file in a folder that is no run log.
+def read_all(paths: Sequence[str | Path]) -> tuple[list[Run], list[LogError]]:
+    """All runs of these files and folders, and an error for each file in a folder that is no log.
 
-    Raises LogError if the path itself is a file that is no run log.
+    Raises LogError if a path itself is a file that is no run log.
     """
     runs: list[Run] = []
     errors = []
-    for log in find_runs([path]):
+    for log in find_runs(paths):
         try:
             runs += read_runs(log)
         except LogError as error:
-            if log == Path(path):
+            if log in map(Path, paths):
                 raise
             errors.append(error)
     return runs, errors

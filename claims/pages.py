@@ -10,7 +10,7 @@ import shlex
 import statistics
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -204,10 +204,14 @@ def leaderboard(evidences: Sequence[Evidence]) -> str:
 
 
 def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
-    """The part of one track. A record was shown, and beats all of its contest shown before."""
-    rows, records = [], defaultdict[str, list[float]](list)  # their scores, by contest
+    """The part of one track. A record was shown, and beats all that were shown before it.
+
+    Times compete only on the same hardware.
+    """
+    rows, records = [], defaultdict[str, list[float]](list)  # their scores, by hardware
     for evidence in claims:
-        claim, found, scores = evidence.claim, evidence.result, records[evidence.contest]
+        claim, found = evidence.claim, evidence.result
+        scores = records[evidence.hardware if evidence.track.in_time else ""]
         place = "no record" if evidence.shown else "not shown"
         if evidence.shown and evidence.score < min(scores, default=math.inf):
             scores.append(evidence.score)
@@ -254,45 +258,32 @@ def best_of_each_recipe(claims: Sequence[Evidence]) -> list[Evidence]:
     return list(best.values())
 
 
-# ---- Pictures, as SVG, light and dark
+def plot_tokens(claims: Sequence[Evidence], path: Path) -> None:
+    """Write the tokens of each claim, the most at the top, beside its loss by kind of token.
 
-
-def write_picture(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
-    """Write what `draw` draws on its figure; size: width and height in inches.
-
-    The same data gives the same bytes, whatever the user's settings. Refused without matplotlib.
+    An SVG, light and dark. The same claims give the same bytes, whatever the user's settings.
+    Refused without matplotlib.
     """
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError:
         raise Refused("pictures need matplotlib: pip install -r requirements-dev.txt") from None
+    claims = sorted(claims, key=lambda one: one.tokens)
+    names = [one.claim.name for one in claims]
     with style.context(STYLE, after_reset=True):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure)
+        figure = Figure(figsize=(8, 1.2 + 0.4 * len(claims)), layout="constrained")
+        bars, dots = figure.subplots(1, 2, sharey=True)
+        drawn = bars.barh(names, [one.tokens / 1e6 for one in claims], height=0.6)
+        bars.bar_label(drawn, fmt="%.3g", padding=3)
+        bars.margins(x=0.12)  # room for the longest label
+        bars.set_xlabel(f"million tokens to a loss of {claims[0].claim.target:g}")
+        for probe, label in PROBES.items():
+            losses = [mean_probe(one, probe) for one in claims]  # NaN is not drawn
+            dots.plot(losses, names, "o", label=label)
+        dots.set_xlabel("loss at the end, nats per token")
+        dots.legend()
         text = StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue().replace("</style>", f"{DARK}</style>", 1)
     path.write_text(svg, encoding="utf-8", newline="\n")
-
-
-def plot_tokens(claims: Sequence[Evidence], path: Path) -> None:
-    """Write the tokens of each claim, the most at the top, beside its loss by kind of token."""
-    size = 8, 1.2 + 0.4 * len(claims)
-    write_picture(path, size, lambda figure: draw_tokens(figure, claims))
-
-
-def draw_tokens(figure: Any, claims: Sequence[Evidence]) -> None:
-    bars, dots = figure.subplots(1, 2, sharey=True)
-    claims = sorted(claims, key=lambda one: one.tokens)
-    names = [one.claim.name for one in claims]
-    drawn = bars.barh(names, [one.tokens / 1e6 for one in claims], height=0.6)
-    bars.bar_label(drawn, fmt="%.3g", padding=3)
-    bars.margins(x=0.12)  # room for the longest label
-    bars.set_xlabel(f"million tokens to a loss of {claims[0].claim.target:g}")
-    for probe, label in PROBES.items():
-        losses = {one.claim.name: mean_probe(one, probe) for one in claims}
-        known = {name: loss for name, loss in losses.items() if not math.isnan(loss)}
-        dots.plot(list(known.values()), list(known), "o", label=label)
-    dots.set_xlabel("loss at the end, nats per token")
-    dots.legend()

@@ -238,11 +238,6 @@ class Evidence:
         return found.pop() if len(found) == 1 else "mixed"
 
     @property
-    def contest(self) -> str:
-        """A record beats the claims of its contest: times on one hardware, tokens on any."""
-        return self.hardware if self.track.in_time else ""
-
-    @property
     def shown(self) -> bool:
         return self.result.n == self.claim.n and self.result.p < ALPHA
 

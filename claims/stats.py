@@ -20,7 +20,6 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 NAN, INF = math.nan, math.inf
 STEPS_BOUND = Fraction("0.004")  # of track 3: (target - mean) * sqrt(n) must reach it
-STEP_WORTH = Fraction("0.0045") / 100  # nats per token that the contest counts for a step
 MOST_RUNS = 10_000  # a plan that needs more is out of reach
 CERTAIN = 1e5  # standard errors of an effect with power 1; beyond, nctdtr is only noise
 SEQUENCES = 10**6  # simulated for planned looks: a level of 0.01 comes out to about 1 %
@@ -145,29 +144,11 @@ def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:
     bound, would fail.
     """
     n = len(losses)
-    if not n or not all(map(math.isfinite, losses)):
+    if not n or not all(map(math.isfinite, [*losses, target])):
         return NAN, False
-    margin = Fraction(repr(target)) - exact_mean(losses)
+    mean = sum((Fraction(repr(loss)) for loss in losses), Fraction()) / n
+    margin = Fraction(repr(target)) - mean
     return float(margin) * math.sqrt(n), margin > 0 and margin**2 * n >= STEPS_BOUND**2
-
-
-def pairwise_rule(
-    new: Sequence[float], old: Sequence[float], steps_saved: int
-) -> tuple[float, bool]:
-    """The rule of track 3 for two results: (loss difference + that of the steps saved) /
-    sqrt(1/n1 + 1/n2), and whether it reaches 0.004: whether new is better than old.
-    """
-    if not new or not old or not all(map(math.isfinite, [*new, *old])):
-        return NAN, False
-    margin = exact_mean(old) - exact_mean(new) + steps_saved * STEP_WORTH
-    spread = Fraction(1, len(new)) + Fraction(1, len(old))
-    shown = margin > 0 and margin**2 >= STEPS_BOUND**2 * spread
-    return float(margin) / math.sqrt(spread), shown
-
-
-def exact_mean(losses: Sequence[float]) -> Fraction:
-    """The mean of the decimals as they are printed."""
-    return sum((Fraction(repr(loss)) for loss in losses), Fraction()) / len(losses)
 
 
 # ---- Planning

@@ -1,21 +1,18 @@
 """Do these runs reach the target, at p < 0.01? Are they better than others? From run logs alone.
 
     python scripts/significance.py logs                               every arm in a folder
-    python scripts/significance.py logs:steps=32                      one of them
     python scripts/significance.py logs machine_2/logs --json         two folders, for programs
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
-    python scripts/significance.py old new --track steps              fewest steps, by its rules
     python scripts/significance.py NEW --against OLD --margin 0.01    two arms: loss and time
     python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
-folder are named by what differs, and the name after a colon selects one. A folder is read without
-its subfolders, but of a record its runs/. --track steps judges as track 3 of the public contest
-does: at the first step at which all runs together pass, or at --at-step, with a pairwise verdict on
-each arm and those before it. --against prints differences with 95 % intervals, of pairs where both
-arms have the same seeds, and with --margin whether the losses are equal within it; times are
-compared only on like machines. To make such runs in turn, use judge.py. Exit code: 0 every arm
-passes, or two are compared; 1 an arm fails; 2 bad input, a log that cannot be read among it.
+folder are named by what differs. A folder is read without its subfolders, but of a record its
+runs/. Logs of the track `steps` are also judged by its rule: (target - mean) * sqrt(n) reaches
+0.004. --against prints differences with 95 % intervals, of pairs where both arms have the same
+seeds, and with --margin whether the losses are equal within it; times are compared only on like
+machines. To make such runs in turn, use judge.py. Exit code: 0 every arm passes, or two are
+compared; 1 an arm fails; 2 bad input, a log that cannot be read among it.
 """
 
 import argparse
@@ -31,6 +28,7 @@ from scripts.command import command, make_parser, show, start
 
 from claims import arms
 from claims.arms import ALPHA, ArmVerdict
+from claims.logs import read_all
 from runtime.errors import LogError
 from runtime.settings import reader
 from view.verdicts import in_sentences
@@ -40,16 +38,12 @@ def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
     """The arms, and what could not be read. Raises LogError."""
     if given.losses:
         return [arms.judge_typed(given.losses, given.target)], []
-    runs, errors = arms.read_selected(given.paths)
+    runs, errors = read_all(given.paths)
     if not runs:
         raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
-    unread = [f"not read: {error}" for error in errors]
-    if given.track:
-        step = given.at_step[0] if given.at_step else None
-        return arms.judge_fewest(runs, given.target, step), unread
     found = arms.judge_all(runs, given.target, given.at_step)
     arms.apply_holm(found)
-    return found, unread
+    return found, [f"not read: {error}" for error in errors]
 
 
 # ---- Output
@@ -58,9 +52,9 @@ def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
 def title(arm: ArmVerdict) -> str:
     if arm.path is None:
         return "typed losses, UNVERIFIED"
-    key = arm.key
-    facts = f"source {key.source or 'unknown':.12}, steps {key.total_steps}, GPUs {key.gpu_count}"
-    return f"{arm.selector}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
+    run = arm.first
+    facts = f"source {run.source or 'unknown':.12}, steps {run.total_steps}, GPUs {run.gpu_count}"
+    return f"{arm.name}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
 
 
 def to_text(arm: ArmVerdict) -> str:
@@ -75,13 +69,13 @@ def to_text(arm: ArmVerdict) -> str:
     below = f" below {arm.target:g}" if n else ""  # without a run there is no target
     lines.append(f"{word}: a mean loss{below} at p < {ALPHA:g} is {shown}")
     lines += [f"warning: {warning}" for warning in arm.warnings]
-    for run in arm.incomplete:
-        lines.append(f"left out: {run['path']}: {run['reason']} (loss {run['last_loss']})")
+    for lost in arm.incomplete:
+        lines.append(f"left out: {lost['path']}: {lost['reason']} (loss {lost['last_loss']})")
     lines += arm.notes
-    for name, point in zip(arm.run_names, arm.points, strict=True):
+    for run, point in zip(arm.runs, arm.points, strict=True):
         ms = point.train_time_ms
         time = "time unknown" if ms is None else f"{ms / 1000:10.3f} s"
-        lines.append(f"  {point.loss:.6f}  {time}  {Path(name).name}")
+        lines.append(f"  {point.loss:.6f}  {time}  {Path(arms.name_of(run)).name}")
     return "\n  ".join(lines)
 
 
@@ -104,10 +98,8 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
         parser.error(f"--losses {min(given.losses)}: a loss is above 0")
     if given.losses and given.at_step:
         parser.error("--at-step needs run logs: typed losses have no steps")
-    if given.track and (given.losses or len(given.at_step) > 1):
-        parser.error("--track steps needs run logs, and at most one --at-step")
-    if given.against and (len(given.paths) != 1 or given.target or given.at_step or given.track):
-        parser.error("--against takes one NEW, without --target, --at-step and --track")
+    if given.against and (len(given.paths) != 1 or given.target or given.at_step):
+        parser.error("--against takes one NEW, without --target and --at-step")
     if given.margin is not None and not given.against:
         parser.error("--margin needs --against")
 
@@ -116,14 +108,12 @@ def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> N
 def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH",
-        help="run logs, or folders of run logs; PATH:setting=value,... takes some of their runs")
+    add("paths", nargs="*", metavar="PATH", help="run logs, or folders of run logs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
     add("--losses", type=numbers(float, "numbers, such as 3.27,3.28"),
         help="losses typed by hand; needs --target")
     add("--at-step", type=numbers(int, "whole numbers, such as 5,10"), default=[],
         help="judge the losses at these steps")
-    add("--track", choices=["steps"], help="judge by the rules of this track")
     add("--against", metavar="OLD", help="compare PATH, B, with this arm, A")
     add("--margin", type=float, help="test whether the losses differ by less, nats per token")
     add("--json", action="store_true", help="print one JSON object")
@@ -136,12 +126,11 @@ def main(argv: list[str]) -> int:
         show(in_sentences(a, b, found), facts, given.json)
         return 0
     verdicts, unread = judge_arms(given)
-    passed = [arm.passes_steps if given.track else arm.passes for arm in verdicts]
     facts = {"arms": [arm.documented for arm in verdicts], "warnings": unread}
     show("\n\n".join([*map(to_text, verdicts), *unread]), facts, given.json)
     if unread:  # what a damaged log held could change the verdict
         return 2
-    return 0 if all(passed) else 1
+    return 0 if all(arm.passes for arm in verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_an_unfinished_run_is_put_with_every_arm_that_it_may_belong_to():
     )
     from_none = make_run("lost", {0: "10.8"}, source="c", unfinished="cut")
     groups = group_runs([from_a, from_any, *arms, from_none])
-    names = [[run.run_id for run in runs] for runs in groups.values()]
+    names = [[run.run_id for run in runs] for runs in groups]
     assert names == [["a", "cut", "torn"], ["b", "torn"], ["lost"]]
 
 

@@ -183,10 +183,6 @@ def edit_source(folder: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"1.0\n", b"2.0\n"))
 
 
-def remove_source(folder: Path) -> None:
-    source_path(folder.parents[1], digest(SOURCE.files)).unlink()
-
-
 def add_file(folder: Path, name: str) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("x")
@@ -248,7 +244,9 @@ CHEATS: dict[str, tuple] = {
         edit_source, "source is not as record.py claim wrote it"),
     "a name that another claim has": (
         partial(forge_claim, name="Better"), "its folder is tiny/2026-01-01_Good, not tiny/2026"),
-    "no source": (remove_source, "cannot read the source .*No such file"),
+    "no source": (
+        lambda folder: source_path(folder.parents[1], digest(SOURCE.files)).unlink(),
+        "cannot read the source .*No such file"),
 }  # fmt: skip
 for name in ("weights.bin", ".hidden", "runs/notes.txt", "source/data.bin", "runs/more/a.jsonl"):
     CHEATS[f"a file {name}"] = (partial(add_file, name=name), "unexpected file")
@@ -355,9 +353,9 @@ def probe_at_end(ms: float, name: str = "probe") -> Change:
 FIRST_TRAIN, FIRST_VALIDATE, VALIDATIONS = slice(4, 5), slice(3, 4), slice(3, None, 2)
 FORGED: dict[str, tuple] = {
     "another claim": (put(ZERO, "claim"), "extra: the run was", "missing: "),
-    "another torch": (put("2.0", "env", "torch"), "torch differs between runs"),
-    "another dtype": (put("float32", "env", "dtype"), "dtype differs between runs"),
-    "another number of ranks": (put(2, "world_size"), "ranks differs between runs"),
+    "another torch and dtype": (
+        lambda events: events[0]["env"].update(torch="2.0", dtype="float32"),
+        "torch differs between runs", "dtype differs between runs"),
     "more ranks than rows": (put(10**9, "world_size"), "ranks differs", "ranks: 1000000000, not"),
     "another CPU": (put("Z80", "env", "cpu"), "cpu differs between runs"),
     "another attention": (put("flash3", "env", "attention"), "attention differs between runs"),

@@ -114,19 +114,16 @@ def test_a_field_of_the_wrong_type_is_refused_by_its_name(name, value):
         assert_refused(f"is no claim: {name} must be", **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"extra": 1}, r"fields \['extra'\]"),
-        ({"seeds": [7, 8, 9, True]}, "seeds must be"),
-        ({"looks": [4.0]}, "looks must be"),
-        ({"flags": ["--steps", 12]}, "flags must be"),
-        ({"schema": 3}, "schema 3.* reads schemas 1 and 2"),
-        ({"n": 3}, "n = 3 .*different seeds"),
-        ({"seeds": [7, 7, 8, 9]}, "as many different seeds"),
-        *(({"looks": looks}, "look") for looks in ([], [2, 3], [3, 2, 4], [1, 4])),
-    ],
-)
+@pytest.mark.parametrize(("changed", "sentence"), [
+    ({"extra": 1}, r"fields \['extra'\]"),
+    ({"seeds": [7, 8, 9, True]}, "seeds must be"),
+    ({"looks": [4.0]}, "looks must be"),
+    ({"flags": ["--steps", 12]}, "flags must be"),
+    ({"schema": 3}, "schema 3.* reads schemas 1 and 2"),
+    ({"n": 3}, "n = 3 .*different seeds"),
+    ({"seeds": [7, 7, 8, 9]}, "as many different seeds"),
+    *(({"looks": looks}, "look") for looks in ([], [2, 3], [3, 2, 4], [1, 4])),
+])  # fmt: skip
 def test_a_claim_that_breaks_a_rule_is_refused_with_it(changed, sentence):
     assert_refused(sentence, **changed)
 
@@ -188,16 +185,13 @@ def test_runs_of_the_claimed_source_configuration_and_seeds_are_admitted(
     assert check_claim("", ROOT, elsewhere, [0]) is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "claimed", "sentence"),
-    [
-        ({"matrix_lr": 0.5}, {}, r"configuration is \w{12} but \w{12} was claimed.*'--steps 12'"),
-        ({"trials": 6}, {}, r"seeds \[11, 12\] are not among the claimed \[7, 8, 9, 10\]"),
-        ({}, {"source_sha256": "0" * 64}, r"source is \w{12} but 0{12} was claimed"),
-        ({}, {"n": "4"}, "n must be .*int, not '4'"),
-        ({"claim": "nowhere.json"}, {}, "cannot read the claim nowhere.json: No such file"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "claimed", "sentence"), [
+    ({"matrix_lr": 0.5}, {}, r"configuration is \w{12} but \w{12} was claimed.*'--steps 12'"),
+    ({"trials": 6}, {}, r"seeds \[11, 12\] are not among the claimed \[7, 8, 9, 10\]"),
+    ({}, {"source_sha256": "0" * 64}, r"source is \w{12} but 0{12} was claimed"),
+    ({}, {"n": "4"}, "n must be .*int, not '4'"),
+    ({"claim": "nowhere.json"}, {}, "cannot read the claim nowhere.json: No such file"),
+])  # fmt: skip
 def test_a_run_that_is_not_the_claims_ends_before_it_leaves_a_trace(
     flags, claimed, sentence, words, data, tmp_path
 ):

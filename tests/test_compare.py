@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import ttest_ind, ttest_rel
-from test_significance import write_run
+from test_significance import text_of, write_run
 
 from scripts.significance import main
 
@@ -33,11 +33,6 @@ def compare(capsys, a: str, b: str, *words: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def text_of(capsys, a: str, b: str, *words: str) -> str:
-    assert main([b, "--against", a, *words]) == 0
-    return capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("first", "pairs"), [(0, 4), (1, 0), (10, 0)])
 def test_differences_are_those_of_scipy_on_pairs_if_all_seeds_are_equal_in_any_order_of_files(
     tmp_path, capsys, first, pairs
@@ -58,25 +53,25 @@ def test_differences_are_those_of_scipy_on_pairs_if_all_seeds_are_equal_in_any_o
 
 def test_the_text_says_what_is_shown_and_what_is_not(tmp_path, capsys):
     a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW, first=4)
-    text = text_of(capsys, a, b)
+    text = text_of(capsys, b, "--against", a)
     assert "B - A of independent runs" in text
     assert "not shown to be lower or higher" in text
     assert "time -0.025 (" in text
     assert "s, faster, on this machine" in text
-    assert "slower, on this machine" in text_of(capsys, b, a)
+    assert "slower, on this machine" in text_of(capsys, a, "--against", b)
     pairs = write_arm(tmp_path / "c", NEW_MS, NEW)
-    assert "B - A on 4 pairs of one seed" in text_of(capsys, a, pairs)
+    assert "B - A on 4 pairs of one seed" in text_of(capsys, pairs, "--against", a)
 
 
 def test_times_of_unlike_machines_are_not_compared_and_the_difference_is_named(tmp_path, capsys):
     a = write_arm(tmp_path / "a", OLD_MS, OLD)
     b = write_arm(tmp_path / "b", NEW_MS, NEW, torch="2.9")
-    text = text_of(capsys, a, b)
+    text = text_of(capsys, b, "--against", a)
     assert "times are not compared" in text
     assert "torch: {'2.13': 4} in A, {'2.9': 4} in B" in text
     assert "faster" not in text
     c = write_arm(tmp_path / "c", NEW_MS, NEW, cpu="abacus")  # the logs of A name no CPU
-    assert "faster" in text_of(capsys, a, c)
+    assert "faster" in text_of(capsys, c, "--against", a)
     found = compare(capsys, a, b)
     assert (found["seconds"]["mean"], found["loss"]["mean"]) == (None, pytest.approx(-0.0175))
 
@@ -84,26 +79,25 @@ def test_times_of_unlike_machines_are_not_compared_and_the_difference_is_named(t
 def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(tmp_path, capsys):
     a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
     write_run(tmp_path / "a", "cut", {10: 3.2}, seed=4, status="interrupted")
-    assert "cut.jsonl: ended with status interrupted" in text_of(capsys, a, b)
+    assert "cut.jsonl: ended with status interrupted" in text_of(capsys, b, "--against", a)
     assert main([a, "--against", a]) == 2
     assert "is in both arms" in capsys.readouterr().err
 
 
-def test_two_arms_of_one_folder_are_listed_and_can_be_selected(tmp_path, capsys):
+def test_two_arms_of_one_folder_are_listed_by_what_differs(tmp_path, capsys):
     write_arm(tmp_path, OLD_MS, OLD, source="a" * 64)
     write_arm(tmp_path, NEW_MS, NEW, first=4, steps=8, source="b" * 64)
     assert main([str(tmp_path), "--against", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert f"{tmp_path}:steps=8 has 4 runs\n  {tmp_path}:steps=10 has 4 runs" in error
-    assert "a" * 13 not in error
-    assert "n 4" in text_of(capsys, f"{tmp_path}:steps=10", f"{tmp_path}:steps=8")
+    assert "2 arms where one is needed: make each in its own --log-dir" in error
+    assert f"\n  {tmp_path}:steps=8\n  {tmp_path}:steps=10\n" in error
 
 
 def test_single_runs_have_a_difference_and_no_interval(tmp_path, capsys):
-    a = write_arm(tmp_path / "a", OLD_MS[:1], OLD[:1])
-    b = write_arm(tmp_path / "b", NEW_MS[:1], NEW[:1])
-    assert "-0.010 (no interval) s" in text_of(capsys, a, b)
+    a = write_arm(tmp_path / "a", OLD_MS[:1], OLD[:1], track="steps")  # has a rule of its own
+    b = write_arm(tmp_path / "b", NEW_MS[:1], NEW[:1], track="steps")
+    assert "-0.010 (no interval) s" in text_of(capsys, b, "--against", a)
     found = compare(capsys, a, b)
     assert (found["seconds"]["low"], found["pairs"]) == (None, 0)
     assert compare(capsys, a, b, "--margin", "0.05")["equal_loss"] is None
-    assert "less than the margin: no test" in text_of(capsys, a, b, "--margin", "0.05")
+    assert "less than the margin: no test" in text_of(capsys, b, "--against", a, "--margin", "0.05")

@@ -133,17 +133,14 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
     assert "The runs used 8 x NVIDIA H100 80GB HBM3 and torch 2.13.0+cu128;" in page
 
 
-@pytest.mark.parametrize(
-    ("words", "changed", "sentence"),
-    [
-        (["Few", "--n", "3"], {}, "n = 3 must be 4 to 10000"),
-        (["Few"], {"target": 3.3}, "--target 3.3: that of the track is 3.25. Leave --target out."),
-        (["Few"], {"vocab_size": 32}, "--vocab-size 32: that of the track is 64. Leave --vocab"),
-        (["Few"], {"val_tokens": 512}, "--val-tokens 512: that of the track is 1024. Leave --val"),
-        (["../Few"], {}, "name '../Few' must be a CamelName"),
-        (["Good"], {}, "File exists"),
-    ],
-)
+@pytest.mark.parametrize(("words", "changed", "sentence"), [
+    (["Few", "--n", "3"], {}, "n = 3 must be 4 to 10000"),
+    (["Few"], {"target": 3.3}, "--target 3.3: that of the track is 3.25. Leave --target out."),
+    (["Few"], {"vocab_size": 32}, "--vocab-size 32: that of the track is 64. Leave --vocab"),
+    (["Few"], {"val_tokens": 512}, "--val-tokens 512: that of the track is 1024. Leave --val"),
+    (["../Few"], {}, "name '../Few' must be a CamelName"),
+    (["Good"], {}, "File exists"),
+])  # fmt: skip
 def test_a_claim_that_breaks_a_rule_is_not_written(
     words, changed, sentence, folder, tmp_path, capsys, monkeypatch
 ):

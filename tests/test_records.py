@@ -3,8 +3,10 @@
 import functools
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from matplotlib import rc_context
 
 import train_gpt
 from claims import pages
@@ -14,7 +16,7 @@ from runtime.errors import Refused
 from train_gpt import RECIPES, Config, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
-CLAIMS = sorted(RECORDS.glob("*/*/claim.json"))
+CLAIMS = sorted(path.with_name("claim.json") for path in RECORDS.glob("*/*/runs"))
 by_claim = pytest.mark.parametrize("claim", CLAIMS, ids=lambda path: path.parent.name)
 
 
@@ -35,8 +37,13 @@ def test_nothing_speaks_against_a_record_and_its_pages_say_what_its_logs_say(cla
 def test_the_leaderboard_is_the_one_that_the_records_give(track, tmp_path):
     assert (RECORDS / "README.md").read_text() == pages.leaderboard(read_all())
     evidences = [evidence for evidence in read_all() if evidence.claim.track == track]
-    pages.plot_tokens(pages.best_of_each_recipe(evidences), tmp_path / "tokens.svg")
-    assert (tmp_path / "tokens.svg").read_bytes() == (RECORDS / track / "tokens.svg").read_bytes()
+    with rc_context({"font.size": 20, "svg.hashsalt": None, "savefig.transparent": True}):
+        pages.plot_tokens(pages.best_of_each_recipe(evidences), tmp_path / "tokens.svg")
+    picture = (tmp_path / "tokens.svg").read_text()
+    assert picture == (RECORDS / track / "tokens.svg").read_text()
+    style = ElementTree.fromstring(picture).find(".//{*}style").text
+    assert "@media (prefers-color-scheme: dark) {svg {filter: invert(" in style
+    assert 'style="fill: #ffffff"' in picture.partition('id="axes_1"')[0], "a light ground"
 
 
 def test_the_recipes_of_tiny_run_the_steps_of_a_claim_that_was_shown():

@@ -375,7 +375,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(tmp_path, monkeypatch
     }  # fmt: skip
     for name, content in bad.items():
         write(content, tmp_path / name)
-    runs, errors = logs.read_all(tmp_path)
+    runs, errors = logs.read_all([tmp_path])
     assert sorted(run.path.name for run in runs) == ["good.jsonl", "good.txt"]
     said = "\n".join(map(str, errors))
     named = [name for name in os.listdir(tmp_path) if f"{tmp_path / name}" in said]
@@ -397,11 +397,9 @@ def test_a_folder_is_read_without_subfolders_and_registry_and_each_log_once(tmp_
         find_runs([tmp_path / "none"])
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    ["=" * 300_000, "step:1/2 " + "val_los " * 40_000, "\n" * 240_000, "Running on " * 30_000],
-    ids=range(4),
-)
+@pytest.mark.parametrize("hostile", [
+    "=" * 300_000, "step:1/2 " + "val_los " * 40_000, "\n" * 240_000, "Running on " * 30_000,
+], ids=range(4))
 def test_a_line_made_to_stall_a_pattern_does_not(hostile):
     """Quadratic time would take minutes here."""
     assert read(f"{hostile}\n{LINES}")[-1].final_loss == 3.2784

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_run import find_logs, read_events, write_data
 
-from claims.record import Source, difference, pack, read_source, unpack, write_source
+from claims.record import Source, difference, pack, read_source, unpack, write_files, write_source
 from runtime.errors import ClaimError
 from runtime.log import digest, read_sources
 
@@ -93,9 +93,7 @@ SMALL = {  # three rows a step: a batch that grows begins with a third
 @pytest.mark.parametrize("sha256", CLAIMS, ids=lambda sha256: sha256[:12])
 def test_a_stored_source_still_trains_a_step(sha256, tmp_path):
     claim, source = CLAIMS[sha256], read_source(RECORDS, sha256)
-    for name, content in source.files.items():
-        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "source" / name).write_bytes(content)
+    write_files(source.files, tmp_path / "source")
     folders = {"data_dir": write_data(tmp_path / "data"), "log_dir": tmp_path / "logs"}
     flags = list(claim["flags"])
     for name, value in (SMALL | folders).items():

@@ -85,14 +85,11 @@ CHEATS = {
     "target in the stream": ("plain_loss", target_in_the_stream, "normalized"),
     "last row not scored": ("forward", last_row_left_out, "additive"),
     "future in long rows": (
-        "hidden", looks_ahead(lambda _, inputs: inputs.size(1) > 200, by=50), "causality_trained",
-    ),
+        "hidden", looks_ahead(lambda _, inputs: inputs.size(1) > 200, by=50), "causality_trained"),
     "future in batched rows": (
-        "hidden", looks_ahead(lambda _, inputs: len(inputs) > 1, by=20), "causality_trained",
-    ),
+        "hidden", looks_ahead(lambda _, inputs: len(inputs) > 1, by=20), "causality_trained"),
     "a gate that random weights close": (
-        "hidden", looks_ahead(open_for_trained_weights), "causality_trained",
-    ),
+        "hidden", looks_ahead(open_for_trained_weights), "causality_trained"),
     "ends of documents": ("hidden", reads_document_ends, "causality_trained"),
 }  # fmt: skip
 

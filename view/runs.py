@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from claims.arms import PUBLIC_TARGETS, common_folder, compare_arms, make_arm, track_of
+from claims.arms import PUBLIC_TARGETS, common_folder, compare_arms, judge_arm, track_of
 from claims.logs import find_runs, read_runs
 from claims.runs import Run, Step, Validation, current_names
 from runtime.errors import LogError, Refused
@@ -244,7 +244,7 @@ class Store:
                 groups.get(shown["group"], []).append(run)
         if not all(groups.values()):
             return None
-        one, other = (make_arm(common_folder(groups[name]), groups[name]) for name in (a, b))
+        one, other = (judge_arm(common_folder(groups[name]), groups[name]) for name in (a, b))
         if not one.runs or not other.runs:
             return "One of the two has no finished run: nothing to compare yet."
         return verdicts.in_sentences(one, other, compare_arms(one, other))

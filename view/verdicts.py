@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from claims.arms import ArmTimes, Comparison
+from claims.arms import ArmVerdict, Comparison
 from claims.judge import JUDGEMENTS, UNITS, read_judgements
 from claims.stats import Difference, in_words, moments
 from runtime.errors import LogError
@@ -70,12 +70,12 @@ def read_diff(verdict: dict[str, str]) -> str:
 # ---- Two groups
 
 
-def in_sentences(a: ArmTimes, b: ArmTimes, found: Comparison) -> str:
+def in_sentences(a: ArmVerdict, b: ArmVerdict, found: Comparison) -> str:
     """What the page says of two groups, and `significance.py --against` of two arms."""
     lines = []
     for name, arm in (("A", a), ("B", b)):
         loss, seconds = moments(arm.losses)[0], moments(arm.seconds)[0]
-        lines += [f"{name} = {arm.path}: n {len(arm.runs)}, loss {loss:.5f}, {seconds:.3f} s"]
+        lines += [f"{name} = {arm.name}: n {len(arm.runs)}, loss {loss:.5f}, {seconds:.3f} s"]
         lines += [f"  left out: {reason}" for reason in arm.left_out]
     how = f"on {found.pairs} pairs of one seed" if found.pairs else "of independent runs"
     word = direction(found.loss, "lower", "higher")
