@@ -38,6 +38,7 @@ def muon_step(
     lr_mul: float = 1.0,
     wd_mul: float = 1.0,
     beta2: float | None = None,
+    cautious: bool = False,
 ) -> Tensor:
     """One step of Muon or, with beta2, of NorMuon, for one weight (rows, cols)."""
     weight, grad = weight.double(), grad.double()
@@ -62,7 +63,15 @@ def muon_step(
 
     scales = {"spectral": max(1, rows / cols) ** 0.5, "rms": 0.2 * max(rows, cols) ** 0.5}
     step = lr * lr_mul * scales[scale] * direction
-    return weight * (1 - lr * weight_decay * wd_mul) - step
+    return descend(weight, step, lr * weight_decay * wd_mul, cautious)
+
+
+def descend(weight: Tensor, step: Tensor, decay: float, cautious: bool) -> Tensor:
+    """Decay, if cautious only where it has the sign of the step, and take the step."""
+    decayed = weight * (1 - decay)
+    if cautious:
+        decayed = torch.where(weight * step > 0, decayed, weight)
+    return decayed - step
 
 
 def normalize_variance(
@@ -86,6 +95,7 @@ def adam_step(
     weight_decay: float = 0.0,
     lr_mul: float = 1.0,
     wd_mul: float = 1.0,
+    cautious: bool = False,
 ) -> Tensor:
     """One step of Adam with decoupled decay, for a weight of any shape."""
     weight, grad = weight.double(), grad.double()
@@ -95,4 +105,4 @@ def adam_step(
     v = beta2 * state.get("exp_avg_sq", torch.zeros_like(grad)) + (1 - beta2) * grad**2
     state.update(step=torch.tensor(t), exp_avg=m, exp_avg_sq=v)
     rate = lr * lr_mul * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
-    return weight * (1 - lr * weight_decay * wd_mul) - rate * m / (v.sqrt() + eps)
+    return descend(weight, rate * m / (v.sqrt() + eps), lr * weight_decay * wd_mul, cautious)

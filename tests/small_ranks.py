@@ -40,11 +40,15 @@ class Left(NamedTuple):
     err: str
 
 
-def record(test_file: str) -> dict[str, list[Left]]:
-    """What the ranks of each scenario left, in the order in which they were started."""
+def record(test_file: str, *words: object) -> dict[str, list[Left]]:
+    """What the ranks of each scenario left, in the order in which they were started.
+
+    words: of the command line that runs the file.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch asks name servers
-    command, limit = [sys.executable, test_file], 20 * PATIENCE  # each scenario has its own
+    command = [sys.executable, test_file, *map(str, words)]
+    limit = 20 * PATIENCE  # each scenario has its own
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=environment)
     assert done.returncode == 0, done.stderr
     return {name: [Left(*each) for each in left] for name, left in json.loads(done.stdout).items()}
@@ -53,11 +57,8 @@ def record(test_file: str) -> dict[str, list[Left]]:
 def play(scenarios: dict[str, Scenario], in_turn: bool = False) -> None:
     """Run all scenarios, at once unless `in_turn`, and print what they left as JSON."""
     left: dict[str, list[Left]] = {}
-    if in_turn:
-        for key, scenario in scenarios.items():
-            left |= play_at_once({key: scenario})
-    else:
-        left = play_at_once(scenarios)
+    for group in [{key: each} for key, each in scenarios.items()] if in_turn else [scenarios]:
+        left |= play_at_once(group)
     print(json.dumps(left))
 
 

@@ -37,7 +37,7 @@ PAGES = [*WRITTEN, *sorted(ROOT.glob("records/*/README.md")), ROOT / "records" /
 FOREIGN = {"git", "cd", "source", "cmp", "grep", "tail", "ruff", "mypy", "bash", "pip", "mkdocs"}
 FOREIGN |= {"hf", "lm_eval"}
 # Pages whose python blocks need more than the trainer: tests of their own run them, step.md's and
-# use_the_model.md's below, those of optimizers.md in test_optim_ranks.py, the first of export.md in
+# use_the_model.md's below, that of optimizers.md in test_optim.py, the first of export.md in
 # test_export.py. Its second needs a hub.
 TESTED_ALONE = ("step.md", "export.md", "optimizers.md", "use_the_model.md")
 

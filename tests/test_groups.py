@@ -1,11 +1,11 @@
-"""groups_for on models of others, made here by hand."""
+"""Which optimizer steps a parameter: by a rule, on models made here by hand, or by a table."""
 
 import pytest
 import torch
 from test_optim import give_gradients
 from torch import nn
 
-from optim import AdamW, NorMuon, Row, group_table, groups_for
+from optim import AdamW, NorMuon, Row, build_optimizers, group_table, groups_for
 
 
 class Conv1D(nn.Module):
@@ -37,35 +37,14 @@ def gpt2():
     return model
 
 
-def llama(tied=True):
-    """Grouped queries, and no bias."""
-    layers = [
-        block(
-            input_layernorm=nn.RMSNorm(8),
-            self_attn=block(
-                q_proj=nn.Linear(8, 8, bias=False),
-                k_proj=nn.Linear(8, 2, bias=False),
-                o_proj=nn.Linear(8, 8, bias=False),
-            ),
-            mlp=block(gate_proj=nn.Linear(8, 20, bias=False), output=nn.Linear(20, 8, bias=False)),
-        )
-        for _ in range(2)
-    ]
-    trunk = {"embed_tokens": nn.Embedding(40, 8), "layers": nn.ModuleList(layers)}
-    model = block(**trunk, norm=nn.RMSNorm(8))
-    model["unnamed"] = nn.Linear(8, 40, bias=False)
-    if tied:
-        model["unnamed"].weight = model["embed_tokens"].weight
-    return model
-
-
 def mixture():
-    """Stacked weights (E, rows, cols) and their biases (E, rows)."""
+    """Stacked weights (E, rows, cols) and their biases (E, rows); a layer named as a head is."""
     experts = nn.Module()
     experts.gate_up_proj = nn.Parameter(torch.randn(4, 12, 8))
     experts.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 12))
     experts.down_proj = nn.Parameter(torch.randn(4, 8, 6))
-    layers = nn.ModuleList([block(router=nn.Linear(8, 4), experts=experts)])
+    output = nn.Linear(6, 8, bias=False)
+    layers = nn.ModuleList([block(router=nn.Linear(8, 4), experts=experts, output=output)])
     return block(embed=nn.Embedding(30, 8), layers=layers, head=nn.Linear(8, 30))
 
 
@@ -91,16 +70,11 @@ adamw embedding                             1 x (16, 8) transformer.wpe.weight
 adamw norm, bias or vector                  2 x (8,) transformer.h.*.ln_1.weight
 muon  hidden matrix (in, out)               2 x (8, 24) transformer.h.*.attn.c_attn.weight
 """,
-    llama: """
-adamw embedding, tied to unnamed.weight     1 x (40, 8) embed_tokens.weight
-adamw norm, bias or vector                  2 x (8,) layers.*.input_layernorm.weight
-muon  hidden matrix                         2 x (2, 8) layers.*.self_attn.k_proj.weight
-muon  hidden matrix                         2 x (8, 20) layers.*.mlp.output.weight
-""",
     mixture: """
 muon  hidden matrix                         1 x (4, 8) layers.*.router.weight
 muon  stack of hidden matrices              1 x (4, 12, 8) layers.*.experts.gate_up_proj
 adamw norm, bias or vector                  1 x (4, 12) layers.*.experts.gate_up_proj_bias
+muon  hidden matrix                         1 x (8, 6) layers.*.output.weight
 adamw head, by its name                     1 x (30, 8) head.weight
 adamw norm, bias or vector                  1 x (30,) head.bias
 """,
@@ -111,10 +85,6 @@ adamw convolution                           1 x (8, 3, 4, 4) patch_embed.proj.we
 muon  hidden matrix                         1 x (24, 8) blocks.*.attn.in_proj_weight
 muon  hidden matrix                         1 x (8, 8) blocks.*.attn.out_proj.weight
 adamw head, the last Linear                 1 x (10, 8) fc.weight
-""",
-    packed: """
-muon  hidden matrix                         1 x (1024, 768) *.qkv.weight
-adamw head, the last Linear                 1 x (768, 768) *.proj.weight
 """,
 }
 
@@ -139,11 +109,10 @@ def test_the_rule_sends_every_part_once_where_the_table_says_and_both_optimizers
     assert all(moved)
 
 
-def test_an_untied_head_without_a_name_is_the_last_linear_if_its_outputs_are_the_vocabulary():
-    model = llama(tied=False)
-    assert "head, the last Linear                 1 x (40, 8)" in group_table(groups_for(model))
-    model["unnamed"] = nn.Linear(8, 8)
-    assert "head" not in group_table(groups_for(model))
+@pytest.mark.parametrize(("outputs", "heads"), [(40, 1), (8, 0)])
+def test_a_head_without_a_name_is_the_last_linear_if_its_outputs_are_the_vocabulary(outputs, heads):
+    model = block(embed=nn.Embedding(40, 8), up=nn.Linear(8, 40), unnamed=nn.Linear(8, outputs))
+    assert group_table(groups_for(model)).count("head, the last Linear") == heads
 
 
 def test_what_is_frozen_is_left_out():
@@ -166,13 +135,56 @@ def test_rows_override_the_rule_by_any_name_and_may_name_a_third_optimizer():
     assert tied[0]["params"][0][0] == "transformer.wte.weight"
 
 
+# ---- a table that names every parameter
+
+
+def by_table(model, rows, factories=()):
+    return build_optimizers(model.named_parameters(), rows, dict(factories))
+
+
+def test_a_table_sends_each_parameter_to_its_optimizer_with_its_options():
+    model = block(embed=nn.Embedding(9, 4), mlp=nn.Linear(4, 8))
+    rows = [
+        Row("embed.*", "adam", {"lr_mul": 75.0}),
+        Row("*.bias", "torch", {"lr_mul": 4.0, "wd_mul": 2.0}),
+        Row("mlp.weight", "muon", {"split": 2}),
+    ]
+    factories = {
+        "adam": lambda groups: AdamW(groups, 0.008),
+        "muon": lambda groups: NorMuon(groups, 0.03),
+        "torch": lambda groups: torch.optim.AdamW(groups, 0.1, weight_decay=0.5),
+    }
+    built = by_table(model, rows, factories)
+    (adam,), (muon,), (torchs,) = (built[name].param_groups for name in ("adam", "muon", "torch"))
+    names = [group["param_names"] for group in (adam, muon, torchs)]
+    assert names == [["embed.weight"], ["mlp.weight"], ["mlp.bias"]]
+    assert (adam["lr_mul"], muon["lr_mul"], muon["split"]) == (75.0, 1.0, 2)
+    assert (adam["initial_lr"], muon["initial_lr"]) == (0.008, 0.03)
+    # torch's own know no multipliers: they are folded into lr and weight_decay.
+    assert (torchs["initial_lr"], torchs["lr"], torchs["weight_decay"]) == (0.4, 0.4, 0.25)
+    assert not {"lr_mul", "wd_mul"} & torchs.keys()
+    (kept,) = by_table(model, [Row("*", "torch")], factories)["torch"].param_groups
+    assert (kept["lr"], kept["weight_decay"]) == (0.1, 0.5)
+
+
+def test_groups_that_share_a_tensor_as_rate_keep_their_own_multipliers():
+    rows = [Row("*.qkv.*", "torch", {"lr_mul": 75.0}), Row("*.proj.*", "torch", {"lr_mul": 4.0})]
+    factories = {"torch": lambda groups: torch.optim.AdamW(groups, torch.tensor(0.1))}
+    built = by_table(packed(), rows, factories)["torch"]
+    assert [float(each["lr"]) for each in built.param_groups] == pytest.approx([7.5, 0.4])
+
+
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("build", "patterns", "message"),
     [
-        ([Row("h.*.qvk.*", "muon")], r"no parameter has a name that matches \['h.\*.qvk.\*'\]"),
-        ([Row("*.qkv.*", "muon"), Row("0.*", "adamw")], r"0.qkv.weight matches several rows: .*'0"),
+        (groups_for, ["h.*.qvk.*"], r"no parameter has a name that matches \['h.\*.qvk.\*'\]"),
+        (groups_for, ["*.qkv.*", "0.*"], r"0.qkv.weight matches several rows: .*'0"),
+        (by_table, ["*.proj.*"], r"parameter 0.qkv.weight matches 0 rows: none"),
+        (by_table, ["*", "*.qkv.*"], r"parameter 0.qkv.weight matches 2 rows: '\*', '\*.qkv.\*'"),
     ],
 )
-def test_a_row_that_matches_nothing_and_two_that_match_one_parameter_are_refused(rows, message):
+def test_rows_that_match_nothing_and_parameters_of_no_row_or_several_are_refused(
+    build, patterns, message
+):
     with pytest.raises(ValueError, match=message):
-        groups_for(packed(), rows)
+        build(packed(), [Row(pattern, "muon") for pattern in patterns])

@@ -12,8 +12,6 @@ from optim import AdamW, Guard, Muon, NorMuon, Skip, SpikeRule
 from optim.base import update
 
 NAN, INF = math.nan, math.inf
-# Reading the flag, and selecting by it as on a GPU.
-AT_ONCE = pytest.mark.parametrize("at_once", [("cpu",), ()])
 
 
 # ---- models, their gradients, and everything that a step may change
@@ -113,7 +111,7 @@ def test_a_sound_step_changes_every_parameter(kinds):
 @pytest.mark.parametrize(("kinds", "name"), RUNS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cautious", [False, True])
-@AT_ONCE
+@pytest.mark.parametrize("at_once", [("cpu",), ()])  # or selecting by the flag, as on a GPU
 def test_a_run_with_bad_gradients_is_the_run_without_those_steps_to_the_bit(
     kinds, name, dtype, cautious, at_once, monkeypatch
 ):

@@ -53,14 +53,15 @@ def batch(rows=2, sequence=SEQUENCE, cuts=((5, 9, 40), (33,))):
     return Batch(tokens[:, :-1].int().contiguous(), tokens[:, 1:].contiguous(), cu_seqlens)
 
 
-def loss_of(model, given, windows=WINDOWS):
-    return model(given.inputs, given.targets, given.cu_seqlens, windows, given.inputs.size(1))
+def loss_of(model, given, windows=WINDOWS, weights=None):
+    longest = given.inputs.size(1)
+    return model(given.inputs, given.targets, given.cu_seqlens, windows, longest, weights)
 
 
-def gradients(model, given, windows=WINDOWS):
-    """Loss and gradients by name."""
+def gradients(model, given, windows=WINDOWS, weights=None):
+    """The loss to train on, which is the first with weights, and gradients by name."""
     model.zero_grad()
-    loss = loss_of(model, given, windows)
+    loss = loss_of(model, given, windows, weights).flatten()[0]
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
@@ -182,13 +183,13 @@ def rows_of(given):
         yield tokens.long(), targets, starts
 
 
-def assert_same_loss_and_gradients(model, given, windows, row_loss, tolerance=1e-6):
+def assert_same_loss_and_gradients(model, given, windows, row_loss, tolerance=1e-6, weights=None):
     """`row_loss(parameters, *row)` is the twin's loss of one row."""
     p = {name: w.detach().clone().requires_grad_() for name, w in model.named_parameters()}
     expected = sum(row_loss(p, *row) for row in rows_of(given))
     wanted = dict(zip(p, torch.autograd.grad(expected, list(p.values())), strict=True))
 
-    loss, found = gradients(model, given, windows=windows)
+    loss, found = gradients(model, given, windows, weights)
     # Logits are taken in fp32, whatever the precision of the model: hence not 1e-12.
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=0)
     for name, gradient in wanted.items():
@@ -225,9 +226,9 @@ def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
 # Size
 
 
-def meta(track):
-    """The model of a track in its real size, on the meta device."""
-    config = configure(track, seq_len=1024, val_seq_len=1024)
+def meta(track, recipe="record42"):
+    """The model of a recipe in its real size, on the meta device."""
+    config = configure(track, recipe, seq_len=1024, val_seq_len=1024)
     return make_model(config, torch.bfloat16, torch.device("meta"))
 
 
@@ -240,18 +241,21 @@ def test_the_tracks_have_their_published_numbers_of_parameters():
     block = 4 * (dim * dim + dim) + (dim * 4 * dim + 4 * dim) + (4 * dim * dim + dim) + 2 * dim
     steps = vocab * dim + 12 * block + (dim * vocab + vocab) + 2 * dim
     assert sum(p.numel() for p in meta("steps").parameters()) == steps
+    # Embedding, head, five value tables, bigrams; ten Q, K, V, O and 11 MLPs. Gates have 0.02 %.
+    record89 = vocab * dim * (2 + 5 + 15 / 2) + (10 * 4 + 11 * 8) * dim**2
+    found = sum(p.numel() for p in meta("short", "record89").parameters())
+    assert record89 < found < 1.0002 * record89
 
 
 @pytest.mark.parametrize(("track", "recipe"), [
     ("short", "record42"), ("short", "record89"), ("medium", "record42"),
 ])  # fmt: skip
 def test_a_step_on_eight_gpus_sends_what_the_docs_say(track, recipe):
-    config = configure(track, recipe, seq_len=1024, val_seq_len=1024)
-    model = make_model(config, torch.bfloat16, torch.device("meta"))
+    model = meta(track, recipe)
     total = sum(p.numel() for p in model.parameters())
     sent = 0.0
     for name, parameter in model.named_parameters():
-        every = 1 if name.endswith(("qkvo", "up", "down")) else config.adam_accum_steps
+        every = 1 if name.endswith(("qkvo", "up", "down")) else model.config.adam_accum_steps
         sent += 7 / 8 * parameter.nbytes / every / 1e6
     page = (Path(__file__).parents[1] / "docs/scaling.md").read_text()
     (told,) = re.findall(rf"{total:,} parameters \| 8 \| ([\d,]+) ", page)
@@ -336,21 +340,14 @@ def test_record_42_starts_from_its_published_distributions():
     assert scalars == starts
 
 
-def test_attention_can_begin_with_an_output_that_is_not_0():
-    model = make_model(small("tiny", "copyinit", zero_output=False))
-    model.initialize(0)
-    for block in model.blocks:
-        q, _, v, o = block.attention.qkvo.view(4, 24, 24)
-        assert o.std().item() == pytest.approx(v.std().item(), rel=0.1)
-        assert not torch.equal(o, q)
-
-
-def test_tied_keys_begin_as_copies_of_the_queries_in_long_layers_alone():
-    model = make_model(small("tiny", "copyinit"))
+def test_tied_keys_begin_as_the_queries_in_long_layers_and_an_output_can_begin_unlike_0():
+    model = make_model(small("tiny", "copyinit", zero_output=False, copy_init=0.0))
     model.initialize(0)
     for layer, block in zip(model.table, model.blocks, strict=True):
-        q, k, _, _ = block.attention.qkvo.view(4, 24, 24)
+        q, k, v, o = block.attention.qkvo.view(4, 24, 24)
         assert torch.equal(q, k) == (layer.window == "long")
+        assert o.std().item() == pytest.approx(v.std().item(), rel=0.1)
+        assert not torch.equal(o, q)
 
 
 def test_with_copying_an_untrained_model_predicts_what_it_has_read_before():
@@ -474,13 +471,12 @@ def with_head(head, dtype=torch.float32, **changes):
 
 
 @pytest.mark.parametrize(
-    ("head", "recompute", "tolerance"),
-    [("chunked", False, 1e-5), ("plain", True, 1e-5), ("chunked", True, 1e-5)],
+    ("head", "recompute"), [("chunked", False), ("plain", True), ("chunked", True)]
 )
-def test_chunks_and_recomputation_change_neither_loss_nor_gradients(head, recompute, tolerance):
+def test_chunks_and_recomputation_change_neither_loss_nor_gradients(head, recompute):
     found = gradients(with_head(head, activation_checkpointing=recompute), batch())
     expected = gradients(with_head("plain"), batch())
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_fp8_is_used_in_training_and_not_in_validation():
@@ -504,20 +500,13 @@ GONE = {  # what a piece brings: names of parameters or scalars
 @pytest.mark.parametrize("changes", [
     *({piece: False} for piece in GONE), dict.fromkeys(GONE, False),
     {"biases": True, "softcap": "rsqrt"}, *({"layers": layers} for layers in train_gpt.LAYERS),
-    {"optimizer": "muon"}, {"optimizer": "adamw"},
 ], ids=str)  # fmt: skip
-def test_a_model_with_pieces_off_or_exchanged_trains(changes):
+def test_a_model_with_pieces_off_or_exchanged_has_a_gradient_for_all_that_it_has(changes):
     config = small(**changes)
-    model, given = build(config), batch()
+    model = build(config)
     brought = " ".join([*model.state_dict(), *initial_scalars(config)])
     for piece, name in GONE.items():
         assert changes.get(piece, True) or name not in brought
-    first, _ = gradients(model, given)
-    optimizers, _ = make_optimizers(config, model, MACHINE)
-    for _ in range(3):
-        for optimizer in optimizers.values():
-            optimizer.step()
-        last, grads = gradients(model, given)
-        for name, gradient in grads.items():
-            assert gradient.isfinite().all(), name
-    assert last < first
+    for name, gradient in gradients(model, batch())[1].items():
+        assert gradient.isfinite().all(), name
+        assert gradient.any(), name

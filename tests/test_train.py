@@ -7,15 +7,7 @@ import re
 
 import pytest
 import torch
-from small_run import (
-    ROOT,
-    ROUNDING,
-    ROWS,
-    SEQUENCE,
-    STEPS,
-    read_events,
-    run,
-)
+from small_run import ROOT, ROUNDING, ROWS, SEQUENCE, STEPS, read_events, run
 from torch._dynamo.utils import counters
 
 import train_gpt
@@ -278,4 +270,3 @@ def test_trials_that_diverge_end_at_the_first_loss_that_is_no_number(data, tmp_p
 @pytest.mark.parametrize("guard", ["nonfinite", "off"])
 def test_guards_change_nothing_in_a_run_without_faults(guard, two_trials, data, tmp_path):
     assert run(data, tmp_path, seed=3, guard=guard).losses() == two_trials.losses(0)
-

@@ -30,7 +30,6 @@ from stub_trainer import logs_of, losses_of, read_events, signal_after
 
 import train_gpt
 from claims.logs import read_run
-from runtime.checkpoint import checkpoints
 from runtime.warmup import same_bits
 
 pytestmark = pytest.mark.usefixtures("two_layers")
@@ -75,9 +74,6 @@ for recipe, changed in RESUMES.items():
     STARTS.append(Start(f"{recipe} at any number", 4, changed))
     STARTS.append(Start(f"{recipe} at two", 2, changed, (1, 5, signal.SIGTERM)))
     STARTS.append(Start(f"{recipe} at two", 2, changed, seeds=7))
-for rank in range(2):
-    stop = (rank, 6, signal.SIGTERM)
-    STARTS.append(Start(f"a signal to rank {rank}", 2, RESUMED | {"steps": MANY}, stop))
 LOST = RESUMED | {"steps": 80, "val_every": 0, "rank_timeout": 10, "checkpoint_every": 2}
 LOST_STARTS = [Start("lost", 2, LOST, (1, 20, signal.SIGKILL)), Start("lost", 1, LOST)]
 
@@ -86,9 +82,9 @@ def rank_folder(folder, rank):
     return folder if rank == 0 else folder / f"rank_{rank}"
 
 
-def be_a_rank(begin):
-    """What each rank does when this file is run as a script, in the folder that the tests name."""
-    rank, folder = int(os.environ["RANK"]), Path(os.environ["FOLDER_OF_THE_TESTS"])
+def be_a_rank(folder, begin):
+    """What each rank does when this file is run as a script."""
+    rank = int(os.environ["RANK"])
     os.environ["LOCAL_RANK"] = str(rank)
     words = arguments(folder / "data", rank_folder(folder / begin.folder, rank), **begin.changed)
     stopped, step, number = begin.stop
@@ -98,21 +94,22 @@ def be_a_rank(begin):
         return train_gpt.main(words)
 
 
-def scenarios(starts):
+def scenarios(folder, starts):
     """Each start by its folder and its number among those of the folder."""
     found = {}
     for begin in starts:
         number = sum(key.startswith(f"{begin.folder}, ") for key in found)
         ranks = range(begin.ranks)
         key = f"{begin.folder}, {number}"
-        found[key] = Scenario(partial(be_a_rank, begin), ranks, begin.ranks)
+        found[key] = Scenario(partial(be_a_rank, folder, begin), ranks, begin.ranks)
     return found
 
 
 if __name__ == "__main__":
     import torch._dynamo  # which every rank would import for itself
 
-    play(scenarios(LOST_STARTS if "LOSE_A_RANK" in os.environ else STARTS), in_turn=True)
+    folder, *lose = sys.argv[1:]
+    play(scenarios(Path(folder), LOST_STARTS if lose else STARTS), in_turn=True)
 
 
 @pytest.fixture(scope="module")
@@ -125,18 +122,10 @@ def data(folder):
     return write_data(folder / "data", train_documents=6000)
 
 
-def play_all(folder, **variables):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOLDER_OF_THE_TESTS", str(folder))
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        return record(__file__)
-
-
 @pytest.fixture(scope="module")
 def left(folder, data):
     """What the ranks of each start left."""
-    return play_all(folder)
+    return record(__file__, folder)
 
 
 def codes(left, name, number=0):
@@ -147,6 +136,7 @@ def codes(left, name, number=0):
 def test_more_processes_give_the_losses_of_one(name, folder, data, left):
     ranks, changed = RUNS[name]
     assert codes(left, name) == [0] * ranks, left[f"{name}, 0"]
+    assert not rank_folder(folder / name, 1).exists(), "only the first rank needs folders"
     (log,) = find_logs(folder / name)  # one log, whatever the number of processes
     header, *events = read_events(log)
     tokens = changed.get("batch_tokens", ROWS * SEQUENCE)
@@ -198,10 +188,17 @@ def test_torchrun_starts_ranks_that_share_a_run_and_end_it_in_order_when_it_is_e
 
 
 @pytest.mark.parametrize("recipe", RESUMES)
-def test_a_run_resumes_at_any_number_of_ranks(recipe, folder, left):
+def test_a_signal_to_one_rank_ends_all_and_the_run_resumes_at_any_number(recipe, folder, left):
     name = f"{recipe} at any number"
     ended = [codes(left, name, number) for number in range(4)]
     assert ended == [[143] * 4, [143] * 2, [143], [0] * 4]
+    for number, log in enumerate(logs_of(folder / name)[:3]):
+        first, *others = left[f"{name}, {number}"]
+        (end,) = read_events(log, kind="end")
+        assert end["status"] == "interrupted"
+        assert first.out.count(f"interrupted after step {end['steps']}, saved in ") == 1
+        assert not any(rank.out for rank in others)
+        assert not any("Traceback" in rank.out + rank.err for rank in (first, *others))
     resumed, whole = (losses_of(*logs_of(folder / each)) for each in (name, f"{recipe} whole"))
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours == pytest.approx(theirs, rel=ROUNDING["float32"])
@@ -222,29 +219,9 @@ def test_at_the_same_number_of_ranks_it_is_the_same_run_to_the_bit(recipe, folde
     assert same_bits(ours, theirs), "the generators of both ranks among them"
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_signal_to_one_rank_saves_and_ends_all(who, folder, left):
-    name = f"a signal to rank {who}"
-    ranks = left[f"{name}, 0"]
-    assert codes(left, name) == [143, 143], ranks
-    assert "Traceback" not in "".join(rank.out + rank.err for rank in ranks)
-    (log,) = logs_of(folder / name)
-    (end,) = read_events(log, kind="end")
-    (saved,) = checkpoints(folder / name / "checkpoints" / log.stem)
-    assert (end["status"], f"step_{end['steps']:06d}") == ("interrupted", saved.name)
-    assert ranks[0].out.count(f"interrupted after step {end['steps']}, saved in ") == 1
-    assert ranks[1].out == ""
-
-
-def test_only_the_first_rank_needs_folders_for_logs_and_checkpoints(folder, left):
-    for recipe in RESUMES:
-        assert not rank_folder(folder / f"{recipe} whole", 1).exists()
-        assert len(logs_of(folder / f"{recipe} whole")) == 1
-
-
 @pytest.mark.slow
 def test_a_rank_that_is_lost_ends_the_others_in_time_and_the_run_resumes(folder, data):
-    left = play_all(folder, LOSE_A_RANK="yes")
+    left = record(__file__, folder, "lose")
     assert codes(left, "lost") == [1, -signal.SIGKILL], left
     survivor = left["lost, 0"][0].err
     assert "rank" in survivor  # torchrun names the one that died
