@@ -16,8 +16,7 @@ from small_model import EVERY_RECIPE, make_model, small
 
 import inference.export
 import train_gpt
-from data import corpus, prose
-from data.corpus import read_vocabulary
+from data.tokenizers import CODE, PROSE, read_tokenizer
 from inference.export import MODELING, export, exported_layers, write_model
 from inference.model import load_model
 from runtime.checkpoint import save_final
@@ -205,7 +204,7 @@ def test_it_generates_the_likeliest_its_loss_is_that_of_next_tokens_and_padding_
     torch.testing.assert_close(found[name]["padded"], logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=[corpus.VOCABULARY, prose.VOCABULARY], ids=["tiny", "small"])
+@pytest.fixture(scope="module", params=[CODE, PROSE], ids=["tiny", "small"])
 def vocabulary(request):
     return request.param
 
@@ -213,7 +212,7 @@ def vocabulary(request):
 @pytest.fixture(scope="module")
 def exported(vocabulary, tmp_path_factory):
     """An export of a model that brings its vocabulary along."""
-    place, size = tmp_path_factory.mktemp("place"), read_vocabulary(vocabulary).n_vocab
+    place, size = tmp_path_factory.mktemp("place"), read_tokenizer(vocabulary).n_vocab
     model = trained(small("tiny", "copyinit", vocab_size=size, bos=size - 1))
     export(keep(model, place / "kept", vocabulary), place / "my-model")
     return place / "my-model"
@@ -234,7 +233,7 @@ def test_the_exported_tokenizer_splits_text_as_tiktoken_does(exported, vocabular
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(exported)
-    known = read_vocabulary(vocabulary)
+    known = read_tokenizer(vocabulary)
     texts = ["", " ", "a  b\t\t\r\n c", "ünï\u00a0 \u2028 🙂", "  \n  x"]
     texts += [Path(__file__).read_text(encoding="utf-8"), "0123 4567  89", "x" * 50, "\n" * 9]
     for text in texts:

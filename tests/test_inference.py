@@ -12,9 +12,8 @@ import torch
 from small_model import configure, make_model
 from small_run import run, write_data
 
-from data.corpus import VOCABULARY, read_vocabulary
 from data.sampling import generate, pick
-from data.tokenizers import TOKENIZERS
+from data.tokenizers import CODE, TOKENIZERS, read_tokenizer
 from inference import evaluation
 from inference.model import Model, find_model, load_model, token_losses
 from runtime.checkpoint import CONFIG, save_final
@@ -42,7 +41,7 @@ def random_model(recipe="copyinit", dtype=torch.float32, **changed):
             parameter += 0.3 * torch.randn_like(parameter)
     gpt = gpt.to(dtype).requires_grad_(False)
     gpt.set_step(config.steps)
-    return Model(Path(), {"tokenizer": VOCABULARY.name}, gpt)
+    return Model(Path(), {"tokenizer": CODE.name}, gpt)
 
 
 def keep(model, folder, **changed):
@@ -51,7 +50,7 @@ def keep(model, folder, **changed):
     settings = asdict(model.config) | changed
     for name in [name for name in changed if changed[name] is None]:
         del settings[name]
-    return save_final(folder, weights, {"config": settings}, VOCABULARY)
+    return save_final(folder, weights, {"config": settings}, CODE)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,7 @@ def test_the_script_writes_on_from_a_prompt_what_the_model_writes(folder, capsys
     words = [str(folder.parent), "def f(x):", "--tokens", "8", "--device", "cpu"]
     assert sample_script.main(words) == 0
     said = capsys.readouterr().out
-    tokens = read_vocabulary().encode_ordinary("def f(x):")
+    tokens = read_tokenizer(CODE).encode_ordinary("def f(x):")
     model = load_model(folder, "cpu")
     written = model.tokenizer.decode(list(model.write(tokens, 8, temperature=0.8, least=40)))
     assert said == f"def f(x):{written}\n"
@@ -204,7 +203,7 @@ def test_a_setting_that_does_not_fit_is_refused_by_name(name, value, sentence, t
         load_model(keep(random_model(), tmp_path, **{name: value}))
 
 
-@pytest.mark.parametrize("name", [CONFIG, VOCABULARY.name])
+@pytest.mark.parametrize("name", [CONFIG, CODE.name])
 def test_changed_settings_or_a_changed_vocabulary_are_refused_when_they_are_read(name, tmp_path):
     folder = keep(random_model(), tmp_path)
     with open(folder / name, "ab") as file:

@@ -10,8 +10,9 @@ import pytest
 
 import train_gpt
 from data import corpus, prose
-from data.corpus import TRAIN, VAL, encode, read_vocabulary, split_documents
+from data.corpus import TRAIN, VAL, split_documents
 from data.shards import Shard, write_shard
+from data.tokenizers import PROSE, encode, read_tokenizer
 
 ROOT = Path(__file__).parents[1]
 FIRST = "botocore-1.44.5-py3-none-any.whl"
@@ -62,7 +63,7 @@ def test_markup_and_typography_go_and_short_paragraphs_and_tables_are_no_prose()
     text = "<p>A \u201csentence\u201d &amp; more,\n which  is   long\u2014enough &lt; 1</p>"
     line = 'A "sentence" & more, which is long--enough < 1'
     paragraphs = [text, "Too short.", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16", text]
-    assert prose.prose(paragraphs, least=40, letters=0.8) == line
+    assert prose.prose(["\t".join(paragraphs)], "\t", least=40, letters=0.8) == line
 
 
 def test_the_share_of_windows_seen_before_is_that_of_a_search_through_all_windows():
@@ -73,11 +74,10 @@ def test_the_share_of_windows_seen_before_is_that_of_a_search_through_all_window
     windows = [tokens[start : start + 32].tobytes() for start in range(len(tokens) - 31)]
     first = {window: place for place, window in reversed([*enumerate(windows)])}
     seen = [first[window] < place for place, window in enumerate(windows)] + [False] * 31
-    lengths = [len(document) for document in documents]
-    starts = np.cumsum([0, *lengths[:-1]])
-    expected = [np.mean(part) for part in np.split(np.array(seen), starts[1:])]
+    ends = np.cumsum([len(document) for document in documents])
+    expected = [np.mean(part) for part in np.split(np.array(seen), ends[:-1])]
     assert np.mean(seen) > 0.3
-    np.testing.assert_allclose(prose.share_seen(tokens, starts), expected)
+    np.testing.assert_allclose(prose.share_seen(documents), expected)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,8 @@ def pages(tmp_path_factory):
     documents = []
     for path in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("records/**/*.md")]):
         documents += split_documents(path.read_text(encoding="utf-8"), 1_000, prose.BOUNDARIES)
-    tokens = encode(documents, read_vocabulary(prose.VOCABULARY))
+    tokenizer = read_tokenizer(PROSE)
+    tokens = np.concatenate([encode(document, tokenizer) for document in documents])
     write_shard(folder / VAL, tokens[:20_000])
     write_shard(folder / TRAIN, tokens[20_000:])
     return folder
