@@ -35,7 +35,7 @@ class Trainer(Protocol):
     machine: Machine
     guard: Any  # explain(verdict): guard, value and tensor of a skipped step, or None; its norms
     optimizers: Any  # by name, in the order of the norms
-    data: Any  # train.where(step): shard and token_offset from which a step was read
+    data: Any  # train.places: shard and token_offset from which a step was read
     validations: list[int]  # steps before which it validates, and after the last
 
     def header(self, seed: int, trial: int) -> dict[str, Any]: ...
@@ -198,7 +198,7 @@ class Run(contextlib.AbstractContextManager):
         if skip is None and math.isfinite(loss):
             self._skips = 0
             return
-        place = self.trainer.data.train.where(step)
+        place = self.trainer.data.train.places[step]
         where = f"(shard {place['shard']}, tokens from {place['token_offset']})"
         if skip is None:
             raise NonFinite(f"training loss is {loss} at step {step} {where}")

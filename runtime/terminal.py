@@ -215,7 +215,7 @@ def open_progress(trainer: Any, header: dict[str, Any]) -> Lines:
 def summary(trainer: Any) -> str:
     """Lines for people: model, data and target; with `verbose` also every choice and its reason."""
     config, machine = trainer.config, trainer.machine
-    plan, train = trainer.data.plan, trainer.data.train
+    train, plan = trainer.data.train, trainer.data.train.plan
     batches = " then ".join(dict.fromkeys(f"{tokens:,}" for _, tokens, _ in trainer.changes))
     devices = trainer.env["gpu"] or trainer.env["cpu"]
     if machine.world_size > 1:
