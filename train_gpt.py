@@ -36,7 +36,7 @@ if __name__ == "__main__":
     # prefix is None again. That of torch, above, is.
     sys.pycache_prefix = os.devnull
 import optim
-from data.audit import missing_data, open_audited
+from data.audit import audit, find_shards, open_data
 from data.copied import copied_and_new_loss
 from data.loader import Batch
 from data.sampling import write_text
@@ -1165,14 +1165,13 @@ class Trainer:
             (first, at(config, first).batch_tokens, stage.document or config.max_document)
             for first, _, stage in spans(config)
         ]
-        # One process a host hashes all tokens and the source, as all hosts must have the same.
-        self.data, audit = open_audited(
-            asdict(config), self.changes, receptive_field(config), machine.rank,
-            machine.world_size, audited=machine.first_of_its_host,
-        )  # fmt: skip
-        if audit is not None:
-            audit = audit | {"source_sha256": source_hash(SOURCE)}
-        agreed = machine.gather_equal(audit)
+        settings, reach = asdict(config), receptive_field(config)
+        self.data = open_data(settings, self.changes, reach, machine.rank, machine.world_size)
+        found = None
+        if machine.first_of_its_host:  # hashes all tokens and the source: all hosts need the same
+            found = audit(settings, self.data.train.plan.end.shard + 1)
+            found["source_sha256"] = source_hash(SOURCE)
+        agreed = machine.gather_equal(found)
         self.source_sha256 = agreed["source_sha256"]
         self.hashes = {name: agreed[name] for name in ("train_sha256", "val_sha256")}
         self.model = GPT(config, dtype, device, attention, head)
@@ -1356,8 +1355,7 @@ def evaluate(trainer: Trainer, run: Run, step: int) -> float:
 def make_runs(config: Config) -> int:
     """Make all planned runs, one after the other. Returns the exit code."""
     machine = machines.start(config.device, config.rank_timeout)
-    if missing := machine.on_main(lambda: missing_data(asdict(config))):
-        raise Refused(missing)
+    machine.on_main(lambda: [find_shards(asdict(config), split) for split in ("train", "val")])
     if config.minutes:
         config = replace(config, steps=steps_of_minutes(config, machine))
     clock = Clock(machine.synchronize)

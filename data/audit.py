@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.loader import Batch, Changes, Data, open_data, read_order, validation_batches
-from data.shards import Shard, ShardError
+from data.loader import Batch, Order, Stages, TrainLoader, in_parts, validation_batches
+from data.shards import Shard, ShardError, Tokens
 
 PREFIX = 64  # first tokens of a document that identify it
 FIXES = {  # by track; run.sh fetches the same numbers of shards
@@ -18,106 +19,100 @@ FIXES = {  # by track; run.sh fetches the same numbers of shards
     "medium": "To fetch 8.0 GB: ./run.sh --track medium",
     "steps": "To fetch 4.0 GB: ./run.sh --track steps",
 }
+Settings = Mapping[str, Any]
 
 
-def open_audited(
-    settings: Mapping[str, Any], changes: Changes, reach: int, rank: int, world_size: int,
-    audited: bool,
-) -> tuple[Data, dict[str, Any] | None]:  # fmt: skip
-    """Return the data of one rank and, if `audited`, what `audit` returns.
+@dataclass(frozen=True)
+class Data:
+    """The data of one rank in a run."""
 
-    Raises what open_data and audit raise. A ShardError names the command that makes the data.
+    train: TrainLoader
+    validation: list[Batch]
+    val_longest: int  # tokens of the longest document in this rank's validation rows
+
+    def longest(self, step: int) -> int:
+        """Return how many tokens a document has at most in a training row of this step."""
+        order = self.train.order
+        return order.seq_len if order.bos is None else min(order.at(step)[1], order.seq_len)
+
+
+def open_data(
+    settings: Settings, stages: Stages, reach: int, rank: int = 0, world_size: int = 1
+) -> Data:
+    """Open one rank's data. With micro_batch None in `settings`, all its rows are one batch.
+
+    stages: see `Order`; reach: see `in_parts`. ShardError if the shards are missing, damaged or too
+    few, ValueError if the world size does not divide the rows.
     """
-    try:
-        train_files, val_files = _find(settings, "train"), _find(settings, "val")
-        data = open_data(train_files, val_files, settings, changes, reach, rank, world_size)
-        if not audited:
-            return data, None
-        read = train_files[: data.plan.end.shard + 1]
-        rules = settings["vocab_size"], settings["bos"], settings["val_sha256"]
-        return data, audit(read, val_files, *rules)
-    except ShardError as error:
-        raise ShardError(f"{error} {FIXES.get(settings['track'], '')}") from error
+    bos = settings["bos"] if settings["document_mask"] else None
+    order = Order(settings["seq_len"], bos, settings["data_start"], stages)
+    files = find_shards(settings, "train")
+    train = TrainLoader(files, order, settings["steps"], rank, world_size)
+    if settings["micro_batch"] is not None:
+        train.split(settings["micro_batch"])
+    most = settings["val_batch"]
+    rows = validation_batches(find_shards(settings, "val"), settings, most, rank, world_size)
+    validation = in_parts(rows, most, reach)
+    lengths = [int(batch.cu_seqlens.diff().max()) for batch in validation]
+    return Data(train, validation, max(lengths, default=0))  # a rank may have no rows
 
 
-def missing_data(settings: Mapping[str, Any]) -> str:
-    """Return what is missing and the command that makes it; "" if both splits have files."""
-    try:
-        _find(settings, "train"), _find(settings, "val")
-    except ShardError as error:
-        return f"{error} {FIXES.get(settings['track'], '')}"
-    return ""
-
-
-def open_validation(settings: Mapping[str, Any], most: int) -> list[Batch]:
-    """Return the validation rows of a run, in batches of at most `most` tokens or of one row.
-
-    ShardError if the tokens are missing or not those of the run.
-    """
-    try:
-        files = _find(settings, "val")
-        _check_validation(files, settings["vocab_size"], settings["val_sha256"])
-        order, tokens, row = read_order(settings), settings["val_tokens"], settings["val_seq_len"]
-        return validation_batches(files, order, tokens, row, most, rank=0, world_size=1)
-    except ShardError as error:
-        raise ShardError(f"{error} {FIXES.get(settings['track'], '')}") from error
-
-
-def _find(settings: Mapping[str, Any], split: str) -> list[Path]:
+def find_shards(settings: Settings, split: str) -> list[Path]:
+    """Return the shards of a split, "train" or "val". ShardError if there is none."""
     files = sorted(Path(settings["data_dir"]).glob(f"*{split}_*.bin"))
     if not files:
-        raise ShardError(f"{settings['data_dir']} has no *{split}_*.bin file; a run needs one.")
+        raise ShardError(f"{settings['data_dir']} has no *{split}_*.bin file; a run needs one. "
+                         f"{FIXES.get(settings['track'], '')}")  # fmt: skip
     return files
 
 
-def audit(
-    train_files: list[Path], val_files: list[Path], vocab_size: int, bos: int, expected_val: str
-) -> dict[str, Any]:
-    """Read all shards; return {train_sha256, val_sha256, overlap}.
+def audit(settings: Settings, shards: int) -> dict[str, Any]:
+    """Read validation and the first `shards`; return {train_sha256, val_sha256, overlap}.
 
     overlap: share of validation documents whose first 64 tokens also begin a training document.
-    ShardError for a token >= vocab_size, or if val_sha256 does not begin with expected_val.
+    ShardError for a token >= vocab_size, or if val_sha256 does not begin with that of the settings.
     """
-    train_sha256 = _sha256(train_files, vocab_size)
-    val_sha256 = _check_validation(val_files, vocab_size, expected_val)
-    wanted = [prefix for file in val_files for prefix in _prefixes(file, bos)]
-    unseen = set(wanted)
-    for file in train_files:
-        unseen.difference_update(_prefixes(file, bos))
+    val_sha256, wanted = audit_validation(settings)
+    unseen, train = set(wanted), hashlib.sha256()
+    for file in find_shards(settings, "train")[:shards]:
+        tokens = _read(file, settings["vocab_size"])
+        train.update(tokens.data)
+        unseen.difference_update(_prefixes(tokens, settings["bos"]))
     overlap = None
     if wanted:
         overlap = sum(prefix not in unseen for prefix in wanted) / len(wanted)
-    return {"train_sha256": train_sha256, "val_sha256": val_sha256, "overlap": overlap}
+    return {"train_sha256": train.hexdigest(), "val_sha256": val_sha256, "overlap": overlap}
 
 
-def _check_validation(files: list[Path], vocab_size: int, expected: str) -> str:
-    """Return the SHA-256 of the validation tokens."""
-    val_sha256 = _sha256(files, vocab_size)
-    if not val_sha256.startswith(expected):
+def audit_validation(settings: Settings) -> tuple[str, list[bytes]]:
+    """Return the SHA-256 of the validation tokens, and how each long enough document begins."""
+    val, begun = hashlib.sha256(), []
+    for file in find_shards(settings, "val"):
+        tokens = _read(file, settings["vocab_size"])
+        val.update(tokens.data)
+        begun += _prefixes(tokens, settings["bos"])
+    found, expected = val.hexdigest(), settings["val_sha256"]
+    if not found.startswith(expected):
         raise ShardError(
-            f"{files[0].parent}: the validation tokens have SHA-256 {val_sha256}; the target "
-            f"holds for {expected}... Make the data again, or set --val-sha256."
+            f"{settings['data_dir']}: the validation tokens have SHA-256 {found}; the target holds "
+            f"for {expected}... Make the data again, or set --val-sha256. "
+            f"{FIXES.get(settings['track'], '')}"
         )
-    return val_sha256
+    return found, begun
 
 
-def _sha256(files: list[Path], vocab_size: int) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        tokens = Shard(file)[:]
-        if tokens.max() >= vocab_size:
-            place = int((tokens >= vocab_size).argmax())
-            raise ShardError(
-                f"{file}: token {place:,} is {tokens[place]}; the vocabulary has {vocab_size:,} "
-                "tokens. Set the --vocab-size of the tokenizer that made the shard, or make it "
-                "again."
-            )
-        digest.update(tokens.data)
-    return digest.hexdigest()
-
-
-def _prefixes(file: Path, bos: int) -> list[bytes]:
+def _read(file: Path, vocab_size: int) -> Tokens:
     tokens = Shard(file)[:]
+    if tokens.max() >= vocab_size:
+        place = int((tokens >= vocab_size).argmax())
+        raise ShardError(
+            f"{file}: token {place:,} is {tokens[place]}; the vocabulary has {vocab_size:,} tokens."
+            " Set the --vocab-size of the tokenizer that made the shard, or make it again."
+        )
+    return tokens
+
+
+def _prefixes(tokens: Tokens, bos: int) -> list[bytes]:
     starts = np.flatnonzero(tokens == bos)
-    long_enough = np.diff(np.append(starts, len(tokens))) >= PREFIX
+    long_enough = np.diff(starts, append=len(tokens)) >= PREFIX
     return [tokens[start : start + PREFIX].tobytes() for start in starts[long_enough].tolist()]

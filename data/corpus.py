@@ -1,28 +1,31 @@
-"""The embedded corpus of the tiny track: the source of three installed packages as token shards.
+"""The corpus of the tiny track, or documents of your own, as token shards.
 
     python -m data.corpus    # writes data/corpus: train_000000.bin, then val_000000.bin
+    python -m data.corpus mine.jsonl --vocab-size 2048 --out data/mine
 
-The text is the Python source of mpmath, networkx and sympy (BSD licences). The vocabulary and the
-near duplicates that validation leaves out are listed beside this file: see docs/corpus.md. Nothing
-depends on file order, locale, hash seed or Unicode tables. Exit codes: 0 built, 2 not built.
+The corpus is the Python source of mpmath, networkx and sympy (BSD licences). The near duplicates
+that validation leaves out are listed beside this file: see docs/corpus.md. Nothing depends on file
+order, locale, hash seed or Unicode tables. Exit codes: 0 built, 2 not built.
 """
 
 import argparse
-import base64
 import hashlib
+import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
-from data.shards import Tokens, write_shard
+from data.shards import Shard, Tokens, write_shard
+from data.tokenizers import CODE, TOKENIZERS, encode, read_tokenizer
 
 PACKAGES = ("mpmath", "networkx", "sympy")  # at the versions in requirements.txt
-VOCABULARY = Path(__file__).with_name("vocabulary.tiktoken")
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
 RESTORE = "To restore the packages: python -m pip install --force-reinstall -r requirements.txt"
 MIN_CHARACTERS = 500  # shorter files are empty modules and re-exports
@@ -34,42 +37,27 @@ PINS = {  # SHA-256 of the tokens
     TRAIN: "77e6e4d2acaa19c335e3d1748fa9e8cdeb7bb2f2000e212b7042c60380a15fbf",
     VAL: "61a7bae6fab302b9368d92228dd5e750f71281b9068a73babfb4a7310d4209cc",
 }
-# Runs of letters, of digits and of other characters, each with one leading space, and white space.
-# The classes are ASCII alone, so that no version of the Unicode tables can move a boundary.
-PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^A-Za-z0-9 \t\r\n]+|[ \t\r\n]+(?![^ \t\r\n])|[ \t\r\n]+"
 # Where a document may end, best last: after a line, before an indented or a top-level block.
 BOUNDARIES = [re.compile(kind) for kind in (r"\n", r"\n\n(?=    [^ \t\n])", r"\n\n(?=[^ \t\n])")]
 
 
-def package_folder(package: str) -> Path:
-    """Return where a package is installed, without importing it. ImportError if it is not."""
-    try:
-        return Path(str(metadata.distribution(package).locate_file(package)))
-    except ImportError:
-        raise ImportError(f"{package} is not installed. {RESTORE}") from None
+def read_sources(packages: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of each source file of these packages, without their tests.
 
-
-def read_sources() -> list[tuple[bytes, str, str]]:
-    """Return (SHA-256 of its bytes, name, text) for each file of the corpus, sorted by hash.
-
-    ImportError if a package is not installed. No package is imported.
+    ImportError if one is not installed. None is imported.
     """
-    files = []
-    for package in PACKAGES:
-        folder = package_folder(package)
+    for package in packages:
+        try:
+            folder = Path(str(metadata.distribution(package).locate_file(package)))
+        except ImportError:
+            raise ImportError(f"{package} is not installed. {RESTORE}") from None
         for path in folder.rglob("*.py"):
             name = path.relative_to(folder.parent).as_posix()
-            content = path.read_bytes()
-            text = content.decode("utf-8", errors="replace")  # the pins refuse what is not UTF-8
-            is_table = len(re.findall(r"[0-9]", text)) > MAX_DIGIT_SHARE * len(text)
-            if len(text) >= MIN_CHARACTERS and not is_table and "/tests/" not in name:
-                files.append((hashlib.sha256(content).digest(), name, text))
-    return sorted(files)
+            if "/tests/" not in name:
+                yield name, path.read_bytes()
 
 
-def split_documents(
-    text: str, limit: int = DOCUMENT_CHARACTERS, boundaries: Sequence[re.Pattern] = BOUNDARIES
-) -> list[str]:
+def split_documents(text: str, limit: int, boundaries: Sequence[re.Pattern]) -> list[str]:
     """Cut a text into documents of at most `limit` characters; joined, they are the text.
 
     A document ends at the last boundary of the best kind in the second half of the limit.
@@ -85,36 +73,76 @@ def split_documents(
     return [*documents, text[start:]]
 
 
-def read_vocabulary(path: Path = VOCABULARY) -> tiktoken.Encoding:
-    """Return the tokenizer of a vocabulary. <|endoftext|> has the id after the last one there."""
-    ranks = {}  # tiktoken's own reader would keep a copy of the file in a cache
-    for line in path.read_bytes().splitlines():
-        token, rank = line.split()
-        ranks[base64.b64decode(token)] = int(rank)
-    last = {"<|endoftext|>": len(ranks)}
-    return tiktoken.Encoding("corpus", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=last)
+def read_files() -> list[tuple[bytes, str, list[str]]]:
+    """Return (SHA-256, name, documents) for each file of the corpus, sorted by SHA-256."""
+    files = []
+    for name, content in read_sources(PACKAGES):
+        text = content.decode("utf-8", errors="replace")  # the pins refuse what is not UTF-8
+        is_table = len(re.findall(r"[0-9]", text)) > MAX_DIGIT_SHARE * len(text)
+        if len(text) >= MIN_CHARACTERS and not is_table:
+            documents = split_documents(text, DOCUMENT_CHARACTERS, BOUNDARIES)
+            files.append((hashlib.sha256(content).digest(), name, documents))
+    return sorted(files)
 
 
-def encode(documents: list[str], tokenizer: tiktoken.Encoding) -> Tokens:
-    """Return the tokens (n,) of all documents, <|endoftext|> before each."""
-    pieces = [np.empty(0, np.uint16)]
-    for ids in tokenizer.encode_ordinary_batch(documents):
-        pieces.append(np.array([tokenizer.eot_token, *ids], dtype=np.uint16))
-    return np.concatenate(pieces)
+def build(folder: Path) -> None:
+    """Write both shards into `folder`. ValueError, ImportError or OSError if it cannot."""
+    tokenizer, left_out = read_tokenizer(CODE), LEFT_OUT.read_text().split()
+    shards: dict[str, list[Tokens]] = {TRAIN: [], VAL: []}
+    for digest, name, documents in read_files():
+        if digest[0] >= VAL_BELOW or name not in left_out:
+            shard = shards[VAL if digest[0] < VAL_BELOW else TRAIN]
+            shard += [encode(document, tokenizer) for document in documents]
+    write_shards(folder, shards, PINS, PACKAGES)
 
 
-def write_pinned(
-    folder: Path, shards: Mapping[str, Tokens], pins: Mapping[str, str], packages: Sequence[str]
-) -> None:
-    """Write the shards in order. ValueError at one whose tokens do not have the pinned hash.
+def read_own(path: Path) -> Iterator[str]:
+    """Yield the documents of a .bin file, a shard of GPT-2's vocabulary, or of a .jsonl file.
+
+    A row of the latter is an object with the document in "text". ValueError names one without.
+    """
+    if path.suffix == ".bin":
+        tokenizer, tokens = read_tokenizer("gpt2"), Shard(path)[:]
+        for document in np.split(tokens, np.flatnonzero(tokens == tokenizer.eot_token)):
+            yield tokenizer.decode(document[document != tokenizer.eot_token].tolist())
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(filter(bytes.strip, file), start=1):  # without blank lines
+            text = None  # stays so if the line is no JSON object in UTF-8 with text
+            with suppress(ValueError, RecursionError, TypeError, KeyError):
+                text = json.loads(line)["text"]
+            if not isinstance(text, str):
+                raise ValueError(f'{path}: row {number} has no text in "text".')
+            yield text
+
+
+def build_own(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
+    """Write both shards of the documents in these files. ValueError or OSError if it cannot."""
+    tokenizer = read_tokenizer(TOKENIZERS[vocab_size])
+    shards: dict[str, list[Tokens]] = {TRAIN: [], VAL: []}
+    for document in filter(None, chain.from_iterable(map(read_own, paths))):
+        tokens = encode(document, tokenizer)
+        first_byte = hashlib.sha256(tokens.data).digest()[0]
+        shards[VAL if first_byte < VAL_BELOW else TRAIN].append(tokens)
+    if not all(shards.values()):
+        raise ValueError("a shard would be empty: one document in 16 is for validation. Give more.")
+    write_shards(folder, shards)
+
+
+def write_shards(
+    folder: Path, shards: Mapping[str, list[Tokens]], pins: Mapping[str, str] | None = None,
+    packages: Iterable[str] = (),
+) -> None:  # fmt: skip
+    """Write the documents of each shard. ValueError if their tokens do not have the pinned hash.
 
     Validation must come last, so that a folder that has it has both.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, tokens in shards.items():
+    folder.mkdir(parents=True, exist_ok=pins is not None)  # other sets must not mix
+    for name, documents in shards.items():
+        tokens = np.concatenate(documents)
         found = hashlib.sha256(tokens.data).hexdigest()
-        if found != pins[name]:
-            versions = [f"{name} {metadata.distribution(name).version}" for name in packages]
+        if pins is not None and found != pins[name]:
+            versions = [f"{each} {metadata.distribution(each).version}" for each in packages]
             raise ValueError(
                 f"the tokens of {name} have SHA-256 {found}, not {pins[name]}: data/ has changed "
                 f"or a package is not the pinned release ({', '.join(versions)} are installed). "
@@ -124,28 +152,19 @@ def write_pinned(
         print(f"{len(tokens):,} tokens in {folder / name}", flush=True)
 
 
-def build(folder: Path) -> None:
-    """Write both shards into `folder`. ValueError if a hash is wrong; ImportError, OSError."""
-    tokenizer = read_vocabulary()
-    left_out = LEFT_OUT.read_text().split()
-    train, val = [], []
-    for digest, name, text in read_sources():
-        if digest[0] >= VAL_BELOW:
-            train += split_documents(text)
-        elif name not in left_out:
-            val += split_documents(text)
-    shards = {TRAIN: encode(train, tokenizer), VAL: encode(val, tokenizer)}
-    write_pinned(folder, shards, PINS, PACKAGES)
-
-
 def main(
     argv: list[str] | None = None, name: str = "corpus", build: Callable[[Path], None] = build
 ) -> int:
-    """Build the corpus in data/`name` or --out. A failure is one sentence and exit code 2."""
+    """Build the corpus in --out or data/`name`. A failure is one sentence and exit code 2."""
     parser = argparse.ArgumentParser(prog=f"python -m data.{name}", description="Build the data.")
-    parser.add_argument("--out", type=Path, default=Path("data", name), help="target folder")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="documents of your own")
+    parser.add_argument("--vocab-size", type=int, default=50257, choices=TOKENIZERS, help="of FILE")
+    parser.add_argument("--out", type=Path, help="target folder")
+    given = parser.parse_args(argv)
+    if given.files:
+        name, build = "own", partial(build_own, given.files, given.vocab_size)
     try:
-        build(parser.parse_args(argv).out)
+        build(given.out or Path("data", name))
     except (ValueError, ImportError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2

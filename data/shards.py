@@ -63,34 +63,25 @@ class Shard:
             raise ShardError(f"{path}: no such file. Fetch or build it.")
         self._file = self.path.open("rb")
         weakref.finalize(self, self._file.close)
-        header = self._file.read(HEADER_BYTES)
-        self._count = _token_count(self.path, header, os.fstat(self._file.fileno()).st_size)
+        header = self._file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
+        magic, version, self._count = np.frombuffer(header, dtype="<i4", count=3).tolist()
+        if (magic, version) != (MAGIC, VERSION):
+            raise ShardError(f"{path}: it starts with {magic}, {version}; a token shard starts "
+                             f"with {MAGIC}, {VERSION}. {AGAIN}")  # fmt: skip
+        size, expected = self.path.stat().st_size, HEADER_BYTES + TOKEN_BYTES * self._count
+        if self._count <= 0 or size != expected:
+            raise ShardError(f"{path}: {self._count:,} tokens take {expected:,} bytes; the file "
+                             f"has {size:,}. {AGAIN}")  # fmt: skip
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, where: slice) -> Tokens:
         start, stop, _ = where.indices(self._count)
-        wanted = TOKEN_BYTES * max(stop - start, 0)
         self._file.seek(HEADER_BYTES + TOKEN_BYTES * start)
+        wanted = TOKEN_BYTES * max(stop - start, 0)
         content = self._file.read(wanted)
         if len(content) != wanted:
-            raise ShardError(
-                f"{self.path}: tokens {start:,} to {stop:,} are gone, as the file was cut while it "
-                f"was read. {AGAIN}"
-            )
+            raise ShardError(f"{self.path}: tokens {start:,} to {stop:,} are gone, as the file was "
+                             f"cut while it was read. {AGAIN}")  # fmt: skip
         return np.frombuffer(content, dtype="<u2")
-
-
-def _token_count(path: Path, header: bytes, size: int) -> int:
-    """Return the token count in a header. ShardError if it does not fit the size of the file."""
-    padded = header.ljust(HEADER_BYTES, b"\0")
-    magic, version, count = np.frombuffer(padded, dtype="<i4", count=3).tolist()
-    expected = HEADER_BYTES + TOKEN_BYTES * count
-    if (magic, version) != (MAGIC, VERSION):
-        problem = f"it starts with {magic}, {version}; a token shard starts with {MAGIC}, {VERSION}"
-    elif count <= 0 or size != expected:
-        problem = f"{count:,} tokens take {expected:,} bytes; the file has {size:,}"
-    else:
-        return count
-    raise ShardError(f"{path}: {problem}. {AGAIN}")

@@ -1,31 +1,48 @@
-"""The known vocabularies by their size: those of the two corpora, and GPT-2's."""
+"""The known vocabularies: those of the two corpora, which lie beside this file, and GPT-2's."""
 
+import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiktoken
 
-from data import corpus, prose
+from data.shards import Tokens
 
+CODE = Path(__file__).with_name("vocabulary.tiktoken")
+PROSE = Path(__file__).with_name("prose.tiktoken")
 # By the size of the vocabulary: its file, or its name for tiktoken.
-TOKENIZERS: dict[int, Path | str] = {
-    1024: corpus.VOCABULARY, 2048: prose.VOCABULARY, 50257: "gpt2",
-}  # fmt: skip
+TOKENIZERS: dict[int, Path | str] = {1024: CODE, 2048: PROSE, 50257: "gpt2"}
+# Runs of letters, of digits and of other characters, each with one leading space, and white space.
+# The classes are ASCII alone, so that no version of the Unicode tables can move a boundary.
+PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^A-Za-z0-9 \t\r\n]+|[ \t\r\n]+(?![^ \t\r\n])|[ \t\r\n]+"
 
 
 def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
     """Return the tokenizer of a file, or of tiktoken, which downloads GPT-2's vocabulary once.
 
-    ValueError if it cannot be read.
+    <|endoftext|> has the id after the last one of a file. ValueError if it cannot be read.
     """
     try:
-        if isinstance(tokenizer, Path):
-            return corpus.read_vocabulary(tokenizer)
-        return tiktoken.get_encoding(tokenizer)
+        if not isinstance(tokenizer, Path):
+            return tiktoken.get_encoding(tokenizer)
+        lines = tokenizer.read_bytes().splitlines()
     except OSError as error:
         raise ValueError(f"tiktoken cannot read its vocabulary: {error}. Connect to the network "
                          f"once, or set TIKTOKEN_CACHE_DIR.") from error  # fmt: skip
+    ranks = {}  # tiktoken's own reader would keep a copy of the file in a cache
+    for line in lines:
+        token, rank = line.split()
+        ranks[base64.b64decode(token)] = int(rank)
+    last = {"<|endoftext|>": len(ranks)}
+    return tiktoken.Encoding("corpus", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=last)
+
+
+def encode(document: str, tokenizer: tiktoken.Encoding) -> Tokens:
+    """Return <|endoftext|> and the tokens of a document, (n,)."""
+    ids = [tokenizer.eot_token, *tokenizer.encode_ordinary(document)]
+    return np.array(ids, dtype=np.uint16)
 
 
 def require_tokenizer(config: Any) -> None:

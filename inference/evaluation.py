@@ -8,9 +8,9 @@ import torch
 from scipy.stats import ttest_1samp
 from torch import Tensor
 
-from data.audit import open_validation
+from data.audit import audit_validation, find_shards
 from data.copied import is_copied
-from data.loader import in_parts
+from data.loader import in_parts, validation_batches
 from data.tokenizers import token_bytes
 from inference.model import Model
 from train_gpt import receptive_field
@@ -27,10 +27,10 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
     settings = asdict(config) | {"data_dir": data_dir or config.data_dir}
     if rows is not None:
         settings["val_tokens"] = rows * config.val_seq_len
-    batches = open_validation(settings, TOKENS_AT_ONCE)
-    losses = []
-    for part in in_parts(batches, TOKENS_AT_ONCE, receptive_field(config)):
-        losses.append(model.gpt.token_losses(part.inputs, part.targets).cpu().flatten())
+    audit_validation(settings)
+    batches = validation_batches(find_shards(settings, "val"), settings, TOKENS_AT_ONCE)
+    parts = in_parts(batches, TOKENS_AT_ONCE, receptive_field(config))
+    losses = [model.gpt.token_losses(part.inputs, part.targets).cpu().flatten() for part in parts]
     loss = torch.cat(losses).double()
     targets = torch.cat([batch.targets.flatten() for batch in batches])
     row_losses = loss.view(-1, config.val_seq_len).mean(1)

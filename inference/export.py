@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.corpus import PATTERN
+from data.tokenizers import PATTERN
 from inference.model import VOCABULARIES, Model, load_model
 from runtime.checkpoint import CONFIG, MODEL
 from runtime.errors import Refused
@@ -166,7 +166,6 @@ def largest_difference(trained: Model, folder: Path) -> float:
     with torch.no_grad():
         apart = (exported(tokens).logits - trained.gpt.logits(tokens, count)).abs().max().item()
     if not apart <= TOLERANCE:
-        raise Refused(f"the logits of the export differ by {apart:.2g} from those of train_gpt.py:"
-                      f" bring inference/{MODELING.name} up to date with its forward pass."
-                      )  # fmt: skip
+        raise Refused(f"the logits of the export differ by {apart:.2g} from those of train_gpt.py: "
+                      f"bring inference/{MODELING.name} up to date with it.")  # fmt: skip
     return apart

@@ -146,7 +146,7 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BTC: Tensor, value_BTC: Tensor | None, factors: tuple, place: Place
     ) -> Tensor:
-        """factors: learned scalars on values and on value embeddings, each may be None."""
+        """factors: on values and on value embeddings, learned scalars or 1."""
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C)
         qkv_bias, o_bias = (None, None) if self.bias is None else self.bias.split([3 * C, C])
@@ -161,8 +161,7 @@ class SelfAttention(nn.Module):
         k_BTHD = rotate(norm(k_BTHD), place.cos, place.sin)
         if self.layer["key_offset"]:
             k_BTHD = offset_keys(k_BTHD, place.begins_BT)
-        if factors[0] is not None:
-            v_BTHD = factors[0] * v_BTHD
+        v_BTHD = factors[0] * v_BTHD
         if value_BTC is not None:
             v_BTHD = v_BTHD + factors[1] * self.gated(value_BTC, x_BTC).view_as(v_BTHD)
 
@@ -333,7 +332,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             first_BTC = x_BTC if i == 0 else first_BTC
             read_BTC = x_BTC if layer["reads"] is None else outputs[layer["reads"]]
             value_BTC = None if layer["value_embed"] is None else values[layer["value_embed"]]
-            factors = (scalars.get(f"value{i}"), scalars.get(f"value_embed{i}", 1.0))
+            factors = (scalars.get(f"value{i}", 1.0), scalars.get(f"value_embed{i}", 1.0))
             inputs: Any = (value_BTC, factors, place)
             if layer["mixes"] is not None:
                 streams = (first_BTC, backed_out, outputs[layer["mixes"]], values[0], pairs_BTC)

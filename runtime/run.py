@@ -184,7 +184,7 @@ class Run(contextlib.AbstractContextManager):
         if skip is None and math.isfinite(loss):
             self._skips = 0
             return
-        place = self.trainer.data.train.where(step)
+        place = self.trainer.data.train.places[step]
         where = f"(shard {place['shard']}, tokens from {place['token_offset']})"
         if skip is None:
             raise NonFinite(f"training loss is {loss} at step {step} {where}")

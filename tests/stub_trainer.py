@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -62,7 +63,7 @@ class StubTrainer:
         self.machine = Machine(torch.device("cpu"))
         self.guard, self.optimizers = Guard(), {"sgd": None}
         place = {"shard": "shard_0", "token_offset": 16}
-        train = SimpleNamespace(where=lambda step: place, shares=lambda step: (1, 4))
+        train = SimpleNamespace(places=defaultdict(lambda: place), shares=lambda step: (1, 4))
         self.data, self.hashes = SimpleNamespace(train=train), {"train_sha256": "t"}
         self.train_tokens = 4 * self.config.steps
         self.env = {"gpu_count": 0, "torch": torch.__version__}
@@ -136,7 +137,7 @@ def make_runs(trainer: StubTrainer) -> int:
         return trainer
 
     with mock.patch.multiple(
-        train_gpt, missing_data=lambda settings: "", set_up=set_up, warm_up=lambda *_: None,
+        train_gpt, find_shards=lambda *_: [], set_up=set_up, warm_up=lambda *_: None,
         at=trainer.schedule, tokens_before=lambda config, step: 4 * step, train=trainer.train,
         check_trained_model=lambda trainer: {}, SOURCE=trainer.source, summary=lambda trainer: "",
     ):  # fmt: skip

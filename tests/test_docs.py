@@ -23,7 +23,7 @@ from small_run import arguments, write_data
 
 import train_gpt
 from claims.record import write_files
-from data.corpus import VOCABULARY
+from data.tokenizers import CODE
 from runtime.checkpoint import save_final
 from runtime.log import read_sources
 from runtime.settings import parse
@@ -178,7 +178,7 @@ def test_the_example_of_use_the_model_reads_a_kept_model(
     model = make_model(small("tiny", "copyinit", vocab_size=1024, bos=1023))
     model.initialize(0)
     facts = {"config": asdict(model.config)}
-    save_final(Path("checkpoints/RUN"), dict(model.named_parameters()), facts, VOCABULARY)
+    save_final(Path("checkpoints/RUN"), dict(model.named_parameters()), facts, CODE)
     names: dict[str, Any] = {}
     for block in blocks_of(ROOT / "docs" / "use_the_model.md", "python"):
         exec(block, names)

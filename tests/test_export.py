@@ -16,8 +16,7 @@ from small_model import EVERY_RECIPE, make_model, small
 
 import inference.export
 import train_gpt
-from data import corpus, prose
-from data.corpus import read_vocabulary
+from data.tokenizers import CODE, PROSE, read_tokenizer
 from inference.export import MODELING, export, exported_layers, write_model
 from inference.model import load_model
 from runtime.checkpoint import save_final
@@ -161,27 +160,17 @@ def found(tmp_path_factory):
 
 @needs_transformers
 @pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE, ids=NAMES)
-def test_the_exported_model_has_the_logits_of_the_trained_one(track, recipe, found):
-    config = small(track, recipe, **SIZES)
+def test_the_exported_model_has_the_logits_of_the_trained_one_to_rounding(track, recipe, found):
+    config, computed = small(track, recipe, **SIZES), found[f"{track}-{recipe}"]
     model = trained(config)
     for length in LENGTHS:
         tokens = tokens_of(config, length)
-        logits = found[f"{track}-{recipe}"][f"float32-{length}"]
+        logits = computed[f"float32-{length}"]
         assert logits.shape == (2, length, config.vocab_size)
-        wanted = preference(model, tokens)
-        torch.testing.assert_close(
-            exported_preference(logits, tokens), wanted, rtol=1e-4, atol=2e-4
-        )
-
-
-@needs_transformers
-@pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE, ids=NAMES)
-def test_in_bfloat16_it_is_as_near_to_the_trained_one_as_rounding_allows(track, recipe, found):
-    config = small(track, recipe, **SIZES)
-    tokens = tokens_of(config, 70)
-    exact = preference(trained(config), tokens)
-    rounded = preference(trained(config, torch.bfloat16), tokens)
-    exported = exported_preference(found[f"{track}-{recipe}"]["bfloat16-70"], tokens)
+        exact = preference(model, tokens)
+        torch.testing.assert_close(exported_preference(logits, tokens), exact, rtol=1e-4, atol=2e-4)
+    rounded = preference(trained(config, torch.bfloat16), tokens)  # of the last length
+    exported = exported_preference(computed[f"bfloat16-{length}"], tokens)
     rounding = (rounded - exact).abs().mean()
     assert 0 < rounding < 1, "of logits that lie some 10 apart"
     assert (exported - rounded).abs().mean() < 1.5 * rounding
@@ -205,7 +194,7 @@ def test_it_generates_the_likeliest_its_loss_is_that_of_next_tokens_and_padding_
     torch.testing.assert_close(found[name]["padded"], logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=[corpus.VOCABULARY, prose.VOCABULARY], ids=["tiny", "small"])
+@pytest.fixture(scope="module", params=[CODE, PROSE], ids=["tiny", "small"])
 def vocabulary(request):
     return request.param
 
@@ -213,7 +202,7 @@ def vocabulary(request):
 @pytest.fixture(scope="module")
 def exported(vocabulary, tmp_path_factory):
     """An export of a model that brings its vocabulary along."""
-    place, size = tmp_path_factory.mktemp("place"), read_vocabulary(vocabulary).n_vocab
+    place, size = tmp_path_factory.mktemp("place"), read_tokenizer(vocabulary).n_vocab
     model = trained(small("tiny", "copyinit", vocab_size=size, bos=size - 1))
     export(keep(model, place / "kept", vocabulary), place / "my-model")
     return place / "my-model"
@@ -234,7 +223,7 @@ def test_the_exported_tokenizer_splits_text_as_tiktoken_does(exported, vocabular
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(exported)
-    known = read_vocabulary(vocabulary)
+    known = read_tokenizer(vocabulary)
     texts = ["", " ", "a  b\t\t\r\n c", "ünï\u00a0 \u2028 🙂", "  \n  x"]
     texts += [Path(__file__).read_text(encoding="utf-8"), "0123 4567  89", "x" * 50, "\n" * 9]
     for text in texts:

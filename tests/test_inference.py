@@ -12,9 +12,8 @@ import torch
 from small_model import configure, make_model
 from small_run import run, write_data
 
-from data.corpus import VOCABULARY, read_vocabulary
 from data.sampling import generate, pick
-from data.tokenizers import TOKENIZERS
+from data.tokenizers import CODE, TOKENIZERS, read_tokenizer
 from inference import evaluation
 from inference.model import Model, find_model, load_model, token_losses
 from runtime.checkpoint import CONFIG, save_final
@@ -42,7 +41,7 @@ def random_model(recipe="copyinit", dtype=torch.float32, **changed):
             parameter += 0.3 * torch.randn_like(parameter)
     gpt = gpt.to(dtype).requires_grad_(False)
     gpt.set_step(config.steps)
-    return Model(Path(), {"tokenizer": VOCABULARY.name}, gpt)
+    return Model(Path(), {"tokenizer": CODE.name}, gpt)
 
 
 def keep(model, folder, **changed):
@@ -51,7 +50,7 @@ def keep(model, folder, **changed):
     settings = asdict(model.config) | changed
     for name in [name for name in changed if changed[name] is None]:
         del settings[name]
-    return save_final(folder, weights, {"config": settings}, VOCABULARY)
+    return save_final(folder, weights, {"config": settings}, CODE)
 
 
 @pytest.fixture(scope="module")
@@ -135,27 +134,25 @@ def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, top_p, powe
         assert drawn.count(token) / 4000 == pytest.approx(weight / sum(weights), abs=0.03)
 
 
-def test_the_script_writes_on_from_a_prompt_what_the_model_writes(folder, capsys):
-    words = [str(folder.parent), "def f(x):", "--tokens", "8", "--device", "cpu"]
-    assert sample_script.main(words) == 0
-    said = capsys.readouterr().out
-    tokens = read_vocabulary().encode_ordinary("def f(x):")
-    model = load_model(folder, "cpu")
-    written = model.tokenizer.decode(list(model.write(tokens, 8, temperature=0.8, least=40)))
-    assert said == f"def f(x):{written}\n"
-
-
-def test_the_script_writes_several_texts_and_stops_at_a_text(folder, capsys):
-    words = [str(folder.parent), "x", "--tokens", "12", "--device", "cpu", "--seed", "5"]
-    assert sample_script.main([*words, "--samples", "2"]) == 0
-    both = capsys.readouterr().out
+def test_the_script_writes_what_the_model_writes_in_several_texts_and_stops_at_a_text(
+    folder, capsys
+):
+    words = [str(folder.parent), "def f(x):", "--tokens", "12", "--device", "cpu", "--seed", "5"]
+    model, tokens = load_model(folder, "cpu"), read_tokenizer(CODE).encode_ordinary("def f(x):")
     texts = []
-    for seed in ("5", "6"):
-        assert sample_script.main([*words[:-1], seed]) == 0
-        texts.append(f"--- seed {seed}\n{capsys.readouterr().out}")
-    assert both == "".join(texts)
-    assert sample_script.main([*words, "--stop", texts[0][13:15]]) == 0
-    assert capsys.readouterr().out.rstrip("\n").endswith(texts[0][13:15])
+    for seed in (5, 6):
+        written = list(model.write(tokens, 12, temperature=0.8, least=40, seed=seed))
+        texts.append(f"def f(x):{model.tokenizer.decode(written)}\n")
+    assert sample_script.main(words) == 0
+    assert capsys.readouterr().out == texts[0]
+    assert sample_script.main([*words, "--samples", "2"]) == 0
+    assert capsys.readouterr().out == f"--- seed 5\n{texts[0]}--- seed 6\n{texts[1]}"
+    stop = texts[0][12:14]  # after the second or third token
+    assert sample_script.main([*words, "--stop", stop]) == 0
+    stopped = capsys.readouterr().out.removesuffix("\n")
+    assert texts[0].startswith(stopped)
+    assert stop in stopped
+    assert len(stopped) < 20
 
 
 def test_prompts_are_read_line_by_line(folder, capsys, monkeypatch):
@@ -204,7 +201,7 @@ def test_a_setting_that_does_not_fit_is_refused_by_name(name, value, sentence, t
         load_model(keep(random_model(), tmp_path, **{name: value}))
 
 
-@pytest.mark.parametrize("name", [CONFIG, VOCABULARY.name])
+@pytest.mark.parametrize("name", [CONFIG, CODE.name])
 def test_changed_settings_or_a_changed_vocabulary_are_refused_when_they_are_read(name, tmp_path):
     folder = keep(random_model(), tmp_path)
     with open(folder / name, "ab") as file:
@@ -258,7 +255,7 @@ def test_a_vocabulary_that_cannot_be_read_is_refused_before_the_run(trained, tmp
     assert "tiktoken cannot read its vocabulary" in outcome.err
 
 
-def test_an_evaluation_finds_the_losses_of_the_run(trained, monkeypatch):
+def test_an_evaluation_and_its_script_find_the_losses_of_the_run(trained, monkeypatch, capsys):
     data, folder, _, outcome = trained
     for trial in range(2):
         end = outcome.events("end", trial)[0]
@@ -272,21 +269,16 @@ def test_an_evaluation_finds_the_losses_of_the_run(trained, monkeypatch):
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 100)  # rows are cut
     assert evaluation.evaluate(model, str(data))["loss"] == pytest.approx(scores["loss"], rel=1e-5)
     assert evaluation.evaluate(model, rows=1)["tokens"] == 256
+    assert evaluate_script.main([str(final), "--device", "cpu"]) == 0
+    assert "1,024 tokens in 4 rows" in capsys.readouterr().out
+    assert evaluate_script.main([str(final), "--data-dir", str(folder)]) == 2
+    assert "has no *val_*.bin file" in capsys.readouterr().err
 
 
 def test_the_interval_is_of_rows_by_students_t():
     low, high = evaluation.interval(torch.tensor([1.0, 2.0, 4.0, 5.0]).double())
     half = 3.18244631 * math.sqrt((4 + 1 + 1 + 4) / 3 / 4)  # t with 3 degrees of freedom
     assert (low, high) == (pytest.approx(3 - half), pytest.approx(3 + half))
-
-
-def test_the_script_prints_all_scores(trained, capsys):
-    _, folder, _, _ = trained
-    final = next(folder.glob("checkpoints/*_t1_*"))
-    assert evaluate_script.main([str(final), "--device", "cpu"]) == 0
-    assert "1,024 tokens in 4 rows" in capsys.readouterr().out
-    assert evaluate_script.main([str(final), "--data-dir", str(folder)]) == 2
-    assert "has no *val_*.bin file" in capsys.readouterr().err
 
 
 def test_bits_are_of_the_bytes_of_text(folder):

@@ -17,21 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import loader as loader_module
-from data.loader import (
-    Order,
-    TrainLoader,
-    capacity_for,
-    in_parts,
-    open_data,
-    plan_run,
-    validation_batches,
-)
+from data.audit import open_data
+from data.loader import Order, TrainLoader, capacity_for, in_parts, validation_batches
 from data.shards import ShardError, write_shard
 
 ROOT = Path(__file__).parents[1]
 BOS = 0
-MOST = 31  # documents in a row, for a capacity that always suffices
-ORDER = Order(batch_tokens=32, seq_len=8, max_document=6, bos=BOS)
+ORDER = Order(seq_len=8, bos=BOS, data_start=0.0, stages=[(0, 32, 6)])
 examples = settings(max_examples=50, deadline=None)
 
 
@@ -64,9 +56,8 @@ def slow_aligned_steps(shards, order):
 
 
 def rows_at(order, step):
-    """Rows of a step and its longest document: those of the last change that is not after it."""
-    sizes = [(0, order.batch_tokens, order.max_document), *order.changes]
-    _, tokens, cut = max(change for change in sizes if change[0] <= step)
+    """Rows of a step and its longest document: those of the last stage that begins before it."""
+    _, tokens, cut = max(stage for stage in order.stages if stage[0] <= step)
     return tokens // order.seq_len, cut
 
 
@@ -83,7 +74,7 @@ def slow_dense_steps(shards, order):
 
 def slow_steps(shards, order):
     shards = [shards[0][int(order.data_start * len(shards[0])) :], *shards[1:]]
-    return (slow_aligned_steps if order.document_mask else slow_dense_steps)(shards, order)
+    return (slow_dense_steps if order.bos is None else slow_aligned_steps)(shards, order)
 
 
 def rows_of(batches):
@@ -142,14 +133,14 @@ def written(shards):
 @pytest.fixture
 def files(tmp_path):
     rng = np.random.default_rng(0)
-    files = [tmp_path / "train_000001.bin", tmp_path / "train_000002.bin"]
+    files = [tmp_path / name for name in ("train_000001.bin", "train_000002.bin", "val_000000.bin")]
     for file in files:
         write_shard(file, shard_of(rng.integers(1, 20, size=60), before=3))
-    return files
+    return files[:2]
 
 
-def make(files, order=ORDER, rank=0, world_size=1):
-    return TrainLoader(files, order, MOST, rank, world_size)
+def make(files, order=ORDER, steps=5, rank=0, world_size=1):
+    return TrainLoader(files, order, steps, rank, world_size)
 
 
 # Few documents and many, else most examples would have no step.
@@ -159,16 +150,16 @@ shard_strategy = st.builds(shard_of, lengths_strategy, st.integers(0, 3))
 shards_strategy = st.lists(shard_strategy, min_size=1, max_size=3)
 
 
-def make_order(sequence, max_document, align, start, changes):
-    changes = [(step, rows * sequence, cut) for step, (rows, cut) in changes.items()]
-    return Order(8 * sequence, sequence, max_document, BOS, align, start, sorted(changes))
+def make_order(sequence, max_document, bos, start, changes):
+    stages = [(step, rows * sequence, cut) for step, (rows, cut) in changes.items()]
+    return Order(sequence, bos, start, [(0, 8 * sequence, max_document), *sorted(stages)])
 
 
 order_strategy = st.builds(
     make_order,
     sequence=st.integers(1, 12),
     max_document=st.integers(1, 15),
-    align=st.booleans(),
+    bos=st.sampled_from([BOS, None]),
     start=st.sampled_from([0.0, 0.4, 0.9]),
     changes=st.dictionaries(
         st.integers(1, 5), st.tuples(st.sampled_from([8, 16, 24]), st.integers(1, 15)), max_size=2
@@ -184,17 +175,17 @@ def test_a_row_by_hand(tmp_path):
     first_row = [[0, 1, 2, 3, 4, 5], [0, 6], [0, 7, 8]]  # 4 + 2 + 1 of sequence + 1 = 7 tokens
     second_row = [[0, 9, 10], [0, 11, 12], [0, 13]]  # 3 + 3 + 1
     write_shard(tmp_path / "a.bin", [77, 78] + joined(first_row + second_row) + [0, 14])
-    order = Order(batch_tokens=12, seq_len=6, max_document=4, bos=0)
-    loader = TrainLoader([tmp_path / "a.bin"], order, 3)
+    order = Order(seq_len=6, bos=0, data_start=0.0, stages=[(0, 12, 4)])
+    loader = make([tmp_path / "a.bin"], order, 1)
     (batch,) = next(loader)
     assert batch.inputs.tolist() == [[0, 1, 2, 3, 0, 6], [0, 9, 10, 0, 11, 12]]
     assert [part.dtype for part in batch] == [torch.int32, torch.int64, torch.int32]
     assert batch.targets.tolist() == [[1, 2, 3, 0, 6, 0], [9, 10, 0, 11, 12, 0]]
     assert batch.cu_seqlens.tolist() == [0, 4, 6, 9] + [12] * 28
     assert loader.state_dict()["position"] == {"step": 1, "shard": 0, "offset": 2 + 11 + 8}
-    other = TrainLoader([tmp_path / "a.bin"], order, 3, rank=1, world_size=2)
+    other = make([tmp_path / "a.bin"], order, 1, rank=1, world_size=2)
     next(other)
-    assert loader.where(1) == other.where(1) == {"shard": "a.bin", "token_offset": 2}
+    assert loader.places == other.places == {1: {"shard": "a.bin", "token_offset": 2}}
 
 
 @given(shards_strategy, order_strategy)
@@ -207,7 +198,7 @@ def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards,
             for micro_rows in {1, 8 // world_size}:
                 ranks = []
                 for rank in range(world_size):
-                    loader = make(files, order, rank, world_size)
+                    loader = make(files, order, len(expected), rank, world_size)
                     loader.split(micro_rows * order.seq_len)
                     assert loader.shares(0) == (8 // world_size // micro_rows, micro_rows)
                     ranks.append(remaining_steps(loader))
@@ -217,22 +208,22 @@ def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards,
 # ---- position
 
 
-@given(shards_strategy, st.booleans(), st.data())
+@given(shards_strategy, st.sampled_from([BOS, None]), st.data())
 @examples
-def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards, align, data):
-    changes = data.draw(st.sampled_from([(), [(1, 64, 6)], [(2, 64, 3), (4, 32, 9)]]))
-    order = replace(ORDER, document_mask=align, changes=changes)
+def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards, bos, data):
+    later = data.draw(st.sampled_from([(), [(1, 64, 6)], [(2, 64, 3), (4, 32, 9)]]))
+    order = replace(ORDER, bos=bos, stages=[*ORDER.stages, *later])
     expected = slow_steps(shards, order)
     step = data.draw(st.integers(0, len(expected)))
     world_size = data.draw(st.sampled_from([1, 2, 4]))
     with written(shards) as files:
-        loader = make(files, order)
+        loader = make(files, order, len(expected))
         for _ in range(step):
             next(loader)
         state = json.loads(json.dumps(loader.state_dict()))
         ranks, rows_sum = [], 0
         for rank in range(world_size):
-            resumed = make(files, order, rank, world_size)
+            resumed = make(files, order, len(expected), rank, world_size)
             resumed.load_state_dict(state)
             assert resumed.state_dict()["position"] == state["position"]
             ranks.append(remaining_steps(resumed))
@@ -255,7 +246,7 @@ def test_rows_are_hashed_as_the_documentation_says(files):
 
 
 def test_resetting_loading_and_splitting_drop_what_was_built_ahead(files):
-    loader = make(files, replace(ORDER, changes=[(3, 64, 4)]))
+    loader = make(files, replace(ORDER, stages=[(0, 32, 6), (3, 64, 4)]))
     start = loader.state_dict()
     first, second = rows_of(next(loader)), rows_of(next(loader))
     assert first != second
@@ -269,27 +260,17 @@ def test_resetting_loading_and_splitting_drop_what_was_built_ahead(files):
     loader.load_state_dict(start)
     assert rows_of(next(loader)) == first
     loader.reset(3)  # the first tokens, as in a later step
-    assert rows_of(next(loader)) == rows_of(next(make(files, Order(64, 8, 4, BOS))))
+    later = make(files, replace(ORDER, stages=[(0, 64, 4)]), steps=1)
+    assert rows_of(next(loader)) == rows_of(next(later))
 
 
 def test_ranks_that_do_not_divide_every_batch_are_refused(files):
-    order = replace(ORDER, changes=[(3, 48, 6)])
-    assert [make(files, order, 0, size).shares(3) for size in (1, 2)] == [(1, 6), (1, 3)]
+    order = replace(ORDER, stages=[(0, 32, 6), (3, 48, 6)])
+    shares = [make(files, order, world_size=size).shares(3) for size in (1, 2)]
+    assert shares == [(1, 6), (1, 3)]
     rule = "world size 4 does not divide 4, 6 rows a step; start one of 1, 2 ranks"
     with pytest.raises(ValueError, match=rule):
-        make(files, order, 0, 4)
-
-
-def test_a_position_in_another_order_or_other_shards_is_refused_naming_the_difference(files):
-    state = make(files[:1]).state_dict()
-    make(files).load_state_dict(state)  # shards may be added
-    cases = [
-        (make(files, replace(ORDER, max_document=7)), "max_document was 6 and is 7"),
-        (make(files[::-1]), r"shard 0 was train_000001\.bin .* and is train_000002\.bin"),
-    ]
-    for other, message in cases:
-        with pytest.raises(ValueError, match=f"does not fit this run: {message}"):
-            other.load_state_dict(state)
+        make(files, order, world_size=4)
 
 
 # ---- the end of the data, and faults
@@ -300,15 +281,15 @@ def test_a_position_in_another_order_or_other_shards_is_refused_naming_the_diffe
 def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
     expected = slow_steps(shards, order)
     with written(shards) as files:
-        loader = make(files, order)
-        plan = plan_run(files, order, len(expected))
+        loader = make(files, order, len(expected))
+        plan = loader.plan
         for _ in expected:
             next(loader)
         assert loader.state_dict()["position"] == plan.end._asdict()
         read = [*expected]  # and what warm-up can read: the first shard, as later steps read it
-        for _, tokens, cut in order.changes:
-            now = replace(order, batch_tokens=tokens, max_document=cut, changes=(), data_start=0)
-            read += slow_steps(shards[:1], now)
+        for first, *_ in order.stages[1:]:
+            later = [(max(begin - first, 0), *sizes) for begin, *sizes in order.stages]
+            read += slow_steps(shards[:1], replace(order, stages=later, data_start=0))
         documents = [len(lengths) for step in read for _, lengths in step]
         assert plan.max_documents == max(documents, default=0)
         assert plan.tokens_available == sum(map(len, shards))
@@ -316,7 +297,7 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
         assert handed_out <= plan.tokens_needed <= plan.tokens_available
         message = f"data end after {len(expected):,} steps: .*--steps to at most {len(expected):,}"
         with pytest.raises(ShardError, match=message):
-            plan_run(files, order, len(expected) + 1)
+            make(files, order, len(expected) + 1)
         for _ in range(2):  # again and again, not once
             with pytest.raises(ShardError, match=message):
                 next(loader)
@@ -328,17 +309,12 @@ def test_the_end_of_the_last_document_has_a_place_too():
 
 def test_an_open_loader_lets_the_interpreter_end(files):
     code = f"""import sys; from data.loader import Order, TrainLoader
-loader = TrainLoader(sys.argv[1:], {ORDER}, {MOST}); next(loader); sys.exit(7)"""
+loader = TrainLoader(sys.argv[1:], {ORDER}, 5); next(loader); sys.exit(7)"""
     command = [sys.executable, "-c", code, *map(str, files)]
     assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 7
 
 
 # ---- validation
-
-
-def validate(files, tokens, sequence, most, align=True, rank=0, world_size=1):
-    order = replace(ORDER, document_mask=align)
-    return validation_batches(files, order, tokens, sequence, most, rank, world_size)
 
 
 @given(shards_strategy, st.integers(1, 8), st.integers(1, 40), st.booleans(), st.data())
@@ -351,10 +327,11 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
     world_size = data.draw(st.sampled_from([1, 2, 3, 5]))
     if count == 0:
         return
+    values = {"val_tokens": count * sequence, "val_seq_len": sequence, "bos": BOS}
+    values["document_mask"] = align
     with written(shards) as files:
-        ranks = []
-        for rank in range(world_size):
-            ranks.append(validate(files, count * sequence, sequence, most, align, rank, world_size))
+        ranks = [validation_batches(files, values, most, rank, world_size)
+                 for rank in range(world_size)]  # fmt: skip
     expected = []
     for k in range(count):
         row = stream[k * sequence : (k + 1) * sequence + 1]
@@ -370,12 +347,13 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
 # ---- both together
 
 
-def open_both(files, changes=(), **changed):
+def open_both(files, stages=((0, 64, 6),), **changed):
     values = {
-        "batch_tokens": 64, "seq_len": 8, "max_document": 6, "bos": BOS, "document_mask": True,
-        "steps": 5, "micro_batch": None, "val_tokens": 64, "val_seq_len": 16, "val_batch": 32,
+        "track": "", "data_dir": files[0].parent, "seq_len": 8, "bos": BOS, "document_mask": True,
+        "data_start": 0.0, "steps": 5, "micro_batch": None, "val_tokens": 64, "val_seq_len": 16,
+        "val_batch": 32,
     }  # fmt: skip
-    return open_data(files, files[:1], values | changed, changes, 0, rank=1, world_size=2)
+    return open_data(values | changed, stages, 0, rank=1, world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -385,8 +363,8 @@ def open_both(files, changes=(), **changed):
 def test_a_micro_batch_is_the_largest_equal_part_of_a_step_within_the_limit(
     files, micro_batch, rows
 ):
-    changes = [(1, 48, 6), (2, 64, 6)]  # this rank has 2, 3, 4 rows of 8 tokens
-    train = open_both(files, changes, batch_tokens=32, micro_batch=micro_batch).train
+    stages = [(0, 32, 6), (1, 48, 6), (2, 64, 6)]  # this rank has 2, 3, 4 rows of 8 tokens
+    train = open_both(files, stages, micro_batch=micro_batch).train
     for step, (owned, each) in enumerate(zip((2, 3, 4), rows, strict=True)):
         assert train.shares(step) == (owned // each, each)
         assert [len(batch.inputs) for batch in next(train)] == [each] * (owned // each)
@@ -397,8 +375,8 @@ def test_a_micro_batch_is_the_largest_equal_part_of_a_step_within_the_limit(
 def test_the_longest_document_of_a_step_and_of_validation_is_that_of_the_rows(
     files, align, most, val_seq_len
 ):
-    changed = {"document_mask": align, "batch_tokens": 32, "val_seq_len": val_seq_len}
-    data = open_both(files, [(2, 32, 3), (4, 32, 20)], **changed)
+    stages = [(0, 32, 6), (2, 32, 3), (4, 32, 20)]
+    data = open_both(files, stages, document_mask=align, val_seq_len=val_seq_len)
     assert [data.longest(step) for step in range(5)] == most
     handed_out = [next(data.train) for _ in range(5)]
     found = [max(length for _, lengths in rows_of(batches) for length in lengths)

@@ -5,8 +5,7 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.corpus import read_vocabulary
-from data.tokenizers import prefix_table, read_prefixes, token_bytes
+from data.tokenizers import CODE, prefix_table, read_prefixes, read_tokenizer, token_bytes
 
 
 def slow_table(vocabulary):
@@ -28,7 +27,7 @@ def test_the_prefix_is_the_longest_of_a_search_through_all_tokens(vocabulary):
 
 
 def test_the_bytes_of_the_corpus_vocabulary_encode_to_their_token_and_have_prefixes():
-    tokenizer = read_vocabulary()
+    tokenizer = read_tokenizer(CODE)
     vocabulary = token_bytes(tokenizer)
     assert vocabulary.pop() == b"", "<|endoftext|>"
     ranks = [tokenizer.encode_single_token(token) for token in vocabulary]

