@@ -18,17 +18,17 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1471,  # reached; the promise is 1370
+    "train_gpt.py": 1429,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
-    "data": 1294,  # reached; the promise is 1000
-    "runtime": 3024,  # reached; the promise is 2740
-    "claims": 3075,  # reached; the promise is 2780
-    "scripts": 1539,  # reached; the promise is 1220
-    "inference": 706,  # reached; the promise is 700
+    "data": 1130,  # reached; the promise is 1000
+    "runtime": 2846,  # reached; the promise is 2740
+    "claims": 2923,  # reached; the promise is 2780
+    "scripts": 1335,  # reached; the promise is 1220
+    "inference": 704,  # reached; the promise is 700
     "view": 1200,
     "run.sh .ci/run": 140,
-    "tests": 15030,  # reached; the promise is 14500
+    "tests": 14500,
 }
 LONGEST_FILE = 500  # and train_gpt.py, which has a budget of its own
 
