@@ -60,7 +60,7 @@ def may_belong(key: tuple[Hashable, ...], arm: tuple[Hashable, ...]) -> bool:
 
 
 def named_arms(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """The arms, each with its folder and the settings that distinguish it, as `logs:steps=30`.
+    """The arms, each with its folder and the settings that distinguish it, as `logs (steps=30)`.
 
     A setting is in the names only if it distinguishes arms that those before it do not. The
     settings by which people know a run come first.
@@ -77,7 +77,8 @@ def named_arms(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
             names = longer
     titles = []
     for arm, name in zip(arms, names, strict=True):
-        titles.append(":".join([common_folder(arm), ",".join(name)]).rstrip(":"))
+        settings = f" ({', '.join(name)})" if name else ""
+        titles.append(common_folder(arm) + settings)
     return list(zip(titles, arms, strict=True))
 
 
@@ -147,8 +148,10 @@ def track_of(run: Run) -> str | None:
 
 def common_folder(runs: Sequence[Run]) -> str:
     folders = {str(run.path.parent) for run in runs}
-    if len(folders) < 2:
-        return "".join(folders)
+    if not folders:
+        return ""
+    if len(folders) == 1:
+        return folders.pop()
     return os.path.commonpath([run.path.parent.resolve() for run in runs])
 
 
@@ -229,9 +232,10 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
 def judge_arm(
     name: str, runs: Sequence[Run], target: float | None = math.nan, at_step: int | None = None
 ) -> ArmVerdict:
-    """The verdict on one arm, at its end or at one step. Without a target the logs' own is taken.
+    """The verdict on one arm, at its end or at one step.
 
-    Raises LogError where they have none.
+    target: None takes that of the logs, and is a LogError where they have none. NaN is for an arm
+    that is only compared.
     """
     counted, repeats = leave_out_repeats([run for run in runs if run.counts])
     counted.sort(key=lambda run: -1 if run.seed is None else run.seed)
@@ -299,10 +303,13 @@ def read_arm(path: str) -> ArmVerdict:
     runs, errors = read_all([path])
     arms = named_arms([run for run in runs if run.counts])
     arm = judge_arm(path, runs)
-    if len(arms) != 1:
-        rule = f"{path} holds {len(arms)} arms where one is needed: make each in its own --log-dir"
-        raise LogError("\n  ".join([rule, *([name for name, _ in arms] or arm.left_out)]))
     arm.left_out += map(str, errors)
+    if not arms:
+        raise LogError("\n  ".join([f"{path} holds no run that counts", *arm.left_out]))
+    if len(arms) > 1:
+        rule = (f"{path} holds {len(arms)} arms where one is needed: copy the logs of one to a "
+                "folder, or make each in its own --log-dir")  # fmt: skip
+        raise LogError("\n  ".join([rule, *(name for name, _ in arms)]))
     return arm
 
 

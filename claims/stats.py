@@ -20,7 +20,6 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 NAN, INF = math.nan, math.inf
 STEPS_BOUND = Fraction("0.004")  # of track 3: (target - mean) * sqrt(n) must reach it
-MOST_RUNS = 10_000  # a plan that needs more is out of reach
 CERTAIN = 1e5  # standard errors of an effect with power 1; beyond, nctdtr is only noise
 SEQUENCES = 10**6  # simulated for planned looks: a level of 0.01 comes out to about 1 %
 
@@ -160,15 +159,6 @@ def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
     check(0, INF, sd=sd, margin=margin)
     effect = margin / sd * math.sqrt(n)  # in standard errors
     return float(nctdtr(n - 1, -min(effect, CERTAIN), student.ppf(alpha, n - 1)))
-
-
-def runs_needed(sd: float, margin: float, chance: float = 0.8, alpha: float = 0.01) -> int | None:
-    """The fewest runs with this power; None for more than MOST_RUNS."""
-    check(alpha, 1, power=chance)
-    for n in range(2, MOST_RUNS + 1):
-        if power(n, sd, margin, alpha) >= chance:
-            return n
-    return None
 
 
 @cache

@@ -99,7 +99,7 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     config = parse(Config, flags, train_gpt.preset, "")
     machine = machines.start(config.device, config.rank_timeout)
     data = "those of the track"
-    if machine.on_main(lambda: not any(Path(config.data_dir).glob("*val_*.bin"))):  # comes last
+    if machine.on_main(lambda: not any(Path(config.data_dir).glob("*val_*.bin"))):
         data = "random tokens"
         config = replace(config, steps=RANDOM_STEPS, val_tokens=2 * config.val_seq_len)
         folder = machine.on_main(partial(write_random, config))

@@ -115,16 +115,15 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
     words = training_command(arm.source, flags, folder / arm.name)
     with output.open("a") as file, child_process(words, stdout=file, stderr=file) as child:
-        while True:
-            code, told = child.poll(), done
+        code = None
+        while code is None:
+            time.sleep(POLL_S)
+            code, told = child.poll(), done  # figures are read after it: none is missed
             done = judge.figures(folder, arm, metric)
             for seed in sorted(done.keys() - told.keys()):
                 found = f"{done[seed]:.4f} {UNITS[metric]}"
                 found = "diverged" if math.isinf(done[seed]) else found
                 print(f"  {arm.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
-            if code is not None:
-                break
-            time.sleep(POLL_S)
     if code not in (0, 3):  # 3: a run diverged, which is a result
         last = output.read_text(errors="replace").splitlines()[-1:]
         raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({output}). Fix it, "

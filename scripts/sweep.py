@@ -11,11 +11,11 @@ An arm is flags of train_gpt.py, a patch of its source, or both. PLAN is JSON:
               "my idea": {"flags": "--steps 40", "patch": "idea.diff", "seeds": [0, 1]}},
      "grid": {"matrix_lr": [0.01, 0.02], "adam_lr": [0.005, 0.01]}}
 
-The plan's flags go to every run; what else an arm lacks it has from the plan. `seeds` may be an
-object, {"7": "--flags of this seed"}; a grid makes of each arm one for each combination of values.
-Runs are made in the order of the file. A finished run of the same source, flags, patch and seed is
-not repeated. The runs train a copy of the source, so you may edit it meanwhile; --source resumes an
-older copy. Logs are in OUT/PLAN/SOURCE/ARM.
+Flags of the plan go to every run; what else an arm lacks it has from it ("patch": "" for none).
+`seeds` may be an object, {"7": "--flags of this seed"}; a grid makes of each arm one for each
+combination of values. Runs are made in the order of the file. A finished run of the same source,
+flags, patch and seed is not repeated. The runs train a copy of the source, so you may edit it
+meanwhile; --source resumes an older copy. Logs are in OUT/PLAN/SOURCE/ARM.
 Exit code: 0 done, 1 a run failed, 2 bad input, 130 or 143 interrupted.
 """
 
@@ -79,7 +79,7 @@ def read_plan(path: Path, out: Path) -> list[SweepRun]:
             if unknown := (plan.keys() | arm.keys()) - FIELDS:
                 raise ValueError(f"unknown: {', '.join(unknown)}")
             arm = plan | arm | {"flags": f"{plan.get('flags', '')} {arm.get('flags', '')}"}
-            if "patch" in arm:
+            if arm.get("patch"):
                 arm["patch"] = (path.parent / arm["patch"]).read_text()
             runs += runs_of(name, arm, out)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -91,7 +91,7 @@ def read_plan(path: Path, out: Path) -> list[SweepRun]:
 
 def runs_of(name: str, arm: dict[str, Any], out: Path) -> Iterator[SweepRun]:
     """The runs of an arm at each point of its grid."""
-    seeds, grid, patch = arm.get("seeds", ()), arm.get("grid", {}), arm.get("patch", "")
+    seeds, grid, patch = arm.get("seeds", ()), arm.get("grid", {}), arm.get("patch") or ""
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, map(str, values), strict=True))
         title = " ".join([name, *map("=".join, point.items())]).strip()

@@ -89,8 +89,20 @@ def test_two_arms_of_one_folder_are_listed_by_what_differs(tmp_path, capsys):
     write_arm(tmp_path, NEW_MS, NEW, first=4, steps=8, source="b" * 64)
     assert main([str(tmp_path), "--against", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert "2 arms where one is needed: make each in its own --log-dir" in error
-    assert f"\n  {tmp_path}:steps=8\n  {tmp_path}:steps=10\n" in error
+    assert "2 arms where one is needed: copy the logs of one to a folder" in error
+    assert f"\n  {tmp_path} (steps=8)\n  {tmp_path} (steps=10)\n" in error
+
+
+def test_an_arm_without_a_run_that_counts_says_why(tmp_path, capsys):
+    old = write_arm(tmp_path / "old", OLD_MS, OLD)
+    new = tmp_path / "new"
+    write_run(new, "cut", {10: 3.2}, seed=4, status="interrupted")
+    (new / "torn.jsonl").write_text("no log")
+    assert main([str(new), "--against", old]) == 2
+    error = capsys.readouterr().err
+    assert f"{new} holds no run that counts" in error
+    assert "cut.jsonl: ended with status interrupted" in error
+    assert "torn.jsonl" in error
 
 
 def test_single_runs_have_a_difference_and_no_interval(tmp_path, capsys):

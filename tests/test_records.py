@@ -16,7 +16,7 @@ from runtime.errors import Refused
 from train_gpt import RECIPES, Config, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
-CLAIMS = sorted(path.with_name("claim.json") for path in RECORDS.glob("*/*/runs"))
+CLAIMS = sorted(RECORDS.glob("*/*/claim.json"))
 by_claim = pytest.mark.parametrize("claim", CLAIMS, ids=lambda path: path.parent.name)
 
 

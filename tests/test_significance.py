@@ -159,6 +159,14 @@ def test_two_files_of_ten_runs_each_are_judged_at_the_claimed_step(tmp_path, cap
     assert "b.txt (run 10)" in text
 
 
+@pytest.mark.parametrize(("loss", "verdict"), [(3.277, "0.00600, pass"), (3.279, "0.00200, fail")])
+def test_logs_of_the_track_steps_are_also_judged_by_its_rule(tmp_path, capsys, loss, verdict):
+    for seed, spread in enumerate((-0.003, -0.001, 0.001, 0.003)):
+        last = {3250: loss + spread}
+        write_run(tmp_path, f"run_{seed}", last, seed=seed, track="steps", total=3250)
+    assert f"(target - mean) * sqrt(n) = {verdict}" in text_of(capsys, tmp_path)
+
+
 @pytest.mark.parametrize(("losses", "words"), [
     ([3.2765, 3.2766, 3.2767], "n = 3: too few runs to know their spread"),
     ([3.27, 3.28, 3.29, math.nan], "losses without a finite spread: there is no test"),
@@ -263,9 +271,10 @@ def test_runs_that_differ_in_steps_settings_or_gpus_are_arms_named_by_it(tmp_pat
     text = text_of(capsys, tmp_path)
     titles = [part.splitlines()[0] for part in text.split("\n\n")]
     assert [title.partition(": source")[0] for title in titles] == [
-        f"{tmp_path}:steps=30,momentum=0.95,gpus=8", f"{tmp_path}:steps=32,momentum=0.95,gpus=8",
-        f"{tmp_path}:steps=32,momentum=0.85,0.9,gpus=8",
-        f"{tmp_path}:steps=32,momentum=0.95,gpus=1"]  # fmt: skip
+        f"{tmp_path} (steps=30, momentum=0.95, gpus=8)",
+        f"{tmp_path} (steps=32, momentum=0.95, gpus=8)",
+        f"{tmp_path} (steps=32, momentum=0.85,0.9, gpus=8)",
+        f"{tmp_path} (steps=32, momentum=0.95, gpus=1)"]  # fmt: skip
     assert text.count("n 4 ") == 4
 
 

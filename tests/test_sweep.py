@@ -146,6 +146,9 @@ def test_a_grid_makes_an_arm_of_each_combination(project, capsys):
     arms = json.loads(capsys.readouterr().out)
     assert list(arms) == ["matrix_lr=1 momentum=0.8,0.9", "matrix_lr=2 momentum=0.8,0.9"]
     plan |= {"arms": {"a": "", "b": "--x"}, "patch": "idea.diff"}
+    bare = plan | {"arms": {"a": {"patch": ""}}}
+    Path("plan.json").write_text(json.dumps(bare))
+    assert {run.patch for run in sweep.read_plan(Path("plan.json"), Path("logs"))} == {""}
     Path("plan.json").write_text(json.dumps(plan))
     planned = sweep.read_plan(Path("plan.json"), Path("logs"))
     assert [run.arm.split()[:2] for run in planned] == [

@@ -214,7 +214,9 @@ def test_a_compiled_step_is_the_eager_one_for_groups_of_equal_shape(kind):
     optimizers = []
     for _ in range(2):
         params = parameters(*SHAPES, dtype=torch.float32)
-        optimizers.append(kind([{"params": params[:1], "lr": 0.2}, {"params": params[1:]}], 0.1))
+        rates = torch.tensor(0.2), torch.tensor(0.1)
+        groups = [{"params": params[:1], "lr": rates[0]}, {"params": params[1:]}]
+        optimizers.append(kind(groups, rates[1]))
     eager, compiled = optimizers
     step = torch.compile(compiled.step)
     for number in range(3):

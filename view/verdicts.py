@@ -13,7 +13,6 @@ from runtime.errors import LogError
 from runtime.jsonl import check_regular, read_regular
 
 MOST_BYTES = 2**22  # of a diff or a record's page
-FIGURES = ("mean", "low", "high", "confidence")  # of a judgement that has ended
 FAULTS = (LogError, OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError)
 
 
@@ -36,7 +35,8 @@ def describe_judgement(folder: Path, entry: dict[str, Any]) -> dict[str, str]:
     word, text = "unfinished", f"at most {entry['pairs']} pairs"
     if "outcome" in entry:
         word = str(entry["outcome"])
-        mean, low, high, share = (float(entry[name]) for name in FIGURES)
+        mean, low, high = (float(entry[name]) for name in ("mean", "low", "high"))
+        share = float(entry.get("confidence", 0.99))  # the first judgements wrote none
         found = in_words(Difference(mean, low=low, high=high), "+.4g")
         text = f"B - A {found} {unit}, {share:.0%} interval, {entry['done']} pairs"
     arms = [f"{name}: {' '.join(entry[name]['flags']) or 'no flags'}" for name in ("A", "B")]
