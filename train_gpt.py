@@ -333,13 +333,13 @@ TRACKS: dict[str, dict[str, Any]] = {
     },
     # The public contest in miniature, on prose: its layers, windows and stages, 3 tokens a weight.
     "small": {
-        "target": 3.36, "val_sha256": "be27130d408f4ce8", "data_dir": "data/prose",
-        "vocab_size": 2048, "bos": 2047, "loss_kernel": "plain", "layers": "small", "dim": 128,
-        "head_dim": 32, "attention_scale": 0.2, "val_window": 640, "keep_float32": "all",
-        "batch_tokens": 6144, "seq_len": 512, "micro_batch": 6144, "max_document": 512,
-        "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384, "val_every": 300,
-        "steps": 900, "window_block": 32, "momentum_warmup": 120, "momentum_cooldown": 20,
-        "sample_tokens": 200,
+        "recipe": "record89", "target": 3.36, "val_sha256": "be27130d408f4ce8",
+        "data_dir": "data/prose", "vocab_size": 2048, "bos": 2047, "loss_kernel": "plain",
+        "layers": "small", "dim": 128, "head_dim": 32, "attention_scale": 0.2, "val_window": 640,
+        "keep_float32": "all", "batch_tokens": 6144, "seq_len": 512, "micro_batch": 6144,
+        "max_document": 512, "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384,
+        "val_every": 300, "steps": 900, "window_block": 32, "momentum_warmup": 120,
+        "momentum_cooldown": 20, "sample_tokens": 200,
     },
     "tiny": {
         "recipe": "copyinit", "target": 3.39, "val_sha256": "61a7bae6fab302b9",

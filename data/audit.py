@@ -28,7 +28,7 @@ class Data:
 
     train: TrainLoader
     validation: list[Batch]
-    val_longest: int  # tokens of the longest document in this rank's validation rows
+    val_longest: int  # tokens of the longest document in this rank's validation batches
 
     def longest(self, step: int) -> int:
         """Return how many tokens a document has at most in a training row of this step."""

@@ -118,6 +118,8 @@ def read_own(path: Path) -> Iterator[str]:
 
 def build_own(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
     """Write both shards of the documents in these files. ValueError or OSError if it cannot."""
+    if folder.exists():  # sets must not mix
+        raise ValueError(f"{folder} exists: remove it, or give another --out.")
     tokenizer = read_tokenizer(TOKENIZERS[vocab_size])
     shards: dict[str, list[Tokens]] = {TRAIN: [], VAL: []}
     for document in filter(None, chain.from_iterable(map(read_own, paths))):
@@ -137,7 +139,7 @@ def write_shards(
 
     Validation must come last, so that a folder that has it has both.
     """
-    folder.mkdir(parents=True, exist_ok=pins is not None)  # other sets must not mix
+    folder.mkdir(parents=True, exist_ok=True)
     for name, documents in shards.items():
         tokens = np.concatenate(documents)
         found = hashlib.sha256(tokens.data).hexdigest()
@@ -158,11 +160,13 @@ def main(
     """Build the corpus in --out or data/`name`. A failure is one sentence and exit code 2."""
     parser = argparse.ArgumentParser(prog=f"python -m data.{name}", description="Build the data.")
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="documents of your own")
-    parser.add_argument("--vocab-size", type=int, default=50257, choices=TOKENIZERS, help="of FILE")
+    parser.add_argument("--vocab-size", type=int, choices=TOKENIZERS, help="of FILE (50257)")
     parser.add_argument("--out", type=Path, help="target folder")
     given = parser.parse_args(argv)
     if given.files:
-        name, build = "own", partial(build_own, given.files, given.vocab_size)
+        name, build = "own", partial(build_own, given.files, given.vocab_size or 50257)
+    elif given.vocab_size:
+        parser.error("--vocab-size is that of FILE: name one, or leave it out")
     try:
         build(given.out or Path("data", name))
     except (ValueError, ImportError, OSError) as error:

@@ -181,10 +181,8 @@ def _dense_rows(tokens: Shard, order: Order, max_document: int, offset: int) -> 
 
 
 class Plan(NamedTuple):
-    """How much the steps of a run read, and from where to where."""
+    """From where to where the steps of a run read."""
 
-    tokens_needed: int  # tokens read or passed over by the steps
-    tokens_available: int
     max_documents: int  # most documents in one row
     begin: Position
     end: Position
@@ -201,8 +199,7 @@ def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> Plan:
         with suppress(ShardError):
             for rows, _ in _walk(shards[:1], order, Position(first)):
                 most = max(most, _most_documents(rows))
-    passed = sum(map(len, shards[: end.shard])) + end.offset
-    return Plan(passed, sum(map(len, shards)), most, begin, end)
+    return Plan(most, begin, end)
 
 
 def _most_documents(rows: list[Row]) -> int:
@@ -217,12 +214,11 @@ class TrainLoader(Iterator[list[Batch]]):
     StopIteration, which would end a for loop in silence.
     """
 
-    def __init__(
-        self, files: Files, order: Order, steps: int, rank: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, files: Files, order: Order, steps: int, rank: int, world_size: int) -> None:
         order.check(world_size)  # first: the walk may run out of data
         self.order, self._rank, self._world_size = order, rank, world_size
         self._shards = [Shard(file) for file in files]
+        self._lengths = [len(shard) for shard in self._shards]
         self.plan = plan_run(self._shards, order, steps)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         self._most_rows = sys.maxsize
@@ -280,14 +276,17 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next step's position and the hash of the rows so far, as JSON data."""
-        rows_sha256 = f"{self.rows_sum % 2**256:064x}"
-        return {"position": self._position._asdict(), "rows_sha256": rows_sha256}
+        rows_sha256, position = f"{self.rows_sum % 2**256:064x}", self._position._asdict()
+        return {"position": position, "rows_sha256": rows_sha256, "shards": self._lengths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, at any world size, in the same order and shards.
+        """Continue at a saved position, at any world size. ShardError if shards are cut elsewhere.
 
         rows_sha256 is that of all ranks; rank 0 takes it over.
         """
+        if state.get("shards", self._lengths) != self._lengths:
+            raise ShardError("the training shards are cut elsewhere than when the run was saved. "
+                             "Restore them, or start a new run.")  # fmt: skip
         self._seek(Position(**state["position"]))
         if self._rank == 0:
             self.rows_sum = int(state["rows_sha256"], 16)

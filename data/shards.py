@@ -28,14 +28,14 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
     The write is atomic: a reader of `path` sees no file, the old shard or the new one.
     """
     path, values = Path(path), np.asarray(tokens)
-    fits = values.ndim == 1 and values.dtype.kind in "iu" and values.size > 0
+    fits = values.ndim == 1 and values.dtype.kind in "iu" and 0 < values.size < 2**31
     if not fits or values.min() < 0 or values.max() > 65535:
         raise ShardError(
-            f"{path}: a shard holds a vector of one or more integers from 0 to 65535; got "
-            f"{values!r}. Use a vocabulary of at most 65,536 tokens."
+            f"{path}: a shard holds a vector of 1 to 2**31 - 1 integers from 0 to 65535; "
+            f"got {values!r}. Use a vocabulary of at most 65,536 tokens."
         )
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
-    header[:3] = MAGIC, VERSION, values.size  # numpy raises if the size exceeds int32
+    header[:3] = MAGIC, VERSION, values.size
     # In the same folder: a rename is atomic only within a file system.
     partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

@@ -39,7 +39,7 @@ SCHEMA = 2
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 SUMS = "checksums.json"
 FINAL, CONFIG = "final", "config.json"
-KEPT = 2  # a power cut may damage the newest, as its checksums tell
+KEPT = 2  # if the disk damages the newest, its checksums tell
 MOST_JSON_BYTES = 2**26
 Files = dict[str, dict[str, Tensor] | bytes]  # contents by name
 Announce = Callable[..., bool]  # sha256: of the checksums
@@ -109,8 +109,9 @@ def _publish(path: Path, files: Files, announce: Announce | None = None) -> None
                 save_file(content, partial / name)
         sums = {name: _sha256(partial / name) for name in sorted(files)}
         (partial / SUMS).write_bytes(json_line(sums))
-        if hasattr(os, "sync"):  # Windows has none
-            os.sync()  # a name that survives a power cut must not be that of empty files
+        for file in partial.iterdir():  # a name that survives a power cut has its files
+            with file.open("rb+") as opened:
+                os.fsync(opened.fileno())
         if announce is not None and not announce(sha256=checksum(partial)):
             raise OSError("its log takes no line")
         remove(path)  # one of this name, whose steps a resume dropped

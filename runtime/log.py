@@ -148,6 +148,8 @@ def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
             event = parse(line)
             if not isinstance(event, dict) or not isinstance(event.get("event"), str):
                 raise ValueError("no event of a run log")
+            if not all(type(event.get(ms, 0)) in (int, float) for ms in ("t_ms", "train_time_ms")):
+                raise ValueError("t_ms and train_time_ms are numbers")
         except ValueError as error:
             raise LogError(f"{path}, line {number} is not as the run wrote it: {error}. Restore "
                            f"the file, or start a new run without --resume.") from None

@@ -272,8 +272,8 @@ class Run(contextlib.AbstractContextManager):
             reason = getattr(error, "strerror", None) or error
             self._machine.say(
                 f"warning: {what} could not be written to {self._folder}: {reason}. Free some "
-                f"space, or give another --checkpoint-dir. The last checkpoint is "
-                f"{self._last_saved}."
+                f"space for it and the log, or give another --checkpoint-dir. The last checkpoint "
+                f"is {self._last_saved or 'none'}."
             )
 
     # ---- The end

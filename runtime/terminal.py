@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -261,13 +262,16 @@ def open_dashboard(name: str, folder: Path, run_id: str, config: dict[str, Any])
                 writer.add_scalar(name, number, step)
 
         return log, writer.close
-    own: dict[str, Any] = {"name": run_id, "embed": False}
-    if name == "wandb":  # `wandb sync` sends what a dead network left on the disk
-        quiet = {"console": "off", "x_disable_stats": True, "finish_timeout": 60}
-        own = {"id": run_id, "dir": folder, "settings": quiet}
     tracker = import_module(name)  # trackio has the functions of wandb
-    run = tracker.init(project=PROJECT, config=config, resume="allow", **own)
-    return lambda step, numbers: run.log(numbers, step=step), tracker.finish
+    start = partial(tracker.init, project=PROJECT, config=config, resume="allow")
+    if name == "trackio":
+        run = start(name=run_id, embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        return lambda step, numbers: run.log(numbers, step=step), tracker.finish
+    # `wandb sync` sends what a dead network left on the disk.
+    quiet = {"console": "off", "x_disable_stats": True, "finish_timeout": 60}
+    run = start(id=run_id, dir=folder, settings=quiet)
+    run.define_metric("*", step_metric="step")  # a resumed run may go back
+    return lambda step, numbers: run.log(numbers | {"step": step}), tracker.finish
 
 
 class Dashboard:

@@ -448,8 +448,8 @@ def test_a_record_is_caught_with_a_run_that_has(cheat, folder, capsys):
     caught(folder, capsys, *patterns)
 
 
-def test_a_run_may_end_with_a_probe_of_a_minute_and_keep_its_model_and_sample(folder, capsys):
-    for name in ("probe", "keep", "sample"):
+def test_a_run_may_end_with_a_check_a_probe_a_kept_model_and_a_sample(folder, capsys):
+    for name in ("check", "probe", "keep", "sample"):
         forge(folder, probe_at_end(60_000.0, name))
     assert call(capsys, "make", folder)[0] == 0
 

@@ -38,13 +38,15 @@ def gpt2():
 
 
 def mixture():
-    """Stacked weights (E, rows, cols) and their biases (E, rows); a layer named as a head is."""
+    """Stacks (E, rows, cols), their biases (E, rows), a gate of one row, a layer named "output"."""
     experts = nn.Module()
     experts.gate_up_proj = nn.Parameter(torch.randn(4, 12, 8))
     experts.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 12))
     experts.down_proj = nn.Parameter(torch.randn(4, 8, 6))
     output = nn.Linear(6, 8, bias=False)
-    layers = nn.ModuleList([block(router=nn.Linear(8, 4), experts=experts, output=output)])
+    gate = nn.Linear(8, 1, bias=False)
+    layers = [block(router=nn.Linear(8, 4), experts=experts, gate=gate, output=output)]
+    layers = nn.ModuleList(layers)
     return block(embed=nn.Embedding(30, 8), layers=layers, head=nn.Linear(8, 30))
 
 
@@ -74,6 +76,7 @@ muon  hidden matrix (in, out)               2 x (8, 24) transformer.h.*.attn.c_a
 muon  hidden matrix                         1 x (4, 8) layers.*.router.weight
 muon  stack of hidden matrices              1 x (4, 12, 8) layers.*.experts.gate_up_proj
 adamw norm, bias or vector                  1 x (4, 12) layers.*.experts.gate_up_proj_bias
+adamw norm, bias or vector                  1 x (1, 8) layers.*.gate.weight
 muon  hidden matrix                         1 x (8, 6) layers.*.output.weight
 adamw head, by its name                     1 x (30, 8) head.weight
 adamw norm, bias or vector                  1 x (30,) head.bias

@@ -191,6 +191,7 @@ def test_a_run_that_another_process_has_begun_or_resumed_meanwhile_is_refused(ho
     ("link", "is a link"), ("pipe", "no regular file"), ("folder", "no regular file"),
     ("headless", "must be the header"), ("renamed", "must be the header of run renamed"),
     ("nonsense", "line 1 is not as the run wrote it"), ("listed", "no event of a run log"),
+    ("untimed", "are numbers"), ("worded", "are numbers"),
 ])  # fmt: skip
 def test_what_is_no_log_of_the_run_is_refused(tmp_path, name, problem):
     path = broken_off(tmp_path)
@@ -201,6 +202,8 @@ def test_what_is_no_log_of_the_run_is_refused(tmp_path, name, problem):
     (tmp_path / "renamed.jsonl").write_bytes(path.read_bytes())
     (tmp_path / "nonsense.jsonl").write_bytes(b"[" * 100_000 + b"\n")
     (tmp_path / "listed.jsonl").write_bytes(b'{"event": []}\n')
+    (tmp_path / "untimed.jsonl").write_bytes(b'{"event": "step", "t_ms": null}\n')
+    (tmp_path / "worded.jsonl").write_bytes(b'{"event": "step", "train_time_ms": "9"}\n')
     with pytest.raises(LogError, match=problem):
         read_history(tmp_path, name)
 
