@@ -36,10 +36,10 @@ if __name__ == "__main__":
     # prefix is None again. That of torch, above, is.
     sys.pycache_prefix = os.devnull
 import optim
-from data.audit import audit, find_shards, open_data
+from data.audit import Data, audit, find_shards
 from data.copied import copied_and_new_loss
 from data.loader import Batch
-from data.sampling import write_text
+from data.sampling import generate
 from data.shards import ShardError
 from data.tokenizers import TOKENIZERS, read_prefixes, read_tokenizer, require_tokenizer
 from kernels.attention import ATTENTIONS, Attention, choose_attention
@@ -1014,7 +1014,6 @@ def momentum(config: Config, step: int) -> float:
 
 
 def tokens_before(config: Config, step: int) -> int:
-    """Tokens of all steps before this one."""
     return sum(at(config, earlier).batch_tokens for earlier in range(step))
 
 
@@ -1153,9 +1152,8 @@ class Trainer:
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
         seeds = [config.seed + trial for trial in range(config.trials)]
-        claimed = partial(check_claim, config.claim, SOURCE, asdict(config), seeds)
-        self.claim = machine.on_main(claimed)
-        device = machine.device
+        settings, device = asdict(config), machine.device
+        self.claim = machine.on_main(lambda: check_claim(config.claim, SOURCE, settings, seeds))
         dtype = machines.compute_dtype(config.dtype, device)
         attention, why = choose_attention(config.attention, device, dtype, config.head_dim)
         head, why_head = choose_head(
@@ -1165,11 +1163,11 @@ class Trainer:
             (first, at(config, first).batch_tokens, stage.document or config.max_document)
             for first, _, stage in spans(config)
         ]
-        settings, reach = asdict(config), receptive_field(config)
-        self.data = open_data(settings, self.changes, reach, machine.rank, machine.world_size)
+        reach = receptive_field(config)
+        self.data = Data(settings, self.changes, reach, machine.rank, machine.world_size)
         found = None
         if machine.first_of_its_host:  # hashes all tokens and the source: all hosts need the same
-            found = audit(settings, self.data.train.plan.end.shard + 1)
+            found = audit(settings, self.data.train.end.shard + 1)
             found["source_sha256"] = source_hash(SOURCE)
         agreed = machine.gather_equal(found)
         self.source_sha256 = agreed["source_sha256"]
@@ -1211,12 +1209,9 @@ class Trainer:
         return self.loss(*batch.to(self.machine.device), self.model.windows, longest, weights)
 
     def train_loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """The summed loss to train on at this step, and that of the next token alone, detached.
-
-        With weights on later tokens, the model returns both; else the two are one.
-        """
+        """The summed loss to train on at this step, and that of the next token alone, detached."""
         losses = self.batch_loss(batch, self.data.longest(step), self.model.loss_weights).view(-1)
-        return losses[0], losses[-1].detach()  # () without weights, else (2,)
+        return losses[0], losses[-1].detach()  # (2,) with weights, else both are one ()
 
     def gradients(self, step: int, flags: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the gradients of a step's batch into .grad.
@@ -1280,10 +1275,14 @@ class Trainer:
         """The first `sample_tokens` tokens of a document that the model writes, on one rank."""
         config, tokenizer = self.config, read_tokenizer(TOKENIZERS[self.config.vocab_size])
         self.model.set_step(config.steps)
-        return write_text(
-            lambda tokens: self.model.logits(tokens.view(1, -1), count=1)[0, 0],
-            tokenizer, config.sample_tokens, config.bos, context(config),
+        tokens = generate(
+            lambda last: self.model.logits(last.view(1, -1), count=1)[0, 0],
+            [config.bos], config.sample_tokens, bos=config.bos, context=context(config),
+            temperature=0.9, least=config.sample_tokens,  # an early end would leave little to see
         )  # fmt: skip
+        text = tokenizer.decode(list(tokens))
+        # A model may write any byte, and none may steer the terminal.
+        return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
@@ -1319,12 +1318,8 @@ def train(trainer: Trainer, run: Run) -> float:
             trainer.untie()
 
         # once in a while: validate, with the clock stopped
-        if now.validates:
-            evaluate(trainer, run, step)
-        elif now.quick_validates:
-            with run.pause("quick_val"):
-                val_loss = trainer.validate(step, trainer.data.validation[:1])
-                run.validated(step, val_loss, quick_tokens=trainer.targets_scored)
+        if now.validates or now.quick_validates:
+            evaluate(trainer, run, step, quick=now.quick_validates)
 
         # step: gradients of the whole batch, summed; then one update
         loss, flags = trainer.gradients(step, run.stop.flags())
@@ -1344,11 +1339,11 @@ def train(trainer: Trainer, run: Run) -> float:
     return evaluate(trainer, run, config.steps)
 
 
-def evaluate(trainer: Trainer, run: Run, step: int) -> float:
+def evaluate(trainer: Trainer, run: Run, step: int, quick: bool = False) -> float:
     """Validate before this step, off the clock. Returns the loss; NonFinite if it is not finite."""
-    with run.pause("validate"):
-        val_loss = trainer.validate(step)
-        run.validated(step, val_loss)
+    with run.pause("quick_val" if quick else "validate"):
+        val_loss = trainer.validate(step, trainer.data.validation[:1] if quick else None)
+        run.validated(step, val_loss, quick_tokens=trainer.targets_scored if quick else None)
     return val_loss
 
 
@@ -1417,12 +1412,8 @@ def set_up(config: Config, machine: Machine) -> Trainer:
 def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 done, 1 error, 2 bad input or no go, 3 non-finite, 130 or 143 on a signal."""
     listen()
-
-    def run() -> int:
-        config = parse(Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
-        return make_runs(config)
-
-    return leave(supervise(run, refused=(ShardError,)))
+    read = partial(parse, Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
+    return leave(supervise(lambda: make_runs(read()), refused=(ShardError,)))
 
 
 if __name__ == "__main__":

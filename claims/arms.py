@@ -49,14 +49,12 @@ def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
     finished = list(arms)
     for run in runs:
         if not run.complete:
-            homes = [arm for arm in finished if may_belong(arm_key(run), arm)]
-            for home in homes or [arm_key(run)]:
+            key = arm_key(run)
+            homes = [arm for arm in finished
+                     if all(mine in (None, its) for mine, its in zip(key, arm, strict=True))]
+            for home in homes or [key]:
                 arms.setdefault(home, []).append(run)
     return list(arms.values())
-
-
-def may_belong(key: tuple[Hashable, ...], arm: tuple[Hashable, ...]) -> bool:
-    return all(mine in (None, its) for mine, its in zip(key, arm, strict=True))
 
 
 def named_arms(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:

@@ -1,21 +1,12 @@
 """Does B beat A? Pairs of runs on one seed, tested as they arrive; and the log of judgements.
 
-A difference is B's figure minus A's on the same seed; the lower figure is the better one. The plan
-is made before the runs. Each look makes two tests. Each test has a level of its own for the whole
-race, and the same smaller level at every look (Pocock, 1977; `stats.look_level`):
+A difference is B's figure minus A's on the same seed; the lower figure is the better one. Each look
+makes two tests, each at the same small level at every look (Pocock, 1977; `stats.look_level`): B is
+better or worse if the wide interval excludes 0; there is no difference larger than the margin if
+the narrow one is within +-margin (two one-sided tests). The interval of the deciding test may be
+read after any stop (Jennison and Turnbull, 1989). docs/judge.md has the levels and their limits.
 
-- B is better or worse if the wide interval excludes 0. Of 100 races without a difference, one ends
-  so (ALPHA).
-- There is no difference larger than the margin if the narrow interval is within +-margin. Of 20
-  races with a difference as large as the margin, one ends so (EQUAL; two one-sided tests).
-
-We report the interval of the deciding test. It may be read after any stop: the wide intervals of
-all looks hold the true difference in 99 of 100 races, the narrow ones in 90 (repeated confidence
-intervals, Jennison and Turnbull, 1989). The mean of a race that stopped early is too far from 0.
-Skewed differences break the level: docs/judge.md has the shares.
-
-`judgements.jsonl` is a registry: a line when a judgement starts, one when it ends, each with the
-hash of the line before. An unfinished judgement counts too.
+`judgements.jsonl` is a registry like that of runs. An unfinished judgement counts too.
 """
 
 import math
@@ -105,7 +96,6 @@ def decide(differences: Sequence[float], plan: RacePlan) -> Verdict:
 
 
 def look(differences: Sequence[float], plan: RacePlan) -> Verdict:
-    """Both tests on these pairs."""
     n = len(differences)
     mean, sd = stats.moments(differences)
     error = sd / math.sqrt(n)

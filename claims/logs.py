@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from claims.runs import Checkpoint, Phase, Resume, Run, Segment, Step, Validation, why_unfinished
+from claims.runs import Phase, Resume, Run, Segment, Step, Validation, why_unfinished
 from runtime.errors import LogError
 from runtime.jsonl import parse, read_regular
 
@@ -138,7 +138,6 @@ STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int,
 QUICK_VAL = {"step": int, "val_loss": float, "train_time_ms": float}
 PHASE = {"name": str, "timed": bool, "ms": float, "t_ms": float}
 RESUME = {"from_step": int, "differences": list, "registry_sha256": str, "checkpoint_sha256": str}
-CHECKPOINT = {"step": int, "sha256": str}
 
 
 def fits(value: Any, kind: type) -> bool:
@@ -191,7 +190,7 @@ def read_jsonl(files: Sequence[tuple[Path, bytes]]) -> Run:
             kept = keep_until(kept, resumes[-1].from_step)
         kept = [line for line in kept if line.event != "end"] + lines
     run = to_run(kept, segments, resumes)
-    run.checkpoints.extend(Checkpoint(**line.get_all(CHECKPOINT)) for line in saved)
+    run.checkpoints.extend((line.get("step", int), line.get("sha256", str)) for line in saved)
     return run
 
 

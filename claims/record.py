@@ -22,7 +22,7 @@ from claims.logs import first_segment, read_run
 from claims.runs import Run, current_names
 from claims.stats import Result, one_sample
 from runtime.claim import SHA256, Claim, check_rules, read_claim
-from runtime.errors import ClaimError, LogError, Refused
+from runtime.errors import LogError, Refused
 from runtime.jsonl import plain, read_regular
 from runtime.log import REGISTRY, digest, read_registry, read_sources
 
@@ -50,7 +50,7 @@ def pack(source: Source) -> bytes:
 
 
 def unpack(text: bytes) -> Source:
-    """The source in a text. ClaimError for a text that `pack` does not write."""
+    """The source in a text. Refused for a text that `pack` does not write."""
     head = HEAD.match(text)
     commit = head[1].decode() if head and head[1] else None
     files: dict[str, bytes] = {}
@@ -61,25 +61,24 @@ def unpack(text: bytes) -> Source:
         named = NAMED.match(text, end + 1)  # after the newline behind the file
     source = Source(files, commit)
     if pack(source) != text:  # another hash or order, a file twice, bytes between files
-        raise ClaimError("the stored source is not as record.py claim wrote it")
+        raise Refused("the stored source is not as record.py claim wrote it")
     return source
 
 
 def source_path(records: Path, sha256: str) -> Path:
-    """Where the source with this hash is kept."""
     return records / "sources" / f"{sha256[:12]}.txt"
 
 
 def read_source(records: Path, sha256: str) -> Source:
-    """The source with this hash. ClaimError where the file is missing, damaged or another."""
+    """The source with this hash. Refused where the file is missing, damaged or another."""
     path = source_path(records, sha256)
     try:
         # No link: it could lead out of the store.
         source = unpack(read_regular(path, MOST_BYTES, links=False))
     except OSError as error:
-        raise ClaimError(f"cannot read the source {path}: {error.strerror}") from None
+        raise Refused(f"cannot read the source {path}: {error.strerror}") from None
     if digest(source.files) != sha256:
-        raise ClaimError(f"{path} is not the source {sha256} but {digest(source.files)}")
+        raise Refused(f"{path} is not the source {sha256} but {digest(source.files)}")
     return source
 
 
@@ -91,13 +90,6 @@ def write_source(records: Path, source: Source) -> Path:
         path.write_bytes(pack(source))
     read_source(records, digest(source.files))  # a file that was there may be damaged
     return path
-
-
-def write_files(files: dict[str, bytes], folder: Path) -> None:
-    """Write the files under a folder, as they stood in their repository."""
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
 
 
 def difference(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
@@ -213,7 +205,6 @@ class Evidence:
 
     @property
     def median_ms(self) -> float:
-        """Median training time in milliseconds."""
         return statistics.median([run.train_time_ms or 0.0 for run in self.complete] or [0.0])
 
     @property
@@ -242,24 +233,19 @@ class Evidence:
         return self.result.n == self.claim.n and self.result.p < ALPHA
 
 
-def claim_text(claim: Claim) -> str:
-    """What claim.json holds."""
-    return json.dumps(plain(vars(claim)), indent=2) + "\n"
-
-
 def read_evidence(folder: Path) -> Evidence:
-    """The record in a folder. ClaimError or LogError names the first file that cannot be read."""
+    """The record in a folder. Refused or LogError names the first file that cannot be read."""
     for path in folder.rglob("*"):
         if path.name.lower() == ".git":
-            raise ClaimError(f"{path}: a record has no git repository of its own. Remove it.")
+            raise Refused(f"{path}: a record has no git repository of its own. Remove it.")
     claim = read_claim(folder / "claim.json")
     if claim.track not in TRACKS:
-        raise ClaimError(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")
+        raise Refused(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")
     for name in ("steps", "batch_tokens", "seq_len", "vocab_size"):
         value = current_names(claim.config).get(name)
         if type(value) is not int or not 0 < value < 2**53:
-            raise ClaimError(f"{folder / 'claim.json'}: {name} in config must be a positive whole "
-                             f"number, not {value!r:.40}. Write the claim with record.py claim.")
+            raise Refused(f"{folder / 'claim.json'}: {name} in config must be a positive whole "
+                          f"number, not {value!r:.40}. Write the claim with record.py claim.")
     runs: list[Run] = []
     registry: list[dict[str, Any]] = []
     for path in sorted((folder / "runs").glob("*.jsonl")):
@@ -288,9 +274,9 @@ def read_pins(records: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ClaimError(f"{path} cannot be read: {error}. Restore it.") from None
+        raise Refused(f"{path} cannot be read: {error}. Restore it.") from None
     if not isinstance(pins, dict) or not all(re.fullmatch(SHA256, str(pins[on])) for on in pins):
-        raise ClaimError(f"{path} is no object of a SHA-256 for each track. Restore it.")
+        raise Refused(f"{path} is no object of a SHA-256 for each track. Restore it.")
     return pins
 
 
@@ -359,7 +345,7 @@ def write_claim(records: Path, claim: Claim, source: Source) -> Path:
     check_rules(claim, claim.name)  # before anything is written
     folder = records / claim.track / f"{claim.created[:10]}_{claim.name}"
     folder.mkdir(parents=True)  # FileExistsError: a claim is written once
-    (folder / "claim.json").write_text(claim_text(claim))
+    (folder / "claim.json").write_text(json.dumps(plain(vars(claim)), indent=2) + "\n")
     write_source(records, source)
     return folder
 

@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from claims.logs import find_runs, read_run
-from claims.record import Evidence, write_files
+from claims.record import Evidence
 from claims.runs import Run
 from runtime.errors import LogError, Refused
+from runtime.log import write_files
 
 LONGEST_END_S = 60  # a run that is stopped writes a checkpoint
 

@@ -42,11 +42,6 @@ class Segment(NamedTuple):
     header: dict[str, Any]
 
 
-class Checkpoint(NamedTuple):
-    step: int
-    sha256: str  # of its checksums.json
-
-
 class Resume(NamedTuple):
     from_step: int
     differences: list[str]  # of source and settings
@@ -77,7 +72,7 @@ class Run:
     phases: list[Phase] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)  # of a log of ours
-    checkpoints: list[Checkpoint] = field(default_factory=list)  # of all segments
+    checkpoints: list[tuple[int, str]] = field(default_factory=list)  # step, SHA-256 of checksums
     end: dict[str, Any] = field(default_factory=dict)  # the last end line
     unfinished: str | None  # why the run did not go to its end; None if it did
 

@@ -2,13 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.loader import Batch, Order, Stages, TrainLoader, in_parts, validation_batches
+from data.loader import Order, Stages, TrainLoader, in_parts, validation_batches
 from data.shards import Shard, ShardError, Tokens
 
 PREFIX = 64  # first tokens of a document that identify it
@@ -22,39 +21,31 @@ FIXES = {  # by track; run.sh fetches the same numbers of shards
 Settings = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
 class Data:
-    """The data of one rank in a run."""
+    """The data of one rank. With micro_batch None in `settings`, all its rows are one batch.
 
-    train: TrainLoader
-    validation: list[Batch]
-    val_longest: int  # tokens of the longest document in this rank's validation batches
+    stages: see `Order`; reach: see `in_parts`. ShardError if the shards are missing, damaged or too
+    few, ValueError if the world size does not divide the rows.
+    """
+
+    def __init__(
+        self, settings: Settings, stages: Stages, reach: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        bos = settings["bos"] if settings["document_mask"] else None
+        order = Order(settings["seq_len"], bos, settings["data_start"], stages)
+        files, most = find_shards(settings, "train"), settings["val_batch"]
+        self.train = TrainLoader(files, order, settings["steps"], rank, world_size)
+        if settings["micro_batch"] is not None:
+            self.train.split(settings["micro_batch"])
+        rows = validation_batches(find_shards(settings, "val"), settings, most, rank, world_size)
+        self.validation = in_parts(rows, most, reach)
+        lengths = [int(batch.cu_seqlens.diff().max()) for batch in self.validation]
+        self.val_longest = max(lengths, default=0)  # of a document; a rank may have no rows
 
     def longest(self, step: int) -> int:
         """Return how many tokens a document has at most in a training row of this step."""
         order = self.train.order
         return order.seq_len if order.bos is None else min(order.at(step)[1], order.seq_len)
-
-
-def open_data(
-    settings: Settings, stages: Stages, reach: int, rank: int = 0, world_size: int = 1
-) -> Data:
-    """Open one rank's data. With micro_batch None in `settings`, all its rows are one batch.
-
-    stages: see `Order`; reach: see `in_parts`. ShardError if the shards are missing, damaged or too
-    few, ValueError if the world size does not divide the rows.
-    """
-    bos = settings["bos"] if settings["document_mask"] else None
-    order = Order(settings["seq_len"], bos, settings["data_start"], stages)
-    files = find_shards(settings, "train")
-    train = TrainLoader(files, order, settings["steps"], rank, world_size)
-    if settings["micro_batch"] is not None:
-        train.split(settings["micro_batch"])
-    most = settings["val_batch"]
-    rows = validation_batches(find_shards(settings, "val"), settings, most, rank, world_size)
-    validation = in_parts(rows, most, reach)
-    lengths = [int(batch.cu_seqlens.diff().max()) for batch in validation]
-    return Data(train, validation, max(lengths, default=0))  # a rank may have no rows
 
 
 def find_shards(settings: Settings, split: str) -> list[Path]:

@@ -43,11 +43,8 @@ def is_copied(tokens_BT: Tensor, bos: int) -> Tensor:
     tokens_BT: integers; bos begins a document. Not farther back than COPY_REACH tokens.
     """
     before, after = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    document = (before == bos).cumsum(1)
+    pairs = torch.stack([(before == bos).cumsum(1), before, after])  # each with its document
     copied = torch.zeros_like(before, dtype=torch.bool)
     for back in range(1, min(COPY_REACH, before.size(1) - 1) + 1):
-        same = document[:, back:] == document[:, :-back]
-        for part in (before, after):
-            same &= part[:, back:] == part[:, :-back]
-        copied[:, back:] |= same
+        copied[:, back:] |= (pairs[..., back:] == pairs[..., :-back]).all(0)
     return copied

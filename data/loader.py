@@ -180,16 +180,11 @@ def _dense_rows(tokens: Shard, order: Order, max_document: int, offset: int) -> 
         yield [(start, start + order.seq_len + 1)], start + order.seq_len
 
 
-class Plan(NamedTuple):
-    """From where to where the steps of a run read."""
+def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> tuple[Position, Position, int]:
+    """Walk the data as TrainLoader will, without batches. ShardError if they do not suffice.
 
-    max_documents: int  # most documents in one row
-    begin: Position
-    end: Position
-
-
-def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> Plan:
-    """Walk the data as TrainLoader will, without batches. ShardError if they do not suffice."""
+    Returns where the run begins and ends to read, and the most documents in one row.
+    """
     begin = end = Position(offset=int(order.data_start * len(shards[0])))
     walk, most = _walk(shards, order, begin), 0
     for _ in range(steps):
@@ -199,7 +194,7 @@ def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> Plan:
         with suppress(ShardError):
             for rows, _ in _walk(shards[:1], order, Position(first)):
                 most = max(most, _most_documents(rows))
-    return Plan(most, begin, end)
+    return begin, end, most
 
 
 def _most_documents(rows: list[Row]) -> int:
@@ -219,10 +214,10 @@ class TrainLoader(Iterator[list[Batch]]):
         self.order, self._rank, self._world_size = order, rank, world_size
         self._shards = [Shard(file) for file in files]
         self._lengths = [len(shard) for shard in self._shards]
-        self.plan = plan_run(self._shards, order, steps)
+        self.begin, self.end, self.max_documents = plan_run(self._shards, order, steps)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         self._most_rows = sys.maxsize
-        self._seek(self.plan.begin)
+        self._seek(self.begin)
 
     def split(self, micro_batch: int) -> None:
         """From the next step on, hand out equal micro-batches of at most `micro_batch` tokens."""
@@ -237,7 +232,7 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def reset(self, step: int = 0) -> None:
         """Go back to the first step, or for warm-up read the first shard in this step's order."""
-        self._seek(Position(step) if step else self.plan.begin)
+        self._seek(Position(step) if step else self.begin)
 
     def _seek(self, position: Position) -> None:
         self._position = position  # of the next step handed out, not built ahead
@@ -272,7 +267,7 @@ class TrainLoader(Iterator[list[Batch]]):
         tokens = shard[first : rows[-1][-1][1]]  # one read; one for each piece would be slow
         pieces = [tokens[start - first : end - first] for row in rows for start, end in row]
         whole = np.concatenate(pieces).reshape(len(rows), -1)
-        return _make_batch(whole, self.order.bos, capacity_for(len(rows), self.plan.max_documents))
+        return _make_batch(whole, self.order.bos, capacity_for(len(rows), self.max_documents))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next step's position and the hash of the rows so far, as JSON data."""

@@ -1,7 +1,6 @@
 """Text from a model, token by token. V vocabulary, T tokens so far."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,18 +30,6 @@ def generate(
             return
         text.append(token)
         yield token
-
-
-def write_text(
-    logits: Callable[[Tensor], Tensor], tokenizer: Any, count: int, bos: int, context: int
-) -> str:
-    """The first `count` tokens of a document, as text. The arguments are those of `generate`."""
-    written = generate(
-        logits, [bos], count, bos=bos, context=context, temperature=0.9, least=count
-    )  # an early end would leave nothing to see
-    text = tokenizer.decode(list(written))
-    # A model may write any byte, and none may steer the terminal.
-    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
 
 def pick(

@@ -36,8 +36,9 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
     row_losses = loss.view(-1, config.val_seq_len).mean(1)
     scores: dict[str, Any] = {"tokens": len(loss), "rows": len(row_losses)}
     scores["loss"] = loss.mean().item()
-    if len(row_losses) > 1:
-        scores["interval"] = interval(row_losses)
+    if len(row_losses) > 1:  # Student's t over rows: tokens of a row are not independent
+        found = ttest_1samp(row_losses.numpy(), 0.0).confidence_interval(0.95)
+        scores["interval"] = float(found.low), float(found.high)
     if model.facts.get("tokenizer"):
         scores["bits_per_byte"] = bits_per_byte(loss, targets, model)
     tokens = [torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1) for batch in batches]
@@ -45,12 +46,6 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
     for name, mask in (("copied", copied), ("new", ~copied)):
         scores[name] = {"tokens": int(mask.sum()), "loss": loss[mask].mean().item()}
     return scores
-
-
-def interval(row_losses: Tensor) -> tuple[float, float]:
-    """95 % interval of the mean over rows, by Student's t: tokens of a row are not independent."""
-    found = ttest_1samp(row_losses.numpy(), 0.0).confidence_interval(0.95)
-    return float(found.low), float(found.high)
 
 
 def bits_per_byte(loss: Tensor, targets: Tensor, model: Model) -> float:

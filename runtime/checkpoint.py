@@ -296,14 +296,11 @@ def _find_checkpoint(plan: RunPlan, history: History, trainer: Any) -> RunPlan:
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What differs in two headers: (what makes it another experiment, the rest)."""
-    experiment: list[str] = []
-    others: list[str] = []
     was, here = _facts(then), _facts(now)
-    for name in {**was, **here}:
-        if was.get(name) != here.get(name):
-            found = others if name in RECORDED else experiment
-            found.append(f"{name} {was.get(name)} -> {here.get(name)}")
-    return experiment, others
+    changed = {name: f"{name} {was.get(name)} -> {here.get(name)}"
+               for name in was | here if was.get(name) != here.get(name)}  # fmt: skip
+    rest = [changed.pop(name) for name in RECORDED if name in changed]
+    return list(changed.values()), rest
 
 
 def _facts(header: dict[str, Any]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from runtime.errors import ClaimError
+from runtime.errors import Refused
 from runtime.jsonl import json_hash, parse, read_regular
 from runtime.log import config_hash, read_sources, source_hash
 
@@ -49,7 +49,7 @@ class Claim:
 
 
 def read_claim(path: str | Path) -> Claim:
-    """Read a claim. ClaimError names the file and the rule that it breaks."""
+    """Read a claim. Refused names the file and the rule that it breaks."""
     known = dataclasses.fields(Claim)
     try:
         fields = parse(read_regular(Path(path), MOST_BYTES))
@@ -61,20 +61,20 @@ def read_claim(path: str | Path) -> Claim:
                 raise ValueError(f"{field.name} must be {inspect.formatannotation(field.type)}, "
                                  f"not {fields.get(field.name)!r:.80}")  # fmt: skip
     except OSError as error:
-        raise ClaimError(f"cannot read the claim {path}: {error.strerror}") from None
+        raise Refused(f"cannot read the claim {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ClaimError(f"{path} is no claim: {error}. Write it with record.py claim.") from None
+        raise Refused(f"{path} is no claim: {error}. Write it with record.py claim.") from None
     more = sorted(fields.keys() - {field.name for field in known})
     if fields["schema"] not in (1, SCHEMA) or more:
-        raise ClaimError(f"{path}: schema {fields['schema']} with fields {more} more; this version "
-                         f"reads schemas 1 and {SCHEMA}")  # fmt: skip
+        raise Refused(f"{path}: schema {fields['schema']} with fields {more} more; this version "
+                      f"reads schemas 1 and {SCHEMA}")  # fmt: skip
     claim = Claim(**fields)
     check_rules(claim, path)
     return claim
 
 
 def check_rules(claim: Claim, where: object) -> None:
-    """ClaimError for the first rule that the claim breaks."""
+    """Refused for the first rule that the claim breaks."""
     n, seeds = claim.n, claim.seeds
     rules = [
         (LEAST_RUNS <= n == len(set(seeds)) == len(seeds) <= MOST_RUNS,
@@ -95,7 +95,7 @@ def check_rules(claim: Claim, where: object) -> None:
     ]  # fmt: skip
     for holds, rule in rules:
         if not holds:
-            raise ClaimError(f"{where}: {rule}")
+            raise Refused(f"{where}: {rule}")
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -108,7 +108,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def check_claim(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:
-    """The id of the claim at `path`, None without a path. ClaimError if these runs do not fit."""
+    """The id of the claim at `path`, None without a path. Refused if these runs do not fit."""
     if not path:
         return None
     claim = read_claim(path)
@@ -118,28 +118,24 @@ def check_claim(path: str, source: Path, config: dict[str, Any], seeds: list[int
         ("configuration", config_hash(config), claim.config_sha256, f"give the flags {flags!r}"),
     ):
         if mine != claimed:
-            raise ClaimError(f"{path}: the {what} is {mine:.12} but {claimed:.12} was claimed. "
-                             f"Either {fix} or write a new claim.")  # fmt: skip
+            raise Refused(f"{path}: the {what} is {mine:.12} but {claimed:.12} was claimed. "
+                          f"Either {fix} or write a new claim.")  # fmt: skip
     strangers = sorted(set(seeds) - set(claim.seeds))
     if strangers:
-        raise ClaimError(f"{path}: seeds {strangers} are not among the claimed {claim.seeds}. "
-                         f"Choose --seed and --trials inside them, or write a new claim.")
+        raise Refused(f"{path}: seeds {strangers} are not among the claimed {claim.seeds}. "
+                      f"Choose --seed and --trials inside them, or write a new claim.")
     return claim.id
 
 
 # ---- Whose code a process runs
 
-FLAGS = (
-    "safe_path", "isolated", "ignore_environment", "no_site", "no_user_site", "optimize",
-    "dont_write_bytecode",
-)  # fmt: skip
 CUSTOM = ("sitecustomize", "usercustomize")  # Python runs them at its start, unasked
 
 
 def provenance(source: Path) -> dict[str, Any]:
     """Fields of the header's env: `sys_flags` and `modules_from_elsewhere`."""
     own = {str(source / name) for name in read_sources(source)}
-    flags: dict[str, Any] = {name: int(getattr(sys.flags, name)) for name in FLAGS}
+    flags: dict[str, Any] = {name: getattr(sys.flags, name) for name in sys.flags.__match_args__}
     flags["pythonpath"] = os.environ.get("PYTHONPATH", "")
     # Whether bytecode is where Python looked for that of one of our modules. The program itself has
     # no spec: it is always compiled.

@@ -67,7 +67,6 @@ class Clock:
 
     @property
     def running(self) -> bool:
-        """Whether a phase is open."""
         return self._open is not None
 
     @property

@@ -14,10 +14,6 @@ class LogError(Refused):
     """A run log or registry that cannot be read or written, or breaks its rules."""
 
 
-class ClaimError(Refused):
-    """A claim that breaks its rules or does not fit its runs."""
-
-
 class NonFinite(RuntimeError):
     """A loss is not finite, or the guard skipped twenty steps in a row."""
 

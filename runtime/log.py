@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from runtime.errors import LogError
 from runtime.jsonl import append, json_hash, json_line, open_regular, parse, read_regular
@@ -58,6 +58,13 @@ def digest(sources: dict[str, bytes]) -> str:
             sha256.update(f"{len(part)}:".encode())  # else "ab" + "c" would equal "a" + "bc"
             sha256.update(part)
     return sha256.hexdigest()
+
+
+def write_files(files: dict[str, bytes], folder: Path) -> None:
+    """Write the files under a folder, as they stood in their repository."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def source_hash(root: str | Path) -> str:
@@ -261,10 +268,7 @@ def store_sources(directory: str | Path, root: str | Path) -> str:
     if source_hash(folder) == sha256:
         return sha256
     try:
-        for name, content in sources.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        write_files(sources, folder)
     except OSError as error:  # the next run writes the rest
         raise cannot_write(folder, error) from error
     return sha256
@@ -325,9 +329,7 @@ class RunLog:
             self._file = self.path.open("wb", buffering=0)  # maybe over the half of a first line
         except OSError as error:
             self._lock.release()
-            reason = error.strerror
-            if isinstance(error, Timeout):
-                reason = "another process is writing it"
+            reason = error.strerror or "another process is writing it"  # a Timeout of the lock
             raise LogError(f"cannot open run log {self.path}: {reason}. Wait for the other "
                            f"process, or give a --log-dir that can be written.") from error
 

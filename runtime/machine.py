@@ -53,7 +53,6 @@ class Machine:
                 print(text, flush=True)
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":

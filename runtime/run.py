@@ -112,7 +112,6 @@ class Run(contextlib.AbstractContextManager):
     # ---- Training
 
     def start_training(self) -> None:
-        """Start the clock."""
         self.clock.start("train", timed=True)
         self._stepped_at = self.clock.train_time_ms  # train time
 

@@ -132,30 +132,24 @@ def reader(read: Callable[[str], Any], rule: str, auto: bool = False) -> Callabl
     return read_or_refuse
 
 
-def on_or_off(text: str) -> bool:
-    return {"on": True, "off": False}[text]
-
-
 def two_numbers(text: str) -> tuple[float, float]:
     first, second = text.split(",")
     return float(first), float(second)
 
 
-PAIR = "two numbers, such as 0.9,0.95"
 SWITCH = {"metavar": "on|off", "nargs": "?", "const": True}  # the flag alone: on
 # What argparse needs to know of a flag, by the type of its field.
 FLAGS: dict[Any, dict[str, Any]] = {
-    bool: SWITCH | {"type": reader(on_or_off, "on or off")},
-    int: {"metavar": "N", "type": reader(int, "a whole number")},
-    float: {"metavar": "X", "type": reader(float, "a number")},
+    bool: SWITCH | {"type": reader({"on": True, "off": False}.__getitem__, "on or off")},
     str: {"metavar": "TEXT", "type": str},
-    int | None: {"metavar": "auto|N", "type": reader(int, "a whole number", auto=True)},
-    float | None: {"metavar": "auto|X", "type": reader(float, "a number", auto=True)},
-    tuple[float, float]: {"metavar": "X,X", "type": reader(two_numbers, PAIR)},
-    tuple[float, float] | None: {
-        "metavar": "auto|X,X", "type": reader(two_numbers, PAIR, auto=True),
-    },
-}  # fmt: skip
+}
+for kind, metavar, read, rule in (
+    (int, "N", int, "a whole number"),
+    (float, "X", float, "a number"),
+    (tuple[float, float], "X,X", two_numbers, "two numbers, such as 0.9,0.95"),
+):
+    FLAGS[kind] = {"metavar": metavar, "type": reader(read, rule)}
+    FLAGS[kind | None] = {"metavar": f"auto|{metavar}", "type": reader(read, rule, auto=True)}
 
 
 def parse(

@@ -91,7 +91,6 @@ class Progress:
     # ---- What is shown
 
     def draw(self) -> Any:
-        """The block."""
         from rich.text import Text
 
         event, config = self.event, self.trainer.config
@@ -235,11 +234,8 @@ def closing(trainer: Any, clock: Clock, source: Path, losses: dict[int, float]) 
 
 def script(source: Path, name: str) -> str:
     """The words that start a script with this Python, also where no environment is active."""
-    here = Path.cwd()
-    words = []
-    for path in (Path(sys.executable), source / "scripts" / name):
-        words.append(str(path.relative_to(here) if path.is_relative_to(here) else path))
-    return shlex.join(words)
+    paths = (sys.executable, source / "scripts" / name)
+    return shlex.join(str(path).removeprefix(f"{Path.cwd()}/") for path in paths)
 
 
 # ---- Dashboards

@@ -21,13 +21,11 @@ from scripts.command import command, make_parser, start
 
 from inference.model import Model, find_model, load_model
 
-OPTIONS = ("temperature", "top_k", "top_p", "least")
-
 
 def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:
     """Print the prompt and its continuations, token by token."""
     tokens = model.tokenizer.encode_ordinary(prompt)
-    options = {name: getattr(given, name) for name in OPTIONS}
+    options = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "least")}
     for seed in range(given.seed, given.seed + given.samples):
         if given.samples > 1:
             print(f"--- seed {seed}")

@@ -41,12 +41,11 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 
 from claims.logs import finished_runs
 from claims.pages import table
-from claims.record import write_files
 from claims.rerun import child_process
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
 from runtime.jsonl import json_hash
-from runtime.log import read_sources, source_hash
+from runtime.log import read_sources, source_hash, write_files
 from runtime.settings import flag
 
 FIELDS = {"flags", "seeds", "grid", "patch"}  # of a plan and of an arm

@@ -18,14 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1429,  # reached; the promise is 1370
+    "train_gpt.py": 1420,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
-    "data": 1130,  # reached; the promise is 1000
-    "runtime": 2846,  # reached; the promise is 2740
-    "claims": 2923,  # reached; the promise is 2780
-    "scripts": 1335,  # reached; the promise is 1220
-    "inference": 704,  # reached; the promise is 700
+    "data": 1103,  # reached; the promise is 1000
+    "runtime": 2828,  # reached; the promise is 2740
+    "claims": 2885,  # reached; the promise is 2780
+    "scripts": 1334,  # reached; the promise is 1220
+    "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,
     "tests": 14500,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.audit import PREFIX, audit, open_data
+from data.audit import PREFIX, Data, audit
 from data.shards import ShardError, write_shard
 
 BOS, VOCAB = 9, 10
@@ -72,8 +72,8 @@ def run(tmp_path):
 def test_the_audit_covers_the_shards_that_the_steps_read_and_no_others(run, tmp_path):
     files = sorted((tmp_path / "data [v1]").glob("*train*"))
     for steps, shards in ((2, 1), (3, 2)):
-        data = open_data(run | {"steps": steps}, [(0, 64, 16)], 0)
-        assert data.train.plan.end.shard == shards - 1
+        data = Data(run | {"steps": steps}, [(0, 64, 16)], 0)
+        assert data.train.end.shard == shards - 1
         tokens = b"".join(file.read_bytes()[1024:] for file in files[:shards])
         assert audit(run, shards)["train_sha256"] == hashlib.sha256(tokens).hexdigest()
 

@@ -15,7 +15,7 @@ from small_run import ROOT, arguments, run, write_data
 
 import train_gpt
 from runtime.claim import Claim, check_claim, read_claim
-from runtime.errors import ClaimError, LogError
+from runtime.errors import LogError, Refused
 from runtime.log import config_hash, read_registry, register, source_hash
 from runtime.settings import parse
 
@@ -103,7 +103,7 @@ def assert_refused(sentence: str, **changed: object) -> None:
     """read_claim says so of a claim with changed fields."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_claim(Path(folder) / "claim.json", **changed)
-        with pytest.raises(ClaimError, match=rf"claim\.json.*{sentence}"):
+        with pytest.raises(Refused, match=rf"claim\.json.*{sentence}"):
             read_claim(path)
 
 
@@ -136,9 +136,9 @@ def test_bytes_that_are_no_claim_are_refused_in_a_sentence(content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "claim.json"
         path.write_bytes(content)
-        with pytest.raises(ClaimError, match="is no claim"):
+        with pytest.raises(Refused, match="is no claim"):
             read_claim(path)
-        with pytest.raises(ClaimError, match="cannot read the claim"):
+        with pytest.raises(Refused, match="cannot read the claim"):
             read_claim(path.parent)
 
 

@@ -22,10 +22,9 @@ from small_model import make_model, small
 from small_run import arguments, write_data
 
 import train_gpt
-from claims.record import write_files
 from data.tokenizers import CODE
 from runtime.checkpoint import save_final
-from runtime.log import read_sources
+from runtime.log import read_sources, write_files
 from runtime.settings import parse
 from train_gpt import Config
 

@@ -19,7 +19,7 @@ from claims.logs import MAX_BYTES, read_run
 from claims.pages import readme
 from claims.record import read_evidence
 from runtime.claim import read_claim
-from runtime.errors import ClaimError, LogError
+from runtime.errors import LogError, Refused
 from runtime.log import read_registry
 from scripts import record
 
@@ -131,7 +131,7 @@ def test_a_claim_that_names_a_path_or_a_number_out_of_this_world_is_refused(
     field, value, rule, stranger
 ):
     rewrite_claim(stranger, **{field: value})
-    with pytest.raises(ClaimError, match=rule):
+    with pytest.raises(Refused, match=rule):
         read_claim(stranger / "claim.json")
 
 

@@ -5,7 +5,9 @@ import math
 import os
 import sys
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 import torch
@@ -275,10 +277,14 @@ def test_an_evaluation_and_its_script_find_the_losses_of_the_run(trained, monkey
     assert "has no *val_*.bin file" in capsys.readouterr().err
 
 
-def test_the_interval_is_of_rows_by_students_t():
-    low, high = evaluation.interval(torch.tensor([1.0, 2.0, 4.0, 5.0]).double())
-    half = 3.18244631 * math.sqrt((4 + 1 + 1 + 4) / 3 / 4)  # t with 3 degrees of freedom
-    assert (low, high) == (pytest.approx(3 - half), pytest.approx(3 + half))
+def test_the_interval_of_a_loss_is_of_rows_by_students_t(trained):
+    (final,) = trained[1].glob("checkpoints/*_t0_*/final")
+    model = load_model(final, "cpu")
+    scores = [evaluation.evaluate(model, rows=rows) for rows in (1, 2, 3, 4)]
+    sums = [0.0] + [each["loss"] * each["rows"] for each in scores]
+    half = 3.18244631 * stdev(b - a for a, b in pairwise(sums)) / 2  # t with 3 degrees of freedom
+    mean = scores[-1]["loss"]
+    assert scores[-1]["interval"] == pytest.approx((mean - half, mean + half), rel=1e-5)
 
 
 def test_bits_are_of_the_bytes_of_text(folder):

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from claims.record import write_files
-from runtime.log import read_sources
+from runtime.log import read_sources, write_files
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLD = "print(json.dumps(provenance(Path.cwd())))"

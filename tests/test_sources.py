@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_run import find_logs, read_events, write_data
 
-from claims.record import Source, difference, pack, read_source, unpack, write_files, write_source
-from runtime.errors import ClaimError
-from runtime.log import digest, read_sources
+from claims.record import Source, difference, pack, read_source, unpack, write_source
+from runtime.errors import Refused
+from runtime.log import digest, read_sources, write_files
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
@@ -37,13 +37,13 @@ def test_bytes_that_are_no_source_are_refused_in_a_sentence(content, at):
     start, rest = text[:at], text[at:]
     for damaged in (content, start + content + rest, start, start + rest[1:]):
         if damaged != text:
-            with pytest.raises(ClaimError, match=r"\w+"):
+            with pytest.raises(Refused, match=r"\w+"):
                 unpack(damaged)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a b", ".x"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(name):
-    with pytest.raises(ClaimError):
+    with pytest.raises(Refused):
         unpack(pack(Source({name: b"x"}, None)))
 
 
@@ -53,16 +53,16 @@ def test_a_store_that_is_damaged_or_a_link_or_huge_is_refused(tmp_path):
     kept, sha256 = path.read_bytes(), digest(files)
     assert read_source(tmp_path, sha256).files == files
     path.write_bytes(pack(Source({"train_gpt.py": b"y"}, None)))
-    with pytest.raises(ClaimError, match="is not the source"):
+    with pytest.raises(Refused, match="is not the source"):
         read_source(tmp_path, sha256)
     with path.open("wb") as file:
         file.truncate(2**30)  # takes no room on the disk
-    with pytest.raises(ClaimError, match="at most 16,777,216 are allowed"):
+    with pytest.raises(Refused, match="at most 16,777,216 are allowed"):
         read_source(tmp_path, sha256)
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(kept)
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ClaimError, match="a link or no regular file"):
+    with pytest.raises(Refused, match="a link or no regular file"):
         read_source(tmp_path, sha256)
 
 
