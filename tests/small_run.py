@@ -72,7 +72,7 @@ def kept_state() -> Iterator[None]:
     """Before its last validation a run keeps all that it could resume from in last_state.pt."""
     evaluate = train_gpt.evaluate
 
-    def keeping(trainer: train_gpt.Trainer, run: Run, step: int) -> float:
+    def keeping(trainer: train_gpt.Trainer, run: Run, step: int, quick: bool = False) -> float:
         if step == trainer.config.steps:
             state = trainer.state_dict()
             randoms = trainer.machine.gather(torch.get_rng_state())
@@ -81,7 +81,7 @@ def kept_state() -> Iterator[None]:
                 folder = Path(trainer.config.checkpoint_dir)
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(state, folder / "last_state.pt")
-        return evaluate(trainer, run, step)
+        return evaluate(trainer, run, step, quick)
 
     with mock.patch.object(train_gpt, "evaluate", keeping):
         yield
