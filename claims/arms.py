@@ -29,9 +29,6 @@ NAMED_FIRST = ("recipe", "steps", "optimizer")
 FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
                "threads", "dtype", "compiled")  # fmt: skip
 
-# A run without a log.
-TYPED = Run(path=Path("typed"), run_id="", total_steps=None, validations=[], unfinished=None)
-
 # ---- Which runs make an arm
 
 
@@ -146,8 +143,6 @@ def track_of(run: Run) -> str | None:
 
 def common_folder(runs: Sequence[Run]) -> str:
     folders = {str(run.path.parent) for run in runs}
-    if not folders:
-        return ""
     if len(folders) == 1:
         return folders.pop()
     return os.path.commonpath([run.path.parent.resolve() for run in runs])
@@ -172,7 +167,7 @@ class ArmVerdict:
 
     first: Run  # that all others are like in source, configuration, steps and GPUs
     name: str  # the common folder of its logs, and the settings that distinguish it there
-    path: str | None  # the folder; None for losses typed by hand
+    path: str  # the folder
     at_step: int | None  # whose validations are judged; None: the last ones
     runs: list[Run]  # that count
     points: list[Validation]  # one a run
@@ -248,25 +243,17 @@ def judge_arm(
             left_out.append((run, f"no validation at step {at_step}"))
     if target is None:
         target = common_target(runs) if points else math.nan
-    first = runs[0] if runs else TYPED
-    arm = ArmVerdict(first, name, common_folder(runs), at_step, judged, points, target)
+    arm = ArmVerdict(runs[0], name, common_folder(runs), at_step, judged, points, target)
     arm.warnings += origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
     for run, reason in left_out:
         lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
         arm.incomplete.append(lost)
     arm.left_out += [f"{name_of(run)}: {reason}" for run, reason in left_out] + repeats
-    if track_of(first) in STEPS_TRACKS and points:
+    if track_of(runs[0]) in STEPS_TRACKS and points:
         value, passes = stats.steps_rule(arm.losses, target)
         rule = f"(target - mean) * sqrt(n) = {value:.5f}, {pass_or_fail(passes)}"
         arm.notes.append(f"steps rule: {rule}")
     return arm
-
-
-def judge_typed(losses: Sequence[float], target: float) -> ArmVerdict:
-    """The verdict on losses that were typed by hand."""
-    points = [Validation(0, loss, None) for loss in losses]
-    warning = "unverified: these numbers were typed by hand, no log backs them"
-    return ArmVerdict(TYPED, "", None, None, [TYPED] * len(points), points, target, [warning])
 
 
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
@@ -300,14 +287,15 @@ def read_arm(path: str) -> ArmVerdict:
     """The arm in a folder or file. LogError unless it is exactly one."""
     runs, errors = read_all([path])
     arms = named_arms([run for run in runs if run.counts])
-    arm = judge_arm(path, runs)
-    arm.left_out += map(str, errors)
     if not arms:
-        raise LogError("\n  ".join([f"{path} holds no run that counts", *arm.left_out]))
+        reasons = [*(f"{name_of(run)}: {run.left_out}" for run in runs), *map(str, errors)]
+        raise LogError("\n  ".join([f"{path} holds no run that counts", *reasons]))
     if len(arms) > 1:
         rule = (f"{path} holds {len(arms)} arms where one is needed: copy the logs of one to a "
                 "folder, or make each in its own --log-dir")  # fmt: skip
         raise LogError("\n  ".join([rule, *(name for name, _ in arms)]))
+    arm = judge_arm(path, runs)
+    arm.left_out += map(str, errors)
     return arm
 
 

@@ -4,7 +4,6 @@
     python scripts/significance.py logs machine_2/logs --json         two folders, for programs
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
     python scripts/significance.py NEW --against OLD --margin 0.01    two arms: loss and time
-    python scripts/significance.py --losses 3.277,3.279 --target 3.28     typed: unverified
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
 folder are named by what differs. A folder is read without its subfolders, but of a record its
@@ -15,12 +14,9 @@ machines. To make such runs in turn, use judge.py. Exit code: 0 every arm passes
 compared; 1 an arm fails; 2 bad input, a log that cannot be read among it.
 """
 
-import argparse
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
@@ -34,30 +30,9 @@ from runtime.settings import reader
 from view.verdicts import in_sentences
 
 
-def judge_arms(given: argparse.Namespace) -> tuple[list[ArmVerdict], list[str]]:
-    """The arms, and what could not be read. Raises LogError."""
-    if given.losses:
-        return [arms.judge_typed(given.losses, given.target)], []
-    runs, errors = read_all(given.paths)
-    if not runs:
-        raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
-    found = arms.judge_all(runs, given.target, given.at_step)
-    arms.apply_holm(found)
-    return found, [f"not read: {error}" for error in errors]
-
-
-# ---- Output
-
-
-def title(arm: ArmVerdict) -> str:
-    if arm.path is None:
-        return "typed losses, UNVERIFIED"
-    run = arm.first
-    facts = f"source {run.source or 'unknown':.12}, steps {run.total_steps}, GPUs {run.gpu_count}"
-    return f"{arm.name}: {facts}" + (f", at step {arm.at_step}" if arm.at_step else "")
-
-
 def to_text(arm: ArmVerdict) -> str:
+    run, step = arm.first, f", at step {arm.at_step}" if arm.at_step else ""
+    facts = f"source {run.source or 'unknown':.12}, steps {run.total_steps}, GPUs {run.gpu_count}"
     n, mean, sd, t, p, upper99 = arm.result
     figures = f"n {n}" + (f"   mean {mean:.6f}" if n else "")
     if n > 1:  # one run has no spread
@@ -65,7 +40,7 @@ def to_text(arm: ArmVerdict) -> str:
     if not math.isnan(p):
         figures += f"   t {t:.4f}   p {p:.3g}   99 % upper bound {upper99:.5f}"
     word, shown = ("PASS", "shown") if arm.passes else ("FAIL", "not shown")
-    lines = [title(arm), figures]
+    lines = [f"{arm.name}: {facts}{step}", figures]
     below = f" below {arm.target:g}" if n else ""  # without a run there is no target
     lines.append(f"{word}: a mean loss{below} at p < {ALPHA:g} is {shown}")
     lines += [f"warning: {warning}" for warning in arm.warnings]
@@ -79,53 +54,36 @@ def to_text(arm: ArmVerdict) -> str:
     return "\n  ".join(lines)
 
 
-# ---- The command
-
-
-def numbers(kind: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
-    """For argparse: reads "3.27,3.28" or a list pasted from Python, "[3.27, 3.28]"."""
-    return reader(lambda text: [kind(part) for part in text.strip("[]").split(",")], rule)
-
-
-def check_flags(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    if bool(given.paths) == bool(given.losses):
-        parser.error("name run logs, or type losses with --losses: one of the two")
-    if given.losses and given.target is None:
-        parser.error("--losses needs --target: typed losses name none")
-    if given.target is not None and not math.isfinite(given.target):
-        parser.error(f"--target {given.target}: it must be a finite number")
-    if given.losses and min(given.losses) <= 0:
-        parser.error(f"--losses {min(given.losses)}: a loss is above 0")
-    if given.losses and given.at_step:
-        parser.error("--at-step needs run logs: typed losses have no steps")
-    if given.against and (len(given.paths) != 1 or given.target or given.at_step):
-        parser.error("--against takes one NEW, without --target and --at-step")
-    if given.margin is not None and not given.against:
-        parser.error("--margin needs --against")
-
-
 @command
 def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="run logs, or folders of run logs")
+    steps = reader(lambda text: [int(step) for step in text.split(",")], "whole numbers: 5,10")
+    add("paths", nargs="+", metavar="PATH", help="run logs, or folders of run logs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
-    add("--losses", type=numbers(float, "numbers, such as 3.27,3.28"),
-        help="losses typed by hand; needs --target")
-    add("--at-step", type=numbers(int, "whole numbers, such as 5,10"), default=[],
-        help="judge the losses at these steps")
+    add("--at-step", type=steps, default=[], help="judge the losses at these steps")
     add("--against", metavar="OLD", help="compare PATH, B, with this arm, A")
     add("--margin", type=float, help="test whether the losses differ by less, nats per token")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
-    check_flags(parser, given)
+    if not math.isfinite(given.target or 0):
+        parser.error(f"--target {given.target}: it must be a finite number")
+    if given.against and (len(given.paths) > 1 or given.target or given.at_step):
+        parser.error("--against takes one NEW, without --target and --at-step")
+    if given.margin is not None and not given.against:
+        parser.error("--margin needs --against")
     if given.against:
         a, b = arms.read_arm(given.against), arms.read_arm(given.paths[0])
         found = arms.compare_arms(a, b, given.margin)
         facts = found._asdict() | {"loss": found.loss._asdict(), "seconds": found.seconds._asdict()}
         show(in_sentences(a, b, found), facts, given.json)
         return 0
-    verdicts, unread = judge_arms(given)
+    runs, errors = read_all(given.paths)
+    unread = [f"not read: {error}" for error in errors]
+    if not runs:
+        raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
+    verdicts = arms.judge_all(runs, given.target, given.at_step)
+    arms.apply_holm(verdicts)
     facts = {"arms": [arm.documented for arm in verdicts], "warnings": unread}
     show("\n\n".join([*map(to_text, verdicts), *unread]), facts, given.json)
     if unread:  # what a damaged log held could change the verdict
