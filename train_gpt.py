@@ -331,7 +331,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "adam_wd": 0.001, "embed_lr_mul": 1.0, "head_lr_mul": 0.004 / 0.7,
         "vector_lr_mul": 0.015 / 0.7,
     },
-    # The public contest in miniature, on prose: its layers, windows and stages, 3 tokens a weight.
+    # The public contest in miniature, on prose: its layers, windows and stages.
     "small": {
         "recipe": "record89", "target": 3.36, "val_sha256": "be27130d408f4ce8",
         "data_dir": "data/prose", "vocab_size": 2048, "bos": 2047, "loss_kernel": "plain",

@@ -119,7 +119,7 @@ def read_own(path: Path) -> Iterator[str]:
 def build_own(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
     """Write both shards of the documents in these files. ValueError or OSError if it cannot."""
     if folder.exists():  # sets must not mix
-        raise ValueError(f"{folder} exists: remove it, or give another --out.")
+        raise ValueError(f"{folder} exists: give another --out.")
     tokenizer = read_tokenizer(TOKENIZERS[vocab_size])
     shards: dict[str, list[Tokens]] = {TRAIN: [], VAL: []}
     for document in filter(None, chain.from_iterable(map(read_own, paths))):

@@ -213,8 +213,8 @@ class TrainLoader(Iterator[list[Batch]]):
         order.check(world_size)  # first: the walk may run out of data
         self.order, self._rank, self._world_size = order, rank, world_size
         self._shards = [Shard(file) for file in files]
-        self._lengths = [len(shard) for shard in self._shards]
         self.begin, self.end, self.max_documents = plan_run(self._shards, order, steps)
+        self._lengths = [len(shard) for shard in self._shards[: self.end.shard + 1]]
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         self._most_rows = sys.maxsize
         self._seek(self.begin)
@@ -275,9 +275,9 @@ class TrainLoader(Iterator[list[Batch]]):
         return {"position": position, "rows_sha256": rows_sha256, "shards": self._lengths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position, at any world size. ShardError if shards are cut elsewhere.
+        """Continue at a saved position, at any world size, in the same order and data.
 
-        rows_sha256 is that of all ranks; rank 0 takes it over.
+        ShardError if shards that the run reads are cut elsewhere. Rank 0 takes rows_sha256 over.
         """
         if state.get("shards", self._lengths) != self._lengths:
             raise ShardError("the training shards are cut elsewhere than when the run was saved. "

@@ -34,7 +34,7 @@ SOURCE_FILES = (
 )  # fmt: skip
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
-SYNCED_EVENTS = {"val", "end"}  # claims rest on these, so they must survive a power cut
+SYNCED_EVENTS = {"val", "end", "checkpoint"}  # on these claims and resumes rest
 
 
 # ---- What identifies a run
@@ -155,7 +155,8 @@ def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
             event = parse(line)
             if not isinstance(event, dict) or not isinstance(event.get("event"), str):
                 raise ValueError("no event of a run log")
-            if not all(type(event.get(ms, 0)) in (int, float) for ms in ("t_ms", "train_time_ms")):
+            times = [event.get(name, 0) for name in ("t_ms", "train_time_ms")]
+            if not all(type(ms) in (int, float) and 0 <= ms < 2**53 for ms in times):
                 raise ValueError("t_ms and train_time_ms are numbers")
         except ValueError as error:
             raise LogError(f"{path}, line {number} is not as the run wrote it: {error}. Restore "

@@ -208,13 +208,10 @@ def repeat_bits(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Switch off the collector of reference cycles, whose pauses make single steps slow.
-
-    Steps leave no cycles that hold tensors.
-    """
+    """Switch off the collector of reference cycles, whose pauses make single steps slow."""
     gc.collect()
     gc.freeze()
-    gc.disable()
+    gc.disable()  # steps leave no cycles that hold tensors
     try:
         yield
     finally:

@@ -129,7 +129,7 @@ def test_own_documents_come_back_from_shards_each_in_one_of_them(
             found.append(tokenizer.decode(part[1:].tolist()))
     assert sorted(found) == sorted(DOCUMENTS)
     assert convert(first) == 2
-    assert "out exists: remove it" in capsys.readouterr().err
+    assert "out exists: give another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,6 @@ def read_wandb(folder, run_id):
         if kind in (1, 4):  # the whole of a record, or the last of its parts
             items = Record.FromString(parts).history.item
             rows.append({(i.key or i.nested_key[0]): float(i.value_json) for i in items})
-            rows[-1]["step"] = rows[-1].get("_step")
             parts = b""
     return by_name(rows)
 

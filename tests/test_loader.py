@@ -233,8 +233,9 @@ def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards
     assert rows_sum % 2**256 == loader.rows_sum % 2**256
 
 
-def test_a_resume_on_shards_that_were_cut_anew_is_refused(files):
+def test_a_resume_on_shards_that_were_cut_anew_is_refused_and_more_shards_are_welcome(files):
     state = make(files).state_dict()
+    make([*files, files[0]]).load_state_dict(state)
     tokens = np.concatenate([Shard(file)[:] for file in files])
     for file, part in zip(files, np.split(tokens, [len(tokens) // 3]), strict=True):
         write_shard(file, part)
@@ -291,16 +292,15 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
     expected = slow_steps(shards, order)
     with written(shards) as files:
         loader = make(files, order, len(expected))
-        plan = loader
         for _ in expected:
             next(loader)
-        assert loader.state_dict()["position"] == plan.end._asdict()
+        assert loader.state_dict()["position"] == loader.end._asdict()
         read = [*expected]  # and what warm-up can read: the first shard, as later steps read it
         for first, *_ in order.stages[1:]:
             later = [(max(begin - first, 0), *sizes) for begin, *sizes in order.stages]
             read += slow_steps(shards[:1], replace(order, stages=later, data_start=0))
         documents = [len(lengths) for step in read for _, lengths in step]
-        assert plan.max_documents == max(documents, default=0)
+        assert loader.max_documents == max(documents, default=0)
         message = f"data end after {len(expected):,} steps: .*--steps to at most {len(expected):,}"
         with pytest.raises(ShardError, match=message):
             make(files, order, len(expected) + 1)

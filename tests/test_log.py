@@ -191,7 +191,7 @@ def test_a_run_that_another_process_has_begun_or_resumed_meanwhile_is_refused(ho
     ("link", "is a link"), ("pipe", "no regular file"), ("folder", "no regular file"),
     ("headless", "must be the header"), ("renamed", "must be the header of run renamed"),
     ("nonsense", "line 1 is not as the run wrote it"), ("listed", "no event of a run log"),
-    ("untimed", "are numbers"), ("worded", "are numbers"),
+    ("untimed", "are numbers"), ("worded", "are numbers"), ("endless", "are numbers"),
 ])  # fmt: skip
 def test_what_is_no_log_of_the_run_is_refused(tmp_path, name, problem):
     path = broken_off(tmp_path)
@@ -204,6 +204,7 @@ def test_what_is_no_log_of_the_run_is_refused(tmp_path, name, problem):
     (tmp_path / "listed.jsonl").write_bytes(b'{"event": []}\n')
     (tmp_path / "untimed.jsonl").write_bytes(b'{"event": "step", "t_ms": null}\n')
     (tmp_path / "worded.jsonl").write_bytes(b'{"event": "step", "train_time_ms": "9"}\n')
+    (tmp_path / "endless.jsonl").write_bytes(b'{"event": "step", "t_ms": 1e999}\n')
     with pytest.raises(LogError, match=problem):
         read_history(tmp_path, name)
 
