@@ -58,9 +58,9 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
     diff = out / entry["run_id"] / "source.diff"
     lines.append(f"the sources differ in {entry['diff']['lines']} lines: {diff}")
     lines.append(estimate(out, a, plan))
-    page = ROOT / "records" / a["track"] / "prediction" / "README.md"
-    if page.is_file():
-        first = page.read_text(encoding="utf-8").partition("\n")[0]
+    page = Path("records", a["track"], "prediction", "README.md")
+    if (ROOT / page).is_file():
+        first = (ROOT / page).read_text(encoding="utf-8").partition("\n")[0]
         lines.append(f"{first.lstrip('# ')} ({page})")
     print("\n  ".join(lines), file=sys.stderr, flush=True)
 

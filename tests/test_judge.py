@@ -160,7 +160,7 @@ def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(project
     page.write_text("# `tiny` does not predict the contest\n\nmore\n")
     run("--b", "--gain 0.2", "--margin", "0.06", "--", "--steps", "20")  # a run: 1.5 min, 10 steps
     assert "20 steps take about 3.0 minutes" in (again := capsys.readouterr().err)
-    assert f"  `tiny` does not predict the contest ({page})\n" in again
+    assert "the contest (records/tiny/prediction/README.md)\n" in again
     assert "all in all 24 to 120 minutes" in again
 
 
