@@ -204,10 +204,6 @@ class ArmVerdict:
         }  # fmt: skip
 
 
-def pass_or_fail(passes: bool) -> str:
-    return "pass" if passes else "fail"
-
-
 def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -> list[ArmVerdict]:
     """Every arm of these runs, at each of the steps or, without any, at the end."""
     sources = {run.source for run in runs if run.complete}
@@ -251,7 +247,7 @@ def judge_arm(
     arm.left_out += [f"{name_of(run)}: {reason}" for run, reason in left_out] + repeats
     if track_of(runs[0]) in STEPS_TRACKS and points:
         value, passes = stats.steps_rule(arm.losses, target)
-        rule = f"(target - mean) * sqrt(n) = {value:.5f}, {pass_or_fail(passes)}"
+        rule = f"(target - mean) * sqrt(n) = {value:.5f}, {'pass' if passes else 'fail'}"
         arm.notes.append(f"steps rule: {rule}")
     return arm
 
@@ -276,7 +272,7 @@ def apply_holm(arms: Sequence[ArmVerdict]) -> None:
         return
     ps = [1.0 if math.isnan(arm.result.p) else arm.result.p for arm in arms]
     for number, p in stats.holm(dict(enumerate(ps))).items():
-        verdict = f"p {p:.3g}, {pass_or_fail(p < ALPHA)}"
+        verdict = f"p {p:.3g}, {'pass' if p < ALPHA else 'fail'}"
         arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from claims.arms import ALPHA, leave_out_repeats
-from claims.record import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, departures
+from claims.record import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, claim_text, departures
 from claims.runs import Phase, Run
 from runtime.claim import SHA256, TIME
 from runtime.log import REGISTERED, config_hash
@@ -88,6 +88,8 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
     name, at = f"{claim.created[:10]}_{claim.name}", evidence.folder.resolve()
     if (at.parent.name, at.name) != (claim.track, name):
         yield f"its folder is {at.parent.name}/{at.name}, not {claim.track}/{name}"
+    if (evidence.folder / "claim.json").read_bytes() != claim_text(claim).encode():
+        yield "claim.json is not as record.py claim wrote it"  # a reader might see other values
     if (claim.target, claim.alpha) != (track.target, ALPHA):
         yield f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}"
     rules = FIRST_TINY if claim.source_sha256 in FIRST_SOURCES else track.fixed

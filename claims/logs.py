@@ -389,7 +389,9 @@ def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> 
     if not traces or (step == 0 and traces[-1].numbers[-1][0] > 0):
         traces.append(Trace(source, [], [], []))
     traces[-1].numbers.append((step, int(number[2]) if number[2] else None))
-    ms = to_ms(named["train_time"]) if "train_time" in named else None
+    ms, time = None, named.get("train_time")
+    if time is not None:  # 6009ms or 6.009s
+        ms = float(time[:-2]) if time.endswith("ms") else 1000 * float(time.removesuffix("s"))
     if val_loss is None:
         traces[-1].steps.append(Step(step, ms, None))
     else:
@@ -397,13 +399,6 @@ def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> 
         if loss <= 0:
             raise ValueError(f"val_loss {loss}: a loss is above 0")
         traces[-1].validations.append(Validation(step, loss, ms))
-
-
-def to_ms(word: str) -> float:
-    """Milliseconds of `6009ms` or `6.009s`. Raises ValueError."""
-    if word.endswith("ms"):
-        return float(word.removesuffix("ms"))
-    return 1000 * float(word.removesuffix("s"))
 
 
 def read_environment(lines: Sequence[str]) -> dict[str, Any]:

@@ -233,6 +233,11 @@ class Evidence:
         return self.result.n == self.claim.n and self.result.p < ALPHA
 
 
+def claim_text(claim: Claim) -> str:
+    """What claim.json holds."""
+    return json.dumps(plain(vars(claim)), indent=2) + "\n"
+
+
 def read_evidence(folder: Path) -> Evidence:
     """The record in a folder. Refused or LogError names the first file that cannot be read."""
     for path in folder.rglob("*"):
@@ -345,7 +350,7 @@ def write_claim(records: Path, claim: Claim, source: Source) -> Path:
     check_rules(claim, claim.name)  # before anything is written
     folder = records / claim.track / f"{claim.created[:10]}_{claim.name}"
     folder.mkdir(parents=True)  # FileExistsError: a claim is written once
-    (folder / "claim.json").write_text(json.dumps(plain(vars(claim)), indent=2) + "\n")
+    (folder / "claim.json").write_text(claim_text(claim))
     write_source(records, source)
     return folder
 

@@ -1,19 +1,13 @@
 """Checkpoints, and how a run resumes from them.
 
-A checkpoint holds only tensors and text, so reading one executes nothing.
+A checkpoint, <checkpoint_dir>/<run_id>/step_000123, holds only tensors and text, so reading one
+executes nothing. It gets its name only when all of it is on the disk, and fits any number of ranks:
 
-    <checkpoint_dir>/<run_id>/step_000123/model.safetensors    parameters by name
-                                          optim.safetensors    optimizers, guard, random generators
-                                          state.json           run, settings, step
-                                          checksums.json       SHA-256 of the three
+    model.safetensors, optim.safetensors    parameters; optimizers, guard, random generators
+    state.json, checksums.json              run, settings, step; SHA-256 of the three
 
-A checkpoint gets its name only when all of it is on the disk. It fits any number of ranks. With
---keep-model a finished run leaves only its model:
-
-    <checkpoint_dir>/<run_id>/final/model.safetensors     parameters by name
-                                    config.json           settings, and where the model comes from
-                                    vocabulary.tiktoken   if the tokenizer is a corpus' own
-                                    checksums.json        SHA-256 of each
+A finished run leaves its model in <run_id>/final: model.safetensors, config.json (settings and
+origin), vocabulary.tiktoken (if its tokenizer is a corpus' own), checksums.json.
 """
 
 import contextlib
@@ -109,15 +103,25 @@ def _publish(path: Path, files: Files, announce: Announce | None = None) -> None
                 save_file(content, partial / name)
         sums = {name: _sha256(partial / name) for name in sorted(files)}
         (partial / SUMS).write_bytes(json_line(sums))
-        for file in partial.iterdir():  # a name that survives a power cut has its files
-            with file.open("rb+") as opened:
-                os.fsync(opened.fileno())
+        for file in (*partial.iterdir(), partial):  # before they get a name that lasts
+            _sync(file)
         if announce is not None and not announce(sha256=checksum(partial)):
             raise OSError("its log takes no line")
         remove(path)  # one of this name, whose steps a resume dropped
         partial.rename(path)
+        _sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk. Windows cannot open a folder."""
+    if os.name != "nt" or path.is_file():
+        descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def remove(path: Path) -> None:

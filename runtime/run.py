@@ -30,11 +30,7 @@ MOST_SKIPS = 20  # in a row; after that the run has stopped learning
 
 
 class Run(contextlib.AbstractContextManager):
-    """A new or resumed run. Leaving it logs how it ended and sets the exit code `code`.
-
-    trainer: that of train_gpt.py. A `state_dict` of it has copies of all that a run changes, on
-    rank 0's host.
-    """
+    """A new or resumed run of a Trainer. Leaving it logs how it ended and sets `code`, for exit."""
 
     def __init__(
         self, trainer: Any, plan: RunPlan, clock: Clock, stop: Stop, *, source: Path

@@ -218,6 +218,9 @@ CHEATS: dict[str, tuple] = {
         partial(try_before, track="tiny", seed=1000.0), "seed 1000.0 was run by early outside"),
     "a seed that was tried as another track": (
         partial(try_before, track="short"), "seed 1000 was run by early outside the claim"),
+    "a claim with its words set out otherwise": (
+        lambda folder: edit(folder / "claim.json", '"name"', '\n\n"name"'),
+        "claim.json is not as record.py claim wrote it"),
     "a claim of schema 1 that is new": (
         partial(forge_claim, schema=1, created="2999-01-01T00:00:00+00:00"),
         "started .*, before the claim, 2999-01-01", "claims from 2026-11-23 on have 2",

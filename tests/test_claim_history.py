@@ -9,7 +9,7 @@ import pytest
 from small_record import LOSSES, RULES, call, forge, make_claim, write_record
 
 from claims import record as provenance
-from claims.record import TRACKS
+from claims.record import TRACKS, claim_text
 from scripts import record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,7 +65,7 @@ def test_a_claim_that_was_edited_after_its_commit_is_caught(checkout, capsys):
     """The commit that counts is that of its content, not of its name."""
     folder = made(checkout, CREATED, IN_TIME)
     claim = make_claim(n=4, about="Better seeds.")
-    (folder / "claim.json").write_text(json.dumps(vars(claim)))
+    (folder / "claim.json").write_text(claim_text(claim))
     forge(folder)  # with runs that name it
     commit(checkout, TOO_LATE)
     code, said = call(capsys, "verify", folder)
