@@ -1167,8 +1167,8 @@ class Trainer:
         self.data = Data(settings, self.changes, reach, machine.rank, machine.world_size)
         found = None
         if machine.first_of_its_host:  # hashes all tokens and the source: all hosts need the same
-            found = audit(settings, self.data.train.end.shard + 1)
-            found["source_sha256"] = source_hash(SOURCE)
+            hashes = audit(settings, self.data.train.end.shard + 1)
+            found = hashes | {"source_sha256": source_hash(SOURCE)}
         agreed = machine.gather_equal(found)
         self.source_sha256 = agreed["source_sha256"]
         self.hashes = {name: agreed[name] for name in ("train_sha256", "val_sha256")}

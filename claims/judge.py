@@ -5,7 +5,6 @@ makes two tests, each at the same small level at every look (Pocock, 1977; `stat
 better or worse if the wide interval excludes 0; there is no difference larger than the margin if
 the narrow one is within +-margin (two one-sided tests). The interval of the deciding test may be
 read after any stop (Jennison and Turnbull, 1989). docs/judge.md has the levels and their limits.
-
 `judgements.jsonl` is a registry like that of runs. An unfinished judgement counts too.
 """
 

@@ -133,7 +133,8 @@ OLD_NAMES = {
     "val_sequence": "val_seq_len",
 }  # fmt: skip
 OLD_VALUES = {  # by setting, then by track
-    "recipe": {"tiny": {"modern": "copyinit"}, "short": {"modern": "record89"}},
+    "recipe": {"tiny": {"modern": "copyinit"}, "short": {"modern": "record89"},
+               "medium": {"modern": "record89"}},
     "stages": {"tiny": {"modern": "copyinit"}},
     "optimizer": {track: {"adam": "adamw"} for track in ("tiny", "short", "medium", "steps")},
 }  # fmt: skip

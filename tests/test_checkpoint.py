@@ -73,6 +73,19 @@ def test_a_checkpoint_has_its_files_and_nothing_else_stays(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["step_000123"]
 
 
+def test_all_of_a_checkpoint_is_forced_to_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    path, synced, fsync = tmp_path / "step_000001", set(), os.fsync
+
+    def note(descriptor):
+        if not path.exists():
+            synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    save(tmp_path, snapshot())
+    assert synced >= {each.stat().st_ino for each in (path, *path.iterdir())}
+
+
 @pytest.mark.parametrize(("saved", "kept"), [
     ((2, 4, 6, 999_999, 1_000_000), [999_999, 1_000_000]),
     ((10, 20, 14), [10, 14]),  # resumed from step 10: what came later was given up

@@ -71,6 +71,16 @@ def test_a_value_that_would_need_the_device_is_refused_and_leaves_no_line(tmp_pa
     assert len(lines_of(log.path)) == 1
 
 
+@pytest.mark.parametrize("event", ["val", "checkpoint", "end"])
+def test_lines_that_claims_and_resumes_rest_on_are_forced_to_the_disk(event, tmp_path, monkeypatch):
+    log, synced = begun(tmp_path), []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    log.write("step")
+    assert synced == []
+    log.write(event)
+    assert synced == [log.path.stat().st_ino]
+
+
 # ---- What goes wrong
 
 
