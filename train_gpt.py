@@ -6,9 +6,8 @@
 
 A run is set-up, compilation and warm-up, then steps with a validation now and then. The clock
 counts training steps, data loading and checkpoints. It does not count set-up, compilation, warm-up
-or validation. Warm-up restores all state and compares it bit for bit. The log names every phase,
-timed or untimed. The recipe is record 42 of modded-nanogpt; `copyinit`, the default of `tiny`, adds
-what later records found. On any number of ranks a run takes the same trajectory up to rounding.
+or validation. Warm-up restores all state and compares it bit for bit. The pieces are those of the
+records of modded-nanogpt. On any number of ranks a run takes the same trajectory up to rounding.
 """
 
 import hashlib
@@ -44,7 +43,7 @@ from data.shards import ShardError
 from data.tokenizers import TOKENIZERS, read_prefixes, read_tokenizer, require_tokenizer
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
-from kernels.lookups import bigrams, random_signs, several_targets, sign_rows
+from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
 from runtime.checkpoint import plan_runs, steps_begun
 from runtime.claim import check_claim, provenance
@@ -227,6 +226,7 @@ class Config(RunSettings):
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
     init_keys_as_queries: bool = setting(False, "initialize keys of long layers as queries")
     bigram_rows: float = setting(0.0, "rows of a bigram table, times vocab_size")
+    ngrams: int = setting(2, "most tokens of an n-gram in that table", at_least=2, at_most=4)
     bigram_signs: bool = setting(False, "random signs separate bigrams that share a row")
     xsa: bool = setting(False, "remove a learned share of the output along the own value")
     zero_output: bool = setting(True, "attention's initial output matrix is 0")
@@ -433,8 +433,7 @@ def off_track(config: Config) -> list[str]:
         if value != track[name]:
             found.append(f"{name} is {as_text(value)}, the track has {as_text(track[name])}")
     depth, wanted = len(LAYERS[config.layers]), len(LAYERS[track["layers"]])
-    sizes_are_fixed = set(SIZES) <= set(FIXED.get(config.track, ()))
-    if sizes_are_fixed and depth != wanted:
+    if set(SIZES) <= set(FIXED.get(config.track, ())) and depth != wanted:
         found.append(f"layers is {config.layers}, {depth} layers; the track has {wanted}")
     return found
 
@@ -785,10 +784,13 @@ class GPT(nn.Module):
         values = [F.embedding(inputs_BT, table).to(self.dtype) for table in self.value_embeds]
         bigram_BTC: Any = 0.0
         if self.bigram is not None:
-            index_BT = bigrams(inputs_BT, len(self.bigram))
-            bigram_BTC = F.embedding(index_BT, self.bigram).to(self.dtype)
+            bigram_BTC = F.embedding(ngrams(inputs_BT, len(self.bigram), 2), self.bigram)
+            bigram_BTC = bigram_BTC.to(self.dtype)
             if self.signs is not None:
                 bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]
+            for length in range(3, self.config.ngrams + 1):
+                index_BT = ngrams(inputs_BT, len(self.bigram), length)
+                bigram_BTC = bigram_BTC + F.embedding(index_BT, self.bigram).to(self.dtype)
 
         read_later = {i for row in self.table for i in (row.skip_from, row.reads, row.mixes)}
         outputs: dict[int, Tensor] = {}  # of layers that a later one reads
@@ -1042,7 +1044,7 @@ def rotary_at(config: Config, index: int) -> tuple[Tensor, Tensor]:
 def receptive_field(config: Config) -> int:
     """How many earlier tokens an output can depend on: the windows of all layers, added up."""
     steps = [*(span.first for span in spans(config)), config.steps]
-    tokens = int(config.smear or config.bigram_rows > 0)
+    tokens = max(int(config.smear), config.ngrams - 1 if config.bigram_rows else 0)
     for layer in LAYERS[config.layers]:
         if layer.attention:
             tokens += max(at(config, step).windows[layer.window] for step in steps)
@@ -1236,9 +1238,7 @@ class Trainer:
         set_schedule(self.config, self.optimizers, self.guard, step)
         if now.unlike:
             self.guard.forget()
-        stepping = list(self.optimizers.values())
-        if not now.adam_steps:
-            stepping.remove(self.optimizers["adam"])
+        stepping = [o for name, o in self.optimizers.items() if now.adam_steps or name != "adam"]
         verdict = self.guard.step(loss, only=stepping)
         for optimizer in stepping:
             optimizer.zero_grad(set_to_none=True)  # skipped gradients go too

@@ -19,7 +19,7 @@ from train_gpt import GPT, SOFTCAPS, at, rotary_at
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
 
-PIECES = ("smear", "attention_gates", "value_gates", "xsa", "biases")  # on or off
+PIECES = ("smear", "attention_gates", "value_gates", "xsa", "biases", "ngrams")
 BY_TOKEN = ("embed", "lm_head", "lm_head_bias")  # rows for tokens; value embeddings have them too
 
 CHECKED_TOKENS = 1024  # of the comparison: more than most windows, so that they take part in it

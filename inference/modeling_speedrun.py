@@ -17,6 +17,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 GATE_CHANNELS = 12  # of a layer's input, read by the gates
+HASH = (36313, 27191, 51787, 44221)  # factors of a token, of the one before it, and so on
 
 
 class SpeedrunConfig(PretrainedConfig):
@@ -30,7 +31,7 @@ class SpeedrunConfig(PretrainedConfig):
     softcap               kind, height, width and shift of the cap on the logits
     scalars               names of the learned scalars, in their order
     value_tables          number of tables of value embeddings
-    bigram_rows           rows of the table of token pairs; 0: none
+    bigram_rows, ngrams   rows of the table of n-grams, 0: none; the longest ones in it
     sign_rows             rows of the signs that distinguish pairs of one row; 0: none
     smear, attention_gates, value_gates, xsa, biases    which pieces the model has
     trained               which run it comes from
@@ -52,14 +53,14 @@ def norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
 # ---- What is looked up for each token besides its embedding
 
 
-def bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
-    """The row of the bigram table for each token and the one before it, (B, T).
-
-    Pairs are hashed: some share a row. A row's first token gets the table's last row.
-    """
-    pairs = (36313 * tokens_BT[:, 1:]) ^ (27191 * tokens_BT[:, :-1])
-    first = torch.full_like(tokens_BT[:, :1], rows - 1)
-    return torch.cat([first, pairs % (rows - 1)], dim=1)
+def ngrams(tokens_BT: Tensor, rows: int, length: int) -> Tensor:
+    """The row of the n-gram table for each token, (B, T), by a hash; a row's first get the last."""
+    index_BT = HASH[0] * tokens_BT
+    for back in range(1, length):
+        index_BT = index_BT ^ (HASH[back] * F.pad(tokens_BT, (back, 0))[:, : tokens_BT.size(1)])
+    index_BT = index_BT % (rows - 1)
+    index_BT[:, : length - 1] = rows - 1
+    return index_BT
 
 
 def sign_rows(tokens_BT: Tensor, rows: int) -> Tensor:
@@ -135,11 +136,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         dim, heads = config.hidden_size, config.num_attention_heads
         self.layer, self.head_dim = layer, config.head_dim
-        gated_value = config.value_gates and layer["value_embed"] is not None
-        gated_value = gated_value and layer["mixes"] is None
+        gates = config.value_gates and layer["mixes"] is None  # mixed values have shares instead
         self.qkvo = nn.Parameter(torch.empty(dim, 4 * dim))  # four (C, C) matrices
         self.gate = optional(config.attention_gates, heads, GATE_CHANNELS)
-        self.value_gate = optional(gated_value, heads, GATE_CHANNELS)
+        self.value_gate = optional(gates and layer["value_embed"] is not None, heads, GATE_CHANNELS)
         self.own_value = optional(config.xsa and not layer["paired"], heads, 1)
         self.bias = optional(config.biases, 4 * dim)
 
@@ -319,7 +319,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
         x_BTC = x0_BTC = norm(self.embedded(tokens_BT, scalars), self.embed_gain)
         values = [F.embedding(tokens_BT, table) for table in self.value_embeds]
-        pairs_BTC = self.embedded_pairs(tokens_BT)
+        runs_BTC = self.embedded_runs(tokens_BT)
         outputs: list[Tensor] = []  # of all layers so far
         first_BTC = backed_out = None
         for i, (layer, block) in enumerate(zip(self.config.layers, self.blocks, strict=True)):
@@ -328,14 +328,14 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             if f"x{i}" in scalars:
                 x_BTC = scalars[f"x{i}"] * x_BTC + scalars[f"x0_{i}"] * x0_BTC
             if f"bigram{i}" in scalars:
-                x_BTC = x_BTC + scalars[f"bigram{i}"] * pairs_BTC
+                x_BTC = x_BTC + scalars[f"bigram{i}"] * runs_BTC
             first_BTC = x_BTC if i == 0 else first_BTC
             read_BTC = x_BTC if layer["reads"] is None else outputs[layer["reads"]]
             value_BTC = None if layer["value_embed"] is None else values[layer["value_embed"]]
             factors = (scalars.get(f"value{i}", 1.0), scalars.get(f"value_embed{i}", 1.0))
             inputs: Any = (value_BTC, factors, place)
             if layer["mixes"] is not None:
-                streams = (first_BTC, backed_out, outputs[layer["mixes"]], values[0], pairs_BTC)
+                streams = (first_BTC, backed_out, outputs[layer["mixes"]], values[0], runs_BTC)
                 inputs = (*inputs, streams)
             x_BTC = block(x_BTC, read_BTC, *inputs)
             outputs.append(x_BTC)
@@ -354,11 +354,12 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         smeared_BTC = x_BTC[:, 1:] + scalars["smear"] * gate * x_BTC[:, :-1]
         return torch.cat([x_BTC[:, :1], smeared_BTC], dim=1)
 
-    def embedded_pairs(self, tokens_BT: Tensor) -> Tensor | None:
-        """Embeddings of each token and the one before it, (B, T, C); None without a table."""
+    def embedded_runs(self, tokens_BT: Tensor) -> Tensor | None:
+        """The sum of the embeddings of each token's n-grams, (B, T, C); None without a table."""
         if self.bigram is None:
             return None
-        pairs_BTC = F.embedding(bigrams(tokens_BT, len(self.bigram)), self.bigram)
+        lengths, rows = range(2, self.config.ngrams + 1), len(self.bigram)
+        runs = [F.embedding(ngrams(tokens_BT, rows, length), self.bigram) for length in lengths]
         if self.signs is not None:
-            pairs_BTC = pairs_BTC * self.signs[sign_rows(tokens_BT, len(self.signs))]
-        return pairs_BTC
+            runs[0] = runs[0] * self.signs[sign_rows(tokens_BT, len(self.signs))]
+        return sum(runs[1:], runs[0])

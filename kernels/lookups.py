@@ -1,20 +1,25 @@
-"""What is looked up for each token besides its embedding: bigrams, their signs, more targets."""
+"""What is looked up for each token besides its embedding: n-grams, signs of pairs, more targets."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HASH = (36313, 27191, 51787, 44221)  # factors of a token, of the one before it, and so on
 
-def bigrams(tokens_BT: Tensor, rows: int) -> Tensor:
-    """Return the row of the bigram table for each token and the one before it, (B, T) int64.
 
-    Pairs are hashed (record 62): some share a row. The first token of each batch row has no token
-    before it and gets the table's last row. Pairs cross the boundaries of documents, as the smear
-    does.
+def ngrams(tokens_BT: Tensor, rows: int, length: int) -> Tensor:
+    """Return the row of the n-gram table for each token and the length - 1 before it, (B, T) int64.
+
+    Runs of tokens are hashed (pairs: record 62): some share a row. They cross the boundaries of
+    documents, as the smear does. First tokens of a batch row get the table's last row.
     """
-    tokens = tokens_BT.long()
-    pairs = (36313 * tokens[:, 1:]) ^ (27191 * tokens[:, :-1])
-    return torch.cat([torch.full_like(tokens[:, :1], rows - 1), pairs % (rows - 1)], dim=1)
+    tokens, T = tokens_BT.long(), tokens_BT.size(1)
+    mixed = HASH[0] * tokens
+    for back in range(1, length):
+        mixed = mixed ^ (HASH[back] * F.pad(tokens, (back, 0))[:, :T])
+    index_BT = mixed % (rows - 1)
+    index_BT[:, : length - 1] = rows - 1
+    return index_BT
 
 
 def random_signs(dim: int) -> Tensor:

@@ -5,6 +5,8 @@ T * window, not with T^2. B rows, T tokens a row, H heads, D head dim. A piece i
 queries in some rows, with the s keys that they reach; m counts its heads in all its rows.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,25 +37,20 @@ def _pieces(q_BTHD: Tensor, window: int) -> list[Piece]:
     B, T, H, _ = q_BTHD.shape
     block = SMALL_BLOCK if window <= LARGE_BLOCK else LARGE_BLOCK
     rows = min(B, max(1, PIECE_SCORES // (H * block * (window + block))))
-    pieces, end = [], 0
+    grains, pieces, end = math.ceil(window / GRAIN), [], 0
     for row in range(0, B, rows):
         for first in range(0, T, block):
-            last, reach = min(first + block, T), max(0, first - _up(window, GRAIN))
+            last, reach = min(first + block, T), max(0, first - grains * GRAIN)
             begin, end = end, end + H * min(rows, B - row) * (last - first) * (last - reach)
             spans = slice(row, row + rows), slice(first, last), slice(reach, last)
             pieces.append((*spans, slice(begin, end)))
     return pieces
 
 
-def _up(number: int, multiple: int) -> int:
-    """The number, rounded up to a multiple."""
-    return -(-number // multiple) * multiple
-
-
 def _room(q_BTHD: Tensor, longest: int) -> int:
     """Size of the kept probabilities; enough for any window, as one graph serves all. 0: none."""
     B, T, H, _ = q_BTHD.shape
-    room = B * H * T * min(T, _up(longest, GRAIN) + LARGE_BLOCK)
+    room = B * H * T * min(T, math.ceil(longest / GRAIN) * GRAIN + LARGE_BLOCK)
     return room if room <= KEPT_SCORES else 0
 
 

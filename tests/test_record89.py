@@ -1,5 +1,9 @@
 """What later records added to record 42: a slow twin in float64, and the constants of record 89."""
 
+from functools import reduce
+from itertools import pairwise
+from operator import mul, xor
+
 import pytest
 import torch
 from small_model import CPU, MACHINE, make_model, small
@@ -26,7 +30,7 @@ LONG, PAIRED, LATE = (3, 10), (0, 2, 5, 9), (8, 9, 10)
 
 def modern(**changes):
     """The recipe in a small size with an even number of heads."""
-    return small("short", "record89", bigram_rows=2.0, **changes)
+    return small("short", "record89", bigram_rows=2.0, ngrams=3, **changes)
 
 
 def heads(x_TC):
@@ -60,13 +64,16 @@ def in_pairs(q, k, v, starts, window, scale):
 
 
 def hashed(tokens):
-    """Rows of the bigram table and of the signs, as functions of their sizes."""
-    pairs = list(zip(tokens.tolist(), tokens[1:].tolist(), strict=False))
+    """Rows of the n-gram table, a function of its size and the length of runs, and of the signs."""
+    tokens = tokens.tolist()
 
-    def bigrams(rows):
-        return [rows - 1] + [(27191 * a ^ 36313 * b) % (rows - 1) for a, b in pairs]
+    def ngrams(rows, length):
+        return [rows - 1] * (length - 1) + [
+            reduce(xor, map(mul, (36313, 27191, 51787), reversed(run))) % (rows - 1)
+            for run in zip(*(tokens[start:] for start in range(length)), strict=False)
+        ]
 
-    return bigrams, [0] + [(a ^ b) % 8192 for a, b in pairs]
+    return ngrams, [0] + [(a ^ b) % 8192 for a, b in pairwise(tokens)]
 
 
 def shares_of(p, which, x, count):
@@ -83,8 +90,9 @@ def record89_loss(p, s, signs, weights, tokens, targets, starts):
     e = p["embed"][tokens]
     gate = sigmoid(e[1:, :12] @ p["smear_gate"][0])
     x = x0 = first = rms(torch.cat([e[:1], e[1:] + s["smear"] * gate.unsqueeze(1) * e[:-1]]))
-    bigram_rows, sign_rows = hashed(tokens)
-    pairs = p["bigram"][bigram_rows(len(p["bigram"]))] * signs[sign_rows]
+    ngrams, sign_rows = hashed(tokens)
+    pairs = p["bigram"][ngrams(len(p["bigram"]), 2)] * signs[sign_rows]
+    pairs = pairs + p["bigram"][ngrams(len(p["bigram"]), 3)]
     out = {}
     values = [p[f"value_embeds.{table}"][tokens] for table in range(5)]
     for i in range(11):
