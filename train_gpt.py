@@ -383,9 +383,9 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "small": {  # tuned: records/small/tuning
         "record42": {"matrix_lr": 0.03, "adam_lr": 0.0112},
         "record89": RECORD89 | {
-            "layers": "small89", "stages": "small89", "prefixes": False, "steps": 320,
-            "momentum_warmup": 43, "momentum_cooldown": 7, "matrix_lr": 0.06, "adam_lr": 0.0224,
-            "val_every": 0,
+            "layers": "small89", "stages": "small89", "prefixes": False, "steps": 460,
+            "momentum_warmup": 62, "momentum_cooldown": 10, "matrix_lr": 0.04, "adam_lr": 0.016,
+            "bigram_rows": 24.0, "ngrams": 3, "val_every": 0,
         },
         "muon": MUON | {"layers": "plain8", "matrix_lr": 0.014, "adam_lr": 0.014},
         "adamw": ADAMW | {"layers": "plain8", "matrix_lr": 0.004, "adam_lr": 0.016},
