@@ -71,7 +71,7 @@ def try_compile(
         return function, obstacle
     if mode == "auto" and machine.device.type == "cpu" and passes <= COMPILATION_PAYS:
         return function, "it takes longer than it saves in so short a run; --compile on forces it"
-    machine.say("compiling: about a minute the first time, then cached")
+    machine.say("compiling: a minute or more the first time, then cached")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     compiled = torch.compile(function, dynamic=False, fullgraph=True)
@@ -133,16 +133,16 @@ def warm_up(trainer: Any, clock: Clock) -> None:
 
 
 def planned_passes(trainer: Any) -> float:
-    """Tokens times layers of one run: runs must be alike in whatever process they are made.
+    """Tokens times layers of one run, shared out over its graphs: each size of batch is one.
 
-    Validation has no backward pass: a third. With --minutes, compiling is off the clock, and buys
-    steps: infinite.
+    Runs must be alike in whatever process they are made. Validation has no backward pass: a third.
+    With --minutes, compiling is off the clock, and buys steps: infinite.
     """
     config = trainer.config
     if config.minutes:
         return math.inf
     tokens = trainer.train_tokens + len(trainer.validations) * config.val_tokens / 3
-    return tokens * len(trainer.model.blocks)
+    return tokens * len(trainer.model.blocks) / len({batch for _, batch, _ in trainer.changes})
 
 
 def find_micro_batch(trainer: Any, loss: Any) -> None:

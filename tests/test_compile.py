@@ -86,12 +86,13 @@ def test_a_cpu_compiles_what_runs_long_a_gpu_everything_and_off_nothing(compiler
     assert not compiled_by("off", passes=LONG)
 
 
-def test_a_validation_costs_a_third_of_as_much_training():
+@pytest.mark.parametrize(("batches", "graphs"), [([8], 1), ([8, 16, 8], 2)])
+def test_validation_costs_a_third_of_training_and_each_size_of_batch_a_graph(batches, graphs):
     trainer = SimpleNamespace(
         config=SimpleNamespace(val_tokens=30, minutes=0), train_tokens=100, validations=[0, 5],
-        model=SimpleNamespace(blocks=range(7)),
+        model=SimpleNamespace(blocks=range(7)), changes=[(0, batch, 4) for batch in batches],
     )  # fmt: skip
-    assert planned_passes(trainer) == 120 * 7
+    assert planned_passes(trainer) == 120 * 7 / graphs
 
 
 # ---- Memory
