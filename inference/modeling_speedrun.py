@@ -31,7 +31,7 @@ class SpeedrunConfig(PretrainedConfig):
     softcap               kind, height, width and shift of the cap on the logits
     scalars               names of the learned scalars, in their order
     value_tables          number of tables of value embeddings
-    bigram_rows, ngrams   rows of the table of n-grams, 0: none; the longest ones in it
+    bigram_rows, ngrams   rows of the n-gram table, 0: none; tokens of the longest in it
     sign_rows             rows of the signs that distinguish pairs of one row; 0: none
     smear, attention_gates, value_gates, xsa, biases    which pieces the model has
     trained               which run it comes from
@@ -54,8 +54,8 @@ def norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
 
 
 def ngrams(tokens_BT: Tensor, rows: int, length: int) -> Tensor:
-    """The row of the n-gram table for each token, (B, T), by a hash; a row's first get the last."""
-    index_BT = HASH[0] * tokens_BT
+    """By a hash, the table's row for each token (B, T); the last one for the first length - 1."""
+    tokens_BT, index_BT = tokens_BT.long(), HASH[0] * tokens_BT.long()
     for back in range(1, length):
         index_BT = index_BT ^ (HASH[back] * F.pad(tokens_BT, (back, 0))[:, : tokens_BT.size(1)])
     index_BT = index_BT % (rows - 1)
@@ -319,7 +319,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
         x_BTC = x0_BTC = norm(self.embedded(tokens_BT, scalars), self.embed_gain)
         values = [F.embedding(tokens_BT, table) for table in self.value_embeds]
-        runs_BTC = self.embedded_runs(tokens_BT)
+        ngrams_BTC = self.embedded_ngrams(tokens_BT)
         outputs: list[Tensor] = []  # of all layers so far
         first_BTC = backed_out = None
         for i, (layer, block) in enumerate(zip(self.config.layers, self.blocks, strict=True)):
@@ -328,14 +328,14 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             if f"x{i}" in scalars:
                 x_BTC = scalars[f"x{i}"] * x_BTC + scalars[f"x0_{i}"] * x0_BTC
             if f"bigram{i}" in scalars:
-                x_BTC = x_BTC + scalars[f"bigram{i}"] * runs_BTC
+                x_BTC = x_BTC + scalars[f"bigram{i}"] * ngrams_BTC
             first_BTC = x_BTC if i == 0 else first_BTC
             read_BTC = x_BTC if layer["reads"] is None else outputs[layer["reads"]]
             value_BTC = None if layer["value_embed"] is None else values[layer["value_embed"]]
             factors = (scalars.get(f"value{i}", 1.0), scalars.get(f"value_embed{i}", 1.0))
             inputs: Any = (value_BTC, factors, place)
             if layer["mixes"] is not None:
-                streams = (first_BTC, backed_out, outputs[layer["mixes"]], values[0], runs_BTC)
+                streams = (first_BTC, backed_out, outputs[layer["mixes"]], values[0], ngrams_BTC)
                 inputs = (*inputs, streams)
             x_BTC = block(x_BTC, read_BTC, *inputs)
             outputs.append(x_BTC)
@@ -354,12 +354,12 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         smeared_BTC = x_BTC[:, 1:] + scalars["smear"] * gate * x_BTC[:, :-1]
         return torch.cat([x_BTC[:, :1], smeared_BTC], dim=1)
 
-    def embedded_runs(self, tokens_BT: Tensor) -> Tensor | None:
+    def embedded_ngrams(self, tokens_BT: Tensor) -> Tensor | None:
         """The sum of the embeddings of each token's n-grams, (B, T, C); None without a table."""
         if self.bigram is None:
             return None
-        lengths, rows = range(2, self.config.ngrams + 1), len(self.bigram)
-        runs = [F.embedding(ngrams(tokens_BT, rows, length), self.bigram) for length in lengths]
+        rows = [ngrams(tokens_BT, len(self.bigram), n) for n in range(2, self.config.ngrams + 1)]
+        found = [F.embedding(row_BT, self.bigram) for row_BT in rows]
         if self.signs is not None:
-            runs[0] = runs[0] * self.signs[sign_rows(tokens_BT, len(self.signs))]
-        return sum(runs[1:], runs[0])
+            found[0] = found[0] * self.signs[sign_rows(tokens_BT, len(self.signs))]
+        return sum(found[1:], found[0])

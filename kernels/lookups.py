@@ -10,8 +10,8 @@ HASH = (36313, 27191, 51787, 44221)  # factors of a token, of the one before it,
 def ngrams(tokens_BT: Tensor, rows: int, length: int) -> Tensor:
     """Return the row of the n-gram table for each token and the length - 1 before it, (B, T) int64.
 
-    Runs of tokens are hashed (pairs: record 62): some share a row. They cross the boundaries of
-    documents, as the smear does. First tokens of a batch row get the table's last row.
+    N-grams are hashed (pairs: record 62): some share a row. They cross the boundaries of documents,
+    as the smear does. The first length - 1 tokens of each batch row get the table's last row.
     """
     tokens, T = tokens_BT.long(), tokens_BT.size(1)
     mixed = HASH[0] * tokens

@@ -61,7 +61,7 @@ def try_compile(
 
     `first_call` must work with the compiled function. If it fails, `mode` "auto" falls back and
     "on" raises Refused; "off" does not try. On a CPU "auto" compiles only what that makes faster;
-    passes: tokens times layers of a run. Out of memory is raised as it is.
+    passes: tokens times layers of a run, by graphs. Out of memory is raised as it is.
     """
     if mode == "off":
         return function, "--compile off"
@@ -133,7 +133,7 @@ def warm_up(trainer: Any, clock: Clock) -> None:
 
 
 def planned_passes(trainer: Any) -> float:
-    """Tokens times layers of one run, shared out over its graphs: each size of batch is one.
+    """Tokens times layers of one run, shared out over its graphs: about one a size of batch.
 
     Runs must be alike in whatever process they are made. Validation has no backward pass: a third.
     With --minutes, compiling is off the clock, and buys steps: infinite.

@@ -26,7 +26,7 @@ from train_gpt import STAGES
 
 NAMES = [f"{track}-{recipe}" for track, recipe in EVERY_RECIPE]
 # Windows shorter than a row, and tables with rows that only pad the vocabulary: 100 of 128.
-SIZES: dict[str, Any] = {"window_block": 2, "val_window": 20}
+SIZES: dict[str, Any] = {"window_block": 2, "val_window": 20, "ngrams": 4}
 LENGTHS = (1, 2, 33, 70)
 SMALL = small("short", "record89", **SIZES)
 

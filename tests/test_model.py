@@ -453,7 +453,7 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
     [
         ({"smear": False, "key_offset": False, "bigram_rows": 0}, 1024),
         ({"smear": False, "key_offset": False, "bigram_rows": 1}, 1024 + 1),
-        ({"smear": True, "key_offset": False, "bigram_rows": 1, "ngrams": 4}, 1024 + 3),
+        ({"val_window": 431, "key_offset": False, "bigram_rows": 1, "ngrams": 4}, 1022 + 3),
         ({"smear": True, "key_offset": False}, 1024 + 1),
         ({"smear": False, "key_offset": True, "bigram_rows": 0}, 1024 + 2),
     ],

@@ -21,6 +21,7 @@ from test_model import (
     turned,
 )  # fmt: skip
 
+from kernels.lookups import ngrams
 from train_gpt import initial_scalars, make_optimizers, set_schedule, spans
 
 HEAD_DIM = 8
@@ -30,7 +31,7 @@ LONG, PAIRED, LATE = (3, 10), (0, 2, 5, 9), (8, 9, 10)
 
 def modern(**changes):
     """The recipe in a small size with an even number of heads."""
-    return small("short", "record89", bigram_rows=2.0, ngrams=3, **changes)
+    return small("short", "record89", bigram_rows=2.0, ngrams=4, **changes)
 
 
 def heads(x_TC):
@@ -64,12 +65,12 @@ def in_pairs(q, k, v, starts, window, scale):
 
 
 def hashed(tokens):
-    """Rows of the n-gram table, a function of its size and the length of runs, and of the signs."""
+    """Rows of the n-gram table, by its size and the length of n-grams, and of the signs."""
     tokens = tokens.tolist()
 
     def ngrams(rows, length):
         return [rows - 1] * (length - 1) + [
-            reduce(xor, map(mul, (36313, 27191, 51787), reversed(run))) % (rows - 1)
+            reduce(xor, map(mul, (36313, 27191, 51787, 44221), reversed(run))) % (rows - 1)
             for run in zip(*(tokens[start:] for start in range(length)), strict=False)
         ]
 
@@ -92,7 +93,8 @@ def record89_loss(p, s, signs, weights, tokens, targets, starts):
     x = x0 = first = rms(torch.cat([e[:1], e[1:] + s["smear"] * gate.unsqueeze(1) * e[:-1]]))
     ngrams, sign_rows = hashed(tokens)
     pairs = p["bigram"][ngrams(len(p["bigram"]), 2)] * signs[sign_rows]
-    pairs = pairs + p["bigram"][ngrams(len(p["bigram"]), 3)]
+    for length in (3, 4):
+        pairs = pairs + p["bigram"][ngrams(len(p["bigram"]), length)]
     out = {}
     values = [p[f"value_embeds.{table}"][tokens] for table in range(5)]
     for i in range(11):
@@ -179,6 +181,12 @@ def test_while_the_head_is_tied_the_embedding_takes_its_gradient_too():
     torch.testing.assert_close(tied.detach(), loss)
     assert model.lm_head.grad is None
     torch.testing.assert_close(model.embed.grad, apart["embed"] + apart["lm_head"])
+
+
+def test_tokens_with_too_few_before_them_read_the_tables_last_row():
+    tokens = torch.tensor([[5, 6, 7]])
+    assert ngrams(tokens[:, :1], 10, 4).tolist() == [[9]]
+    assert ngrams(tokens, 10, 3).tolist() == [[9, 9, (36313 * 7 ^ 27191 * 6 ^ 51787 * 5) % 9]]
 
 
 # ---- The constants of record 89
