@@ -1,6 +1,6 @@
 """The figures of the prediction page, from pieces.json and losses.json beside this file.
 
-    python records/small/prediction/report.py [--picture FILE.svg] [--losses FILE.json]
+    python records/small/prediction/report.py [--picture FILE.svg] [--losses FILE.json] ...
 
 losses.json: {arm: {seed: [loss, loss on new tokens]}}, what `sweep.py PLAN --report --json` prints
 of first.json, second.json and the repeats, together.
@@ -191,10 +191,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--losses", type=Path, default=HERE / "losses.json")
+    parser.add_argument("--pieces", type=Path, default=HERE / "pieces.json")
+    parser.add_argument("--new-tokens", action="store_true", help="compare losses on new tokens")
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     losses = json.loads(given.losses.read_text())
-    known = json.loads((HERE / "pieces.json").read_text())
+    if given.new_tokens:
+        losses = {arm: {seed: pair[::-1] for seed, pair in losses[arm].items()} for arm in losses}
+    known = json.loads(given.pieces.read_text())
     print(report(losses, known))
     if given.picture:
         draw(losses, known, given.picture)
