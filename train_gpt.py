@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 if __name__ == "__main__":
-    # Bytecode beside a source of this repository may be of another source: none is read until the
-    # prefix is None again. That of torch, above, is.
+    # Import our own modules from their source, until the prefix is None again: a stale or planted
+    # .pyc beside them must not run. torch, above, may use its own.
     sys.pycache_prefix = os.devnull
 import optim
-from data.audit import Data, audit, find_shards
+from data.audit import Data, audit
 from data.copied import copied_and_new_loss
 from data.loader import Batch
 from data.sampling import generate
@@ -50,9 +50,9 @@ from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
 from runtime.ending import Stop, leave, listen, supervise
 from runtime.errors import Refused
-from runtime.log import config_hash, require_folders, source_hash
+from runtime.log import require_folders, source_hash
 from runtime.machine import Machine
-from runtime.run import Run, header, mfu
+from runtime.run import Run
 from runtime.settings import RunSettings, as_text, parse, require, require_packages, setting
 from runtime.terminal import closing, summary
 from runtime.warmup import check_trained_model, dry_run, steps_that_fill, warm_up
@@ -201,7 +201,7 @@ class Config(RunSettings):
     batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", a_multiple_of="seq_len")
     seq_len: int = setting(32_768, "tokens of a row, the unit that ranks share", at_least=1)
     micro_batch: int | None = setting(32_768, "tokens of a micro-step", a_multiple_of="seq_len")
-    max_document: int = setting(2048, "training documents are cut to this length", at_least=1)
+    max_document: int = setting(2048, "longest document; a stage may set its own", at_least=1)
     data_start: float = setting(0.0, "share of the first training shard passed over", below=1)
     val_tokens: int = setting(10_485_760, "validation tokens used", a_multiple_of="val_seq_len")
     val_seq_len: int = setting(262_144, "tokens of a validation row", at_least=1)
@@ -225,7 +225,7 @@ class Config(RunSettings):
     value_embed_std: float = setting(1.0, "standard deviation of initial value embeddings")
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
     init_keys_as_queries: bool = setting(False, "initialize keys of long layers as queries")
-    bigram_rows: float = setting(0.0, "rows of a bigram table, times vocab_size")
+    bigram_rows: float = setting(0.0, "rows of a bigram table, times padded_vocab")
     ngrams: int = setting(2, "longest n-grams in that table, in tokens", at_least=2, at_most=4)
     bigram_signs: bool = setting(False, "random signs separate bigrams that share a row")
     xsa: bool = setting(False, "remove a learned share of the output along the own value")
@@ -237,7 +237,7 @@ class Config(RunSettings):
     init: str = setting("uniform", "of hidden matrices", one_of=("uniform", "normal"))
 
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
-    minutes: float = setting(0.0, "minutes of training: a timing before the run sets steps; 0: off")
+    minutes: float = setting(0.0, "training time: a timing sets steps; 0: off", at_most=100_000)
     stages: str = setting("record42", "table of stages")
     window_block: int = setting(128, "tokens in a block, the unit of windows; 0: none")
     val_window: int = setting(2560, "tokens long layers see in the last validation", at_least=1)
@@ -294,6 +294,11 @@ class Config(RunSettings):
         paired = any(layer.paired for layer in LAYERS[self.layers])
         require(self, "layers", even or not paired, f"without paired heads, {odd}")
         require(self, "muon_head_pairs", even or not self.muon_head_pairs, f"off, {odd}")
+        tables_of = {layer.value_embed for layer in LAYERS[self.layers]} - {None}
+        rule = "a table whose value_embed are 0, 1, 2 and so on"
+        require(self, "layers", tables_of == set(range(len(tables_of))), rule)
+        bigrams = round(self.bigram_rows * self.padded_vocab)
+        require(self, "bigram_rows", not self.bigram_rows or bigrams > 1, "0, or two rows at least")
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.seq_len
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"
@@ -440,7 +445,8 @@ def off_track(config: Config) -> list[str]:
 
 def preset(given: dict[str, Any]) -> dict[str, Any]:
     """Defaults for settings that are not given: the track's, overridden by the recipe's."""
-    track = given.get("track", "short" if torch.cuda.is_available() else "tiny")
+    gpu = given.get("device") not in ("cpu", "mps") and torch.cuda.is_available()
+    track = given.get("track", "short" if gpu else "tiny")
     settings = {"track": track, "recipe": "record42"} | TRACKS.get(track, {})
     recipe = given.get("recipe", settings["recipe"])
     return settings | RECIPES.get(track, {}).get(recipe, {})
@@ -650,15 +656,15 @@ class GPT(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
-        self.table, self.softcap = LAYERS[config.layers], SOFTCAPS[config.softcap]
+        self.layers, self.softcap = LAYERS[config.layers], SOFTCAPS[config.softcap]
         self.tied = False  # whether the token embedding is the output head too
         self.stage_index = -1  # in `spans`, of the step that `set_step` was given; -1: none yet
-        self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/prefixes.py
+        self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/tokenizers.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
         wide = torch.promote_types(dtype, torch.float32)  # float64 stays float64
         table_dtype = wide if config.keep_float32 == "all" else dtype
         head_dtype = dtype if config.keep_float32 == "none" else wide
-        value_tables = {layer.value_embed for layer in self.table} - {None}
+        value_tables = {layer.value_embed for layer in self.layers} - {None}
         table_shape = (config.padded_vocab, config.dim)
         with device:
             self.embed = nn.Parameter(torch.empty(table_shape, dtype=table_dtype))
@@ -670,7 +676,7 @@ class GPT(nn.Module):
             self.smear_gate = optional(config.smear, 1, GATE_CHANNELS, dtype=table_dtype)
             self.blocks = nn.ModuleList(
                 (Block if layer.mixes is None else MixingBlock)(config, layer, table_dtype)
-                for layer in self.table
+                for layer in self.layers
             )
             self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=head_dtype))
             self.lm_head_bias = optional(config.biases, config.padded_vocab)
@@ -679,23 +685,21 @@ class GPT(nn.Module):
             self.scalar_init = initial_scalars(config)
             self.scalars = optional(self.scalar_init, len(self.scalar_init))
             positions = max(config.seq_len, config.val_seq_len)
-            positions *= 2 if any(layer.paired for layer in self.table) else 1
+            positions *= 2 if any(layer.paired for layer in self.layers) else 1
             rotary = torch.empty(2, positions, 1, config.head_dim // 2, dtype=dtype)
             self.register_buffer("rotary", rotary, persistent=False)
             self.register_buffer("scale", torch.empty(()), persistent=False)
 
     def set_step(self, step: int) -> None:
         """Set windows, rotary tables and the output head for this step."""
-        now = at(self.config, step)
+        now, device = at(self.config, step), self.rotary.device
         self.tied = now.stage.tied
         self.windows = {kind: self.attention.window(count) for kind, count in now.windows.items()}
         self.loss_weights = None
         if len(now.loss_weights) > 1:
-            weights = torch.tensor(now.loss_weights)
-            self.loss_weights = machines.sent(weights, self.rotary.device)
+            self.loss_weights = machines.sent(torch.tensor(now.loss_weights), device)
         if now.stage_index != self.stage_index:
             self.stage_index = now.stage_index
-            device = self.rotary.device
             frequency, scale = rotary_at(self.config, now.stage_index)
             positions = torch.arange(self.rotary.size(1), device=device)
             angle = torch.outer(positions, machines.sent(frequency, device)).unsqueeze(1)
@@ -711,7 +715,7 @@ class GPT(nn.Module):
             stream = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
             generator = torch.Generator().manual_seed(int.from_bytes(stream))
             parameter.copy_(self._initial(name, parameter.shape, generator))
-        long = [layer for layer in self.table if layer.window == "long"]
+        long = [layer for layer in self.layers if layer.window == "long"]
         if self.config.copy_init and long and long[-1].value_embed is not None:
             # A value embedding is the code of its token. The output of a long layer begins as the
             # identity and the head reads the codes, so attended tokens become likely.
@@ -721,7 +725,7 @@ class GPT(nn.Module):
         kind = name.rpartition(".")[2]  # `up` of `blocks.3.mlp.up`
         if kind == "qkvo":
             qkvo = self._drawn((4, shape[0], shape[0]), generator)  # Q, K, V and O
-            long = self.table[int(name.split(".")[1])].window == "long"
+            long = self.layers[int(name.split(".")[1])].window == "long"
             if self.config.zero_output:
                 qkvo[3] = 0  # layers begin as the identity
             if self.config.init_keys_as_queries and long:
@@ -767,9 +771,9 @@ class GPT(nn.Module):
         B, T = inputs_BT.shape
         learned = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
         scalar = dict(zip(self.scalar_init, learned, strict=True))
-        documents = {False: self.attention.documents(cu_seqlens, B, T)}  # by layer.paired
-        if any(layer.paired for layer in self.table):  # their rows have twice the length
-            documents[True] = self.attention.documents(2 * cu_seqlens, B, 2 * T)
+        documents = doubled = self.attention.documents(cu_seqlens, B, T)
+        if any(layer.paired for layer in self.layers):  # their rows have twice the length
+            doubled = self.attention.documents(2 * cu_seqlens, B, 2 * T)
         # True at a document's first token. cu_seqlens ends with B * T, hence one place more.
         begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
         begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
@@ -791,10 +795,10 @@ class GPT(nn.Module):
                 found[0] = found[0] * self.signs[sign_rows(inputs_BT, len(self.signs))]
             bigram_BTC = sum(found[1:], found[0])
 
-        read_later = {i for row in self.table for i in (row.skip_from, row.reads, row.mixes)}
+        read_later = {i for row in self.layers for i in (row.skip_from, row.reads, row.mixes)}
         outputs: dict[int, Tensor] = {}  # of layers that a later one reads
         backed_out = None
-        for i, (layer, block) in enumerate(zip(self.table, self.blocks, strict=True)):
+        for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
             if layer.skip_from is not None:
                 x_BTC = x_BTC + torch.sigmoid(scalar[f"skip{i}"]) * outputs[layer.skip_from]
             if f"x{i}" in scalar:
@@ -802,14 +806,14 @@ class GPT(nn.Module):
             if f"bigram{i}" in scalar:
                 x_BTC = x_BTC + scalar[f"bigram{i}"] * bigram_BTC
             if i == 0:
-                outputs[-1] = x_BTC  # what layer 0 reads, for a MixingBlock
+                first_BTC = x_BTC
             attend = partial(
-                self.attention, documents=documents[layer.paired], window=windows[layer.window],
-                longest=2 * longest if layer.paired else longest,
+                self.attention, documents=doubled if layer.paired else documents,
+                window=windows[layer.window], longest=2 * longest if layer.paired else longest,
             )  # fmt: skip
             streams: tuple[Any, ...] = ()
             if layer.mixes is not None:
-                streams = (outputs[-1], backed_out, outputs[layer.mixes], values[0], bigram_BTC)
+                streams = (first_BTC, backed_out, outputs[layer.mixes], values[0], bigram_BTC)
             inputs = LayerInputs(
                 None if layer.value_embed is None else values[layer.value_embed],
                 scalar.get(f"value{i}"), scalar.get(f"value_embed{i}", 1.0),
@@ -887,14 +891,14 @@ def initial_scalars(config: Config) -> dict[str, float]:
     """Name and initial value of each learned scalar. All of them are one parameter."""
     scalars: dict[str, float] = {}
     table = LAYERS[config.layers]
-    mixes_values = any(layer.value_embed is not None for layer in table)
+    any_value_embed = any(layer.value_embed is not None for layer in table)
     for i, layer in enumerate(table):
         mixes = layer.mixes is not None  # it has shares by token instead
         if config.x0_mixing and not mixes:
             scalars[f"x{i}"], scalars[f"x0_{i}"] = config.stream_init, 0.0
         if config.bigram_rows and not mixes:
             scalars[f"bigram{i}"] = 0.1
-        if mixes_values and layer.attention:
+        if any_value_embed and layer.attention:
             scalars[f"value{i}"] = 0.5
         if layer.value_embed is not None and not mixes:
             scalars[f"value_embed{i}"] = 0.5
@@ -930,7 +934,7 @@ class Now(NamedTuple):
     windows: dict[str, int]  # tokens that "short" and "long" layers see
     loss_weights: list[float]  # of the next token, of those after it, and of its prefix if used
     unties: bool  # the output head leaves the token embedding before this step
-    unlike: bool  # its loss or gradients differ in size from those of the step before
+    new_scale: bool  # batch or losses change before this step: the guard forgets what was normal
     validates: bool  # before this step, or after the last one
     quick_validates: bool  # on one batch, before this step
 
@@ -959,15 +963,13 @@ def at(config: Config, step: int) -> Now:
     index = sum(step >= span.first for span in spans(config)) - 1
     first, end, stage = spans(config)[index]
     before = spans(config)[max(index - 1, 0)].stage  # of the first span: itself
-    unlike = (stage.batch, stage.tied, stage.ahead) != (before.batch, before.tied, before.ahead)
+    was, scale = ((each.batch, each.tied, each.ahead, each.prefix) for each in (before, stage))
 
-    windows = dict.fromkeys(("short", "long"), max(config.seq_len, config.val_seq_len))
-    if config.window_block:
-        windows["short"] = stage.short * config.window_block
-        windows["long"] = stage.long * config.window_block
+    short, long = stage.short * config.window_block, stage.long * config.window_block
+    if not config.window_block:  # no windows
+        short = long = max(config.seq_len, config.val_seq_len)
     if step == config.steps:  # the last validation
-        windows["short"] = min(windows["short"], config.val_window)
-        windows["long"] = config.val_window
+        short, long = min(short, config.val_window), config.val_window
 
     weights = [(1.0, 1.0), *stage.ahead]
     if config.prefixes and (stage.ahead or any(stage.prefix)):
@@ -987,10 +989,10 @@ def at(config: Config, step: int) -> Now:
         lr=learning_rate(config, stage.lr, step),
         momentum=momentum(config, step),
         adam_steps=(step + 1) % config.adam_accum_steps == 0,
-        windows=windows,
+        windows={"short": short, "long": long},
         loss_weights=[start + (last - start) * share for start, last in weights],
         unties=step == first and before.tied and not stage.tied,
-        unlike=step == first and unlike,
+        new_scale=step == first and scale != was,
         validates=validates,
         quick_validates=quick and step % math.ceil(config.steps / config.quick_vals) == 0,
     )
@@ -1018,7 +1020,6 @@ def tokens_before(config: Config, step: int) -> int:
     return sum(at(config, earlier).batch_tokens for earlier in range(step))
 
 
-@cache
 def rotary_at(config: Config, index: int) -> tuple[Tensor, Tensor]:
     """Radians a token for each pair (D / 2,), half of them 0, and the factor () on queries.
 
@@ -1130,8 +1131,9 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
 def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard, step: int) -> None:
     """Give the optimizers the learning rates, the momentum and the rows of this step."""
     now = at(config, step)
-    # Gradients of the summed loss are added up over micro-batches and ranks and divided once, by
-    # the rows of the batch. A row is record 42's micro-batch.
+    # The loss is a sum over tokens, and so are gradients, over micro-batches and ranks. They are
+    # divided once, by rows and not by tokens: adam_eps is meant for that. A row is record 42's
+    # micro-batch.
     guard.divide_by(now.batch_tokens // config.seq_len)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
@@ -1147,8 +1149,6 @@ def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard,
 
 class Trainer:
     """Model, optimizers, guard and data. ValueError if they cannot work together."""
-
-    header, mfu = header, mfu  # functions of runtime/run.py, here methods for its log
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
@@ -1189,6 +1189,7 @@ class Trainer:
 
     def reset(self, seed: int) -> None:
         """Set everything that a run changes to its value before the first step of this seed."""
+        torch.manual_seed(seed)  # nothing here draws from it; pieces of your own, like dropout, may
         self.model.initialize(seed)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -1212,7 +1213,8 @@ class Trainer:
     def train_loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """The summed loss to train on at this step, and that of the next token alone, detached."""
         losses = self.batch_loss(batch, self.data.longest(step), self.model.loss_weights).view(-1)
-        return losses[0], losses[-1].detach()  # (2,) with weights, else both are one ()
+        # With weights: the sum to train on, and the next token's to log. Without: one is both.
+        return losses[0], losses[-1].detach()
 
     def gradients(self, step: int, flags: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the gradients of a step's batch into .grad.
@@ -1235,7 +1237,7 @@ class Trainer:
         """
         now = at(self.config, step)
         set_schedule(self.config, self.optimizers, self.guard, step)
-        if now.unlike:
+        if now.new_scale:
             self.guard.forget()
         stepping = [o for name, o in self.optimizers.items() if now.adam_steps or name != "adam"]
         verdict = self.guard.step(loss, only=stepping)
@@ -1293,7 +1295,6 @@ class Trainer:
         model = {name: weight.detach().cpu().clone() for name, weight in weights}
         return {"model": model, "optim": optimizers, "data": data}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Load a `state_dict` of any number of ranks. An error says what does not fit."""
         self.model.load_state_dict(state["model"])
@@ -1349,7 +1350,6 @@ def evaluate(trainer: Trainer, run: Run, step: int, quick: bool = False) -> floa
 def make_runs(config: Config) -> int:
     """Make all planned runs, one after the other. Returns the exit code."""
     machine = machines.start(config.device, config.rank_timeout)
-    machine.on_main(lambda: [find_shards(asdict(config), split) for split in ("train", "val")])
     if config.minutes:
         config = replace(config, steps=steps_of_minutes(config, machine))
     clock = Clock(machine.synchronize)
@@ -1381,14 +1381,13 @@ def make_runs(config: Config) -> int:
                 run.finish(val_loss, {"probes": probes} | proof)
             if run.code != 0:
                 return run.code
-    machine.say(closing(trainer, clock, SOURCE, losses))
+    machine.say(closing(trainer, clock, losses))
     return 0
 
 
 def steps_of_minutes(config: Config, machine: Machine) -> int:
     """How many steps fill --minutes: by a timing, or as many as the run has that resumes."""
-    hashes = {"config_sha256": config_hash(asdict(config)), "source_sha256": source_hash(SOURCE)}
-    begun = machine.on_main(partial(steps_begun, config, **hashes))
+    begun = machine.on_main(lambda: steps_begun(config, source_hash(SOURCE)))
     if begun is not None:
         return begun
     with machines.saying_every_few_seconds("timing steps", machine.say):

@@ -130,7 +130,8 @@ def check_started(evidence: Evidence) -> Iterator[str]:
 
 def check_seeds(evidence: Evidence) -> Iterator[str]:
     """No seed was tried before its claimed run, also not with settings that change nothing."""
-    claimed = {line.get("seed"): line["time"] for line in evidence.starts}
+    starts = [line for line in evidence.starts if isinstance(line.get("seed"), int)]
+    claimed = {line["seed"]: line["time"] for line in starts}
     for line in evidence.registry:
         seed = line.get("seed")
         known = isinstance(seed, (int, float)) and seed in claimed  # 1000.0 is 1000
@@ -245,8 +246,8 @@ def check_data(run: Run, evidence: Evidence) -> Iterator[str]:
     """The tokens are those of the track."""
     for name in ("val_sha256", "train_sha256"):
         found, due = str(run.header["data"].get(name)), getattr(evidence.track, name)
-        if not found.startswith(due):
-            yield f"{name} {found:.16}, not {due}"
+        if not found.startswith(due) or not (due or re.fullmatch(SHA256, found)):
+            yield f"{name} {found:.16}, not {due or 'a SHA-256'}"
 
 
 def check_numbers(run: Run, evidence: Evidence) -> Iterator[str]:

@@ -10,8 +10,6 @@ read after any stop (Jennison and Turnbull, 1989). docs/judge.md has the levels 
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,18 +49,14 @@ class RacePlan:
         if not FIRST_LOOK <= pairs <= MOST_PAIRS or every < 1:
             rule = f"it takes {FIRST_LOOK} to {MOST_PAIRS} pairs, and 1 or more between two looks"
             raise ValueError(f"{pairs} pairs, a look after every {every}: {rule}")
-        stats.check(0, stats.INF, margin=margin)
+        stats.check_margin(margin)
         self.margin = margin
         self.looks = (*range(FIRST_LOOK, pairs, every), pairs)
 
-    @cached_property
-    def widths(self) -> dict[int, tuple[float, float]]:
-        """By look: half of the wide and of the narrow interval, in standard errors of the mean."""
+    def widths(self, n: int) -> tuple[float, float]:
+        """Half of the wide and of the narrow interval at a look, in standard errors of the mean."""
         wide, narrow = (stats.look_level(self.looks, level) for level in (ALPHA / 2, EQUAL))
-        found = {}
-        for n in self.looks:
-            found[n] = float(student.isf(wide, n - 1)), float(student.isf(narrow, n - 1))
-        return found
+        return float(student.isf(wide, n - 1)), float(student.isf(narrow, n - 1))
 
 
 class Verdict(NamedTuple):
@@ -78,29 +72,17 @@ class Verdict(NamedTuple):
 
 
 def decide(differences: Sequence[float], plan: RacePlan) -> Verdict:
-    """The verdict on the pairs so far: that of the first look that decides.
-
-    A difference that is not finite ends the race undecided.
-    """
-    if not all(map(math.isfinite, differences)):
-        return Verdict("undecided", True, len(differences), math.nan)
-    verdict = Verdict("undecided", False, len(differences), stats.moments(differences)[0])
-    if len(differences) not in plan.looks:
-        return verdict
-    for n in plan.looks[: plan.looks.index(len(differences)) + 1]:
-        verdict = look(differences[:n], plan)
-        if verdict.final:
-            break
-    return verdict
-
-
-def look(differences: Sequence[float], plan: RacePlan) -> Verdict:
+    """The verdict on the pairs so far. A difference that is not finite ends the race undecided."""
     n = len(differences)
     mean, sd = stats.moments(differences)
+    if not all(map(math.isfinite, differences)):
+        return Verdict("undecided", True, n, math.nan)
+    if n not in plan.looks:
+        return Verdict("undecided", False, n, mean)
     error = sd / math.sqrt(n)
     if sd == 0 and mean != 0:  # equal differences say nothing about their spread
         error = math.inf
-    wide, narrow = (width * error for width in plan.widths[n])
+    wide, narrow = (width * error for width in plan.widths(n))
     outcome, half, confidence = "undecided", wide, 1 - ALPHA
     if mean + wide < 0:
         outcome = "better"
@@ -181,13 +163,6 @@ def steps_to(run: Run, target: float) -> float:
     return math.inf
 
 
-def paired_differences(folder: Path, arms: Sequence[Arm], metric: str, seeds: range) -> list[float]:
-    """B - A of the pairs so far, in the order of the seeds."""
-    a, b = (figures(folder, arm, metric) for arm in arms)
-    done = takewhile(lambda seed: seed in a and seed in b, seeds)
-    return [b[seed] - a[seed] for seed in done]
-
-
 # ---- The log of judgements
 
 
@@ -217,9 +192,9 @@ def find_judgement(
         if facts.items() <= entry.items() and seed in (None, entry["seed"]):
             return entry
     number = f"{len(known) + 1:03}"
-    (folder / number).mkdir(parents=True)  # FileExistsError: another judgement has just begun
     if seed is None:
         seed = next_seed(Path("logs"), folder, records)
+    (folder / number).mkdir(parents=True)  # FileExistsError: another judgement has just begun
     changed = write_diff(folder / number / "source.diff", *(arm.source for arm in arms))
     register(folder / JUDGEMENTS, "start", run_id=number, seed=seed, diff=changed, **facts)
     return read_judgements(folder)[-1]
@@ -252,7 +227,7 @@ def next_seed(*folders: Path) -> int:
     seeds = [-1]
     for folder in folders:
         for path in [*folder.rglob(f"{Path(REGISTRY).stem}*.jsonl"), *folder.rglob(JUDGEMENTS)]:
-            named = [line for line in read_registry(path) if "seed" in line]
+            named = [line for line in read_registry(path) if isinstance(line.get("seed"), int)]
             seeds += [line["seed"] + line.get("pairs", 1) - 1 for line in named]
         for path in folder.rglob("claim.json"):
             seeds += read_claim(path).seeds

@@ -136,7 +136,6 @@ HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha
 STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int, "lr_mul": float,
         "grad_norm": float, "window": int, "skipped": bool}  # fmt: skip
 QUICK_VAL = {"step": int, "val_loss": float, "train_time_ms": float}
-PHASE = {"name": str, "timed": bool, "ms": float, "t_ms": float}
 RESUME = {"from_step": int, "differences": list, "registry_sha256": str, "checkpoint_sha256": str}
 
 
@@ -263,7 +262,7 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
         quick_validations=quick,
         steps=[Step(**line.get_all(STEP)) for line in events(lines, "step")],
-        phases=[Phase(**line.get_all(PHASE)) for line in events(lines, "phase")],
+        phases=[Phase(**line.get_all(Phase.__annotations__)) for line in events(lines, "phase")],
         end=ends[-1].fields if ends else {}, unfinished=problem,
         **(headers[0] if headers else {"run_id": segments[0].path.stem}),
     )  # fmt: skip

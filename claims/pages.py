@@ -235,7 +235,8 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
     count = "is 1 claim" if len(claims) == 1 else f"are {len(claims)} claims"
     yield (f"There {count} on this track. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
-    yield f"![Tokens of each recipe's best claim, and its losses]({track}/tokens.svg)"
+    if best_of_each_recipe(claims):
+        yield f"![Tokens of each recipe's best claim, and its losses]({track}/tokens.svg)"
 
 
 def mean_probe(evidence: Evidence, probe: str) -> float:

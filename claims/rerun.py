@@ -219,7 +219,7 @@ Allowed = Callable[[int], float]  # difference of losses after this many updates
 
 def rerun(
     evidence: Evidence, seed: int | None, steps: int | None, data: Path, scratch: Path,
-    timeout_s: float, say: Callable[[str], object],
+    timeout_s: float,
 ) -> Iterator[Finding]:  # fmt: skip
     """What the record's run of this seed and the same run made here have in common, or not.
 
@@ -233,7 +233,7 @@ def rerun(
     total = len(before.steps)
     steps = min(steps or total, total)
     whole = steps == total
-    say(f"running its source: seed {before.seed}, {steps} of {total} steps")
+    print(f"running its source: seed {before.seed}, {steps} of {total} steps")
     write_files(evidence.source.files, scratch)
 
     def again(*flags: str) -> Run:
@@ -242,14 +242,14 @@ def rerun(
         return read_again(before, logs, steps)
 
     after = again()
-    yield from compare_runs(before, after, steps, allowed_here(before, after, again, say))
+    yield from compare_runs(before, after, steps, allowed_here(before, after, again))
     trained = [run.end.get("train_tokens_sha256") for run in (before, after)]
     if whole and trained[0]:
         yield Finding("trained tokens: 1 if their hash is another", int(len(set(trained)) > 1), 0)
     if before.header["schema"] < 3:
-        say("losses only: a source before schema 3 cannot answer the judge's own checks")
+        print("losses only: a source before schema 3 cannot answer the judge's own checks")
         return
-    say(f"the judge's checks on {'the trained' if whole else 'an untrained'} model")
+    print(f"the judge's checks on {'the trained' if whole else 'an untrained'} model")
     rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
     with answering(scratch, kept_model(scratch, after), timeout_s) as losses:
         yield from check_model(losses, rows, config, after.final_loss if whole else None)
@@ -312,9 +312,7 @@ def read_again(before: Run, logs: Path, steps: int) -> Run:
     return after
 
 
-def allowed_here(
-    before: Run, after: Run, again: Callable[..., Run], say: Callable[[str], object]
-) -> Allowed:
+def allowed_here(before: Run, after: Run, again: Callable[..., Run]) -> Allowed:
     """How far losses may differ: not at all on a CPU of the same kind.
 
     again: trains once more, with the flags that it is given.
@@ -322,14 +320,14 @@ def allowed_here(
     found = {name: (before.env.get(name), after.env.get(name)) for name in MACHINE}
     differ = [f"{name} {was}, here {now}" for name, (was, now) in found.items() if was != now]
     if before.env.get("gpu") is not None:
-        say(f"unchecked on a GPU: how far honest runs differ. Losses may be {FIRST:g} apart in "
-            f"step 1 and {AFTER_30:g} after 30, growing as a random walk")  # fmt: skip
+        print(f"unchecked on a GPU: how far honest runs differ. Losses may be {FIRST:g} apart in "
+              f"step 1 and {AFTER_30:g} after 30, growing as a random walk")  # fmt: skip
         return lambda updates: FIRST + AFTER_30 * math.sqrt(updates / 30)
     if not differ:
-        say("the same kind of machine: losses must agree to the bit")
+        print("the same kind of machine: losses must agree to the bit")
         return lambda updates: 0.0
-    say(f"not the same machine ({'; '.join(differ)}): training twice more, with one and two rows a "
-        f"micro-step. Losses may be {SPREADS} times as far apart as these runs are")
+    print(f"not the same machine ({'; '.join(differ)}): training twice more, with one and two rows "
+          f"a micro-step. Losses may be {SPREADS} times as far apart as these runs are")
     row = after.header["config"]["seq_len"]
     return measured([after, *(again(f"--micro-batch={rows * row}") for rows in (1, 2))])
 

@@ -1,6 +1,7 @@
 """Open the data of a run and check them: all tokens, hashes, documents in both splits."""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from data.loader import Order, Stages, TrainLoader, in_parts, validation_batches
-from data.shards import Shard, ShardError, Tokens
+from data.shards import ShardError, Tokens, read_shard
 
 PREFIX = 64  # first tokens of a document that identify it
 FIXES = {  # by track; run.sh fetches the same numbers of shards
@@ -50,9 +51,10 @@ class Data:
 
 def find_shards(settings: Settings, split: str) -> list[Path]:
     """Return the shards of a split, "train" or "val". ShardError if there is none."""
-    files = sorted(Path(settings["data_dir"]).glob(f"*{split}_*.bin"))
+    folder, word = Path(settings["data_dir"]), re.compile(rf"(?<![a-z]){split}_")
+    files = sorted(path for path in folder.glob("*.bin") if word.search(path.name))
     if not files:
-        raise ShardError(f"{settings['data_dir']} has no *{split}_*.bin file; a run needs one. "
+        raise ShardError(f"{folder} has no *{split}_*.bin file; a run needs one. "
                          f"{FIXES.get(settings['track'], '')}")  # fmt: skip
     return files
 
@@ -66,12 +68,10 @@ def audit(settings: Settings, shards: int) -> dict[str, Any]:
     val_sha256, wanted = audit_validation(settings)
     unseen, train = set(wanted), hashlib.sha256()
     for file in find_shards(settings, "train")[:shards]:
-        tokens = _read(file, settings["vocab_size"])
+        tokens = read_shard(file, settings["vocab_size"])
         train.update(tokens.data)
         unseen.difference_update(_prefixes(tokens, settings["bos"]))
-    overlap = None
-    if wanted:
-        overlap = sum(prefix not in unseen for prefix in wanted) / len(wanted)
+    overlap = sum(prefix not in unseen for prefix in wanted) / len(wanted) if wanted else None
     return {"train_sha256": train.hexdigest(), "val_sha256": val_sha256, "overlap": overlap}
 
 
@@ -79,7 +79,7 @@ def audit_validation(settings: Settings) -> tuple[str, list[bytes]]:
     """Return the SHA-256 of the validation tokens, and how each long enough document begins."""
     val, begun = hashlib.sha256(), []
     for file in find_shards(settings, "val"):
-        tokens = _read(file, settings["vocab_size"])
+        tokens = read_shard(file, settings["vocab_size"])
         val.update(tokens.data)
         begun += _prefixes(tokens, settings["bos"])
     found, expected = val.hexdigest(), settings["val_sha256"]
@@ -90,17 +90,6 @@ def audit_validation(settings: Settings) -> tuple[str, list[bytes]]:
             f"{FIXES.get(settings['track'], '')}"
         )
     return found, begun
-
-
-def _read(file: Path, vocab_size: int) -> Tokens:
-    tokens = Shard(file)[:]
-    if tokens.max() >= vocab_size:
-        place = int((tokens >= vocab_size).argmax())
-        raise ShardError(
-            f"{file}: token {place:,} is {tokens[place]}; the vocabulary has {vocab_size:,} tokens."
-            " Set the --vocab-size of the tokenizer that made the shard, or make it again."
-        )
-    return tokens
 
 
 def _prefixes(tokens: Tokens, bos: int) -> list[bytes]:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import Shard, Tokens, write_shard
+from data.shards import Tokens, read_shard, write_shard
 from data.tokenizers import CODE, TOKENIZERS, encode, read_tokenizer
 
 PACKAGES = ("mpmath", "networkx", "sympy")  # at the versions in requirements.txt
@@ -102,7 +102,8 @@ def read_own(path: Path) -> Iterator[str]:
     A row of the latter is an object with the document in "text". ValueError names one without.
     """
     if path.suffix == ".bin":
-        tokenizer, tokens = read_tokenizer("gpt2"), Shard(path)[:]
+        tokenizer = read_tokenizer("gpt2")
+        tokens = read_shard(path, tokenizer.n_vocab)
         for document in np.split(tokens, np.flatnonzero(tokens == tokenizer.eot_token)):
             yield tokenizer.decode(document[document != tokenizer.eot_token].tolist())
         return

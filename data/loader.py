@@ -279,7 +279,7 @@ class TrainLoader(Iterator[list[Batch]]):
 
         ShardError if shards that the run reads are cut elsewhere. Rank 0 takes rows_sha256 over.
         """
-        if state.get("shards", self._lengths) != self._lengths:
+        if state["shards"] != self._lengths:
             raise ShardError("the training shards are cut elsewhere than when the run was saved. "
                              "Restore them, or start a new run.")  # fmt: skip
         self._seek(Position(**state["position"]))

@@ -39,9 +39,7 @@ VAL_BELOW = 10  # first byte of a document's SHA-256: one document in 26 is vali
 MOST_SEEN = 0.2  # share of a document's windows that may occur in earlier documents
 # Where a document may end, best last: after a word, a sentence, a paragraph, a speech.
 BOUNDARIES = [re.compile(kind) for kind in (r" ", r"[.;:] ", r"\n", r"\n\n")]
-TYPOGRAPHY = str.maketrans(
-    {"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "--", "…": "..."}
-)
+TYPOGRAPHY = str.maketrans("‘’“”–", "''\"\"-") | str.maketrans({"—": "--", "…": "..."})
 
 
 def open_wheels(folder: Path) -> dict[str, ZipFile]:
@@ -190,10 +188,9 @@ def read_documents(wheels: Path) -> tuple[list[str], list[str]]:
 def share_seen(documents: Sequence[Tokens]) -> NDArray:
     """Return the share of each document's windows of 32 tokens that begin earlier too, (n,)."""
     tokens, lengths = np.concatenate(documents), [len(document) for document in documents]
-    factor = 0xD1342543DE82EF95
     hashes = tokens.astype(np.uint64)  # polynomials modulo 2**64 (Karp and Rabin 1987)
     for size in (1, 2, 4, 8, 16):
-        hashes = hashes[:-size] * np.uint64(pow(factor, size, 2**64)) + hashes[size:]
+        hashes = hashes[:-size] * np.uint64(pow(0xD1342543DE82EF95, size, 2**64)) + hashes[size:]
     seen = np.ones(len(tokens))
     seen[np.unique(hashes, return_index=True)[1]] = 0
     seen[len(hashes) :] = 0

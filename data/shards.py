@@ -59,9 +59,10 @@ class Shard:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_file():
-            raise ShardError(f"{path}: no such file. Fetch or build it.")
-        self._file = self.path.open("rb")
+        try:
+            self._file = self.path.open("rb")
+        except OSError as error:
+            raise ShardError(f"{path}: {error.strerror}. Fetch or build it.") from None
         weakref.finalize(self, self._file.close)
         header = self._file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
         magic, version, self._count = np.frombuffer(header, dtype="<i4", count=3).tolist()
@@ -85,3 +86,15 @@ class Shard:
             raise ShardError(f"{self.path}: tokens {start:,} to {stop:,} are gone, as the file was "
                              f"cut while it was read. {AGAIN}")  # fmt: skip
         return np.frombuffer(content, dtype="<u2")
+
+
+def read_shard(path: Path, vocab_size: int) -> Tokens:
+    """Return all tokens of a shard. ShardError if one is no token of the vocabulary."""
+    tokens = Shard(path)[:]
+    if tokens.max() >= vocab_size:
+        place = int((tokens >= vocab_size).argmax())
+        raise ShardError(
+            f"{path}: token {place:,} is {tokens[place]}; the vocabulary has {vocab_size:,} tokens."
+            " Set the --vocab-size of the tokenizer that made the shard, or make it again."
+        )
+    return tokens

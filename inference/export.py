@@ -95,7 +95,7 @@ def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
         "bos_token_id": config.bos,
         "eos_token_id": config.bos,  # the next document's first token ends a document
         "hidden_size": config.dim,
-        "num_hidden_layers": len(model.table),
+        "num_hidden_layers": len(model.layers),
         "num_attention_heads": config.dim // config.head_dim,
         "head_dim": config.head_dim,
         "mlp_width": config.mlp_ratio * config.dim,
@@ -120,7 +120,7 @@ def exported_layers(model: GPT) -> list[dict[str, Any]]:
     """The layer table, with windows in tokens."""
     windows = at(model.config, model.config.steps).windows
     rows = []
-    for layer in model.table:
+    for layer in model.layers:
         offset = model.config.key_offset and layer.window == "long"
         rows.append(asdict(layer) | {"window": windows[layer.window], "key_offset": offset})
     return rows

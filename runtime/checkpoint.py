@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from runtime import log as logs
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_line, open_regular, read_regular
-from runtime.log import REGISTRY, History, new_run_id, read_history, read_registry, segment_path
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
 SCHEMA = 2
@@ -50,8 +50,8 @@ class Snapshot(NamedTuple):
 def save(folder: Path, snapshot: Snapshot, announce: Announce | None = None) -> Path:
     """Write a checkpoint into the run's folder, then remove all but the two newest.
 
-    announce: is given the `checksum` before the checkpoint gets its name, and says whether it may
-    get it. OSError or SafetensorError if the disk refuses. Older checkpoints then stay.
+    announce: is given the SHA-256 of the checksums before the checkpoint gets its name, and says
+    whether it may. OSError or SafetensorError if the disk refuses. Older checkpoints then stay.
     """
     for left in folder.glob(".step_*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -105,7 +105,7 @@ def _publish(path: Path, files: Files, announce: Announce | None = None) -> None
         (partial / SUMS).write_bytes(json_line(sums))
         for file in (*partial.iterdir(), partial):  # before they get a name that lasts
             _sync(file)
-        if announce is not None and not announce(sha256=checksum(partial)):
+        if announce is not None and not announce(sha256=_sha256(partial / SUMS)):
             raise OSError("its log takes no line")
         remove(path)  # one of this name, whose steps a resume dropped
         partial.rename(path)
@@ -149,25 +149,20 @@ def verify(path: Path, names: Iterable[str]) -> None:
         raise Refused(f"checkpoint {path} cannot be read: {error}.") from None
 
 
-def check(path: Path) -> dict[str, Any]:
-    """Verify a checkpoint and return its state. Refused if anything has changed since."""
+def check(path: Path) -> tuple[dict[str, Any], str]:
+    """Verify a checkpoint: its state, and the SHA-256 of its checksums. Refused if it changed."""
     verify(path, (MODEL, OPTIM, STATE))
     state = _read_json(path / STATE)
     if state.get("schema") != SCHEMA:
         raise Refused(f"{path / STATE}: schema {state.get('schema')!r:.40}, but this version reads "
                       f"{SCHEMA}. Resume with the source that wrote it.")  # fmt: skip
-    return state
-
-
-def checksum(path: Path) -> str:
-    """The SHA-256 of a checkpoint's checksums, and so of all that it holds."""
-    return _sha256(path / SUMS)
+    return state, _sha256(path / SUMS)
 
 
 def load(path: Path, sha256: str | None = None) -> Snapshot:
     """Verify and read a checkpoint. Refused if it is damaged, or not the one with this checksum."""
-    state = check(path)
-    if sha256 not in (None, checksum(path)):
+    state, found = check(path)
+    if sha256 not in (None, found):
         raise Refused(f"{path} was replaced while the trainer started. Start it again.")
     return Snapshot(_read_tensors(path / MODEL), _read_tensors(path / OPTIM), state)
 
@@ -213,7 +208,7 @@ class RunPlan:
     seed: int
     trial: int
     run_id: str
-    history: History | None = None
+    history: logs.History | None = None
     checkpoint: Path | None = None
     checkpoint_sha256: str | None = None
     step: int = 0
@@ -224,30 +219,32 @@ def plan_runs(trainer: Any) -> list[RunPlan]:
     config, plans = trainer.config, []
     for trial in range(config.trials):
         seed = config.seed + trial
-        new = RunPlan(seed, trial, new_run_id(config.track, seed, trial))
+        new = RunPlan(seed, trial, logs.new_run_id(config.track, seed, trial))
         plan = _find_unfinished(new, trainer) if config.resume == "auto" else new
         if plan is not None:
             plans.append(plan)
     return plans
 
 
-def steps_begun(config: Any, **hashes: str) -> int | None:
-    """Under --resume auto, the steps of the first seed's last run whose header has these hashes."""
+def steps_begun(config: Any, source_sha256: str) -> int | None:
+    """Under --resume auto, the steps of the first seed's last run of these settings and source."""
     if config.resume == "auto":
         for history, _ in _started(config, seed=config.seed):
-            if hashes.items() <= history.header.items():
-                return history.header["config"]["steps"]
+            steps = history.header["config"]["steps"]
+            now = {"config": asdict(config) | {"steps": steps}, "source_sha256": source_sha256}
+            if not differences(history.header, history.header | now)[0]:
+                return steps
     return None
 
 
-def _started(config: Any, **fields: Any) -> Iterator[tuple[History, dict[str, Any]]]:
+def _started(config: Any, **fields: Any) -> Iterator[tuple[logs.History, dict[str, Any]]]:
     """Runs whose start has these fields, the newest first: history, last line in the registry."""
-    path = Path(config.log_dir, REGISTRY)
-    entries = read_registry(path) if path.exists() else []
+    path = Path(config.log_dir, logs.REGISTRY)
+    entries = logs.read_registry(path) if path.exists() else []
     last = {entry["run_id"]: entry for entry in entries}
     for start in reversed(entries):
         if ({"event": "start"} | fields).items() <= start.items():
-            history = read_history(config.log_dir, start["run_id"])
+            history = logs.read_history(config.log_dir, start["run_id"])
             if history is not None:  # else killed before its first line
                 yield history, last[start["run_id"]]
 
@@ -255,16 +252,16 @@ def _started(config: Any, **fields: Any) -> Iterator[tuple[History, dict[str, An
 def _find_unfinished(new: RunPlan, trainer: Any) -> RunPlan | None:
     """The interrupted run of this seed, `new` if there is none, None if the seed is done."""
     config, say = trainer.config, trainer.machine.say
-    header = trainer.header(new.seed, new.trial)
-    wanted = {"seed": new.seed, "track": header["track"], "claim": header.get("claim")}
+    now = logs.header(trainer, new.seed, new.trial)
+    wanted = {"seed": new.seed, "track": now["track"], "claim": now["claim"]}
     for history, last in _started(config, **wanted):
         run_id = history.header["run_id"]
-        other, _ = differences(history.header, header)
+        other, _ = differences(history.header, now)
         if not other and history.status == "done":
             say(f"seed {new.seed} is done: run {run_id}")
             return None
         if not other:
-            log = segment_path(config.log_dir, run_id, history.segments)
+            log = logs.segment_path(config.log_dir, run_id, history.segments)
             if last["event"] == "end" and last.get("log_sha256") != history.sha256:
                 raise LogError(f"{log} was changed after its process ended: the registry has "
                                f"another hash of it. Restore the file.")  # fmt: skip
@@ -276,7 +273,7 @@ def _find_unfinished(new: RunPlan, trainer: Any) -> RunPlan | None:
     return new
 
 
-def _find_checkpoint(plan: RunPlan, history: History, trainer: Any) -> RunPlan:
+def _find_checkpoint(plan: RunPlan, history: logs.History, trainer: Any) -> RunPlan:
     """Resume from the newest whole checkpoint, or from the start if none was saved."""
     root, problem = trainer.config.checkpoint_dir, ""
     folder, saved_in = Path(root, plan.run_id), history.header["config"]["checkpoint_dir"]
@@ -284,7 +281,7 @@ def _find_checkpoint(plan: RunPlan, history: History, trainer: Any) -> RunPlan:
         problem = f"the run was saved in {saved_in}."
     for path in checkpoints(folder)[::-1]:
         try:
-            state, sha256 = check(path), checksum(path)
+            state, sha256 = check(path)
             if sha256 not in history.saved:
                 raise Refused(f"{path}: the log of {plan.run_id} names no such checkpoint, with "
                               f"SHA-256 {sha256:.12} of its checksums. Put the saved one back.")

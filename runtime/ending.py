@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime import machine
-from runtime.errors import Interrupted, NonFinite, Refused
+from runtime.errors import Interrupted, Refused
 from runtime.machine import ROLL_CALL, first_line, out_of_memory
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -86,11 +86,11 @@ class Stop(contextlib.AbstractContextManager):
 def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] = ()) -> int:
     """Return the exit code of `function()`, or of the error that ended it.
 
-    2 for Refused and the classes in `refused`, 3 for NonFinite, 1 for lack of memory and for a
-    lost rank, each with one sentence on stderr. 128 + number for a signal. Any other exception
-    prints its traceback and gives 1.
+    2 for Refused and the classes in `refused`, 1 for lack of memory and for a lost rank, each with
+    one sentence on stderr. 128 + number for a signal. Any other exception prints its traceback and
+    gives 1.
     """
-    explained: tuple[type[Exception], ...] = (Refused, NonFinite, *refused)
+    explained: tuple[type[Exception], ...] = (Refused, *refused)
     try:
         code = function()
         if code == 0 and dist.is_initialized():
@@ -105,7 +105,7 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         _say_error(str(error))
-        return getattr(error, "code", 2)
+        return 2
     except Exception as error:
         if out_of_memory(error):
             advice = "Use --activation-checkpointing on, or a smaller --val-batch or --micro-batch"

@@ -5,9 +5,7 @@ Code 1 is for all others: errors in the code, which keep their traceback.
 
 
 class Refused(ValueError):
-    """An input that cannot work. The message names the value, the rule and the fix."""
-
-    code = 2
+    """An input that cannot work. The message names the value, the rule and the fix. Code 2."""
 
 
 class LogError(Refused):

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -77,6 +78,22 @@ def config_hash(config: dict[str, Any]) -> str:
     if shared.get("minutes"):
         del shared["steps"]
     return json_hash(shared)
+
+
+def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
+    """The fields of the log's header for one run."""
+    config, train = trainer.config, trainer.data.train
+    settings = asdict(config)
+    micro_steps, micro_rows = train.shares(config.steps)
+    return {
+        "track": config.track, "target": config.target, "seed": seed, "trial": trial,
+        "claim": trainer.claim, "source_sha256": trainer.source_sha256,
+        "config_sha256": config_hash(settings),
+        "config": settings, "train_tokens": trainer.train_tokens,
+        "data": trainer.hashes | {"val_tokens": config.val_tokens},
+        "env": trainer.env, "checks": trainer.checks, "world_size": trainer.machine.world_size,
+        "micro_batch": micro_rows * config.seq_len, "grad_accum": micro_steps,
+    }  # fmt: skip
 
 
 def new_run_id(track: str, seed: int, trial: int) -> str:
@@ -266,10 +283,9 @@ def store_sources(directory: str | Path, root: str | Path) -> str:
     sources = read_sources(root)  # once, so that the hash names exactly what is stored
     sha256 = digest(sources)
     folder = Path(directory, "sources", sha256)
-    if source_hash(folder) == sha256:
-        return sha256
     try:
-        write_files(sources, folder)
+        if source_hash(folder) != sha256:
+            write_files(sources, folder)
     except OSError as error:  # the next run writes the rest
         raise cannot_write(folder, error) from error
     return sha256
@@ -349,7 +365,8 @@ class RunLog:
                 if not self._warned:
                     self._warn(error)
                 self._warned = True
-            return not self._waiting
+                return False
+            return True
 
     def _warn(self, error: OSError) -> None:
         with contextlib.suppress(OSError):  # stderr may be on the same disk
@@ -387,7 +404,6 @@ class RunLog:
         self._file.close()
         self._file = None
         self._lock.release()
-        Path(self._lock.lock_file).unlink(missing_ok=True)
         if self._waiting:
             raise LogError(f"cannot write {self.path}: its last lines are lost. Free some space "
                            f"and resume the run.")  # fmt: skip

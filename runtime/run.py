@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from runtime.checkpoint import RunPlan, Snapshot, differences
 from runtime.clock import Clock
 from runtime.ending import Stop
 from runtime.errors import Interrupted, LogError, NonFinite
-from runtime.log import RunLog, config_hash, store_sources
-from runtime.machine import Machine, peak_flops, peak_mib
+from runtime.log import RunLog, header, store_sources
+from runtime.machine import Machine, peak_mib
 from runtime.terminal import Dashboard, Progress
 
 # Steps by which losses are read late, so that nothing waits for a GPU. The same on all ranks, so
@@ -57,7 +56,7 @@ class Run(contextlib.AbstractContextManager):
         with contextlib.ExitStack() as undo:  # what has begun, if the rest fails
             undo.callback(self._log.close)
             self._load()
-            self._header = self.trainer.header(self.plan.seed, self.plan.trial)
+            self._header = header(self.trainer, self.plan.seed, self.plan.trial)
             self._progress = Progress(self.trainer, self._header)
             undo.callback(self._progress.close)
             self._machine.on_main(self._begin)
@@ -149,7 +148,8 @@ class Run(contextlib.AbstractContextManager):
         self._stepped_at = now
         arrived = None
         if loss.is_cuda:
-            loss, flags, verdict = map(on_its_way, (loss, flags, verdict))
+            # To pinned memory, so without a wait: read them once the event has passed.
+            loss, flags, verdict = (x.to("cpu", non_blocking=True) for x in (loss, flags, verdict))
             arrived = torch.cuda.Event()
             arrived.record()
         self._late.append((event, loss, flags, verdict, arrived))
@@ -334,16 +334,9 @@ class Run(contextlib.AbstractContextManager):
         """Remove a finished run's checkpoints; with --keep-model only once its model is saved."""
         if not self._config.keep_model:
             shutil.rmtree(self._folder, ignore_errors=True)
-        elif not (self._folder / checkpoint.FINAL).exists():  # it could not be written
-            return
-        for path in checkpoint.checkpoints(self._folder):
-            checkpoint.remove(path)
-
-
-def on_its_way(tensor: Tensor) -> Tensor:
-    """A copy on the host, filled without a wait: read it once an event after it has passed."""
-    pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+        elif (self._folder / checkpoint.FINAL).exists():  # else it could not be written
+            for path in checkpoint.checkpoints(self._folder):
+                checkpoint.remove(path)
 
 
 def generators(machine: Machine) -> dict[str, torch.Generator]:
@@ -352,28 +345,3 @@ def generators(machine: Machine) -> dict[str, torch.Generator]:
     if machine.device.type == "cuda":
         found[f"random.{machine.rank}.cuda"] = torch.cuda.default_generators[machine.device.index]
     return found
-
-
-# ---- What a trainer reports of a run
-
-
-def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
-    """The fields of the log's header for one run."""
-    config, train = trainer.config, trainer.data.train
-    settings = asdict(config)
-    micro_steps, micro_rows = train.shares(config.steps)
-    return {
-        "track": config.track, "target": config.target, "seed": seed, "trial": trial,
-        "claim": trainer.claim, "source_sha256": trainer.source_sha256,
-        "config_sha256": config_hash(settings),
-        "config": settings, "train_tokens": trainer.train_tokens,
-        "data": trainer.hashes | {"val_tokens": config.val_tokens},
-        "env": trainer.env, "checks": trainer.checks, "world_size": trainer.machine.world_size,
-        "micro_batch": micro_rows * config.seq_len, "grad_accum": micro_steps,
-    }  # fmt: skip
-
-
-def mfu(trainer: Any, tokens_per_s: float) -> float | None:
-    """Model FLOPs utilization: share of the peak rate of all ranks, where that is known."""
-    peak = peak_flops(trainer.machine, trainer.model.dtype)
-    return tokens_per_s * trainer.model.flops_per_token() / peak if peak else None

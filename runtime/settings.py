@@ -82,12 +82,11 @@ class RunSettings:
             if not isinstance(value, str | bool):
                 rules = {"at_least": 0} | rules
             for rule, limit in rules.items():
-                words = f"{rule.replace('_', ' ')} {limit}"
-                if isinstance(limit, str):
-                    words = f"{rule.replace('_', ' ')} {flag(limit)} {getattr(self, limit)}"
-                    limit = getattr(self, limit)
+                words = rule.replace("_", " ")
+                if isinstance(limit, str):  # the name of another setting
+                    words, limit = f"{words} {flag(limit)}", getattr(self, limit)
                 kept = all(RULES[rule](value, limit) for value in values)
-                require(self, field.name, kept, words)
+                require(self, field.name, kept, f"{words} {limit}")
 
 
 def require_packages(settings: RunSettings) -> None:

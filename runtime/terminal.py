@@ -21,7 +21,7 @@ from threading import Thread
 from typing import Any
 
 from runtime.clock import Clock
-from runtime.machine import saying_every_few_seconds
+from runtime.machine import peak_flops, saying_every_few_seconds
 
 SECONDS_BETWEEN_LINES = 5.0
 FRAMES_PER_SECOND = 2
@@ -123,9 +123,9 @@ class Progress:
             f"{kind} loss {loss:.4f}", f"grad {event['grad_norm']:.3g}",
             f"lr x{event['lr_mul']:.3f}", f"window {event['window']}", f"{rate:,.0f} tok/s",
         ]  # fmt: skip
-        mfu = self.trainer.mfu(rate)
-        if mfu is not None:
-            found.append(f"MFU {mfu:.2f}")
+        peak = peak_flops(self.trainer.machine, self.trainer.model.dtype)
+        if peak is not None:  # model FLOPs utilization
+            found.append(f"MFU {rate * self.trainer.model.flops_per_token() / peak:.2f}")
         found.append(f"{event['train_time_ms'] / 1000:,.1f} s")
         if self.skips:
             found.append(f"{self.skips} skipped")
@@ -205,11 +205,8 @@ def summary(trainer: Any) -> str:
     return "\n".join(lines)
 
 
-def closing(trainer: Any, clock: Clock, source: Path, losses: dict[int, float]) -> str:
-    """Lines for people after the last run, whose clock this is. losses: of all runs, by seed.
-
-    source: where scripts/ is.
-    """
+def closing(trainer: Any, clock: Clock, losses: dict[int, float]) -> str:
+    """Lines for people after the last run, whose clock this is. losses: of all runs, by seed."""
     config, lines = trainer.config, []
     if len(losses) > 1:
         mean, sd = fmean(losses.values()), stdev(losses.values())
@@ -223,18 +220,18 @@ def closing(trainer: Any, clock: Clock, source: Path, losses: dict[int, float]) 
     all_s = timed_s + sum(untimed_s.values())
     others = ", ".join(f"{name} {seconds:.1f}" for name, seconds in untimed_s.items())
     lines.append(f"  time  {timed_s:.1f} s on the clock; {all_s:.1f} s in all, with {others}")
-    lines.append(f"  draw  {script(source, 'view.py')} {config.log_dir}")
+    lines.append(f"  draw  {script('view.py')} {config.log_dir}")
     if config.trials > 1:
-        judge = script(source, "significance.py")
+        judge = script("significance.py")
         lines.append(f"  next  {judge} {config.log_dir} judges the runs")
     elif config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
-        lines.append(f"  next  {script(source, 'sample.py')} lets the model write")
+        lines.append(f"  next  {script('sample.py')} lets the model write")
     return "\n".join(lines)
 
 
-def script(source: Path, name: str) -> str:
+def script(name: str) -> str:
     """The words that start a script with this Python, also where no environment is active."""
-    paths = (sys.executable, source / "scripts" / name)
+    paths = (sys.executable, Path(__file__).resolve().parents[1] / "scripts" / name)
     return shlex.join(str(path).removeprefix(f"{Path.cwd()}/") for path in paths)
 
 

@@ -12,10 +12,11 @@ judgements.jsonl, which counts every judgement that was started, are in --out; r
 """
 
 import argparse
+import contextlib
 import math
 import shlex
+import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
 FORM = "+.5g"  # of differences
 SKEWED = 1.0  # so are 4 % of races of twenty normal differences, and 85 % of lognormal ones
-POLL_S = 0.5
+POLL_S = 10.0  # between two readings of the logs, which would slow the runs
 
 
 def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
@@ -92,9 +93,10 @@ def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: 
     timed = metric == "time" or arms[0].config.get("minutes")
     stops = range(1, len(seeds) + 1) if timed else plan.looks
     for turn, stop in enumerate(stops):
+        done: dict[str, dict[int, float]] = {}
         for arm in arms if turn % 2 == 0 else reversed(arms):
-            make_runs(folder, arm, metric, seeds[:stop])
-        verdict = judge.decide(judge.paired_differences(folder, arms, metric, seeds[:stop]), plan)
+            done[arm.name] = make_runs(folder, arm, metric, seeds[:stop])
+        verdict = judge.decide([done["B"][seed] - done["A"][seed] for seed in seeds[:stop]], plan)
         found = stats.in_words(verdict, FORM)
         print(f"{verdict.pairs} pairs: B - A {found}", file=sys.stderr, flush=True)
         if verdict.final:
@@ -102,28 +104,25 @@ def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: 
     return verdict
 
 
-def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
-    """Train the seeds that have no run, and print a line for each that is done.
-
-    LogError if a run failed, or if another source trained.
-    """
+def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> dict[int, float]:
+    """Train the seeds without a run; return all figures. LogError if a run or its source fails."""
     done, output = judge.figures(folder, arm, metric), folder / f"{arm.name}.txt"
     missing = [seed for seed in seeds if seed not in done]
     if not missing:
-        return
+        return done
     print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
     words = training_command(arm.source, flags, folder / arm.name)
     with output.open("a") as file, child_process(words, stdout=file, stderr=file) as child:
         code = None
         while code is None:
-            time.sleep(POLL_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(POLL_S)
             code, told = child.poll(), done  # figures are read after it: none is missed
             done = judge.figures(folder, arm, metric)
             for seed in sorted(done.keys() - told.keys()):
-                found = f"{done[seed]:.4f} {UNITS[metric]}"
-                found = "diverged" if math.isinf(done[seed]) else found
-                print(f"  {arm.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
+                found = f"seed {seed}: {done[seed]:.4f} {UNITS[metric]}"
+                print(f"  {arm.name}, {found}", file=sys.stderr, flush=True)
     if code not in (0, 3):  # 3: a run diverged, which is a result
         last = output.read_text(errors="replace").splitlines()[-1:]
         raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({output}). Fix it, "
@@ -131,6 +130,7 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> None:
     if missing[0] not in done:
         raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: {arm.source} "
                        "was changed while it was judged")  # fmt: skip
+    return make_runs(folder, arm, metric, seeds)  # a run that diverges ends its process
 
 
 def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) -> str:

@@ -128,7 +128,7 @@ def run_again(evidence: Evidence, arguments: argparse.Namespace) -> int:
     seed, failed = None if arguments.rerun == FIRST_RUN else arguments.rerun, 0
     with tempfile.TemporaryDirectory(prefix="rerun_") as folder:
         scratch, timeout_s = Path(folder), arguments.timeout
-        for each in rerun(evidence, seed, arguments.steps, data, scratch, timeout_s, print):
+        for each in rerun(evidence, seed, arguments.steps, data, scratch, timeout_s):
             numbers = f"{each.found:<9.6g} at most {each.allowed:<9.6g}"
             verdict = "" if each.holds else "DIFFERS"
             print(f"    {each.what:<60} {numbers} {each.where:<16} {verdict}".rstrip())
@@ -154,7 +154,7 @@ def leaderboard(arguments: argparse.Namespace) -> int:
     for one in made:
         if find_failures(one) or list(pages.differences(one)):
             return print_verdict(one)
-    for track in {one.claim.track for one in made}:
+    for track in {one.claim.track for one in made if one.shown}:
         claims = [one for one in made if one.claim.track == track]
         pages.plot_tokens(pages.best_of_each_recipe(claims), RECORDS / track / "tokens.svg")
     (RECORDS / "README.md").write_text(pages.leaderboard(made))

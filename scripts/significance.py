@@ -31,7 +31,7 @@ from view.verdicts import in_sentences
 
 
 def to_text(arm: ArmVerdict) -> str:
-    run, step = arm.first, f", at step {arm.at_step}" if arm.at_step else ""
+    run, step = arm.first, f", at step {arm.at_step}" if arm.at_step is not None else ""
     facts = f"source {run.source or 'unknown':.12}, steps {run.total_steps}, GPUs {run.gpu_count}"
     n, mean, sd, t, p, upper99 = arm.result
     figures = f"n {n}" + (f"   mean {mean:.6f}" if n else "")

@@ -54,13 +54,12 @@ class StubTrainer:
     source: Path
     at: dict[int | str, Hook] = field(default_factory=dict)
 
-    header = runs.header
-
     def __post_init__(self) -> None:
         self.claim, self.checks, self.off_track = None, {}, []
         self.source_sha256 = source_hash(self.source)
         self.validations = [*range(0, self.config.steps, 5), self.config.steps]
         self.machine = Machine(torch.device("cpu"))
+        self.model = SimpleNamespace(dtype=torch.float32, flops_per_token=lambda: 1)
         self.guard, self.optimizers = Guard(), {"sgd": None}
         place = {"shard": "shard_0", "token_offset": 16}
         train = SimpleNamespace(places=defaultdict(lambda: place), shares=lambda step: (1, 4))
@@ -86,9 +85,6 @@ class StubTrainer:
         self.weights.copy_(state["model"]["weights"])
         self.momentum.copy_(state["optim"]["weights.momentum"])
         self.position = state["data"]["position"]
-
-    def mfu(self, tokens_per_s: float) -> float:
-        return 0.5
 
     def gradients(self, step: int, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert step == self.position, "the data go on where the steps do"
@@ -137,7 +133,7 @@ def make_runs(trainer: StubTrainer) -> int:
         return trainer
 
     with mock.patch.multiple(
-        train_gpt, find_shards=lambda *_: [], set_up=set_up, warm_up=lambda *_: None,
+        train_gpt, set_up=set_up, warm_up=lambda *_: None,
         at=trainer.schedule, tokens_before=lambda config, step: 4 * step, train=trainer.train,
         check_trained_model=lambda trainer: {}, SOURCE=trainer.source, summary=lambda trainer: "",
     ):  # fmt: skip

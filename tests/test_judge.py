@@ -16,7 +16,7 @@ from typing import TextIO
 
 import pytest
 
-from claims.judge import next_seed, steps_to
+from claims.judge import next_seed, read_judgements, steps_to
 from claims.runs import Run, Validation
 from runtime.log import read_registry
 from scripts import command, judge, record
@@ -98,7 +98,7 @@ def child_process(words: list[str], stdout: TextIO, stderr: TextIO) -> nullconte
     code, output = execute(words)
     stdout.write(output)
     stdout.flush()
-    return nullcontext(SimpleNamespace(poll=lambda: code))
+    return nullcontext(SimpleNamespace(poll=lambda: code, wait=lambda seconds: code))
 
 
 @pytest.fixture
@@ -222,6 +222,23 @@ def test_a_run_that_diverges_counts_as_a_guess_and_one_that_fails_ends_the_judge
     trainer.write_text(TRAINER.replace("source_hash(Path(__file__).parent)", "'another'"))
     assert run("--b", "--gain 0.2") == 2
     assert "was changed while it was judged" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_in_the_last_look_does_not_end_the_judgement_before_it(project, capsys):
+    words = ["--b", "--gain 0.2 --diverge 1", "--pairs", "4", "--seed", "0"]
+    _, facts = judge_as_json(capsys, *words)
+    assert (facts["pairs"], facts["final"]) == (4, True)
+    assert read_judgements(project / "logs/judge")[-1]["done"] == 4
+
+
+def test_a_judgement_that_cannot_begin_leaves_no_folder_in_the_way(project, capsys):
+    damaged = project / "logs/old/registry.jsonl"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{}\n")
+    assert run("--b", "--gain 0.2") == 2
+    assert str(Path("logs/old/registry.jsonl")) in capsys.readouterr().err
+    damaged.unlink()
+    assert run("--b", "--gain 0.2") == 0
 
 
 @pytest.mark.parametrize("cheat", ["another log of a seed", "an edited log"])

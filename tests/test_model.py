@@ -275,7 +275,7 @@ def test_flops_per_token_are_those_of_the_matrix_products(track):
     with FlopCounterMode(display=False) as counter:
         loss_of(model, given).backward()
     rows, tokens = given.inputs.size(0), given.inputs.numel()
-    gated = sum(layer.attention for layer in model.table) * config.dim // config.head_dim * tokens
+    gated = sum(layer.attention for layer in model.layers) * config.dim // config.head_dim * tokens
     gates = 6 * 12 * (config.attention_gates * gated + config.smear * (tokens - rows))
     assert counter.get_total_flops() == tokens * model.flops_per_token() + gates
 
@@ -343,7 +343,7 @@ def test_record_42_starts_from_its_published_distributions():
 def test_tied_keys_begin_as_the_queries_in_long_layers_and_an_output_can_begin_unlike_0():
     model = make_model(small("tiny", "copyinit", zero_output=False, copy_init=0.0))
     model.initialize(0)
-    for layer, block in zip(model.table, model.blocks, strict=True):
+    for layer, block in zip(model.layers, model.blocks, strict=True):
         q, k, v, o = block.attention.qkvo.view(4, 24, 24)
         assert torch.equal(q, k) == (layer.window == "long")
         assert o.std().item() == pytest.approx(v.std().item(), rel=0.1)

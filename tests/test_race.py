@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from claims import stats
-from claims.judge import ALPHA, EQUAL, RacePlan, decide
+from claims.judge import ALPHA, EQUAL, RacePlan, Verdict, decide
 
 PLAN = RacePlan(pairs=20, margin=1.0)
 RACES = 10_000
@@ -24,11 +24,17 @@ def follow(differences: np.ndarray, plan: RacePlan) -> tuple[np.ndarray, np.ndar
     for n in plan.looks:
         mean = differences[:, :n].mean(1)
         error = differences[:, :n].std(1, ddof=1) / math.sqrt(n)
-        wide, narrow = (width * error for width in plan.widths[n])
+        wide, narrow = (width * error for width in plan.widths(n))
         shown = [mean + wide < 0, mean - wide > 0, abs(mean) + narrow < plan.margin]
         found = np.where(outcomes == 0, np.select(shown, [1, 2, 3], 0), 0)
         outcomes[found > 0], used[found > 0] = found[found > 0], n
     return outcomes, used
+
+
+def race(differences: list[float], plan: RacePlan) -> Verdict:
+    """The judge's verdict at the first look that decides."""
+    verdicts = (decide(differences[:n], plan) for n in plan.looks)
+    return next(verdict for verdict in verdicts if verdict.final)
 
 
 def shares(difference: float, plan: RacePlan = PLAN) -> tuple[float, float, float, float]:
@@ -44,7 +50,7 @@ def test_the_judge_decides_as_the_simulated_races_do():
     drawn = np.random.default_rng(3).normal(truth, 1.0, (100, 20))
     for plan in (PLAN, RacePlan(20, 0.7, every=3)):
         outcomes, used = follow(drawn, plan)
-        found = [decide(list(differences), plan) for differences in drawn]
+        found = [race(list(differences), plan) for differences in drawn]
         assert [verdict.outcome for verdict in found] == [OUTCOMES[end] for end in outcomes]
         assert [verdict.pairs for verdict in found] == used.tolist()
         assert set(outcomes) == {0, 1, 2, 3}

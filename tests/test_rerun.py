@@ -109,17 +109,17 @@ def test_a_loss_edited_by_a_ten_thousandth_is_found_by_the_first_steps(evidence,
     assert "completeness" not in said
 
 
-def test_another_machine_may_differ_as_this_one_does_from_itself_and_a_gpu_unchecked(evidence):
+def test_another_machine_may_differ_as_this_one_from_itself_and_a_gpu_unchecked(evidence, capsys):
     (run,) = evidence.runs
-    elsewhere, said, asked = replace(run, env=run.env | {"threads": 99}), [], []
+    elsewhere, asked = replace(run, env=run.env | {"threads": 99}), []
 
     def again(flag):
         asked.append(flag)
         apart = len(asked) * 1e-3  # from the third step on
         return with_losses(evidence, dict.fromkeys(range(3, 13), apart)).runs[0]
 
-    allowed = allowed_here(run, elsewhere, again, said.append)
-    assert f"threads {run.env['threads']}, here 99" in said[0]
+    allowed = allowed_here(run, elsewhere, again)
+    assert f"threads {run.env['threads']}, here 99" in capsys.readouterr().out
     row = run.header["config"]["seq_len"]
     assert asked == [f"--micro-batch={row}", f"--micro-batch={2 * row}"]
     for changes, holds in (({3: 7e-3}, True), ({2: 1e-4}, False), ({12: 9e-3}, False)):
@@ -127,8 +127,8 @@ def test_another_machine_may_differ_as_this_one_does_from_itself_and_a_gpu_unche
         training = next(compare_runs(edited, elsewhere, 12, allowed))
         assert (training.holds, training.where) == (holds, f"step {min(changes)}")
     on_gpu = replace(run, env=run.env | {"gpu": "H100"})
-    allowed = allowed_here(on_gpu, on_gpu, None, said.append)
-    assert "unchecked on a GPU" in said[-1]
+    allowed = allowed_here(on_gpu, on_gpu, None)
+    assert "unchecked on a GPU" in capsys.readouterr().out
     assert allowed(0) == pytest.approx(1e-5)
     assert allowed(30) == pytest.approx(0.05, abs=1e-4)
 
@@ -164,7 +164,7 @@ def test_what_cannot_run_here_is_refused_with_the_reason(evidence, data, tmp_pat
         scratch = tmp_path / str(number)
         scratch.mkdir()
         with pytest.raises(Refused, match=why):
-            list(rerun(record_, seed, 5, folder, scratch, timeout, print))
+            list(rerun(record_, seed, 5, folder, scratch, timeout))
 
 
 # ---- Sources that lie: each edit of train_gpt.py, and what finds it

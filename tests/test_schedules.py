@@ -214,9 +214,9 @@ def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeyp
 
 
 def test_the_guard_starts_anew_where_batch_or_losses_change_and_nowhere_else():
-    changed = [step for step in range(1285) if at(configure("short", "record89"), step).unlike]
+    changed = [step for step in range(1285) if at(configure("short", "record89"), step).new_scale]
     assert changed == [424, 846]  # not at 1270, where only the windows change
-    assert not any(at(SHORT, step).unlike for step in range(2285))
+    assert not any(at(SHORT, step).new_scale for step in range(2285))
 
 
 def add_stages(monkeypatch, stages):

@@ -87,17 +87,6 @@ def test_values_without_a_spread_have_no_test(values):
     assert math.isnan(stats.paired(values, values).low)
 
 
-@pytest.mark.parametrize(("call", "rule"), [
-    (lambda: stats.power(10, 0.0, 0.001), "sd is 0.0: it must be between 0 and inf"),
-    (lambda: stats.power(10, 0.001, 0.001, alpha=0.7), "alpha is 0.7"),
-    (lambda: stats.look_level((1, 5)), "looks are (1, 5): they must be rising numbers of runs"),
-])  # fmt: skip
-def test_a_setting_that_makes_no_sense_is_named(call, rule):
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        call()
-    assert rule in str(error.value)
-
-
 @pytest.mark.parametrize(("sd", "row"), [
     (0.0010, "43/55 13/16 8/9 6/7 5/6"), (0.0013, "71/91 20/25 11/13 8/9 6/7"),
     (0.0016, "106/137 29/37 15/18 10/12 8/9"), (0.0020, "164/211 43/55 21/26 13/16 10/12"),
@@ -108,8 +97,7 @@ def test_the_runs_needed_are_those_of_the_published_table(sd, row):
             assert stats.power(n - 1, sd, margin) < chance <= stats.power(n, sd, margin)
 
 
-def test_the_power_is_the_published_one_and_a_huge_effect_has_all_of_it():
-    assert stats.power(2, 1e-9, 1e9, 1.1e-4) == pytest.approx(1)
+def test_the_power_is_the_published_one():
     assert stats.power(10, 0.0013, 0.00154) == pytest.approx(0.8, abs=0.005)  # as published
 
 

@@ -14,6 +14,7 @@ from stub_trainer import logs_of, run, trainer_in
 
 from runtime import terminal
 from runtime.clock import Phase
+from runtime.log import header
 from runtime.terminal import BLOCKS, Progress, closing, sparkline
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +29,7 @@ def an_event(step, loss=2.0, skipped=False, train_time_ms=1000.0):
 
 def make(folder, **changed):
     trainer = trainer_in(folder, **changed)
-    return Progress(trainer, trainer.header(0, 0) | {"train_tokens": 400})
+    return Progress(trainer, header(trainer, 0, 0) | {"train_tokens": 400})
 
 
 def pretend_terminal(monkeypatch, encoding="utf-8"):
@@ -123,6 +124,7 @@ def test_a_terminal_that_cannot_show_the_block_gets_lines(
 
 def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path, monkeypatch):
     pretend_terminal(monkeypatch)
+    monkeypatch.setattr(terminal, "peak_flops", lambda machine, dtype: 48.0)
     block = make(tmp_path)
     block.validated(0, 6.9315)
     for step in range(1, 7):
@@ -165,7 +167,7 @@ def test_the_closing_lines_add_up_the_phases_and_their_commands_start_when_paste
         Phase("train", True, 3000), Phase("validate", False, 600),
     ]  # fmt: skip
     clock = SimpleNamespace(phases=phases, train_time_ms=5000.0)
-    time, *lines = closing(trainer, clock, ROOT, {}).splitlines()
+    time, *lines = closing(trainer, clock, {}).splitlines()
     assert time == "  time  5.0 s on the clock; 7.1 s in all, with setup 1.0, validate 1.1"
     assert [line[:8] for line in lines] == ["  draw  ", "  next  "]
     for line in lines:
