@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.audit import PREFIX, Data, audit
+from data.audit import PREFIX, Data, audit, find_shards
 from data.shards import ShardError, write_shard
 
 BOS, VOCAB = 9, 10
@@ -51,6 +51,15 @@ def test_overlap_is_what_a_loop_over_documents_counts(tmp_path_factory, train, v
     val = [text(seed, length) for seed, length in val]
     found = audit(write(folder, train=[train[:cut], train[cut:] or train[:1]], val=[val]), 2)
     assert found["overlap"] == pytest.approx(overlap_by_loop(train, val))
+
+
+def test_a_split_is_found_by_a_whole_word_of_the_file_name(tmp_path):
+    names = ["fineweb_val_000000.bin", "retrieval_train_000000.bin", "train_000001.bin"]
+    for name in names:
+        (tmp_path / name).touch()
+    found = {split: [path.name for path in find_shards({"data_dir": tmp_path}, split)]
+             for split in ("val", "train")}  # fmt: skip
+    assert found == {"val": names[:1], "train": names[1:]}
 
 
 def test_a_token_beyond_the_vocabulary_is_named_with_its_file_and_place(tmp_path):

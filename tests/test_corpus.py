@@ -143,6 +143,12 @@ def test_a_bad_line_is_named_and_leaves_no_shard(tmp_path, convert, capsys, line
     assert not (tmp_path / "out").exists()
 
 
+def test_a_shard_of_another_vocabulary_is_named(tmp_path, convert, capsys):
+    write_shard(tmp_path / "in.bin", np.array([1023, 60_000, 5], np.uint16))
+    assert convert(tmp_path / "in.bin") == 2
+    assert "in.bin: token 1 is 60000; the vocabulary has 1,024 tokens" in capsys.readouterr().err
+
+
 def test_documents_that_leave_a_shard_empty_are_refused(tmp_path, convert, capsys):
     assert convert(write_jsonl(tmp_path / "in.jsonl", ["short"])) == 2
     assert "one document in 16 is for validation. Give more." in capsys.readouterr().err

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_gpt
 from data.loader import Batch, in_parts
 from kernels.attention import PortableAttention
+from runtime.errors import Refused
 from train_gpt import at, initial_scalars, make_optimizers, spans
 
 
@@ -511,3 +512,18 @@ def test_a_model_with_pieces_off_or_exchanged_has_a_gradient_for_all_that_it_has
     for name, gradient in gradients(model, batch())[1].items():
         assert gradient.isfinite().all(), name
         assert gradient.any(), name
+
+
+def test_tables_that_cannot_be_looked_up_are_refused_before_the_model_is_built(monkeypatch):
+    monkeypatch.setitem(train_gpt.LAYERS, "gap", [train_gpt.Layer(value_embed=1)])
+    with pytest.raises(Refused, match="a table whose value_embed are 0, 1, 2 and so on"):
+        small("tiny", "record42", layers="gap")
+    for rows in (0.001, 0.01):  # none, and one
+        with pytest.raises(Refused, match=f"--bigram-rows {rows}: it must be 0, or two rows"):
+            small("tiny", "record42", bigram_rows=rows)
+
+
+def test_a_cpu_trains_tiny_by_default_whatever_else_the_machine_has(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert train_gpt.preset({"device": "cpu"})["track"] == "tiny"
+    assert train_gpt.preset({"device": "auto"})["track"] == "short"

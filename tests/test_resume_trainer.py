@@ -108,7 +108,8 @@ def test_minutes_are_the_steps_that_fill_them_and_a_resumed_run_keeps_those(
     torch.manual_seed(0)
     break_off(TERM, 7, data, tmp_path, **minutes)
     monkeypatch.setattr("runtime.warmup.time_stages", lambda *_: [(6, 1000.0)])
-    assert "steps of 1,000.0 ms" not in resume(data, tmp_path, **minutes).out
+    rounded = minutes | {"activation_checkpointing": "on"}  # a resume may change it
+    assert "steps of 1,000.0 ms" not in resume(data, tmp_path, **rounded).out
     assert_same(tmp_path, whole())
     too_few = run(data, tmp_path / "other", **minutes | {"minutes": 0.001})
     assert too_few.code == 2

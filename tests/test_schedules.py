@@ -219,6 +219,13 @@ def test_the_guard_starts_anew_where_batch_or_losses_change_and_nowhere_else():
     assert not any(at(SHORT, step).new_scale for step in range(2285))
 
 
+def test_a_loss_on_prefixes_that_a_stage_adds_is_a_new_scale_for_the_guard(monkeypatch):
+    plain = train_gpt.Stage(0.5, short=1, long=2)
+    stages = [plain, replace(plain, prefix=(0.5, 0.5))]
+    config = small("tiny", prefixes=True, stages=add_stages(monkeypatch, stages), steps=10)
+    assert [step for step in range(10) if at(config, step).new_scale] == [5]
+
+
 def add_stages(monkeypatch, stages):
     """The name of a new table of stages: `at` remembers what it found for a name."""
     monkeypatch.setitem(train_gpt.STAGES, repr(stages), stages)
