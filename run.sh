@@ -34,7 +34,7 @@ install() { # install the requirements in $1 into .venv; .venv/$1 holds those in
     # --no-compile: Python compiles what it imports, an eighth of what pip would spend 17 s on.
     "$VENV_PYTHON" -m pip install --quiet --no-input --no-compile --disable-pip-version-check \
         -r "$1" ||
-        stop "pip could not install $1, for the reason above; mend it and start again"
+        stop "pip could not install $1, for the reason above; fix it and start again"
     cp "$1" ".venv/$1"
 }
 
