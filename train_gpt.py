@@ -298,7 +298,8 @@ class Config(RunSettings):
         rule = "a table whose value_embed are 0, 1, 2 and so on"
         require(self, "layers", tables_of == set(range(len(tables_of))), rule)
         bigrams = round(self.bigram_rows * self.padded_vocab)
-        require(self, "bigram_rows", not self.bigram_rows or bigrams > 1, "0, or two rows at least")
+        rule = f"0, or above {1.5 / self.padded_vocab:.2g}"  # two rows
+        require(self, "bigram_rows", not self.bigram_rows or bigrams > 1, rule)
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.seq_len
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"
@@ -1189,7 +1190,7 @@ class Trainer:
 
     def reset(self, seed: int) -> None:
         """Set everything that a run changes to its value before the first step of this seed."""
-        torch.manual_seed(seed)  # nothing here draws from it; pieces of your own, like dropout, may
+        torch.manual_seed(seed % 2**64)  # for pieces of your own that draw, such as dropout
         self.model.initialize(seed)
         for parameter in self.model.parameters():
             parameter.grad = None

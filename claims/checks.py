@@ -130,7 +130,7 @@ def check_started(evidence: Evidence) -> Iterator[str]:
 
 def check_seeds(evidence: Evidence) -> Iterator[str]:
     """No seed was tried before its claimed run, also not with settings that change nothing."""
-    starts = [line for line in evidence.starts if isinstance(line.get("seed"), int)]
+    starts = [line for line in evidence.starts if isinstance(line.get("seed"), (int, float))]
     claimed = {line["seed"]: line["time"] for line in starts}
     for line in evidence.registry:
         seed = line.get("seed")

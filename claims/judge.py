@@ -9,6 +9,7 @@ read after any stop (Jennison and Turnbull, 1989). docs/judge.md has the levels 
 """
 
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,8 +196,12 @@ def find_judgement(
     if seed is None:
         seed = next_seed(Path("logs"), folder, records)
     (folder / number).mkdir(parents=True)  # FileExistsError: another judgement has just begun
-    changed = write_diff(folder / number / "source.diff", *(arm.source for arm in arms))
-    register(folder / JUDGEMENTS, "start", run_id=number, seed=seed, diff=changed, **facts)
+    try:
+        changed = write_diff(folder / number / "source.diff", *(arm.source for arm in arms))
+        register(folder / JUDGEMENTS, "start", run_id=number, seed=seed, diff=changed, **facts)
+    except BaseException:  # else the folder would be in the way of the next try
+        shutil.rmtree(folder / number)
+        raise
     return read_judgements(folder)[-1]
 
 
@@ -228,7 +233,9 @@ def next_seed(*folders: Path) -> int:
     for folder in folders:
         for path in [*folder.rglob(f"{Path(REGISTRY).stem}*.jsonl"), *folder.rglob(JUDGEMENTS)]:
             named = [line for line in read_registry(path) if isinstance(line.get("seed"), int)]
-            seeds += [line["seed"] + line.get("pairs", 1) - 1 for line in named]
+            pairs = [line.get("pairs") for line in named]
+            seeds += [line["seed"] + (count if isinstance(count, int) else 1) - 1
+                      for line, count in zip(named, pairs, strict=True)]  # fmt: skip
         for path in folder.rglob("claim.json"):
             seeds += read_claim(path).seeds
     return max(seeds) + 1

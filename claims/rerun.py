@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -199,7 +200,8 @@ def relative(part: NDArray, inside: NDArray) -> float:
 def validation_rows(folder: Path, tokens: int, sequence: int) -> Rows:
     """The validation rows, read without the source. Refused if there are too few tokens."""
     parts = [np.empty(0, "<u2")]
-    for path in sorted(folder.glob("*val_*.bin")):
+    word = re.compile(r"(?<![a-z])val_")  # as the trainer finds them
+    for path in sorted(each for each in folder.glob("*.bin") if word.search(each.name)):
         parts.append(np.fromfile(path, "<u2", count=tokens + 1, offset=HEADER_BYTES))
     stream = np.concatenate(parts)[: tokens + 1].astype(np.int64)
     if len(stream) <= tokens:

@@ -59,10 +59,9 @@ class Shard:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            self._file = self.path.open("rb")
-        except OSError as error:
-            raise ShardError(f"{path}: {error.strerror}. Fetch or build it.") from None
+        if not (self.path.is_file() and os.access(self.path, os.R_OK)):
+            raise ShardError(f"{path}: no file that can be read. Fetch or build it.")
+        self._file = self.path.open("rb")
         weakref.finalize(self, self._file.close)
         header = self._file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
         magic, version, self._count = np.frombuffer(header, dtype="<i4", count=3).tolist()
@@ -95,6 +94,6 @@ def read_shard(path: Path, vocab_size: int) -> Tokens:
         place = int((tokens >= vocab_size).argmax())
         raise ShardError(
             f"{path}: token {place:,} is {tokens[place]}; the vocabulary has {vocab_size:,} tokens."
-            " Set the --vocab-size of the tokenizer that made the shard, or make it again."
+            " Use the vocabulary of the tokenizer that made the shard, or make it again."
         )
     return tokens

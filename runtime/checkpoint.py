@@ -229,7 +229,7 @@ def plan_runs(trainer: Any) -> list[RunPlan]:
 def steps_begun(config: Any, source_sha256: str) -> int | None:
     """Under --resume auto, the steps of the first seed's last run of these settings and source."""
     if config.resume == "auto":
-        for history, _ in _started(config, seed=config.seed):
+        for history, _ in _started(config, seed=config.seed, track=config.track):
             steps = history.header["config"]["steps"]
             now = {"config": asdict(config) | {"steps": steps}, "source_sha256": source_sha256}
             if not differences(history.header, history.header | now)[0]:

@@ -351,9 +351,9 @@ class RunLog:
                            f"process, or give a --log-dir that can be written.") from error
 
     def write(self, event: str, **fields: Any) -> bool:
-        """Append one event. Return whether the file has it: if not, it waits in memory.
+        """Append one event. Return whether the file has it, and of SYNCED_EVENTS the disk.
 
-        The first OSError prints a warning; later ones are silent.
+        Lines that the file lacks wait in memory. Only the first OSError prints a warning.
         """
         if self._file is None:
             return False
@@ -391,10 +391,10 @@ class RunLog:
     def finish(self, end: dict[str, Any]) -> None:
         """Log and register how the run ended, and close. LogError if the disk refuses."""
         with contextlib.closing(self):
-            self.write("end", **end)
+            written = self.write("end", **end)
             registered = {"status": end["status"], "val_loss": end["val_loss"]}
             registered["log_sha256"] = self._sha256.hexdigest()
-            if self._file and not self._waiting:  # else the run is unfinished, and can be resumed
+            if written:  # else the run is unfinished, and can be resumed
                 register(self.directory / REGISTRY, "end", run_id=self.run_id, **registered)
 
     def close(self) -> None:

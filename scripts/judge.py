@@ -36,7 +36,7 @@ CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
 FORM = "+.5g"  # of differences
 SKEWED = 1.0  # so are 4 % of races of twenty normal differences, and 85 % of lognormal ones
-POLL_S = 10.0  # between two readings of the logs, which would slow the runs
+POLL_S = 10.0  # between two readings of the logs: reading slows the runs
 
 
 def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
@@ -121,8 +121,8 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> dict[int, fl
             code, told = child.poll(), done  # figures are read after it: none is missed
             done = judge.figures(folder, arm, metric)
             for seed in sorted(done.keys() - told.keys()):
-                found = f"seed {seed}: {done[seed]:.4f} {UNITS[metric]}"
-                print(f"  {arm.name}, {found}", file=sys.stderr, flush=True)
+                found = f"{done[seed]:.4f} {UNITS[metric]}" if math.isfinite(done[seed]) else "none"
+                print(f"  {arm.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
     if code not in (0, 3):  # 3: a run diverged, which is a result
         last = output.read_text(errors="replace").splitlines()[-1:]
         raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({output}). Fix it, "

@@ -18,7 +18,7 @@ import pytest
 
 from claims.judge import next_seed, read_judgements, steps_to
 from claims.runs import Run, Validation
-from runtime.log import read_registry
+from runtime.log import read_registry, register
 from scripts import command, judge, record
 
 # Stands in for the trainer: the same flags and logs, at once. --gain is what a flag is worth.
@@ -285,6 +285,11 @@ def test_steps_to_the_target_lie_on_the_line_between_two_validations(project, ca
 def test_a_claim_of_a_judgement_takes_its_flags_its_source_and_fresh_seeds(project, capsys):
     assert run("--b", "--gain 0.2", "--pairs", "8", "--seed", "70") == 0
     assert next_seed(project / "logs") == 78
+    odd = project / "logs/odd"
+    odd.mkdir()
+    register(odd / "judgements.jsonl", "start", run_id="001", seed=None)
+    register(odd / "judgements.jsonl", "start", run_id="002", seed=70, pairs="x")
+    assert next_seed(odd) == 71
     words = ["claim", "Gain", "--about", "more", "--from-judgement"]
     assert record.main([*words, "2"]) == 2
     assert "has 1 judgements" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import optim
 from runtime import machine as machines
 from runtime.ending import leave, supervise
-from runtime.errors import Interrupted, NonFinite, Refused
+from runtime.errors import Interrupted, Refused
 from runtime.machine import Machine
 from runtime.warmup import why_not_compile
 
@@ -172,7 +172,6 @@ def fail(error):
     ("error", "code", "said"),
     [
         (Refused("--steps 0: it must be at least 1."), 2, "error: --steps 0: it must be at least"),
-        (NonFinite("loss is nan"), 3, "error: loss is nan"),
         (KeyError("of the data"), 2, "error: 'of the data'"),  # in `refused`
         (Interrupted(signal.SIGTERM), 143, ""),
         (torch.OutOfMemoryError("no room\na page"), 1, "error: out of memory: no room. Use --act"),
