@@ -1190,7 +1190,6 @@ class Trainer:
 
     def reset(self, seed: int) -> None:
         """Set everything that a run changes to its value before the first step of this seed."""
-        torch.manual_seed(seed % 2**64)  # for pieces of your own that draw, such as dropout
         self.model.initialize(seed)
         for parameter in self.model.parameters():
             parameter.grad = None
