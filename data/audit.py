@@ -54,7 +54,7 @@ def find_shards(settings: Settings, split: str) -> list[Path]:
     folder, word = Path(settings["data_dir"]), re.compile(rf"(?<![a-z]){split}_")
     files = sorted(path for path in folder.glob("*.bin") if word.search(path.name))
     if not files:
-        raise ShardError(f"{folder} has no *{split}_*.bin file (no letter may stand before {split}). "
+        raise ShardError(f"{folder} has no *{split}_*.bin file (no letter before {split}). "
                          f"{FIXES.get(settings['track'], '')}")  # fmt: skip
     return files
 
