@@ -12,8 +12,8 @@ what runs: hardware, backends, batches, seconds of compilation, waits for the de
 compiled after the warm-up, peak memory. If there are no data, it takes random tokens.
 
 --against times other code beside ours, from files anywhere. For `step` a file defines
-build(config), which returns a function that takes a training step; for `optim` build(parameters),
-which returns step functions by name.
+build(config), which returns a function that takes so many training steps: step(count); for `optim`
+build(parameters), which returns step functions by name.
 """
 
 import argparse
@@ -99,13 +99,14 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     config = parse(Config, flags, train_gpt.preset, "")
     machine = machines.start(config.device, config.rank_timeout)
     data = "those of the track"
-    if machine.on_main(lambda: not any(Path(config.data_dir).glob("*val_*.bin"))):
-        data = "random tokens"
-        config = replace(config, steps=RANDOM_STEPS, val_tokens=2 * config.val_seq_len)
-        folder = machine.on_main(partial(write_random, config))
-        config = replace(config, data_dir=folder, val_sha256="")
-    trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
-    train_gpt.warm_up(trainer, clock)
+    with tempfile.TemporaryDirectory(prefix="speedrun_") as folder:
+        if machine.on_main(lambda: not any(Path(config.data_dir).glob("*val_*.bin"))):
+            data = "random tokens"
+            config = replace(config, steps=RANDOM_STEPS, val_tokens=2 * config.val_seq_len)
+            folder = machine.on_main(partial(write_random, config, folder))
+            config = replace(config, data_dir=folder, val_sha256="")
+        trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
+        train_gpt.warm_up(trainer, clock)  # then all ranks have opened their shards
     facts = trainer.env | trainer.checks | {"data": data, "ranks": machine.world_size}
     facts |= {kind: f"{trainer.env[kind]}, {why}" for kind, why in trainer.chosen.items()}
     shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]  # of each stage
@@ -116,15 +117,15 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     return {"facts": facts, "step": step_table(trainer, given)}
 
 
-def write_random(config: Config) -> str:
-    """A folder with random tokens, enough for the run."""
-    folder, random = Path(tempfile.mkdtemp(prefix="speedrun_")), np.random.default_rng(0)
+def write_random(config: Config, folder: str) -> str:
+    """Write random tokens, enough for the run. Returns the folder."""
+    random = np.random.default_rng(0)
     needed = 4 * train_gpt.tokens_before(config, config.steps)
     for split, count in (("train", needed), ("val", 3 * config.val_seq_len)):
         tokens = random.integers(0, config.bos, count, dtype=np.uint16)
         tokens[:: min(DOCUMENT, config.seq_len // 2)] = config.bos
-        write_shard(folder / f"random_{split}_000000.bin", tokens)
-    return str(folder)
+        write_shard(Path(folder, f"random_{split}_000000.bin"), tokens)
+    return folder
 
 
 def count_slips(trainer: Trainer) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
         tokens[name] = train_gpt.at(config, first).batch_tokens
         steps[name] = partial(take_steps, trainer, first, STEPS)
     for path in given.against:
-        steps[path] = partial(repeat, runpy.run_path(path)["build"](config))
+        steps[path] = partial(runpy.run_path(path)["build"](config), STEPS)
     rows = timed(steps, STEPS, name, trainer.guard.reset, given.rounds, trainer.machine)
     machine, dtype = trainer.machine, trainer.model.dtype
     peak = machines.peak_flops(machine, dtype) or product_rate(machine, dtype)
@@ -168,11 +169,6 @@ def product_rate(machine: Any, dtype: torch.dtype) -> float:
     square = torch.randn(2048, 2048, device=machine.device, dtype=dtype)
     rows = timed({"product": lambda: square @ square}, 1, "product", lambda: None, 10, machine)
     return machine.world_size * 2 * len(square) ** 3 / (rows["product"]["median"] / 1000)
-
-
-def repeat(step: Callable[[], object]) -> None:
-    for _ in range(STEPS):
-        step()
 
 
 # ---- A step of optimizers

@@ -1,6 +1,7 @@
 """The benchmark: every row is timed alike, figures agree, every optimizer really steps."""
 
 import json
+import tempfile
 import time
 from functools import partial
 
@@ -18,7 +19,7 @@ import torch
 def build(given):
     if isinstance(given, list):
         return {"theirs": torch.optim.SGD(given, lr=1e-9).step}
-    return lambda: torch.ones(given.batch_tokens).sum()
+    return lambda count: torch.ones(count, given.batch_tokens).sum()
 """
 
 
@@ -64,6 +65,7 @@ def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
 ):
     monkeypatch.setattr(bench, "STEPS", 2)
     monkeypatch.setattr(bench, "RANDOM_STEPS", 12)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     flags = small_run.arguments(tmp_path / "nothing", tmp_path, steps=10**6)
     with small_run.restored_settings():
         assert bench.main(["step", "--rounds", "2", "--", *flags]) == 0
@@ -76,6 +78,7 @@ def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
     assert facts["attention"].startswith("portable, ")
     assert "peak, MiB" in facts
     assert "\nstage 2, window" in table
+    assert not list(tmp_path.glob("speedrun_*")), "the tokens are gone"
 
 
 def test_optimizers_are_timed_beside_those_of_torch_and_of_files(
