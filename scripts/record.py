@@ -31,16 +31,14 @@ from claims import record as records
 from claims.arms import ALPHA
 from claims.checks import find_failures
 from claims.judge import find_judged, next_seed
-from claims.record import TRACKS, Evidence, read_evidence
 from claims.rerun import rerun
 from claims.stats import power
-from runtime.claim import Claim, read_claim
+from runtime.claim import Claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest
 from runtime.settings import flag
 
 RECORDS = ROOT / "records"
-FIRST_RUN = -1  # for a seed
 EFFECTS = (0.5, 1.0, 1.5)  # of which a claim prints the power, in standard deviations
 
 
@@ -56,7 +54,7 @@ def claim(arguments: argparse.Namespace) -> int:
     for name in ("recipe", "track"):  # their defaults may change, or depend on the machine
         if f"--{name}" not in [word.partition("=")[0] for word in flags]:
             flags = [f"--{name}", config[name], *flags]
-    track = TRACKS[config["track"]]
+    track = records.TRACKS[config["track"]]
     fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
     for name, value in records.departures(config, fixed).items():
         raise Refused(f"{flag(name)} {config[name]}: that of the track is {value}. "
@@ -81,7 +79,7 @@ def make(arguments: argparse.Namespace) -> int:
     """Copy the logs of a claim's runs, write the pages, and say whether the record holds."""
     folder = arguments.folder
     records.copy_runs(folder, arguments.logs)
-    evidence = read_evidence(folder)
+    evidence = records.read_evidence(folder)
     for name, content in pages.derived(evidence).items():
         (folder / name).write_bytes(content)
     code = print_verdict(evidence)
@@ -90,7 +88,7 @@ def make(arguments: argparse.Namespace) -> int:
     return code
 
 
-def print_verdict(evidence: Evidence) -> int:
+def print_verdict(evidence: records.Evidence) -> int:
     """Print why a record fails and what it shows; 0 when its evidence holds."""
     failures = [*find_failures(evidence), *pages.differences(evidence)]
     for failure in failures:
@@ -112,23 +110,22 @@ def verify(arguments: argparse.Namespace) -> int:
     """Check records against their logs; 1 if one does not hold, or is not shown where required."""
     code = 0
     for folder in arguments.folders:
-        evidence = read_evidence(folder)
+        evidence = records.read_evidence(folder)
         code |= print_verdict(evidence)
         code |= arguments.require_shown and not evidence.shown
-        if arguments.rerun is not None:
+        if "rerun" in arguments:  # with a seed, or None for the first run
             code |= run_again(evidence, arguments)
     return code
 
 
-def run_again(evidence: Evidence, arguments: argparse.Namespace) -> int:
+def run_again(evidence: records.Evidence, arguments: argparse.Namespace) -> int:
     """Run the record's source and print what differs; 0 if nothing does beyond its bound."""
     if arguments.steps is not None and arguments.steps < 1:
         raise Refused(f"--steps {arguments.steps}: it must be at least 1")
     data = (arguments.data_dir or ROOT / evidence.claim.config["data_dir"]).resolve()
-    seed, failed = None if arguments.rerun == FIRST_RUN else arguments.rerun, 0
+    seed, steps, failed = arguments.rerun, arguments.steps, 0
     with tempfile.TemporaryDirectory(prefix="rerun_") as folder:
-        scratch, timeout_s = Path(folder), arguments.timeout
-        for each in rerun(evidence, seed, arguments.steps, data, scratch, timeout_s):
+        for each in rerun(evidence, seed, steps, data, Path(folder), arguments.timeout):
             numbers = f"{each.found:<9.6g} at most {each.allowed:<9.6g}"
             verdict = "" if each.holds else "DIFFERS"
             print(f"    {each.what:<60} {numbers} {each.where:<16} {verdict}".rstrip())
@@ -139,17 +136,15 @@ def run_again(evidence: Evidence, arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Print the difference of two records' sources."""
-    sources = []
-    for folder in (arguments.before, arguments.after):
-        sha256 = read_claim(folder / "claim.json").source_sha256
-        sources.append(records.read_source(records.records_of(folder), sha256).files)
-    print("\n".join(records.difference(*sources)))
+    before = records.read_evidence(arguments.before).source
+    after = records.read_evidence(arguments.after).source
+    print("\n".join(records.difference(before.files, after.files)))
     return 0
 
 
 def leaderboard(arguments: argparse.Namespace) -> int:
     """Write the page and the pictures of all records, if none of them fails."""
-    found = [read_evidence(path.parent) for path in sorted(RECORDS.glob("*/*/claim.json"))]
+    found = [records.read_evidence(path.parent) for path in sorted(RECORDS.glob("*/*/claim.json"))]
     made = sorted((one for one in found if one.runs), key=lambda one: one.claim.created)
     for one in made:
         if find_failures(one) or list(pages.differences(one)):
@@ -187,7 +182,7 @@ def main(argv: list[str]) -> int:
     add = add_command(verify)
     add("folders", type=Path, nargs="+", metavar="folder")
     add("--require-shown", action="store_true", help="1 also for a claim not shown")
-    add("--rerun", nargs="?", type=int, const=FIRST_RUN, metavar="SEED",
+    add("--rerun", nargs="?", type=int, default=argparse.SUPPRESS, metavar="SEED",
         help="run the source again, which others wrote, and compare (first run)")
     add("--steps", type=int, help="with --rerun: stop after N (run to the end)")
     add("--data-dir", type=Path, help="with --rerun: folder of the shards (the run's)")

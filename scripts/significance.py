@@ -23,14 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from scripts.command import command, make_parser, show, start
 
 from claims import arms
-from claims.arms import ALPHA, ArmVerdict
 from claims.logs import read_all
 from runtime.errors import LogError
 from runtime.settings import reader
 from view.verdicts import in_sentences
 
 
-def to_text(arm: ArmVerdict) -> str:
+def to_text(arm: arms.ArmVerdict) -> str:
     run, step = arm.first, f", at step {arm.at_step}" if arm.at_step is not None else ""
     facts = f"source {run.source or 'unknown':.12}, steps {run.total_steps}, GPUs {run.gpu_count}"
     n, mean, sd, t, p, upper99 = arm.result
@@ -42,7 +41,7 @@ def to_text(arm: ArmVerdict) -> str:
     word, shown = ("PASS", "shown") if arm.passes else ("FAIL", "not shown")
     lines = [f"{arm.name}: {facts}{step}", figures]
     below = f" below {arm.target:g}" if n else ""  # without a run there is no target
-    lines.append(f"{word}: a mean loss{below} at p < {ALPHA:g} is {shown}")
+    lines.append(f"{word}: a mean loss{below} at p < {arms.ALPHA:g} is {shown}")
     lines += [f"warning: {warning}" for warning in arm.warnings]
     for lost in arm.incomplete:
         lines.append(f"left out: {lost['path']}: {lost['reason']} (loss {lost['last_loss']})")

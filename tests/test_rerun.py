@@ -74,7 +74,7 @@ def evidence(data, tmp_path_factory) -> Evidence:
 
 
 def run_again(evidence: Evidence, data: Path, capsys, **given) -> tuple[int, str]:
-    default = {"rerun": record.FIRST_RUN, "steps": None, "data_dir": data, "timeout": 200.0}
+    default = {"rerun": None, "steps": None, "data_dir": data, "timeout": 200.0}
     code = record.run_again(evidence, argparse.Namespace(**default | given))
     return code, capsys.readouterr().out
 
