@@ -62,10 +62,7 @@ class SweepRun(NamedTuple):
     flags: list[str]
     patch: str  # a unified diff of the source; "" for none
     folder: Path  # of its logs; runs share it if they differ in nothing but the seed
-
-    @property
-    def source(self) -> Path:
-        return (self.folder if self.patch else self.folder.parent) / "source"
+    source: Path  # the copy that it trains
 
 
 def read_plan(path: Path, out: Path) -> list[SweepRun]:
@@ -100,7 +97,8 @@ def runs_of(name: str, arm: dict[str, Any], out: Path) -> Iterator[SweepRun]:
             flags = [*shlex.split(words), *own]
             safe = re.sub(r"[^-+.=,0-9A-Za-z]+", "_", title)
             folder = out / f"{safe}_{json_hash([flags, patch]):.8}"
-            yield SweepRun(title, int(seed), flags, patch, folder)
+            source = (folder if patch else out) / "source"
+            yield SweepRun(title, int(seed), flags, patch, folder, source)
 
 
 def copy_source(root: Path, patch: str, folder: Path) -> None:
