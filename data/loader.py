@@ -49,13 +49,12 @@ class Order:
 
     def check(self, world_size: int) -> None:
         """ValueError if the ranks cannot own equally many rows of every step."""
-        counts = list(dict.fromkeys(self.at(first)[0] for first, *_ in self.stages))
+        counts = sorted({self.at(first)[0] for first, *_ in self.stages})
         common = math.gcd(*counts)
         if common % world_size:
-            sizes = ", ".join(map(str, divisors(common, common)))
             raise ValueError(
-                f"world size {world_size} does not divide {', '.join(map(str, counts))} rows a "
-                f"step; start one of {sizes} ranks, or change --batch-tokens or --seq-len."
+                f"world size {world_size} does not divide {counts} rows a step; start one of "
+                f"{divisors(common, common)} ranks, or change --batch-tokens or --seq-len."
             )
 
 
