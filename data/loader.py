@@ -70,7 +70,7 @@ def divisors(number: int, limit: int) -> list[int]:
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the host, in pinned memory if CUDA is available."""
+    """One micro-batch on the host. Of training it is in pinned memory if CUDA is available."""
 
     inputs: torch.Tensor  # int32 (rows, seq_len)
     targets: torch.Tensor  # int64 (rows, seq_len)
