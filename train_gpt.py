@@ -35,11 +35,10 @@ if __name__ == "__main__":
     # .pyc beside them must not run. torch, above, may use its own.
     sys.pycache_prefix = os.devnull
 import optim
-from data.audit import Data, audit
 from data.copied import copied_and_new_loss
-from data.loader import Batch
+from data.loader import Batch, Data
 from data.sampling import generate
-from data.shards import ShardError
+from data.shards import ShardError, audit
 from data.tokenizers import TOKENIZERS, read_prefixes, read_tokenizer, require_tokenizer
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy

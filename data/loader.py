@@ -10,8 +10,8 @@ The row rule is that of modded-nanogpt, record 42.
 import hashlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data.shards import Shard, ShardError, Tokens
+from data.shards import Settings, Shard, ShardError, Tokens, find_shards
 
 SCAN_BLOCK = 1 << 17  # tokens searched for document starts at once: a step of `short` has 2 or 3
 
@@ -49,13 +49,12 @@ class Order:
 
     def check(self, world_size: int) -> None:
         """ValueError if the ranks cannot own equally many rows of every step."""
-        counts = list(dict.fromkeys(self.at(first)[0] for first, *_ in self.stages))
+        counts = sorted({self.at(first)[0] for first, *_ in self.stages})
         common = math.gcd(*counts)
         if common % world_size:
-            sizes = ", ".join(map(str, divisors(common, common)))
             raise ValueError(
-                f"world size {world_size} does not divide {', '.join(map(str, counts))} rows a "
-                f"step; start one of {sizes} ranks, or change --batch-tokens or --seq-len."
+                f"world size {world_size} does not divide {counts} rows a step; start one of "
+                f"{divisors(common, common)} ranks, or change --batch-tokens or --seq-len."
             )
 
 
@@ -71,7 +70,7 @@ def divisors(number: int, limit: int) -> list[int]:
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the host, in pinned memory if CUDA is available."""
+    """One micro-batch on the host. Of training it is in pinned memory if CUDA is available."""
 
     inputs: torch.Tensor  # int32 (rows, seq_len)
     targets: torch.Tensor  # int64 (rows, seq_len)
@@ -82,12 +81,6 @@ class Batch(NamedTuple):
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
-def capacity_for(rows: int, documents_per_row: int) -> int:
-    """Return the length of cu_seqlens for `rows` rows of at most `documents_per_row` each."""
-    entries = rows * documents_per_row + 1  # the end of the last document
-    return -(-entries // 32) * 32  # few different lengths, so few compiled graphs
-
-
 def _begins(rows: Tokens, bos: int | None) -> NDArray:
     """Return which inputs of rows (n, seq_len + 1) begin a document or a row, (n, seq_len) bool."""
     begins = rows[:, :-1] == (-1 if bos is None else bos)
@@ -95,10 +88,12 @@ def _begins(rows: Tokens, bos: int | None) -> NDArray:
     return begins
 
 
-def _make_batch(rows: Tokens, bos: int | None, capacity: int) -> Batch:
-    """Make a batch from tokens (n, seq_len + 1)."""
+def _make_batch(rows: Tokens, bos: int | None, documents: int) -> Batch:
+    """Make a batch from tokens (n, seq_len + 1) of at most `documents` documents."""
     inputs, targets = rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int64)
     starts = np.flatnonzero(_begins(rows, bos))
+    entries = documents + 1  # the end of the last document
+    capacity = math.ceil(entries / 32) * 32  # few different lengths, so few compiled graphs
     cu_seqlens = np.full(capacity, inputs.size, np.int32)
     cu_seqlens[: len(starts)] = starts
     batch = Batch(*map(torch.from_numpy, (inputs, targets, cu_seqlens)))
@@ -183,23 +178,18 @@ def _dense_rows(tokens: Shard, order: Order, max_document: int, offset: int) -> 
 def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> tuple[Position, Position, int]:
     """Walk the data as TrainLoader will, without batches. ShardError if they do not suffice.
 
-    Returns where the run begins and ends to read, and the most documents in one row.
+    Returns where the run begins and ends to read, and the most pieces of one row, hence documents.
     """
     begin = end = Position(offset=int(order.data_start * len(shards[0])))
     walk, most = _walk(shards, order, begin), 0
     for _ in range(steps):
         rows, end = next(walk)
-        most = max(most, _most_documents(rows))
+        most = max(most, *map(len, rows))
     for first, *_ in order.stages[1:]:  # warm-up reads the first shard as each later stage would
         with suppress(ShardError):
             for rows, _ in _walk(shards[:1], order, Position(first)):
-                most = max(most, _most_documents(rows))
+                most = max(most, *map(len, rows))
     return begin, end, most
-
-
-def _most_documents(rows: list[Row]) -> int:
-    """Return the most documents among the inputs of a row. Its last token is only a target."""
-    return max(len(row) - (row[-1][1] - row[-1][0] == 1) for row in rows)
 
 
 class TrainLoader(Iterator[list[Batch]]):
@@ -237,14 +227,12 @@ class TrainLoader(Iterator[list[Batch]]):
     def _seek(self, position: Position) -> None:
         self._position = position  # of the next step handed out, not built ahead
         self._steps = self._build(_walk(self._shards, self.order, position))
-        self._pending: Future | None = None
+        self._pending = self._worker.submit(next, self._steps)
         # By step, counted from 1: the shard and the token from which it was read.
         self.places: dict[int, dict[str, Any]] = {}
         self.rows_sum = 0  # of `hash_rows` over this rank's rows so far
 
     def __next__(self) -> list[Batch]:
-        if self._pending is None:
-            self._pending = self._worker.submit(next, self._steps)
         batches, rows_sum, place, self._position = self._pending.result()
         self.rows_sum += rows_sum
         self.places[self._position.step] = place
@@ -267,7 +255,7 @@ class TrainLoader(Iterator[list[Batch]]):
         tokens = shard[first : rows[-1][-1][1]]  # one read; one for each piece would be slow
         pieces = [tokens[start - first : end - first] for row in rows for start, end in row]
         whole = np.concatenate(pieces).reshape(len(rows), -1)
-        return _make_batch(whole, self.order.bos, capacity_for(len(rows), self.max_documents))
+        return _make_batch(whole, self.order.bos, len(rows) * self.max_documents)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next step's position and the hash of the rows so far, as JSON data."""
@@ -288,7 +276,7 @@ class TrainLoader(Iterator[list[Batch]]):
 
 
 def validation_batches(
-    files: Files, settings: Mapping[str, Any], most: int, rank: int = 0, world_size: int = 1
+    files: Files, settings: Settings, most: int, rank: int = 0, world_size: int = 1
 ) -> list[Batch]:
     """Return this rank's share of the first `val_tokens` tokens, contiguous across shards.
 
@@ -305,23 +293,46 @@ def validation_batches(
         )
     rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
     at_once = divisors(len(rows) // world_size, most // seq_len)[-1]
-    most_documents = int(_begins(rows, bos).sum(1).max())
-    capacity = capacity_for(at_once, most_documents)  # of all batches on all ranks
+    most_documents = at_once * int(_begins(rows, bos).sum(1).max())  # in a batch of any rank
     own = _deal(len(rows), at_once, rank, world_size)
-    return [_make_batch(rows[part], bos, capacity) for part in own]
+    return [_make_batch(rows[part], bos, most_documents) for part in own]
 
 
 def in_parts(batches: list[Batch], most: int, reach: int) -> list[Batch]:
     """Cut rows longer than `most` into parts of `most` targets; inputs start `reach` earlier."""
     parts = []
     for batch in batches:
-        seq_len = batch.targets.size(1)
-        if most >= seq_len:
-            parts.append(batch)
-            continue
+        rows, seq_len = batch.targets.shape
         for start in range(0, seq_len, most):
             first, end = max(start - reach, 0), min(start + most, seq_len)
             # Boundaries outside the part become its start or its end: empty documents.
-            ends = (batch.cu_seqlens - first).clamp(0, end - first)
+            ends = (batch.cu_seqlens - first).clamp(0, rows * (end - first))
             parts.append(Batch(batch.inputs[:, first:end], batch.targets[:, start:end], ends))
     return parts
+
+
+class Data:
+    """The data of one rank. With micro_batch None in `settings`, all its rows are one batch.
+
+    stages: see `Order`; reach: see `in_parts`. ShardError if the shards are missing, damaged or too
+    few, ValueError if the world size does not divide the rows.
+    """
+
+    def __init__(
+        self, settings: Settings, stages: Stages, reach: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        bos = settings["bos"] if settings["document_mask"] else None
+        order = Order(settings["seq_len"], bos, settings["data_start"], stages)
+        files, most = find_shards(settings, "train"), settings["val_batch"]
+        self.train = TrainLoader(files, order, settings["steps"], rank, world_size)
+        if settings["micro_batch"] is not None:
+            self.train.split(settings["micro_batch"])
+        rows = validation_batches(find_shards(settings, "val"), settings, most, rank, world_size)
+        self.validation = in_parts(rows, most, reach)
+        lengths = [int(batch.cu_seqlens.diff().max()) for batch in self.validation]
+        self.val_longest = max(lengths, default=0)  # of a document; a rank may have no rows
+
+    def longest(self, step: int) -> int:
+        """Return how many tokens a document has at most in a training row of this step."""
+        order = self.train.order
+        return order.seq_len if order.bos is None else min(order.at(step)[1], order.seq_len)

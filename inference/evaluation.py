@@ -8,9 +8,9 @@ import torch
 from scipy.stats import ttest_1samp
 from torch import Tensor
 
-from data.audit import audit_validation, find_shards
 from data.copied import is_copied
 from data.loader import in_parts, validation_batches
+from data.shards import audit_validation, find_shards
 from data.tokenizers import token_bytes
 from inference.model import Model
 from train_gpt import receptive_field

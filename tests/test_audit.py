@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.audit import PREFIX, Data, audit, find_shards
-from data.shards import ShardError, write_shard
+from data.loader import Data
+from data.shards import PREFIX, ShardError, audit, find_shards, write_shard
 
 BOS, VOCAB = 9, 10
 SETTINGS = {

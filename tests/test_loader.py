@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data import loader as loader_module
-from data.audit import Data
-from data.loader import Order, TrainLoader, capacity_for, in_parts, validation_batches
+from data.loader import Data, Order, TrainLoader, in_parts, validation_batches
 from data.shards import Shard, ShardError, write_shard
 
 ROOT = Path(__file__).parents[1]
@@ -278,7 +277,7 @@ def test_ranks_that_do_not_divide_every_batch_are_refused(files):
     order = replace(ORDER, stages=[(0, 32, 6), (3, 48, 6)])
     shares = [make(files, order, world_size=size).shares(3) for size in (1, 2)]
     assert shares == [(1, 6), (1, 3)]
-    rule = "world size 4 does not divide 4, 6 rows a step; start one of 1, 2 ranks"
+    rule = r"world size 4 does not divide \[4, 6\] rows a step; start one of \[1, 2\] ranks"
     with pytest.raises(ValueError, match=rule):
         make(files, order, world_size=4)
 
@@ -287,6 +286,8 @@ def test_ranks_that_do_not_divide_every_batch_are_refused(files):
 
 
 @given(shards_strategy, order_strategy)
+# Only warm-up has enough documents for the second stage, whose rows hold more of them.
+@example([shard_of([14] * 30)], Order(2, BOS, 0.0, [(0, 16, 15), (1, 16, 1)]))
 @examples
 def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
     expected = slow_steps(shards, order)
@@ -299,18 +300,14 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
         for first, *_ in order.stages[1:]:
             later = [(max(begin - first, 0), *sizes) for begin, *sizes in order.stages]
             read += slow_steps(shards[:1], replace(order, stages=later, data_start=0))
-        documents = [len(lengths) for step in read for _, lengths in step]
-        assert loader.max_documents == max(documents, default=0)
+        most = max([len(lengths) for step in read for _, lengths in step], default=0)
+        assert most <= loader.max_documents <= most + 1  # the last piece may be only a target
         message = f"data end after {len(expected):,} steps: .*--steps to at most {len(expected):,}"
         with pytest.raises(ShardError, match=message):
             make(files, order, len(expected) + 1)
         for _ in range(2):  # again and again, not once
             with pytest.raises(ShardError, match=message):
                 next(loader)
-
-
-def test_the_end_of_the_last_document_has_a_place_too():
-    assert capacity_for(rows=1, documents_per_row=32) == 64
 
 
 def test_an_open_loader_lets_the_interpreter_end(files):
@@ -348,6 +345,13 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
     assert max(per_rank) - min(per_rank) <= 1
     assert all(len(batch.inputs) <= max(most // sequence, 1) for batch in joined(ranks))
     assert len({len(batch.cu_seqlens) for batch in joined(ranks)}) == 1
+
+
+def test_the_end_of_the_last_document_has_a_place_too(tmp_path):
+    write_shard(tmp_path / "val_000000.bin", [BOS] * 33)
+    values = {"val_tokens": 32, "val_seq_len": 32, "bos": BOS, "document_mask": True}
+    (batch,) = validation_batches([tmp_path / "val_000000.bin"], values, 32)
+    assert batch.cu_seqlens.tolist() == [*range(32), *[32] * 32]
 
 
 # ---- both together
