@@ -99,7 +99,7 @@ class Model:
     def write(self, tokens: Sequence[int], count: int, **options: Any) -> Iterator[int]:
         """Yield the tokens that continue a document of bos and `tokens`.
 
-        options: temperature, top_k, least and seed of data.sampling.generate.
+        options: temperature, top_k, top_p, least and seed of data.sampling.generate.
         """
         bos = self.config.bos
         return generate(

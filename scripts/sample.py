@@ -25,7 +25,7 @@ from inference.model import Model, find_model, load_model
 def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:
     """Print the prompt and its continuations, token by token."""
     tokens = model.tokenizer.encode_ordinary(prompt)
-    options = {name: getattr(given, name) for name in ("temperature", "top_k", "least")}
+    options = {name: getattr(given, name) for name in ("temperature", "top_k", "top_p", "least")}
     for seed in range(given.seed, given.seed + given.samples):
         if given.samples > 1:
             print(f"--- seed {seed}")
@@ -58,6 +58,7 @@ def main(argv: list[str]) -> int:
     add("--tokens", type=int, default=300, help="tokens to write, at most (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
     add("--top-k", type=int, default=0, help="sample from the K likeliest; 0: from all")
+    add("--top-p", type=float, default=1.0, help="from the likeliest with this share of 1")
     add("--least", type=int, default=40, help="tokens before the text may end (%(default)s)")
     add("--stop", default="", metavar="TEXT", help="end after this text")
     add("--samples", type=int, default=1, help="texts, each with the next seed (%(default)s)")
@@ -67,6 +68,8 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     if not (given.temperature >= 0 and math.isfinite(given.temperature)):
         raise ValueError(f"--temperature {given.temperature}: it must be a number of at least 0")
+    if not 0 < given.top_p <= 1:
+        raise ValueError(f"--top-p {given.top_p}: it must be above 0 and at most 1")
     for name in ("tokens", "top_k", "least", "samples", "seed"):
         if getattr(given, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")

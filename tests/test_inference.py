@@ -122,15 +122,16 @@ def test_a_text_ends_with_bos_and_reads_no_more_than_its_context():
     assert len(list(generate(logits, [9, 3], 8, bos=9, context=3, least=8))) == 8
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "powers"), [
-    (1.0, 0, [1, 1, 1]), (0.5, 0, [2, 2, 2]), (1.0, 2, [None, 1, 1]), (1.0, 1, [None, None, 1]),
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "powers"), [
+    (1.0, 0, 1.0, [1, 1, 1]), (0.5, 0, 1.0, [2, 2, 2]), (1.0, 2, 1.0, [None, 1, 1]),
+    (1.0, 0, 0.7, [None, 1, 1]), (1.0, 0, 0.4, [None, None, 1]), (1.0, 0, 0.9, [1, 1, 1]),
 ])  # fmt: skip
-def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, powers):
+def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, top_p, powers):
     given = [0.2, 0.3, 0.5]
     weights = [0 if power is None else p**power for p, power in zip(given, powers, strict=True)]
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor(given).log()
-    drawn = [pick(logits, temperature, top_k, generator) for _ in range(4000)]
+    drawn = [pick(logits, temperature, top_k, top_p, generator) for _ in range(4000)]
     for token, weight in enumerate(weights):
         assert drawn.count(token) / 4000 == pytest.approx(weight / sum(weights), abs=0.03)
 
@@ -220,7 +221,7 @@ def test_a_token_is_drawn_from_a_device_without_float64():
             return self.as_subclass(torch.Tensor)
 
     logits = torch.tensor([0.0, 9.0, 0.0])
-    assert pick(logits.as_subclass(OnApple), 0.01, 0, torch.Generator()) == 1
+    assert pick(logits.as_subclass(OnApple), 0.01, 0, 1.0, torch.Generator()) == 1
 
 
 # ---- The trainer's part
