@@ -29,8 +29,9 @@ def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
             return tiktoken.get_encoding(tokenizer)
         lines = tokenizer.read_bytes().splitlines()
     except OSError as error:
-        raise ValueError(f"tiktoken cannot read its vocabulary: {error}. Connect to the network "
-                         f"once, or set TIKTOKEN_CACHE_DIR.") from error  # fmt: skip
+        fix = "restore the file" if isinstance(tokenizer, Path) else (
+            "connect to the network once, or set TIKTOKEN_CACHE_DIR")  # fmt: skip
+        raise ValueError(f"cannot read the vocabulary: {error}; {fix}.") from error
     ranks = {}  # tiktoken's own reader would keep a copy of the file in a cache
     for line in lines:
         token, rank = line.split()
