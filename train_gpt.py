@@ -1362,7 +1362,8 @@ def make_runs(config: Config) -> int:
     with machines.saying_every_few_seconds("compiling and warming up", machine.say):
         warm_up(trainer, clock)
     if config.dry_run:
-        return dry_run(trainer, clock)
+        dry_run(trainer, clock)
+        return 0
     losses = {}
     with Stop(machine.device) as stop, machines.without_garbage_collection():
         for plan in plans:
@@ -1408,7 +1409,7 @@ def set_up(config: Config, machine: Machine) -> Trainer:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 error, 2 bad input or no go, 3 non-finite, 130 or 143 on a signal."""
+    """Exit code: 0 done, 1 error, 2 bad input, 3 non-finite, 130 or 143 on a signal."""
     listen()
     read = partial(parse, Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
     return leave(supervise(lambda: make_runs(read()), refused=(ShardError,)))

@@ -263,19 +263,15 @@ def _sha256(line: bytes) -> str:
 def require_folders(config: RunSettings) -> None:
     """LogError at once, not after hours, for a folder that cannot be written. Creates nothing."""
     for name in ("log_dir", "checkpoint_dir"):
+        folder = Path(directory).absolute()
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
         directory = getattr(config, name)
         try:
-            with tempfile.TemporaryFile(dir=existing(directory)):
+            with tempfile.TemporaryFile(dir=nearest):
                 pass
         except OSError as error:
             raise LogError(f"{flag(name)} {directory} cannot be written: {error.strerror}. Make it "
                            f"writable, or give another folder.") from None  # fmt: skip
-
-
-def existing(directory: str | Path) -> Path:
-    """The folder, or the nearest above it that exists."""
-    folder = Path(directory).absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def store_sources(directory: str | Path, root: str | Path) -> str:

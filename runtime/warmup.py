@@ -22,11 +22,8 @@ from torch import Tensor
 
 from runtime.clock import Clock
 from runtime.errors import Refused
-from runtime.log import existing
-from runtime.machine import Machine, first_line, out_of_memory, peak_mib
+from runtime.machine import first_line, out_of_memory, peak_mib
 
-GIB = 2**30
-CHECKPOINTS_ON_DISK = 3  # two are kept while the next is written
 TIMED_STEPS = 40  # in all stages, to know how long a run takes
 
 # ---- torch.compile, where it works and pays
@@ -227,35 +224,25 @@ def steps_that_fill(minutes: float, trainer: Any) -> int:
     return steps
 
 
-def dry_run(trainer: Any, clock: Clock) -> int:
-    """Time steps of each stage and a validation, and print what a run takes. 0: go, 2: no-go."""
-    config, machine = trainer.config, trainer.machine
+def dry_run(trainer: Any, clock: Clock) -> None:
+    """Time steps of each stage and a validation, and print what a run takes."""
+    machine = trainer.machine
     rows = [("set-up, compilation and warm-up", sum(phase.ms for phase in clock.phases))]
     for index, (steps, ms) in enumerate(time_stages(trainer, clock)):
         rows.append((f"stage {index}: {steps:,} steps of {ms:,.1f} ms", steps * ms))
     with clock.phase("validate", timed=False):
-        trainer.validate(config.steps)
+        trainer.validate(trainer.config.steps)
     ms, times = clock.phases[-1].ms, len(trainer.validations)
     rows.append((f"{times:,} validations of {ms:,.1f} ms", times * ms))
     rows.append(("total", sum(ms for _, ms in rows)))
     for name, ms in rows:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
     machine.say(f"peak memory of rank 0, measured: {peak_mib(machine):,.0f} MiB")
-    state = trainer.state_dict()  # empty on other ranks
-    saved_bytes = sum(t.nbytes for t in [*state["model"].values(), *state["optim"].values()])
-    needed, folder = CHECKPOINTS_ON_DISK * saved_bytes, config.checkpoint_dir
-    free = machine.on_main(lambda: shutil.disk_usage(existing(folder)).free)
-    machine.say(f"{folder}: {free / GIB:,.1f} GiB free, {needed / GIB:,.1f} needed for checkpoints")
-    fits = machine.on_main(lambda: free >= needed)
-    machine.say("go" if fits else "no-go: make room, or name another --checkpoint-dir")
-    return 0 if fits else 2
 
 
 # ---- Checks of a model
 # In warm-up: it sees no future, and all state was restored bit for bit. After the last validation,
 # with trained weights: its losses are those of probabilities, and depend on no later token.
-
-AT_ONCE = 1024  # rows
 
 
 @torch.no_grad()
