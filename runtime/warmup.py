@@ -9,9 +9,7 @@ import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -50,39 +48,29 @@ def why_not_compile(device: torch.device) -> str | None:
     return None
 
 
-def try_compile(
-    function: Callable[..., Any], mode: str, machine: Machine, passes: float,
-    first_call: Callable[[Any], object],
-) -> tuple[Callable[..., Any], str | None]:  # fmt: skip
-    """Return `function` compiled and None, or `function` itself and the reason.
+def compile_loss(trainer: Any) -> str | None:
+    """Set `trainer.loss` to the compiled model and run it. Return what prevents that, or None.
 
-    `first_call` must work with the compiled function. If it fails, `mode` "auto" falls back and
-    "on" raises Refused; "off" does not try. On a CPU "auto" compiles only what that makes faster;
-    passes: tokens times layers of a run, by graphs. Out of memory is raised as it is.
+    On a CPU, --compile auto compiles only what that makes faster. Out of memory is raised as it is.
     """
+    mode, device = trainer.config.compile, trainer.machine.device
     if mode == "off":
-        return function, "--compile off"
-    if obstacle := why_not_compile(machine.device):
-        if mode == "on":
-            raise Refused(f"--compile on: {obstacle}. Install it, or use --compile auto.")
-        return function, obstacle
-    if mode == "auto" and machine.device.type == "cpu" and passes <= COMPILATION_PAYS:
-        return function, "it takes longer than it saves in so short a run; --compile on forces it"
-    machine.say("compiling: a minute or more the first time, then cached")
+        return "--compile off"
+    if obstacle := why_not_compile(device):
+        return obstacle
+    if mode == "auto" and device.type == "cpu" and planned_passes(trainer) <= COMPILATION_PAYS:
+        return "it takes longer than it saves in so short a run; --compile on forces it"
+    trainer.machine.say("compiling: a minute or more the first time, then cached")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
-    compiled = torch.compile(function, dynamic=False, fullgraph=True)
     try:
-        first_call(compiled)
-    except Exception as error:  # whatever a compiler raises, the eager function can still run
+        find_micro_batch(trainer, torch.compile(trainer.model, dynamic=False, fullgraph=True))
+    except Exception as error:  # whatever a compiler raises, the eager model can still run
         if out_of_memory(error):
             raise
         cause = getattr(error, "inner_exception", error)  # what torch's own error is about
-        obstacle = f"compilation failed: {type(cause).__name__}: {first_line(cause)}"
-        if mode == "on":
-            raise Refused(f"--compile on: {obstacle}. Use --compile auto to go without.") from error
-        return function, obstacle
-    return compiled, None
+        return f"compilation failed: {type(cause).__name__}: {first_line(cause)}"
+    return None
 
 
 def compile_flags() -> list[str]:
@@ -109,11 +97,10 @@ def warm_up(trainer: Any, clock: Clock) -> None:
     config, machine = trainer.config, trainer.machine
     before, random = trainer.state_dict(), torch.get_rng_state()
     with clock.phase("compile", timed=False):
-        first_call = partial(find_micro_batch, trainer)
-        trainer.loss, obstacle = try_compile(
-            trainer.model, config.compile, machine, planned_passes(trainer), first_call
-        )
+        obstacle = compile_loss(trainer)
         if obstacle is not None:
+            if config.compile == "on":
+                raise Refused(f"--compile on: {obstacle}. Use --compile auto to go without.")
             machine.say(f"not compiled: {obstacle}")
             find_micro_batch(trainer, trainer.model)
         trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}
@@ -328,7 +315,7 @@ def probability(model: Any, row: Tensor) -> float:
     It is an input too, which exposes a model that reads one token ahead.
     """
     total, middle = 0.0, row.size(1) // 2
-    for tokens in torch.arange(model.config.padded_vocab).split(AT_ONCE):  # padding has scores too
+    for tokens in torch.arange(model.config.padded_vocab).split(1024):  # padding has scores too
         rows = row.repeat(len(tokens), 1)
         rows[:, middle] = tokens.to(rows)
         loss = model.token_losses(rows[:, :-1], rows[:, 1:].long())[:, middle - 1]
