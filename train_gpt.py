@@ -260,7 +260,7 @@ class Config(RunSettings):
     adam_betas: tuple[float, float] = setting((0.65, 0.95), "of AdamW", below=1)
     adam_eps: float = setting(1e-8, "of AdamW, for gradients summed over a row")
     adam_wd: float = setting(0.0, "weight decay of AdamW, times the learning rate")
-    adam_accum_steps: int = setting(2, "steps whose gradients AdamW sums", at_least=1)
+    adam_accum_steps: int = setting(2, "steps whose gradients it sums", at_least=1, at_most="steps")
     embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
     embed_wd_mul: float | None = setting(None, "on their decay, and the head's; auto: lr_mul")
     value_embed_lr_mul: float = setting(75.0, "multiplier for value embeddings and bigrams")
@@ -1361,7 +1361,8 @@ def make_runs(config: Config) -> int:
     with machines.saying_every_few_seconds("compiling and warming up", machine.say):
         warm_up(trainer, clock)
     if config.dry_run:
-        return dry_run(trainer, clock)
+        dry_run(trainer, clock)
+        return 0
     losses = {}
     with Stop(machine.device) as stop, machines.without_garbage_collection():
         for plan in plans:
@@ -1407,7 +1408,7 @@ def set_up(config: Config, machine: Machine) -> Trainer:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 error, 2 bad input or no go, 3 non-finite, 130 or 143 on a signal."""
+    """Exit code: 0 done, 1 error, 2 bad input, 3 non-finite, 130 or 143 on a signal."""
     listen()
     read = partial(parse, Config, sys.argv[1:] if argv is None else argv, preset, __doc__ or "")
     return leave(supervise(lambda: make_runs(read()), refused=(ShardError,)))

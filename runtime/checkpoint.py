@@ -36,7 +36,6 @@ FINAL, CONFIG = "final", "config.json"
 KEPT = 2  # if the disk damages the newest, its checksums tell
 MOST_JSON_BYTES = 2**26
 Files = dict[str, dict[str, Tensor] | bytes]  # contents by name
-Announce = Callable[..., bool]  # sha256: of the checksums
 
 
 class Snapshot(NamedTuple):
@@ -47,10 +46,10 @@ class Snapshot(NamedTuple):
     state: dict[str, Any]
 
 
-def save(folder: Path, snapshot: Snapshot, announce: Announce | None = None) -> Path:
+def save(folder: Path, snapshot: Snapshot, announce: Callable[..., bool] | None = None) -> Path:
     """Write a checkpoint into the run's folder, then remove all but the two newest.
 
-    announce: is given the SHA-256 of the checksums before the checkpoint gets its name, and says
+    announce: is given `sha256`, of the checksums, before the checkpoint gets its name, and says
     whether it may. OSError or SafetensorError if the disk refuses. Older checkpoints then stay.
     """
     for left in folder.glob(".step_*"):  # left by a process that was killed
@@ -90,7 +89,7 @@ def load_final(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return _read_tensors(path / MODEL), _read_json(path / CONFIG)
 
 
-def _publish(path: Path, files: Files, announce: Announce | None = None) -> None:
+def _publish(path: Path, files: Files, announce: Callable[..., bool] | None = None) -> None:
     """Write a folder of these files and their checksums: all of it appears, or nothing."""
     partial = path.with_name(f".{path.name}")
     shutil.rmtree(partial, ignore_errors=True)

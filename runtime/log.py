@@ -8,7 +8,6 @@ docs/log_format.md has all files, events and fields.
 import contextlib
 import errno
 import hashlib
-import io
 import math
 import os
 import re
@@ -225,7 +224,7 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
         raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None
     if content.count(b"\n") > MOST_LINES:
         raise LogError(f"{path} has over {MOST_LINES:,} lines. Give another --log-dir.")
-    for number, line in enumerate(io.BytesIO(content), 1):
+    for number, line in enumerate(content.split(b"\n"), 1):
         try:
             entry = parse(line)
         except ValueError:
@@ -264,18 +263,14 @@ def require_folders(config: RunSettings) -> None:
     """LogError at once, not after hours, for a folder that cannot be written. Creates nothing."""
     for name in ("log_dir", "checkpoint_dir"):
         directory = getattr(config, name)
+        folder = Path(directory).absolute()
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
         try:
-            with tempfile.TemporaryFile(dir=existing(directory)):
+            with tempfile.TemporaryFile(dir=nearest):
                 pass
         except OSError as error:
             raise LogError(f"{flag(name)} {directory} cannot be written: {error.strerror}. Make it "
                            f"writable, or give another folder.") from None  # fmt: skip
-
-
-def existing(directory: str | Path) -> Path:
-    """The folder, or the nearest above it that exists."""
-    folder = Path(directory).absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def store_sources(directory: str | Path, root: str | Path) -> str:
@@ -391,10 +386,9 @@ class RunLog:
     def finish(self, end: dict[str, Any]) -> None:
         """Log and register how the run ended, and close. LogError if the disk refuses."""
         with contextlib.closing(self):
-            written = self.write("end", **end)
-            registered = {"status": end["status"], "val_loss": end["val_loss"]}
-            registered["log_sha256"] = self._sha256.hexdigest()
-            if written:  # else the run is unfinished, and can be resumed
+            if self.write("end", **end):  # else the run is unfinished, and can be resumed
+                registered = {"status": end["status"], "val_loss": end["val_loss"]}
+                registered["log_sha256"] = self._sha256.hexdigest()
                 register(self.directory / REGISTRY, "end", run_id=self.run_id, **registered)
 
     def close(self) -> None:

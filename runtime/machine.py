@@ -53,10 +53,8 @@ class Machine:
                 print(text, flush=True)
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place, and return it."""

@@ -9,7 +9,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -26,8 +26,7 @@ from runtime.machine import peak_flops, saying_every_few_seconds
 SECONDS_BETWEEN_LINES = 5.0
 FRAMES_PER_SECOND = 2
 SMOOTHED_OVER = 10  # steps; single batches differ by several nats
-WIDTH = 28  # characters of the bar and of the sparkline, so that lines fit into 80
-BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 28  # characters of the bar, so that lines fit into 80
 
 
 class Progress:
@@ -39,9 +38,9 @@ class Progress:
     def __init__(self, trainer: Any, header: dict[str, Any]) -> None:
         self.trainer, self.header, self.steps = trainer, header, trainer.config.steps
         self.event: dict[str, Any] = {}  # of the last step
-        self.losses: list[float] = []  # smoothed training losses, without those of skipped steps
-        self.quick_losses: list[float] = []  # of quick validations; where they are, they are shown
-        self.skips = 0
+        self.loss = math.nan  # smoothed training loss, without those of skipped steps
+        self.quick_loss = math.nan  # of the last quick validation; where it is, it is shown
+        self.taken = self.skips = 0  # steps so far
         self.validated_at, self.val_loss = -1, math.nan  # the last validation
         self.phase, self.phase_began = "", 0.0  # the untimed phase that is running
         self._said_at = -math.inf
@@ -55,8 +54,9 @@ class Progress:
         self.event, loss, skipped = event, event["train_loss"], event["skipped"]
         self.skips += skipped
         if math.isfinite(loss) and not skipped:
-            before = self.losses[-1] if self.losses else loss
-            self.losses.append(before + (loss - before) / min(len(self.losses) + 1, SMOOTHED_OVER))
+            self.taken += 1
+            before = self.loss if self.taken > 1 else loss
+            self.loss = before + (loss - before) / min(self.taken, SMOOTHED_OVER)
         due = time.monotonic() - self._said_at >= SECONDS_BETWEEN_LINES
         if self._block is None and (due or event["step"] == self.steps):
             self._said_at = time.monotonic()
@@ -66,7 +66,7 @@ class Progress:
     def validated(self, step: int, val_loss: float, quick: bool = False) -> None:
         """Take note of a validation. A quick one, which was printed, stands for the next line."""
         if quick:
-            self.quick_losses.append(val_loss)
+            self.quick_loss = val_loss
             self._said_at = time.monotonic()
         else:
             self.validated_at, self.val_loss = step, val_loss
@@ -103,24 +103,19 @@ class Progress:
         validation = f"{self.val_loss:.4f}" if self.validated_at >= 0 else "not yet"
         text = Text.from_markup(
             f"{run}step {event['step']:,} of {self.steps:,} {bar} {self.time_left()}\n"
-            f"[bold]{loss}[/] [cyan]{sparkline(self.curve)}[/] | validation {validation} | "
-            f"target {config.target}\n{' | '.join(others)}"
+            f"[bold]{loss}[/] | validation {validation} | target {config.target}\n"
+            f"{' | '.join(others)}"
         )
         text.no_wrap, text.overflow = True, "ellipsis"
         return text
 
-    @property
-    def curve(self) -> list[float]:
-        """Losses to show: of quick validations, else of training."""
-        return self.quick_losses or self.losses
-
     def numbers(self) -> list[str]:
         """The loss and the numbers of the last step, in words."""
         event, rate = self.event, tokens_per_s(self.event)
-        kind = "quick val" if self.quick_losses else "train"
-        loss = self.curve[-1] if self.curve else math.nan
+        quick = math.isfinite(self.quick_loss)
+        loss = f"quick val loss {self.quick_loss:.4f}" if quick else f"train loss {self.loss:.4f}"
         found = [
-            f"{kind} loss {loss:.4f}", f"grad {event['grad_norm']:.3g}",
+            loss, f"grad {event['grad_norm']:.3g}",
             f"lr x{event['lr_mul']:.3f}", f"window {event['window']}", f"{rate:,.0f} tok/s",
         ]  # fmt: skip
         peak = peak_flops(self.trainer.machine, self.trainer.model.dtype)
@@ -150,17 +145,6 @@ class Progress:
 def tokens_per_s(event: dict[str, Any]) -> float:
     """Mean since the first step, on the clock."""
     return 1000 * event["tokens"] / event["train_time_ms"]
-
-
-def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Draw values as a row of at most `width` characters, from the least to the greatest."""
-    count = min(len(values), width)
-    if count == 0:
-        return ""
-    shown = [values[(index + 1) * len(values) // count - 1] for index in range(count)]
-    least, spread = min(shown), max(shown) - min(shown) or 1.0
-    heights = [round((value - least) / spread * (len(BLOCKS) - 1)) for value in shown]
-    return "".join(BLOCKS[height] for height in heights)
 
 
 def open_block(draw: Callable[[], Any]) -> Any:
@@ -222,8 +206,7 @@ def closing(trainer: Any, clock: Clock, losses: dict[int, float]) -> str:
     lines.append(f"  time  {timed_s:.1f} s on the clock; {all_s:.1f} s in all, with {others}")
     lines.append(f"  draw  {script('view.py')} {config.log_dir}")
     if config.trials > 1:
-        judge = script("significance.py")
-        lines.append(f"  next  {judge} {config.log_dir} judges the runs")
+        lines.append(f"  next  {script('significance.py')} {config.log_dir} judges the runs")
     elif config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
         lines.append(f"  next  {script('sample.py')} lets the model write")
     return "\n".join(lines)

@@ -9,9 +9,7 @@ import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +20,8 @@ from torch import Tensor
 
 from runtime.clock import Clock
 from runtime.errors import Refused
-from runtime.log import existing
-from runtime.machine import Machine, first_line, out_of_memory, peak_mib
+from runtime.machine import first_line, out_of_memory, peak_mib
 
-GIB = 2**30
-CHECKPOINTS_ON_DISK = 3  # two are kept while the next is written
 TIMED_STEPS = 40  # in all stages, to know how long a run takes
 
 # ---- torch.compile, where it works and pays
@@ -53,39 +48,29 @@ def why_not_compile(device: torch.device) -> str | None:
     return None
 
 
-def try_compile(
-    function: Callable[..., Any], mode: str, machine: Machine, passes: float,
-    first_call: Callable[[Any], object],
-) -> tuple[Callable[..., Any], str | None]:  # fmt: skip
-    """Return `function` compiled and None, or `function` itself and the reason.
+def compile_loss(trainer: Any) -> str | None:
+    """Set `trainer.loss` to the compiled model and run it. Return what prevents that, or None.
 
-    `first_call` must work with the compiled function. If it fails, `mode` "auto" falls back and
-    "on" raises Refused; "off" does not try. On a CPU "auto" compiles only what that makes faster;
-    passes: tokens times layers of a run, by graphs. Out of memory is raised as it is.
+    On a CPU, --compile auto compiles only what that makes faster. Out of memory is raised as it is.
     """
+    mode, device = trainer.config.compile, trainer.machine.device
     if mode == "off":
-        return function, "--compile off"
-    if obstacle := why_not_compile(machine.device):
-        if mode == "on":
-            raise Refused(f"--compile on: {obstacle}. Install it, or use --compile auto.")
-        return function, obstacle
-    if mode == "auto" and machine.device.type == "cpu" and passes <= COMPILATION_PAYS:
-        return function, "it takes longer than it saves in so short a run; --compile on forces it"
-    machine.say("compiling: a minute or more the first time, then cached")
+        return "--compile off"
+    if obstacle := why_not_compile(device):
+        return obstacle
+    if mode == "auto" and device.type == "cpu" and planned_passes(trainer) <= COMPILATION_PAYS:
+        return "it takes longer than it saves in so short a run; --compile on forces it"
+    trainer.machine.say("compiling: a minute or more the first time, then cached")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
-    compiled = torch.compile(function, dynamic=False, fullgraph=True)
     try:
-        first_call(compiled)
-    except Exception as error:  # whatever a compiler raises, the eager function can still run
+        find_micro_batch(trainer, torch.compile(trainer.model, dynamic=False, fullgraph=True))
+    except Exception as error:  # whatever a compiler raises, the eager model can still run
         if out_of_memory(error):
             raise
         cause = getattr(error, "inner_exception", error)  # what torch's own error is about
-        obstacle = f"compilation failed: {type(cause).__name__}: {first_line(cause)}"
-        if mode == "on":
-            raise Refused(f"--compile on: {obstacle}. Use --compile auto to go without.") from error
-        return function, obstacle
-    return compiled, None
+        return f"compilation failed: {type(cause).__name__}: {first_line(cause)}"
+    return None
 
 
 def compile_flags() -> list[str]:
@@ -112,11 +97,10 @@ def warm_up(trainer: Any, clock: Clock) -> None:
     config, machine = trainer.config, trainer.machine
     before, random = trainer.state_dict(), torch.get_rng_state()
     with clock.phase("compile", timed=False):
-        first_call = partial(find_micro_batch, trainer)
-        trainer.loss, obstacle = try_compile(
-            trainer.model, config.compile, machine, planned_passes(trainer), first_call
-        )
+        obstacle = compile_loss(trainer)
         if obstacle is not None:
+            if config.compile == "on":
+                raise Refused(f"--compile on: {obstacle}. Use --compile auto to go without.")
             machine.say(f"not compiled: {obstacle}")
             find_micro_batch(trainer, trainer.model)
         trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}
@@ -227,35 +211,25 @@ def steps_that_fill(minutes: float, trainer: Any) -> int:
     return steps
 
 
-def dry_run(trainer: Any, clock: Clock) -> int:
-    """Time steps of each stage and a validation, and print what a run takes. 0: go, 2: no-go."""
-    config, machine = trainer.config, trainer.machine
+def dry_run(trainer: Any, clock: Clock) -> None:
+    """Time steps of each stage and a validation, and print what a run takes."""
+    machine = trainer.machine
     rows = [("set-up, compilation and warm-up", sum(phase.ms for phase in clock.phases))]
     for index, (steps, ms) in enumerate(time_stages(trainer, clock)):
         rows.append((f"stage {index}: {steps:,} steps of {ms:,.1f} ms", steps * ms))
     with clock.phase("validate", timed=False):
-        trainer.validate(config.steps)
+        trainer.validate(trainer.config.steps)
     ms, times = clock.phases[-1].ms, len(trainer.validations)
     rows.append((f"{times:,} validations of {ms:,.1f} ms", times * ms))
     rows.append(("total", sum(ms for _, ms in rows)))
     for name, ms in rows:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
     machine.say(f"peak memory of rank 0, measured: {peak_mib(machine):,.0f} MiB")
-    state = trainer.state_dict()  # empty on other ranks
-    saved_bytes = sum(t.nbytes for t in [*state["model"].values(), *state["optim"].values()])
-    needed, folder = CHECKPOINTS_ON_DISK * saved_bytes, config.checkpoint_dir
-    free = machine.on_main(lambda: shutil.disk_usage(existing(folder)).free)
-    machine.say(f"{folder}: {free / GIB:,.1f} GiB free, {needed / GIB:,.1f} needed for checkpoints")
-    fits = machine.on_main(lambda: free >= needed)
-    machine.say("go" if fits else "no-go: make room, or name another --checkpoint-dir")
-    return 0 if fits else 2
 
 
 # ---- Checks of a model
 # In warm-up: it sees no future, and all state was restored bit for bit. After the last validation,
 # with trained weights: its losses are those of probabilities, and depend on no later token.
-
-AT_ONCE = 1024  # rows
 
 
 @torch.no_grad()
@@ -341,7 +315,7 @@ def probability(model: Any, row: Tensor) -> float:
     It is an input too, which exposes a model that reads one token ahead.
     """
     total, middle = 0.0, row.size(1) // 2
-    for tokens in torch.arange(model.config.padded_vocab).split(AT_ONCE):  # padding has scores too
+    for tokens in torch.arange(model.config.padded_vocab).split(1024):  # padding has scores too
         rows = row.repeat(len(tokens), 1)
         rows[:, middle] = tokens.to(rows)
         loss = model.token_losses(rows[:, :-1], rows[:, 1:].long())[:, middle - 1]

@@ -22,7 +22,7 @@ BUDGETS = {
     "optim": 2100,
     "kernels": 680,
     "data": 1070,  # reached; the promise is 1000
-    "runtime": 2810,  # reached; the promise is 2740
+    "runtime": 2750,  # reached; the promise is 2740
     "claims": 2850,  # reached; the promise is 2780
     "scripts": 1273,  # reached; the promise is 1220
     "inference": 700,

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from runtime import warmup as compiling
+from runtime.clock import Clock
 from runtime.errors import Refused
 from runtime.machine import Machine
-from runtime.warmup import find_micro_batch, planned_passes, try_compile, why_not_compile
+from runtime.warmup import compile_loss, find_micro_batch, planned_passes, warm_up, why_not_compile
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -24,6 +25,17 @@ LONG = 3e11  # tokens times layers: two weeks on two cores
 
 def fail(error):
     raise error
+
+
+def trainer_with(mode, machine=ALONE, passes=LONG):
+    """All that compilation asks of a trainer."""
+    config = SimpleNamespace(compile=mode, micro_batch=16, val_tokens=0, minutes=0)
+    train = SimpleNamespace(shares=lambda step: (1, 1))
+    return SimpleNamespace(
+        config=config, machine=machine, model=SimpleNamespace(blocks=[0]), loss=None,
+        train_tokens=passes, validations=[], changes=[(0, 8, 4)], state_dict=dict,
+        data=SimpleNamespace(train=train),
+    )  # fmt: skip
 
 
 def test_what_compilation_lacks_is_named(monkeypatch, tmp_path):
@@ -36,42 +48,44 @@ def test_what_compilation_lacks_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "my-compiler")
     assert why_not_compile(CPU) == "the Python headers (Python.h) are not installed"
     with pytest.raises(Refused, match=r"^--compile on: the Python headers"):
-        try_compile(abs, "on", ALONE, LONG, abs)
+        warm_up(trainer_with("on"), Clock())
     reason = "the Python headers (Python.h) are not installed"
-    assert try_compile(abs, "auto", ALONE, LONG, abs) == (abs, reason)
+    assert compile_loss(trainer_with("auto")) == reason
     (tmp_path / "Python.h").touch()
     assert why_not_compile(CPU) is None
-
-
-def test_a_function_that_compiles_is_returned_compiled_and_one_that_does_not_as_it_is(monkeypatch):
-    monkeypatch.setattr(compiling, "why_not_compile", lambda device: None)
-    monkeypatch.setattr(torch, "compile", lambda function, **rest: lambda x: function(x) + 1)
-    compiled, obstacle = try_compile(abs, "auto", ALONE, LONG, lambda function: function(3))
-    assert (compiled(-2), obstacle) == (3, None)
-    assert try_compile(abs, "off", ALONE, LONG, fail) == (abs, "--compile off")
-    broken = lambda function: fail(AssertionError("does not build\nand a page of it"))  # noqa: E731
-    reason = "compilation failed: AssertionError: does not build"
-    assert try_compile(abs, "auto", ALONE, LONG, broken) == (abs, reason)
-    with pytest.raises(Refused, match=f"^--compile on: {reason}"):
-        try_compile(abs, "on", ALONE, LONG, broken)
-    with pytest.raises(MemoryError):  # no obstacle to compilation
-        try_compile(abs, "auto", ALONE, LONG, lambda function: fail(MemoryError()))
-
-
-# ---- Whether it pays
 
 
 @pytest.fixture
 def compiler(monkeypatch):
     """A compiler that works at once."""
     monkeypatch.setattr(compiling, "why_not_compile", lambda device: None)
-    monkeypatch.setattr(torch, "compile", lambda function, **rest: lambda x: function(x))
+    monkeypatch.setattr(compiling, "try_largest_batches", lambda trainer: None)
+    monkeypatch.setattr(torch, "compile", lambda model, **rest: ("compiled", model))
+    return monkeypatch
+
+
+def test_a_model_that_compiles_is_run_compiled_and_one_that_does_not_is_told_why(compiler):
+    trainer = trainer_with("auto")
+    assert (compile_loss(trainer), trainer.loss) == (None, ("compiled", trainer.model))
+    assert compile_loss(trainer_with("off")) == "--compile off"
+    compiler.setattr(
+        compiling, "try_largest_batches",
+        lambda trainer: fail(AssertionError("does not build\nand a page of it")),
+    )  # fmt: skip
+    reason = "compilation failed: AssertionError: does not build"
+    assert compile_loss(trainer_with("auto")) == reason
+    with pytest.raises(Refused, match=f"^--compile on: {reason}"):
+        warm_up(trainer_with("on"), Clock())
+    compiler.setattr(compiling, "try_largest_batches", lambda trainer: fail(MemoryError()))
+    with pytest.raises(MemoryError):  # no obstacle to compilation
+        compile_loss(trainer_with("auto"))
+
+
+# ---- Whether it pays
 
 
 def compiled_by(mode, machine=ALONE, passes=0.0):
-    function, obstacle = try_compile(abs, mode, machine, passes, lambda compiled: None)
-    assert (function is abs) == (obstacle is not None)
-    return obstacle is None
+    return compile_loss(trainer_with(mode, machine, passes)) is None
 
 
 # Measured on two cores: 32 steps of `tiny` take 25 s eager, and 77 s with an empty cache.

@@ -15,7 +15,7 @@ from stub_trainer import logs_of, run, trainer_in
 from runtime import terminal
 from runtime.clock import Phase
 from runtime.log import header
-from runtime.terminal import BLOCKS, Progress, closing, sparkline
+from runtime.terminal import Progress, closing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,11 +63,11 @@ def test_the_shown_loss_is_smooth_and_knows_no_skipped_step(tmp_path):
     lines = make(tmp_path)
     for step in range(1, 101):
         lines.step(an_event(step, 3.5 if step % 2 else 7.0))
-    before = lines.curve[-1]
+    before = lines.loss
     assert before == pytest.approx(5.25, abs=0.25)
     lines.step(an_event(101, float("inf"), skipped=True))
     lines.step(an_event(102, 500.0, skipped=True))
-    assert (lines.curve[-1], lines.skips) == (before, 2)
+    assert (lines.loss, lines.skips) == (before, 2)
 
 
 def test_the_time_left_counts_the_validations_that_are_left(tmp_path):
@@ -78,14 +78,6 @@ def test_the_time_left_counts_the_validations_that_are_left(tmp_path):
     assert lines.seconds_left() == pytest.approx(95 + 2 * 10)
     lines.validated(5, 2.0)
     assert lines.seconds_left() == pytest.approx(95 + 10)
-
-
-@pytest.mark.parametrize(("values", "drawn"), [
-    ([], ""), ([3.0], "▁"), ([2.0, 2.0], "▁▁"), (range(8), BLOCKS), (range(800), BLOCKS),
-    (range(7, -1, -1), BLOCKS[::-1]),
-])  # fmt: skip
-def test_a_sparkline_spans_from_the_least_to_the_greatest_value(values, drawn):
-    assert sparkline(list(values), width=8) == drawn
 
 
 # ---- The live block
@@ -135,7 +127,7 @@ def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path, monkeyp
     block.close()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("step 6 of 10 ━━━")
-    assert lines[1] == "train loss 6.0000 █▆▅▃▁ | validation 6.9315 | target 1.0"
+    assert lines[1] == "train loss 6.0000 | validation 6.9315 | target 1.0"
     assert lines[2] == "grad 12 | lr x0.500 | window 896 | 24 tok/s | MFU 0.50 | 1.0 s | 1 skipped"
 
 
