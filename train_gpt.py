@@ -260,7 +260,7 @@ class Config(RunSettings):
     adam_betas: tuple[float, float] = setting((0.65, 0.95), "of AdamW", below=1)
     adam_eps: float = setting(1e-8, "of AdamW, for gradients summed over a row")
     adam_wd: float = setting(0.0, "weight decay of AdamW, times the learning rate")
-    adam_accum_steps: int = setting(2, "steps whose gradients it sums", at_least=1, at_most="steps")
+    adam_accum_steps: int = setting(2, "steps whose gradients AdamW sums", at_least=1)
     embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
     embed_wd_mul: float | None = setting(None, "on their decay, and the head's; auto: lr_mul")
     value_embed_lr_mul: float = setting(75.0, "multiplier for value embeddings and bigrams")

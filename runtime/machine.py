@@ -53,8 +53,10 @@ class Machine:
                 print(text, flush=True)
 
     def synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks, in place, and return it."""

@@ -49,7 +49,6 @@ def assert_refused(outcome, *parts):
         ("checkpoint_every", "10m", ["--checkpoint-every", "10m"]),
         ("val_tokens", 2**20, ["1,048,577", "--val-tokens"]),
         ("steps", 1000, ["after 46 steps", "at most 46"]),
-        ("adam_accum_steps", 1000, ["--adam-accum-steps 1000", "at most --steps"]),  # none is saved
     ],
 )
 def test_a_bad_value_is_refused_with_its_rule(flag, value, parts, data, tmp_path):
