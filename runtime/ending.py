@@ -118,12 +118,12 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
 
 
 def _say_error(text: str) -> None:
-    said = f"error: {text}"
+    line = f"error: {text}"
     with contextlib.suppress(OSError):
-        print(said, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # its report ends with it
-            report = {"py_callstack": said, "timestamp": str(int(time.time()))}
-            Path(file).write_text(json.dumps({"message": {"message": said, "extraInfo": report}}))
+            report = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": report}}))
 
 
 def _lost_ranks(error: Exception) -> str:

@@ -237,17 +237,17 @@ def read_registry(path: Path) -> list[dict[str, Any]]:
 
 
 def _check(entry: Any, before: bytes, where: str) -> None:
-    mend = "restore the file as the runs wrote it"
+    fix = "restore the file as the runs wrote it"
     for name in REGISTRY_FIELDS:
         value = entry.get(name) if isinstance(entry, dict) else None
         if not isinstance(value, str) or not value.isprintable():
-            raise LogError(f"{where}: not a line of a registry, {name} must be text; {mend}")
+            raise LogError(f"{where}: not a line of a registry, {name} must be text; {fix}")
     if not re.fullmatch(r"\w[\w.-]*", entry["run_id"]):  # it becomes part of paths
-        raise LogError(f"{where}: run id {entry['run_id']!r} is no file name; {mend}")
+        raise LogError(f"{where}: run id {entry['run_id']!r} is no file name; {fix}")
     if entry["previous"] != _sha256(before):
         raise LogError(
             f"{where}: it names {entry['previous']:.12} as the hash of the line before it, which "
-            f"is {_sha256(before):.12}. A line was removed, added or edited; {mend}"
+            f"is {_sha256(before):.12}. A line was removed, added or edited; {fix}"
         )
 
 

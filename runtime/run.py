@@ -205,8 +205,8 @@ class Run(contextlib.AbstractContextManager):
         else:
             where = f" on {quick_tokens:,} tokens"
             self._log.write("quick_val", **event, val_tokens=quick_tokens)
-        said = f"step {step}/{steps} | validation loss{where} {val_loss:.4f} | {ms / 1000:.1f} s"
-        self._machine.say(said)
+        place = f"step {step}/{steps}"
+        self._machine.say(f"{place} | validation loss{where} {val_loss:.4f} | {ms / 1000:.1f} s")
         self._progress.validated(step, val_loss, quick=quick_tokens is not None)
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
@@ -260,7 +260,7 @@ class Run(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def _warning(self, what: str) -> Iterator[None]:
-        """Say an error of any kind: in a thread it would be silent, and the run goes on."""
+        """Print an error of any kind: in a thread it would be silent. The run continues."""
         try:
             yield
         except Exception as error:
@@ -318,17 +318,17 @@ class Run(contextlib.AbstractContextManager):
 
     def _explain(self, error: BaseException) -> None:
         """Say what ended the run and how to resume it."""
-        said = f"stopped in step {self.steps_done + 1}"
+        how = f"stopped in step {self.steps_done + 1}"
         if isinstance(error, NonFinite):
             self._end["status"], self.code = "nonfinite", error.code
-            said = f"error: {error}. Lower the learning rates, or use --dtype float32; stopped"
+            how = f"error: {error}. Lower the learning rates, or use --dtype float32; stopped"
         elif isinstance(error, Interrupted):
             self._end["status"], self.code = "interrupted", error.code
-            said = f"interrupted after step {self.steps_done}"
+            how = f"interrupted after step {self.steps_done}"
         saved = "nothing was saved"
         if self._last_saved is not None:
             saved = f"saved in {self._last_saved}, the same command with --resume auto resumes it"
-        self._machine.say(f"{said}, {saved} (log {self._log.path})")
+        self._machine.say(f"{how}, {saved} (log {self._log.path})")
 
     def _clear(self) -> None:
         """Remove a finished run's checkpoints; with --keep-model only once its model is saved."""

@@ -64,7 +64,7 @@ class Progress:
             self.trainer.machine.say(" | ".join([place, *self.numbers(), self.time_left()]))
 
     def validated(self, step: int, val_loss: float, quick: bool = False) -> None:
-        """Take note of a validation. A quick one, which was printed, stands for the next line."""
+        """Take note of a validation. A quick one was printed, so the next line waits."""
         if quick:
             self.quick_loss = val_loss
             self._said_at = time.monotonic()

@@ -140,9 +140,9 @@ def count_slips(trainer: Trainer) -> dict[str, Any]:
             take_steps(trainer, first, STEPS)
         if cuda:
             torch.cuda.set_sync_debug_mode("default")
-    told = sorted({str(each.message).splitlines()[0] for each in waits})
+    what = sorted({str(each.message).splitlines()[0] for each in waits})
     graphs = counts["unique_graphs"] - graphs
-    return {"waits": len(waits), "what waited": told[:5], "graphs compiled": graphs}
+    return {"waits": len(waits), "what waited": what[:5], "graphs compiled": graphs}
 
 
 def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:

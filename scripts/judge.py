@@ -118,9 +118,9 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> dict[int, fl
         while code is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(POLL_S)
-            code, told = child.poll(), done  # figures are read after it: none is missed
+            code, printed = child.poll(), done  # figures are read after it: none is missed
             done = judge.figures(folder, arm, metric)
-            for seed in sorted(done.keys() - told.keys()):
+            for seed in sorted(done.keys() - printed.keys()):
                 found = f"{done[seed]:.4f} {UNITS[metric]}" if math.isfinite(done[seed]) else "none"
                 print(f"  {arm.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
     if code not in (0, 3):  # 3: a run diverged, which is a result
