@@ -203,6 +203,7 @@ CHEATS: dict[str, tuple] = {
     "a copied log": (copy_log, "20991231.jsonl .* repeats the run id of"),
     "a copy with another run id and seed": (
         replace_worst, "repeats the training losses of", "missing: run .* was started",
+        "missing: .* 5 of 6 runs",
         "its start is not in the registry", "its end is not in the registry"),
     "a digit of a loss": (
         lambda folder: edit_loss(runs_of(folder)[0].path), "edited: the log is not"),
