@@ -40,17 +40,14 @@ def arm_key(run: Run) -> tuple[Hashable, ...]:
 def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
     """Runs by arm. An unfinished run goes to every arm to which it may belong: none is hidden."""
     arms: dict[tuple[Hashable, ...], list[Run]] = {}
-    for run in runs:
-        if run.complete:
-            arms.setdefault(arm_key(run), []).append(run)
-    finished = list(arms)
-    for run in runs:
+    finished = {arm_key(run) for run in runs if run.complete}
+    for run in sorted(runs, key=lambda run: not run.complete):  # an arm begins with a finished run
+        key, homes = arm_key(run), []
         if not run.complete:
-            key = arm_key(run)
             homes = [arm for arm in finished
                      if all(mine in (None, its) for mine, its in zip(key, arm, strict=True))]
-            for home in homes or [key]:
-                arms.setdefault(home, []).append(run)
+        for home in homes or [key]:
+            arms.setdefault(home, []).append(run)
     return list(arms.values())
 
 
@@ -91,14 +88,14 @@ def name_of(run: Run) -> str:
 
 
 def marks(run: Run) -> Iterator[tuple[Hashable, ...]]:
-    """Fingerprints that expose duplicated runs: runs that share any but the seed are copies."""
+    """Fingerprints, each after its name: runs that share any but the seed are copies."""
     trained = [step.train_loss for step in run.steps if step.train_loss is not None]
     if run.header:
-        yield "id", run.run_id
+        yield "run id", run.run_id
     if trained:
-        yield "losses", *trained
-    if run.train_time_ms:
-        yield "log", *run.validations  # with their times: four digits of loss may agree by chance
+        yield "training losses", *trained
+    if run.train_time_ms:  # with times: four digits of loss may agree by chance
+        yield "validation losses and times", *run.validations
     if run.seed is not None:
         yield "seed", run.seed
 
@@ -115,11 +112,8 @@ def leave_out_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     for run in sorted(runs, key=lambda run: (run.run_id.partition("#")[0], run.index, run.path)):
         shared = [mark for mark in marks(run) if mark in owners]
         if shared:
-            kind, first = shared[0][0], name_of(owners[shared[0]])
-            rule = f"is a duplicate of {first}"
-            if kind == "seed":
-                rule = f"(loss {run.final_loss}) repeats seed {run.seed} of {first}"
-            repeats.append(f"{name_of(run)} {rule}")
+            what, first = shared[0][0], name_of(owners[shared[0]])
+            repeats.append(f"{name_of(run)} (loss {run.final_loss}) repeats the {what} of {first}")
         else:
             kept.append(run)
         for mark in marks(run):
@@ -205,7 +199,10 @@ class ArmVerdict:
 
 
 def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -> list[ArmVerdict]:
-    """Every arm of these runs, at each of the steps or, without any, at the end."""
+    """Every arm of these runs, at each of the steps or, without any, at the end.
+
+    Each notes Holm's p over all that was tried; an arm without a test counts as one that failed.
+    """
     sources = {run.source for run in runs if run.complete}
     tried: Sequence[int | None] = sorted(set(steps)) or [None]
     arms = []
@@ -215,6 +212,11 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
             if len(sources) > 1:
                 arm.warnings.append(f"{len(sources)} sources in these logs: they are not pooled")
             arms.append(arm)
+    ps = [1.0 if math.isnan(arm.result.p) else arm.result.p for arm in arms]
+    if len(arms) > 1:
+        for number, p in stats.holm(dict(enumerate(ps))).items():
+            verdict = f"p {p:.3g}, {'pass' if p < ALPHA else 'fail'}"
+            arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
     return arms
 
 
@@ -266,16 +268,6 @@ def origin_warnings(runs: Sequence[Run]) -> list[str]:
     return warnings
 
 
-def apply_holm(arms: Sequence[ArmVerdict]) -> None:
-    """Note Holm's p over all that was tried; an arm without a test counts as one that failed."""
-    if len(arms) < 2:
-        return
-    ps = [1.0 if math.isnan(arm.result.p) else arm.result.p for arm in arms]
-    for number, p in stats.holm(dict(enumerate(ps))).items():
-        verdict = f"p {p:.3g}, {'pass' if p < ALPHA else 'fail'}"
-        arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
-
-
 # ---- Two arms: the difference of their losses and times, B - A
 
 
@@ -283,13 +275,12 @@ def read_arm(path: str) -> ArmVerdict:
     """The arm in a folder or file. LogError unless it is exactly one."""
     runs, errors = read_all([path])
     arms = named_arms([run for run in runs if run.counts])
-    if not arms:
-        reasons = [*(f"{name_of(run)}: {run.left_out}" for run in runs), *map(str, errors)]
-        raise LogError("\n  ".join([f"{path} holds no run that counts", *reasons]))
-    if len(arms) > 1:
+    if len(arms) != 1:
         rule = (f"{path} holds {len(arms)} arms where one is needed: copy the logs of one to a "
                 "folder, or make each in its own --log-dir")  # fmt: skip
-        raise LogError("\n  ".join([rule, *(name for name, _ in arms)]))
+        left_out = [f"{name_of(run)}: {run.left_out}" for run in runs if not run.counts]
+        found = [*(name for name, _ in arms), *left_out, *map(str, errors)]
+        raise LogError("\n  ".join([rule, *found]))
     arm = judge_arm(path, runs)
     arm.left_out += map(str, errors)
     return arm

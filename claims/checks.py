@@ -130,14 +130,12 @@ def check_started(evidence: Evidence) -> Iterator[str]:
 
 def check_seeds(evidence: Evidence) -> Iterator[str]:
     """No seed was tried before its claimed run, also not with settings that change nothing."""
-    starts = [line for line in evidence.starts if isinstance(line.get("seed"), (int, float))]
-    claimed = {line["seed"]: line["time"] for line in starts}
-    for line in evidence.registry:
-        seed = line.get("seed")
-        known = isinstance(seed, (int, float)) and seed in claimed  # 1000.0 is 1000
-        time = claimed[seed] if known else ""  # ISO times sort as text
-        ours = line.get("claim") == evidence.claim.id
-        if line["event"] == "start" and not ours and line["time"] <= time:
+    starts = [line for line in evidence.registry
+              if line["event"] == "start" and isinstance(line.get("seed"), (int, float))]
+    ours = {line["seed"]: line["time"] for line in starts if line.get("claim") == evidence.claim.id}
+    for line in starts:
+        tried = line["time"] <= ours.get(line["seed"], "")  # 1000.0 is 1000; times sort as text
+        if tried and line.get("claim") != evidence.claim.id:
             yield f"seed {line['seed']} was run by {line['run_id']} outside the claim"
 
 

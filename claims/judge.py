@@ -11,6 +11,7 @@ read after any stop (Jennison and Turnbull, 1989). docs/judge.md has the levels 
 import math
 import shutil
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,12 +156,10 @@ def figure(run: Run, metric: str) -> float:
 
 def steps_to(run: Run, target: float) -> float:
     """Where the line from one validation to the next reaches the target first; else infinite."""
-    before = run.validations[0]
-    for point in run.validations:
+    for before, point in pairwise([run.validations[0], *run.validations]):
         if point.loss <= target:
             share = (before.loss - target) / (before.loss - point.loss) if point != before else 1.0
             return before.step + share * (point.step - before.step)
-        before = point
     return math.inf
 
 

@@ -68,11 +68,8 @@ def read_segments(first: Path, links: bool) -> list[tuple[Path, bytes]]:
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in a file that holds exactly one, else LogError; see `read_runs`."""
-    runs = read_runs(path)
-    if len(runs) != 1:
-        raise LogError(f"{path} holds {len(runs)} runs where one is needed")
-    return runs[0]
+    """The run in a JSONL log, which holds exactly one; see `read_runs`."""
+    return read_runs(path)[0]
 
 
 def finished_runs(folder: Path) -> list[Run]:
@@ -80,7 +77,7 @@ def finished_runs(folder: Path) -> list[Run]:
     logs = sorted({first_segment(log) for log in folder.glob("*_*.jsonl")})  # ids sort by time
     begun = [log for log in logs if log.stat().st_size]  # others were killed before their header
     runs = [run for log in begun for run in read_runs(log)]
-    return [run for run in runs if run.complete or run.status == "nonfinite"]
+    return [run for run in runs if run.complete or run.end.get("status") == "nonfinite"]
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
@@ -106,18 +103,13 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def read_all(paths: Sequence[str | Path]) -> tuple[list[Run], list[LogError]]:
-    """All runs of these files and folders, and an error for each file in a folder that is no log.
-
-    Raises LogError if a path itself is a file that is no run log.
-    """
+    """All runs of these files and folders, and an error for each file that is no log."""
     runs: list[Run] = []
     errors = []
     for log in find_runs(paths):
         try:
             runs += read_runs(log)
         except LogError as error:
-            if log in map(Path, paths):
-                raise
             errors.append(error)
     return runs, errors
 
@@ -311,13 +303,17 @@ class Trace(NamedTuple):
     source: str | None
     numbers: list[tuple[int, int | None]]  # step and declared total
     validations: list[Validation]
-    steps: list[Step]
 
 
 def read_text(path: Path, data: bytes) -> list[Run]:
-    """The runs in a text log. LogError if it is not text, has no step line or a bad one."""
+    """The runs in a text log. LogError if it is not text, has no step line or a bad one.
+
+    The log begins with the source. It ends at the first rule, but for one in the first line.
+    """
     lines = decode(path, data)
-    source, start = find_source(lines)
+    start = lines.index(RULE, 1) + 1 if RULE in lines[1:] else 0
+    head = "".join(f"{line}\n" for line in lines[:start])
+    source = hashlib.sha256(head.encode()).hexdigest() if head else None
     traces = read_traces(path, lines, source, start)
     env = read_environment(lines[start:])
     runs = []
@@ -325,7 +321,7 @@ def read_text(path: Path, data: bytes) -> list[Run]:
         runs.append(Run(
             path=path, index=index, source=trace.source, env=env, gpu_count=env.get("gpu_count"),
             run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}",
-            total_steps=trace.numbers[-1][1], validations=trace.validations, steps=trace.steps,
+            total_steps=trace.numbers[-1][1], validations=trace.validations,
             unfinished=why_unfinished(trace.numbers, trace.validations),
         ))  # fmt: skip
     return runs
@@ -334,7 +330,7 @@ def read_text(path: Path, data: bytes) -> list[Run]:
 def decode(path: Path, data: bytes) -> list[str]:
     """The lines of the text. A last line that may have been cut short is left out."""
     try:
-        lines = data.decode("utf-8-sig").split("\n")
+        lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise LogError(f"{path} is not text in UTF-8: {error}. Convert it to UTF-8") from None
     if lines[-1].startswith(NUMBERED) and not TIMED.fullmatch(lines[-1].split()[-1]):
@@ -342,33 +338,17 @@ def decode(path: Path, data: bytes) -> list[str]:
     return lines
 
 
-def is_rule(line: str) -> bool:
-    return line.rstrip("\r") == RULE
-
-
-def find_source(lines: Sequence[str]) -> tuple[str | None, int]:
-    """SHA-256 of the source at the head of a log, rules included, and the index of what follows.
-
-    The source ends at the first rule, or at the second where the log begins with one.
-    """
-    for index, line in enumerate(lines):
-        if is_rule(line) and index > 0:
-            text = "\n".join(lines[: index + 1]) + "\n"
-            return hashlib.sha256(text.encode()).hexdigest(), index + 1
-    return None, 0
-
-
 def read_traces(path: Path, lines: list[str], source: str | None, start: int) -> list[Trace]:
     """The runs in the lines from `start` on."""
     traces: list[Trace] = []
-    for index in range(start, len(lines)):
-        if is_rule(lines[index]) and traces:
+    for number, line in enumerate(lines[start:], start + 1):
+        if line == RULE and traces:
             source = None  # another log was appended: its runs may have another source
-        if lines[index].startswith(NUMBERED):
+        if line.startswith(NUMBERED):
             try:
-                read_line(lines[index].split(), traces, source)
+                read_line(line.split(), traces, source)
             except ValueError as error:
-                raise LogError(f"{path}, line {index + 1}: {error}") from None
+                raise LogError(f"{path}, line {number}: {error}") from None
     if not traces:
         rule = "it has neither JSON events nor a line like step:0/1750 val_loss:10.8258"
         raise LogError(f"{path} is no run log: {rule}")
@@ -386,14 +366,12 @@ def read_line(words: Sequence[str], traces: list[Trace], source: str | None) -> 
         return
     step = int(number[1])
     if not traces or (step == 0 and traces[-1].numbers[-1][0] > 0):
-        traces.append(Trace(source, [], [], []))
+        traces.append(Trace(source, [], []))
     traces[-1].numbers.append((step, int(number[2]) if number[2] else None))
     ms, time = None, named.get("train_time")
     if time is not None:  # 6009ms or 6.009s
         ms = float(time[:-2]) if time.endswith("ms") else 1000 * float(time.removesuffix("s"))
-    if val_loss is None:
-        traces[-1].steps.append(Step(step, ms, None))
-    else:
+    if val_loss is not None:
         loss = float(val_loss)
         if loss <= 0:
             raise ValueError(f"val_loss {loss}: a loss is above 0")

@@ -127,8 +127,8 @@ def run_part(evidence: Evidence) -> Iterator[str]:
     device = run.env.get("gpu") or run.env.get("cpu")
     yield (f"The runs used {run.header.get('world_size')} x {literal(str(device))} and "
            f"torch {literal(str(run.env.get('torch')))}; their headers say more.")
-    if type(run.env.get("params")) is int:
-        yield f"The model has {run.env['params']:,} parameters."
+    if parameters(evidence):
+        yield f"The model has {parameters(evidence)} parameters."
     schemas = " and ".join(sorted({str(run.header["schema"]) for run in evidence.runs}))
     said = "with checks of the trained models."
     if claim.schema == 1:
@@ -232,8 +232,7 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
            "*new*: loss on all others. An empty cell: the logs do not have it.")
     if TRACKS[track].in_time:
         yield "Places count for each hardware: a claim competes only with claims on the same one."
-    count = "is 1 claim" if len(claims) == 1 else f"are {len(claims)} claims"
-    yield (f"There {count} on this track. Each p is that of its own claim alone.\n"
+    yield (f"Claims on this track: {len(claims)}. Each p is that of its own claim alone.\n"
            "Compare seconds only between runs on the same machine.")
     if best_of_each_recipe(claims):
         yield f"![Tokens of each recipe's best claim, and its losses]({track}/tokens.svg)"

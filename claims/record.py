@@ -17,14 +17,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from claims.arms import ALPHA
+from claims.arms import ALPHA, leave_out_repeats
 from claims.logs import first_segment, read_run
 from claims.runs import Run, current_names
 from claims.stats import Result, one_sample
-from runtime.claim import SHA256, Claim, check_rules, read_claim
+from runtime.claim import Claim, check_rules, read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import plain, read_regular
-from runtime.log import REGISTRY, digest, read_registry, read_sources
+from runtime.log import MOST_REGISTRY_BYTES, REGISTRY, digest, read_registry, read_sources
 
 # ---- Sources
 
@@ -188,11 +188,9 @@ class Evidence:
     @cached_property
     def complete(self) -> list[Run]:
         """The runs of the claim that count, one for each seed, sorted by seed."""
-        by_seed: dict[int, Run] = {}
-        for run in self.runs:
-            if run.counts and run.header.get("claim") == self.claim.id:
-                by_seed.setdefault(run.seed or 0, run)
-        return [by_seed[seed] for seed in sorted(by_seed)]
+        ours = [run for run in self.runs if run.header.get("claim") == self.claim.id]
+        counted, _ = leave_out_repeats([run for run in ours if run.counts])
+        return sorted(counted, key=lambda run: run.seed or 0)
 
     @cached_property
     def committed(self) -> str | None:
@@ -240,9 +238,6 @@ def claim_text(claim: Claim) -> str:
 
 def read_evidence(folder: Path) -> Evidence:
     """The record in a folder. Refused or LogError names the first file that cannot be read."""
-    for path in folder.rglob("*"):
-        if path.name.lower() == ".git":
-            raise Refused(f"{path}: a record has no git repository of its own. Remove it.")
     claim = read_claim(folder / "claim.json")
     if claim.track not in TRACKS:
         raise Refused(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")
@@ -262,27 +257,17 @@ def read_evidence(folder: Path) -> Evidence:
                 if not isinstance(run.header.get(name), dict):
                     raise LogError(f"{path}: the header must have {name}, an object")
             runs.append(run)
-    records, track = records_of(folder), TRACKS[claim.track]
-    if not track.val_sha256:
-        track = track._replace(val_sha256=read_pins(records).get(claim.track, ""))
-    source = read_source(records, claim.source_sha256)
+    track, pinned = TRACKS[claim.track], pin_path(folder)
+    if not track.val_sha256 and os.path.lexists(pinned):
+        sha256 = read_regular(pinned, MOST_BYTES, links=False).decode(errors="replace").strip()
+        track = track._replace(val_sha256=sha256)
+    source = read_source(records_of(folder), claim.source_sha256)
     return Evidence(folder, claim, track, runs, registry, source)
 
 
-PINS = "data.json"  # among the records: by track, the hash of the validation tokens
-
-
-def read_pins(records: Path) -> dict[str, str]:
-    path = records / PINS
-    try:
-        pins = json.loads(read_regular(path, MOST_BYTES, links=False))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise Refused(f"{path} cannot be read: {error}. Restore it.") from None
-    if not isinstance(pins, dict) or not all(re.fullmatch(SHA256, str(pins[on])) for on in pins):
-        raise Refused(f"{path} is no object of a SHA-256 for each track. Restore it.")
-    return pins
+def pin_path(folder: Path) -> Path:
+    """Where the hash of the track's validation tokens is, if a record has fixed it."""
+    return folder.resolve().parent / "val_sha256.txt"
 
 
 def pin(evidence: Evidence) -> Path | None:
@@ -292,10 +277,9 @@ def pin(evidence: Evidence) -> Path | None:
     """
     if evidence.track.val_sha256:
         return None
-    records, sha256 = records_of(evidence.folder), evidence.runs[0].header["data"]["val_sha256"]
-    pins = read_pins(records) | {evidence.claim.track: sha256}
-    (records / PINS).write_text(json.dumps(pins, indent=2) + "\n")
-    return records / PINS
+    path = pin_path(evidence.folder)
+    path.write_text(evidence.runs[0].header["data"]["val_sha256"] + "\n")
+    return path
 
 
 def records_of(folder: Path) -> Path:
@@ -360,7 +344,9 @@ def copy_runs(folder: Path, folders: list[Path]) -> None:
 
     Every run that was started is copied, however it ended. Refused for a record that holds a link.
     """
-    require_plain(folder)
+    for path in folder.rglob("*"):  # a write would follow a link, a read would wait for a pipe
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise Refused(f"{path} is a link or no regular file: a record has none. Take it out.")
     claim = read_claim(folder / "claim.json")
     for number, logs in enumerate(folders, 1):
         if not (logs / REGISTRY).is_file():
@@ -375,18 +361,9 @@ def copy_runs(folder: Path, folders: list[Path]) -> None:
 
 def copy(original: Path, path: Path) -> None:
     """Copy a file. An older copy is replaced only by a file that begins with it."""
-    if original.is_symlink():
-        raise Refused(f"{original} is a link: put the file itself there.")
-    content = original.read_bytes()
+    content = read_regular(original, MOST_REGISTRY_BYTES, links=False)
     if path.exists() and not content.startswith(path.read_bytes()):
         raise Refused(f"{original} does not begin with {path}, and only a file that has grown is "
                       "copied again. Name the log folders in the same order, or remove the copy.")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-
-
-def require_plain(folder: Path) -> None:
-    """Refuse links, which a write would follow, and pipes and devices, where a read would wait."""
-    for path in folder.rglob("*"):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise Refused(f"{path} is a link or no regular file: a record has none. Take it out.")

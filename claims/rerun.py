@@ -217,6 +217,7 @@ FIRST, AFTER_30 = 1e-5, 0.05  # before the first update, and on a GPU after 30
 SPREADS = 4  # another CPU may differ so many times as much as this one does from itself
 
 Allowed = Callable[[int], float]  # difference of losses after this many updates
+StepLosses = dict[int, float | None]  # by step
 
 
 def rerun(
@@ -344,26 +345,25 @@ def measured(runs: Sequence[Run]) -> Allowed:
 
 def compare_runs(before: Run, after: Run, steps: int, allowed: Allowed) -> Iterator[Finding]:
     """Losses of training and validation, each where it is farthest off; and the settings."""
-    trained = {step.step: step.train_loss for step in after.steps}
-    pairs = {step.step: (step.train_loss, trained.get(step.step)) for step in before.steps[:steps]}
-    yield farthest(f"training losses, {len(pairs)}", pairs, lambda step: allowed(step - 1))
-    validated = {each.step: each.loss for each in after.validations}
+    was = {step.step: step.train_loss for step in before.steps[:steps]}
+    now = {step.step: step.train_loss for step in after.steps}
+    yield farthest("training losses", was, now, lambda step: allowed(step - 1))
     done = steps if after.complete else steps - 1  # a run that is stopped validates no more
-    pairs = {each.step: (each.loss, validated.get(each.step))
-             for each in before.validations if each.step <= done}  # fmt: skip
-    if pairs:
-        yield farthest(f"validation losses, {len(pairs)}", pairs, allowed)
+    was = {each.step: each.loss for each in before.validations if each.step <= done}
+    now = {each.step: each.loss for each in after.validations}
+    if was:
+        yield farthest("validation losses", was, now, allowed)
     other = before.config_sha256 != after.config_sha256
     yield Finding("configuration: 1 if the claim's flags mean another", int(other), 0)
 
 
-def farthest(
-    what: str, pairs: dict[int, tuple[float | None, float | None]], allowed: Allowed
-) -> Finding:
+def farthest(what: str, was: StepLosses, now: StepLosses, allowed: Allowed) -> Finding:
+    """The step whose losses are farthest apart, of those beyond their bound if there are any."""
     found = []
-    for step, (was, now) in pairs.items():
-        difference = math.inf if was is None or now is None else abs(was - now)
-        found.append(Finding(what, difference, allowed(step), f"step {step}"))
+    for step, loss in was.items():
+        again = now.get(step)
+        difference = math.inf if loss is None or again is None else abs(loss - again)
+        found.append(Finding(f"{what}, {len(was)}", difference, allowed(step), f"step {step}"))
     return max(found, key=lambda each: (not each.holds, each.found))
 
 

@@ -18,7 +18,7 @@ class Step(NamedTuple):
     """A training step, counted from 1."""
 
     step: int
-    train_time_ms: float | None  # on the clock when the step was done
+    train_time_ms: float  # on the clock when the step was done
     train_loss: float | None
     tokens: int | None = None  # of all steps up to this one
     lr_mul: float | None = None  # multiplier of every learning rate
@@ -68,17 +68,13 @@ class Run:
     total_steps: int | None  # as the log declares it
     validations: list[Validation]
     quick_validations: list[Validation] = field(default_factory=list)  # on few tokens, only shown
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)  # of a log of ours
     phases: list[Phase] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)  # of a log of ours
     checkpoints: list[tuple[int, str]] = field(default_factory=list)  # step, SHA-256 of checksums
     end: dict[str, Any] = field(default_factory=dict)  # the last end line
     unfinished: str | None  # why the run did not go to its end; None if it did
-
-    @property
-    def status(self) -> str | None:
-        return self.end.get("status")
 
     @property
     def complete(self) -> bool:
@@ -132,21 +128,16 @@ OLD_NAMES = {
     "align": "document_mask", "recompute": "activation_checkpointing", "sequence": "seq_len",
     "val_sequence": "val_seq_len",
 }  # fmt: skip
-OLD_VALUES = {  # by setting, then by track
-    "recipe": {"tiny": {"modern": "copyinit"}, "short": {"modern": "record89"},
-               "medium": {"modern": "record89"}},
-    "stages": {"tiny": {"modern": "copyinit"}},
-    "optimizer": {track: {"adam": "adamw"} for track in ("tiny", "short", "medium", "steps")},
-}  # fmt: skip
+OLD_VALUES = {("recipe", "modern"): "copyinit", ("stages", "modern"): "copyinit",
+              ("optimizer", "adam"): "adamw"}  # fmt: skip
 
 
 def current_names(config: dict[str, Any]) -> dict[str, Any]:
     """A logged configuration by today's names. Its hash is that of the names it was logged by."""
     settings = {OLD_NAMES.get(name, name): value for name, value in config.items()}
-    for name, of_track in OLD_VALUES.items():
-        value = settings.get(name)
-        if isinstance(value, str):
-            settings[name] = of_track.get(str(config.get("track")), {}).get(value, value)
+    for (name, old), value in OLD_VALUES.items():
+        if settings.get(name) == old:
+            settings[name] = value
     return settings
 
 

@@ -82,7 +82,6 @@ def main(argv: list[str]) -> int:
     if not runs:
         raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
     verdicts = arms.judge_all(runs, given.target, given.at_step)
-    arms.apply_holm(verdicts)
     facts = {"arms": [arm.documented for arm in verdicts], "warnings": unread}
     show("\n\n".join([*map(to_text, verdicts), *unread]), facts, given.json)
     if unread:  # what a damaged log held could change the verdict

@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1420,  # reached; the promise is 1370
+    "train_gpt.py": 1418,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
-    "data": 1070,  # reached; the promise is 1000
+    "data": 1071,  # reached; the promise is 1000
     "runtime": 2750,  # reached; the promise is 2740
-    "claims": 2850,  # reached; the promise is 2780
-    "scripts": 1273,  # reached; the promise is 1220
+    "claims": 2780,
+    "scripts": 1272,  # reached; the promise is 1220
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,

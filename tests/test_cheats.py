@@ -198,11 +198,12 @@ CHEATS: dict[str, tuple] = {
         r"missing: seeds \[1004, 1005\] .* 4 of 6"),
     "4 of 6 and no lines of the others": (
         lambda folder: cut(folder, runs_of(folder)[2:4]), CHAIN),
-    "a killed run": (start_again, "not counted: no end line", "repeats seed 1003"),
+    "a killed run": (start_again, "not counted: no end line", "repeats the seed of"),
     "a run without its end": (cut_off_end, "not counted: no end line", "missing: .* 5 of 6 runs"),
-    "a copied log": (copy_log, "20991231.jsonl is a duplicate of"),
+    "a copied log": (copy_log, "20991231.jsonl .* repeats the run id of"),
     "a copy with another run id and seed": (
-        replace_worst, "is a duplicate of", "missing: run .* was started",
+        replace_worst, "repeats the training losses of", "missing: run .* was started",
+        "missing: .* 5 of 6 runs",
         "its start is not in the registry", "its end is not in the registry"),
     "a digit of a loss": (
         lambda folder: edit_loss(runs_of(folder)[0].path), "edited: the log is not"),

@@ -178,9 +178,9 @@ def test_the_first_verified_record_fixes_validation_tokens_that_nobody_knew_befo
         write_logs(folders[name], runs)
     unfinished = write_record(tmp_path, make_claim("Unfinished", n=4), LOSSES[:3])
     assert call(capsys, "make", unfinished)[0] == 1
-    assert not (tmp_path / "data.json").exists()
+    assert not (tmp_path / "tiny" / "val_sha256.txt").exists()
     _, said = call(capsys, "make", folders["First"])
-    assert "data.json: fixes the validation tokens of tiny" in said
+    assert "val_sha256.txt: fixes the validation tokens of tiny" in said
     assert call(capsys, "make", folders["Same"])[0] == 0
     code, said = call(capsys, "make", folders["Other"])
     assert code == 1

@@ -220,7 +220,7 @@ def test_a_target_that_is_given_overrides_that_of_the_logs(tmp_path, capsys):
     (["logs", "--margin", "0.01"], "--margin needs --against"),
     (["logs", "--at-step", "5,x"], "--at-step: '5,x': it must be whole numbers: 5,10"),
     (["{folder}/absent"], "cannot read {folder}/absent: No such file"),
-    (["{folder}/mixed", "{folder}/none/bad.log"], "{folder}/none/bad.log is no run log"),
+    (["{folder}/none/bad.log", "{folder}/absent"], "{folder}/none/bad.log is no run log"),
     (["{folder}/bad"], "no run log can be read\n{folder}/bad/a.jsonl, line 1: every line"),
     (["{folder}"], "no run logs"),
     (["{folder}/mixed"], "name different targets: give one with --target"),

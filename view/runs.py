@@ -147,7 +147,7 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
         "total": run.total_steps or config.get("steps"),
         "done": max([point.step for point in points], default=0),
         "seconds": max([point.train_time_ms or 0 for point in points], default=0) / 1000 or None,
-        "status": run.status or ("done" if run.complete else None), "modified": modified,
+        "status": run.end.get("status", "done" if run.complete else None), "modified": modified,
         "more": {"log": str(run.path), "end": run.end, "machine": run.env},
         "why": "; ".join(reason for reason in (run.left_out, run.resumed) if reason),
     }  # fmt: skip
