@@ -11,7 +11,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -227,12 +227,14 @@ class TrainLoader(Iterator[list[Batch]]):
     def _seek(self, position: Position) -> None:
         self._position = position  # of the next step handed out, not built ahead
         self._steps = self._build(_walk(self._shards, self.order, position))
-        self._pending = self._worker.submit(next, self._steps)
+        self._pending: Future | None = None
         # By step, counted from 1: the shard and the token from which it was read.
         self.places: dict[int, dict[str, Any]] = {}
         self.rows_sum = 0  # of `hash_rows` over this rank's rows so far
 
     def __next__(self) -> list[Batch]:
+        if self._pending is None:
+            self._pending = self._worker.submit(next, self._steps)
         batches, rows_sum, place, self._position = self._pending.result()
         self.rows_sum += rows_sum
         self.places[self._position.step] = place

@@ -21,7 +21,7 @@ BUDGETS = {
     "train_gpt.py": 1418,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
-    "data": 1071,  # reached; the promise is 1000
+    "data": 1073,  # reached; the promise is 1000
     "runtime": 2750,  # reached; the promise is 2740
     "claims": 2780,
     "scripts": 1272,  # reached; the promise is 1220
