@@ -97,7 +97,7 @@ def marks(run: Run) -> Iterator[tuple[Hashable, ...]]:
     if run.train_time_ms:  # with times: four digits of loss may agree by chance
         yield "validation losses and times", *run.validations
     if run.seed is not None:
-        yield "seed", run.seed
+        yield f"seed {run.seed}", run.seed
 
 
 def leave_out_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
@@ -276,8 +276,10 @@ def read_arm(path: str) -> ArmVerdict:
     runs, errors = read_all([path])
     arms = named_arms([run for run in runs if run.counts])
     if len(arms) != 1:
-        rule = (f"{path} holds {len(arms)} arms where one is needed: copy the logs of one to a "
-                "folder, or make each in its own --log-dir")  # fmt: skip
+        rule = f"{path} holds no run that counts"
+        if arms:
+            rule = (f"{path} holds {len(arms)} arms where one is needed: copy the logs of one to a "
+                    "folder, or make each in its own --log-dir")  # fmt: skip
         left_out = [f"{name_of(run)}: {run.left_out}" for run in runs if not run.counts]
         found = [*(name for name, _ in arms), *left_out, *map(str, errors)]
         raise LogError("\n  ".join([rule, *found]))

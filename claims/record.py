@@ -21,7 +21,7 @@ from claims.arms import ALPHA, leave_out_repeats
 from claims.logs import first_segment, read_run
 from claims.runs import Run, current_names
 from claims.stats import Result, one_sample
-from runtime.claim import Claim, check_rules, read_claim
+from runtime.claim import SHA256, Claim, check_rules, read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import plain, read_regular
 from runtime.log import MOST_REGISTRY_BYTES, REGISTRY, digest, read_registry, read_sources
@@ -237,7 +237,7 @@ def claim_text(claim: Claim) -> str:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """The record in a folder. Refused or LogError names the first file that cannot be read."""
+    """The record in a folder. Refused, LogError, OSError name the first file not to be read."""
     claim = read_claim(folder / "claim.json")
     if claim.track not in TRACKS:
         raise Refused(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")
@@ -257,17 +257,17 @@ def read_evidence(folder: Path) -> Evidence:
                 if not isinstance(run.header.get(name), dict):
                     raise LogError(f"{path}: the header must have {name}, an object")
             runs.append(run)
-    track, pinned = TRACKS[claim.track], pin_path(folder)
-    if not track.val_sha256 and os.path.lexists(pinned):
-        sha256 = read_regular(pinned, MOST_BYTES, links=False).decode(errors="replace").strip()
+    track, pin = TRACKS[claim.track], folder.resolve().parent / PIN
+    if not track.val_sha256 and os.path.lexists(pin):
+        sha256 = read_regular(pin, MOST_BYTES, links=False).decode(errors="replace").strip()
+        if not re.fullmatch(SHA256, sha256):
+            raise Refused(f"{pin} holds no SHA-256. Restore it.")
         track = track._replace(val_sha256=sha256)
     source = read_source(records_of(folder), claim.source_sha256)
     return Evidence(folder, claim, track, runs, registry, source)
 
 
-def pin_path(folder: Path) -> Path:
-    """Where the hash of the track's validation tokens is, if a record has fixed it."""
-    return folder.resolve().parent / "val_sha256.txt"
+PIN = "val.sha256"  # beside a track's records: the hash of its validation tokens
 
 
 def pin(evidence: Evidence) -> Path | None:
@@ -277,7 +277,7 @@ def pin(evidence: Evidence) -> Path | None:
     """
     if evidence.track.val_sha256:
         return None
-    path = pin_path(evidence.folder)
+    path = evidence.folder.resolve().parent / PIN
     path.write_text(evidence.runs[0].header["data"]["val_sha256"] + "\n")
     return path
 

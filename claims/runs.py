@@ -128,16 +128,15 @@ OLD_NAMES = {
     "align": "document_mask", "recompute": "activation_checkpointing", "sequence": "seq_len",
     "val_sequence": "val_seq_len",
 }  # fmt: skip
-OLD_VALUES = {("recipe", "modern"): "copyinit", ("stages", "modern"): "copyinit",
-              ("optimizer", "adam"): "adamw"}  # fmt: skip
 
 
 def current_names(config: dict[str, Any]) -> dict[str, Any]:
     """A logged configuration by today's names. Its hash is that of the names it was logged by."""
     settings = {OLD_NAMES.get(name, name): value for name, value in config.items()}
-    for (name, old), value in OLD_VALUES.items():
-        if settings.get(name) == old:
-            settings[name] = value
+    modern = "copyinit" if config.get("track") == "tiny" else "record89"
+    for name in ("recipe", "stages", "optimizer"):
+        if isinstance(value := settings.get(name), str):
+            settings[name] = {"modern": modern, "adam": "adamw"}.get(value, value)
     return settings
 
 

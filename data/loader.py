@@ -301,7 +301,10 @@ def validation_batches(
 
 
 def in_parts(batches: list[Batch], most: int, reach: int) -> list[Batch]:
-    """Cut rows longer than `most` into parts of `most` targets; inputs start `reach` earlier."""
+    """Cut rows longer than `most` into parts of `most` targets; inputs start `reach` earlier.
+
+    A batch of such rows has one of them.
+    """
     parts = []
     for batch in batches:
         rows, seq_len = batch.targets.shape

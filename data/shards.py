@@ -93,11 +93,12 @@ class Shard:
     def __getitem__(self, where: slice) -> Tokens:
         start, stop, _ = where.indices(self._count)
         self._file.seek(HEADER_BYTES + TOKEN_BYTES * start)
-        tokens = np.fromfile(self._file, "<u2", max(stop - start, 0))
-        if len(tokens) < stop - start:
+        wanted = TOKEN_BYTES * max(stop - start, 0)
+        content = self._file.read(wanted)
+        if len(content) != wanted:
             raise ShardError(f"{self.path}: tokens {start:,} to {stop:,} are gone, as the file was "
                              f"cut while it was read. {AGAIN}")  # fmt: skip
-        return tokens
+        return np.frombuffer(content, dtype="<u2")
 
 
 def read_shard(path: Path, vocab_size: int) -> Tokens:

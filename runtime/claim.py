@@ -153,7 +153,8 @@ def modules_from_elsewhere(own: set[str]) -> list[str]:
     in the environment.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    environment = [Path(folder) for folder in site.getsitepackages()]
+    environment = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
+    environment += [Path(folder) for folder in site.getsitepackages()]
     if site.ENABLE_USER_SITE:
         environment.append(Path(site.getusersitepackages()))
     found = []

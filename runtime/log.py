@@ -264,8 +264,8 @@ def require_folders(config: RunSettings) -> None:
     for name in ("log_dir", "checkpoint_dir"):
         directory = getattr(config, name)
         folder = Path(directory).absolute()
-        nearest = next(path for path in (folder, *folder.parents) if path.exists())
         try:
+            nearest = next(path for path in (folder, *folder.parents) if path.exists())
             with tempfile.TemporaryFile(dir=nearest):
                 pass
         except OSError as error:

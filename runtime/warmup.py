@@ -100,7 +100,7 @@ def warm_up(trainer: Any, clock: Clock) -> None:
         obstacle = compile_loss(trainer)
         if obstacle is not None:
             if config.compile == "on":
-                raise Refused(f"--compile on: {obstacle}. Use --compile auto to go without.")
+                raise Refused(f"--compile on: {obstacle}. Fix that, or use --compile auto.")
             machine.say(f"not compiled: {obstacle}")
             find_micro_batch(trainer, trainer.model)
         trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}

@@ -65,10 +65,17 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
     return run
 
 
-def make_parser(doc: str | None) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; --help has the usage."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"error: {message}. {self.prog} --help lists the flags.\n")
+
+
+def make_parser(doc: str | None) -> Parser:
     """A parser whose --help begins with the module's docstring, with its line breaks."""
     layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=doc, formatter_class=layout, allow_abbrev=False)
+    return Parser(description=doc, formatter_class=layout, allow_abbrev=False)
 
 
 def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:

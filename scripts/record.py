@@ -33,7 +33,7 @@ from claims.checks import find_failures
 from claims.judge import find_judged, next_seed
 from claims.rerun import rerun
 from claims.stats import power
-from runtime.claim import Claim
+from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest
 from runtime.settings import flag
@@ -136,9 +136,11 @@ def run_again(evidence: records.Evidence, arguments: argparse.Namespace) -> int:
 
 def diff(arguments: argparse.Namespace) -> int:
     """Print the difference of two records' sources."""
-    before = records.read_evidence(arguments.before).source
-    after = records.read_evidence(arguments.after).source
-    print("\n".join(records.difference(before.files, after.files)))
+    sources = []
+    for folder in (arguments.before, arguments.after):
+        sha256 = read_claim(folder / "claim.json").source_sha256
+        sources.append(records.read_source(records.records_of(folder), sha256).files)
+    print("\n".join(records.difference(*sources)))
     return 0
 
 

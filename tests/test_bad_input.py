@@ -40,6 +40,7 @@ def assert_refused(outcome, *parts):
         ("batch_tokens", 0, ["--batch-tokens 0", "a multiple of --seq-len 128"]),
         ("micro_batch", 100, ["--micro-batch 100", "a multiple of --seq-len 128"]),
         ("checkpoint_dir", __file__, [f"--checkpoint-dir {__file__}", "cannot be written"]),
+        ("log_dir", "x" * 300, ["--log-dir xxx", "cannot be written: File name too long"]),
         ("val_tokens", 1000, ["--val-tokens 1000", "a multiple of --val-seq-len 256"]),
         ("dim", 40, ["--dim 40", "a multiple of --head-dim 16"]),
         ("bos", 64, ["--bos 64", "below --vocab-size 64"]),

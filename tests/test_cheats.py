@@ -198,7 +198,7 @@ CHEATS: dict[str, tuple] = {
         r"missing: seeds \[1004, 1005\] .* 4 of 6"),
     "4 of 6 and no lines of the others": (
         lambda folder: cut(folder, runs_of(folder)[2:4]), CHAIN),
-    "a killed run": (start_again, "not counted: no end line", "repeats the seed of"),
+    "a killed run": (start_again, "not counted: no end line", "repeats the seed 1003 of"),
     "a run without its end": (cut_off_end, "not counted: no end line", "missing: .* 5 of 6 runs"),
     "a copied log": (copy_log, "20991231.jsonl .* repeats the run id of"),
     "a copy with another run id and seed": (

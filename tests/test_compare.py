@@ -100,7 +100,7 @@ def test_an_arm_without_a_run_that_counts_says_why(tmp_path, capsys):
     (new / "torn.jsonl").write_text("no log")
     assert main([str(new), "--against", old]) == 2
     error = capsys.readouterr().err
-    assert f"{new} holds 0 arms where one is needed" in error
+    assert f"{new} holds no run that counts" in error
     assert "cut.jsonl: ended with status interrupted" in error
     assert "torn.jsonl" in error
 

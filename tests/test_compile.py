@@ -34,7 +34,7 @@ def trainer_with(mode, machine=ALONE, passes=LONG):
     return SimpleNamespace(
         config=config, machine=machine, model=SimpleNamespace(blocks=[0]), loss=None,
         train_tokens=passes, validations=[], changes=[(0, 8, 4)], state_dict=dict,
-        data=SimpleNamespace(train=train),
+        data=SimpleNamespace(train=train), env={},
     )  # fmt: skip
 
 
@@ -68,12 +68,18 @@ def test_a_model_that_compiles_is_run_compiled_and_one_that_does_not_is_told_why
     trainer = trainer_with("auto")
     assert (compile_loss(trainer), trainer.loss) == (None, ("compiled", trainer.model))
     assert compile_loss(trainer_with("off")) == "--compile off"
+    broken = AssertionError("does not build\nand a page of it")
     compiler.setattr(
         compiling, "try_largest_batches",
-        lambda trainer: fail(AssertionError("does not build\nand a page of it")),
+        lambda trainer: trainer.loss is trainer.model or fail(broken),
     )  # fmt: skip
     reason = "compilation failed: AssertionError: does not build"
     assert compile_loss(trainer_with("auto")) == reason
+    trainer = trainer_with("auto")
+    compiler.setattr(compiling, "rehearse", lambda trainer: fail(EOFError()))  # far enough
+    with pytest.raises(EOFError):
+        warm_up(trainer, Clock())
+    assert trainer.loss is trainer.model
     with pytest.raises(Refused, match=f"^--compile on: {reason}"):
         warm_up(trainer_with("on"), Clock())
     compiler.setattr(compiling, "try_largest_batches", lambda trainer: fail(MemoryError()))

@@ -141,7 +141,8 @@ def test_a_huge_file_in_a_record_is_named_and_not_read(name, stranger, monkeypat
     with open(stranger / name, "wb") as file:
         file.truncate(2**40)  # takes no room on the disk; a read would take all memory
     assert record.main(["verify", str(stranger)]) == 1
-    assert re.search(rf"(unexpected file {name}|{name} is not what)", capsys.readouterr().out)
+    named = name.removesuffix("/x")  # a folder that is not expected, whatever it holds
+    assert re.search(rf"(unexpected file {named}|{named} is not what)", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("change", [

