@@ -172,17 +172,21 @@ def draw(losses: Losses, known: dict, path: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = "prediction"
     pieces = read_pieces(losses, known, slope(losses))
-    figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 8), layout="constrained")
     for each in pieces:
         if math.isnan(each.public):
             continue
         mean, half = fmean(each.effects), half_width([p.effects for p in pieces], len(each.effects))
         ends = [[each.gain - to_gain(mean - half)], [to_gain(mean + half) - each.gain]]
         axes.errorbar(each.public, each.gain, ends, 1.96 * PUBLIC_SD, fmt="o", lw=0.8)
-        axes.annotate(each.name, (each.public, each.gain), xytext=(4, 4), textcoords="offset points",
-                      fontsize=7)  # fmt: skip
+        place, style = (each.public, each.gain), {"textcoords": "offset points", "fontsize": 7}
+        axes.annotate(each.name, place, xytext=(4, 4), **style)
     axes.axhline(0, color="grey", lw=0.5)
     axes.set(xlabel="public gain, % of steps", ylabel="gain on `small`, % of steps")
+    axes.set_xscale("symlog", linthresh=1)  # one gain is far above the others
+    axes.set_yscale("symlog", linthresh=4)
+    for axis, ticks in ((axes.xaxis, (0, 1, 2, 4, 8)), (axes.yaxis, (-8, -4, 0, 4, 8, 16, 32))):
+        axis.set_ticks(ticks, [str(tick) for tick in ticks])
     figure.savefig(path, metadata={"Date": None})
 
 
