@@ -237,7 +237,7 @@ def claim_text(claim: Claim) -> str:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """The record in a folder. Refused, LogError, OSError name the first file not to be read."""
+    """The record in a folder. Refused, LogError or OSError names a file that cannot be read."""
     claim = read_claim(folder / "claim.json")
     if claim.track not in TRACKS:
         raise Refused(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")

@@ -70,7 +70,7 @@ def divisors(number: int, limit: int) -> list[int]:
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the host. Of training it is in pinned memory if CUDA is available."""
+    """One micro-batch on the host. Training batches are in pinned memory if CUDA is available."""
 
     inputs: torch.Tensor  # int32 (rows, seq_len)
     targets: torch.Tensor  # int64 (rows, seq_len)
@@ -178,7 +178,7 @@ def _dense_rows(tokens: Shard, order: Order, max_document: int, offset: int) -> 
 def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> tuple[Position, Position, int]:
     """Walk the data as TrainLoader will, without batches. ShardError if they do not suffice.
 
-    Returns where the run begins and ends to read, and the most pieces of one row, hence documents.
+    Returns where the run begins and ends to read, and the most pieces (so documents) in a row.
     """
     begin = end = Position(offset=int(order.data_start * len(shards[0])))
     walk, most = _walk(shards, order, begin), 0
@@ -303,7 +303,7 @@ def validation_batches(
 def in_parts(batches: list[Batch], most: int, reach: int) -> list[Batch]:
     """Cut rows longer than `most` into parts of `most` targets; inputs start `reach` earlier.
 
-    A batch of such rows has one of them.
+    Such rows must come one to a batch.
     """
     parts = []
     for batch in batches:
