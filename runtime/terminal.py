@@ -120,7 +120,7 @@ class Progress:
         ]  # fmt: skip
         peak = peak_flops(self.trainer.machine, self.trainer.model.dtype)
         if peak is not None:  # model FLOPs utilization
-            found.append(f"MFU {rate * self.trainer.model.flops_per_token() / peak:.2f}")
+            found.append(f"MFU {rate * self.trainer.model.flops_per_token() / peak:.1%}")
         found.append(f"{event['train_time_ms'] / 1000:,.1f} s")
         if self.skips:
             found.append(f"{self.skips} skipped")

@@ -109,6 +109,7 @@ def test_where_no_history_can_tell_it_says_so(case, tmp_path, monkeypatch, capsy
 
 def test_a_claim_writes_the_track_and_the_recipe_into_its_flags(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # with a GPU, the track would be `short`
     words = ["claim", "Mine", "--about", "x", "--", "--recipe=adamw"]
     assert record.main(words) == 0
     claim = json.loads(next(tmp_path.glob("tiny/*/claim.json")).read_text())

@@ -177,7 +177,7 @@ LIES = {
     "scores that are not normalised": (END, f"{END} - 0.5", "normalisation"),
     "a loss that is scaled": (END, f"{END} * 0.9", "normalisation"),
     "losses scaled at the end of long rows": (
-        END, f"{END} * (1 - 0.5 * (torch.arange(targets_BT.size(1)) >= 192))", "documents"),
+        END, f"losses.view_as(targets_BT)[:, 192:] *= 0.5\n        {END}", "documents"),
     "the target in the stream": (
         f"{STREAM}[:, -targets_BT.size(1) :]",
         f"{STREAM} + 3 * self.output_weight[targets_BT]", "normalisation"),

@@ -128,7 +128,7 @@ def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path, monkeyp
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("step 6 of 10 ━━━")
     assert lines[1] == "train loss 6.0000 | validation 6.9315 | target 1.0"
-    assert lines[2] == "grad 12 | lr x0.500 | window 896 | 24 tok/s | MFU 0.50 | 1.0 s | 1 skipped"
+    assert lines[2] == "grad 12 | lr x0.500 | window 896 | 24 tok/s | MFU 50.0% | 1.0 s | 1 skipped"
 
 
 def test_a_terminal_that_closes_does_not_end_the_run(tmp_path, monkeypatch):
