@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from claims.arms import ALPHA, leave_out_repeats
 from claims.record import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, claim_text, departures
 from claims.runs import Phase, Run
-from runtime.claim import SHA256, TIME
+from runtime.claim import SHA256, TIME, forbidden_flags
 from runtime.log import REGISTERED, config_hash
 
 FILES = ("claim.json", "record.json", "README.md", "NOTES.md", "runs")  # beside the logs
@@ -40,7 +40,6 @@ LIFE = re.compile("start( (end )?resume)*( end)?")  # the events of a run in the
 ALIKE = ("torch", "dtype", "compiled", "cpu", "gpu", "gpu_count", "attention", "head", "ranks",
          "params", "train_sha256", "val_sha256")  # fmt: skip
 MOST_SKIPPED = 0.25  # share of the steps; the most of 210 runs of the records is 0.06
-HARMLESS = ("cache", "deterministic")  # compiler settings that make nothing faster
 FORBIDDEN = re.compile(  # compiler settings, which only the medium track allows
     r"coordinate_descent_tuning|max[-_]autotune|torchinductor_(?!cache_dir)\w"
     r"|inductor\.config\.\w+\s*=[^=]|inductor import config"
@@ -159,11 +158,14 @@ def check_copies(evidence: Evidence) -> Iterator[str]:
 
 def check_source(evidence: Evidence) -> Iterator[str]:
     """The source sets nothing of the compiler that its track forbids."""
-    if evidence.claim.track == "medium":
-        return
-    for name, content in evidence.source.files.items():
+    yield from forbidden_settings(evidence.claim.track, evidence.source.files)
+
+
+def forbidden_settings(track: str, files: dict[str, bytes]) -> Iterator[str]:
+    """The compiler settings in the files of a source that its track forbids."""
+    for name, content in files.items():
         setting = FORBIDDEN.search(content.decode(errors="replace"))
-        if setting and name.endswith(".py"):
+        if setting and name.endswith(".py") and track != "medium":
             yield f"forbidden compiler setting {setting[0]!r} in {name}"
 
 
@@ -231,13 +233,10 @@ def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
 
 def check_compiler(run: Run, evidence: Evidence) -> Iterator[str]:
     """The compiler ran with the settings that the track allows."""
-    if evidence.claim.track == "medium":
-        return
     flags = run.env.get("compile_flags")
-    for flag in map(str, flags if isinstance(flags, list) else ["unknown"]):
-        name = flag.partition("=")[0]
-        if not any(word in name for word in HARMLESS):
-            yield f"compiler settings {flag}"
+    said = map(str, flags if isinstance(flags, list) else ["unknown"])
+    for flag in forbidden_flags(evidence.claim.track, said):
+        yield f"compiler settings {flag}"
 
 
 def check_data(run: Run, evidence: Evidence) -> Iterator[str]:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filelock import FileLock
 from scipy.stats import skew
 from scipy.stats import t as student
 
@@ -187,21 +188,23 @@ def find_judgement(
     for arm in arms:  # what identifies it
         facts[arm.name] = {"flags": arm.flags, "config_sha256": arm.config_sha256,
                            "source_sha256": arm.source_sha256}  # fmt: skip
-    known = read_judgements(folder)
-    for entry in reversed(known):
-        if facts.items() <= entry.items() and seed in (None, entry["seed"]):
-            return entry
-    number = f"{len(known) + 1:03}"
-    if seed is None:
-        seed = next_seed(Path("logs"), folder, records)
-    (folder / number).mkdir(parents=True)  # FileExistsError: another judgement has just begun
-    try:
-        changed = write_diff(folder / number / "source.diff", *(arm.source for arm in arms))
-        register(folder / JUDGEMENTS, "start", run_id=number, seed=seed, diff=changed, **facts)
-    except BaseException:  # else the folder would be in the way of the next try
-        shutil.rmtree(folder / number)
-        raise
-    return read_judgements(folder)[-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "start.lock"):  # another may begin at the same time
+        known = read_judgements(folder)
+        for entry in reversed(known):
+            if facts.items() <= entry.items() and seed in (None, entry["seed"]):
+                return entry
+        number = f"{len(known) + 1:03}"
+        if seed is None:
+            seed = next_seed(Path("logs"), folder, records)
+        (folder / number).mkdir()
+        try:
+            changed = write_diff(folder / number / "source.diff", *(arm.source for arm in arms))
+            register(folder / JUDGEMENTS, "start", run_id=number, seed=seed, diff=changed, **facts)
+        except BaseException:  # else the folder would be in the way of the next try
+            shutil.rmtree(folder / number)
+            raise
+        return read_judgements(folder)[-1]
 
 
 def find_judged(folder: Path, number: int, source_sha256: str) -> dict[str, Any]:

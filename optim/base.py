@@ -437,8 +437,7 @@ def compiled_update() -> Callable[..., Any]:
     If compiling fails, the compiler logs why and the update stays eager.
     """
     settings = torch._dynamo.config.patch(recompile_limit=256, suppress_errors=True)
-    options = {"loop_ordering_after_fusion": False}  # on GPUs, torch 2.11's fails on these graphs
-    return settings(torch.compile(update, dynamic=False, options=options))
+    return settings(torch.compile(update, dynamic=False))
 
 
 def stack(tensors: list[Tensor]) -> Tensor:

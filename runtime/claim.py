@@ -7,6 +7,7 @@ import re
 import site
 import sys
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -20,6 +21,8 @@ LEAST_RUNS, MOST_RUNS = 4, 10_000  # fewer runs may agree by chance
 MOST_BYTES, MOST_ABOUT = 2**20, 1000  # of the file; of `about`, in characters
 NAME = r"[A-Z][A-Za-z0-9]{1,60}"
 SHA256 = "[0-9a-f]{64}"
+# Parts of the names of compiler settings that make no step faster.
+HARMLESS = ("cache", "deterministic", "compile_threads")
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"
 
 
@@ -124,7 +127,18 @@ def check_claim(path: str, source: Path, config: dict[str, Any], seeds: list[int
     if strangers:
         raise Refused(f"{path}: seeds {strangers} are not among the claimed {claim.seeds}. "
                       f"Choose --seed and --trials inside them, or write a new claim.")
+    settings = [name for name in sorted(os.environ) if name.startswith("TORCHINDUCTOR_")]
+    if forbidden := forbidden_flags(claim.track, settings):
+        raise Refused(f"{path}: {forbidden[0]} is set, but {claim.track} allows the compiler's "
+                      f"defaults alone. Unset it.")  # fmt: skip
     return claim.id
+
+
+def forbidden_flags(track: str, flags: Iterable[str]) -> list[str]:
+    """Those of the compiler settings, each NAME or NAME=value, that the track forbids."""
+    names = {flag: flag.partition("=")[0].lower() for flag in flags}
+    return [flag for flag, name in names.items()
+            if track != "medium" and not any(word in name for word in HARMLESS)]  # fmt: skip
 
 
 # ---- Whose code a process runs

@@ -29,7 +29,7 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, start
 from claims import pages
 from claims import record as records
 from claims.arms import ALPHA
-from claims.checks import find_failures
+from claims.checks import find_failures, forbidden_settings
 from claims.judge import find_judged, next_seed
 from claims.rerun import rerun
 from claims.stats import power
@@ -59,6 +59,8 @@ def claim(arguments: argparse.Namespace) -> int:
     for name, value in records.departures(config, fixed).items():
         raise Refused(f"{flag(name)} {config[name]}: that of the track is {value}. "
                       f"Leave {flag(name)} out.")
+    for found in forbidden_settings(config["track"], source.files):
+        raise Refused(f"{found}, which no record of {config['track']} may have. Leave it out.")
     claim = Claim(
         name=arguments.name, track=config["track"], target=track.target, alpha=ALPHA, n=arguments.n,
         seeds=list(range(seed, seed + arguments.n)), looks=[arguments.n], source_sha256=sha256,

@@ -183,6 +183,11 @@ def test_runs_of_the_claimed_source_configuration_and_seeds_are_admitted(
     for seeds in (SEEDS, SEEDS[1:3], [SEEDS[-1]]):
         assert check_claim(path, ROOT, elsewhere, seeds) == read_claim(path).id
     assert check_claim("", ROOT, elsewhere, [0]) is None
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "6")  # on the clock they change nothing
+    assert check_claim(path, ROOT, elsewhere, SEEDS)
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    with pytest.raises(Refused, match="TORCHINDUCTOR_MAX_AUTOTUNE is set, but tiny allows"):
+        check_claim(path, ROOT, elsewhere, SEEDS)
 
 
 @pytest.mark.parametrize(("flags", "claimed", "sentence"), [

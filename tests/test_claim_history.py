@@ -117,6 +117,15 @@ def test_a_claim_writes_the_track_and_the_recipe_into_its_flags(tmp_path, monkey
     assert claim["schema"] == 2
 
 
+def test_a_source_that_no_record_may_have_is_refused_before_its_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    stub = provenance.Source({"optim/base.py": b"torch.compile(update, options={})"}, None)
+    monkeypatch.setattr(provenance, "working_source", lambda root: stub)
+    assert record.main(["claim", "Mine", "--about", "x", "--", "--track=tiny"]) == 2
+    assert "forbidden compiler setting" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
 def test_diff_prints_the_difference_of_two_records_sources(capsys):
     folders = [RECORDS / "tiny" / f"2026-11-22_{name}" for name in ("Modern", "ModernFewest")]
     assert record.main(["diff", *map(str, folders)]) == 0

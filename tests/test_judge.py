@@ -8,7 +8,9 @@ import runpy
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from itertools import chain
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from typing import TextIO
 
 import pytest
 
-from claims.judge import next_seed, read_judgements, steps_to
+from claims.judge import find_judgement, next_seed, read_judgements, steps_to
 from claims.runs import Run, Validation
 from runtime.log import read_registry, register
 from scripts import command, judge, record
@@ -239,6 +241,20 @@ def test_a_judgement_that_cannot_begin_leaves_no_folder_in_the_way(project, caps
     assert str(Path("logs/old/registry.jsonl")) in capsys.readouterr().err
     damaged.unlink()
     assert run("--b", "--gain 0.2") == 0
+
+
+def test_judgements_that_begin_at_once_have_numbers_and_seeds_of_their_own(project):
+    arm = judge.make_arm("A", project, "", [])
+
+    def begin(number):
+        plan = {"pairs": 4 + number}
+        return find_judgement(project / "logs/judge", plan, [arm, arm], None, project / "records")
+
+    with ThreadPoolExecutor(8) as threads:
+        entries = list(threads.map(begin, range(8)))
+    assert sorted(entry["run_id"] for entry in entries) == [f"{n:03}" for n in range(1, 9)]
+    taken = [range(entry["seed"], entry["seed"] + entry["pairs"]) for entry in entries]
+    assert len({*chain(*taken)}) == sum(map(len, taken))
 
 
 @pytest.mark.parametrize("cheat", ["another log of a seed", "an edited log"])
