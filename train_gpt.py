@@ -1167,7 +1167,7 @@ class Trainer:
         reach = receptive_field(config)
         self.data = Data(settings, self.changes, reach, machine.rank, machine.world_size)
         found = None
-        if machine.first_of_its_host:  # hashes all tokens and the source: all hosts need the same
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # all hosts need the same tokens and source
             hashes = audit(settings, self.data.train.end.shard + 1)
             found = hashes | {"source_sha256": source_hash(SOURCE)}
         agreed = machine.gather_equal(found)

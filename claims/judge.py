@@ -9,7 +9,6 @@ read after any stop (Jennison and Turnbull, 1989). docs/judge.md has the levels 
 """
 
 import math
-import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -197,13 +196,9 @@ def find_judgement(
         number = f"{len(known) + 1:03}"
         if seed is None:
             seed = next_seed(Path("logs"), folder, records)
-        (folder / number).mkdir()
-        try:
-            changed = write_diff(folder / number / "source.diff", *(arm.source for arm in arms))
-            register(folder / JUDGEMENTS, "start", run_id=number, seed=seed, diff=changed, **facts)
-        except BaseException:  # else the folder would be in the way of the next try
-            shutil.rmtree(folder / number)
-            raise
+        (folder / number).mkdir(exist_ok=True)  # it is there if the last try failed
+        changed = write_diff(folder / number / "source.diff", *(arm.source for arm in arms))
+        register(folder / JUDGEMENTS, "start", run_id=number, seed=seed, diff=changed, **facts)
         return read_judgements(folder)[-1]
 
 

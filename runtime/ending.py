@@ -64,9 +64,8 @@ class Stop(contextlib.AbstractContextManager):
 
     def hear(self, flags: list[float]) -> None:
         """Read the summed flags of a step."""
-        for number, flag in zip(SIGNALS, flags, strict=True):
-            if flag and self.number is None:
-                self.number = number
+        heard = (number for number, flag in zip(SIGNALS, flags, strict=True) if flag)
+        self.number = self.number or next(heard, None)
 
     def __enter__(self) -> "Stop":
         _handle(self._note)

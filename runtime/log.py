@@ -357,16 +357,13 @@ class RunLog:
             try:
                 self._flush(sync=event in SYNCED_EVENTS)
             except OSError as error:
-                if not self._warned:
-                    self._warn(error)
+                warning = f"warning: cannot write {self.path}: {error.strerror}. The run continues."
+                with contextlib.suppress(OSError):  # stderr may be on the same disk
+                    if not self._warned:
+                        print(warning, "Free some space before it ends.", file=sys.stderr)
                 self._warned = True
                 return False
             return True
-
-    def _warn(self, error: OSError) -> None:
-        with contextlib.suppress(OSError):  # stderr may be on the same disk
-            print(f"warning: cannot write {self.path}: {error.strerror}. The run continues."
-                  f" Free some space before it ends.", file=sys.stderr, flush=True)  # fmt: skip
 
     def _add(self, event: str, fields: dict[str, Any]) -> None:
         """Let a line wait. Its t_ms leaves out the pauses between segments."""

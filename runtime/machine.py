@@ -42,10 +42,6 @@ class Machine:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @property
-    def first_of_its_host(self) -> bool:
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-
     def say(self, text: str) -> None:
         """Print a line on rank 0. A closed terminal must not end the run."""
         if self.is_main:

@@ -196,17 +196,16 @@ class Run(contextlib.AbstractContextManager):
 
         quick_tokens: how many a quick validation scored.
         """
-        steps, ms = self._config.steps, self.clock.train_time_ms
+        steps, ms, where = self._config.steps, self.clock.train_time_ms, ""
         event = {"step": step, "val_loss": val_loss, "train_time_ms": ms}
         if quick_tokens is None:
-            where = ""
             self._log.write("val", **event, total_steps=steps)
             self._dashboard.show(event)
         else:
             where = f" on {quick_tokens:,} tokens"
             self._log.write("quick_val", **event, val_tokens=quick_tokens)
-        place = f"step {step}/{steps}"
-        self._machine.say(f"{place} | validation loss{where} {val_loss:.4f} | {ms / 1000:.1f} s")
+        self._machine.say(f"step {step}/{steps} | validation loss{where} {val_loss:.4f} | "
+                          f"{ms / 1000:.1f} s")  # fmt: skip
         self._progress.validated(step, val_loss, quick=quick_tokens is not None)
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
@@ -291,14 +290,13 @@ class Run(contextlib.AbstractContextManager):
         """
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         seed = f"seed {self.plan.seed}: " if self._config.trials > 1 else ""
-        reached = val_loss <= target
-        word = "reached" if reached else "missed"
+        word = "reached" if val_loss <= target else "missed"
         self._progress.close()
         copied, new = found["probes"]["copy_loss"], found["probes"]["new_loss"]
         self._machine.say(f"loss on copied tokens {copied:.2f}, on new tokens {new:.2f}")
         self._machine.say(f"{seed}target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
-        self._end = {"status": "done", "val_loss": val_loss, "reached": reached, **found}
+        self._end = {"status": "done", "val_loss": val_loss, "reached": val_loss <= target, **found}
         self.code = 0
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:

@@ -15,7 +15,6 @@ from runtime.errors import Refused
 
 Settings = TypeVar("Settings")
 
-
 # Rules of a value: the words of the error message, and how the value compares with the limit.
 RULES: dict[str, Callable[[Any, Any], bool]] = {
     "at_least": operator.ge,

@@ -75,10 +75,8 @@ class Progress:
     def pause(self, name: str) -> Iterator[None]:
         """Show the untimed phase that is running."""
         self.phase, self.phase_began = name, time.monotonic()
-        shown: Any = contextlib.nullcontext()
-        if self._block is None:
-            shown = saying_every_few_seconds(f"off the clock: {name}", self.trainer.machine.say)
-        with shown:
+        say, quiet = self.trainer.machine.say, contextlib.nullcontext()
+        with quiet if self._block else saying_every_few_seconds(f"off the clock: {name}", say):
             yield
         self.phase = ""
 
@@ -201,8 +199,8 @@ def closing(trainer: Any, clock: Clock, losses: dict[int, float]) -> str:
         if not phase.timed:
             untimed_s[phase.name] = untimed_s.get(phase.name, 0.0) + phase.ms / 1000
     timed_s = clock.train_time_ms / 1000
-    all_s = timed_s + sum(untimed_s.values())
     others = ", ".join(f"{name} {seconds:.1f}" for name, seconds in untimed_s.items())
+    all_s = timed_s + sum(untimed_s.values())
     lines.append(f"  time  {timed_s:.1f} s on the clock; {all_s:.1f} s in all, with {others}")
     lines.append(f"  draw  {script('view.py')} {config.log_dir}")
     if config.trials > 1:

@@ -112,8 +112,7 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]
         facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
         facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases}
-        facts |= count_slips(trainer)
-        facts["peak, MiB"] = machines.peak_mib(machine)
+        facts |= count_slips(trainer) | {"peak, MiB": machines.peak_mib(machine)}
         return {"facts": facts, "step": step_table(trainer, given)}
 
 
@@ -140,9 +139,9 @@ def count_slips(trainer: Trainer) -> dict[str, Any]:
             take_steps(trainer, first, STEPS)
         if cuda:
             torch.cuda.set_sync_debug_mode("default")
+    said = [str(each.message).splitlines()[0] for each in waits]
+    told = [message for message in said if "called a synchronizing" in message]  # torch's own words
     graphs = counts["unique_graphs"] - graphs
-    told = [str(each.message).splitlines()[0] for each in waits]
-    told = [message for message in told if "called a synchronizing" in message]  # torch's own words
     return {"waits": len(told), "what waited": sorted({*told})[:5], "graphs compiled": graphs}
 
 
@@ -224,8 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints; stdout is for the figures
         found = bench_optim(given) if given.what == "optim" else bench_step(given, words[cut + 1 :])
     if os.environ.get("RANK", "0") == "0":
-        tables = [as_text(title, rows) for title, rows in found.items()]
-        show("\n\n".join(tables), found, given.json)
+        show("\n\n".join(as_text(*table) for table in found.items()), found, given.json)
     return 0
 
 

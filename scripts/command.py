@@ -94,8 +94,7 @@ def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:
 def show(text: str, value: dict[str, Any], as_json: bool) -> None:
     """Print the text, or the value as JSON, where NaN and infinities become null."""
     if as_json:
-        known = json.loads(json.dumps(value), parse_constant=lambda name: None)
-        text = json.dumps(known, indent=2)
+        text = json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), indent=2)
     print(text)
 
 
