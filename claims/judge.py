@@ -196,6 +196,8 @@ def find_judgement(
         number = f"{len(known) + 1:03}"
         if seed is None:
             seed = next_seed(Path("logs"), folder, records)
+        if any((folder / number / arm.name).exists() for arm in arms):
+            raise Refused(f"{folder / number} has runs that {JUDGEMENTS} does not know: restore it")
         (folder / number).mkdir(exist_ok=True)  # it is there if the last try failed
         changed = write_diff(folder / number / "source.diff", *(arm.source for arm in arms))
         register(folder / JUDGEMENTS, "start", run_id=number, seed=seed, diff=changed, **facts)

@@ -262,22 +262,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             taken = self._present[bucket.numbers]
             taken = taken if ok is None else taken & ok
         method, fixed, rates = self._method(bucket)
-        run: Callable[..., Any] = update
+        stepped: Callable[..., Any] = new_values
         divisor: Any = self.grad_divisor
         # Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products
         # that compile to the same calls.
         if self.compiled or (self.compiled is None and self._device.type == "cuda"):
-            run = compiled_update()
+            stepped = compiled_values()
             # As tensors on the device: a new value then needs no new compilation.
             rates |= {name: bucket.scalar(rate) for name, rate in rates.items() if rate is not None}
             divisor = bucket.scalar(divisor)
         counter = bucket.state.get("step")
-        for matrices, tensors in bucket.slices():
+        for matrices, (gradients, weights, target, state) in bucket.slices():
             given = fixed | rates
             if counter is not None:  # the method sees the number of this step
                 given["t"] = counter[matrices] + 1
             flag = taken[matrices] if taken is not None and taken.ndim else taken
-            run(method, *tensors, flag, divisor, given)
+            stacks = stack(gradients), stack(weights)
+            new, *fresh = stepped(method, *stacks, state, flag, divisor, given)
+            if target is None:
+                copy_all(weights, new.split([len(part) for part in weights]))
+            else:
+                target.copy_(new)
+            copy_all(state, fresh)
         if counter is not None:
             counter += 1 if taken is None else taken.view(-1, 1)
 
@@ -403,41 +409,36 @@ def keep_freed_memory() -> None:
 # ---- The update of stacked parts
 
 
-def update(
-    method: Callable[..., tuple[Tensor, ...]],
-    gradients: list[Tensor], weights: list[Tensor], target: Tensor | None, state: list[Tensor],
-    taken: Tensor | None, divisor: float | Tensor, rates: dict[str, Any],
-) -> None:  # fmt: skip
-    """Run a method on stacked parts. Writes state in place, and weights to `target` or in place.
+def new_values(
+    method: Callable[..., tuple[Tensor, ...]], gradients: Tensor, weights: Tensor,
+    state: list[Tensor], taken: Tensor | None, divisor: float | Tensor, rates: dict[str, Any],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """New weights and state by a method on stacks. Computes in float32 at least.
 
-    taken: a flag, or one a matrix; where it is false, old values stay. Computes in float32 at
-    least. This function is compiled.
+    taken: a flag, or one a matrix; where it is false, old values stay. This function is compiled.
+    Trap: it must write to no input. If it did, kernels of torch 2.11 to 2.13 on GPUs would read old
+    state while others of the same launch overwrite it.
     """
-    wide = torch.promote_types(weights[0].dtype, torch.float32)
-    old, sums = stack(weights), stack(gradients).to(wide)
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    sums, old = gradients.to(wide), [weights, *state]
     if isinstance(divisor, Tensor) or divisor != 1:
         sums = sums / divisor  # once, in float32: dividing each bf16 gradient would lose bits
-    new, *fresh = method(sums, old.to(wide), *[tensor.to(wide) for tensor in state], **rates)
-    if taken is not None:
-        flag = taken.view(-1, *[1] * (old.ndim - 1))
-        new = torch.where(flag, new.to(old.dtype), old)
-        pairs = zip(fresh, state, strict=True)
-        fresh = [torch.where(flag, value.to(kept.dtype), kept) for value, kept in pairs]
-    if target is None:
-        copy_all(weights, new.split([len(part) for part in weights]))
-    else:
-        target.copy_(new)
-    copy_all(state, fresh)
+    new = method(sums, *[tensor.to(wide) for tensor in old], **rates)
+    if taken is None:
+        return new
+    flag = taken.view(-1, *[1] * (weights.ndim - 1))
+    pairs = zip(new, old, strict=True)
+    return tuple(torch.where(flag, value.to(kept.dtype), kept) for value, kept in pairs)
 
 
 @functools.cache
-def compiled_update() -> Callable[..., Any]:
-    """`update`, compiled once for each kind of bucket; torch's own limit would be 8 graphs.
+def compiled_values() -> Callable[..., Any]:
+    """`new_values`, compiled once for each kind of bucket; torch's own limit would be 8 graphs.
 
-    If compiling fails, the compiler logs why and the update stays eager.
+    If compiling fails, the compiler logs why and the function stays eager.
     """
     settings = torch._dynamo.config.patch(recompile_limit=256, suppress_errors=True)
-    return settings(torch.compile(update, dynamic=False))
+    return settings(torch.compile(new_values, dynamic=False))
 
 
 def stack(tensors: list[Tensor]) -> Tensor:

@@ -112,6 +112,10 @@ class Part:
         return part.view(self.shape) if length == self.numel else part
 
 
+# Gradients and weights of some parts, where new weights go, and state.
+Tensors = tuple[list[Tensor], list[Tensor], Tensor | None, list[Tensor]]
+
+
 class Bucket:
     """Owned parts of one key. `state` is stacked in the same order, and starts as zeros."""
 
@@ -148,7 +152,7 @@ class Bucket:
         """A number as a tensor on the device, as which it may change without a compilation."""
         return torch.full((), value, dtype=self.wide, device=self.param.device)
 
-    def slices(self) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+    def slices(self) -> Iterator[tuple[slice, Tensors]]:
         """Yield (matrices, tensors) for each call of `update`.
 
         On a CPU a call takes `at_once` elements or one part; of a flat part (1, n), some columns.
@@ -166,8 +170,7 @@ class Bucket:
                 columns = slice(begin, begin + stretch) if stretch < width else slice(None)
                 yield matrices, self._tensors(parts, matrices, columns)
 
-    def _tensors(self, parts: list[Part], matrices: slice, columns: slice) -> tuple[Any, ...]:
-        """Gradients and weights of these parts, where new weights go, and state."""
+    def _tensors(self, parts: list[Part], matrices: slice, columns: slice) -> Tensors:
         if self.sums is None:
             gradients = [part.gradient()[:, columns] for part in parts]
         else:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load, save
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
 
 from optim import AdamW, Guard, Muon, NorMuon, Skip, SpikeRule
-from optim.base import update
+from optim.base import new_values
 
 NAN, INF = math.nan, math.inf
 
@@ -215,11 +216,19 @@ def test_a_guarded_step_runs_on_a_device_that_holds_no_values(rule, dtype):
 
 
 @pytest.mark.parametrize("kinds", [("muon", "normuon"), ("adam",)])
-def test_a_compiled_update_is_the_eager_one_and_a_new_rate_compiles_nothing(kinds, monkeypatch):
+def test_a_compiled_update_is_the_eager_one_and_writes_to_no_input(kinds, monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(update, dynamic=False, backend=counter)
-    monkeypatch.setattr("optim.base.compiled_update", lambda: compiled)
+    compiled = torch.compile(new_values, dynamic=False, backend=counter)
+
+    def watched(*given):
+        tensors = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+        before = [tensor._version for tensor in tensors]
+        found = compiled(*given)
+        assert [tensor._version for tensor in tensors] == before
+        return found
+
+    monkeypatch.setattr("optim.base.compiled_values", lambda: watched)
     monkeypatch.setattr("optim.base.READ_AT_ONCE", ())
     seen = []
     for choice in (False, True):
@@ -237,6 +246,25 @@ def test_a_compiled_update_is_the_eager_one_and_a_new_rate_compiles_nothing(kind
         seen.append([params, [optimizer.state_dict()["state"] for optimizer in optimizers]])
     torch.testing.assert_close(seen[1], seen[0], rtol=2e-5, atol=2e-5)
     assert 0 < frames == counter.frame_count
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [AdamW, Muon, NorMuon])
+def test_on_a_gpu_a_compiled_update_is_the_eager_one(kind):
+    torch._dynamo.reset()
+    options = {} if kind is AdamW else {"dtype": torch.float32}  # of the products
+    weights = []
+    for compiled in (False, True):
+        random = torch.Generator("cuda").manual_seed(0)
+        start = torch.randn(8, 256, 256, generator=random, device="cuda")  # many blocks
+        own = [weight.clone().requires_grad_() for weight in start]
+        optimizer = kind(own, lr=0.01, weight_decay=0.1, compiled=compiled, **options)
+        for _ in range(5):
+            for weight in own:
+                weight.grad = torch.randn(256, 256, generator=random, device="cuda")
+            optimizer.step()
+        weights.append(torch.stack(own).detach())
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

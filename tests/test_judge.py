@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -18,7 +19,7 @@ from typing import TextIO
 
 import pytest
 
-from claims.judge import find_judgement, next_seed, read_judgements, steps_to
+from claims.judge import JUDGEMENTS, find_judgement, next_seed, read_judgements, steps_to
 from claims.runs import Run, Validation
 from runtime.log import read_registry, register
 from scripts import command, judge, record
@@ -233,25 +234,22 @@ def test_a_run_that_diverges_in_the_last_look_does_not_end_the_judgement_before_
     assert read_judgements(project / "logs/judge")[-1]["done"] == 4
 
 
-def test_a_judgement_that_cannot_begin_leaves_no_folder_in_the_way(project, capsys):
-    damaged = project / "logs/old/registry.jsonl"
-    damaged.parent.mkdir(parents=True)
-    damaged.write_text("{}\n")
+def test_a_judgement_that_could_not_begin_is_in_nobodys_way_but_unknown_runs_are(project, capsys):
+    diff = project / "logs/judge/001/source.diff"
+    diff.mkdir(parents=True)
     assert run("--b", "--gain 0.2") == 2
-    assert str(Path("logs/old/registry.jsonl")) in capsys.readouterr().err
-    damaged.unlink()
+    diff.rmdir()
     assert run("--b", "--gain 0.2") == 0
+    (project / "logs/judge" / JUDGEMENTS).unlink()
+    assert run("--b", "--gain 0.2") == 2
+    assert "001 has runs that judgements.jsonl does not know" in capsys.readouterr().err
 
 
 def test_judgements_that_begin_at_once_have_numbers_and_seeds_of_their_own(project):
-    arm = judge.make_arm("A", project, "", [])
-
-    def begin(number):
-        plan = {"pairs": 4 + number}
-        return find_judgement(project / "logs/judge", plan, [arm, arm], None, project / "records")
-
+    arms, folder = [judge.make_arm("A", project, "", [])] * 2, project / "logs/judge"
+    begin = partial(find_judgement, folder, arms=arms, seed=None, records=project / "records")
     with ThreadPoolExecutor(8) as threads:
-        entries = list(threads.map(begin, range(8)))
+        entries = list(threads.map(begin, [{"pairs": 4 + number} for number in range(8)]))
     assert sorted(entry["run_id"] for entry in entries) == [f"{n:03}" for n in range(1, 9)]
     taken = [range(entry["seed"], entry["seed"] + entry["pairs"]) for entry in entries]
     assert len({*chain(*taken)}) == sum(map(len, taken))

@@ -68,12 +68,8 @@ def test_the_t_tests_are_those_of_scipy(a, b):
     assert stats.one_sample(a, 1.0) == pytest.approx((*moments, *expected))
 
 
-@given(st.lists(st.floats(), max_size=5), st.lists(st.floats(), max_size=5),
-       st.floats(allow_infinity=False))  # fmt: skip
-@settings(max_examples=200, deadline=None)
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:Precision loss:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@given(SAMPLE := st.lists(st.floats(), max_size=5), SAMPLE, st.floats(allow_infinity=False))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_no_sample_raises_and_every_p_is_one_or_nan(a, b, target):
     alone, apart, beside = stats.one_sample(a, target), stats.welch(a, b), stats.paired(a, a)
     ps = [alone.p, apart.p_two_sided, beside.p_two_sided]
