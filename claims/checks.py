@@ -41,7 +41,7 @@ ALIKE = ("torch", "dtype", "compiled", "cpu", "gpu", "gpu_count", "attention", "
          "params", "train_sha256", "val_sha256")  # fmt: skip
 MOST_SKIPPED = 0.25  # share of the steps; the most of 210 runs of the records is 0.06
 FORBIDDEN = re.compile(  # compiler settings, which only the medium track allows
-    r"coordinate_descent_tuning|max[-_]autotune|torchinductor_(?!cache_dir)\w"
+    r"coordinate_descent_tuning|max[-_]autotune|torchinductor_(?!cache_dir|compile_threads)\w"
     r"|inductor\.config\.\w+\s*=[^=]|inductor import config"
     r"|torch\.compile\((?:[^()]|\([^()]*\))*?\b(options|mode)\s*=",
     re.IGNORECASE,
