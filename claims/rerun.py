@@ -213,7 +213,7 @@ def validation_rows(folder: Path, tokens: int, sequence: int) -> Rows:
 
 # Where these agree, a CPU repeats every bit.
 MACHINE = ("cpu", "gpu", "gpu_count", "torch", "cuda", "threads", "dtype", "attention", "compiled")
-# Before the first update; on a GPU there, and after 30: an H100 and a CPU differed by 2e-5, 0.014.
+# Losses may differ so much in step 1, in step 1 of a GPU, and there after 30 steps.
 FIRST, GPU_FIRST, AFTER_30 = 1e-5, 1e-4, 0.05
 SPREADS = 4  # another CPU may differ so many times as much as this one does from itself
 

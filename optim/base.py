@@ -1,7 +1,7 @@
 """What Muon, NorMuon and AdamW share: the step, buckets of parts, and whole state by name.
 
-A method is a pure function on stacks of parts. `update` runs it and writes new or old values, as
-the guard's flag says. A step is `launch` (send gradients), `measure` (their norms), `commit`
+A method is a pure function on stacks of parts. `new_values` runs it and selects new or old values,
+as the guard's flag says. A step is `launch` (send gradients), `measure` (their norms), `commit`
 (update, send weights) and `finish` (receive weights). A guard judges between measure and commit.
 """
 
@@ -29,8 +29,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     A subclass cuts parameters into parts (`_cuts`), describes their state (`_states`) and names its
     method (`_method`). process_group: None for one process. Gradients are summed over the ranks
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
-    that are already reduced: these are only divided. compiled: whether to compile `update`; None:
-    only on CUDA. State is kept in buckets: read it with `named_state` or `state_dict`.
+    that are already reduced: these are only divided. compiled: whether to compile `new_values`;
+    None: only on CUDA. State is kept in buckets: read it with `named_state` or `state_dict`.
     """
 
     RANGES: ClassVar[dict[str, tuple[float, float]]] = dict.fromkeys(
@@ -415,9 +415,9 @@ def new_values(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """New weights and state by a method on stacks. Computes in float32 at least.
 
-    taken: a flag, or one a matrix; where it is false, old values stay. This function is compiled.
-    Trap: it must write to no input. If it did, kernels of torch 2.11 to 2.13 on GPUs would read old
-    state while others of the same launch overwrite it.
+    taken: a flag, or one a matrix; where it is false, old values stay. None: the results have the
+    dtype of the computation. This function is compiled. Trap: it must write to no input. If it did,
+    a kernel of torch 2.13 on GPUs would read old state while another part of it overwrites that.
     """
     wide = torch.promote_types(weights.dtype, torch.float32)
     sums, old = gradients.to(wide), [weights, *state]

@@ -153,7 +153,7 @@ class Bucket:
         return torch.full((), value, dtype=self.wide, device=self.param.device)
 
     def slices(self) -> Iterator[tuple[slice, Tensors]]:
-        """Yield (matrices, tensors) for each call of `update`.
+        """Yield (matrices, tensors) for each call of `new_values`.
 
         On a CPU a call takes `at_once` elements or one part; of a flat part (1, n), some columns.
         """
