@@ -188,7 +188,7 @@ def find_judgement(
         facts[arm.name] = {"flags": arm.flags, "config_sha256": arm.config_sha256,
                            "source_sha256": arm.source_sha256}  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "start.lock"):  # another may begin at the same time
+    with FileLock(folder / "start.lock", timeout=60):  # another may begin at the same time
         known = read_judgements(folder)
         for entry in reversed(known):
             if facts.items() <= entry.items() and seed in (None, entry["seed"]):
