@@ -415,9 +415,9 @@ def new_values(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """New weights and state by a method on stacks. Computes in float32 at least.
 
-    taken: a flag, or one a matrix; where it is false, old values stay. None: the results have the
-    dtype of the computation. This function is compiled. Trap: it must write to no input. If it did,
-    a kernel of torch 2.13 on GPUs would read old state while another part of it overwrites that.
+    taken: a flag, or one a matrix; where it is false, old values stay. Without `taken` the results
+    have the dtype of the computation, else that of the old values. This function is compiled. Trap:
+    it must write to no input. A compiled kernel could read state that it overwrites elsewhere.
     """
     wide = torch.promote_types(weights.dtype, torch.float32)
     sums, old = gradients.to(wide), [weights, *state]
