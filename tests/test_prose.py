@@ -90,7 +90,7 @@ def test_every_recipe_trains_on_pages_in_the_vocabulary_of_prose(pages, recipe, 
         "track": "small", "recipe": recipe, "data-dir": pages, "steps": 4, "dim": 32,
         "head-dim": 16, "batch-tokens": 1536, "micro-batch": 1536, "val-tokens": 4096,
         "val-sha256": "", "compile": "off", "device": "cpu", "dtype": "float32",
-        "keep-model": "off", "log-dir": tmp_path / "logs", "checkpoint-dir": tmp_path / "saved",
+        "keep-model": "off", "sample-tokens": 0, "log-dir": tmp_path / "logs",
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()]
     assert train_gpt.main(words) == 0
