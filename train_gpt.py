@@ -84,7 +84,6 @@ LAYERS = {
         Layer(skip_from=2, backout=True), Layer(value_embed=0, skip_from=1),
         Layer(value_embed=1, skip_from=0), Layer(window="long", value_embed=2),
     ],
-    # Of the skips one is left, and layer 0 has no value embedding.
     "record89": [
         Layer(paired=True), Layer(value_embed=0), Layer(value_embed=1, paired=True),
         Layer(window="long"), Layer(), Layer(paired=True), Layer(attention=False, skip_from=3),
@@ -275,10 +274,8 @@ class Config(RunSettings):
     spike_sigma: float = setting(6.0, "spreads above the median that make a spike", at_least=1)
 
     def __post_init__(self) -> None:
-        tables: dict[str, dict[str, Any]] = {
-            "track": TRACKS, "recipe": RECIPES.get(self.track, {}), "layers": LAYERS,
-            "stages": STAGES,
-        }  # fmt: skip
+        recipes = RECIPES.get(self.track, {})
+        tables: Any = {"track": TRACKS, "recipe": recipes, "layers": LAYERS, "stages": STAGES}
         for name, table in tables.items():
             require(self, name, getattr(self, name) in table, f"one of {', '.join(table)}")
         super().__post_init__()  # the rules written beside the settings
@@ -695,9 +692,8 @@ class GPT(nn.Module):
         now, device = at(self.config, step), self.rotary.device
         self.tied = now.stage.tied
         self.windows = {kind: self.attention.window(count) for kind, count in now.windows.items()}
-        self.loss_weights = None
-        if len(now.loss_weights) > 1:
-            self.loss_weights = machines.sent(torch.tensor(now.loss_weights), device)
+        weights = torch.tensor(now.loss_weights)
+        self.loss_weights = machines.sent(weights, device) if len(weights) > 1 else None
         if now.stage_index != self.stage_index:
             self.stage_index = now.stage_index
             frequency, scale = rotary_at(self.config, now.stage_index)
@@ -959,7 +955,6 @@ def spans(config: Config) -> list[Span]:
 
 @cache
 def at(config: Config, step: int) -> Now:
-    """All that holds at this step."""
     index = sum(step >= span.first for span in spans(config)) - 1
     first, end, stage = spans(config)[index]
     before = spans(config)[max(index - 1, 0)].stage  # of the first span: itself
@@ -1063,12 +1058,10 @@ def context(config: Config) -> int:
 def optimizer_table(config: Config) -> list[optim.Row]:
     """Names of parameters and their optimizer. Each parameter must match exactly one row."""
     # If a piece is switched off, its row matches nothing.
-    split: dict[str, Any] = {}  # of qkvo into the matrices to orthogonalize
-    if config.optimizer in ("normuon", "muon"):
-        split = {"split": 4}
-        if config.muon_head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
-            pair = 2 * config.head_dim
-            split = {"split": (pair,) * (2 * config.dim // pair) + (config.dim,) * 2}
+    split: Any = 4  # of qkvo into the matrices to orthogonalize; only Muon and NorMuon read it
+    if config.muon_head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
+        pair = 2 * config.head_dim
+        split = (pair,) * (2 * config.dim // pair) + (config.dim,) * 2
     decay = None if config.cautious_wd else 1.0  # record 42 decays all matrices alike
     lookups = multiplied(config.value_embed_lr_mul, config.value_embed_wd_mul)
     lookups["betas"] = config.value_embed_betas or config.adam_betas
@@ -1077,11 +1070,10 @@ def optimizer_table(config: Config) -> list[optim.Row]:
     mixing = {"betas": (0.9, 0.99)}
     gate = {"betas": vectors["betas"]} if config.gates == "adam" else {}
     return [
-        optim.Row("blocks.*.attention.qkvo", "matrix", split),
-        optim.Row("blocks.*.attention.*gate", config.gates, gate),
+        optim.Row("blocks.*.attention.qkvo", "matrix", {"split": split}),
+        optim.Row("*gate", config.gates, gate),
         optim.Row("blocks.*.mlp.up", "matrix", multiplied(config.mlp_up_lr_mul, decay)),
         optim.Row("blocks.*.mlp.down", "matrix", multiplied(config.mlp_down_lr_mul, decay)),
-        optim.Row("smear_gate", config.gates, gate),
         optim.Row("embed", "adam", multiplied(config.embed_lr_mul, config.embed_wd_mul)),
         optim.Row("value_embeds.*", "adam", lookups),
         optim.Row("bigram", "adam", lookups),
@@ -1103,9 +1095,8 @@ def multiplied(lr_mul: float, wd_mul: float | None = None) -> dict[str, Any]:
 def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict, optim.Guard]:
     """{"matrix": ..., "adam": ...} for all parameters, and the guard that steps both."""
     ranks = torch.distributed.group.WORLD if machine.world_size > 1 else None
-    compiled = False if config.compile == "off" else None  # None: on GPUs
-    ours: dict[str, Any] = {"process_group": ranks, "compiled": compiled}
-    ours["cautious"] = config.cautious_wd
+    ours: dict[str, Any] = {"process_group": ranks, "cautious": config.cautious_wd}
+    ours["compiled"] = False if config.compile == "off" else None  # None: on GPUs
     matrix: dict[str, Any] = {"lr": config.matrix_lr, "weight_decay": config.matrix_wd}
     muon = ours | matrix | {"method": config.ortho_method, "backend": config.ortho_backend}
     betas = (config.momentum[1], config.matrix_beta2)

@@ -33,10 +33,8 @@ LONGEST_END_S = 60  # a run that is stopped writes a checkpoint
 
 @contextlib.contextmanager
 def child_process(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
-    """A process that ends with the block. options: those of Popen.
-
-    It has a process group of its own, so that Ctrl-C reaches it once, from here.
-    """
+    """A process that ends with the block. options: those of Popen."""
+    # A process group of its own: Ctrl-C reaches it once, from here.
     with subprocess.Popen(words, process_group=0, **options) as child:
         try:
             yield child

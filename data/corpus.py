@@ -90,10 +90,10 @@ def build(folder: Path) -> None:
     tokenizer, left_out = read_tokenizer(CODE), LEFT_OUT.read_text().split()
     shards: dict[str, list[Tokens]] = {TRAIN: [], VAL: []}
     for digest, name, documents in read_files():
-        if digest[0] >= VAL_BELOW or name not in left_out:
+        if name not in left_out:
             shard = shards[VAL if digest[0] < VAL_BELOW else TRAIN]
             shard += [encode(document, tokenizer) for document in documents]
-    write_shards(folder, shards, PINS, PACKAGES)
+    write_shards(folder, shards, PINS)
 
 
 def read_own(path: Path) -> Iterator[str]:
@@ -133,9 +133,8 @@ def build_own(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
 
 
 def write_shards(
-    folder: Path, shards: Mapping[str, list[Tokens]], pins: Mapping[str, str] | None = None,
-    packages: Iterable[str] = (),
-) -> None:  # fmt: skip
+    folder: Path, shards: Mapping[str, list[Tokens]], pins: Mapping[str, str] | None = None
+) -> None:
     """Write the documents of each shard. ValueError if their tokens do not have the pinned hash.
 
     Validation must come last, so that a folder that has it has both.
@@ -145,11 +144,9 @@ def write_shards(
         tokens = np.concatenate(documents)
         found = hashlib.sha256(tokens.data).hexdigest()
         if pins is not None and found != pins[name]:
-            versions = [f"{each} {metadata.distribution(each).version}" for each in packages]
             raise ValueError(
-                f"the tokens of {name} have SHA-256 {found}, not {pins[name]}: data/ has changed "
-                f"or a package is not the pinned release ({', '.join(versions)} are installed). "
-                f"{RESTORE}"
+                f"the tokens of {name} have SHA-256 {found}, not {pins[name]}: data/ "
+                f"has changed, or a package is not the pinned release. {RESTORE}"
             )
         write_shard(folder / name, tokens)
         print(f"{len(tokens):,} tokens in {folder / name}", flush=True)

@@ -10,6 +10,7 @@ The row rule is that of modded-nanogpt, record 42.
 import hashlib
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -23,8 +24,6 @@ import torch
 from numpy.typing import NDArray
 
 from data.shards import Settings, Shard, ShardError, Tokens, find_shards
-
-SCAN_BLOCK = 1 << 17  # tokens searched for document starts at once: a step of `short` has 2 or 3
 
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
@@ -149,24 +148,14 @@ def _aligned_rows(tokens: Shard, order: Order, max_document: int, offset: int) -
     """Yield rows of whole or cut documents."""
     row: Row = []
     missing = order.seq_len + 1
-    for start, stop in _documents(tokens, order.bos, offset):
+    starts = tokens.starts(order.bos)
+    for start, stop in pairwise(starts[bisect_left(starts, offset) :]):
         end = min(stop, start + max_document, start + missing)  # the tail is dropped
         row.append((start, end))
         missing -= end - start
         if missing == 0:
             yield row, stop
             row, missing = [], order.seq_len + 1
-
-
-def _documents(tokens: Shard, bos: int | None, offset: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each document from `offset` on. Reads block by block, as needed."""
-    starts: list[int] = []
-    for first in range(offset, len(tokens), SCAN_BLOCK):
-        block = tokens[first : first + SCAN_BLOCK]
-        starts = starts[-1:] + (first + np.flatnonzero(block == bos)).tolist()
-        yield from pairwise(starts)
-    for start in starts[-1:]:
-        yield start, len(tokens)
 
 
 def _dense_rows(tokens: Shard, order: Order, max_document: int, offset: int) -> Found:

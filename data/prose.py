@@ -198,7 +198,7 @@ def build(folder: Path) -> None:
         TRAIN: [*compress(documents[:count], new[:count])],
         VAL: [*compress(documents[count:], new[count:])],
     }
-    write_shards(folder, shards, PINS, PACKAGES)
+    write_shards(folder, shards, PINS)
 
 
 if __name__ == "__main__":

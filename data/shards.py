@@ -20,13 +20,8 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES, TOKEN_BYTES = 1024, 2
 AGAIN = "Delete the file and fetch or build it again."
 PREFIX = 64  # first tokens of a document that identify it
-FIXES = {  # by track; run.sh fetches the same numbers of shards
-    "small": "To fetch 37 MB and build the data: python -m data.prose",
-    "tiny": "To build the data in seconds: python -m data.corpus",
-    "short": "To fetch 2.0 GB: ./run.sh --track short",
-    "medium": "To fetch 8.0 GB: ./run.sh --track medium",
-    "steps": "To fetch 4.0 GB: ./run.sh --track steps",
-}
+BUILD = ("python -m data.corpus builds the data of tiny, python -m data.prose those of small; "
+         "./run.sh --track TRACK fetches those of the others.")  # fmt: skip
 
 Tokens = NDArray[np.uint16]
 Settings = Mapping[str, Any]
@@ -37,17 +32,15 @@ class ShardError(ValueError):
 
 
 def write_shard(path: str | Path, tokens: ArrayLike) -> None:
-    """Write a vector (n,) of integers from 0 to 65535 as one shard; ShardError for anything else.
+    """Write whole numbers (n,) from 0 to 65535 as one shard; ShardError for any other.
 
     The write is atomic: a reader of `path` sees no file, the old shard or the new one.
     """
-    path, values = Path(path), np.asarray(tokens)
-    fits = values.ndim == 1 and values.dtype.kind in "iu" and 0 < values.size < 2**31
-    if not fits or values.min() < 0 or values.max() > 65535:
-        raise ShardError(
-            f"{path}: a shard holds a vector of 1 to 2**31 - 1 integers from 0 to 65535; "
-            f"got {values!r}. Use a vocabulary of at most 65,536 tokens."
-        )
+    path, given = Path(path), np.asarray(tokens)
+    values = given.astype("<u2")
+    if given.ndim != 1 or not given.size or not np.array_equal(values, given):
+        raise ShardError(f"{path}: a shard holds a vector of whole numbers from 0 to 65535, not "
+                         f"{given!r}. Use a vocabulary of at most 65,536 tokens.")  # fmt: skip
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, values.size
     # In the same folder: a rename is atomic only within a file system.
@@ -55,7 +48,7 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
     try:
         with partial.open("wb") as file:
             file.write(header.tobytes())
-            file.write(np.ascontiguousarray(values, dtype="<u2").data)
+            file.write(values.data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -75,6 +68,7 @@ class Shard:
         self.path = Path(path)
         if not (self.path.is_file() and os.access(self.path, os.R_OK)):
             raise ShardError(f"{path}: no file that can be read. Fetch or build it.")
+        self._starts: list[int] = []
         self._file = self.path.open("rb")
         weakref.finalize(self, self._file.close)
         header = self._file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
@@ -100,6 +94,12 @@ class Shard:
                              f"cut while it was read. {AGAIN}")  # fmt: skip
         return np.frombuffer(content, dtype="<u2")
 
+    def starts(self, bos: int | None) -> list[int]:
+        """Return where documents begin, and the end. The first call reads the whole shard."""
+        if not self._starts:
+            self._starts = [*np.flatnonzero(self[:] == bos).tolist(), len(self)]
+        return self._starts
+
 
 def read_shard(path: Path, vocab_size: int) -> Tokens:
     """Return all tokens of a shard. ShardError if one is no token of the vocabulary."""
@@ -121,8 +121,7 @@ def find_shards(settings: Settings, split: str) -> list[Path]:
     folder, word = Path(settings["data_dir"]), re.compile(rf"(?<![a-z]){split}_")
     files = sorted(path for path in folder.glob("*.bin") if word.search(path.name))
     if not files:
-        raise ShardError(f"{folder} has no *{split}_*.bin file (no letter before {split}). "
-                         f"{FIXES.get(settings['track'], '')}")  # fmt: skip
+        raise ShardError(f"{folder} has no *{split}_*.bin file (no letter before {split}). {BUILD}")
     return files
 
 
@@ -153,8 +152,7 @@ def audit_validation(settings: Settings) -> tuple[str, list[bytes]]:
     if not found.startswith(expected):
         raise ShardError(
             f"{settings['data_dir']}: the validation tokens have SHA-256 {found}; the target holds "
-            f"for {expected}... Make the data again, or set --val-sha256. "
-            f"{FIXES.get(settings['track'], '')}"
+            f"for {expected}... Make the data again, or set --val-sha256. {BUILD}"
         )
     return found, begun
 

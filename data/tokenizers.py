@@ -29,8 +29,7 @@ def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
             return tiktoken.get_encoding(tokenizer)
         lines = tokenizer.read_bytes().splitlines()
     except OSError as error:
-        fix = "restore the file" if isinstance(tokenizer, Path) else (
-            "connect to the network once, or set TIKTOKEN_CACHE_DIR")  # fmt: skip
+        fix = "restore the file; for GPT-2's, connect once or set TIKTOKEN_CACHE_DIR"
         raise ValueError(f"cannot read the vocabulary: {error}; {fix}.") from error
     ranks = {}  # tiktoken's own reader would keep a copy of the file in a cache
     for line in lines:

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.tokenizers import PATTERN
-from inference.model import VOCABULARIES, Model, load_model
-from runtime.checkpoint import CONFIG, MODEL
+from inference.model import Model, load_model
+from runtime.checkpoint import CONFIG, MODEL, VOCABULARY
 from runtime.errors import Refused
 from train_gpt import GPT, SOFTCAPS, at, rotary_at
 
@@ -44,8 +44,8 @@ def export(kept: Path, to: Path) -> float:
     partial.mkdir(parents=True)
     try:
         write_model(trained, partial)
-        if (name := trained.facts.get("tokenizer")) in VOCABULARIES:
-            write_tokenizer(kept / name, partial)
+        if trained.facts.get("tokenizer") == VOCABULARY:
+            write_tokenizer(kept / VOCABULARY, partial)
         apart = largest_difference(trained, partial)
         partial.rename(to)
     finally:

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 
 from data.sampling import generate
-from data.tokenizers import TOKENIZERS, read_tokenizer
+from data.tokenizers import read_tokenizer
 from kernels.attention import choose_attention
 from runtime import machine
-from runtime.checkpoint import CONFIG, FINAL, load_final, verify
+from runtime.checkpoint import CONFIG, FINAL, VOCABULARY, load_final, verify
 from runtime.errors import Refused
 from runtime.settings import read_settings
 from train_gpt import GPT, SOURCE, Config, context
-
-# Files of vocabularies that a kept model may bring along.
-VOCABULARIES = [each.name for each in TOKENIZERS.values() if isinstance(each, Path)]
 
 
 def find_model(path: Path | None) -> Path:
@@ -86,9 +83,9 @@ class Model:
         name = self.facts.get("tokenizer")
         if name == "gpt2":
             return read_tokenizer(name)
-        if name not in VOCABULARIES:
+        if name != VOCABULARY:
             raise Refused(f"{self.folder} names no known tokenizer: {name!r:.40}. It must be gpt2 "
-                          f"or one of {', '.join(VOCABULARIES)}.")  # fmt: skip
+                          f"or {VOCABULARY}.")  # fmt: skip
         verify(self.folder, (name,))
         return read_tokenizer(self.folder / name)
 

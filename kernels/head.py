@@ -54,15 +54,6 @@ def _summed(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _check(targets: Tensor, weights: Tensor | None) -> None:
-    given = None if weights is None else tuple(weights.shape)
-    if given != (tuple(targets.shape[1:]) or None):
-        raise ValueError(
-            f"targets of shape {tuple(targets.shape)} do not fit weights of shape {given}: "
-            "give targets (N,) and no weights, or targets (N, K) and weights (K,)"
-        )
-
-
 def _cross_entropy(
     z_nV: Tensor, targets: Tensor, weights_K: Tensor | None, softcap: Softcap, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -221,9 +212,8 @@ def linear_cross_entropy(
     targets: (N,) int64; or (N, K), -1 for no target, with weights (K,) float32. The loss is then
     (2,): the weighted sum over all targets, to train on, and the plain sum over column 0, which has
     no gradient, to log. weights gets no gradient. chunk: tokens; 0: chosen by memory. precision:
-    "plain", or "fp8" if `fp8_obstacle` returns None. ValueError if weights do not fit targets.
+    "plain", or "fp8" if `fp8_obstacle` returns None.
     """
-    _check(targets, weights)
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     options = chunk, precision, torch.compiler.is_compiling(), gradients
     return _linear_cross_entropy(x, weight, targets, weights, *softcap, *options)[0]
@@ -244,9 +234,6 @@ def plain_cross_entropy(
 
     reduction: "sum", or without weights "none": each token's loss, (N,) float32, in eager code.
     """
-    _check(targets, weights)
-    if weights is not None and reduction != "sum":
-        raise ValueError(f'reduction "{reduction}" takes no weights: use "sum"')
     losses, chunk = [], PLAIN_CHUNK if reduction == "sum" else EAGER_CHUNK
     for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
         logits = capped(F.linear(part, weight, bias).float(), softcap)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
 
-from .buckets import READ_AT_ONCE, Bucket, Message, Part, copy_all, gathered, partition, widest
+from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
 from .state import State, names_of, params_of, require_dense, require_divisor, storage_of
 
@@ -225,27 +225,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if param.grad is None:
                 present[number].zero_()  # an assignment would wait for a GPU
         if self.ranks.size > 1:
-            # Each rank gathers and adds in the same order, so that all judge the same bits.
-            squares, present = gathered(torch.stack([squares, present]), self.ranks).sum(0)
-        # Which parameters have a gradient on any rank; None: all, where the host knows for free.
-        # Elsewhere always a tensor: one more kind of argument would compile one more graph.
-        self._present: Tensor | None = present > 0
-        if self._device.type in READ_AT_ONCE and self._present.all():
-            self._present = None
+            mine = torch.stack([squares, present])
+            everyone = mine.new_empty(self.ranks.size, *mine.shape)
+            all_gather(everyone.view(-1), mine.view(-1), group=self.ranks.group)
+            # Each rank adds in the same order, so that all judge the same bits.
+            squares, present = everyone.sum(0)
+        self._present = present > 0  # which parameters have a gradient on any rank
         return (squares.sqrt() / self.grad_divisor).float()
 
     def commit(self, ok: Tensor | bool) -> None:
         """Step all buckets where `ok` is true and send the new weights."""
         self._gathers: list[Callable[[], None]] = []
-        flag = ok if isinstance(ok, Tensor) and ok.device.type not in READ_AT_ONCE else None
-        if flag is None and not ok:  # read on the host, for free, and then nothing is selected
-            return
+        # Which parameters to step; None: all, where the host knows for free. Elsewhere always a
+        # tensor: one more kind of argument would compile one more graph.
+        taken: Tensor | None = self._present & ok
+        if self._device.type in READ_AT_ONCE:
+            if not ok:
+                return
+            taken = None if self._present.all() else self._present
         for bucket in self._local:
-            self._step(bucket, flag)
+            self._step(bucket, taken)
         for message in self.messages:
             segment = message.segment("fresh")
             for bucket in message.buckets:
-                self._step(bucket, flag)
+                self._step(bucket, taken)
             self._gathers.append(message.gather(segment))
 
     def finish(self) -> None:
@@ -256,11 +259,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.sums = bucket.fresh = bucket.old = None
 
-    def _step(self, bucket: Bucket, ok: Tensor | None) -> None:
-        taken = ok
-        if self._present is not None:
-            taken = self._present[bucket.numbers]
-            taken = taken if ok is None else taken & ok
+    def _step(self, bucket: Bucket, taken: Tensor | None) -> None:
+        flags = None if taken is None else taken[bucket.numbers]  # of each matrix
         method, fixed, rates = self._method(bucket)
         stepped: Callable[..., Any] = new_values
         divisor: Any = self.grad_divisor
@@ -276,7 +276,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             given = fixed | rates
             if counter is not None:  # the method sees the number of this step
                 given["t"] = counter[matrices] + 1
-            flag = taken[matrices] if taken is not None and taken.ndim else taken
+            flag = None if flags is None else flags[matrices]
             stacks = stack(gradients), stack(weights)
             new, *fresh = stepped(method, *stacks, state, flag, divisor, given)
             if target is None:
@@ -285,7 +285,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 target.copy_(new)
             copy_all(state, fresh)
         if counter is not None:
-            counter += 1 if taken is None else taken.view(-1, 1)
+            counter += 1 if flags is None else flags.view(-1, 1)
 
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""
@@ -415,7 +415,7 @@ def new_values(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """New weights and state by a method on stacks. Computes in float32 at least.
 
-    taken: a flag, or one a matrix; where it is false, old values stay. Without `taken` the results
+    taken: a flag for each matrix; where it is false, old values stay. Without `taken` the results
     have the dtype of the computation, else that of the old values. This function is compiled. Trap:
     it must write to no input. A compiled kernel could read state that it overwrites elsewhere.
     """

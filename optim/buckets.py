@@ -241,13 +241,6 @@ class Message:
         return write
 
 
-def gathered(mine: Tensor, ranks: RankGroup) -> Tensor:
-    """All-gather a tensor, (ranks, ...)."""
-    everyone = mine.new_empty(ranks.size, *mine.shape)
-    all_gather(everyone.view(-1), mine.view(-1), group=ranks.group, async_op=True).wait()
-    return everyone
-
-
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

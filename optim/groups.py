@@ -38,15 +38,12 @@ def build_optimizers(
     A row may match nothing. ValueError if a parameter matches no row or several.
     """
     named, table = list(named_parameters), list(rows)
-    problems: list[str] = []
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, _ in named:
         patterns = [repr(row.pattern) for row in table if fnmatchcase(name, row.pattern)]
         if len(patterns) != 1:
-            found = ", ".join(patterns) or "none"
-            problems.append(f"parameter {name} matches {len(patterns)} rows: {found}")
-    if problems:
-        raise ValueError("each parameter needs exactly one row; " + "; ".join(problems))
+            found = f"matches {len(patterns)} rows: {', '.join(patterns) or 'none'}"
+            raise ValueError(f"parameter {name} {found}; each parameter needs exactly one row")
     for row in table:
         own = [(name, param) for name, param in named if fnmatchcase(name, row.pattern)]
         if own:

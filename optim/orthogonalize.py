@@ -42,7 +42,7 @@ METHODS = {
     "newton_schulz_12": Method(((2.0, -1.5, 0.5),) * 12),
 }
 
-BACKENDS = ("plain", "triton")
+BACKENDS = ("auto", "plain", "triton")
 # Below 512 rows launching a product costs most. Triton loads sides that 16 divides fastest.
 TRITON_LEAST, TRITON_MULTIPLE = 512, 16
 # A CPU is fastest when a batch fits its inner caches. 2 MiB hold one 768 x 768 matrix in bf16.
@@ -81,9 +81,8 @@ def choose(
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
-    if backend not in ("auto", *BACKENDS):
-        names = ", ".join(BACKENDS)
-        raise ValueError(f"unknown backend {backend!r}; choose auto or one of {names}")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     obstacle = symmetric_matmul.obstacle(device)
     if backend == "triton" and obstacle is not None:
         raise ValueError(f"backend 'triton' cannot run on {device}: {obstacle}; or choose auto")

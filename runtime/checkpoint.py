@@ -32,7 +32,7 @@ from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 SCHEMA = 2
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 SUMS = "checksums.json"
-FINAL, CONFIG = "final", "config.json"
+FINAL, CONFIG, VOCABULARY = "final", "config.json", "vocabulary.tiktoken"
 KEPT = 2  # if the disk damages the newest, its checksums tell
 MOST_JSON_BYTES = 2**26
 Files = dict[str, dict[str, Tensor] | bytes]  # contents by name
@@ -76,8 +76,8 @@ def save_final(
     """
     files: Files = {MODEL: model}
     if isinstance(tokenizer, Path):
-        files["vocabulary.tiktoken"] = tokenizer.read_bytes()
-        tokenizer = "vocabulary.tiktoken"
+        files[VOCABULARY] = tokenizer.read_bytes()
+        tokenizer = VOCABULARY
     text = json.dumps(facts | {"tokenizer": tokenizer}, indent=2)
     _publish(folder / FINAL, files | {CONFIG: f"{text}\n".encode()})
     return folder / FINAL

@@ -19,10 +19,7 @@ class NonFinite(RuntimeError):
 
 
 class Interrupted(BaseException):
-    """A signal asked the process to end.
-
-    Like KeyboardInterrupt it is not an `Exception`: no `except Exception` may swallow it.
-    """
+    """A signal asked the process to end. No `except Exception` may swallow it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by signal {number}")

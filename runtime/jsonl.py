@@ -17,8 +17,7 @@ MOST_BRACKETS = 200  # in a JSON text; a header has about 20. Code that walks it
 
 
 def parse(text: bytes) -> Any:
-    """JSON data. ValueError for anything else, a byte-order mark, a repeated key, and
-    values in values in values."""
+    """JSON data. ValueError for all else: a byte-order mark, a repeated key, too many brackets."""
     if text.count(b"[") + text.count(b"{") > MOST_BRACKETS:
         raise ValueError(f"it has more than {MOST_BRACKETS} brackets")
     return json.loads(text.decode(), object_pairs_hook=_unique)

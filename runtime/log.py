@@ -161,10 +161,7 @@ def _read_segment(path: Path) -> bytes | None:
 
 
 def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """The events of a segment. LogError names a line that is none.
-
-    A last line without an end is left out: the process died while it wrote.
-    """
+    """The events of a segment, without a torn last line. LogError names a line that is none."""
     events = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:

@@ -68,10 +68,7 @@ class Machine:
         return values
 
     def on_main(self, function: Callable[[], Any]) -> Any:
-        """Call `function` on rank 0 alone and return its result on every rank.
-
-        If rank 0 gets a ValueError, every rank raises Refused with its message.
-        """
+        """Call it on rank 0 alone. Every rank returns its result, or Refused for its ValueError."""
         result: list[Any] = [None, None]  # or its error's message
         if self.is_main:
             try:
@@ -85,10 +82,7 @@ class Machine:
         return result[0]
 
     def gather_equal(self, facts: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the facts that the ranks agree on. A rank that did not look passes None.
-
-        If two ranks differ, every rank raises Refused with their numbers and the differing fact.
-        """
+        """The facts that all ranks agree on. None: a rank did not look. Refused if two differ."""
         known = [(rank, found) for rank, found in enumerate(self.gather(facts)) if found]
         first, expected = known[0]
         for rank, found in known:

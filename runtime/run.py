@@ -284,10 +284,7 @@ class Run(contextlib.AbstractContextManager):
                     checkpoint.save_final(self._folder, model, known, tokenizer)
 
     def finish(self, val_loss: float, found: dict[str, Any]) -> None:
-        """End a run that is done, and say whether it reached the target.
-
-        found: further fields of the end event, `probes` among them.
-        """
+        """End a run that is done. found: further fields of the end event, `probes` among them."""
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         seed = f"seed {self.plan.seed}: " if self._config.trials > 1 else ""
         word = "reached" if val_loss <= target else "missed"

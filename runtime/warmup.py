@@ -338,7 +338,7 @@ def check_trained_model(trainer: Any) -> dict[str, Any]:
     worst = {}
     for name, honest in {"normalized": 1.0, "causality_trained": 0.0, "additive": 0.0}.items():
         values = [checks[name] for checks in everywhere]
-        worst[name] = max(values, key=lambda value: abs(value - honest))
+        worst[name] = max(values, key=lambda value: (math.isnan(value), abs(value - honest)))
     return {
         "targets_scored": trainer.targets_scored, "train_tokens_sha256": trainer.trained_rows(),
         "checks": worst,

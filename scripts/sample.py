@@ -41,20 +41,12 @@ def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:
         print(decoder.decode(b"", final=True))
 
 
-def split_words(words: list[str]) -> tuple[Path | None, str]:
-    """The folder and the prompt. One word alone is a folder if there is such a folder."""
-    if len(words) > 2:
-        raise ValueError(f"{len(words)} words: give a folder and a prompt, and quote the prompt")
-    if len(words) == 2 or (words and Path(words[0]).is_dir()):
-        return Path(words[0]), "".join(words[1:])
-    return None, "".join(words)
-
-
 @command
 def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("words", nargs="*", metavar="CHECKPOINT PROMPT", help="both may be left out")
+    add("checkpoint", nargs="?", help="folder of a run or of its model (the newest)")
+    add("prompt", nargs="?", default="", help="text to continue, in quotes")
     add("--tokens", type=int, default=300, help="tokens to write, at most (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
     add("--top-k", type=int, default=0, help="sample from the K likeliest; 0: from all")
@@ -73,8 +65,10 @@ def main(argv: list[str]) -> int:
     for name in ("tokens", "top_k", "least", "samples", "seed"):
         if getattr(given, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")
-    path, prompt = split_words(given.words)
-    model = load_model(find_model(path), given.device)
+    folder, prompt = given.checkpoint, given.prompt
+    if folder and not prompt and not Path(folder).is_dir():  # one word alone is the prompt
+        folder, prompt = None, folder
+    model = load_model(find_model(Path(folder) if folder else None), given.device)
     if prompt or not given.interactive:
         stream(model, prompt, given)
     if given.interactive:

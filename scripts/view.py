@@ -8,7 +8,6 @@ Only this machine can open the page, and it changes nothing. Ctrl-C ends it. Exi
 2 bad input, 130 ended by Ctrl-C.
 """
 
-import gc
 import sys
 from pathlib import Path
 
@@ -29,7 +28,6 @@ def main(argv: list[str]) -> int:
     add("--port", type=int, default=8321, help="of the page; 0: any free one (%(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the page to a file instead")
     given = parser.parse_args(argv)
-    gc.set_threshold(100_000)  # logs become millions of objects, and none are in cycles
     store = Store(find_folders(given.paths))
     if given.out:
         write_page(store, given.out)

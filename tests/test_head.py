@@ -173,22 +173,6 @@ def test_weights_get_no_gradient_and_the_next_tokens_loss_gives_none():
         assert dweights is None
 
 
-@pytest.mark.parametrize(("shape", "weights"), [
-    ((9,), torch.ones(1)), ((9, 2), None), ((9, 2), torch.ones(3)), ((9,), torch.tensor(1.0)),
-])  # fmt: skip
-def test_weights_that_do_not_fit_the_targets_are_refused(shape, weights):
-    x, weight, _ = problem(9)
-    targets = torch.zeros(shape, dtype=torch.int64)
-    rule = r"targets \(N,\) and no weights, or targets \(N, K\) and weights \(K,\)"
-    with pytest.raises(ValueError, match=rule):
-        linear_cross_entropy(x, weight, targets, weights, softcap=SIGMOID)
-    with pytest.raises(ValueError, match=rule):
-        plain_cross_entropy(x, weight, None, targets, SIGMOID, weights=weights)
-    targets, weights = several_targets(9)
-    with pytest.raises(ValueError, match='reduction "none" takes no weights: use "sum"'):
-        plain_cross_entropy(x, weight, None, targets, SIGMOID, "none", weights)
-
-
 # ---- FP8
 
 

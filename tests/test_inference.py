@@ -181,7 +181,6 @@ def test_without_a_folder_the_newest_model_writes(folder, tmp_path, capsys, monk
     ("--temperature -1", "--temperature -1.0: it must be"),
     ("--temperature nan", "--temperature nan: it must be"),
     ("--tokens -1", "--tokens -1: at least 0"),
-    ("a b c", "3 words: give a folder and a prompt"),
     ("missing b", "missing holds no trained model. A run leaves one in checkpoints"),
 ])  # fmt: skip
 def test_bad_words_are_refused_with_the_fix(words, sentence, capsys):

@@ -16,7 +16,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data import loader as loader_module
 from data.loader import Data, Order, TrainLoader, in_parts, validation_batches
 from data.shards import Shard, ShardError, write_shard
 
@@ -191,8 +190,7 @@ def test_a_row_by_hand(tmp_path):
 @settings(max_examples=30, deadline=None)
 def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards, order):
     expected = slow_steps(shards, order)
-    with written(shards) as files, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader_module, "SCAN_BLOCK", 9)  # shorter than most documents
+    with written(shards) as files:
         for world_size in (1, 2, 4, 8):
             for micro_rows in {1, 8 // world_size}:
                 ranks = []

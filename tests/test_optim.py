@@ -239,7 +239,7 @@ def test_the_technique_of_the_page_keeps_each_norm_and_steps_by_a_share_of_it():
         (lambda p: Muon(p, 0.1, split=(2, 4)), r"add up to 8, .*, or to its 4 rows, got \(2"),
         (lambda p: Muon(p, 0.1, split=(-1, 9)), r"positive rows that add up to 8, .*\(-1, 9\)"),
         (lambda p: Muon(p, 0.1, split=[4, 4]), r"split must .* tuple of rows, got \[4, 4\]"),
-        (lambda p: Muon(p, 0.1, backend="x"), r"unknown backend 'x'; choose auto or"),
+        (lambda p: Muon(p, 0.1, backend="x"), r"unknown backend 'x'; choose one of auto"),
         (lambda p: Muon([("g", p[0].detach()[0])], 0.1), r"g has shape \(8,\).* to AdamW"),
         (lambda p: Muon([torch.ones(8, 3, 4, 4)], 0.1), r"shape \(8, 3, 4, 4\), Muon needs"),
         (lambda p: Muon(p, 0.1, transposed=True, split=2), r"is transposed, and split cuts rows"),

@@ -45,5 +45,5 @@ def test_a_vocabulary_that_is_not_known_or_not_there_is_refused(monkeypatch):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
-    with pytest.raises(ValueError, match=r"no network; connect .*TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(ValueError, match=r"no network; .*TIKTOKEN_CACHE_DIR"):
         read_prefixes(50257)
