@@ -88,7 +88,8 @@ def pages(tmp_path_factory):
 def test_every_recipe_trains_on_pages_in_the_vocabulary_of_prose(pages, recipe, tmp_path):
     flags = {
         "track": "small", "recipe": recipe, "data-dir": pages, "steps": 4, "dim": 32,
-        "head-dim": 16, "batch-tokens": 1536, "micro-batch": 1536, "val-tokens": 4096,
+        "head-dim": 16, "seq-len": 128, "batch-tokens": 384, "micro-batch": 384, "val-tokens": 2048,
+        "val-seq-len": 1024, "val-batch": 1024,
         "val-sha256": "", "compile": "off", "device": "cpu", "dtype": "float32",
         "keep-model": "off", "sample-tokens": 0, "log-dir": tmp_path / "logs",
     }  # fmt: skip

@@ -162,7 +162,6 @@ def test_more_processes_give_the_losses_of_one(name, folder, data, left):
     assert events[-1]["checks"]["causality_trained"] == 0
 
 
-@pytest.mark.slow
 def test_torchrun_starts_ranks_that_share_a_run_and_end_it_in_order_when_it_is_ended(
     data, tmp_path
 ):
