@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1418,  # reached; the promise is 1370
+    "train_gpt.py": 1409,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
-    "data": 1077,  # reached; the promise is 1000
-    "runtime": 2751,  # reached; the promise is 2740
+    "data": 1060,  # reached; the promise is 1000
+    "runtime": 2740,
     "claims": 2780,
-    "scripts": 1281,  # reached; the promise is 1220
+    "scripts": 1273,  # reached; the promise is 1220
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,
