@@ -124,12 +124,6 @@ def curves(run: Run, tokens: dict[int, int | None]) -> Curves:
     }
 
 
-def group_of(run: Run, folder: Folder) -> str:
-    """Equal for runs of one source and configuration. Records, and unknown sources, stay apart."""
-    place = folder.name if folder.record or not run.source else ""
-    return json_hash([place, run.source, run.config_sha256])
-
-
 def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     """What the page shows of a run."""
     config: Any = run.header.get("config")
@@ -137,8 +131,11 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     points: list[Step | Validation] = [*run.steps, *run.validations]
     tokens = {step.step: step.tokens for step in run.steps} | {0: 0}
     skipped = [step for step in run.steps if step.skipped]
+    # Records, and runs of unknown sources, stay apart.
+    apart = folder.name if folder.record or not run.source else ""
     facts = {
-        "id": json_hash([str(run.path.resolve()), run.index]), "group": group_of(run, folder),
+        "id": json_hash([str(run.path.resolve()), run.index]),
+        "group": json_hash([apart, run.source, run.config_sha256]),
         "name": run.run_id, "folder": folder.name, "record": bool(folder.record),
         "track": run.track, "seed": run.seed,
         "target": run.target or PUBLIC_TARGETS.get(track_of(run) or ""),
