@@ -37,21 +37,18 @@ pytestmark = pytest.mark.usefixtures("two_layers")
 EIGHT_ROWS = {"batch_tokens": 8 * SEQUENCE, "micro_batch": 4 * SEQUENCE}
 ADAMW = {"recipe": "adamw"}
 TIED = {"stages": "tied", "embed_std": 0.1, "val_every": 3}
-RESUMED = {"keep_model": "on", "resume": "auto"}
+RESUMED = TIED | {"keep_model": "on", "resume": "auto"}  # untied after step 6
 MANY = 400  # steps of a run that a signal breaks off
 
 # Ranks, and settings.
 RUNS = {
     "adamw on 4": (4, ADAMW),
-    "record42 on 4": (4, {}),
     "record42 on 8, half of them without anything to validate": (8, EIGHT_ROWS),
     "bf16 on 2": (2, {"dtype": "bfloat16"}),
     "a growing batch on 2": (2, ADAMW | {"stages": "growing"}),
     "torch.optim.Muon on 2": (2, {"optimizer": "torch_muon", "recipe": "muon"}),
     "a head that is tied at first on 2": (2, TIED),
 }
-# Runs that are broken off; the head leaves the embedding after step 6.
-RESUMES = {"record42": {}, "tied": TIED}
 
 
 class Start(NamedTuple):
@@ -65,15 +62,12 @@ class Start(NamedTuple):
 
 
 STARTS = [Start(name, ranks, changed) for name, (ranks, changed) in RUNS.items()]
-for recipe, changed in RESUMES.items():
-    changed = changed | RESUMED
-    STARTS.append(Start(f"{recipe} whole", 2, changed))
-    for ranks, rank, step in ((4, 0, 1), (2, 1, 5), (1, 0, 7)):
-        stop = (rank, step, signal.SIGTERM)
-        STARTS.append(Start(f"{recipe} at any number", ranks, changed, stop))
-    STARTS.append(Start(f"{recipe} at any number", 4, changed))
-    STARTS.append(Start(f"{recipe} at two", 2, changed, (1, 5, signal.SIGTERM)))
-    STARTS.append(Start(f"{recipe} at two", 2, changed, seeds=7))
+STARTS.append(Start("whole", 2, RESUMED))
+for ranks, rank, step in ((4, 0, 1), (2, 1, 5), (1, 0, 7)):
+    STARTS.append(Start("at any number", ranks, RESUMED, (rank, step, signal.SIGTERM)))
+STARTS.append(Start("at any number", 4, RESUMED))
+STARTS.append(Start("at two", 2, RESUMED, (1, 5, signal.SIGTERM)))
+STARTS.append(Start("at two", 2, RESUMED, seeds=7))
 LOST = RESUMED | {"steps": 80, "val_every": 0, "rank_timeout": 10, "checkpoint_every": 2}
 LOST_STARTS = [Start("lost", 2, LOST, (1, 20, signal.SIGKILL)), Start("lost", 1, LOST)]
 
@@ -186,9 +180,8 @@ def test_torchrun_starts_ranks_that_share_a_run_and_end_it_in_order_when_it_is_e
 # ---- Runs that break off
 
 
-@pytest.mark.parametrize("recipe", RESUMES)
-def test_a_signal_to_one_rank_ends_all_and_the_run_resumes_at_any_number(recipe, folder, left):
-    name = f"{recipe} at any number"
+def test_a_signal_to_one_rank_ends_all_and_the_run_resumes_at_any_number(folder, left):
+    name = "at any number"
     ended = [codes(left, name, number) for number in range(4)]
     assert ended == [[143] * 4, [143] * 2, [143], [0] * 4]
     for number, log in enumerate(logs_of(folder / name)[:3]):
@@ -198,7 +191,7 @@ def test_a_signal_to_one_rank_ends_all_and_the_run_resumes_at_any_number(recipe,
         assert first.out.count(f"interrupted after step {end['steps']}, saved in ") == 1
         assert not any(rank.out for rank in others)
         assert not any("Traceback" in rank.out + rank.err for rank in (first, *others))
-    resumed, whole = (losses_of(*logs_of(folder / each)) for each in (name, f"{recipe} whole"))
+    resumed, whole = (losses_of(*logs_of(folder / each)) for each in (name, "whole"))
     for ours, theirs in zip(resumed, whole, strict=True):
         assert ours == pytest.approx(theirs, rel=ROUNDING["float32"])
     changes = []
@@ -207,11 +200,10 @@ def test_a_signal_to_one_rank_ends_all_and_the_run_resumes_at_any_number(recipe,
     assert changes == ["world_size 4 -> 2", "world_size 2 -> 1", "world_size 1 -> 4"]
 
 
-@pytest.mark.parametrize("recipe", RESUMES)
-def test_at_the_same_number_of_ranks_it_is_the_same_run_to_the_bit(recipe, folder, left):
-    folders = folder / f"{recipe} at two", folder / f"{recipe} whole"
-    assert codes(left, f"{recipe} at two") == [143, 143]
-    assert codes(left, f"{recipe} at two", 1) == [0, 0]
+def test_at_the_same_number_of_ranks_it_is_the_same_run_to_the_bit(folder, left):
+    folders = folder / "at two", folder / "whole"
+    assert codes(left, "at two") == [143, 143]
+    assert codes(left, "at two", 1) == [0, 0]
     ours, theirs = (losses_of(*logs_of(each)) for each in folders)
     assert ours == theirs
     ours, theirs = (torch.load(each / "checkpoints" / "last_state.pt") for each in folders)
