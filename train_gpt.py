@@ -169,8 +169,7 @@ STAGES = {
 # On `small`, losses on later tokens cost more than they give: records/small/explored.md.
 STAGES["small89"] = [replace(stage, ahead=(), prefix=(0.0, 0.0)) for stage in STAGES["record89"]]
 
-# ---- Configuration: every number of an experiment. Each setting is a flag of the command line, and
-# `section` opens a group of them in --help. The defaults are the `short` track.
+# ---- Configuration: every number of an experiment, each a flag. The defaults are those of `short`.
 
 METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
 OPTIMIZERS = ("normuon", "muon", "adamw", "torch_muon", "torch_adamw")
@@ -1071,9 +1070,10 @@ def optimizer_table(config: Config) -> list[optim.Row]:
     gate = {"betas": vectors["betas"]} if config.gates == "adam" else {}
     return [
         optim.Row("blocks.*.attention.qkvo", "matrix", {"split": split}),
-        optim.Row("*gate", config.gates, gate),
+        optim.Row("blocks.*.attention.*gate", config.gates, gate),
         optim.Row("blocks.*.mlp.up", "matrix", multiplied(config.mlp_up_lr_mul, decay)),
         optim.Row("blocks.*.mlp.down", "matrix", multiplied(config.mlp_down_lr_mul, decay)),
+        optim.Row("smear_gate", config.gates, gate),
         optim.Row("embed", "adam", multiplied(config.embed_lr_mul, config.embed_wd_mul)),
         optim.Row("value_embeds.*", "adam", lookups),
         optim.Row("bigram", "adam", lookups),

@@ -32,15 +32,15 @@ class ShardError(ValueError):
 
 
 def write_shard(path: str | Path, tokens: ArrayLike) -> None:
-    """Write whole numbers (n,) from 0 to 65535 as one shard; ShardError for any other.
+    """Write a vector (n,) of integers from 0 to 65535 as one shard; ShardError for anything else.
 
     The write is atomic: a reader of `path` sees no file, the old shard or the new one.
     """
-    path, given = Path(path), np.asarray(tokens)
-    values = given.astype("<u2")
-    if given.ndim != 1 or not given.size or not np.array_equal(values, given):
-        raise ShardError(f"{path}: a shard holds a vector of whole numbers from 0 to 65535, not "
-                         f"{given!r}. Use a vocabulary of at most 65,536 tokens.")  # fmt: skip
+    path, values = Path(path), np.asarray(tokens)
+    fits = values.ndim == 1 and values.dtype.kind in "iu" and 0 < values.size < 2**31
+    if not fits or values.min() < 0 or values.max() > 65535:
+        raise ShardError(f"{path}: a shard holds 1 to 2**31 - 1 integers from 0 to 65535, not "
+                         f"{values!r}. Use a vocabulary of at most 65,536 tokens.")  # fmt: skip
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, values.size
     # In the same folder: a rename is atomic only within a file system.
@@ -48,7 +48,7 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
     try:
         with partial.open("wb") as file:
             file.write(header.tobytes())
-            file.write(values.data)
+            file.write(np.ascontiguousarray(values, dtype="<u2").data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

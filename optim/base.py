@@ -236,13 +236,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def commit(self, ok: Tensor | bool) -> None:
         """Step all buckets where `ok` is true and send the new weights."""
         self._gathers: list[Callable[[], None]] = []
+        on_host = self._device.type in READ_AT_ONCE
+        if ok is False or (on_host and not ok):
+            return
         # Which parameters to step; None: all, where the host knows for free. Elsewhere always a
         # tensor: one more kind of argument would compile one more graph.
-        taken: Tensor | None = self._present & ok
-        if self._device.type in READ_AT_ONCE:
-            if not ok:
-                return
-            taken = None if self._present.all() else self._present
+        taken = None if on_host and self._present.all() else self._present & ok
         for bucket in self._local:
             self._step(bucket, taken)
         for message in self.messages:

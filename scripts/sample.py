@@ -12,6 +12,7 @@ document, at --stop, or after --tokens. Exit codes: 0 done, 2 bad input.
 import argparse
 import codecs
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
         if getattr(given, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")
     folder, prompt = given.checkpoint, given.prompt
-    if folder and not prompt and not Path(folder).is_dir():  # one word alone is the prompt
+    if folder and not prompt and not os.path.isdir(folder):  # one word alone is the prompt
         folder, prompt = None, folder
     model = load_model(find_model(Path(folder) if folder else None), given.device)
     if prompt or not given.interactive:

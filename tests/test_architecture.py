@@ -24,7 +24,7 @@ BUDGETS = {
     "data": 1060,  # reached; the promise is 1000
     "runtime": 2740,
     "claims": 2780,
-    "scripts": 1273,  # reached; the promise is 1220
+    "scripts": 1274,  # reached; the promise is 1220
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,

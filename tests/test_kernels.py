@@ -19,7 +19,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPES = [(1, 1, 1), (3, 1, 12), (2, 17, 31), (1, 64, 64), (2, 65, 5), (1, 129, 257), (1, 300, 40)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
-CASES.append(((34, 130, 9), torch.float16))  # in large tiles
+CASES.append(((34, 130, 9), torch.float16))  # in large tiles, as the next
+CASES.append(pytest.param((17, 260, 9), torch.bfloat16, marks=pytest.mark.gpu))
 
 
 def copy_of_the_module(**environment):

@@ -16,7 +16,8 @@ from runtime.errors import Refused
 from train_gpt import RECIPES, Config, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
-CLAIMS = sorted(runs.parent / "claim.json" for runs in RECORDS.glob("*/*/runs"))  # not open ones
+# Those whose runs were made.
+CLAIMS = sorted(record.with_name("claim.json") for record in RECORDS.glob("*/*/record.json"))
 by_claim = pytest.mark.parametrize("claim", CLAIMS, ids=lambda path: path.parent.name)
 
 

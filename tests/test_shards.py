@@ -41,10 +41,10 @@ def test_tokens_are_written_in_the_public_format_and_slices_are_those_of_a_list(
 
 
 @pytest.mark.parametrize("tokens", [
-    [1, 65536], [1, -1], [], [1.5, 2.0], [[1, 2], [3, 4]],
+    [1, 65536], [1, -1], [], [1.0, 2.0], [[1, 2], [3, 4]], np.broadcast_to(np.uint16(0), 2**31),
 ], ids=str)  # fmt: skip
 def test_tokens_that_do_not_fit_are_refused_and_leave_no_file(tmp_path, tokens):
-    with pytest.raises(ShardError, match=r"a\.bin: a shard holds a vector .* from 0 to 65535"):
+    with pytest.raises(ShardError, match=r"a\.bin: a shard holds .* integers from 0 to 65535"):
         write_shard(tmp_path / "a.bin", tokens)
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small_run
@@ -121,6 +122,18 @@ def test_noise_of_kernels_is_measured_and_allowed_and_a_leak_above_it_is_not(
         trainer = make_trainer(data, tmp_path)
         assert sees_no_future(trainer) is expected
         assert 1e-6 < trainer.env["noise"] < 2e-5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 7.0, -7.0])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_worst_value_of_any_rank_counts(bad, rank, data, tmp_path):
+    trainer = make_trainer(data, tmp_path)
+    sound = check_trained_model(trainer)["checks"]
+    others = [[sound], [sound]]
+    others[rank] = [sound | {"normalized": bad}]
+    trainer.machine = SimpleNamespace(device=MACHINE.device, gather=lambda found: others)
+    trainer.trained_rows = lambda: ""
+    assert not honest(check_trained_model(trainer)["checks"])
 
 
 def test_a_validation_batch_that_is_not_scored_is_missing_in_the_number_of_targets(data, tmp_path):
