@@ -231,10 +231,10 @@ def next_seed(*folders: Path) -> int:
     seeds = [-1]
     for folder in folders:
         for path in [*folder.rglob(f"{Path(REGISTRY).stem}*.jsonl"), *folder.rglob(JUDGEMENTS)]:
-            named = [line for line in read_registry(path) if isinstance(line.get("seed"), int)]
-            pairs = [line.get("pairs") for line in named]
-            seeds += [line["seed"] + (count if isinstance(count, int) else 1) - 1
-                      for line, count in zip(named, pairs, strict=True)]  # fmt: skip
+            for line in read_registry(path):
+                if isinstance(line.get("seed"), int):
+                    pairs = line.get("pairs", 1)  # of a judgement, which takes as many seeds
+                    seeds.append(line["seed"] + (pairs if isinstance(pairs, int) else 1) - 1)
         for path in folder.rglob("claim.json"):
             seeds += read_claim(path).seeds
     return max(seeds) + 1

@@ -117,10 +117,12 @@ def equivalence(
     test: `welch` or `paired`.
     """
     check_margin(margin)
-    sign = math.copysign(1, test(new, old).mean)  # of the nearer bound: its p is larger
-    shifted = test([value - sign * margin for value in new], old)
-    half = shifted.p_two_sided / 2
-    return half if sign * shifted.mean < 0 else 1 - half
+    ps = []
+    for bound in (-margin, margin):
+        beyond = test([value - bound for value in new], old)
+        half = beyond.p_two_sided / 2
+        ps.append(half if (beyond.mean > 0) == (bound < 0) else 1 - half)
+    return max(ps)
 
 
 def holm(p_values: dict[Any, float]) -> dict[Any, float]:

@@ -79,19 +79,19 @@ def read_claim(path: str | Path) -> Claim:
 def check_rules(claim: Claim, where: object) -> None:
     """Refused for the first rule that the claim breaks."""
     n, seeds = claim.n, claim.seeds
-    rules = [
+    rules: list[tuple[Any, str]] = [
         (LEAST_RUNS <= n == len(set(seeds)) == len(seeds) <= MOST_RUNS,
          f"n = {n} must be {LEAST_RUNS} to {MOST_RUNS}, with as many different seeds"),
         (claim.looks == [n], f"looks must be [{n}]: a claim is tested once, after all its runs"),
         (0 < claim.target < 100, f"target {claim.target!s:.20} must be between 0 and 100"),
         (0 < claim.alpha < 1, f"alpha {claim.alpha!s:.20} must be between 0 and 1"),
-        # The hash of the source becomes the name of a folder.
-        *((re.fullmatch(SHA256, sha256) is not None,
-           f"{name}_sha256 must be 64 hexadecimal digits, not {sha256!r:.80}")
-          for name, sha256 in (("source", claim.source_sha256), ("config", claim.config_sha256))),
-        (re.fullmatch(TIME, claim.created) is not None,
+        (re.fullmatch(SHA256, claim.source_sha256),  # it becomes the name of a folder
+         f"source_sha256 must be 64 hexadecimal digits, not {claim.source_sha256!r:.80}"),
+        (re.fullmatch(SHA256, claim.config_sha256),
+         f"config_sha256 must be 64 hexadecimal digits, not {claim.config_sha256!r:.80}"),
+        (re.fullmatch(TIME, claim.created),
          f"created must be a time like 2026-01-31T12:00:00+00:00, not {claim.created!r:.80}"),
-        (re.fullmatch(NAME, claim.name) is not None, f"name {claim.name!r} must be a CamelName"),
+        (re.fullmatch(NAME, claim.name), f"name {claim.name!r} must be a CamelName"),
         (claim.about.isprintable() and len(claim.about) <= MOST_ABOUT,
          f"about must be one line of at most {MOST_ABOUT} characters"),
     ]  # fmt: skip
