@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 if __name__ == "__main__":
     # Import our own modules from their source, until the prefix is None again: a stale or planted
-    # .pyc beside them must not run. torch, above, may use its own.
+    # .pyc beside them must not run.
     sys.pycache_prefix = os.devnull
 import optim
 from data.copied import copied_and_new_loss
@@ -70,11 +70,11 @@ class Layer:
     attention: bool = True
     window: str = "short"  # or "long"
     value_embed: int | None = None  # table whose rows are added to this layer's values
-    skip_from: int | None = None  # earlier layer whose output is added to this layer's input
-    backout: bool = False  # a share of this layer's output is subtracted at the end
+    skip_from: int | None = None  # earlier layer; a learned share of its output joins the input
+    backout: bool = False  # a share of this layer's output is subtracted at the end; one layer
     reads: int | None = None  # earlier layer whose output this layer's attention reads
-    paired: bool = False  # two heads share a row of twice the length
-    mixes: int | None = None  # earlier layer that a MixingBlock mixes in; None: a plain Block
+    paired: bool = False  # two heads share a row of twice the length; windows reach half as far
+    mixes: int | None = None  # MixingBlock, with this earlier layer; needs value_embed and backout
 
 
 LAYERS = {
@@ -126,7 +126,7 @@ class Stage:
 
     share: float  # of the steps
     short: int  # window of short layers, in blocks
-    long: int  # window of long layers
+    long: int  # window of long layers, in blocks
     batch: float = 1.0  # tokens of a step, as a share of batch_tokens
     document: int | None = None  # documents are cut to this length; None: to max_document
     lr: float = 1.0  # factor on the peak of every learning rate; final_lr is not changed by it
@@ -161,7 +161,7 @@ STAGES = {
         Stage(424 / 1285, short=5, long=11, lr=1.73),
         Stage(15 / 1285, short=6, long=13, extension=True),
     ],
-    # The start of many documents teaches more tokens than all of a few.
+    # At first only the starts of many documents: they teach more than all of a few.
     "copyinit": [
         Stage(0.7, short=10, long=20, document=96), Stage(0.3, short=10, long=20, document=192),
     ],
@@ -169,7 +169,7 @@ STAGES = {
 # On `small`, losses on later tokens cost more than they give: records/small/explored.md.
 STAGES["small89"] = [replace(stage, ahead=(), prefix=(0.0, 0.0)) for stage in STAGES["record89"]]
 
-# ---- Configuration: every number of an experiment, each a flag. The defaults are those of `short`.
+# ---- Configuration. The defaults are those of `short`. A run's own flags: runtime/settings.py
 
 METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
 OPTIMIZERS = ("normuon", "muon", "adamw", "torch_muon", "torch_adamw")
@@ -182,21 +182,21 @@ SOFTCAPS = {  # kind, height, width, shift
 
 @dataclass(frozen=True)
 class Config(RunSettings):
-    track: str = setting("short", "preset for all settings below", section="What is run, and where")
-    recipe: str = setting("record42", "set of pieces and rates on the track")
+    track: str = setting("short", "preset: defaults of all flags", section="What is run, and where")
+    recipe: str = setting("record42", "variant of the track: its pieces and rates")
     target: float = setting(3.28, "validation loss to reach, nats per token")
     device: str = setting("auto", "where to compute", one_of=machines.DEVICES)
     dtype: str = setting("auto", "of the computation", one_of=("auto", "bfloat16", "float32"))
     attention: str = setting("auto", "attention backend", one_of=ATTENTIONS)
-    loss_kernel: str = setting("auto", "loss of the head; auto: fp8 or chunked", one_of=HEADS)
-    activation_checkpointing: bool = setting(False, "activation checkpointing: less memory, slower")
+    loss_kernel: str = setting("auto", "how the loss is computed; auto: fastest", one_of=HEADS)
+    activation_checkpointing: bool = setting(False, "recompute activations: less memory, slower")
     compile: str = setting("auto", "auto: where it saves time", one_of=("auto", "on", "off"))
 
     vocab_size: int = setting(50257, "tokens of the vocabulary", at_least=1, section="Data")
     bos: int = setting(50256, "token that precedes each document", below="vocab_size")
-    document_mask: bool = setting(True, "rows begin with a document, attention stays inside")
+    document_mask: bool = setting(True, "rows begin with bos; attention stays in a document")
     batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", a_multiple_of="seq_len")
-    seq_len: int = setting(32_768, "tokens of a row, the unit that ranks share", at_least=1)
+    seq_len: int = setting(32_768, "tokens of a row; ranks take whole rows", at_least=1)
     micro_batch: int | None = setting(32_768, "tokens of a micro-step", a_multiple_of="seq_len")
     max_document: int = setting(2048, "longest document; a stage may set its own", at_least=1)
     data_start: float = setting(0.0, "share of the first training shard passed over", below=1)
@@ -212,33 +212,33 @@ class Config(RunSettings):
     head_dim: int = setting(128, "dimension of an attention head", at_least=2, a_multiple_of=2)
     mlp_ratio: int = setting(4, "width of an MLP, as a multiple of dim", at_least=1)
     keep_float32: str = setting("none", "parts kept in float32", one_of=("none", "head", "all"))
-    attention_scale: float = setting(0.1, "factor on query-key products, before YaRN")
+    attention_scale: float = setting(0.1, "factor on query-key products at the start")
     smear: bool = setting(True, "each embedding takes a gated share of the one before it")
     x0_mixing: bool = setting(True, "each layer mixes the token embedding back in")
     attention_gates: bool = setting(True, "a sigmoid gate on each head's output")
     value_gates: bool = setting(False, "a gate of each head on its value embedding")
-    stream_init: float = setting(1.0, "first value of each layer's factor on the stream")
+    stream_init: float = setting(1.0, "initial factor on a layer's input (x0_mixing)")
     embed_std: float = setting(1.0, "standard deviation of initial token embeddings")
     value_embed_std: float = setting(1.0, "standard deviation of initial value embeddings")
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
     init_keys_as_queries: bool = setting(False, "initialize keys of long layers as queries")
-    bigram_rows: float = setting(0.0, "rows of a bigram table, times padded_vocab")
-    ngrams: int = setting(2, "longest n-grams in that table, in tokens", at_least=2, at_most=4)
-    bigram_signs: bool = setting(False, "random signs separate bigrams that share a row")
-    xsa: bool = setting(False, "remove a learned share of the output along the own value")
+    bigram_rows: float = setting(0.0, "rows of an n-gram table for each token; 0: none")
+    ngrams: int = setting(2, "longest n-gram in it; 2: bigrams only", at_least=2, at_most=4)
+    bigram_signs: bool = setting(False, "bigrams that share a row get random signs")
+    xsa: bool = setting(False, "subtract a learned share along the token's own value")
     zero_output: bool = setting(True, "attention's initial output matrix is 0")
-    copy_init: float = setting(0.0, "initial head: this times the last long layer's value table")
+    copy_init: float = setting(0.0, "start that copies; head = this x last long value table")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
-    prefixes: bool = setting(False, "also predict the longest token that begins the next one")
+    prefixes: bool = setting(False, "also predict the longest token that begins the next")
     softcap: str = setting("sigmoid", "soft cap of the logits", one_of=tuple(SOFTCAPS))
     init: str = setting("uniform", "of hidden matrices", one_of=("uniform", "normal"))
 
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
-    minutes: float = setting(0.0, "training time: a timing sets steps; 0: off", at_most=100_000)
+    minutes: float = setting(0.0, "train this long: a timing sets steps; 0: off", at_most=100_000)
     stages: str = setting("record42", "table of stages")
-    window_block: int = setting(128, "tokens in a block, the unit of windows; 0: none")
+    window_block: int = setting(128, "unit of windows, in tokens; 0: no windows")
     val_window: int = setting(2560, "tokens long layers see in the last validation", at_least=1)
-    cooldown: float = setting(0.5, "share of the steps with a falling rate", at_most=1)
+    cooldown: float = setting(0.5, "last share of the steps, where rates fall", at_most=1)
     final_lr: float = setting(0.1, "learning rate at the end, as a share of its peak")
     momentum: tuple[float, float] = setting((0.85, 0.95), "at the ends and in the middle", below=1)
     momentum_warmup: int = setting(300, "steps in which momentum rises")
@@ -256,17 +256,17 @@ class Config(RunSettings):
     mlp_down_lr_mul: float = setting(1.0, "multiplier for the MLPs' second matrices")
     adam_lr: float = setting(0.008, "learning rate of AdamW, for all other parameters")
     adam_betas: tuple[float, float] = setting((0.65, 0.95), "of AdamW", below=1)
-    adam_eps: float = setting(1e-8, "of AdamW, for gradients summed over a row")
+    adam_eps: float = setting(1e-8, "of AdamW; gradients are sums over a row")
     adam_wd: float = setting(0.0, "weight decay of AdamW, times the learning rate")
     adam_accum_steps: int = setting(2, "steps whose gradients AdamW sums", at_least=1)
     embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
-    embed_wd_mul: float | None = setting(None, "on their decay, and the head's; auto: lr_mul")
+    embed_wd_mul: float | None = setting(None, "for embed's and head's decay; auto: lr_mul")
     value_embed_lr_mul: float = setting(75.0, "multiplier for value embeddings and bigrams")
-    value_embed_wd_mul: float | None = setting(None, "on their decay; auto: lr_mul")
+    value_embed_wd_mul: float | None = setting(None, "for decay; auto: its lr_mul")
     value_embed_betas: tuple[float, float] | None = setting(None, "auto: adam_betas", below=1)
     head_lr_mul: float = setting(1.0, "multiplier for the output head")
     vector_lr_mul: float = setting(5.0, "multiplier for scalars, biases and gains")
-    vector_wd_mul: float | None = setting(None, "on their decay; auto: lr_mul")
+    vector_wd_mul: float | None = setting(None, "for decay; auto: its lr_mul")
     vector_betas: tuple[float, float] | None = setting(None, "auto: adam_betas", below=1)
     gates: str = setting("matrix", "optimizer of gates", one_of=("matrix", "adam"))
     guard: str = setting("spikes", "steps to skip", one_of=("spikes", "nonfinite", "off"))
@@ -282,16 +282,16 @@ class Config(RunSettings):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
         rule = "0 with --claim, whose steps are the same on any machine"
         require(self, "minutes", not (self.minutes and self.claim), rule)
-        torchs = self.cautious_wd and self.optimizer.startswith("torch")
-        require(self, "cautious_wd", not torchs, f"off for --optimizer {self.optimizer}")
+        by_torch = self.cautious_wd and self.optimizer.startswith("torch")
+        require(self, "cautious_wd", not by_torch, f"off for --optimizer {self.optimizer}")
         heads = self.dim // self.head_dim
-        even, odd = heads % 2 == 0, f"as --dim / --head-dim = {heads} is odd"
+        even, why = heads % 2 == 0, f"as --dim / --head-dim = {heads} is odd"
         paired = any(layer.paired for layer in LAYERS[self.layers])
-        require(self, "layers", even or not paired, f"without paired heads, {odd}")
-        require(self, "muon_head_pairs", even or not self.muon_head_pairs, f"off, {odd}")
-        tables_of = {layer.value_embed for layer in LAYERS[self.layers]} - {None}
+        require(self, "layers", even or not paired, f"without paired heads, {why}")
+        require(self, "muon_head_pairs", even or not self.muon_head_pairs, f"off, {why}")
+        value_tables = {layer.value_embed for layer in LAYERS[self.layers]} - {None}
         rule = "a table whose value_embed are 0, 1, 2 and so on"
-        require(self, "layers", tables_of == set(range(len(tables_of))), rule)
+        require(self, "layers", value_tables == set(range(len(value_tables))), rule)
         bigrams = round(self.bigram_rows * self.padded_vocab)
         rule = f"0, or above {1.5 / self.padded_vocab:.2g}"  # two rows
         require(self, "bigram_rows", not self.bigram_rows or bigrams > 1, rule)
@@ -407,8 +407,8 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# What a claim may not change, beside its data and its number of layers; the judge has a list of its
-# own. Stages may use smaller batches; windows of training, lookup tables, gates, scalars are free.
+# What a claim may not change, beside its data; with SIZES the number of layers too. The judge has a
+# list of its own. Stages may use smaller batches; training windows, lookups, gates are free.
 TASK = ("target", "vocab_size", "bos", "val_tokens")
 SCORED = (*TASK, "document_mask", "val_seq_len", "val_window")
 SIZES = ("dim", "head_dim", "mlp_ratio", "batch_tokens")
@@ -446,6 +446,152 @@ def preset(given: dict[str, Any]) -> dict[str, Any]:
     settings = {"track": track, "recipe": "record42"} | TRACKS.get(track, {})
     recipe = given.get("recipe", settings["recipe"])
     return settings | RECIPES.get(track, {}).get(recipe, {})
+
+
+# ---- Schedule: all that holds at a step, as a pure function. At step s, s steps are done.
+
+
+class Span(NamedTuple):
+    """A stage and its steps, from `first` to before `end`."""
+
+    first: int
+    end: int
+    stage: Stage
+
+
+class Now(NamedTuple):
+    """What holds at a step."""
+
+    stage_index: int  # in `spans`; the last validation belongs to the last span
+    stage: Stage
+    batch_tokens: int
+    lr: float  # factor on the peak of every learning rate, cooldown included
+    momentum: float  # of the hidden matrices
+    adam_steps: bool  # Adam takes a step, on the gradients of the last `adam_accum_steps` steps
+    windows: dict[str, int]  # tokens that "short" and "long" layers see
+    loss_weights: list[float]  # of the next token, of those after it, and of its prefix if used
+    unties: bool  # the output head leaves the token embedding before this step
+    new_scale: bool  # batch, head or losses change before this step: the guard forgets the normal
+    validates: bool  # before this step, or after the last one
+    quick_validates: bool  # on one batch, before this step
+
+
+@cache
+def spans(config: Config) -> list[Span]:
+    """The stages that have steps."""
+    found, first, share = [], 0, 0.0
+    stages = STAGES[config.stages]
+    for stage, after in pairwise([*stages, stages[-1]]):  # nothing changes after the last one
+        share += stage.share
+        end = math.ceil(share * config.steps - 1e-6)  # 1e-6 undoes the rounding of the sum
+        if (stage.batch, stage.tied) != (after.batch, after.tied):
+            # Adam must not sum gradients of two batches that count differently.
+            every = config.adam_accum_steps
+            end = min(math.ceil(end / every) * every, config.steps)
+        if end > first:
+            found.append(Span(first, end, stage))
+            first = end
+    return found
+
+
+@cache
+def at(config: Config, step: int) -> Now:
+    index = sum(step >= span.first for span in spans(config)) - 1  # the last that has begun
+    first, end, stage = spans(config)[index]
+    before = spans(config)[max(index - 1, 0)].stage  # of the first span: itself
+    old = before.batch, before.tied, before.ahead, before.prefix
+    new = stage.batch, stage.tied, stage.ahead, stage.prefix
+
+    short, long = stage.short * config.window_block, stage.long * config.window_block
+    if not config.window_block:  # no windows, but in the last validation
+        short = long = max(config.seq_len, config.val_seq_len)
+    if step == config.steps:  # the last validation
+        short, long = min(short, config.val_window), config.val_window
+
+    weights = [(1.0, 1.0), *stage.ahead]
+    if config.prefixes and (stage.ahead or any(stage.prefix)):
+        weights.append(stage.prefix)
+    progress = (step - first) / (end - first)  # through the stage: weights change linearly
+
+    late = config.val_every_late and step >= 0.9 * config.steps
+    every = config.val_every_late if late else config.val_every
+    validates = step == config.steps or (every > 0 and step % every == 0)
+    # Training losses of a few steps differ by their texts, so one batch is scored in between.
+    quick = config.quick_vals > 0 and not config.claim and not validates
+
+    return Now(
+        stage_index=index,
+        stage=stage,
+        batch_tokens=round(stage.batch * config.batch_tokens),
+        lr=learning_rate(config, stage.lr, step),
+        momentum=momentum(config, step),
+        adam_steps=(step + 1) % config.adam_accum_steps == 0,
+        windows={"short": short, "long": long},
+        loss_weights=[start + (last - start) * progress for start, last in weights],
+        unties=step == first and before.tied and not stage.tied,
+        new_scale=step == first and new != old,
+        validates=validates,
+        quick_validates=quick and step % math.ceil(config.steps / config.quick_vals) == 0,
+    )
+
+
+def learning_rate(config: Config, peak: float, step: int) -> float:
+    """Factor on every peak: it falls from the stage's to final_lr, and stays in the extension."""
+    scheduled = max(span.end for span in spans(config) if not span.stage.extension)
+    # 0.9999 as in record 42. It also keeps `left` above a cooldown of 0, so nothing divides by 0.
+    left = 1 - min(step / scheduled, 0.9999)
+    share = left / config.cooldown if left < config.cooldown else 1.0
+    return peak * share + config.final_lr * (1 - share)
+
+
+def momentum(config: Config, step: int) -> float:
+    """It rises at the start and falls at the end."""
+    low, high = config.momentum
+    rising = step / config.momentum_warmup if config.momentum_warmup else 1.0
+    left = config.steps - step
+    falling = left / config.momentum_cooldown if config.momentum_cooldown else 1.0
+    return low + (high - low) * min(rising, falling, 1.0)
+
+
+def tokens_before(config: Config, step: int) -> int:
+    return sum(at(config, earlier).batch_tokens for earlier in range(step))
+
+
+def rotary_at(config: Config, index: int) -> tuple[Tensor, Tensor]:
+    """Radians a token for each pair (D / 2,), half of them 0, and the factor () on queries.
+
+    Both are float32 and hold in the span of this index. When the long window grows, YaRN
+    (arXiv:2309.00071) slows the frequencies that turn less than once in the old window, keeps those
+    over 32 turns, and raises the factor.
+    """
+    pairs = config.head_dim // 2
+    turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2)
+    frequency = torch.cat([turning, torch.zeros(pairs - pairs // 2)])  # 0: see `offset_keys`
+    scale = torch.tensor(config.attention_scale)
+    stages = [span.stage for span in spans(config)[: index + 1]]
+    for before, now in pairwise(stages if config.window_block else ()):  # no window, no growth
+        rotations = config.window_block * before.long * frequency / (2 * math.pi)
+        kept = ((rotations - 1) / (32 - 1)).clamp(0, 1)
+        ratio = before.long / now.long
+        frequency = frequency * (ratio + kept * (1 - ratio))
+        scale = scale * (1 + 0.2 * math.log(now.long / before.long))
+    return frequency, scale
+
+
+def receptive_field(config: Config) -> int:
+    """At least as many earlier tokens as an output depends on: all layers' windows, added up."""
+    steps = [*(span.first for span in spans(config)), config.steps]
+    tokens = max(int(config.smear), config.ngrams - 1 if config.bigram_rows else 0)
+    for layer in LAYERS[config.layers]:
+        if layer.attention:
+            tokens += max(at(config, step).windows[layer.window] for step in steps)
+            tokens += int(config.key_offset and layer.window == "long")
+    return math.ceil(tokens / 128) * 128  # kernels are fastest at multiples of 128
+
+
+def context(config: Config) -> int:
+    """The most tokens of a row that a prediction can depend on."""
+    return min(receptive_field(config) + 1, max(config.seq_len, config.val_seq_len))
 
 
 # ---- Model. B rows, T tokens a row, H heads, D head dimension, C model dimension.
@@ -488,12 +634,12 @@ def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
     return torch.where(still_D & ~begins_BT11, before_BTHD, k_BTHD)
 
 
-class LayerInputs(NamedTuple):
+class LayerExtras(NamedTuple):
     """What a layer takes beside the stream."""
 
     value_embed_BTC: Tensor | None
     value_factor: Tensor | None  # on values, learned; None: 1
-    embed_factor: Tensor | float  # on the value embedding
+    value_embed_factor: Tensor | float
     rotary: tuple[Tensor, Tensor, Tensor]  # cos, sin, and the factor on queries
     begins_BT11: Tensor  # whether a token is the first of its document
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # of queries, keys and values, (B, T, H, D)
@@ -509,7 +655,7 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.key_offset = config.key_offset and layer.window == "long"
         self.paired = layer.paired
-        # Q, K, V and O in one parameter, read as four (C, C) matrices: few tensors to communicate.
+        # In memory Q, K, V, O follow one another, each (C, C): one tensor to communicate, not four.
         self.qkvo = nn.Parameter(torch.empty(config.dim, 4 * config.dim))
         heads = config.dim // config.head_dim
         self.gate = optional(config.attention_gates, heads, GATE_CHANNELS, dtype=gate_dtype)
@@ -519,9 +665,8 @@ class SelfAttention(nn.Module):
         self.own_value = optional(config.xsa and not layer.paired, heads, 1)
         self.bias = optional(config.biases, 4 * config.dim)
 
-    def forward(self, x_BTC: Tensor, inputs: LayerInputs) -> Tensor:
-        value_embed_BTC, value_factor, embed_factor, rotary, begins_BT11, attend, _ = inputs
-        cos, sin, scale = rotary
+    def forward(self, x_BTC: Tensor, extras: LayerExtras) -> Tensor:
+        cos, sin, scale = extras.rotary
         B, T, C = x_BTC.shape
         w_4CC = self.qkvo.view(4, C, C)
         qkv_bias, o_bias = (None, None) if self.bias is None else self.bias.split([3 * C, C])
@@ -536,20 +681,20 @@ class SelfAttention(nn.Module):
         q_BTHD = rotate(norm(q_BTHD), cos, sin) * scale
         k_BTHD = rotate(norm(k_BTHD), cos, sin)
         if self.key_offset:
-            k_BTHD = offset_keys(k_BTHD, begins_BT11)
-        if value_factor is not None:
-            v_BTHD = value_factor * v_BTHD
-        if value_embed_BTC is not None:
-            embed_BTHD = value_embed_BTC.view(B, T, -1, self.head_dim)
+            k_BTHD = offset_keys(k_BTHD, extras.begins_BT11)
+        if extras.value_factor is not None:
+            v_BTHD = extras.value_factor * v_BTHD
+        if extras.value_embed_BTC is not None:
+            embed_BTHD = extras.value_embed_BTC.view(B, T, -1, self.head_dim)
             if self.value_gate is not None:
-                # A factor that begins at 1. It reads some channels of the stream and the embedding.
+                # 2 sigmoid(0) = 1 at first. The gate reads channels of stream and embedding.
                 half = GATE_CHANNELS // 2
-                read = torch.cat([x_BTC[..., :half], value_embed_BTC[..., :half]], dim=-1)
+                read = torch.cat([x_BTC[..., :half], extras.value_embed_BTC[..., :half]], dim=-1)
                 gate_BTH = torch.sigmoid(linear(read, self.value_gate))
                 embed_BTHD = 2 * gate_BTH.unsqueeze(-1) * embed_BTHD
-            v_BTHD = v_BTHD + embed_factor * embed_BTHD.view_as(v_BTHD)
+            v_BTHD = v_BTHD + extras.value_embed_factor * embed_BTHD.view_as(v_BTHD)
 
-        y_BTHD = attend(q_BTHD, k_BTHD, v_BTHD)
+        y_BTHD = extras.attend(q_BTHD, k_BTHD, v_BTHD)
         if self.own_value is not None:
             # Record 82: subtract the part along the token's own value; the stream carries it.
             own_BTHD = F.normalize(v_BTHD, dim=-1)
@@ -585,10 +730,10 @@ class Block(nn.Module):
         self.attention_gain = optional(config.biases and layer.attention, config.dim)
         self.mlp_gain = optional(config.biases, config.dim)
 
-    def forward(self, x_BTC: Tensor, read_BTC: Tensor, inputs: LayerInputs) -> Tensor:
+    def forward(self, x_BTC: Tensor, read_BTC: Tensor, extras: LayerExtras) -> Tensor:
         """read_BTC: what the attention reads, most often x_BTC itself."""
         if self.attention is not None:
-            x_BTC = x_BTC + self.attention(norm(read_BTC, self.attention_gain), inputs)
+            x_BTC = x_BTC + self.attention(norm(read_BTC, self.attention_gain), extras)
         return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
 
 
@@ -608,33 +753,57 @@ class MixingBlock(Block):
 
     def __init__(self, config: Config, layer: Layer, gate_dtype: torch.dtype):
         super().__init__(config, layer, gate_dtype)
-        # Shares of the MLP before the layer, and of the one after it, which uses five (record 81).
+        # Two small MLPs, before and after the layer, give 14 shares each; 5 of the second are used.
         self.mix_in = nn.Parameter(torch.empty(2, 64, config.dim, dtype=gate_dtype))
         self.mix_out = nn.Parameter(torch.empty(2, 14, 64, dtype=gate_dtype))
         self.mix_start = nn.Parameter(torch.empty(2, 14, dtype=gate_dtype))  # shares without input
 
     def shares(self, x_BTC: Tensor, which: int) -> tuple[Tensor, ...]:
-        """Of the first or second MLP: 14 numbers a token, each (B, T, 1)."""
+        """14 shares of each token, each (B, T, 1): `which` is 0 before the layer, 1 after it."""
         hidden = F.gelu(linear(x_BTC, self.mix_in[which]))
         out = linear(hidden, self.mix_out[which], self.mix_start[which])
         return (MIX_SCALE * out).split(1, dim=-1)
 
-    def forward(self, x_BTC: Tensor, read_BTC: Tensor, inputs: LayerInputs) -> Tensor:
-        first, middle, early, table, bigram = inputs.streams
-        assert inputs.value_embed_BTC is not None
+    def forward(self, x_BTC: Tensor, read_BTC: Tensor, extras: LayerExtras) -> Tensor:
+        first, middle, early, table, bigram = extras.streams
+        assert extras.value_embed_BTC is not None
         shares = self.shares(x_BTC, 0)
         to_values, to_stream, of_halves = shares[:3], shares[3:6], shares[6:8]
         before, of_attention, of_first, of_bigram, after, of_mlp = shares[8:]
 
-        left, right = inputs.value_embed_BTC.chunk(2, dim=-1)  # half of the heads each
+        left, right = extras.value_embed_BTC.chunk(2, dim=-1)  # half of the heads each
         value_BTC = torch.cat([of_halves[0] * left, of_halves[1] * right], dim=-1)
         value_BTC = value_BTC + mixed(to_values, first, middle, x_BTC)
         y_BTC = x_BTC + mixed(to_stream, first, middle, x_BTC)
-        inputs = LayerInputs(value_BTC, *inputs[1:])
-        attended = self.attention(norm(read_BTC, self.attention_gain), inputs)
+        extras = LayerExtras(value_BTC, *extras[1:])  # other values, all else as it was
+        attended = self.attention(norm(read_BTC, self.attention_gain), extras)
         y_BTC = before * y_BTC + of_attention * attended + of_first * first + of_bigram * bigram
         y_BTC = after * y_BTC + of_mlp * self.mlp(norm(y_BTC, self.mlp_gain))
         return y_BTC + mixed(self.shares(y_BTC, 1)[:5], first, middle, x_BTC, table, early)
+
+
+def initial_scalars(config: Config) -> dict[str, float]:
+    """Name and initial value of each learned scalar. All of them are one parameter."""
+    scalars: dict[str, float] = {}
+    table = LAYERS[config.layers]
+    any_value_embed = any(layer.value_embed is not None for layer in table)
+    for i, layer in enumerate(table):
+        mixes = layer.mixes is not None  # it has shares by token instead
+        if config.x0_mixing and not mixes:
+            scalars[f"x{i}"], scalars[f"x0_{i}"] = config.stream_init, 0.0
+        if config.bigram_rows and not mixes:
+            scalars[f"bigram{i}"] = 0.1
+        if any_value_embed and layer.attention:
+            scalars[f"value{i}"] = 0.5
+        if layer.value_embed is not None and not mixes:
+            scalars[f"value_embed{i}"] = 0.5
+        if layer.skip_from is not None:
+            scalars[f"skip{i}"] = -1.5  # sigmoid: a skip begins at a share of 0.18
+    if config.smear:
+        scalars["smear"] = 0.0
+    if any(layer.backout for layer in table) and table[-1].mixes is None:
+        scalars["backout"] = 0.5
+    return scalars
 
 
 class GPT(nn.Module):
@@ -687,7 +856,7 @@ class GPT(nn.Module):
             self.register_buffer("scale", torch.empty(()), persistent=False)
 
     def set_step(self, step: int) -> None:
-        """Set windows, rotary tables and the output head for this step."""
+        """Set windows, loss weights, rotary tables and the output head of this step."""
         now, device = at(self.config, step), self.rotary.device
         self.tied = now.stage.tied
         self.windows = {kind: self.attention.window(count) for kind, count in now.windows.items()}
@@ -707,13 +876,13 @@ class GPT(nn.Module):
         """Set every parameter from `seed`, the same on any device, by the rules of `_initial`."""
         for name, parameter in self.named_parameters():
             # Each name has a random stream of its own, so switching one piece off moves no other.
-            stream = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
-            generator = torch.Generator().manual_seed(int.from_bytes(stream))
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
+            generator = torch.Generator().manual_seed(int.from_bytes(digest))
             parameter.copy_(self._initial(name, parameter.shape, generator))
         long = [layer for layer in self.layers if layer.window == "long"]
         if self.config.copy_init and long and long[-1].value_embed is not None:
-            # A value embedding is the code of its token. The output of a long layer begins as the
-            # identity and the head reads the codes, so attended tokens become likely.
+            # A value embedding is the code of its token. Long layers begin by adding half of the
+            # codes that they attend to, and the head reads codes: attended tokens become likely.
             self.lm_head.copy_(self.config.copy_init * self.value_embeds[long[-1].value_embed])
 
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -722,21 +891,21 @@ class GPT(nn.Module):
             qkvo = self._drawn((4, shape[0], shape[0]), generator)  # Q, K, V and O
             long = self.layers[int(name.split(".")[1])].window == "long"
             if self.config.zero_output:
-                qkvo[3] = 0  # layers begin as the identity
+                qkvo[3] = 0  # attention adds nothing at first
             if self.config.init_keys_as_queries and long:
                 qkvo[1] = qkvo[0]  # a query finds its own token from the first step on
             if self.config.copy_init and long:
-                qkvo[3] = 0.5 * torch.eye(shape[0])
+                qkvo[3] = 0.5 * torch.eye(shape[0])  # adds half of what it reads: see `initialize`
             return qkvo.view(shape)
         if kind == "up":
             return self._drawn(shape, generator)
         if kind == "mix_in":
             return torch.empty(shape).uniform_(-1, 1, generator=generator) / shape[2] ** 0.5
         if kind == "mix_start":
-            start, stream = torch.zeros(shape), self.config.stream_init**0.5
+            start, factor = torch.zeros(shape), self.config.stream_init**0.5
             # of_halves (two), before, of_attention, of_first, of_bigram, after, of_mlp
-            start[0, 6:] = torch.tensor([2.0, 2.0, stream, 1.0, 0.0, 0.05, stream, 1.0])
-            start[1, 1] = -0.5  # of the layer that `backout` names
+            start[0, 6:] = torch.tensor([2.0, 2.0, factor, 1.0, 0.0, 0.05, factor, 1.0])
+            start[1, 1] = -0.5  # middle: what `backout` subtracts in other tables
             return start / MIX_SCALE
         if kind == "embed":
             return self.config.embed_std * torch.randn(shape, generator=generator)
@@ -752,7 +921,7 @@ class GPT(nn.Module):
         raise RuntimeError(f"parameter {name} has no rule in GPT._initial; add one")
 
     def _drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Of a hidden matrix, or a stack of them, by the rule that `init` names."""
+        """Draw a hidden matrix, or a stack of them, by the rule that `init` names."""
         w = torch.empty(shape)
         if self.config.init == "normal":
             return w.normal_(0, (0.33 / self.config.dim) ** 0.5, generator=generator)
@@ -766,9 +935,9 @@ class GPT(nn.Module):
         B, T = inputs_BT.shape
         learned = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
         scalar = dict(zip(self.scalar_init, learned, strict=True))
-        documents = doubled = self.attention.documents(cu_seqlens, B, T)
+        documents = paired_documents = self.attention.documents(cu_seqlens, B, T)
         if any(layer.paired for layer in self.layers):  # their rows have twice the length
-            doubled = self.attention.documents(2 * cu_seqlens, B, 2 * T)
+            paired_documents = self.attention.documents(2 * cu_seqlens, B, 2 * T)
         # True at a document's first token. cu_seqlens ends with B * T, hence one place more.
         begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
         begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
@@ -790,7 +959,7 @@ class GPT(nn.Module):
                 found[0] = found[0] * self.signs[sign_rows(inputs_BT, len(self.signs))]
             bigram_BTC = sum(found[1:], found[0])
 
-        read_later = {i for row in self.layers for i in (row.skip_from, row.reads, row.mixes)}
+        read_later = {i for each in self.layers for i in (each.skip_from, each.reads, each.mixes)}
         outputs: dict[int, Tensor] = {}  # of layers that a later one reads
         backed_out = None
         for i, (layer, block) in enumerate(zip(self.layers, self.blocks, strict=True)):
@@ -803,22 +972,22 @@ class GPT(nn.Module):
             if i == 0:
                 first_BTC = x_BTC
             attend = partial(
-                self.attention, documents=doubled if layer.paired else documents,
+                self.attention, documents=paired_documents if layer.paired else documents,
                 window=windows[layer.window], longest=2 * longest if layer.paired else longest,
             )  # fmt: skip
             streams: tuple[Any, ...] = ()
             if layer.mixes is not None:
                 streams = (first_BTC, backed_out, outputs[layer.mixes], values[0], bigram_BTC)
-            inputs = LayerInputs(
+            extras = LayerExtras(
                 None if layer.value_embed is None else values[layer.value_embed],
                 scalar.get(f"value{i}"), scalar.get(f"value_embed{i}", 1.0),
                 (*self.rotary, self.scale), begins_BT11, attend, streams,
             )  # fmt: skip
             read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
             if self.config.activation_checkpointing:
-                x_BTC = checkpoint(block, x_BTC, read_BTC, inputs, use_reentrant=False)
+                x_BTC = checkpoint(block, x_BTC, read_BTC, extras, use_reentrant=False)
             else:
-                x_BTC = block(x_BTC, read_BTC, inputs)
+                x_BTC = block(x_BTC, read_BTC, extras)
             if i in read_later:
                 outputs[i] = x_BTC
             if layer.backout:
@@ -831,9 +1000,9 @@ class GPT(nn.Module):
         self, inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor, windows: Windows,
         longest: int, weights: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The loss, summed. Targets may be those of each row's end alone: the rest is context.
+        """The next token's loss summed over targets, (). They may be those of each row's end alone.
 
-        weights: of the losses of the next token and of those after it; None: the next one alone.
+        With weights, one for each kind of target: (2,), the weighted sum and the next token's loss.
         """
         x_BTC = self.hidden(inputs_BT, cu_seqlens, windows, longest)[:, -targets_BT.size(1) :]
         if weights is not None:
@@ -854,8 +1023,8 @@ class GPT(nn.Module):
         begins = (inputs_BT == self.config.bos) & self.config.document_mask
         begins[:, 0] = True
         starts = begins.flatten().nonzero().flatten().int()
-        ends = F.pad(starts, (0, 1), value=inputs_BT.numel())
-        return ends, self.windows, inputs_BT.size(1)
+        cu_seqlens = F.pad(starts, (0, 1), value=inputs_BT.numel())
+        return cu_seqlens, self.windows, inputs_BT.size(1)
 
     def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """The loss of each target, float32 (B, T): see `forward`. Tokens may be on any device."""
@@ -882,175 +1051,6 @@ class GPT(nn.Module):
         return 6 * sum(p.numel() for name, p in self.named_parameters() if name.endswith(matrices))
 
 
-def initial_scalars(config: Config) -> dict[str, float]:
-    """Name and initial value of each learned scalar. All of them are one parameter."""
-    scalars: dict[str, float] = {}
-    table = LAYERS[config.layers]
-    any_value_embed = any(layer.value_embed is not None for layer in table)
-    for i, layer in enumerate(table):
-        mixes = layer.mixes is not None  # it has shares by token instead
-        if config.x0_mixing and not mixes:
-            scalars[f"x{i}"], scalars[f"x0_{i}"] = config.stream_init, 0.0
-        if config.bigram_rows and not mixes:
-            scalars[f"bigram{i}"] = 0.1
-        if any_value_embed and layer.attention:
-            scalars[f"value{i}"] = 0.5
-        if layer.value_embed is not None and not mixes:
-            scalars[f"value_embed{i}"] = 0.5
-        if layer.skip_from is not None:
-            scalars[f"skip{i}"] = -1.5  # sigmoid: a skip begins at a share of 0.18
-    if config.smear:
-        scalars["smear"] = 0.0
-    if any(layer.backout for layer in table) and table[-1].mixes is None:
-        scalars["backout"] = 0.5
-    return scalars
-
-
-# ---- Schedule: all that holds at a step, as a pure function. At step s, s steps are done.
-
-
-class Span(NamedTuple):
-    """A stage and its steps, from `first` to before `end`."""
-
-    first: int
-    end: int
-    stage: Stage
-
-
-class Now(NamedTuple):
-    """What holds at a step."""
-
-    stage_index: int  # in `spans`; the last validation belongs to the last span
-    stage: Stage
-    batch_tokens: int
-    lr: float  # factor on the peak of every learning rate
-    momentum: float  # of the hidden matrices
-    adam_steps: bool  # Adam takes a step, on the gradients of the last `adam_accum_steps` steps
-    windows: dict[str, int]  # tokens that "short" and "long" layers see
-    loss_weights: list[float]  # of the next token, of those after it, and of its prefix if used
-    unties: bool  # the output head leaves the token embedding before this step
-    new_scale: bool  # batch or losses change before this step: the guard forgets what was normal
-    validates: bool  # before this step, or after the last one
-    quick_validates: bool  # on one batch, before this step
-
-
-@cache
-def spans(config: Config) -> list[Span]:
-    """The stages that have steps."""
-    found, first, share = [], 0, 0.0
-    stages = STAGES[config.stages]
-    for stage, after in pairwise([*stages, stages[-1]]):  # nothing changes after the last one
-        share += stage.share
-        end = math.ceil(share * config.steps - 1e-6)  # 1e-6 undoes the rounding of the sum
-        if (stage.batch, stage.tied) != (after.batch, after.tied):
-            # Adam must not sum gradients of two batches that count differently.
-            every = config.adam_accum_steps
-            end = min(math.ceil(end / every) * every, config.steps)
-        if end > first:
-            found.append(Span(first, end, stage))
-            first = end
-    return found
-
-
-@cache
-def at(config: Config, step: int) -> Now:
-    index = sum(step >= span.first for span in spans(config)) - 1
-    first, end, stage = spans(config)[index]
-    before = spans(config)[max(index - 1, 0)].stage  # of the first span: itself
-    was, scale = ((each.batch, each.tied, each.ahead, each.prefix) for each in (before, stage))
-
-    short, long = stage.short * config.window_block, stage.long * config.window_block
-    if not config.window_block:  # no windows
-        short = long = max(config.seq_len, config.val_seq_len)
-    if step == config.steps:  # the last validation
-        short, long = min(short, config.val_window), config.val_window
-
-    weights = [(1.0, 1.0), *stage.ahead]
-    if config.prefixes and (stage.ahead or any(stage.prefix)):
-        weights.append(stage.prefix)
-    share = (step - first) / (end - first)  # of the stage: they change linearly
-
-    late = config.val_every_late and step >= 0.9 * config.steps
-    every = config.val_every_late if late else config.val_every
-    validates = step == config.steps or (every > 0 and step % every == 0)
-    # Training losses of a few steps differ by their texts, so one batch is scored in between.
-    quick = config.quick_vals > 0 and not config.claim and not validates
-
-    return Now(
-        stage_index=index,
-        stage=stage,
-        batch_tokens=round(stage.batch * config.batch_tokens),
-        lr=learning_rate(config, stage.lr, step),
-        momentum=momentum(config, step),
-        adam_steps=(step + 1) % config.adam_accum_steps == 0,
-        windows={"short": short, "long": long},
-        loss_weights=[start + (last - start) * share for start, last in weights],
-        unties=step == first and before.tied and not stage.tied,
-        new_scale=step == first and scale != was,
-        validates=validates,
-        quick_validates=quick and step % math.ceil(config.steps / config.quick_vals) == 0,
-    )
-
-
-def learning_rate(config: Config, peak: float, step: int) -> float:
-    """A factor. It falls from the stage's to final_lr, and stays there in the extension."""
-    scheduled = max(span.end for span in spans(config) if not span.stage.extension)
-    # 0.9999 as in record 42. It also keeps `left` above a cooldown of 0, so nothing divides by 0.
-    left = 1 - min(step / scheduled, 0.9999)
-    share = left / config.cooldown if left < config.cooldown else 1.0
-    return peak * share + config.final_lr * (1 - share)
-
-
-def momentum(config: Config, step: int) -> float:
-    """It rises at the start and falls at the end."""
-    low, high = config.momentum
-    rising = step / config.momentum_warmup if config.momentum_warmup else 1.0
-    left = config.steps - step
-    falling = left / config.momentum_cooldown if config.momentum_cooldown else 1.0
-    return low + (high - low) * min(rising, falling, 1.0)
-
-
-def tokens_before(config: Config, step: int) -> int:
-    return sum(at(config, earlier).batch_tokens for earlier in range(step))
-
-
-def rotary_at(config: Config, index: int) -> tuple[Tensor, Tensor]:
-    """Radians a token for each pair (D / 2,), half of them 0, and the factor () on queries.
-
-    Both are float32 and hold in the span of this index. When the long window grows, YaRN
-    (arXiv:2309.00071) slows the frequencies that turn less than once in the old window, keeps those
-    over 32 turns, and raises the factor.
-    """
-    pairs = config.head_dim // 2
-    turning = (1 / 1024) ** torch.linspace(0, 1, pairs // 2)
-    frequency = torch.cat([turning, torch.zeros(pairs - pairs // 2)])
-    scale = torch.tensor(config.attention_scale)
-    stages = [span.stage for span in spans(config)[: index + 1]]
-    for before, now in pairwise(stages if config.window_block else ()):  # no window, no growth
-        rotations = config.window_block * before.long * frequency / (2 * math.pi)
-        kept = ((rotations - 1) / (32 - 1)).clamp(0, 1)
-        ratio = before.long / now.long
-        frequency = frequency * (ratio + kept * (1 - ratio))
-        scale = scale * (1 + 0.2 * math.log(now.long / before.long))
-    return frequency, scale
-
-
-def receptive_field(config: Config) -> int:
-    """How many earlier tokens an output can depend on: the windows of all layers, added up."""
-    steps = [*(span.first for span in spans(config)), config.steps]
-    tokens = max(int(config.smear), config.ngrams - 1 if config.bigram_rows else 0)
-    for layer in LAYERS[config.layers]:
-        if layer.attention:
-            tokens += max(at(config, step).windows[layer.window] for step in steps)
-            tokens += int(config.key_offset and layer.window == "long")
-    return math.ceil(tokens / 128) * 128  # kernels are fastest at multiples of 128
-
-
-def context(config: Config) -> int:
-    """The most tokens of a row that a prediction can depend on."""
-    return min(receptive_field(config) + 1, max(config.seq_len, config.val_seq_len))
-
-
 # ---- Optimizers
 
 
@@ -1061,7 +1061,7 @@ def optimizer_table(config: Config) -> list[optim.Row]:
     if config.muon_head_pairs:  # Q and K by pairs of heads, V and O whole (record 80)
         pair = 2 * config.head_dim
         split = (pair,) * (2 * config.dim // pair) + (config.dim,) * 2
-    decay = None if config.cautious_wd else 1.0  # record 42 decays all matrices alike
+    decay = None if config.cautious_wd else 1.0  # 1.0: decay does not follow lr_mul (record 42)
     lookups = multiplied(config.value_embed_lr_mul, config.value_embed_wd_mul)
     lookups["betas"] = config.value_embed_betas or config.adam_betas
     vectors = multiplied(config.vector_lr_mul, config.vector_wd_mul)
@@ -1088,7 +1088,7 @@ def optimizer_table(config: Config) -> list[optim.Row]:
 
 
 def multiplied(lr_mul: float, wd_mul: float | None = None) -> dict[str, Any]:
-    """Options of a row: factors on its learning rate and its decay, which follows the rate."""
+    """Options of a row. Its decay is lr * weight_decay * wd_mul, with lr before lr_mul."""
     return {"lr_mul": lr_mul, "wd_mul": lr_mul if wd_mul is None else wd_mul}
 
 
@@ -1120,7 +1120,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
 
 
 def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard, step: int) -> None:
-    """Give the optimizers the learning rates, the momentum and the rows of this step."""
+    """Set learning rates, momentum, decay and the divisor of the gradients for this step."""
     now = at(config, step)
     # The loss is a sum over tokens, and so are gradients, over micro-batches and ranks. They are
     # divided once, by rows and not by tokens: adam_eps is meant for that. A row is record 42's
@@ -1129,7 +1129,7 @@ def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard,
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * now.lr
-            if config.cautious_wd:  # the rate enters twice, so decay follows its square (record 43)
+            if config.cautious_wd:  # optim multiplies by lr again: decay goes with lr^2 (record 43)
                 group["weight_decay"] = optimizer.defaults["weight_decay"] * group["lr"]
             if "momentum" in group:  # those of Adam have betas instead
                 group["momentum"] = now.momentum
@@ -1197,19 +1197,18 @@ class Trainer:
         optim.copy_state(self.optimizers["adam"], "embed", "lm_head")
 
     def batch_loss(self, batch: Batch, longest: int, weights: Tensor | None = None) -> Tensor:
-        """Loss summed over the targets. longest: tokens of the longest document, at most."""
+        """As `GPT.forward` returns it. longest: tokens of the longest document, at most."""
         return self.loss(*batch.to(self.machine.device), self.model.windows, longest, weights)
 
     def train_loss(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         """The summed loss to train on at this step, and that of the next token alone, detached."""
         losses = self.batch_loss(batch, self.data.longest(step), self.model.loss_weights).view(-1)
-        # With weights: the sum to train on, and the next token's to log. Without: one is both.
-        return losses[0], losses[-1].detach()
+        return losses[0], losses[-1].detach()  # with weights two numbers, else one that is both
 
     def gradients(self, step: int, flags: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the gradients of a step's batch into .grad.
+        """Sum the gradients of this rank's micro-batches into .grad; `update` sums over ranks.
 
-        Returns the mean loss of the next token over the batch, and the flags summed over all ranks.
+        Returns, over all ranks, the mean loss of the next token and the sum of the flags of `Stop`.
         """
         self.model.set_step(step)
         total = torch.zeros((), device=self.machine.device)
@@ -1221,7 +1220,7 @@ class Trainer:
         return summed[0] / at(self.config, step).batch_tokens, summed[1:]
 
     def update(self, step: int, loss: Tensor) -> Tensor:
-        """Step the hidden matrices, and on every `adam_accum_steps`-th step the other parameters.
+        """Step the optimizer "matrix", and on every `adam_accum_steps`-th step "adam" too.
 
         loss: the mean over all ranks. Returns the guard's verdict, unread, so nothing waits.
         """
@@ -1239,7 +1238,7 @@ class Trainer:
     def validate(self, step: int, batches: list[Batch] | None = None) -> float:
         """Mean loss over the validation tokens, in nats, with the windows of this step.
 
-        batches: those of this rank to score; None: all. `targets_scored` counts them, on all ranks.
+        batches: those of this rank to score; None: all. Sets `targets_scored`, over all ranks.
         """
         self.model.set_step(step)
         # float64: adding ten million token losses in float32 would cost digits.
@@ -1258,7 +1257,7 @@ class Trainer:
         return copied_and_new_loss(self.model.token_losses, self.data.validation, self.config.bos)
 
     def trained_rows(self) -> str:
-        """SHA-256 of the rows trained on, over all ranks: see data/loader.py. Collective."""
+        """Sum of the SHA-256 of all rows trained on, as hex: see data/loader.py. Collective."""
         return f"{sum(self.machine.gather(self.data.train.rows_sum)) % 2**256:064x}"
 
     @torch.no_grad()
@@ -1311,7 +1310,7 @@ def train(trainer: Trainer, run: Run) -> float:
         if now.validates or now.quick_validates:
             evaluate(trainer, run, step, quick=now.quick_validates)
 
-        # step: gradients of the whole batch, summed; then one update
+        # step: gradients of this rank's rows, summed; one update sums those of all ranks
         loss, flags = trainer.gradients(step, run.stop.flags())
         verdict = trainer.update(step, loss)
 
@@ -1335,6 +1334,28 @@ def evaluate(trainer: Trainer, run: Run, step: int, quick: bool = False) -> floa
         val_loss = trainer.validate(step, trainer.data.validation[:1] if quick else None)
         run.validated(step, val_loss, quick_tokens=trainer.targets_scored if quick else None)
     return val_loss
+
+
+def steps_of_minutes(config: Config, machine: Machine) -> int:
+    """How many steps fill --minutes: by a timing, or as many as the run has that resumes."""
+    begun = machine.on_main(lambda: steps_begun(config, source_hash(SOURCE)))
+    if begun is not None:
+        return begun
+    with machines.saying_every_few_seconds("timing steps", machine.say):
+        return steps_that_fill(config.minutes, set_up(config, machine))
+
+
+def set_up(config: Config, machine: Machine) -> Trainer:
+    """Build a trainer. Refused if it cannot work, before anything costs time."""
+    machines.repeat_bits(machine.device)
+    for requirement in (require_packages, require_folders, require_tokenizer):
+        machine.on_main(partial(requirement, config))
+    try:
+        trainer = Trainer(config, machine)
+    except ValueError as error:  # kernels, optimizers and data do not know Refused
+        raise Refused(str(error)) from error
+    trainer.reset(config.seed)
+    return trainer
 
 
 def make_runs(config: Config) -> int:
@@ -1374,28 +1395,6 @@ def make_runs(config: Config) -> int:
                 return run.code
     machine.say(closing(trainer, clock, losses))
     return 0
-
-
-def steps_of_minutes(config: Config, machine: Machine) -> int:
-    """How many steps fill --minutes: by a timing, or as many as the run has that resumes."""
-    begun = machine.on_main(lambda: steps_begun(config, source_hash(SOURCE)))
-    if begun is not None:
-        return begun
-    with machines.saying_every_few_seconds("timing steps", machine.say):
-        return steps_that_fill(config.minutes, set_up(config, machine))
-
-
-def set_up(config: Config, machine: Machine) -> Trainer:
-    """Build a trainer. Refused if it cannot work, before anything costs time."""
-    machines.repeat_bits(machine.device)
-    for requirement in (require_packages, require_folders, require_tokenizer):
-        machine.on_main(partial(requirement, config))
-    try:
-        trainer = Trainer(config, machine)
-    except ValueError as error:  # kernels, optimizers and data do not know Refused
-        raise Refused(str(error)) from error
-    trainer.reset(config.seed)
-    return trainer
 
 
 def main(argv: list[str] | None = None) -> int:
