@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1409,  # reached; the promise is 1370
+    "train_gpt.py": 1408,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
     "data": 1060,  # reached; the promise is 1000
