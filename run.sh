@@ -87,12 +87,15 @@ train() {
         processes=$("$VENV_PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     fi
     ((processes * ${NNODES:-1} > 1)) || exec "$VENV_PYTHON" train_gpt.py "$@"
+    # A stopped run saves first; after 30 s, its default, torchrun would kill a slow save.
+    export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     exec "$VENV_PYTHON" -m torch.distributed.run "${where[@]}" --nproc_per_node "$processes" \
         train_gpt.py "$@"
 }
 
 check_code() { # pytest comes last, so that its closing line ends the output
     local status=0
+    unset PYTHONDONTWRITEBYTECODE # each of the many processes would compile torch's source anew
     prepare ""
     install requirements-dev.txt
     "$VENV_PYTHON" -m ruff check || status=1

@@ -597,7 +597,7 @@ def context(config: Config) -> int:
 # ---- Model. B rows, T tokens a row, H heads, D head dimension, C model dimension.
 
 GATE_CHANNELS = 12  # of a layer's input, read by the smear gate and the attention gates
-
+MIX_SCALE = 0.1  # of what the mixing MLPs put out
 Windows = dict[str, Any]  # of "short" and of "long" layers, as the attention backend takes them
 
 
@@ -735,9 +735,6 @@ class Block(nn.Module):
         if self.attention is not None:
             x_BTC = x_BTC + self.attention(norm(read_BTC, self.attention_gain), extras)
         return x_BTC + self.mlp(norm(x_BTC, self.mlp_gain))
-
-
-MIX_SCALE = 0.1  # of what the mixing MLPs put out
 
 
 def mixed(shares: tuple[Tensor, ...], *streams: Tensor) -> Any:
@@ -915,8 +912,7 @@ class GPT(nn.Module):
             return torch.tensor(list(self.scalar_init.values()))
         if kind.endswith("gain"):
             return torch.ones(shape)
-        zero = ("down", "lm_head", "own_value", "bigram", "mix_out")
-        if kind in zero or kind.endswith(("gate", "bias")):
+        if kind.endswith(("down", "lm_head", "own_value", "bigram", "mix_out", "gate", "bias")):
             return torch.zeros(shape)
         raise RuntimeError(f"parameter {name} has no rule in GPT._initial; add one")
 
@@ -1122,9 +1118,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
 def set_schedule(config: Config, optimizers: dict[str, Any], guard: optim.Guard, step: int) -> None:
     """Set learning rates, momentum, decay and the divisor of the gradients for this step."""
     now = at(config, step)
-    # The loss is a sum over tokens, and so are gradients, over micro-batches and ranks. They are
-    # divided once, by rows and not by tokens: adam_eps is meant for that. A row is record 42's
-    # micro-batch.
+    # Gradients are sums over the tokens of all micro-batches and ranks. They are divided once, by
+    # rows and not by tokens: adam_eps is meant for that. A row is record 42's micro-batch.
     guard.divide_by(now.batch_tokens // config.seq_len)
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:

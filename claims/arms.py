@@ -34,7 +34,9 @@ FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "
 
 def arm_key(run: Run) -> tuple[Hashable, ...]:
     """What the runs of one arm have in common; None where a log does not say."""
-    return run.source, run.config_sha256, run.total_steps, run.gpu_count
+    data = run.header.get("data")
+    val_sha256 = str(data.get("val_sha256")) if isinstance(data, dict) else None
+    return run.source, run.config_sha256, run.total_steps, run.gpu_count, val_sha256
 
 
 def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
@@ -67,11 +69,8 @@ def named_arms(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
         longer = [(*name, f"{setting}={each[setting]}") for name, each in pairs]
         if len(set(longer)) > len(set(names)):
             names = longer
-    titles = []
-    for arm, name in zip(arms, names, strict=True):
-        settings = f" ({', '.join(name)})" if name else ""
-        titles.append(common_folder(arm) + settings)
-    return list(zip(titles, arms, strict=True))
+    settings = [f" ({', '.join(name)})" if name else "" for name in names]
+    return [(common_folder(arm) + each, arm) for arm, each in zip(arms, settings, strict=True)]
 
 
 def facts_of(run: Run) -> dict[str, str]:
@@ -302,9 +301,9 @@ def compare_arms(a: ArmVerdict, b: ArmVerdict, margin: float | None = None) -> C
     Arms on the same seeds are compared as pairs: two runs from one initialization share much of
     their noise, and if they were made in turn, a drift of the machine is in both.
     """
-    shared = {run.path.resolve() for run in a.runs} & {run.path.resolve() for run in b.runs}
-    if shared:
-        raise LogError(f"{min(shared)} is in both arms: a run is not compared with itself")
+    mine, other = ({(run.path.resolve(), run.index) for run in arm.runs} for arm in (a, b))
+    if shared := mine & other:
+        raise LogError(f"{min(shared)[0]} is in both arms: a run is not compared with itself")
     seeds, others = ([run.seed for run in arm.runs] for arm in (a, b))
     same_seeds = seeds == others and None not in seeds and len(seeds) > 1
     test = stats.paired if same_seeds else stats.welch

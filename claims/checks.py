@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from claims import record
 from claims.arms import ALPHA, leave_out_repeats
 from claims.record import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, claim_text, departures
 from claims.runs import Phase, Run
@@ -136,6 +137,10 @@ def check_seeds(evidence: Evidence) -> Iterator[str]:
         tried = line["time"] <= ours.get(line["seed"], "")  # 1000.0 is 1000; times sort as text
         if tried and line.get("claim") != evidence.claim.id:
             yield f"seed {line['seed']} was run by {line['run_id']} outside the claim"
+    for other in record.earlier_claims(evidence):
+        if other.config_sha256 == evidence.claim.config_sha256:
+            for seed in sorted({*other.seeds} & {*evidence.claim.seeds}):
+                yield f"seed {seed} was claimed before, by {other.name}"
 
 
 def check_alike(evidence: Evidence) -> Iterator[str]:

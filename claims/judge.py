@@ -35,7 +35,8 @@ JUDGEMENTS = "judgements.jsonl"
 UNITS = {"loss": "nats per token", "steps": "steps", "time": "seconds"}
 # What both arms must share, else their figures do not mean the same.
 SHARED = {"loss": ("steps", "minutes"), "steps": ("val_every",), "time": ()}
-ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "val_window")
+ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "val_window",
+                 "val_sha256", "data_dir")  # fmt: skip
 
 
 # ---- The race
@@ -114,7 +115,8 @@ def require_comparable(arms: Sequence[Arm], metric: str) -> None:
     a, b = arms
     for name in (*ALWAYS_SHARED, *SHARED[metric]):
         mine, other = a.config.get(name), b.config.get(name)
-        if mine != other and None not in (mine, other):  # an older source may lack a setting
+        timed = name == "steps" and a.config.get("minutes")  # a timing sets them
+        if mine != other and None not in (mine, other) and not timed:  # older sources lack some
             raise Refused(f"{name} is {mine} in A and {other} in B: judge {metric} with the same.")
     if metric == "steps" and not a.config.get("val_every"):
         raise Refused("val_every is 0: steps to the target need validations. Give --val-every 5.")

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from claims import record as records
 from claims.checks import Failure
 from claims.record import TRACKS, Evidence, difference, read_source, records_of, source_path
-from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
 from runtime.jsonl import plain
 
@@ -150,12 +150,11 @@ def source_part(evidence: Evidence) -> Iterator[str]:
     stored = source_path(Path("../.."), claim.source_sha256).as_posix()
     yield "## Source"
     yield (f"- source `{claim.source_sha256}`: [all files]({stored})\n"
-           f"- commit `{evidence.source.commit or 'unknown'}`\n"
            f"- configuration `{claim.config_sha256}`: [claim.json](claim.json)")
-    before = claim_before(evidence)
-    if before is None:
+    if not (earlier := records.earlier_claims(evidence)):
         yield "This is the first claim on its track."
         return
+    before = earlier[-1]
     old = read_source(records_of(evidence.folder), before.source_sha256)
     lines = difference(old.files, evidence.source.files)
     changed = {name for name, _ in old.files.items() ^ evidence.source.files.items()}
@@ -167,13 +166,6 @@ def source_part(evidence: Evidence) -> Iterator[str]:
         yield "<details><summary>Show the diff</summary>"
         yield fenced("\n".join(map(printable, lines)), "diff")
         yield "</details>"
-
-
-def claim_before(evidence: Evidence) -> Claim | None:
-    """The previous claim on the same track; None for the first."""
-    paths = sorted(evidence.folder.resolve().parent.glob("*/claim.json"))
-    earlier = [claim for claim in map(read_claim, paths) if claim.created < evidence.claim.created]
-    return max(earlier, key=lambda claim: (claim.created, claim.name), default=None)
 
 
 def derived(evidence: Evidence) -> dict[str, bytes]:
@@ -220,8 +212,8 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
         probes = [mean_probe(evidence, probe) for probe in PROBES]
         losses = ["" if math.isnan(loss) else f"{loss:.2f}" for loss in probes]
         rows.append((place, claim.created[:10], name, literal(evidence.hardware),
-                     f"{claim.config['steps']:,}",
-                     f"{evidence.tokens / 1e6:,.3f}", parameters(evidence), found.n,
+                     f"{claim.config['steps']:,}", f"{evidence.tokens / 1e6:,.3f}",
+                     parameters(evidence), found.n,
                      f"{found.mean:.4f}", *losses, f"{found.sd:.4f}", f"{found.p:.2g}",
                      f"{evidence.median_ms / 1000:.1f}"))
     wins = "the shortest time" if TRACKS[track].in_time else "the fewest tokens"

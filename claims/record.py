@@ -287,6 +287,13 @@ def records_of(folder: Path) -> Path:
     return folder.resolve().parents[1]
 
 
+def earlier_claims(evidence: Evidence) -> list[Claim]:
+    """The claims on its track that were written before it, the last one last."""
+    claims = map(read_claim, evidence.folder.resolve().parent.glob("*/claim.json"))
+    earlier = [claim for claim in claims if claim.created < evidence.claim.created]
+    return sorted(earlier, key=lambda claim: (claim.created, claim.name))
+
+
 # ---- The history
 
 ROOT = Path(__file__).resolve().parents[1]

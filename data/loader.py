@@ -174,9 +174,9 @@ def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> tuple[Positio
     for _ in range(steps):
         rows, end = next(walk)
         most = max(most, *map(len, rows))
-    for first, *_ in order.stages[1:]:  # warm-up reads the first shard as each later stage would
+    for first, *_ in order.stages:  # warm-up reads the first shard as each stage would
         with suppress(ShardError):
-            for rows, _ in _walk(shards[:1], order, Position(first)):
+            for rows, _ in _walk(shards[:1], order, Position(first) if first else begin):
                 most = max(most, *map(len, rows))
     return begin, end, most
 

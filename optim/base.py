@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         try:
             self._build()
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
 
@@ -119,6 +119,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"parameters {names[param]} and {name} are one; list it once")
             self._check(name, param, group_of[param])
             names[param] = name
+        if len({*names.values()}) < len(names):
+            raise ValueError("two parameters have one name; state is kept by name: rename one")
         self.ranks = ranks_of(names, self._process_group)
         self._group_of, self._names = group_of, names
         self._built = [storage_of(param) for param in names]

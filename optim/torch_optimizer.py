@@ -44,6 +44,8 @@ class TorchOptimizer:
         self.params = params_of(self.optimizer)  # a group may be new
         self._sums = []
         for param in self.params if self.ranks.size > 1 else ():
+            if not param.requires_grad:
+                continue  # frozen: with a gradient it would decay
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             self._sums.append(dist.all_reduce(param.grad, group=self.ranks.group, async_op=True))

@@ -276,7 +276,7 @@ def _find_checkpoint(plan: RunPlan, history: logs.History, trainer: Any) -> RunP
     """Resume from the newest whole checkpoint, or from the start if none was saved."""
     root, problem = trainer.config.checkpoint_dir, ""
     folder, saved_in = Path(root, plan.run_id), history.header["config"]["checkpoint_dir"]
-    if Path(saved_in) != Path(root):
+    if history.saved and not folder.exists():
         problem = f"the run was saved in {saved_in}."
     for path in checkpoints(folder)[::-1]:
         try:

@@ -165,19 +165,19 @@ def modules_from_elsewhere(own: set[str]) -> list[str]:
     `own` are the files that the source hash covers. sitecustomize and usercustomize are named even
     in the environment.
     """
-    library = Path(sysconfig.get_path("stdlib"))
-    environment = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
-    environment += [Path(folder) for folder in site.getsitepackages()]
+    library = os.path.join(sysconfig.get_path("stdlib"), "")
+    environment = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    environment += site.getsitepackages()
     if site.ENABLE_USER_SITE:
-        environment.append(Path(site.getusersitepackages()))
+        environment.append(site.getusersitepackages())
+    installed = tuple(os.path.join(folder, "") for folder in environment)
     found = []
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not os.path.isabs(file) or os.path.realpath(file) in own:
+        if not isinstance(file, str) or not os.path.isabs(file):
             continue
-        path = Path(os.path.abspath(file))
-        installed = any(path.is_relative_to(folder) for folder in environment)
-        expected = name not in CUSTOM if installed else path.is_relative_to(library)
-        if not expected:
+        path = os.path.abspath(file)
+        expected = name not in CUSTOM if path.startswith(installed) else path.startswith(library)
+        if not expected and os.path.realpath(file) not in own:
             found.append(f"{name} {path}")
     return found

@@ -4,6 +4,7 @@ Before the runs a signal ends the process; during runs all ranks save and end to
 """
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -28,7 +29,10 @@ HANGUP = getattr(signal, "SIGHUP", None)  # a closed terminal or ssh session; no
 
 
 def listen() -> None:
-    """Raise Interrupted in the main thread on the first signal."""
+    """Raise Interrupted in the main thread on the first signal; let any text be printed."""
+    for stream in (sys.stdout, sys.stderr):  # a character must not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     _handle(_raise)
 
 

@@ -202,9 +202,10 @@ def closing(trainer: Any, clock: Clock, losses: dict[int, float]) -> str:
     others = ", ".join(f"{name} {seconds:.1f}" for name, seconds in untimed_s.items())
     all_s = timed_s + sum(untimed_s.values())
     lines.append(f"  time  {timed_s:.1f} s on the clock; {all_s:.1f} s in all, with {others}")
-    lines.append(f"  draw  {script('view.py')} {config.log_dir}")
+    logs = shlex.quote(config.log_dir)
+    lines.append(f"  draw  {script('view.py')} {logs}")
     if config.trials > 1:
-        lines.append(f"  next  {script('significance.py')} {config.log_dir} judges the runs")
+        lines.append(f"  next  {script('significance.py')} {logs} judges the runs")
     elif config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
         lines.append(f"  next  {script('sample.py')} lets the model write")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -18,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1408,  # reached; the promise is 1370
+    "train_gpt.py": 1403,  # reached; the promise is 1370
     "optim": 2100,
     "kernels": 680,
     "data": 1060,  # reached; the promise is 1000
     "runtime": 2740,
-    "claims": 2780,
+    "claims": 2785,  # reached; the promise is 2780
     "scripts": 1274,  # reached; the promise is 1220
     "inference": 700,
     "view": 1200,
@@ -56,6 +57,7 @@ def files_of(name):
 
 
 MODULES = [path for name in MAY_IMPORT for path in files_of(name)]
+installed_packages = cache(packages_distributions)  # reads every installed package
 by_module = pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -107,7 +109,7 @@ def test_what_a_module_imports_at_its_top_is_required(path):
         if "# optional: " not in line:
             pinned.add(line.partition("==")[0])
     installed = set()
-    for module, packages in packages_distributions().items():
+    for module, packages in installed_packages().items():
         if pinned & set(packages):
             installed.add(module)
     if path.name == "modeling_speedrun.py":  # is shipped to those who have it

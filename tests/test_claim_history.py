@@ -1,6 +1,5 @@
 """A claim and the git history: what verify asks of it, and what record.py writes and prints."""
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -105,16 +104,6 @@ def test_where_no_history_can_tell_it_says_so(case, tmp_path, monkeypatch, capsy
 
 
 # ---- What record.py writes of a claim, and its source
-
-
-def test_a_claim_writes_the_track_and_the_recipe_into_its_flags(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # with a GPU, the track would be `short`
-    words = ["claim", "Mine", "--about", "x", "--", "--recipe=adamw"]
-    assert record.main(words) == 0
-    claim = json.loads(next(tmp_path.glob("tiny/*/claim.json")).read_text())
-    assert claim["flags"] == ["--track", "tiny", "--recipe=adamw"]
-    assert claim["schema"] == 2
 
 
 def test_a_source_that_no_record_may_have_is_refused_before_its_runs(tmp_path, monkeypatch, capsys):

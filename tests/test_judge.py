@@ -19,8 +19,17 @@ from typing import TextIO
 
 import pytest
 
-from claims.judge import JUDGEMENTS, find_judgement, next_seed, read_judgements, steps_to
+from claims.judge import (
+    JUDGEMENTS,
+    Arm,
+    find_judgement,
+    next_seed,
+    read_judgements,
+    require_comparable,
+    steps_to,
+)
 from claims.runs import Run, Validation
+from runtime.errors import Refused
 from runtime.log import read_registry, register
 from scripts import command, judge, record
 
@@ -142,6 +151,13 @@ def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome
     assert (found, facts["outcome"]) == (code, outcome)
     assert facts["low"] <= -gain <= facts["high"]
     assert len(calls(project)) == 2 * facts["pairs"] < 20
+
+
+def test_recipes_of_other_lengths_are_comparable_in_equal_time_alone():
+    a, b = (Arm("A", Path(), [], {"steps": steps, "minutes": 5.0}, "", "") for steps in (900, 460))
+    require_comparable([a, b], "loss")
+    with pytest.raises(Refused, match="steps is 900 in A and 460 in B"):
+        require_comparable([a._replace(config={"steps": 900}), b], "loss")
 
 
 def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(project, capsys):

@@ -249,6 +249,7 @@ def test_the_technique_of_the_page_keeps_each_norm_and_steps_by_a_share_of_it():
         (lambda p: AdamW([p[0].detach().T], 0.1), r"not contiguous; undo channels_l"),
         (lambda p: Muon([{"params": []}], 0.1), r"groups without parameters"),
         (lambda p: AdamW([("a", p[0]), ("b", p[0])], 0.1), r"parameters a and b are one; list it"),
+        (lambda p: AdamW([("a", p[0]), ("a", torch.ones(4, 8))], 0.1), r"two parameters have one"),
         (lambda p: Guard([torch.optim.SGD(p)], grad_divisor=-1), r"must be positive, got -1"),
         (lambda p: SpikeRule(sigma=math.nan), r"needs sigma > 0.*sigma=nan"),
         (lambda p: SpikeRule(start=17, window=16), r"start <= window.*window=16, .*start=17"),

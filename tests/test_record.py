@@ -67,12 +67,13 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     monkeypatch.setitem(TRACKS, "tiny", rules)
     sizes = small_run.SIZES | {"target": TARGET}
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    words = ["Real", "--n", 4, "--seed", 7, "--about", "Why.", "--", *flags]
+    words = ["Real", "--n", 4, "--seed", 7, "--about", "Why.", "--", "--recipe=copyinit", *flags]
     code, said = call(capsys, "claim", *words)
     assert code == 0, said
     assert "commit it with records/sources, then make its runs:" in said
     folder = next((tmp_path / "tiny").glob("*_Real"))
     logs, claim = tmp_path / "logs", folder / "claim.json"
+    assert json.loads(claim.read_text())["flags"][:3] == ["--track", "tiny", "--recipe=copyinit"]
     flags = {"claim": claim, "seed": 7, "trials": 4, "target": TARGET, "resume": "auto"}
     stepped = runtime.run.Run.stepped
 
@@ -164,6 +165,14 @@ def test_a_record_with_too_few_runs_for_a_test_says_so_without_nan(runs, tmp_pat
     assert "nan" not in said
 
 
+def test_the_luckiest_seeds_of_an_earlier_claim_make_no_second_one(tmp_path, capsys):
+    write_record(tmp_path, make_claim("First"), LOSSES)
+    later = make_claim("Second", 4, 1004, created="2026-01-02T00:00:00+00:00")
+    code, said = call(capsys, "make", write_record(tmp_path, later, LOSSES[:4]))
+    assert code == 1
+    assert "seed 1004 was claimed before, by First" in said
+
+
 def test_the_first_verified_record_fixes_validation_tokens_that_nobody_knew_before(
     tmp_path, capsys, monkeypatch
 ):
@@ -212,7 +221,8 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
 ):
     """Fourteen steps, then twelve, then twelve again; and three steps, which fail."""
     for year, (name, steps) in enumerate((("Long", 14), ("Good", 12), ("Again", 12)), 2001):
-        claim = make_claim(name, 4, config={"steps": steps}, created=f"{year}-01-01T00:00:00+00:00")
+        date = f"{year}-01-01T00:00:00+00:00"
+        claim = make_claim(name, 4, 9 * year, config={"steps": steps}, created=date)
         assert make(write_record(tmp_path, claim, LOSSES[:4])) == 0
     claim = make_claim("Short", 4, config={"steps": 3})
     failed = write_record(tmp_path, claim, [loss + 1 for loss in LOSSES[:4]])
@@ -275,7 +285,7 @@ def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, caps
 
 
 def test_a_page_shows_the_diff_from_the_claim_before_and_no_line_of_it_leaves_its_block(tmp_path):
-    first = make_claim("First", 4, created="2025-01-01T00:00:00+00:00")
+    first = make_claim("First", 4, 7, created="2025-01-01T00:00:00+00:00")
     make(write_record(tmp_path, first, LOSSES[:4]))
     files = SOURCE.files | {"optim/muon.py": b"````\n</details><b>\x1b[2J\n"}
     claim = make_claim("Second", 4, source_sha256=digest(files))

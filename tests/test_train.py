@@ -174,19 +174,16 @@ def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_
     assert eager.losses() == pytest.approx(again.losses(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "recipe"),
-    [("float32", "adamw"), ("float32", "record42"), ("bfloat16", "record42")],
-)
+@pytest.mark.parametrize("recipe", ["adamw", "record42"])
 def test_micro_batches_and_parts_of_validation_rows_give_the_losses_of_one_batch(
-    dtype, recipe, data, tmp_path
+    recipe, data, tmp_path
 ):
-    whole = run(data, tmp_path, dtype=dtype, recipe=recipe)
+    whole = run(data, tmp_path, recipe=recipe)
     small = {"micro_batch": SEQUENCE, "val_batch": SEQUENCE}
-    parts = run(data, tmp_path, dtype=dtype, recipe=recipe, **small)
+    parts = run(data, tmp_path, recipe=recipe, **small)
     (header,) = parts.events("header")
     assert (header["grad_accum"], header["micro_batch"]) == (ROWS, SEQUENCE)
-    assert parts.losses() == pytest.approx(whole.losses(), rel=ROUNDING[dtype])
+    assert parts.losses() == pytest.approx(whole.losses(), rel=ROUNDING["float32"])
 
 
 # ----

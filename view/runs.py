@@ -21,7 +21,7 @@ from view import verdicts
 
 POINTS = 200  # of a curve: a screen shows no more
 STEP_LINES = (b'{"event": "step"', b"step:", b"s:")  # the last two in text logs
-TRAIN_LOSS = re.compile(rb'"train_loss": ([0-9.e+-]+)')
+TRAIN_LOSS = re.compile(rb'"train_loss": ([0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?)(?=[,}])')
 MARKS = 200  # skipped steps of a run
 READING = 1.0  # seconds that a reply may read logs; the next reply continues
 Curves = dict[str, list[float | None]]
@@ -97,20 +97,21 @@ def numbers(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
 
 
-def positions(points: Sequence[Step | Validation], tokens: dict[int, int | None]) -> Curves:
-    """Where these points are on each axis. tokens: by step."""
+def positions(points: Sequence[Step | Validation], tokens: np.ndarray) -> Curves:
+    """Where these points are on each axis. tokens: steps and the tokens after them, (2, n)."""
+    steps = column(point.step for point in points)
     return {
-        "step": numbers(column(point.step for point in points)),
-        "tokens": numbers(column(tokens.get(point.step) for point in points)),
+        "step": numbers(steps),
+        "tokens": numbers(np.interp(steps, tokens[0], tokens[1], right=math.nan)),
         "seconds": numbers(column(point.train_time_ms for point in points) / 1000),
     }
 
 
-def losses(points: Sequence[Validation], tokens: dict[int, int | None]) -> Curves:
+def losses(points: Sequence[Validation], tokens: np.ndarray) -> Curves:
     return positions(points, tokens) | {"loss": numbers(column(point.loss for point in points))}
 
 
-def curves(run: Run, tokens: dict[int, int | None]) -> Curves:
+def curves(run: Run, tokens: np.ndarray) -> Curves:
     ms = column(step.train_time_ms for step in run.steps)
     with np.errstate(divide="ignore", invalid="ignore"):
         speed = np.diff(column(step.tokens for step in run.steps), prepend=0)
@@ -129,7 +130,7 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     config: Any = run.header.get("config")
     config = current_names(config) if isinstance(config, dict) else {}
     points: list[Step | Validation] = [*run.steps, *run.validations]
-    tokens = {step.step: step.tokens for step in run.steps} | {0: 0}
+    tokens = np.array([(0, 0), *((step.step, step.tokens) for step in run.steps)], dtype=float).T
     skipped = [step for step in run.steps if step.skipped]
     # Records, and runs of unknown sources, stay apart.
     apart = folder.name if folder.record or not run.source else ""
@@ -170,7 +171,7 @@ class Store:
         self.folders = folders
         self.logs: dict[Path, Log] = {}
         self.verdicts: dict[str, dict[str, Any]] = {}  # judgements and records by id
-        self.version = 0
+        self.version = time.time_ns() // 10**6  # above what a page has from an earlier server
         self.lock = Lock()
 
     def reply(self, since: int = 0, seconds: float = READING) -> dict[str, Any]:
