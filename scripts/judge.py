@@ -67,20 +67,20 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
 
 
 def estimate(out: Path, config: dict[str, Any], plan: RacePlan) -> str:
-    """How long it may take, by the newest run of the track: of a judgement, else of a record."""
-    track, steps = config["track"], config["steps"]
+    """How long it may take, by a run of this recipe: of the newest judgement, else of a record."""
+    track, recipe, steps = config["track"], config.get("recipe"), config["steps"]
     if minutes := config.get("minutes"):
         return (f"each run trains {minutes:g} minutes, which ranks machines as much as ideas: the "
                 "answer is that of this one")  # fmt: skip
     judged, records = out.glob("*/[AB]"), (ROOT / "records" / track).glob("*/runs")
     for folder in [*sorted(judged, reverse=True), *sorted(records, reverse=True)]:
         for run in finished_runs(folder):
-            if run.track == track and run.complete and run.total_steps:
-                minutes = run.end["t_ms"] / 60_000 * steps / run.total_steps
+            if run.track == track and run.complete and run.header["config"].get("recipe") == recipe:
+                minutes = run.end["t_ms"] / 60_000 * steps / run.validations[-1].step
                 low, high = (2 * minutes * plan.looks[number] for number in (0, -1))
                 return (f"{steps} steps take about {minutes:.1f} minutes by {run.path}: "
                         f"all in all {low:.0f} to {high:.0f} minutes")  # fmt: skip
-    return f"no run of {track} is known yet: the first one shows how long it takes"
+    return f"no run of {track} by {recipe} is known yet: the first one shows how long it takes"
 
 
 def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:

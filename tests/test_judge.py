@@ -167,7 +167,7 @@ def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(project
     assert "  the sources differ in 0 lines: logs/judge/001/source.diff\n" in before
     assert "is B better than A? loss, margin 0.05, 4 to 20 pairs from seed 0" in before
     assert "gain: 0.0 in A, 0.2 in B" in before
-    assert "no run of tiny is known yet" in before
+    assert "no run of tiny by copyinit is known yet" in before
     assert re.search(r"  B, seed 3: \d\.\d{4} nats per token\n", after)
     assert "standard deviation" in said.out
     mean = float(re.search(r"does not repeat: (\S+) \(", said.out)[1])
