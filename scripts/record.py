@@ -1,7 +1,6 @@
 """Records: a claim before the runs, a folder after them, its check, the leaderboards.
 
-    python scripts/record.py claim CamelName --n 10 --seed 1000 --about "what is new" -- --steps 30
-    ./run.sh --claim records/tiny/<date>_CamelName/claim.json --seed 1000 --trials 10 --steps 30
+    python scripts/record.py claim CamelName --about "what is new" -- --steps 30
     python scripts/record.py make records/tiny/<date>_CamelName logs
     python scripts/record.py verify records/tiny/<date>_CamelName ...
     python scripts/record.py verify records/tiny/<date>_CamelName --rerun --steps 10
@@ -49,6 +48,7 @@ def claim(arguments: argparse.Namespace) -> int:
     if arguments.from_judgement is not None:
         judged = find_judged(arguments.judgements, arguments.from_judgement, sha256)
         flags = judged["B"]["flags"] + flags
+    if seed is None:
         seed = next_seed(Path("logs"), arguments.judgements, RECORDS)
     config = ask_trainer(ROOT, flags)
     for name in ("recipe", "track"):  # their defaults may change, or depend on the machine
@@ -176,7 +176,7 @@ def main(argv: list[str]) -> int:
     add("name", help="CamelName of the record")
     add("--about", required=True, help="what is changed and why it should help")
     add("--n", type=int, default=10, help="runs, at least 4 (%(default)s)")
-    add("--seed", type=int, default=1000, help="of the first run (%(default)s)")
+    add("--seed", type=int, help="of the first run (the first untried one)")
     add("--from-judgement", type=int, nargs="?", const=0, metavar="N",
         help="claim B of judgement N (the last) with its flags, on fresh seeds")
     add("--judgements", type=Path, default=Path("logs/judge"), help="their folder (%(default)s)")

@@ -193,8 +193,6 @@ def test_runs_of_the_claimed_source_configuration_and_seeds_are_admitted(
     ({"matrix_lr": 0.5}, {}, r"configuration is \w{12} but \w{12} was claimed.*'--steps 12'"),
     ({"trials": 6}, {}, r"seeds \[11, 12\] are not among the claimed \[7, 8, 9, 10\]"),
     ({}, {"source_sha256": "0" * 64}, r"source is \w{12} but 0{12} was claimed"),
-    ({}, {"n": "4"}, "n must be .*int, not '4'"),
-    ({"claim": "nowhere.json"}, {}, "cannot read the claim nowhere.json: No such file"),
 ])  # fmt: skip
 def test_a_run_that_is_not_the_claims_ends_before_it_leaves_a_trace(
     flags, claimed, sentence, words, data, tmp_path

@@ -331,3 +331,6 @@ def test_a_claim_of_a_judgement_takes_its_flags_its_source_and_fresh_seeds(proje
     claim = json.loads(next(project.glob("records/tiny/*_Gain/claim.json")).read_text())
     assert claim["flags"] == ["--track", "tiny", "--recipe", "copyinit", "--gain", "0.2"]
     assert claim["seeds"] == list(range(78, 88))
+    assert record.main(["claim", "Next", "--about", "more", "--", "--gain", "0.2"]) == 0
+    claim = json.loads(next(project.glob("records/tiny/*_Next/claim.json")).read_text())
+    assert claim["seeds"] == list(range(88, 98))
