@@ -94,9 +94,10 @@ def test_runs_of_one_source_and_configuration_are_one_group_in_any_folder(tmp_pa
 
 
 def test_a_long_run_is_thinned_and_its_mean_loss_stays(tmp_path):
-    write_log(tmp_path / "logs", steps=2002, skip={700})
+    write_log(tmp_path / "logs", steps=2002, skip={700}, quick={1000: 3.5})
     (run,) = read(tmp_path / "logs")["runs"]
     curve = run["curve"]
+    assert run["quick"]["tokens"] == [100_000], "though its step is not among those kept"
     assert len(curve["loss"]) <= view_runs.POINTS + 1
     assert curve["step"][0] == 11
     assert curve["loss"][0] == pytest.approx(4 - 6 / 2002, abs=1e-6)  # of steps 1 to 11
