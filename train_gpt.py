@@ -384,9 +384,10 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "small": {  # tuned: records/small/tuning; record89: records/small/explored.md
         "record42": {"matrix_lr": 0.03, "adam_lr": 0.0112},
         "record89": RECORD89 | {
-            "layers": "small89", "stages": "small89", "prefixes": False, "steps": 460,
-            "momentum_warmup": 62, "momentum_cooldown": 10, "matrix_lr": 0.04, "adam_lr": 0.016,
-            "bigram_rows": 24.0, "ngrams": 3, "val_every": 0,
+            "layers": "small89", "stages": "small89", "prefixes": False, "steps": 380,
+            "momentum": (0.85, 0.9), "momentum_warmup": 51, "momentum_cooldown": 8,
+            "matrix_lr": 0.04, "mlp_up_lr_mul": 1.0, "adam_lr": 0.016, "value_embed_lr_mul": 150.0,
+            "bigram_rows": 192.0, "ngrams": 3, "val_every": 0,
         },
         "muon": MUON | {"layers": "plain8", "matrix_lr": 0.014, "adam_lr": 0.014},
         "adamw": ADAMW | {"layers": "plain8", "matrix_lr": 0.004, "adam_lr": 0.016},
