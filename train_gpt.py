@@ -744,10 +744,7 @@ def mixed(shares: tuple[Tensor, ...], *streams: Tensor) -> Any:
 
 
 class MixingBlock(Block):
-    """The last layer with MUDD (arXiv:2502.12170, record 81): each token has shares of its own.
-
-    A small MLP on the stream reads them, before the layer and after it.
-    """
+    """The last layer with MUDD (arXiv:2502.12170, record 81): tokens have shares of their own."""
 
     def __init__(self, config: Config, layer: Layer, gate_dtype: torch.dtype):
         super().__init__(config, layer, gate_dtype)
