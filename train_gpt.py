@@ -948,10 +948,12 @@ class GPT(nn.Module):
         if self.bigram is not None:
             lengths = range(2, self.config.ngrams + 1)
             rows = [ngrams(inputs_BT, len(self.bigram), length) for length in lengths]
-            found = [F.embedding(row_BT, self.bigram).to(self.dtype) for row_BT in rows]
+            # All in one lookup: each would fill a gradient of the whole table.
+            found = F.embedding(torch.stack(rows), self.bigram).to(self.dtype)
+            bigram_BTC, *longer = found.unbind()
             if self.signs is not None:
-                found[0] = found[0] * self.signs[sign_rows(inputs_BT, len(self.signs))]
-            bigram_BTC = sum(found[1:], found[0])
+                bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]
+            bigram_BTC = sum(longer, bigram_BTC)
 
         read_later = {i for each in self.layers for i in (each.skip_from, each.reads, each.mixes)}
         outputs: dict[int, Tensor] = {}  # of layers that a later one reads

@@ -136,6 +136,7 @@ def _(dout, q, k, v, starts, window, kept, longest):
 def _save(ctx, inputs, output):
     *tensors, ctx.longest, _ = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else zeros as large as the kept probabilities are filled
     ctx.save_for_backward(*tensors, output[1])
 
 
