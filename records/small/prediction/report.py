@@ -3,7 +3,7 @@
     python records/small/prediction/report.py [--picture FILE.svg] [--losses FILE.json] ...
 
 losses.json: {arm: {seed: [loss, loss on new tokens]}}, what `sweep.py PLAN --report --json` prints
-of first.json, second.json and the repeats, together.
+of first.json and second_gpu.json, together.
 """
 
 import argparse
