@@ -211,9 +211,8 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
             if len(sources) > 1:
                 arm.warnings.append(f"{len(sources)} sources in these logs: they are not pooled")
             arms.append(arm)
-    ps = [1.0 if math.isnan(arm.result.p) else arm.result.p for arm in arms]
     if len(arms) > 1:
-        for number, p in stats.holm(dict(enumerate(ps))).items():
+        for number, p in stats.holm({i: arm.result.p for i, arm in enumerate(arms)}).items():
             verdict = f"p {p:.3g}, {'pass' if p < ALPHA else 'fail'}"
             arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
     return arms

@@ -200,6 +200,10 @@ def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
         yield "config_sha256 is not the hash of config"
     if run.complete and run.total_steps != claim.config["steps"]:
         yield f"{run.total_steps} steps, not the claimed {claim.config['steps']}"
+    for segment in run.segments[1:]:
+        for name in (*REGISTERED, "run_id", "target", "data", "checks"):
+            if segment.header.get(name) != run.header.get(name):
+                yield f"edited: {segment.path.name} has another {name} than the run's first header"
     for resume in run.resumes:
         if resume.differences:
             yield f"resumed at step {resume.from_step} with {resume.differences!r:.300} changed"
@@ -236,16 +240,13 @@ def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
         yield f"edited: its segments begin after steps {after}, its resumes elsewhere"
 
 
-def check_compiler(run: Run, evidence: Evidence) -> Iterator[str]:
-    """The compiler ran with the settings that the track allows."""
-    flags = run.env.get("compile_flags")
-    said = map(str, flags if isinstance(flags, list) else ["unknown"])
-    for flag in forbidden_flags(evidence.claim.track, said):
-        yield f"compiler settings {flag}"
-
-
-def check_data(run: Run, evidence: Evidence) -> Iterator[str]:
-    """The tokens are those of the track."""
+def check_track(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The track allows the compiler's settings, and the tokens are its own."""
+    for segment in run.segments:
+        flags = segment.header.get("env", {}).get("compile_flags")
+        said = map(str, flags if isinstance(flags, list) else ["unknown"])
+        for flag in forbidden_flags(evidence.claim.track, said):
+            yield f"compiler settings {flag}"
     for name in ("val_sha256", "train_sha256"):
         found, due = str(run.header["data"].get(name)), getattr(evidence.track, name)
         if not (found.startswith(due) if due else re.fullmatch(SHA256, found)):
@@ -419,8 +420,7 @@ OF_A_RUN = (
     (check_counted, f"if it was interrupted, repeat its command with --resume auto; else {ANEW}"),
     (check_claimed, ANEW),
     (check_registry, "restore the log and the registry as the run wrote them"),
-    (check_compiler, "the track allows the compiler's defaults alone"),
-    (check_data, "run on the track's data"),
+    (check_track, "run on the track's data, with the compiler's defaults alone"),
     (check_model, "find what leaked out of the warm-up, and run with the checks in place"),
     (check_numbers, f"find what the source computes wrongly, and {ANEW}"),
     (check_origin, f"start the trainer without PYTHONPATH, on its own files: {ANEW}"),

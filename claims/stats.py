@@ -128,11 +128,11 @@ def equivalence(
 def holm(p_values: dict[Any, float]) -> dict[Any, float]:
     """p-values adjusted so that the chance of any false finding keeps its level (Holm, 1979).
 
-    One that is NaN was not tested: it is left out.
+    One that is NaN was tried without a test: it counts as 1.
     """
-    tested = {name: p for name, p in p_values.items() if not math.isnan(p)}
-    names = sorted(tested, key=lambda name: tested[name])
-    raised = [min(1.0, (len(names) - rank) * tested[name]) for rank, name in enumerate(names)]
+    tried = {name: 1.0 if math.isnan(p) else p for name, p in p_values.items()}
+    names = sorted(tried, key=lambda name: tried[name])
+    raised = [min(1.0, (len(names) - rank) * tried[name]) for rank, name in enumerate(names)]
     return dict(zip(names, accumulate(raised, max), strict=True))
 
 

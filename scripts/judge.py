@@ -153,7 +153,7 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
                      "two to four times as frequent as told (docs/judge.md)")
     if not math.isnan(facts["new_tokens"]["mean"]):
         new = stats.Difference(**facts["new_tokens"])
-        lines.append(f"  on tokens that the context does not repeat: {stats.in_words(new, FORM)}")
+        lines.append(f"  on new tokens (95% interval): {stats.in_words(new, FORM)}")
     bound = f"at most {count} x {ALPHA:g} = {min(1, count * ALPHA):g}"
     lines.append(f"  {count} judgements so far; the chance of any false finding is {bound}")
     if verdict.outcome == "better":

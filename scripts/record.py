@@ -2,13 +2,11 @@
 
     python scripts/record.py claim CamelName --about "what is new" -- --steps 30
     python scripts/record.py make records/tiny/<date>_CamelName logs
-    python scripts/record.py verify records/tiny/<date>_CamelName ...
-    python scripts/record.py verify records/tiny/<date>_CamelName --rerun --steps 10
+    python scripts/record.py verify records/tiny/<date>_CamelName ... [--rerun --steps 10]
     python scripts/record.py diff records/tiny/<date>_Before records/tiny/<date>_CamelName
     python scripts/record.py leaderboard            records/README.md and the pictures beside it
 
-Commit the claim before its runs: the history then shows that the claim was first.
-`verify --rerun` runs the record's source: code that others wrote, with your rights.
+Commit a claim before its runs, as proof. `verify --rerun` runs code of others, with your rights.
 Exit code: 0 done or verified, 1 the record does not hold, 2 bad input, or it cannot run here.
 """
 
@@ -38,19 +36,20 @@ from runtime.log import config_hash, digest
 from runtime.settings import flag
 
 RECORDS = ROOT / "records"
-EFFECTS = (0.5, 1.0, 1.5)  # of which a claim prints the power, in standard deviations
 
 
 def claim(arguments: argparse.Namespace) -> int:
     """Write a claim and say how to make its runs, whose flags follow --."""
-    source, flags, seed = records.working_source(ROOT), arguments.flags, arguments.seed
+    source, flags = records.working_source(ROOT), arguments.flags
     sha256 = digest(source.files)
     if arguments.from_judgement is not None:
         judged = find_judged(arguments.judgements, arguments.from_judgement, sha256)
         flags = judged["B"]["flags"] + flags
-    if seed is None:
-        seed = next_seed(Path("logs"), arguments.judgements, RECORDS)
+    untried = next_seed(Path("logs"), arguments.judgements, RECORDS)
+    seed = untried if arguments.seed is None else arguments.seed
     config = ask_trainer(ROOT, flags)
+    if named := {word.partition("=")[0] for word in flags} & {"--seed", "--trials", "--minutes"}:
+        raise Refused(f"{named} after --: a claim fixes steps, runs and seeds. Leave it out.")
     for name in ("recipe", "track"):  # their defaults may change, or depend on the machine
         if f"--{name}" not in [word.partition("=")[0] for word in flags]:
             flags = [f"--{name}", config[name], *flags]
@@ -71,7 +70,7 @@ def claim(arguments: argparse.Namespace) -> int:
     print(f"{folder}: commit it with records/sources, then make its runs:\n\n"
           f"    ./run.sh {words} --seed {seed} --trials {claim.n}\n\n"
           f"then: python scripts/record.py make {folder} logs\n")
-    chances = [f"{power(claim.n, 1, below, ALPHA):.2f} if it is {below:g}" for below in EFFECTS]
+    chances = [f"{power(claim.n, 1, sds, ALPHA):.2f} if it is {sds}" for sds in (0.5, 1, 1.5)]
     print(f"{claim.n} runs show a mean below {claim.target:g} with a chance of\n    "
           f"{', '.join(chances)} standard deviations below")
     return 0
@@ -110,6 +109,8 @@ def print_verdict(evidence: records.Evidence) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check records against their logs; 1 if one does not hold, or is not shown where required."""
+    if "rerun" not in arguments and (arguments.steps or arguments.data_dir):
+        raise Refused("--steps and --data-dir say how to repeat a run. Add --rerun.")
     code = 0
     for folder in arguments.folders:
         evidence = records.read_evidence(folder)

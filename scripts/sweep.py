@@ -50,8 +50,7 @@ from runtime.settings import flag
 
 FIELDS = {"flags", "seeds", "grid", "patch"}  # of a plan and of an arm
 HEAD = "| arm | seeds | diverged | loss | difference (95 % interval) | Holm p | new tokens |"
-READING = """\
-Loss: mean of the last validation losses, nats per token. Difference: to the first arm on the same
+READING = """Loss: mean of the last ones, nats per token. Difference: to the first arm on the same
 seeds (paired t; Holm over all arms). New tokens: mean loss on those that the context lacks."""
 Losses = tuple[float, float]  # last validation loss, loss on new tokens; inf: the run diverged
 
@@ -161,7 +160,7 @@ def report(arms: dict[str, dict[int, Losses]]) -> str:
     last = {arm: {seed: each[0] for seed, each in found.items()} for arm, found in arms.items()}
     base = next(iter(last.values()))
     effects = {arm: paired_by_seed(losses, base) for arm, losses in last.items()}
-    adjusted = holm({arm: effect.p_two_sided for arm, effect in effects.items()})
+    adjusted = holm({arm: effects[arm].p_two_sided for arm in [*effects][1:] if arms[arm]})
     rows: list[list[Any]] = []
     for arm, found in arms.items():
         kept = [each for each in found.values() if each[0] < math.inf]

@@ -536,6 +536,12 @@ RESUMED: dict[str, tuple] = {
     "PYTHONPATH after the resume": (
         partial(forge, change=put("/x", "env", "sys_flags", "pythonpath"), segment=1),
         "started with pythonpath '/x', not ''"),
+    "other tokens in the header of the resume": (
+        partial(forge, change=put(ZERO, "checks"), segment=1),
+        "edited: .*2.jsonl has another checks than the run.s first header"),
+    "compiler settings after the resume": (
+        partial(forge, change=put(["x=1"], "env", "compile_flags"), segment=1),
+        "compiler settings x=1"),
     "a clock that was set back at the resume": (
         partial(forge, change=set_back, segment=1), "not counted: less train time", "missing: "),
     "lost work off the clock": (

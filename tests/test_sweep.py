@@ -100,7 +100,7 @@ def test_arms_are_compared_with_the_first_on_equal_seeds(project, capsys):
     mean = (low + high) / 2
     assert found["wd"][:2] == ["4", "0"]
     assert found["wd"][3] == f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
-    assert float(found["wd"][4]) == pytest.approx(2 * test.pvalue, rel=0.05), "Holm over two tests"
+    assert float(found["wd"][4]) == pytest.approx(4 * test.pvalue, rel=0.05), "Holm over four arms"
     assert found["patched"][3].startswith("-0.2500")
     assert found["bad"][:2] == ["4", "1"]
     assert found["bad"][2:4] == [f"{2 + 0.1 / 3:.4f}", "-0.5000 (no interval)"]
