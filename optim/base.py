@@ -382,14 +382,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     what = f"the state has {key} {saved[key]}, not {group[key]}"
                     raise ValueError(f"{what}; build the optimizer as it was")
         saved_keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
-        tensors = {}
-        for key, name in zip(saved_keys, self._names.values(), strict=True):
+        keys = dict(zip(self._names, saved_keys, strict=True))
+        # torch has no state of a parameter that never had a gradient; here it is zeros.
+        tensors = {f"{self._names[param]}.{kind}": torch.zeros(state.shape, dtype=state.dtype)
+                   for param, kind, state in self._shapes()
+                   if keys[param] not in state_dict["state"]}  # fmt: skip
+        for param, key in keys.items():
             for kind, tensor in state_dict["state"].get(key, {}).items():
                 kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's
-                tensors[f"{name}.{kind}"] = tensor
+                tensors[f"{self._names[param]}.{kind}"] = tensor
         self.load_named_state(tensors)
         # The backend depends on the machine, so it is not loaded.
-        known = {*self.defaults, "initial_lr"} - {"backend"}
+        of_schedulers = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+        known = {*self.defaults, *of_schedulers} - {"backend"}
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: saved[key] for key in known if key in saved})
 

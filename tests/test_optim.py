@@ -177,17 +177,19 @@ EXACT = {"betas": (0.9, 0.999), "eps": 1e-20}
     ids=["muon", "adamw"],
 )
 def test_steps_are_those_of_the_one_in_torch_whose_state_is_taken_over(ours, theirs, near):
-    params = parameters((16, 48), (48, 16), dtype=torch.float32)
+    params = parameters((16, 48), (48, 16), (16, 16), dtype=torch.float32)
     twin = theirs(params, 0.02, weight_decay=0.1)
-    for steps in (range(5), [5]):
+    for steps, stepped in ((range(5), 2), ([5], 3)):  # at first torch has no state of the third
         start = [param.detach().clone() for param in params]
         optimizer = ours([torch.nn.Parameter(w.clone()) for w in start], 0.02, weight_decay=0.1)
         if twin.state:
             optimizer.load_state_dict(twin.state_dict())
-        train(optimizer, steps)
-        train(twin, steps)
+        for each in (optimizer, twin):
+            for step in steps:
+                give_gradients(members(each)[:stepped], step)
+                each.step()
         for a, b, before in zip(members(optimizer), params, start, strict=True):
-            assert (a - b).norm() < near * (b - before).norm()
+            assert (a - b).norm() <= near * (b - before).norm()
 
 
 @pytest.mark.parametrize("shape", [(64,), (500, 700), ()])  # the second is cut on a CPU
