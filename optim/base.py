@@ -383,10 +383,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"{what}; build the optimizer as it was")
         saved_keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
         keys = dict(zip(self._names, saved_keys, strict=True))
-        # torch has no state of a parameter that never had a gradient; here it is zeros.
-        tensors = {f"{self._names[param]}.{kind}": torch.zeros(state.shape, dtype=state.dtype)
-                   for param, kind, state in self._shapes()
-                   if keys[param] not in state_dict["state"]}  # fmt: skip
+        if unknown := state_dict["state"].keys() - set(saved_keys):
+            raise ValueError(f"the state has {list(unknown)[:5]}, which no group of it names")
+        tensors: dict[str, Tensor] = {}
+        if state_dict["state"] and "wd_mul" not in groups[0]:  # by an optimizer of torch
+            # It has no state of a parameter that never had a gradient; here that is zeros.
+            tensors = {f"{self._names[param]}.{kind}": torch.zeros(state.shape, dtype=state.dtype)
+                       for param, kind, state in self._shapes()
+                       if keys[param] not in state_dict["state"]}  # fmt: skip
         for param, key in keys.items():
             for kind, tensor in state_dict["state"].get(key, {}).items():
                 kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's

@@ -92,8 +92,8 @@ def check_rules(claim: Claim, where: object) -> None:
         (re.fullmatch(TIME, claim.created),
          f"created must be a time like 2026-01-31T12:00:00+00:00, not {claim.created!r:.80}"),
         (re.fullmatch(NAME, claim.name), f"name {claim.name!r} must be a CamelName"),
-        (claim.about.isprintable() and len(claim.about) <= MOST_ABOUT,
-         f"about must be one line of at most {MOST_ABOUT} characters"),
+        (claim.about.isprintable() and len(claim.about.strip()) == len(claim.about) <= MOST_ABOUT,
+         f"about must be one line, without spaces around it, of at most {MOST_ABOUT} characters"),
     ]  # fmt: skip
     for holds, rule in rules:
         if not holds:

@@ -45,11 +45,11 @@ def claim(arguments: argparse.Namespace) -> int:
     if arguments.from_judgement is not None:
         judged = find_judged(arguments.judgements, arguments.from_judgement, sha256)
         flags = judged["B"]["flags"] + flags
-    untried = next_seed(Path("logs"), arguments.judgements, RECORDS)
-    seed = untried if arguments.seed is None else arguments.seed
-    config = ask_trainer(ROOT, flags)
+    seed = arguments.seed if arguments.seed is not None else next_seed(
+        Path("logs"), arguments.judgements, RECORDS)  # fmt: skip
     if named := {word.partition("=")[0] for word in flags} & {"--seed", "--trials", "--minutes"}:
-        raise Refused(f"{named} after --: a claim fixes steps, runs and seeds. Leave it out.")
+        raise Refused(f"{', '.join(sorted(named))}: a claim fixes steps, runs and seeds. Omit it.")
+    config = ask_trainer(ROOT, flags)
     for name in ("recipe", "track"):  # their defaults may change, or depend on the machine
         if f"--{name}" not in [word.partition("=")[0] for word in flags]:
             flags = [f"--{name}", config[name], *flags]
@@ -109,7 +109,7 @@ def print_verdict(evidence: records.Evidence) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """Check records against their logs; 1 if one does not hold, or is not shown where required."""
-    if "rerun" not in arguments and (arguments.steps or arguments.data_dir):
+    if "rerun" not in arguments and (arguments.steps is not None or arguments.data_dir):
         raise Refused("--steps and --data-dir say how to repeat a run. Add --rerun.")
     code = 0
     for folder in arguments.folders:

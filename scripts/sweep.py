@@ -166,7 +166,7 @@ def report(arms: dict[str, dict[int, Losses]]) -> str:
         kept = [each for each in found.values() if each[0] < math.inf]
         mean, new = map(fmean, zip(*kept or [(math.inf, math.inf)], strict=True))
         difference = in_words(effects[arm], "+.4f") if found else ""
-        p = f"{adjusted[arm]:.2g}" if arm in adjusted else ""
+        p = f"{adjusted[arm]:.2g}" if arm in adjusted and effects[arm].p_two_sided >= 0 else ""
         diverged = len(found) - len(kept)
         rows.append([arm, len(found), diverged, f"{mean:.4f}", difference, p, f"{new:.3f}"])
     rows.sort(key=lambda row: float(row[3]))
