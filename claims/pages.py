@@ -105,7 +105,7 @@ def result_part(evidence: Evidence) -> Iterator[str]:
     verdict = "**Shown**" if evidence.shown else "**Not shown**"
     yield f"# {claim.name}, track {claim.track}: {claim.config['steps']:,} steps"
     about = textwrap.indent(textwrap.fill(literal(claim.about), 98, break_long_words=False), "> ")
-    yield re.sub(r"^> (\d+(?=[.)]( |$))|(?=[-+=]))", r"> \1\\", about, flags=re.M)  # no list
+    yield re.sub(r"^> (\d+(?=[.)]( |$))|(?=[-+=]))", r"> \1\\", about, flags=re.M)  # no heading
     yield (f"{verdict}: the mean validation loss is below {claim.target:g}\n"
            f"({result.n} runs, p = {result.p:.3g}, level {claim.alpha:g}).")
     row = (result.n, f"{result.mean:.6f}", f"{result.sd:.6f}", f"{result.t:.4f}",
