@@ -53,7 +53,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
         self._process_group = process_group
         super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
-        keep_freed_memory()
         self._build()
 
     # ---- for subclasses
@@ -241,9 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         on_host = self._device.type in READ_AT_ONCE
         if ok is False or (on_host and not ok):
             return
-        # Which parameters to step; None: all, where the host knows for free. Elsewhere always a
-        # tensor: one more kind of argument would compile one more graph.
-        taken = None if on_host and self._present.all() else self._present & ok
+        taken = self._present & ok  # which parameters to step
         for bucket in self._local:
             self._step(bucket, taken)
         for message in self.messages:
@@ -260,8 +257,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.sums = bucket.fresh = bucket.old = None
 
-    def _step(self, bucket: Bucket, taken: Tensor | None) -> None:
-        flags = None if taken is None else taken[bucket.numbers]  # of each matrix
+    def _step(self, bucket: Bucket, taken: Tensor) -> None:
+        flagged = taken[bucket.numbers]  # of each matrix
+        # None: all, where the host knows for free. Elsewhere always a tensor: one more kind of
+        # argument would compile one more graph.
+        free = self._device.type in READ_AT_ONCE
+        flags = None if free and flagged.all() else flagged
         method, fixed, rates = self._method(bucket)
         stepped: Callable[..., Any] = new_values
         divisor: Any = self.grad_divisor
@@ -408,14 +409,6 @@ def decay_of(group: dict[str, Any]) -> Any:
     return group["lr"] * group["weight_decay"] * group["wd_mul"] if group["weight_decay"] else None
 
 
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory: getting fresh pages costs more than the arithmetic.
-
-    After it has freed one block of 32 MiB, glibc keeps up to 64 MiB, not a few hundred KiB.
-    """
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)
-
-
 # ---- The update of stacked parts
 
 
@@ -465,5 +458,5 @@ def descend(weights: Tensor, step: Tensor, decay: Any, cautious: bool) -> Tensor
     if decay is None:
         return weights - step
     if cautious:
-        return weights - torch.where(weights * step > 0, weights * decay, 0) - step
+        return (weights - (weights * step).gt_(0).mul_(weights).mul_(decay)).sub_(step)
     return (weights * (1 - decay)).sub_(step)

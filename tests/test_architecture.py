@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # count of a day, but where a line says so.
 BUDGETS = {
     "train_gpt.py": 1403,  # reached; the promise is 1370
-    "optim": 2100,
+    "optim": 2090,
     "kernels": 680,
     "data": 1060,  # reached; the promise is 1000
-    "runtime": 2740,
+    "runtime": 2750,
     "claims": 2785,  # reached; the promise is 2780
     "scripts": 1274,  # reached; the promise is 1220
     "inference": 700,
