@@ -118,15 +118,16 @@ def read_own(path: Path) -> Iterator[str]:
 
 
 def build_own(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
-    """Write both shards of the documents in these files. ValueError or OSError if it cannot."""
+    """Write both shards of the documents, each once, by hash. ValueError, OSError."""
     if folder.exists():  # sets must not mix
         raise ValueError(f"{folder} exists: give another --out.")
     tokenizer = read_tokenizer(TOKENIZERS[vocab_size])
+    texts = filter(None, chain.from_iterable(map(read_own, paths)))
+    documents = map(partial(encode, tokenizer=tokenizer), texts)
+    by_hash = {hashlib.sha256(tokens.data).digest(): tokens for tokens in documents}
     shards: dict[str, list[Tokens]] = {TRAIN: [], VAL: []}
-    for document in filter(None, chain.from_iterable(map(read_own, paths))):
-        tokens = encode(document, tokenizer)
-        first_byte = hashlib.sha256(tokens.data).digest()[0]
-        shards[VAL if first_byte < VAL_BELOW else TRAIN].append(tokens)
+    for digest, tokens in sorted(by_hash.items()):
+        shards[VAL if digest[0] < VAL_BELOW else TRAIN].append(tokens)
     if not all(shards.values()):
         raise ValueError("a shard would be empty: one document in 16 is for validation. Give more.")
     write_shards(folder, shards)
@@ -144,10 +145,8 @@ def write_shards(
         tokens = np.concatenate(documents)
         found = hashlib.sha256(tokens.data).hexdigest()
         if pins is not None and found != pins[name]:
-            raise ValueError(
-                f"the tokens of {name} have SHA-256 {found}, not {pins[name]}: data/ "
-                f"has changed, or a package is not the pinned release. {RESTORE}"
-            )
+            raise ValueError(f"the tokens of {name} have SHA-256 {found}, not {pins[name]}: data/ has "
+                             f"changed, or a package is not the pinned release. {RESTORE}")
         write_shard(folder / name, tokens)
         print(f"{len(tokens):,} tokens in {folder / name}", flush=True)
 

@@ -131,7 +131,8 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
     """
     global roll_call
     place = find_device(device)
-    keep_freed_memory()
+    if place.type == "cpu":
+        keep_freed_memory()
     nccl, timeout = place.type == "cuda", timedelta(seconds=rank_timeout)
     try:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -199,8 +200,8 @@ def repeat_bits(device: torch.device) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep what a step frees: on a CPU, fresh pages cost more than most arithmetic."""
-    with contextlib.suppress(AttributeError, TypeError):  # other C libraries have no mallopt
+    """Make glibc keep what the main thread frees: fresh pages cost more than most arithmetic."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # others have no mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing from the end of the heap
         mallopt(-4, 0)  # M_MMAP_MAX: no block outside the heap, which would go when it is freed
@@ -274,9 +275,8 @@ def describe(machine: Machine, dtype: torch.dtype) -> dict[str, object]:
     """
     gpu, memory = None, []
     if machine.device.type == "cuda":
-        gpu = torch.cuda.get_device_name(machine.device)
-        total = torch.cuda.get_device_properties(machine.device).total_memory
-        memory = machine.gather(round(total / 2**30, 1))
+        card = torch.cuda.get_device_properties(machine.device)
+        gpu, memory = card.name, machine.gather(round(card.total_memory / 2**30, 1))
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

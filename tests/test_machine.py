@@ -274,8 +274,7 @@ def test_a_known_gpu_has_its_datasheet_rate_times_the_ranks(monkeypatch, gpu, tf
 
 
 def test_the_log_is_told_the_memory_of_each_ranks_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    card = types.SimpleNamespace(total_memory=150_121_545_728)
+    card = types.SimpleNamespace(name="NVIDIA H200", total_memory=150_121_545_728)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(Machine, "gather", lambda machine, value: [value, 79.2])
     facts = machines.describe(Machine(CUDA, 0, 2), torch.bfloat16)
