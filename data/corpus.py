@@ -145,8 +145,8 @@ def write_shards(
         tokens = np.concatenate(documents)
         found = hashlib.sha256(tokens.data).hexdigest()
         if pins is not None and found != pins[name]:
-            raise ValueError(f"the tokens of {name} have SHA-256 {found}, not {pins[name]}: data/ has "
-                             f"changed, or a package is not the pinned release. {RESTORE}")
+            raise ValueError(f"the tokens of {name} have SHA-256 {found}, not {pins[name]}: data/ "
+                             f"has changed, or a package is not the pinned release. {RESTORE}")
         write_shard(folder / name, tokens)
         print(f"{len(tokens):,} tokens in {folder / name}", flush=True)
 
