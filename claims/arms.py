@@ -167,7 +167,6 @@ class ArmVerdict:
     target: float  # nats per token; nan: the arm is only compared
     warnings: list[str] = field(default_factory=list)  # why p may say less than it seems to
     incomplete: list[dict[str, Any]] = field(default_factory=list)  # path, reason, last_loss
-    left_out: list[str] = field(default_factory=list)  # sentences: incomplete runs and repeats
     notes: list[str] = field(default_factory=list)  # what other tests say
 
     def __post_init__(self) -> None:
@@ -241,10 +240,8 @@ def judge_arm(
         target = common_target(runs) if points else math.nan
     arm = ArmVerdict(runs[0], name, common_folder(runs), at_step, judged, points, target)
     arm.warnings += origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
-    for run, reason in left_out:
-        lost = {"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
-        arm.incomplete.append(lost)
-    arm.left_out += [f"{name_of(run)}: {reason}" for run, reason in left_out] + repeats
+    arm.incomplete += [{"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
+                       for run, reason in left_out]  # fmt: skip
     if track_of(runs[0]) in STEPS_TRACKS and points:
         value, passes = stats.steps_rule(arm.losses, target)
         rule = f"(target - mean) * sqrt(n) = {value:.5f}, {'pass' if passes else 'fail'}"
@@ -282,7 +279,7 @@ def read_arm(path: str) -> ArmVerdict:
         found = [*(name for name, _ in arms), *left_out, *map(str, errors)]
         raise LogError("\n  ".join([rule, *found]))
     arm = judge_arm(path, runs)
-    arm.left_out += map(str, errors)
+    arm.warnings += [f"left out: {error}" for error in errors]
     return arm
 
 
@@ -320,8 +317,7 @@ def compare_machines(a: ArmVerdict, b: ArmVerdict) -> list[str]:
     """
     differs = []
     for key in FINGERPRINT:
-        in_a = Counter(str(run.env.get(key)) for run in a.runs)
-        in_b = Counter(str(run.env.get(key)) for run in b.runs)
+        in_a, in_b = (Counter(str(run.env.get(key)) for run in arm.runs) for arm in (a, b))
         if len({*in_a, *in_b} - {"None"}) > 1:
             differs.append(f"{key}: {dict(in_a)} in A, {dict(in_b)} in B")
     return differs

@@ -316,15 +316,13 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     source = hashlib.sha256(head.encode()).hexdigest() if head else None
     traces = read_traces(path, lines, source, start)
     env = read_environment(lines[start:])
-    runs = []
-    for index, trace in enumerate(traces):
-        runs.append(Run(
-            path=path, index=index, source=trace.source, env=env, gpu_count=env.get("gpu_count"),
+    return [
+        Run(path=path, index=index, source=trace.source, env=env, gpu_count=env.get("gpu_count"),
             run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}",
             total_steps=trace.numbers[-1][1], validations=trace.validations,
-            unfinished=why_unfinished(trace.numbers, trace.validations),
-        ))  # fmt: skip
-    return runs
+            unfinished=why_unfinished(trace.numbers, trace.validations))
+        for index, trace in enumerate(traces)
+    ]  # fmt: skip
 
 
 def decode(path: Path, data: bytes) -> list[str]:

@@ -123,9 +123,8 @@ class Track(NamedTuple):
 TINY = {"vocab_size": 1024, "bos": 1023, "document_mask": True, "batch_tokens": 2048,
         "val_seq_len": 4096, "val_window": 320, "layers": ("tiny", "plain4", "copyinit"),
         "dim": 256, "head_dim": 128, "mlp_ratio": 4}
-SMALL = {"vocab_size": 2048, "bos": 2047, "document_mask": True, "batch_tokens": 6144,
-         "val_seq_len": 4096, "val_window": 640, "layers": ("small", "small89", "plain8"),
-         "dim": 128, "head_dim": 32, "mlp_ratio": 4}
+SMALL = TINY | {"vocab_size": 2048, "bos": 2047, "batch_tokens": 6144, "val_window": 640,
+                "layers": ("small", "small89", "plain8"), "dim": 128, "head_dim": 32}
 FINEWEB = {"vocab_size": 50257, "bos": 50256}
 STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_tokens": 524_288,
          "seq_len": 1024, "val_seq_len": 1024, "val_window": 2560, "window_block": 0,

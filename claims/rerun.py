@@ -331,14 +331,10 @@ def allowed_here(before: Run, after: Run, again: Callable[..., Run]) -> Allowed:
     print(f"not the same machine ({'; '.join(differ)}): training twice more, with one and two rows "
           f"a micro-step. Losses may be {SPREADS} times as far apart as these runs are")
     row = after.header["config"]["seq_len"]
-    return measured([after, *(again(f"--micro-batch={rows * row}") for rows in (1, 2))])
-
-
-def measured(runs: Sequence[Run]) -> Allowed:
-    """SPREADS times the largest difference of training losses so far, and FIRST at least."""
+    runs = [after, *(again(f"--micro-batch={rows * row}") for rows in (1, 2))]
     steps = min(len(run.steps) for run in runs)
     losses = np.array([[step.train_loss for step in run.steps[:steps]] for run in runs])
-    spread = np.maximum.accumulate(np.ptp(losses, axis=0))
+    spread = np.maximum.accumulate(np.ptp(losses, axis=0))  # the largest difference so far
     return lambda updates: max(FIRST, SPREADS * float(spread[min(updates, steps - 1)]))
 
 

@@ -1,8 +1,7 @@
 """The statistics of a claim: functions on sequences of floats.
 
 What a sample does not determine (too few values, no spread, a value that is not finite) is NaN. A
-margin that makes no sense is a ValueError. Figures of public runs that these
-functions reproduce are in tests/test_stats.py.
+margin that makes no sense is a ValueError. tests/test_stats.py has figures of public runs.
 """
 
 import math

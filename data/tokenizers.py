@@ -31,10 +31,8 @@ def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
     except OSError as error:
         fix = "restore the file; for GPT-2's, connect once or set TIKTOKEN_CACHE_DIR"
         raise ValueError(f"cannot read the vocabulary: {error}; {fix}.") from error
-    ranks = {}  # tiktoken's own reader would keep a copy of the file in a cache
-    for line in lines:
-        token, rank = line.split()
-        ranks[base64.b64decode(token)] = int(rank)
+    # tiktoken's own reader would keep a copy of the file in a cache.
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
     last = {"<|endoftext|>": len(ranks)}
     return tiktoken.Encoding("corpus", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=last)
 

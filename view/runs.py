@@ -47,20 +47,6 @@ def find_folders(paths: Sequence[str | Path]) -> list[Folder]:
     return folders
 
 
-def logs_of(folder: Folder) -> list[Path]:
-    with contextlib.suppress(LogError, OSError):  # none yet, or the folder was removed
-        return find_runs([folder.path])
-    return []
-
-
-def segments_of(first: Path) -> list[Path]:
-    """The files of a run."""
-    segments = [first]
-    while (path := first.with_name(f"{first.stem}.{len(segments) + 1}.jsonl")).exists():
-        segments.append(path)
-    return segments
-
-
 def thin(data: bytes) -> bytes:
     """A log with about POINTS step lines at most: reading them is what a long log costs.
 
@@ -193,7 +179,10 @@ class Store:
         here: dict[Path, Log] = {}
         more = False
         for folder in self.folders:
-            for path in logs_of(folder):
+            found: list[Path] = []
+            with contextlib.suppress(LogError, OSError):  # none yet, or the folder was removed
+                found = find_runs([folder.path])
+            for path in found:
                 more = more or time.monotonic() > until
                 log = self.logs.get(path) if more else self.read(path, folder)
                 here |= {path: log} if log else {}
@@ -205,8 +194,11 @@ class Store:
         """The log as it is now; the one read before if its files did not change."""
         known, error = self.logs.get(path), None
         state: list[tuple[int, int]] = []
+        segments = [path]
         try:
-            stats = [segment.lstat() for segment in segments_of(path)]
+            while (later := path.with_name(f"{path.stem}.{len(segments) + 1}.jsonl")).exists():
+                segments.append(later)
+            stats = [segment.lstat() for segment in segments]
             state = [(stat.st_mtime_ns, stat.st_size) for stat in stats]
             if known and known.state == state:
                 return known

@@ -76,8 +76,8 @@ def in_sentences(a: ArmVerdict, b: ArmVerdict, found: Comparison) -> str:
     for name, arm in (("A", a), ("B", b)):
         loss, seconds = moments(arm.losses)[0], moments(arm.seconds)[0]
         lines += [f"{name} = {arm.name}: n {len(arm.runs)}, loss {loss:.5f}, {seconds:.3f} s"]
-        notes = [*arm.warnings, *(f"left out: {reason}" for reason in arm.left_out)]
-        lines += [f"  {note}" for note in dict.fromkeys(notes)]  # a repeat is in both
+        lines += [f"  {warning}" for warning in arm.warnings]
+        lines += [f"  left out: {lost['path']}: {lost['reason']}" for lost in arm.incomplete]
     how = f"on {found.pairs} pairs of one seed" if found.pairs else "of independent runs"
     word = direction(found.loss, "lower", "higher")
     lines.append(f"B - A {how}, with 95 % intervals:")
