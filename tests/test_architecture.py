@@ -24,7 +24,7 @@ BUDGETS = {
     "kernels": 680,
     "data": 1060,  # reached; the promise is 1000
     "runtime": 2750,
-    "claims": 2785,  # reached; the promise is 2780
+    "claims": 2780,
     "scripts": 1274,  # reached; the promise is 1220
     "inference": 700,
     "view": 1200,
