@@ -201,7 +201,7 @@ def repeat_bits(device: torch.device) -> None:
 
 def keep_freed_memory() -> None:
     """Make glibc keep what the main thread frees: fresh pages cost more than most arithmetic."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # others have no mallopt
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # other C libraries lack it
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing from the end of the heap
         mallopt(-4, 0)  # M_MMAP_MAX: no block outside the heap, which would go when it is freed
