@@ -15,7 +15,7 @@ LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 
 def adamw(
     gradients: Tensor, weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
-    t: Tensor, rate: Any, decay: Any, beta1: float, beta2: float, eps: float, cautious: bool,
+    t: Tensor, rate: Any, decay: Any, beta1: Any, beta2: float, eps: float, cautious: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One step of AdamW on stacks (k, n). Returns new (weights, exp_avg, exp_avg_sq).
 
@@ -72,5 +72,6 @@ class AdamW(ShardedOptimizer):
     def _method(self, bucket: Bucket) -> Method:
         group = bucket.group
         beta1, beta2 = group["betas"]
-        fixed = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "cautious": self.cautious}
-        return adamw, fixed, {"rate": group["lr"] * group["lr_mul"], "decay": decay_of(group)}
+        fixed = {"beta2": beta2, "eps": group["eps"], "cautious": self.cautious}
+        rates = {"rate": group["lr"] * group["lr_mul"], "beta1": beta1}  # OneCycleLR changes both
+        return adamw, fixed, rates | {"decay": decay_of(group)}

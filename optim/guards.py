@@ -115,7 +115,7 @@ class Guard:
         ValueError for an optimizer that this guard was not built with.
         """
         chosen = self.optimizers if only is None else only
-        numbers = sorted(self.optimizers.index(optimizer) for optimizer in chosen)
+        numbers = sorted({self.optimizers.index(optimizer) for optimizer in chosen})
         norms = self.measure(numbers)
         totals = torch.stack([torch.linalg.vector_norm(each) for each in norms])
         if not self.nonfinite and self.spike is None:
@@ -134,7 +134,8 @@ class Guard:
         """Gradient norms (parameters,) of each optimizer over all ranks; zeros if left out."""
         for number in numbers:  # all messages leave before the first is waited for
             self._parts[number].launch()
-        norms = [torch.zeros(len(names_of(each)), device=self._device) for each in self.optimizers]
+        plain: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
+        norms = [torch.zeros(len(names_of(each)), **plain) for each in self.optimizers]
         for number in numbers:
             norms[number] = self._parts[number].measure()
         return norms
@@ -166,7 +167,7 @@ class Guard:
         self, numbers: Sequence[int], totals: Tensor, loss: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Loss and norms (1 + optimizers,), and which of them to judge at this step."""
-        low = torch.full((), -torch.inf, device=self._device)  # is no spike
+        low = torch.full_like(totals[0], -torch.inf)  # is no spike
         values, judged = [low], [torch.full_like(low, loss is not None, dtype=torch.bool)]
         if loss is not None:
             given = torch.as_tensor(loss).detach().to(self._device, torch.float32).reshape(())
@@ -242,7 +243,8 @@ class Spikes:
 
     def __init__(self, rule: SpikeRule, values: int, device: torch.device):
         self.rule = rule
-        self.window = torch.full((values, rule.window), torch.nan, device=device)  # NaN: empty
+        self.window = torch.full((values, rule.window), torch.nan, dtype=torch.float32,
+                                 device=device)  # NaN: empty  # fmt: skip
         self.entered = torch.zeros(values, dtype=torch.int64, device=device)
         self.in_a_row = torch.zeros(values, dtype=torch.int64, device=device)
 

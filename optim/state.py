@@ -1,5 +1,6 @@
 """State by name for any optimizer: ours, whole at any world size, and torch's own."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -88,14 +89,16 @@ def reset(optimizer: Any) -> None:
     else:
         optimizer.state.clear()
     for group in optimizer.param_groups:
-        group["lr"] = group.get("initial_lr", group["lr"])
+        group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))  # a tensor may be filled
 
 
 def copy_state(optimizer: Any, source: str, target: str) -> None:
     """Give the parameter named `target` a copy of the state of the one named `source`. Collective.
 
-    Their shapes must be equal.
+    Their shapes must be equal. ValueError for an unknown name.
     """
+    if unknown := {source, target} - {*names_of(optimizer)}:
+        raise ValueError(f"no parameter is named {', '.join(sorted(unknown))}; name it as built")
     state = dict(named_state(optimizer))
     for key in list(state):
         name, _, kind = key.rpartition(".")
@@ -114,11 +117,13 @@ def gather_state(optimizers: Mapping[str, Any], guard: Any) -> dict[str, Tensor]
 
 
 def spread_state(optimizers: Mapping[str, Any], guard: Any, state: Mapping[str, Tensor]) -> None:
-    """Load a `gather_state` of any number of ranks. ValueError for an unknown parameter."""
+    """Load a `gather_state` of any number of ranks. ValueError for an unknown name."""
     parts: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*optimizers, "guard")}
     for name, tensor in state.items():
         kind, _, rest = name.partition(".")
-        parts.setdefault(kind, {})[rest] = tensor
+        if kind not in parts:
+            raise ValueError(f"the state has an unknown {name}; build the optimizers as they were")
+        parts[kind][rest] = tensor
     for kind, optimizer in optimizers.items():
         load_named_state(optimizer, parts[kind])
     guard.load_state_dict(parts["guard"])

@@ -175,7 +175,7 @@ def in_sums(period, bad, guarded):
                 FAULTS["nan"](params["muon.1"].grad)
             saved, guard = save(guard.state_dict()), Guard([muon, adam])
             guard.load_state_dict(load(saved))  # as after a resume
-            guard.step(only=[muon, adam] if last else [muon])
+            guard.step(only=[muon, adam, muon] if last else [muon])  # each once
         elif step not in bad:
             muon.step()
         if last:
@@ -238,8 +238,9 @@ def test_a_compiled_update_is_the_eager_one_and_writes_to_no_input(kinds, monkey
             give_gradients(params, step)
             if step == 2:
                 FAULTS["inf"](params[f"{kinds[0]}.1"].grad)
-            for group in optimizers[0].param_groups:
-                group["lr"] = 0.01 * (step + 1)
+            for group in optimizers[0].param_groups:  # what OneCycleLR changes
+                beta = 0.9 - 0.1 * step
+                group.update(lr=0.01 * (step + 1), momentum=beta, betas=(beta, 0.95))
             guard.step()
             if step == 1:
                 frames = counter.frame_count

@@ -93,8 +93,15 @@ def test_every_verdict_is_that_of_the_slow_twin_though_each_step_resumes_from_a_
         assert taken(guard, [loss]) == [expected]
 
 
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def default_dtype(request):
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("level", [1.0, 1e5])
-def test_a_norm_may_rise_by_the_same_factor_at_every_level(level):
+def test_a_norm_may_rise_by_the_same_factor_at_every_level(level, default_dtype):
     guard = watcher(SpikeRule())
     norms = [level] * 40 + [1.3 * level, 1.4 * level]
     verdicts = [takes(guard, log_norm=math.log(norm)) for norm in norms]

@@ -10,7 +10,10 @@ from safetensors.torch import load_file, save_file
 from test_optim import BETAS, KINDS, assert_same, give_gradients, members, parameters, train
 from torch import nn
 
-from optim import AdamW, Guard, Muon, NorMuon, load_named_state, named_state, reset
+from optim import (
+    AdamW, Guard, Muon, NorMuon, copy_state, gather_state, load_named_state, named_state, reset,
+    spread_state,
+)  # fmt: skip
 
 SHAPES = ((4, 8), (8, 4), (4, 8))
 
@@ -70,11 +73,13 @@ def test_reset_returns_to_the_first_step_in_place(index):
     buckets = getattr(optimizer, "buckets", [])
     fresh = dict(named_state(optimizer))
     places = [tensor.data_ptr() for bucket in buckets for tensor in bucket.state.values()]
-    optimizer.param_groups[0]["initial_lr"] = 0.5
+    optimizer.param_groups[0]["initial_lr"] = torch.tensor(0.5)
     train(optimizer, range(2))
-    reset(optimizer)
-    assert_same(dict(named_state(optimizer)), fresh)
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    for _ in range(2):  # a schedule may fill a rate that is a tensor
+        reset(optimizer)
+        assert_same(dict(named_state(optimizer)), fresh)
+        assert optimizer.param_groups[0]["lr"].item() == 0.5
+        optimizer.param_groups[0]["lr"].mul_(2)
     # A captured graph needs all state at its address.
     assert places == [tensor.data_ptr() for bucket in buckets for tensor in bucket.state.values()]
 
@@ -111,6 +116,16 @@ def test_a_named_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(
     with pytest.raises(ValueError, match=message):
         optimizer.load_named_state(tensors)
     assert_same(dict(optimizer.named_state()), before)
+
+
+def test_a_name_that_no_parameter_or_optimizer_has_is_refused():
+    optimizer = NorMuon(named_layers("a"), 0.05)
+    optimizers, guard = {"matrix": optimizer}, Guard([optimizer])
+    state = gather_state(optimizers, guard)
+    with pytest.raises(ValueError, match="no parameter is named z; name it as built"):
+        copy_state(optimizer, "z", "a")
+    with pytest.raises(ValueError, match="has an unknown other.a.momentum; build the optimizers"):
+        spread_state(optimizers, guard, state | {"other.a.momentum": state["matrix.a.momentum"]})
 
 
 @pytest.mark.parametrize("key", ["split", "transposed"])
