@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -292,6 +292,7 @@ def train(
             time.sleep(0.1)
 
 
+@cache
 def has_gpu() -> bool:
     words = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
     return subprocess.run(words).returncode == 0

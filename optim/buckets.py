@@ -171,17 +171,14 @@ class Bucket:
                 yield matrices, self._tensors(parts, matrices, columns)
 
     def _tensors(self, parts: list[Part], matrices: slice, columns: slice) -> Tensors:
-        if self.sums is None:
-            gradients = [part.gradient()[:, columns] for part in parts]
-        else:
-            gradients = [self.sums[matrices, columns]]
-        if self.old is None:
-            weights = [part.weight()[:, columns] for part in parts]
-        else:
-            weights = [self.old[matrices, columns]]
+        def cut(received: Tensor | None, own: Callable[[Part], Tensor]) -> list[Tensor]:
+            if received is not None:
+                return [received[matrices, columns]]
+            return [own(part)[:, columns] for part in parts]
+
         target = None if self.fresh is None else self.fresh[matrices, columns]
         state = [self.state[name][matrices, columns] for name in self.state if name != "step"]
-        return gradients, weights, target, state
+        return cut(self.sums, Part.gradient), cut(self.old, Part.weight), target, state
 
 
 class Message:

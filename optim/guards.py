@@ -134,8 +134,8 @@ class Guard:
         """Gradient norms (parameters,) of each optimizer over all ranks; zeros if left out."""
         for number in numbers:  # all messages leave before the first is waited for
             self._parts[number].launch()
-        plain: dict[str, Any] = {"dtype": torch.float32, "device": self._device}
-        norms = [torch.zeros(len(names_of(each)), **plain) for each in self.optimizers]
+        counts = map(len, map(names_of, self.optimizers))
+        norms = [torch.zeros(count, device=self._device).float() for count in counts]
         for number in numbers:
             norms[number] = self._parts[number].measure()
         return norms
@@ -239,12 +239,11 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
 
 
 class Spikes:
-    """The windows of a loss (value 0) and of norms (the other values), all on the device."""
+    """The windows of a loss (value 0) and of norms (the other values); NaN: an empty place."""
 
     def __init__(self, rule: SpikeRule, values: int, device: torch.device):
         self.rule = rule
-        self.window = torch.full((values, rule.window), torch.nan, dtype=torch.float32,
-                                 device=device)  # NaN: empty  # fmt: skip
+        self.window = torch.full((values, rule.window), torch.nan, device=device).float()
         self.entered = torch.zeros(values, dtype=torch.int64, device=device)
         self.in_a_row = torch.zeros(values, dtype=torch.int64, device=device)
 

@@ -84,10 +84,7 @@ def load_named_state(optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
 
 def reset(optimizer: Any) -> None:
     """Forget all steps: state as before the first one, and the initial learning rate."""
-    if hasattr(optimizer, "reset"):
-        optimizer.reset()
-    else:
-        optimizer.state.clear()
+    getattr(optimizer, "reset", optimizer.state.clear)()
     for group in optimizer.param_groups:
         group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))  # a tensor may be filled
 

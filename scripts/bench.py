@@ -98,21 +98,19 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """What runs here, waits and compilations that no step may have, and a table of the stages."""
     config = parse(Config, flags, train_gpt.preset, "")
     machine = machines.start(config.device, config.rank_timeout)
-    data = "those of the track"
-    with tempfile.TemporaryDirectory(prefix="speedrun_", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="random_tokens_", ignore_cleanup_errors=True) as folder:
         if machine.on_main(lambda: not any(Path(config.data_dir).glob("*val_*.bin"))):
-            data = "random tokens"
             config = replace(config, steps=RANDOM_STEPS, val_tokens=2 * config.val_seq_len)
             folder = machine.on_main(partial(write_random, config, folder))
             config = replace(config, data_dir=folder, val_sha256="")
         trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
         train_gpt.warm_up(trainer, clock)
-        facts = trainer.env | trainer.checks | {"data": data, "ranks": machine.world_size}
+        facts = {"data": config.data_dir, "ranks": machine.world_size} | trainer.env
         facts |= {kind: f"{trainer.env[kind]}, {why}" for kind, why in trainer.chosen.items()}
         shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]
         facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
         facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases}
-        facts |= count_slips(trainer) | {"peak, MiB": machines.peak_mib(machine)}
+        facts |= trainer.checks | count_slips(trainer) | {"peak, MiB": machines.peak_mib(machine)}
         return {"facts": facts, "step": step_table(trainer, given)}
 
 

@@ -28,7 +28,7 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from claims.logs import finished_runs
-from claims.rerun import child_process
+from claims.rerun import child_process, has_gpu
 from runtime.errors import LogError
 from runtime.log import config_hash, register, source_hash
 
@@ -67,20 +67,22 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
 
 
 def estimate(out: Path, config: dict[str, Any], plan: RacePlan) -> str:
-    """How long it may take, by a run of this recipe: of the newest judgement, else of a record."""
+    """How long it may take: by --minutes, a run of the newest judgement, or one of a record."""
     track, recipe, steps = config["track"], config.get("recipe"), config["steps"]
+    low, high = 2 * plan.looks[0], 2 * plan.looks[-1]  # runs
     if minutes := config.get("minutes"):
-        return (f"each run trains {minutes:g} minutes, which ranks machines as much as ideas: the "
-                "answer is that of this one")  # fmt: skip
+        return (f"each run trains {minutes:g} minutes, which ranks machines as much as ideas: all "
+                f"in all {low * minutes:g} to {high * minutes:g} minutes")  # fmt: skip
     judged, records = out.glob("*/[AB]"), (ROOT / "records" / track).glob("*/runs")
     for folder in [*sorted(judged, reverse=True), *sorted(records, reverse=True)]:
         for run in finished_runs(folder):
-            if run.track == track and run.complete and run.header["config"].get("recipe") == recipe:
+            gpu, ran = run.env.get("gpu"), (run.track, run.header["config"].get("recipe"))
+            if run.complete and ran == (track, recipe) and bool(gpu) == has_gpu():
                 minutes = run.end["t_ms"] / 60_000 * steps / run.validations[-1].step
-                low, high = (2 * minutes * plan.looks[number] for number in (0, -1))
-                return (f"{steps} steps take about {minutes:.1f} minutes by {run.path}: "
-                        f"all in all {low:.0f} to {high:.0f} minutes")  # fmt: skip
-    return f"no run of {track} by {recipe} is known yet: the first one shows how long it takes"
+                return (f"{steps} steps take about {minutes:.1f} minutes by {run.path} on "
+                        f"{gpu or run.env.get('cpu')}: all in all {low * minutes:.0f} to "
+                        f"{high * minutes:.0f}")  # fmt: skip
+    return f"no run of {track} by {recipe} on a machine as here: the first shows how long it takes"
 
 
 def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:

@@ -182,6 +182,7 @@ def test_without_a_folder_the_newest_model_writes(folder, tmp_path, capsys, monk
     ("--temperature nan", "--temperature nan: it must be"),
     ("--tokens -1", "--tokens -1: at least 0"),
     ("missing b", "missing holds no trained model. A run leaves one in checkpoints"),
+    ("checkpoints/missing", "missing holds no trained model. A run leaves"),
 ])  # fmt: skip
 def test_bad_words_are_refused_with_the_fix(words, sentence, capsys):
     assert sample_script.main(words.split()) == 2
