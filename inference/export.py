@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.tokenizers import PATTERN
 from inference.model import Model, load_model
-from runtime.checkpoint import CONFIG, MODEL, VOCABULARY
+from runtime.checkpoint import CONFIG, MODEL, VOCABULARY, verify
 from runtime.errors import Refused
 from train_gpt import GPT, SOFTCAPS, at, rotary_at
 
@@ -22,7 +22,6 @@ MODELING = Path(__file__).with_name("modeling_speedrun.py")
 PIECES = ("smear", "attention_gates", "value_gates", "xsa", "biases", "ngrams")
 BY_TOKEN = ("embed", "lm_head", "lm_head_bias")  # rows for tokens; value embeddings have them too
 
-CHECKED_TOKENS = 1024  # of the comparison: more than most windows, so that they take part in it
 TOLERANCE = 2e-3  # on float32 logits, which are between 0 and 30; a wrong piece moves them by more
 
 
@@ -45,6 +44,7 @@ def export(kept: Path, to: Path) -> float:
     try:
         write_model(trained, partial)
         if trained.facts.get("tokenizer") == VOCABULARY:
+            verify(kept, (VOCABULARY,))
             write_tokenizer(kept / VOCABULARY, partial)
         apart = largest_difference(trained, partial)
         partial.rename(to)
@@ -159,7 +159,8 @@ def largest_difference(trained: Model, folder: Path) -> float:
     from inference.modeling_speedrun import SpeedrunForCausalLM
 
     config = trained.config
-    count = min(CHECKED_TOKENS, config.seq_len)
+    longest = max(at(config, config.steps).windows.values())
+    count = min(2 * longest, config.seq_len)  # so that a document reaches beyond its window
     tokens = torch.arange(count).square().mul(7919).remainder(config.vocab_size).view(1, count)
     tokens[0, [0, count // 3]] = config.bos
     exported = SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32)

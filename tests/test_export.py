@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -19,7 +20,7 @@ import train_gpt
 from data.tokenizers import CODE, PROSE, read_tokenizer
 from inference.export import MODELING, export, exported_layers, write_model
 from inference.model import load_model
-from runtime.checkpoint import save_final
+from runtime.checkpoint import VOCABULARY, save_final
 from runtime.errors import Refused
 from scripts.export_model import main
 from train_gpt import STAGES
@@ -230,6 +231,15 @@ def test_the_exported_tokenizer_splits_text_as_tiktoken_does(exported, vocabular
         ids = tokenizer(text)["input_ids"]
         assert ids == [known.eot_token, *known.encode_ordinary(text)]
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@needs_transformers
+def test_a_vocabulary_that_has_changed_is_not_exported(exported, tmp_path):
+    kept = shutil.copytree(exported.parent / "kept", tmp_path / "kept") / "final"
+    with (kept / VOCABULARY).open("ab") as file:
+        file.write(b"\n")
+    with pytest.raises(Refused, match=VOCABULARY):
+        export(kept, tmp_path / "exported")
 
 
 def another_trainer(patch):
