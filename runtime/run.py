@@ -72,11 +72,12 @@ class Run(contextlib.AbstractContextManager):
         plan, clock_ms = self.plan, 0.0
         path, sha256 = plan.checkpoint, plan.checkpoint_sha256
         if path is not None:
-            model, optim, state = self._machine.on_main(lambda: checkpoint.load(path, sha256))
-            self.trainer.load_state_dict({"model": model, "optim": optim, "data": state["data"]})
+            model, saved, state = self._machine.on_main(lambda: checkpoint.load(path, sha256))
             for name, generator in generators(self._machine).items():
-                if name in optim:  # else saved on fewer ranks: this one keeps its own
-                    generator.set_state(optim[name])
+                if name in saved:  # else saved on fewer ranks: this one keeps its own
+                    generator.set_state(saved[name])
+            optim = {name: saved[name] for name in saved if not name.startswith("random.")}
+            self.trainer.load_state_dict({"model": model, "optim": optim, "data": state["data"]})
             clock_ms = state["clock_ms"]
         self.clock.begin_run()
         if plan.history is not None:
