@@ -258,7 +258,7 @@ class Config(RunSettings):
     adam_betas: tuple[float, float] = setting((0.65, 0.95), "of AdamW", below=1)
     adam_eps: float = setting(1e-8, "of AdamW; gradients are sums over a row")
     adam_wd: float = setting(0.0, "weight decay of AdamW, times the learning rate")
-    adam_accum_steps: int = setting(2, "steps whose gradients AdamW sums", at_least=1)
+    adam_accum_steps: int = setting(2, "steps that AdamW sums up", at_least=1, at_most=16)
     embed_lr_mul: float = setting(75.0, "multiplier for the token embedding")
     embed_wd_mul: float | None = setting(None, "for embed's and head's decay; auto: lr_mul")
     value_embed_lr_mul: float = setting(75.0, "multiplier for value embeddings and bigrams")
@@ -508,12 +508,10 @@ def at(config: Config, step: int) -> Now:
         short = long = max(config.seq_len, config.val_seq_len)
     if step == config.steps:  # the last validation
         short, long = min(short, config.val_window), config.val_window
-
     weights = [(1.0, 1.0), *stage.ahead]
     if config.prefixes and (stage.ahead or any(stage.prefix)):
         weights.append(stage.prefix)
     progress = (step - first) / (end - first)  # through the stage: weights change linearly
-
     late = config.val_every_late and step >= 0.9 * config.steps
     every = config.val_every_late if late else config.val_every
     validates = step == config.steps or (every > 0 and step % every == 0)
@@ -1269,15 +1267,17 @@ class Trainer:
         # A model may write any byte, and none may steer the terminal.
         return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
+    def model_state(self) -> dict[str, Tensor]:
+        """Copies of all parameters on the host."""
+        return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""
         optimizers = optim.gather_state(self.optimizers, self.guard)
         data = self.data.train.state_dict() | {"rows_sha256": self.trained_rows()}
         if not self.machine.is_main:
             return {"model": {}, "optim": {}, "data": {}}
-        weights = self.model.named_parameters()
-        model = {name: weight.detach().cpu().clone() for name, weight in weights}
-        return {"model": model, "optim": optimizers, "data": data}
+        return {"model": self.model_state(), "optim": optimizers, "data": data}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Load a `state_dict` of any number of ranks. An error says what does not fit."""
@@ -1376,12 +1376,12 @@ def make_runs(config: Config) -> int:
             trainer.reset(plan.seed)
             with Run(trainer, plan, clock, stop, source=SOURCE) as run:
                 losses[plan.seed] = val_loss = train(trainer, run)
+                if config.keep_model:  # first: what follows may not fit the memory
+                    run.keep(val_loss, TOKENIZERS.get(config.vocab_size))
                 with run.pause("check"):
                     proof = check_trained_model(trainer)
                 with run.pause("probe"):
                     probes = machine.on_main(trainer.copied_and_new)
-                if config.keep_model:
-                    run.keep(val_loss, TOKENIZERS.get(config.vocab_size))
                 if config.sample_tokens and config.vocab_size in TOKENIZERS and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")

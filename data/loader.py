@@ -76,8 +76,11 @@ class Batch(NamedTuple):
     cu_seqlens: torch.Tensor  # int32 (capacity,): starts of rows and documents, then the end
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch on `device`; the copy does not block the host."""
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
+        """Return the batch on `device`; from pinned memory the copy does not block the host.
+
+        From other memory it must: Apple's GPUs may read it when it is gone (torch issue 189690).
+        """
+        return Batch(*(each.to(device, non_blocking=each.is_pinned()) for each in self))
 
 
 def _begins(rows: Tokens, bos: int | None) -> NDArray:
@@ -138,10 +141,9 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Walk:
         step, offset = step + 1, found[-1][1]
         yield [row for row, _ in found], Position(step, index, offset)
     rule = "contiguous rows" if order.bos is None else f"documents that start with {order.bos}"
-    raise ShardError(
-        f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read as {rule}. "
-        f"Set --steps to at most {step:,}, or add shards."
-    )
+    fix = f"Set --steps to at most {step:,}" if step else "Lower --batch-tokens or --data-start"
+    raise ShardError(f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read "
+                     f"as {rule}. {fix}, or add shards.")  # fmt: skip
 
 
 def _aligned_rows(tokens: Shard, order: Order, max_document: int, offset: int) -> Found:

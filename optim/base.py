@@ -137,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             alike.setdefault(param.dtype, []).extend(self._parts[param])
         for parts in alike.values():
             self._share(parts)
-        self._load(kept)
+        self.load_some(kept)
 
     def _cut(self, number: int, param: Tensor, group: dict[str, Any]) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
@@ -340,9 +340,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 wrong.append(f"has {name} as {tuple(tensors[name].shape)}, not {shape}")
         if wrong:
             raise ValueError(f"the state {'; '.join(wrong[:5])}; build the optimizer as it was")
-        self._load(tensors)
+        self.load_some(tensors)
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_some(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load those of a `named_state` that are given, unchecked."""
         for param, kind, _ in self._shapes():
             given = tensors.get(f"{self._names[param]}.{kind}")
             if given is None:

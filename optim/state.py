@@ -92,16 +92,19 @@ def reset(optimizer: Any) -> None:
 def copy_state(optimizer: Any, source: str, target: str) -> None:
     """Give the parameter named `target` a copy of the state of the one named `source`. Collective.
 
-    Their shapes must be equal. ValueError for an unknown name.
+    ValueError for an unknown name or unequal shapes.
     """
-    if unknown := {source, target} - {*names_of(optimizer)}:
-        raise ValueError(f"no parameter is named {', '.join(sorted(unknown))}; name it as built")
-    state = dict(named_state(optimizer))
-    for key in list(state):
+    params = dict(zip(names_of(optimizer), params_of(optimizer), strict=True))
+    if {source, target} - {*params} or params[source].shape != params[target].shape:
+        raise ValueError(f"{source} and {target} must be two known parameters of one shape")
+    state: dict[str, Tensor] = {}
+    for key, tensor in named_state(optimizer):  # one by one: all would double the memory
         name, _, kind = key.rpartition(".")
-        if name == source:
-            state[f"{target}.{kind}"] = state[key]
-    load_named_state(optimizer, state)
+        state |= {kind: tensor} if name == source else {}
+    if hasattr(optimizer, "load_some"):
+        optimizer.load_some({f"{target}.{kind}": tensor for kind, tensor in state.items()})
+    else:
+        optimizer.state[params[target]] = state
 
 
 def gather_state(optimizers: Mapping[str, Any], guard: Any) -> dict[str, Tensor]:

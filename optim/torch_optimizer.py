@@ -54,16 +54,13 @@ class TorchOptimizer:
         """Norm of each parameter's mean gradient (parameters,), float32."""
         for work in self._sums:
             work.wait()
-        norms = []
-        for param in self.params:
-            norm = torch.zeros((), device=self.params[0].device)
+        norms = torch.zeros(len(self.params), device=self.params[0].device).float()
+        for norm, param in zip(norms, self.params, strict=True):
             if param.grad is not None:
                 param.grad.div_(self.grad_divisor)
                 wide = torch.promote_types(param.dtype, torch.float32)
-                found = torch.linalg.vector_norm(param.grad, dtype=wide)
-                norm = whole(found, norm.device).float()
-            norms.append(norm)
-        return torch.stack(norms)
+                norm.copy_(whole(torch.linalg.vector_norm(param.grad, dtype=wide), norm.device))
+        return norms
 
     def step(self, *, ok: Tensor | bool) -> None:
         """Take the step if `ok` is true. Reading a flag on a GPU waits for it."""

@@ -226,8 +226,8 @@ def without_garbage_collection() -> Iterator[None]:
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on `device`. From pinned memory the copy does not wait for a GPU."""
     if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)  # Apple's would read it later, when it may be gone: see Batch.to
 
 
 def native_bf16(device: torch.device) -> bool:

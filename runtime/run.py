@@ -274,15 +274,14 @@ class Run(contextlib.AbstractContextManager):
     # ---- The end
 
     def keep(self, val_loss: float, tokenizer: Path | str | None) -> None:
-        """Write the trained model, off the clock. A full disk is a warning. Collective."""
+        """Write the trained model, off the clock. A full disk is a warning."""
         known = {"run_id": self.plan.run_id, "steps": self.steps_done, "val_loss": val_loss}
         known |= {name: self._header[name] for name in ("seed", "source_sha256", "config")}
         known["tokens"] = self._header["train_tokens"]
-        with self.pause("keep"):
-            model = self.trainer.state_dict()["model"]
+        with self.pause("keep"), self._warning("the trained model"):
             if self._machine.is_main:
-                with self._warning("the trained model"):
-                    checkpoint.save_final(self._folder, model, known, tokenizer)
+                model = self.trainer.model_state()
+                checkpoint.save_final(self._folder, model, known, tokenizer)
 
     def finish(self, val_loss: float, found: dict[str, Any]) -> None:
         """End a run that is done. found: further fields of the end event, `probes` among them."""
@@ -314,7 +313,7 @@ class Run(contextlib.AbstractContextManager):
 
     def _explain(self, error: BaseException) -> None:
         """Say what ended the run and how to resume it."""
-        how = f"stopped in step {self.steps_done + 1}"
+        how = f"stopped after step {self.steps_done}"
         if isinstance(error, NonFinite):
             self._end["status"], self.code = "nonfinite", error.code
             how = f"error: {error}. Lower the learning rates, or use --dtype float32; stopped"
@@ -331,7 +330,7 @@ class Run(contextlib.AbstractContextManager):
         if not self._config.keep_model:
             shutil.rmtree(self._folder, ignore_errors=True)
         elif (self._folder / checkpoint.FINAL).exists():  # else it could not be written
-            for path in checkpoint.checkpoints(self._folder):
+            for path in self._folder.glob("*step_*"):  # a killed process may leave .step_000100
                 checkpoint.remove(path)
 
 

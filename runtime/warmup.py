@@ -3,6 +3,7 @@
 Also the choice whether to compile, and the dry run. `trainer` is that of train_gpt.py.
 """
 
+import gc
 import math
 import os
 import shutil
@@ -165,7 +166,7 @@ def rehearse(trainer: Any) -> None:
     """Take steps of every stage and validate batches of every shape: all graphs compile here."""
     config = trainer.config
     # Some gradients are 0 until the head has moved.
-    take_steps(trainer, 0, 2 * config.adam_accum_steps)
+    take_steps(trainer, 0, min(2 * config.adam_accum_steps, config.steps))
     shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
     for first, *_ in trainer.changes:
         take_steps(trainer, first, 1)
@@ -189,7 +190,7 @@ def time_stages(trainer: Any, clock: Clock) -> list[tuple[int, float]]:
     firsts = [first for first, *_ in trainer.changes]
     for first, end in pairwise([*firsts, config.steps]):
         count = math.ceil(TIMED_STEPS * (end - first) / config.steps) + 2
-        count += -count % config.adam_accum_steps
+        count = min(count + -count % config.adam_accum_steps, end - first)
         with clock.phase("train", timed=True):
             take_steps(trainer, first, count)
         found.append((end - first, clock.phases[-1].ms / count))
@@ -207,7 +208,9 @@ def steps_that_fill(minutes: float, trainer: Any) -> int:
         raise Refused(f"--minutes {minutes:g}: a step takes {step_ms / 60_000:.2g} minutes. "
                       f"Give it at least one step.")  # fmt: skip
     machine.say(f"{minutes:g} minutes are {steps:,} steps of {step_ms:,.1f} ms")
-    torch._dynamo.reset()  # else its graphs keep this trainer in memory
+    trainer.__dict__.clear()  # else graphs and the cycles of optimizers keep it in memory
+    torch._dynamo.reset()
+    gc.collect()
     return steps
 
 
@@ -285,9 +288,8 @@ def check_rows(model: Any, inputs: Tensor, targets: Tensor) -> dict[str, float]:
 
     each, half = model.token_losses(inputs, targets), targets.size(1) // 2
     cut = inputs.size(1) - targets.size(1) + half  # targets may be those of each row's end alone
-    changes = []
-    for changed in other_futures(inputs, cut, model.config.padded_vocab, model.config.bos):
-        changes.append((model.token_losses(changed, targets) - each)[:, :half].abs().max())
+    others = other_futures(inputs, cut, model.config.padded_vocab, model.config.bos)
+    changes = [(model.token_losses(o, targets) - each)[:, :half].abs().max() for o in others]
     parts = summed(inputs[:, :cut], targets[:, :half]) + each[:, half:].sum()
     return {
         "normalized": probability(model, inputs[:1, :8]),
@@ -330,10 +332,8 @@ def check_trained_model(trainer: Any) -> dict[str, Any]:
     Each rank checks two rows that it validates, or none if it has none. The worst values count.
     """
     trainer.model.set_step(trainer.config.steps)
-    found = []
-    for batch in trainer.data.validation[:1]:
-        inputs, targets, _ = batch.to(trainer.machine.device)
-        found.append(check_rows(trainer.model, inputs[:2], targets[:2]))
+    first = [batch.to(trainer.machine.device) for batch in trainer.data.validation[:1]]
+    found = [check_rows(trainer.model, each.inputs[:2], each.targets[:2]) for each in first]
     everywhere = [checks for each in trainer.machine.gather(found) for checks in each]
     worst = {}
     for name, honest in {"normalized": 1.0, "causality_trained": 0.0, "additive": 0.0}.items():

@@ -74,9 +74,12 @@ class StubTrainer:
         self.position = 0
         self.spoil = 0.0  # added to the next loss
 
+    def model_state(self) -> dict:
+        return {"weights": self.weights.clone()}
+
     def state_dict(self) -> dict:
         return {
-            "model": {"weights": self.weights.clone()},
+            "model": self.model_state(),
             "optim": {"weights.momentum": self.momentum.clone()},
             "data": {"position": self.position},
         }

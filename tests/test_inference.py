@@ -247,7 +247,7 @@ def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, 
     for trial in range(2):
         assert outcome.losses(trial) == quiet.losses(trial)
         untimed = [each["name"] for each in outcome.events("phase", trial) if not each["timed"]]
-        assert untimed[-3:] == [["check", "probe", "keep"], ["probe", "keep", "sample"]][trial]
+        assert untimed[-3:] == [["keep", "check", "probe"], ["check", "probe", "sample"]][trial]
 
 
 def test_a_vocabulary_that_cannot_be_read_is_refused_before_the_run(trained, tmp_path, monkeypatch):

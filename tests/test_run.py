@@ -116,7 +116,7 @@ def test_an_error_in_the_code_is_logged_and_keeps_its_traceback(tmp_path, capsys
     with pytest.raises(ZeroDivisionError):
         run(tmp_path, {4: fail})
     assert events(tmp_path, "end")[0]["status"] == "error"
-    assert "stopped in step 4, nothing was saved" in capsys.readouterr().out
+    assert "stopped after step 3, nothing was saved" in capsys.readouterr().out
 
 
 # ---- When to save
@@ -174,7 +174,7 @@ def test_what_is_kept_of_a_run_are_its_last_weights_and_where_they_come_from(tmp
     assert facts["val_loss"] == validated["val_loss"]
     assert (facts["steps"], facts["tokens"], facts["tokenizer"]) == (10, 40, "gpt2")
     phases = [event["name"] for event in events(tmp_path, "phase") if not event["timed"]]
-    assert phases[-1] == "keep", "off the clock"
+    assert "keep" in phases, "off the clock"
     (folder / "config.json").write_text("{}")
     with pytest.raises(Refused, match=r"config.json has SHA-256"):
         load_final(folder)

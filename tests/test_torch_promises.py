@@ -120,7 +120,7 @@ def test_a_name_that_no_parameter_or_optimizer_has_is_refused():
     optimizer = NorMuon(named_layers("a"), 0.05)
     optimizers, guard = {"matrix": optimizer}, Guard([optimizer])
     state = optim.gather_state(optimizers, guard)
-    with pytest.raises(ValueError, match="no parameter is named z; name it as built"):
+    with pytest.raises(ValueError, match="z and a must be two known parameters of one"):
         optim.copy_state(optimizer, "z", "a")
     with pytest.raises(ValueError, match=r"has an unknown other\.momentum; build the"):
         optim.spread_state(optimizers, guard, state | {"other.momentum": torch.ones(1)})
