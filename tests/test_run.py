@@ -155,7 +155,11 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_run_that_is_done_keeps_its_model_alone_and_only_if_told(keep, tmp_path):
-    run(tmp_path, checkpoint_every=3, keep_model=keep)
+    def kill(trainer, step):  # another process, while it wrote
+        wait_for_writer(trainer, step)
+        next(tmp_path.glob("checkpoints/*/step_*")).with_name(".step_000002").mkdir()
+
+    run(tmp_path, {10: kill}, checkpoint_every=3, keep_model=keep)
     left = sorted(path.name for path in tmp_path.glob("checkpoints/*/*"))
     assert left == (["final"] if keep else [])
     assert len(list((tmp_path / "checkpoints").iterdir())) == keep
