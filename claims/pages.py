@@ -270,7 +270,7 @@ def plot_tokens(claims: Sequence[Evidence], path: Path) -> None:
         drawn = bars.barh(names, [one.tokens / 1e6 for one in claims], height=0.6)
         bars.bar_label(drawn, fmt="%.3g", padding=3)
         bars.margins(x=0.12)  # room for the longest label
-        bars.set_xlabel(f"million tokens to a loss of {claims[0].claim.target:g}")
+        bars.set_xlabel(f"million tokens, to end below {claims[0].claim.target:g}")
         for probe, label in PROBES.items():
             losses = [mean_probe(one, probe) for one in claims]  # NaN is not drawn
             dots.plot(losses, names, "o", label=label)

@@ -60,7 +60,7 @@ class RunSettings:
     quick_vals: int = setting(0, "validations of one batch in a short run, to see the loss fall")
     keep_model: bool = setting(True, "keep the trained model, in checkpoints/RUN/final")
     sample_tokens: int = setting(0, "tokens the model writes after the last run")
-    resume: str = setting("off", "auto: finish interrupted runs of these", one_of=("off", "auto"))
+    resume: str = setting("off", "auto: finish what was interrupted", one_of=("off", "auto"))
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
     progress: str = setting("auto", "auto: live on a terminal", one_of=("auto", "lines"))

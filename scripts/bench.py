@@ -1,6 +1,6 @@
 """What does a training step cost, and what does an optimizer step cost?
 
-    python scripts/bench.py step                       the tiny track, each stage of its schedule
+    python scripts/bench.py step                       `tiny` or, on a GPU, `short`: each stage
     torchrun --nproc_per_node=8 scripts/bench.py step -- --track short
     python scripts/bench.py optim --sets gpt2s         our optimizers beside torch.optim's
 

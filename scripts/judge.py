@@ -157,7 +157,7 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
         new = stats.Difference(**facts["new_tokens"])
         lines.append(f"  on new tokens (95% interval): {stats.in_words(new, FORM)}")
     bound = f"at most {count} x {ALPHA:g} = {min(1, count * ALPHA):g}"
-    lines.append(f"  {count} judgements so far; the chance of any false finding is {bound}")
+    lines.append(f"  {count} judgements so far; the chance of a false better or worse is {bound}")
     if verdict.outcome == "better" and "--minutes" not in str(facts["B"]["flags"]):
         claim = f"record.py claim NAME --about TEXT --from-judgement {number}"
         lines.append(f"  prove it on fresh seeds: python scripts/{claim}")
