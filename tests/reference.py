@@ -24,22 +24,11 @@ def iterate(G: Tensor, method: str) -> Tensor:
 
 
 def muon_step(
-    weight: Tensor,
-    grad: Tensor,
-    state: dict[str, Tensor],
-    *,
-    lr: float,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    weight_decay: float = 0.0,
-    scale: str = "spectral",
-    split: int = 1,
-    method: str = "polar_express",
-    lr_mul: float = 1.0,
-    wd_mul: float = 1.0,
-    beta2: float | None = None,
-    cautious: bool = False,
-) -> Tensor:
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: float, momentum: float = 0.95,
+    nesterov: bool = True, weight_decay: float = 0.0, scale: str = "spectral", split: int = 1,
+    method: str = "polar_express", lr_mul: float = 1.0, wd_mul: float = 1.0,
+    beta2: float | None = None, cautious: bool = False,
+) -> Tensor:  # fmt: skip
     """One step of Muon or, with beta2, of NorMuon, for one weight (rows, cols)."""
     weight, grad = weight.double(), grad.double()
     rows, cols = weight.shape
@@ -85,18 +74,10 @@ def normalize_variance(
 
 
 def adam_step(
-    weight: Tensor,
-    grad: Tensor,
-    state: dict[str, Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    lr_mul: float = 1.0,
-    wd_mul: float = 1.0,
-    cautious: bool = False,
-) -> Tensor:
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: float,
+    betas: tuple[float, float], eps: float = 1e-8, weight_decay: float = 0.0, lr_mul: float = 1.0,
+    wd_mul: float = 1.0, cautious: bool = False,
+) -> Tensor:  # fmt: skip
     """One step of Adam with decoupled decay, for a weight of any shape."""
     weight, grad = weight.double(), grad.double()
     beta1, beta2 = betas

@@ -150,6 +150,5 @@ def run_words(words: list[str], logs: Path) -> Outcome:
         except Exception as error:
             code = 1
             print(f"Traceback: {type(error).__name__}: {error}", file=err)
-    return Outcome(
-        code, out.getvalue(), err.getvalue(), [log for log in find_logs(logs) if log not in before]
-    )
+    new = [log for log in find_logs(logs) if log not in before]
+    return Outcome(code, out.getvalue(), err.getvalue(), new)

@@ -21,7 +21,7 @@ from small_model import configure
 import train_gpt
 from optim import Skip
 from runtime import run as runs
-from runtime.log import require_folders, source_hash
+from runtime.log import source_hash
 from runtime.machine import Machine
 
 STEPS = 10
@@ -130,13 +130,8 @@ train, at = train_gpt.train, train_gpt.at
 
 def make_runs(trainer: StubTrainer) -> int:
     """All runs that are left to make, by train_gpt.make_runs; returns the exit code."""
-
-    def set_up(config: train_gpt.Config, machine: Machine) -> StubTrainer:
-        require_folders(config)
-        return trainer
-
     with mock.patch.multiple(
-        train_gpt, set_up=set_up, warm_up=lambda *_: None,
+        train_gpt, set_up=lambda config, machine: trainer, warm_up=lambda *_: None,
         at=trainer.schedule, tokens_before=lambda config, step: 4 * step, train=trainer.train,
         check_trained_model=lambda trainer: {}, SOURCE=trainer.source, summary=lambda trainer: "",
     ):  # fmt: skip

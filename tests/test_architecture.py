@@ -2,7 +2,6 @@
 
 import ast
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.log import SOURCE_FILES
+from runtime.log import SOURCE_FILES, read_sources, write_files
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,10 +42,8 @@ MAY_IMPORT = {
     "inference": {"inference", "train_gpt", "kernels", "data", "runtime"},
     "train_gpt.py": {"optim", "kernels", "data", "runtime"},
     "view": {"view", "claims", "runtime"},
-    "scripts": {
-        "scripts", "inference", "view", "claims", "runtime", "train_gpt", "optim", "kernels",
-        "data",
-    },
+    "scripts": {"scripts", "inference", "view", "claims", "runtime", "train_gpt", "optim",
+                "kernels", "data"},
 }  # fmt: skip
 FIRST_PARTY = {name.removesuffix(".py") for name in MAY_IMPORT} | {"records", "tests"}
 
@@ -128,9 +125,8 @@ def test_every_requirement_is_an_exact_pin_with_a_reason(name):
 
 def test_pip_installs_every_package_and_the_files_that_they_read():
     tables = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert sorted(tables["packages"]) == sorted(
-        path.parent.name for path in ROOT.glob("*/__init__.py")
-    )
+    packages = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+    assert sorted(tables["packages"]) == packages
     files = {f"data/{name}" for name in tables["package-data"]["data"]}
     assert files == {name for name in SOURCE_FILES if name.startswith("data/")}
 
@@ -138,11 +134,7 @@ def test_pip_installs_every_package_and_the_files_that_they_read():
 def test_importing_the_trainer_has_no_effect(tmp_path):
     """In a fresh interpreter: no output, no file, no process group, no setting changed."""
     clone, elsewhere = tmp_path / "clone", tmp_path / "elsewhere"
-    for name in ("train_gpt.py", "optim", "kernels", "data", "runtime"):
-        for path in files_of(name):
-            copy = clone / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copy)
+    write_files(read_sources(ROOT), clone)
     elsewhere.mkdir()
     files = sorted(tmp_path.rglob("*"))
     code = """

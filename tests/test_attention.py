@@ -132,9 +132,7 @@ def rung(request):
 
 
 @pytest.mark.parametrize("window", [0, 64, 130, 5000])
-@pytest.mark.parametrize(
-    ("rows", "sequence", "starts"), [(1, 257, ()), (2, 385, (30, 100, 384))]
-)
+@pytest.mark.parametrize(("rows", "sequence", "starts"), [(1, 257, ()), (2, 385, (30, 100, 384))])
 def test_every_backend_equals_dense_masked_softmax(rung, rows, sequence, starts, window):
     backend, device, dtype, tolerance = rung
     cu_seqlens = boundaries(rows, sequence, starts)
@@ -144,12 +142,10 @@ def test_every_backend_equals_dense_masked_softmax(rung, rows, sequence, starts,
 
 
 @given(
-    rows=st.integers(1, 3),
-    sequence=st.integers(1, 220),
-    window=st.integers(0, 260),
+    rows=st.integers(1, 3), sequence=st.integers(1, 220), window=st.integers(0, 260),
     starts=st.sets(st.integers(1, 219), max_size=6),
     piece_scores=st.sampled_from([1, 30_000, portable_attention.PIECE_SCORES]),
-)
+)  # fmt: skip
 def test_portable_attention_is_exact_at_any_size(rows, sequence, window, starts, piece_scores):
     cuts = [start for start in starts if start < sequence]
     cu_seqlens, (qkv, grad) = boundaries(rows, sequence, cuts), problem(rows, sequence)

@@ -27,31 +27,28 @@ def assert_refused(outcome, *parts):
     assert outcome.logs == []
 
 
-@pytest.mark.parametrize(
-    ("flag", "value", "parts"),
-    [
-        ("track", "longest", ["--track longest", "one of", "tiny", "short"]),
-        ("recipe", "sgd", ["--recipe sgd", "one of copyinit, record42, muon, adamw"]),
-        ("stages", "none", ["--stages none", "record42", "constant"]),
-        ("steps", 0, ["--steps 0", "at least 1"]),
-        ("matrix_lr", -1, ["--matrix-lr -1.0", "at least 0"]),
-        ("adam_betas", "0.5,1.5", ["--adam-betas 0.5,1.5", "below 1"]),
-        ("cooldown", 2, ["--cooldown 2", "at most 1"]),
-        ("batch_tokens", 0, ["--batch-tokens 0", "a multiple of --seq-len 128"]),
-        ("micro_batch", 100, ["--micro-batch 100", "a multiple of --seq-len 128"]),
-        ("checkpoint_dir", __file__, [f"--checkpoint-dir {__file__}", "cannot be written"]),
-        ("log_dir", "x" * 300, ["--log-dir xxx", "cannot be written: File name too long"]),
-        ("val_tokens", 1000, ["--val-tokens 1000", "a multiple of --val-seq-len 256"]),
-        ("dim", 40, ["--dim 40", "a multiple of --head-dim 16"]),
-        ("bos", 64, ["--bos 64", "below --vocab-size 64"]),
-        ("val_window", 0, ["--val-window 0", "at least 1"]),
-        ("ortho_method", "svd", ["--ortho-method", "'svd'", "polar_express"]),
-        ("attention", "varlen", ["--attention varlen", "CUDA", "--attention portable"]),
-        ("checkpoint_every", "10m", ["--checkpoint-every", "10m"]),
-        ("val_tokens", 2**20, ["1,048,577", "--val-tokens"]),
-        ("steps", 1000, ["after 46 steps", "at most 46"]),
-    ],
-)
+@pytest.mark.parametrize(("flag", "value", "parts"), [
+    ("track", "longest", ["--track longest", "one of", "tiny", "short"]),
+    ("recipe", "sgd", ["--recipe sgd", "one of copyinit, record42, muon, adamw"]),
+    ("stages", "none", ["--stages none", "record42", "constant"]),
+    ("steps", 0, ["--steps 0", "at least 1"]),
+    ("matrix_lr", -1, ["--matrix-lr -1.0", "at least 0"]),
+    ("adam_betas", "0.5,1.5", ["--adam-betas 0.5,1.5", "below 1"]),
+    ("cooldown", 2, ["--cooldown 2", "at most 1"]),
+    ("batch_tokens", 0, ["--batch-tokens 0", "a multiple of --seq-len 128"]),
+    ("micro_batch", 100, ["--micro-batch 100", "a multiple of --seq-len 128"]),
+    ("checkpoint_dir", __file__, [f"--checkpoint-dir {__file__}", "cannot be written"]),
+    ("log_dir", "x" * 300, ["--log-dir xxx", "cannot be written: File name too long"]),
+    ("val_tokens", 1000, ["--val-tokens 1000", "a multiple of --val-seq-len 256"]),
+    ("dim", 40, ["--dim 40", "a multiple of --head-dim 16"]),
+    ("bos", 64, ["--bos 64", "below --vocab-size 64"]),
+    ("val_window", 0, ["--val-window 0", "at least 1"]),
+    ("ortho_method", "svd", ["--ortho-method", "'svd'", "polar_express"]),
+    ("attention", "varlen", ["--attention varlen", "CUDA", "--attention portable"]),
+    ("checkpoint_every", "10m", ["--checkpoint-every", "10m"]),
+    ("val_tokens", 2**20, ["1,048,577", "--val-tokens"]),
+    ("steps", 1000, ["after 46 steps", "at most 46"]),
+])  # fmt: skip
 def test_a_bad_value_is_refused_with_its_rule(flag, value, parts, data, tmp_path):
     assert_refused(run(data, tmp_path, **{flag: value}), *parts)
 
@@ -82,16 +79,13 @@ def remove_documents(folder):
         write_shard(shard, np.full(10_000, 5))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "parts"),
-    [
-        (cut, ["s_train_1.bin"]),
-        (put_a_page, ["s_val_0.bin"]),
-        (put_a_strange_token, ["s_train_0.bin", "64"]),
-        (remove_documents, ["after 0 steps", str(BOS)]),
-        (shutil.rmtree, ["python -m data.corpus"]),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "parts"), [
+    (cut, ["s_train_1.bin"]),
+    (put_a_page, ["s_val_0.bin"]),
+    (put_a_strange_token, ["s_train_0.bin", "64"]),
+    (remove_documents, ["after 0 steps", str(BOS)]),
+    (shutil.rmtree, ["python -m data.corpus"]),
+])  # fmt: skip
 def test_bad_data_are_refused(spoil, parts, copy, tmp_path):
     spoil(copy)
     assert_refused(run(copy, tmp_path / "logs"), *parts)

@@ -80,9 +80,7 @@ def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
     assert not list(tmp_path.glob("speedrun_*")), "the tokens are gone"
 
 
-def test_optimizers_are_timed_beside_those_of_torch_and_of_files(
-    peer, tmp_path, monkeypatch, capsys
-):
+def test_optimizers_are_timed_beside_those_of_torch_and_files(peer, tmp_path, monkeypatch, capsys):
     other = tmp_path / "other.py"
     other.write_text(PEER.replace("theirs", "others"))
     monkeypatch.setitem(bench.SETS, "tiny", [(16, 16), (32, 16), (16, 32)])

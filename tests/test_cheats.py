@@ -10,26 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_record
 import small_run
-from small_record import (
-    BATCH,
-    CONFIG,
-    LOSSES,
-    RULES,
-    SOURCE,
-    STEPS,
-    VAL_TOKENS,
-    Events,
-    call,
-    forge,
-    make_claim,
-    read_logs,
-    register,
-    resume_at,
-    rewrite_claim,
-    write_logs,
-    write_record,
-)
+from small_record import BATCH, CONFIG, STEPS, Events, call, forge, read_logs, register, write_logs
 
 from claims.record import TRACKS, Source, pack, read_evidence, source_path
 from claims.runs import Run
@@ -44,7 +27,7 @@ Change = Callable[[Events], Any]
 @pytest.fixture(scope="module", autouse=True)
 def contest():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TRACKS, "tiny", RULES)
+        patch.setitem(TRACKS, "tiny", small_record.RULES)
         patch.setattr("os.fsync", lambda descriptor: None)
         yield
 
@@ -53,7 +36,9 @@ def contest():
 def made(tmp_path_factory):
     """A record of six runs. No test changes it."""
     records = tmp_path_factory.mktemp("made")
-    assert record.main(["make", str(write_record(records, make_claim(n=6), LOSSES[:6]))]) == 0
+    claim, losses = small_record.make_claim(n=6), small_record.LOSSES[:6]
+    folder = small_record.write_record(records, claim, losses)
+    assert record.main(["make", str(folder)]) == 0
     return records
 
 
@@ -102,7 +87,7 @@ def best(folder: Path) -> list[Run]:
 
 
 def forge_claim(folder: Path, **changed: object) -> None:
-    rewrite_claim(folder, **changed)
+    small_record.rewrite_claim(folder, **changed)
     forge(folder)
 
 
@@ -121,7 +106,7 @@ def keep_best(folder: Path) -> None:
 
 def keep_best_and_claim_them(folder: Path) -> None:
     keep_best(folder)
-    rewrite_claim(folder, n=4, seeds=[run.seed for run in best(folder)], looks=[4])
+    small_record.rewrite_claim(folder, n=4, seeds=[run.seed for run in best(folder)], looks=[4])
 
 
 def copy_log(folder: Path) -> None:
@@ -172,14 +157,14 @@ def replace_worst(folder: Path) -> None:
 
 
 def forge_source(folder: Path, line: str) -> None:
-    files = SOURCE.files | {"train_gpt.py": f"\n{line}\n".encode()}
+    files = small_record.SOURCE.files | {"train_gpt.py": f"\n{line}\n".encode()}
     path = source_path(folder.parents[1], digest(files))
     path.write_bytes(pack(Source(files, None)))
     forge_claim(folder, source_sha256=digest(files))
 
 
 def edit_source(folder: Path) -> None:
-    path = source_path(folder.parents[1], digest(SOURCE.files))
+    path = source_path(folder.parents[1], digest(small_record.SOURCE.files))
     path.write_bytes(path.read_bytes().replace(b"1.0\n", b"2.0\n"))
 
 
@@ -246,7 +231,7 @@ CHEATS: dict[str, tuple] = {
     "a name that another claim has": (
         partial(forge_claim, name="Better"), "its folder is tiny/2026-01-01_Good, not tiny/2026"),
     "no source": (
-        lambda folder: source_path(folder.parents[1], digest(SOURCE.files)).unlink(),
+        lambda folder: source_path(folder.parents[1], digest(small_record.SOURCE.files)).unlink(),
         "cannot read the source .*No such file"),
 }  # fmt: skip
 for name in ("weights.bin", ".hidden", "runs/notes.txt", "source/data.bin", "runs/more/a.jsonl"):
@@ -412,7 +397,7 @@ FORGED: dict[str, tuple] = {
         each("end", train_tokens_sha256="f" * 64), "runs trained on different tokens: d+, f+"),
     "no hash of the tokens": (each("end", train_tokens_sha256=None), "no hash of the tokens",
                               "runs trained on different tokens"),
-    "a row that was not scored": (each("end", targets_scored=VAL_TOKENS - 256),
+    "a row that was not scored": (each("end", targets_scored=small_record.VAL_TOKENS - 256),
                                   "scored targets: 768, not 1024"),
     "no checks of the trained model": (
         each("end", checks=None), "check normalized", "check causality_trained", "check additive"),
@@ -469,7 +454,7 @@ def test_a_header_of_any_shape_ends_in_a_sentence(name, folder, capsys):
 def resume_first(folder: Path, saved: bool = True) -> None:
     """The first run in two segments, the second from step 8 on."""
     runs = read_logs(folder)
-    write_logs(folder, [resume_at(runs[0][0], 8, saved), *runs[1:]])
+    write_logs(folder, [small_record.resume_at(runs[0][0], 8, saved), *runs[1:]])
 
 
 def test_a_run_that_repeats_steps_is_shown_and_not_counted(folder, capsys):

@@ -113,10 +113,7 @@ def test_a_disk_that_is_full_at_any_file_leaves_the_old_ones_and_no_half_one(
     before = contents(tmp_path)
     model, optim = ({"x": torch.zeros(size)} if kind == name else {} for kind in (MODEL, OPTIM))
     too_much = Snapshot(model, optim, {"step": 3, "text": text})
-    with (
-        largest_file(limit),
-        pytest.raises((OSError, SafetensorError), match=r"(?i)file too large"),
-    ):
+    with largest_file(limit), pytest.raises((OSError, SafetensorError), match="too large"):
         save(tmp_path, too_much)
     assert contents(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "step_000002"}
@@ -163,10 +160,6 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-2])
 
 
-def remove(path):
-    path.unlink()
-
-
 def link(path):
     path.rename(path.with_name("elsewhere"))
     path.symlink_to(path.with_name("elsewhere"))
@@ -178,7 +171,7 @@ def pipe(path):
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", [flip, cut, remove, link, pipe])
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink, link, pipe])
 def test_a_damaged_file_is_named(damage, name, tmp_path):
     path = save(tmp_path, snapshot())
     damage(path / name)

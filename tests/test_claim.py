@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_record import make_claim
-from small_run import ROOT, arguments, run, write_data
+from small_run import ROOT, arguments, run
 
 import train_gpt
 from runtime.claim import Claim, check_claim, read_claim
@@ -155,11 +155,6 @@ def test_the_id_ignores_layout_and_order_and_sees_every_value(tmp_path):
 
 # ---- Runs under a claim
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_data(tmp_path_factory.mktemp("data"), 40)
-
-
 @pytest.fixture
 def words(tmp_path, data):
     """The command line of a small run for which claim.json is written; it would leave logs/."""
@@ -173,9 +168,7 @@ def settings(words: list[str]) -> dict[str, object]:
     return dataclasses.asdict(parse(train_gpt.Config, words, train_gpt.preset, ""))
 
 
-def test_runs_of_the_claimed_source_configuration_and_seeds_are_admitted(
-    words, tmp_path, monkeypatch
-):
+def test_runs_of_the_claimed_source_settings_and_seeds_are_admitted(words, tmp_path, monkeypatch):
     monkeypatch.setitem(train_gpt.FIXED, "tiny", ())  # sizes of a test
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "6")  # on the clock they change nothing
     path = str(tmp_path / "claim.json")

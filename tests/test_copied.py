@@ -48,16 +48,12 @@ def test_each_loss_is_the_mean_over_its_tokens(context):
     assert found == {"copy_loss": (4 + 7) / 2, "new_loss": pytest.approx(sum(new) / len(new))}
 
 
-@pytest.mark.parametrize(
-    ("batches", "shapes"),
-    [
-        ([(5, 8, 0)], [(3, 8, 8)]),
-        ([(2, 60, 0)], [(1, 24, 24)]),
-        ([(1, 20, 0), (1, 40, 20)], [(1, 20, 20), (1, 24, 4)]),
-        ([(3, 8, 0), (3, 8, 0)], [(3, 8, 8)]),
-    ],
-    ids=["whole rows", "a long row", "a row in parts", "enough"],
-)
+@pytest.mark.parametrize(("batches", "shapes"), [
+    ([(5, 8, 0)], [(3, 8, 8)]),
+    ([(2, 60, 0)], [(1, 24, 24)]),
+    ([(1, 20, 0), (1, 40, 20)], [(1, 20, 20), (1, 24, 4)]),
+    ([(3, 8, 0), (3, 8, 0)], [(3, 8, 8)]),
+], ids=["whole rows", "a long row", "a row in parts", "enough"])  # fmt: skip
 def test_no_more_is_read_at_once_than_is_needed(monkeypatch, batches, shapes):
     monkeypatch.setattr(copied, "MOST_TOKENS", 24)
     whole = [batch_of(torch.arange(rows * (length + 1)).view(rows, -1).tolist(), context)

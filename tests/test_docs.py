@@ -19,7 +19,7 @@ from urllib.request import url2pathname
 
 import pytest
 from small_model import make_model, small
-from small_run import arguments, write_data
+from small_run import ROOT, arguments, write_data
 
 import train_gpt
 from data.tokenizers import CODE
@@ -28,7 +28,6 @@ from runtime.log import read_sources, write_files
 from runtime.settings import parse
 from train_gpt import Config
 
-ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = [*WRITTEN, *sorted(ROOT.glob("records/*/README.md")), ROOT / "records" / "README.md"]
 
@@ -61,7 +60,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @by_page
-def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: Path) -> None:
+def test_every_link_leads_to_a_file_and_a_heading_that_exist(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if target.startswith("http"):
@@ -122,9 +121,7 @@ def start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @by_page
-def test_every_command_is_accepted_by_the_program_that_it_starts(
-    page: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_is_accepted_by_the_program_that_it_starts(page, monkeypatch):
     if page.name == "change.md":
         return  # its flags exist only after its changes: the test of these runs them
     read = argparse.ArgumentParser.parse_args
@@ -143,7 +140,7 @@ def test_every_command_is_accepted_by_the_program_that_it_starts(
             pytest.fail(f"{page.name}: {' '.join(words)}: {error}")
 
 
-def test_no_claim_of_a_page_takes_seeds_that_a_record_has_tried() -> None:
+def test_no_claim_of_a_page_takes_seeds_that_a_record_has_tried():
     claims = ROOT.glob("records/*/*/claim.json")
     tried = {seed for file in claims for seed in json.loads(file.read_text("utf-8"))["seeds"]}
     for page in WRITTEN:
@@ -164,15 +161,13 @@ def is_quoted(block: str) -> bool:
 
 
 @by_written_page
-def test_every_python_block_runs_or_is_quoted(page: Path) -> None:
+def test_every_python_block_runs_or_is_quoted(page):
     for block in blocks_of(page, "python"):
         if page.name not in TESTED_ALONE and not is_quoted(block):
             exec(block, copy.copy(vars(train_gpt)) | {"LAYERS": copy.deepcopy(train_gpt.LAYERS)})
 
 
-def test_the_example_of_use_the_model_reads_a_kept_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_of_use_the_model_reads_a_kept_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = make_model(small("tiny", "copyinit", vocab_size=1024, bos=1023))
     model.initialize(0)
@@ -188,7 +183,7 @@ def flush_left(text: str) -> str:
     return "\n".join(line.strip() for line in text.strip().splitlines())
 
 
-def test_every_listing_of_how_one_step_works_is_the_source() -> None:
+def test_every_listing_of_how_one_step_works_is_the_source():
     files = [ROOT / "train_gpt.py", *ROOT.glob("optim/*.py"), *ROOT.glob("runtime/*.py")]
     sources = [flush_left(file.read_text(encoding="utf-8")) for file in files]
     for block in blocks_of(ROOT / "docs" / "step.md", "python"):
@@ -207,11 +202,11 @@ def applied(diffs: list[str], source: str) -> str:
     return source
 
 
-def test_the_changes_of_the_readme_fit_the_trainer() -> None:
+def test_the_changes_of_the_readme_fit_the_trainer():
     applied(blocks_of(ROOT / "README.md", "diff"), (ROOT / "train_gpt.py").read_text("utf-8"))
 
 
-def test_the_changes_of_the_page_make_a_trainer_that_trains(tmp_path: Path) -> None:
+def test_the_changes_of_the_page_make_a_trainer_that_trains(tmp_path):
     page, clone, logs = ROOT / "docs" / "change.md", tmp_path / "clone", tmp_path / "logs"
     changed = applied(blocks_of(page, "diff"), (ROOT / "train_gpt.py").read_text("utf-8"))
     write_files(read_sources(ROOT) | {"train_gpt.py": changed.encode()}, clone)
@@ -230,9 +225,7 @@ def test_the_changes_of_the_page_make_a_trainer_that_trains(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning_and_its_links_and_pictures_are_there(
-    tmp_path: Path,
-) -> None:
+def test_the_site_is_built_without_a_warning_and_its_links_and_pictures_are_there(tmp_path):
     pytest.importorskip("mkdocs", reason="needs pip install -r requirements-docs.txt")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

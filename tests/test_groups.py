@@ -177,15 +177,12 @@ def test_groups_that_share_a_tensor_as_rate_keep_their_own_multipliers():
     assert [float(each["lr"]) for each in built.param_groups] == pytest.approx([7.5, 0.4])
 
 
-@pytest.mark.parametrize(
-    ("build", "patterns", "message"),
-    [
-        (groups_for, ["h.*.qvk.*"], r"no parameter has a name that matches \['h.\*.qvk.\*'\]"),
-        (groups_for, ["*.qkv.*", "0.*"], r"0.qkv.weight matches several rows: .*'0"),
-        (by_table, ["*.proj.*"], r"parameter 0.qkv.weight matches 0 rows: none"),
-        (by_table, ["*", "*.qkv.*"], r"parameter 0.qkv.weight matches 2 rows: '\*', '\*.qkv.\*'"),
-    ],
-)
+@pytest.mark.parametrize(("build", "patterns", "message"), [
+    (groups_for, ["h.*.qvk.*"], r"no parameter has a name that matches \['h.\*.qvk.\*'\]"),
+    (groups_for, ["*.qkv.*", "0.*"], r"0.qkv.weight matches several rows: .*'0"),
+    (by_table, ["*.proj.*"], r"parameter 0.qkv.weight matches 0 rows: none"),
+    (by_table, ["*", "*.qkv.*"], r"parameter 0.qkv.weight matches 2 rows: '\*', '\*.qkv.\*'"),
+])  # fmt: skip
 def test_rows_that_match_nothing_and_parameters_of_no_row_or_several_are_refused(
     build, patterns, message
 ):

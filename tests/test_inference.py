@@ -137,9 +137,7 @@ def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, top_p, powe
         assert drawn.count(token) / 4000 == pytest.approx(weight / sum(weights), abs=0.03)
 
 
-def test_the_script_writes_what_the_model_writes_in_several_texts_and_stops_at_a_text(
-    folder, capsys
-):
+def test_the_script_writes_what_the_model_does_in_several_texts_and_stops_at_a_text(folder, capsys):
     words = [str(folder.parent), "def f(x):", "--tokens", "12", "--device", "cpu", "--seed", "5"]
     model, tokens = load_model(folder, "cpu"), read_tokenizer(CODE).encode_ordinary("def f(x):")
     texts = []
@@ -169,11 +167,10 @@ def test_without_a_folder_the_newest_model_writes(folder, tmp_path, capsys, monk
     monkeypatch.setattr("inference.model.SOURCE", tmp_path / "repository")
     assert sample_script.main(["hello"]) == 2
     assert "checkpoints/ holds no model. Train one" in capsys.readouterr().err
-    for number, name in enumerate(("old", "new", "older")):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for name, changed in (("old", 1000), ("new", 2000), ("older", 500)):
         final = tmp_path / "checkpoints" / name / "final"
-        final.mkdir()
-        os.utime(final, (1000, [1000, 2000, 500][number]))
+        final.mkdir(parents=True)
+        os.utime(final, (1000, changed))
     assert find_model(None) == Path("checkpoints/new/final")
 
 

@@ -19,15 +19,8 @@ from typing import TextIO
 
 import pytest
 
-from claims.judge import (
-    JUDGEMENTS,
-    Arm,
-    find_judgement,
-    next_seed,
-    read_judgements,
-    require_comparable,
-    steps_to,
-)
+import claims.judge
+from claims.judge import JUDGEMENTS, Arm, find_judgement, next_seed, read_judgements, steps_to
 from claims.runs import Run, Validation
 from runtime.errors import Refused
 from runtime.log import read_registry, register
@@ -156,9 +149,9 @@ def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome
 
 def test_recipes_of_other_lengths_are_comparable_in_equal_time_alone():
     a, b = (Arm("A", Path(), [], {"steps": steps, "minutes": 5.0}, "", "") for steps in (900, 460))
-    require_comparable([a, b], "loss")
+    claims.judge.require_comparable([a, b], "loss")
     with pytest.raises(Refused, match="steps is 900 in A and 460 in B"):
-        require_comparable([a._replace(config={"steps": 900}), b], "loss")
+        claims.judge.require_comparable([a._replace(config={"steps": 900}), b], "loss")
 
 
 def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(project, capsys):
@@ -226,9 +219,7 @@ def test_two_sources_are_compared_and_their_difference_is_kept(project, capsys):
     assert '\n+            "val_loss": 3.2 + noise' in diff
 
 
-def test_a_run_that_diverges_counts_as_a_guess_and_one_that_fails_ends_the_judgement(
-    project, capsys
-):
+def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(project, capsys):
     code, facts = judge_as_json(capsys, "--b", "--gain 0.2 --diverge 2", "--seed", "0")
     assert (code, facts["outcome"], facts["pairs"]) == (4, "undecided", 20)
     guess = math.log(1024) - 3.4

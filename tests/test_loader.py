@@ -154,15 +154,12 @@ def make_order(sequence, max_document, bos, start, changes):
 
 
 order_strategy = st.builds(
-    make_order,
-    sequence=st.integers(1, 12),
-    max_document=st.integers(1, 15),
-    bos=st.sampled_from([BOS, None]),
-    start=st.sampled_from([0.0, 0.4, 0.9]),
+    make_order, sequence=st.integers(1, 12), max_document=st.integers(1, 15),
+    bos=st.sampled_from([BOS, None]), start=st.sampled_from([0.0, 0.4, 0.9]),
     changes=st.dictionaries(
         st.integers(1, 5), st.tuples(st.sampled_from([8, 16, 24]), st.integers(1, 15)), max_size=2
     ),
-)
+)  # fmt: skip
 
 
 # ---- rows
@@ -365,13 +362,10 @@ def open_both(files, stages=((0, 64, 6),), **changed):
     return Data(values | changed, stages, 0, rank=1, world_size=2)
 
 
-@pytest.mark.parametrize(
-    ("micro_batch", "rows"),
-    [(None, [2, 3, 4]), (32, [2, 3, 4]), (31, [2, 3, 2]), (16, [2, 1, 2]), (8, [1, 1, 1])],
-)
-def test_a_micro_batch_is_the_largest_equal_part_of_a_step_within_the_limit(
-    files, micro_batch, rows
-):
+@pytest.mark.parametrize(("micro_batch", "rows"), [
+    (None, [2, 3, 4]), (32, [2, 3, 4]), (31, [2, 3, 2]), (16, [2, 1, 2]), (8, [1, 1, 1]),
+])  # fmt: skip
+def test_a_micro_batch_is_the_largest_equal_part_of_a_step_within_a_limit(files, micro_batch, rows):
     stages = [(0, 32, 6), (1, 48, 6), (2, 64, 6)]  # this rank has 2, 3, 4 rows of 8 tokens
     train = open_both(files, stages, micro_batch=micro_batch).train
     for step, (owned, each) in enumerate(zip((2, 3, 4), rows, strict=True)):

@@ -86,12 +86,8 @@ def test_lines_that_claims_and_resumes_rest_on_are_forced_to_the_disk(event, tmp
 
 def test_a_line_that_the_disk_does_not_confirm_is_not_called_written(tmp_path, monkeypatch):
     """Else a checkpoint would get its name, and a crash of the machine could lose its line."""
-
-    def failing(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     log = begun(tmp_path)
-    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr(os, "fsync", refuse)
     assert not log.write("checkpoint", step=1)
     assert log.write("step", step=2)
 

@@ -144,15 +144,12 @@ def test_a_success_is_none_where_another_rank_does_not_come_to_the_end(left):
     assert errors(survivor)[0].startswith("another rank ended")
 
 
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
-        ({"WORLD_SIZE": "2"}, "RANK= WORLD_SIZE=2: .* RANK expected, but not set"),
-        ({"RANK": "1"}, "RANK=1 WORLD_SIZE=: RANK must be at least 0 and below WORLD_SIZE"),
-        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 WORLD_SIZE=2: RANK must be"),
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "RANK=0 WORLD_SIZE=two: invalid literal"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "sentence"), [
+    ({"WORLD_SIZE": "2"}, "RANK= WORLD_SIZE=2: .* RANK expected, but not set"),
+    ({"RANK": "1"}, "RANK=1 WORLD_SIZE=: RANK must be at least 0 and below WORLD_SIZE"),
+    ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 WORLD_SIZE=2: RANK must be"),
+    ({"RANK": "0", "WORLD_SIZE": "two"}, "RANK=0 WORLD_SIZE=two: invalid literal"),
+])  # fmt: skip
 def test_what_torchrun_would_not_set_is_refused_at_once(monkeypatch, variables, sentence):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -169,17 +166,14 @@ def fail(error):
     raise error
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
-        (Refused("--steps 0: it must be at least 1."), 2, "error: --steps 0: it must be at least"),
-        (KeyError("of the data"), 2, "error: 'of the data'"),  # in `refused`
-        (Interrupted(signal.SIGTERM), 143, ""),
-        (torch.OutOfMemoryError("no room\na page"), 1, "error: out of memory: no room. Use --act"),
-        (RuntimeError("[enforce fail] can't allocate memory: 8 GB"), 1, "error: out of memory: [e"),
-        (ZeroDivisionError("a bug"), 1, "Traceback"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (Refused("--steps 0: it must be at least 1."), 2, "error: --steps 0: it must be at least"),
+    (KeyError("of the data"), 2, "error: 'of the data'"),  # in `refused`
+    (Interrupted(signal.SIGTERM), 143, ""),
+    (torch.OutOfMemoryError("no room\na page"), 1, "error: out of memory: no room. Use --act"),
+    (RuntimeError("[enforce fail] can't allocate memory: 8 GB"), 1, "error: out of memory: [e"),
+    (ZeroDivisionError("a bug"), 1, "Traceback"),
+])  # fmt: skip
 def test_what_ends_a_run_has_its_exit_code_and_only_a_bug_a_traceback(capsys, error, code, said):
     assert supervise(lambda: fail(error), refused=(KeyError,)) == code
     err = capsys.readouterr().err

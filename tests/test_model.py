@@ -67,8 +67,7 @@ def gradients(model, given, windows=WINDOWS, weights=None):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-# ----
-# Twins: the published recipes with plain loops, in float64. Slots are numbered 1..11.
+# ---- Twins: the published recipes with plain loops, in float64. Slots are numbered 1..11.
 
 
 def rms(x):
@@ -223,8 +222,7 @@ def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
     assert_same_loss_and_gradients(model, batch(cuts=((),)), unwindowed, row_loss)
 
 
-# ----
-# Size
+# ---- Size
 
 
 def meta(track, recipe="record42"):
@@ -281,8 +279,7 @@ def test_flops_per_token_are_those_of_the_matrix_products(track):
     assert counter.get_total_flops() == tokens * model.flops_per_token() + gates
 
 
-# ----
-# Initialization
+# ---- Initialization
 
 
 @pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE)
@@ -395,8 +392,7 @@ def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
             assert not torch.equal(weight, again.get_parameter(name))
 
 
-# ----
-# What may depend on what
+# ---- What may depend on what
 
 
 def stream(model, given, changed=None, windows=WINDOWS):
@@ -409,9 +405,7 @@ def stream(model, given, changed=None, windows=WINDOWS):
 
 @pytest.mark.parametrize("key_offset", [True, False])
 @pytest.mark.parametrize("smear", [True, False])
-def test_an_earlier_document_reaches_a_later_one_only_by_the_smear_of_its_last_token(
-    smear, key_offset
-):
+def test_an_earlier_document_reaches_a_later_only_by_the_smear_of_its_last_token(smear, key_offset):
     """Record 42 does not mask the smear at a document's start. Keys of record 49 are masked."""
     model, given = build(small(smear=smear, key_offset=key_offset)), batch()
     # The second document is tokens 5 to 8.
@@ -428,9 +422,7 @@ LONG_ROW = dict.fromkeys(
 
 @pytest.mark.parametrize("cuts", [(), (3, 190, 199, 200, 201, 700, 1100)], ids=len)
 @pytest.mark.parametrize("tokens", [200, 1199, 1200])
-def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_before_them(
-    tokens, cuts
-):
+def test_a_row_in_parts_has_the_loss_of_the_whole_and_of_no_fewer_tokens_before_them(tokens, cuts):
     model = build(small("tiny", "copyinit", **LONG_ROW), torch.float64)
     row = batch(1, 1200, (cuts,))
     reach = train_gpt.receptive_field(model.config)
@@ -449,17 +441,13 @@ def test_a_row_in_parts_has_the_loss_of_the_whole_row_and_of_no_fewer_tokens_bef
         assert abs(loss(32) - loss(reach)) > 1e-5 * loss(reach)
 
 
-@pytest.mark.parametrize(
-    ("changes", "tokens"),
-    [
-        ({"smear": False, "key_offset": False, "bigram_rows": 0}, 1024),
-        ({"smear": False, "key_offset": False, "bigram_rows": 1}, 1024 + 1),
-        ({"val_window": 431, "key_offset": False, "bigram_rows": 1, "ngrams": 4}, 1022 + 3),
-        ({"smear": True, "key_offset": False}, 1024 + 1),
-        ({"smear": False, "key_offset": True, "bigram_rows": 0}, 1024 + 2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "tokens"), [
+    ({"smear": False, "key_offset": False, "bigram_rows": 0}, 1024),
+    ({"smear": False, "key_offset": False, "bigram_rows": 1}, 1024 + 1),
+    ({"val_window": 431, "key_offset": False, "bigram_rows": 1, "ngrams": 4}, 1022 + 3),
+    ({"smear": True, "key_offset": False}, 1024 + 1),
+    ({"smear": False, "key_offset": True, "bigram_rows": 0}, 1024 + 2),
+], ids=str)  # fmt: skip
 def test_the_reach_counts_the_windows_the_smear_and_each_key_offset(changes, tokens):
     # Two short layers see 80 tokens each and two long ones 432: all together 8 * 128.
     config = small("tiny", "copyinit", **LONG_ROW | {"val_window": 432} | changes)
@@ -491,8 +479,7 @@ def test_fp8_is_used_in_training_and_not_in_validation():
         assert torch.equal(*(loss_of(model, batch()) for model in models))
 
 
-# ----
-# Pieces on and off
+# ---- Pieces on and off
 
 GONE = {  # what a piece brings: names of parameters or scalars
     "smear": "smear", "x0_mixing": "x0_", "attention_gates": "attention.gate",

@@ -125,18 +125,15 @@ def packed_in(tensor, split):
 
 
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
-@pytest.mark.parametrize(
-    ("shape", "split", "variance"),
-    [
-        ((6, 20), (4, 2), (2, 1, 20)),  # K and V alone: wider than high
-        ((2, 20, 4), (6, 6, 8), (40, 1)),  # in each of two experts
-        ((96, 12), 4, (4, 24, 1)),
-        ((12, 96), 4, (4, 1, 24)),
-        ((3, 8, 4), 2, (6, 4, 1)),
-        ((6, 24), (2, 2, 4, 4, 4, 4, 4), (7, 1, 6)),
-        ((24, 3), (6, 3, 3, 6, 6), (24, 1)),
-    ],
-)
+@pytest.mark.parametrize(("shape", "split", "variance"), [
+    ((6, 20), (4, 2), (2, 1, 20)),  # K and V alone: wider than high
+    ((2, 20, 4), (6, 6, 8), (40, 1)),  # in each of two experts
+    ((96, 12), 4, (4, 24, 1)),
+    ((12, 96), 4, (4, 1, 24)),
+    ((3, 8, 4), 2, (6, 4, 1)),
+    ((6, 24), (2, 2, 4, 4, 4, 4, 4), (7, 1, 6)),
+    ((24, 3), (6, 3, 3, 6, 6), (24, 1)),
+])  # fmt: skip
 def test_packed_matrices_step_as_parameters_of_their_own_at_the_scale_of_the_whole(
     kind, shape, split, variance
 ):
@@ -168,14 +165,11 @@ def test_packed_matrices_step_as_parameters_of_their_own_at_the_scale_of_the_who
 EXACT = {"betas": (0.9, 0.999), "eps": 1e-20}
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "near"),
-    [  # Muons both round to bf16, in another order. torch's eps acts after bias correction.
-        (partial(Muon, method="newton_schulz", dtype=torch.bfloat16), torch.optim.Muon, 0.03),
-        (partial(AdamW, **EXACT), partial(torch.optim.AdamW, **EXACT), 1e-5),
-    ],
-    ids=["muon", "adamw"],
-)
+@pytest.mark.parametrize(("ours", "theirs", "near"), [
+    # Muons both round to bf16, in another order. torch's eps acts after bias correction.
+    (partial(Muon, method="newton_schulz", dtype=torch.bfloat16), torch.optim.Muon, 0.03),
+    (partial(AdamW, **EXACT), partial(torch.optim.AdamW, **EXACT), 1e-5),
+], ids=["muon", "adamw"])  # fmt: skip
 def test_steps_are_those_of_the_one_in_torch_whose_state_is_taken_over(ours, theirs, near):
     params = parameters((16, 48), (48, 16), (16, 16), dtype=torch.float32)
     twin = theirs(params, 0.02, weight_decay=0.1)
@@ -230,34 +224,31 @@ def test_the_technique_of_the_page_keeps_each_norm_and_steps_by_a_share_of_it():
 # ---- what users of torch's optimizers expect
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda p: Muon([("up", p[0])], -0.1), r"lr .* in \[0, inf\), got -0.1 for parameter up"),
-        (lambda p: Muon(p, 0.1, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
-        (lambda p: Muon(p, 0.1, scale="big"), r"unknown scale 'big'; choose one of spectral"),
-        (lambda p: Muon(p, 0.1, method="qr"), r"unknown method 'qr'; choose one of polar"),
-        (lambda p: Muon(p, 0.1, split=3), r"split must divide 8, the longer .* got 3"),
-        (lambda p: Muon(p, 0.1, split=(2, 4)), r"add up to 8, .*, or to its 4 rows, got \(2"),
-        (lambda p: Muon(p, 0.1, split=(-1, 9)), r"positive rows that add up to 8, .*\(-1, 9\)"),
-        (lambda p: Muon(p, 0.1, split=[4, 4]), r"split must .* tuple of rows, got \[4, 4\]"),
-        (lambda p: Muon(p, 0.1, backend="x"), r"unknown backend 'x'; choose one of auto"),
-        (lambda p: Muon([("g", p[0].detach()[0])], 0.1), r"g has shape \(8,\).* to AdamW"),
-        (lambda p: Muon([torch.ones(8, 3, 4, 4)], 0.1), r"shape \(8, 3, 4, 4\), Muon needs"),
-        (lambda p: Muon(p, 0.1, transposed=True, split=2), r"is transposed, and split cuts rows"),
-        (lambda p: Muon(p, 0.1, grad_divisor=0), r"grad_divisor must be positive, got 0"),
-        (lambda p: NorMuon(p, 0.1, beta2=1.5), r"beta2 must be in \[0, 1\), got 1.5"),
-        (lambda p: AdamW(p, 0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
-        (lambda p: AdamW([p[0].detach().T], 0.1), r"not contiguous; undo channels_l"),
-        (lambda p: Muon([{"params": []}], 0.1), r"groups without parameters"),
-        (lambda p: AdamW([("a", p[0]), ("b", p[0])], 0.1), r"parameters a and b are one; list it"),
-        (lambda p: AdamW([("a", p[0]), ("a", torch.ones(4, 8))], 0.1), r"two parameters have one"),
-        (lambda p: Guard([torch.optim.SGD(p)], grad_divisor=-1), r"must be positive, got -1"),
-        (lambda p: SpikeRule(sigma=math.nan), r"needs sigma > 0.*sigma=nan"),
-        (lambda p: SpikeRule(start=17, window=16), r"start <= window.*window=16, .*start=17"),
-        (lambda p: load_named_state(torch.optim.SGD(p), {"c.d": p[0]}), r"has an unknown c\.d"),
-    ],
-)
+@pytest.mark.parametrize(("build", "message"), [
+    (lambda p: Muon([("up", p[0])], -0.1), r"lr .* in \[0, inf\), got -0.1 for parameter up"),
+    (lambda p: Muon(p, 0.1, momentum=1.0), r"momentum must be in \[0, 1\), got 1.0"),
+    (lambda p: Muon(p, 0.1, scale="big"), r"unknown scale 'big'; choose one of spectral"),
+    (lambda p: Muon(p, 0.1, method="qr"), r"unknown method 'qr'; choose one of polar"),
+    (lambda p: Muon(p, 0.1, split=3), r"split must divide 8, the longer .* got 3"),
+    (lambda p: Muon(p, 0.1, split=(2, 4)), r"add up to 8, .*, or to its 4 rows, got \(2"),
+    (lambda p: Muon(p, 0.1, split=(-1, 9)), r"positive rows that add up to 8, .*\(-1, 9\)"),
+    (lambda p: Muon(p, 0.1, split=[4, 4]), r"split must .* tuple of rows, got \[4, 4\]"),
+    (lambda p: Muon(p, 0.1, backend="x"), r"unknown backend 'x'; choose one of auto"),
+    (lambda p: Muon([("g", p[0].detach()[0])], 0.1), r"g has shape \(8,\).* to AdamW"),
+    (lambda p: Muon([torch.ones(8, 3, 4, 4)], 0.1), r"shape \(8, 3, 4, 4\), Muon needs"),
+    (lambda p: Muon(p, 0.1, transposed=True, split=2), r"is transposed, and split cuts rows"),
+    (lambda p: Muon(p, 0.1, grad_divisor=0), r"grad_divisor must be positive, got 0"),
+    (lambda p: NorMuon(p, 0.1, beta2=1.5), r"beta2 must be in \[0, 1\), got 1.5"),
+    (lambda p: AdamW(p, 0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
+    (lambda p: AdamW([p[0].detach().T], 0.1), r"not contiguous; undo channels_l"),
+    (lambda p: Muon([{"params": []}], 0.1), r"groups without parameters"),
+    (lambda p: AdamW([("a", p[0]), ("b", p[0])], 0.1), r"parameters a and b are one; list it"),
+    (lambda p: AdamW([("a", p[0]), ("a", torch.ones(4, 8))], 0.1), r"two parameters have one"),
+    (lambda p: Guard([torch.optim.SGD(p)], grad_divisor=-1), r"must be positive, got -1"),
+    (lambda p: SpikeRule(sigma=math.nan), r"needs sigma > 0.*sigma=nan"),
+    (lambda p: SpikeRule(start=17, window=16), r"start <= window.*window=16, .*start=17"),
+    (lambda p: load_named_state(torch.optim.SGD(p), {"c.d": p[0]}), r"has an unknown c\.d"),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_bad_settings_are_refused_with_value_rule_and_fix(build, message):
     with pytest.raises(ValueError, match=message):

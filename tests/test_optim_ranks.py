@@ -286,9 +286,7 @@ def close(ours, theirs):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_layout_of_ranks_takes_the_steps_skips_and_norms_of_one_process(
-    truth, ranks, method, layout
-):
+def test_ranks_take_the_steps_skips_and_norms_of_one_process(truth, ranks, method, layout):
     expected, cells = truth[method], [each for each in ranks if (method, layout) in each]
     cells = [each[method, layout] for each in cells]
     for cell in cells:

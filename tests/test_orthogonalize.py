@@ -109,16 +109,13 @@ def test_zero_stays_zero_beside_a_matrix_that_is_not(method, dtype):
 # ---- which backend
 
 
-@pytest.mark.parametrize(
-    ("device", "shape", "obstacle", "backend"),
-    [
-        ("cpu", (768, 3072), "no GPU", "plain"),
-        ("cuda", (1024, 4096), None, "triton"),
-        ("cuda", (1024, 4096), "no compiler", "plain"),
-        ("cuda", (64, 256), None, "plain"),
-        ("cuda", (1001, 4096), None, "plain"),
-    ],
-)
+@pytest.mark.parametrize(("device", "shape", "obstacle", "backend"), [
+    ("cpu", (768, 3072), "no GPU", "plain"),
+    ("cuda", (1024, 4096), None, "triton"),
+    ("cuda", (1024, 4096), "no compiler", "plain"),
+    ("cuda", (64, 256), None, "plain"),
+    ("cuda", (1001, 4096), None, "plain"),
+])  # fmt: skip
 def test_the_rule_takes_the_kernel_where_it_suits(device, shape, obstacle, backend, monkeypatch):
     monkeypatch.setattr(kernels, "obstacle", lambda device: obstacle)
     uncached = choose.__wrapped__

@@ -2,35 +2,19 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import small_record
 import small_run
 from scipy import stats
-from small_record import (
-    BATCH,
-    ENV,
-    LOSSES,
-    RULES,
-    SOURCE,
-    STEPS,
-    TARGET,
-    VAL_TOKENS,
-    call,
-    contents,
-    make_claim,
-    read_logs,
-    write_logs,
-    write_record,
-)
+from small_record import LOSSES, TARGET, call, contents, make_claim, read_logs, write_record
+from stub_trainer import signal_after
 
-import runtime.run
 from claims.checks import find_failures
 from claims.record import TRACKS, Source, pack, read_evidence, source_path
 from runtime.log import digest
@@ -39,7 +23,7 @@ from scripts import record
 
 @pytest.fixture(autouse=True)
 def contest(monkeypatch, tmp_path):
-    monkeypatch.setitem(TRACKS, "tiny", RULES)
+    monkeypatch.setitem(TRACKS, "tiny", small_record.RULES)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     monkeypatch.setattr(record, "RECORDS", tmp_path)
 
@@ -63,7 +47,7 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     data = small_run.write_data(tmp_path / "data")
     tokens = small_run.documents(3, 30).astype(np.uint16).tobytes()
     val_sha256 = hashlib.sha256(tokens).hexdigest()[:16]
-    rules = RULES._replace(val_sha256=val_sha256, train_sha256="")
+    rules = small_record.RULES._replace(val_sha256=val_sha256, train_sha256="")
     monkeypatch.setitem(TRACKS, "tiny", rules)
     sizes = small_run.SIZES | {"target": TARGET}
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
@@ -75,15 +59,7 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     logs, claim = tmp_path / "logs", folder / "claim.json"
     assert json.loads(claim.read_text())["flags"][:3] == ["--track", "tiny", "--recipe=copyinit"]
     flags = {"claim": claim, "seed": 7, "trials": 4, "target": TARGET, "resume": "auto"}
-    stepped = runtime.run.Run.stepped
-
-    def stop_after_step_8(run: runtime.run.Run, *arguments: Any, **named: Any) -> None:
-        stepped(run, *arguments, **named)
-        if run.steps_done == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime.run.Run, "stepped", stop_after_step_8)
+    with signal_after(8, signal.SIGTERM):
         assert small_run.run(data, logs, **flags).code == 128 + signal.SIGTERM
     code, said = call(capsys, "make", folder, logs)
     assert (code, "fix: if it was interrupted, repeat its command with" in said) == (1, True)
@@ -121,7 +97,7 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
     found = json.loads((folder / "record.json").read_text())
     page = (folder / "README.md").read_text()
     truth = {"n": 4, "mean": np.mean(losses), "sd": sd, "t": test.statistic, "p": test.pvalue,
-             "upper99": bound, "level": 0.01, "target": TARGET, "steps": STEPS}
+             "upper99": bound, "level": 0.01, "target": TARGET, "steps": small_record.STEPS}
     assert {name: found[name] for name in truth} == pytest.approx(truth, rel=1e-9)
     assert found["median_train_time_ms"] == pytest.approx(np.median(seconds) * 1000)
     for run, path in zip(found["runs"], sorted((folder / "runs").glob("2*")), strict=True):
@@ -147,7 +123,8 @@ def test_a_claim_that_breaks_a_rule_is_not_written(
 ):
     today = f"{record.datetime.now(record.UTC):%Y-%m-%d}_Good"
     shutil.copytree(folder, folder.with_name(today))
-    config = make_claim().config | {"val_tokens": VAL_TOKENS, "recipe": "copyinit"} | changed
+    known = {"val_tokens": small_record.VAL_TOKENS, "recipe": "copyinit"}
+    config = make_claim().config | known | changed
     monkeypatch.setattr(record, "ask_trainer", lambda root, flags: config)
     before = contents(tmp_path)
     code, said = call(capsys, "claim", *words, "--about", "x")
@@ -176,7 +153,7 @@ def test_the_luckiest_seeds_of_an_earlier_claim_make_no_second_one(tmp_path, cap
 def test_the_first_verified_record_fixes_validation_tokens_that_nobody_knew_before(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setitem(TRACKS, "tiny", RULES._replace(val_sha256=""))
+    monkeypatch.setitem(TRACKS, "tiny", small_record.RULES._replace(val_sha256=""))
     folders = {}
     for name, digit in {"First": "a", "Same": "a", "Other": "b"}.items():
         folders[name] = write_record(tmp_path, make_claim(name, n=4), LOSSES[:4])
@@ -184,7 +161,7 @@ def test_the_first_verified_record_fixes_validation_tokens_that_nobody_knew_befo
         shutil.rmtree(folders[name] / "runs")
         for (events,) in runs:
             events[0]["data"]["val_sha256"] = digit * 64
-        write_logs(folders[name], runs)
+        small_record.write_logs(folders[name], runs)
     unfinished = write_record(tmp_path, make_claim("Unfinished", n=4), LOSSES[:3])
     assert call(capsys, "make", unfinished)[0] == 1
     assert not (tmp_path / "tiny" / "val.sha256").exists()
@@ -205,12 +182,12 @@ def test_runs_of_two_machines_are_one_record(tmp_path, capsys):
     runs = read_logs(folder)
     shutil.rmtree(folder / "runs")
     for name, part in (("here", runs[:1]), ("there", runs[2:])):
-        write_logs(tmp_path / name, part)
+        small_record.write_logs(tmp_path / name, part)
     here, there = (tmp_path / name / "runs" for name in ("here", "there"))
     code, said = call(capsys, "make", folder, here)
     assert code == 1
     assert "seeds [1001, 1002, 1003] have no run, and 1 of 4 runs count" in said
-    write_logs(tmp_path / "here", runs[:2])  # its registry has grown
+    small_record.write_logs(tmp_path / "here", runs[:2])  # its registry has grown
     assert call(capsys, "make", folder, here, there)[0] == 0
     names = sorted(path.name for path in folder.glob("runs/registry*"))
     assert names == ["registry.jsonl", "registry_2.jsonl"]
@@ -242,7 +219,7 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
     pattern = (r"^\| (#\d|no record|not shown) \| \S+ \| \[(\w+)\].*"
                r" \| 8 x NVIDIA H100 80GB HBM3 \| (\d+) \| ([\d.]+) \| \d+ \|")
     rows = re.findall(pattern, page, re.M)
-    tokens = {steps: f"{steps * BATCH / 1e6:.3f}" for steps in (3, 12, 14)}
+    tokens = {steps: f"{steps * small_record.BATCH / 1e6:.3f}" for steps in (3, 12, 14)}
     assert rows == [
         ("#1", "Long", "14", tokens[14]), ("#2", "Good", "12", tokens[12]),
         ("no record", "Again", "12", tokens[12]), ("not shown", "Short", "3", tokens[3]),
@@ -259,7 +236,7 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
 
 
 def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(TRACKS, "short", RULES._replace(in_time=True))
+    monkeypatch.setitem(TRACKS, "short", small_record.RULES._replace(in_time=True))
     wanted = [
         ("Eight", 8, "H100", 12, "8 x H100", "#1"), ("One", 1, "4090", 14, "1 x 4090", "#1"),
         ("Slower", 1, "4090", 14, "1 x 4090", "no record"),
@@ -274,8 +251,8 @@ def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, caps
         folder = write_record(tmp_path, claim, LOSSES[:4])
         runs = read_logs(folder)
         for ((header, *_),) in runs:
-            header |= {"world_size": ranks, "env": ENV | {"gpu": gpu}}
-        write_logs(folder, runs)
+            header |= {"world_size": ranks, "env": small_record.ENV | {"gpu": gpu}}
+        small_record.write_logs(folder, runs)
         code, said = call(capsys, "make", folder)
         assert code == 0, said
     assert call(capsys, "leaderboard")[0] == 0
@@ -287,7 +264,7 @@ def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, caps
 def test_a_page_shows_the_diff_from_the_claim_before_and_no_line_of_it_leaves_its_block(tmp_path):
     first = make_claim("First", 4, 7, created="2025-01-01T00:00:00+00:00")
     make(write_record(tmp_path, first, LOSSES[:4]))
-    files = SOURCE.files | {"optim/muon.py": b"````\n</details><b>\x1b[2J\n"}
+    files = small_record.SOURCE.files | {"optim/muon.py": b"````\n</details><b>\x1b[2J\n"}
     claim = make_claim("Second", 4, source_sha256=digest(files))
     folder = write_record(tmp_path, claim, LOSSES[:4])
     source_path(tmp_path, digest(files)).write_bytes(pack(Source(files, None)))

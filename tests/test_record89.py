@@ -5,21 +5,10 @@ from itertools import pairwise
 from operator import mul, xor
 
 import pytest
+import test_model
 import torch
 from small_model import CPU, MACHINE, make_model, small
-from test_model import (
-    WINDOWS,
-    assert_same_loss_and_gradients,
-    attended,
-    batch,
-    build,
-    frequencies_of,
-    gradients,
-    loss_of,
-    rms,
-    sigmoid,
-    turned,
-)  # fmt: skip
+from test_model import WINDOWS, attended, build, frequencies_of, loss_of, rms, sigmoid, turned
 
 from kernels.lookups import ngrams
 from train_gpt import initial_scalars, make_optimizers, set_schedule, spans
@@ -155,7 +144,7 @@ def record89_loss(p, s, signs, weights, tokens, targets, starts):
 
 
 def test_the_pieces_of_later_records_have_the_loss_and_gradients_of_their_slow_twin():
-    model, given = build(modern(), torch.float64), batch()
+    model, given = build(modern(), torch.float64), test_model.batch()
     signs, weights = model.signs.double(), torch.tensor([1.0, 0.5, 0.25])
 
     def row_loss(p, *row):
@@ -164,16 +153,16 @@ def test_the_pieces_of_later_records_have_the_loss_and_gradients_of_their_slow_t
 
     # Logits are float32. Some gradients of MUDD's shares are small sums of large terms: 2e-6 of the
     # sum was seen, and a wrong term changes it by more than a tenth.
-    assert_same_loss_and_gradients(model, given, WINDOWS, row_loss, 2e-5, weights)
+    test_model.assert_same_loss_and_gradients(model, given, WINDOWS, row_loss, 2e-5, weights)
     next_token = loss_of(model, given, weights=weights)[1]
     torch.testing.assert_close(next_token, loss_of(model, given), rtol=1e-6, atol=0)
 
 
 def test_while_the_head_is_tied_the_embedding_takes_its_gradient_too():
-    model, given = build(modern(), torch.float64), batch()
+    model, given = build(modern(), torch.float64), test_model.batch()
     with torch.no_grad():
         model.lm_head.copy_(model.embed)
-    loss, apart = gradients(model, given)
+    loss, apart = test_model.gradients(model, given)
     model.tied = True
     model.zero_grad()
     tied = loss_of(model, given)

@@ -51,11 +51,6 @@ def small_source() -> Source:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return small_run.write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def evidence(data, tmp_path_factory) -> Evidence:
     """A record of one run, which kept its model."""
     logs = tmp_path_factory.mktemp("logs")

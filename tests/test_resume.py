@@ -9,18 +9,8 @@ from pkgutil import resolve_name
 from unittest import mock
 
 import pytest
-from stub_trainer import (
-    STEPS,
-    in_child,
-    kill,
-    logs_of,
-    losses_of,
-    read_events,
-    run,
-    send,
-    signalled,
-    wait_for_writer,
-)
+import stub_trainer
+from stub_trainer import STEPS, in_child, kill, logs_of, losses_of, read_events, run, signalled
 
 from runtime.checkpoint import FINAL, MODEL, STATE, Snapshot, checkpoints, load, load_final, save
 from runtime.errors import LogError, Refused
@@ -170,7 +160,7 @@ def test_auto_skips_what_is_done_and_goes_on_with_what_broke_off(whole, tmp_path
 
     def die(trainer, step):
         if trainer.run.plan.seed == 1:
-            send(trainer.run, signal.SIGKILL)
+            stub_trainer.send(trainer.run, signal.SIGKILL)
         trainer.at[7] = die
 
     assert in_child(lambda: run(tmp_path, {7: die}, **EVERY | three)) == -signal.SIGKILL
@@ -267,7 +257,7 @@ def test_a_run_whose_log_disk_was_full_to_its_end_resumes_where_the_log_ends(
         def full(descriptor, lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        wait_for_writer(trainer, step)
+        stub_trainer.wait_for_writer(trainer, step)
         monkeypatch.setattr("runtime.log.append", full)
 
     with pytest.raises(LogError, match="its last lines are lost"):

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -91,7 +90,7 @@ def clone(fresh: Clone) -> Clone:
 # ---- What is started
 
 
-def test_a_fresh_clone_makes_environment_and_text_once_and_trains_tiny(fresh: Clone) -> None:
+def test_a_fresh_clone_makes_environment_and_text_once_and_trains_tiny(fresh):
     assert fresh.run("--steps", "5").returncode == 0
     *before, train = fresh.argv()
     assert [argv[1] for argv in before] == ["venv", "pip", "data.corpus"]
@@ -118,15 +117,15 @@ MEETING += ["--master_port", "29500"]
     (SHORT, {"FAKE_GPUS": "8"} | MACHINES, 8, MEETING),
 ])  # fmt: skip
 def test_there_is_a_process_for_each_gpu_unless_nproc_says_otherwise_and_machines_meet(
-    clone: Clone, words: tuple[str, ...], variables: dict[str, str], processes: int, where: Any
-) -> None:
+    clone, words, variables, processes, where
+):
     assert clone.run(*words, **variables).returncode == 0
     [argv] = clone.argv()
     launch = [*TORCHRUN, *where, "--nproc_per_node", str(processes)] if where else []
     assert argv[: len(launch) + 1] == [*launch, "train_gpt.py"]
 
 
-def test_arguments_arrive_as_they_were_given(clone: Clone) -> None:
+def test_arguments_arrive_as_they_were_given(clone):
     odd = ["--name", "two words", "it's", '"quoted"', "$HOME", "*", "", "back\\slash", "new\nline"]
     clone.run(*odd)
     clone.run(*odd, NPROC="2")
@@ -137,9 +136,7 @@ def test_arguments_arrive_as_they_were_given(clone: Clone) -> None:
 # ---- The environment
 
 
-def test_changed_requirements_and_a_lost_interpreter_are_mended_at_the_next_start(
-    clone: Clone,
-) -> None:
+def test_changed_requirements_and_a_lost_interpreter_are_mended_at_the_next_start(clone):
     (clone.root / "requirements.txt").write_text("torch==2.13.0\nnumpy==2.4.6\n")
     clone.run()
     clone.run()
@@ -156,9 +153,8 @@ def test_changed_requirements_and_a_lost_interpreter_are_mended_at_the_next_star
     ([], {"NNODES": "2", "NODE_RANK": "1"}, 1, "MASTER_ADDR: is where NODE_RANK=0 runs", []),
 ])  # fmt: skip
 def test_what_cannot_start_is_explained_and_leaves_nothing_that_keeps_the_next_start_from_working(
-    fresh: Clone, words: list[str], variables: dict[str, str], code: int, sentence: str,
-    jobs: list[str],
-) -> None:  # fmt: skip
+    fresh, words, variables, code, sentence, jobs
+):
     result = fresh.run(*words, **variables)
     assert result.returncode == code
     assert sentence in result.stderr
@@ -168,7 +164,7 @@ def test_what_cannot_start_is_explained_and_leaves_nothing_that_keeps_the_next_s
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
-def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone) -> None:
+def test_of_two_starts_at_once_one_installs_and_both_train(fresh):
     both = [fresh.start(FAKE_PIP_SECONDS="1") for _ in range(2)]
     said = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
@@ -183,20 +179,17 @@ def test_of_two_starts_at_once_one_installs_and_both_train(fresh: Clone) -> None
 @pytest.mark.parametrize(
     "words", [["--data-dir", "mine"], ["--data-dir=mine"], ["--track", "none"], ["--help"]]
 )
-def test_data_of_ones_own_unknown_tracks_and_help_fetch_nothing(
-    fresh: Clone, words: list[str]
-) -> None:
+def test_data_of_ones_own_unknown_tracks_and_help_fetch_nothing(fresh, words):
     fresh.run(*words)
     assert fresh.jobs() == ["venv", "pip", "train_gpt.py"]
 
 
-@pytest.mark.parametrize(
-    ("words", "shards"),
-    [("--track short", 9), ("--track=medium", 36), ("--track tiny --track steps", 18)],
-)
+@pytest.mark.parametrize(("words", "shards"), [
+    ("--track short", 9), ("--track=medium", 36), ("--track tiny --track steps", 18),
+])  # fmt: skip
 def test_large_tracks_fetch_from_one_commit_the_shards_that_they_read_and_lack(
-    clone: Clone, words: str, shards: int
-) -> None:
+    clone, words, shards
+):
     assert clone.run(*words.split(), FAKE_DOWNLOAD_STATUS="1").returncode == 1  # and train nothing
     (words_of_hf,) = clone.argv()
     assert re.fullmatch("[0-9a-f]{40}", words_of_hf[words_of_hf.index("--revision") + 1])
@@ -215,9 +208,7 @@ def test_large_tracks_fetch_from_one_commit_the_shards_that_they_read_and_lack(
 # ---- ./run.sh test
 
 
-def test_the_test_command_leaves_slow_tests_out_and_ends_with_pytests_closing_line(
-    fresh: Clone,
-) -> None:
+def test_the_test_command_leaves_slow_tests_out_and_ends_with_pytests_closing_line(fresh):
     result = fresh.run("test", "-k", "two words", FAKE_RUFF_STATUS="1")
     assert result.returncode == 1  # and the tests still ran
     assert "tests marked slow are left out" in result.stdout

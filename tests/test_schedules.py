@@ -16,8 +16,7 @@ from train_gpt import Trainer, at, make_optimizers, rotary_at, set_schedule, spa
 SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
 
 
-# ----
-# Pure functions of the step
+# ---- Pure functions of the step
 
 
 def falling(step, scheduled, share, peak, last):
@@ -71,9 +70,7 @@ def test_the_last_validation_narrows_short_windows_too():
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
 @pytest.mark.parametrize("track", train_gpt.TRACKS)
-def test_shares_become_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(
-    track, steps
-):
+def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(track, steps):
     config = configure(track, steps=steps)
     stages = [at(config, step).stage_index for step in range(steps)]
     assert stages == sorted(stages)
@@ -98,8 +95,7 @@ def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window()
     assert at(config, 3).windows == {"short": 1024, "long": 1024}
 
 
-# ----
-# Rotary tables
+# ---- Rotary tables
 
 
 def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_as_in_yarn():
@@ -119,8 +115,7 @@ def test_without_windows_the_rotary_tables_stay_as_they_are():
         assert torch.equal(first, last)
 
 
-# ----
-# What a step does to each kind of parameter
+# ---- What a step does to each kind of parameter
 
 
 def optimized(track, **changes):

@@ -53,27 +53,24 @@ def test_a_value_written_as_text_is_read_back_unchanged(data, kind):
     assert (back, type(back)) == (value, type(value))
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--size many", "argument --size: 'many': it must be a whole number. --help lists"),
-        ("--wide true", "argument --wide: 'true': it must be on or off. --help lists"),
-        ("--betas 0.9", "argument --betas: '0.9': it must be two numbers, such as 0.9,0.95."),
-        ("--kind odd", "argument --kind: invalid choice: 'odd' (choose from"),
-        ("--size", "argument --size: expected one argument. --help lists the flags."),
-        ("--few x", "argument --few: 'x': it must be auto or a whole number. --help lists"),
-        ("--siz=3", "unrecognized arguments: --siz=3. --help lists the flags."),
-        ("size=3", "unrecognized arguments: size=3. --help lists the flags."),
-        ("--size 0", "--size 0: it must be at least 1."),
-        ("--share nan", "--share nan: it must be a finite number."),
-        ("--scale nan", "--scale nan: it must be a finite number."),
-        ("--betas 0.9,1", "--betas 0.9,1.0: it must be below 1."),
-        ("--betas 0.9,nan", "--betas 0.9,nan: it must be a finite number."),
-        ("--share 1.5", "--share 1.5: it must be at most 1."),
-        ("--width 12", "--width 12: it must be a multiple of --size 8."),
-        ("--part 8", "--part 8: it must be below --size 8."),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    ("--size many", "argument --size: 'many': it must be a whole number. --help lists"),
+    ("--wide true", "argument --wide: 'true': it must be on or off. --help lists"),
+    ("--betas 0.9", "argument --betas: '0.9': it must be two numbers, such as 0.9,0.95."),
+    ("--kind odd", "argument --kind: invalid choice: 'odd' (choose from"),
+    ("--size", "argument --size: expected one argument. --help lists the flags."),
+    ("--few x", "argument --few: 'x': it must be auto or a whole number. --help lists"),
+    ("--siz=3", "unrecognized arguments: --siz=3. --help lists the flags."),
+    ("size=3", "unrecognized arguments: size=3. --help lists the flags."),
+    ("--size 0", "--size 0: it must be at least 1."),
+    ("--share nan", "--share nan: it must be a finite number."),
+    ("--scale nan", "--scale nan: it must be a finite number."),
+    ("--betas 0.9,1", "--betas 0.9,1.0: it must be below 1."),
+    ("--betas 0.9,nan", "--betas 0.9,nan: it must be a finite number."),
+    ("--share 1.5", "--share 1.5: it must be at most 1."),
+    ("--width 12", "--width 12: it must be a multiple of --size 8."),
+    ("--part 8", "--part 8: it must be below --size 8."),
+])  # fmt: skip
 def test_an_input_that_cannot_work_is_refused_with_flag_value_and_rule(argv, message):
     with pytest.raises(Refused) as refused:
         config(*argv.split())

@@ -25,9 +25,7 @@ def shard_bytes(tokens, magic=MAGIC, version=VERSION, claimed=None):
 @pytest.mark.parametrize("dtype", [np.uint16, np.int64, ">u2"])
 @given(st.lists(st.integers(0, 65535), min_size=1, max_size=30), st.data())
 @settings(max_examples=30, deadline=None)
-def test_tokens_are_written_in_the_public_format_and_slices_are_those_of_a_list(
-    dtype, tokens, data
-):
+def test_tokens_are_written_in_public_format_and_slices_are_those_of_a_list(dtype, tokens, data):
     bound = st.none() | st.integers(-40, 40)
     where = slice(data.draw(bound), data.draw(bound))
     with tempfile.TemporaryDirectory() as folder:
@@ -64,18 +62,15 @@ def test_a_write_that_fails_leaves_the_old_shard_and_no_partial_file(tmp_path, m
 # ---- files that are no shards
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "starts with 0, 0; a token shard starts with 20240520, 1"),
-        (shard_bytes([1, 2])[:11], "2 tokens take 1,028 bytes; the file has 11"),
-        (shard_bytes([1, 2])[:1000], "2 tokens take 1,028 bytes; the file has 1,000"),
-        (shard_bytes([1, 2], version=2), "starts with 20240520, 2; a token shard"),
-        (shard_bytes([1, 2, 3])[:-1], "3 tokens take 1,030 bytes; the file has 1,029"),
-        (shard_bytes([1, 2, 3], claimed=2), "2 tokens take 1,028 bytes; the file has 1,030"),
-        (shard_bytes([], claimed=-5), "-5 tokens take"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"", "starts with 0, 0; a token shard starts with 20240520, 1"),
+    (shard_bytes([1, 2])[:11], "2 tokens take 1,028 bytes; the file has 11"),
+    (shard_bytes([1, 2])[:1000], "2 tokens take 1,028 bytes; the file has 1,000"),
+    (shard_bytes([1, 2], version=2), "starts with 20240520, 2; a token shard"),
+    (shard_bytes([1, 2, 3])[:-1], "3 tokens take 1,030 bytes; the file has 1,029"),
+    (shard_bytes([1, 2, 3], claimed=2), "2 tokens take 1,028 bytes; the file has 1,030"),
+    (shard_bytes([], claimed=-5), "-5 tokens take"),
+])  # fmt: skip
 def test_a_bad_file_is_refused_with_its_name_the_value_and_the_fix(tmp_path, content, message):
     path = tmp_path / "bad.bin"
     path.write_bytes(content)

@@ -3,18 +3,16 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_run import find_logs, read_events, write_data
+from small_run import ROOT, find_logs, read_events, write_data
 
 from claims.record import Source, difference, pack, read_source, unpack, write_source
 from runtime.errors import Refused
 from runtime.log import digest, read_sources, write_files
 
-ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
 CLAIMS = {}
 for path in sorted(RECORDS.glob("*/*/claim.json")):

@@ -117,9 +117,7 @@ SAMPLE, LIMIT = (1.0, 2.0, 4.0, 8.0), 4.9652
 @pytest.mark.parametrize("value", ["loss", "log_norm"])
 @pytest.mark.parametrize("off", [-0.001, 0.001])
 @pytest.mark.parametrize("before", range(6))
-def test_a_limit_is_that_of_a_sample_by_hand_which_no_value_of_a_skipped_step_enters(
-    value, off, before
-):
+def test_a_limit_is_that_of_a_sample_by_hand_which_no_skipped_step_enters(value, off, before):
     """Skipped for an overflow, a NaN or, once there are values enough, for the other value."""
     guard, other = watcher(BARE), {"loss": "log_norm", "log_norm": "loss"}[value]
     for count, number in enumerate([*SAMPLE, LIMIT + off]):
@@ -178,9 +176,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(rule):
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_an_optimizer_that_steps_less_often_is_not_starved_by_a_lasting_rise_of_its_gradients(
-    every,
-):
+def test_an_optimizer_that_steps_less_often_is_not_starved_by_a_lasting_rise_of_gradients(every):
     params, optimizers = model(("muon", "adam"))
     guard = Guard(optimizers, spike=SpikeRule(window=32, start=8, patience=5))
     skips = []

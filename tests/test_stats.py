@@ -12,8 +12,6 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 from claims import stats
 
-TARGET = 3.28
-
 
 def numbers(start: str, endings: str) -> list[float]:
     return [float(start + ending) for ending in endings.split()]

@@ -46,9 +46,7 @@ def pretend_terminal(monkeypatch, encoding="utf-8"):
 # ---- Numbers
 
 
-def test_a_line_comes_every_five_seconds_at_most_and_for_the_last_step(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_line_comes_every_5_seconds_at_most_and_for_the_last_step(tmp_path, monkeypatch, capsys):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lines = make(tmp_path)
@@ -83,9 +81,7 @@ def test_the_time_left_counts_the_validations_that_are_left(tmp_path):
 # ---- The live block
 
 
-def test_what_a_run_says_goes_above_the_block_and_the_target_line_is_whole(
-    tmp_path, monkeypatch
-):
+def test_what_a_run_says_goes_above_the_block_and_the_target_line_is_whole(tmp_path, monkeypatch):
     written = pretend_terminal(monkeypatch)
     assert run(tmp_path) == 0
     out = written.getvalue().decode()

@@ -97,14 +97,11 @@ def test_named_state_goes_by_name_into_another_grouping():
         regrouped.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("b.variance"), r"lacks b.variance; build the optimizer as it was"),
-        (lambda t: t.update({"z.momentum": t["a.momentum"]}), r"has an unknown z.momentum"),
-        (lambda t: t.update({"a.variance": torch.ones(2)}), r"a.variance as \(2,\), not \(1, 1, 8"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda t: t.pop("b.variance"), r"lacks b.variance; build the optimizer as it was"),
+    (lambda t: t.update({"z.momentum": t["a.momentum"]}), r"has an unknown z.momentum"),
+    (lambda t: t.update({"a.variance": torch.ones(2)}), r"a.variance as \(2,\), not \(1, 1, 8"),
+])  # fmt: skip
 def test_a_named_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(change, message):
     optimizer = NorMuon(named_layers("a", "b"), 0.05)
     train(optimizer, [0])
@@ -157,14 +154,11 @@ def test_a_sparse_gradient_is_refused_in_a_sentence_that_names_the_parameter(kin
     assert torch.equal(layer.weight, before)
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "now"),
-    [
-        (NorMuon, {"dtype": torch.float64}, "float64 on cpu, contiguous"),
-        (AdamW, {"dtype": torch.bfloat16}, "bfloat16 on cpu, contiguous"),
-        (AdamW, {"memory_format": torch.channels_last}, "float32 on cpu, not contiguous"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "change", "now"), [
+    (NorMuon, {"dtype": torch.float64}, "float64 on cpu, contiguous"),
+    (AdamW, {"dtype": torch.bfloat16}, "bfloat16 on cpu, contiguous"),
+    (AdamW, {"memory_format": torch.channels_last}, "float32 on cpu, not contiguous"),
+])  # fmt: skip
 def test_a_model_that_was_converted_after_its_optimizer_was_built_is_refused_until_it_turns_back(
     kind, change, now
 ):

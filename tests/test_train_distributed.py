@@ -10,22 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import small_run
 import torch
 from small_ranks import Scenario, play, record
-from small_run import (
-    ROOT,
-    ROUNDING,
-    ROWS,
-    SEQUENCE,
-    STEPS,
-    arguments,
-    find_logs,
-    kept_state,
-    quick_collection,
-    run,
-    two_layers,
-    write_data,
-)
+from small_run import ROOT, ROUNDING, ROWS, SEQUENCE, STEPS, arguments, find_logs, run, write_data
 from stub_trainer import logs_of, losses_of, read_events, signal_after
 
 import train_gpt
@@ -84,7 +72,7 @@ def be_a_rank(folder, begin):
     stopped, step, number = begin.stop
     breaking_off = signal_after(step if rank == stopped else None, number)
     torch.manual_seed(begin.seeds + rank)
-    with two_layers(), quick_collection(), kept_state(), breaking_off:
+    with small_run.two_layers(), small_run.quick_collection(), small_run.kept_state(), breaking_off:
         return train_gpt.main(words)
 
 
@@ -156,9 +144,7 @@ def test_more_processes_give_the_losses_of_one(name, folder, data, left):
     assert events[-1]["checks"]["causality_trained"] == 0
 
 
-def test_torchrun_starts_ranks_that_share_a_run_and_end_it_in_order_when_it_is_ended(
-    data, tmp_path
-):
+def test_torchrun_starts_ranks_that_share_a_run_and_end_in_order_when_it_is_ended(data, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_gpt.py"]
     words = arguments(data, tmp_path / "logs", steps=MANY)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

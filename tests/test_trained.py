@@ -1,9 +1,9 @@
 """A finished run can be judged: by its kept model, and by what its log says of its weights."""
 
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import small_run
 import torch
@@ -145,18 +145,10 @@ def test_a_validation_batch_that_is_not_scored_is_missing_in_the_number_of_targe
 
 
 def test_training_tokens_that_change_after_the_audit_change_their_hash(data, tmp_path):
-    copy = Path(shutil.copytree(data, tmp_path / "data"))
-
-    def trained(cheat: bool) -> str:
+    copy, found = shutil.copytree(data, tmp_path / "data"), []
+    for flipped in (0, 0, 1):  # a bit of one token, in place
         trainer = make_trainer(copy, tmp_path)
-        if cheat:
-            shard = copy / "s_train_0.bin"
-            content = bytearray(shard.read_bytes())
-            content[1024 + 2 * 5] ^= 1  # one token, in place
-            shard.write_bytes(content)
+        np.memmap(copy / "s_train_0.bin", np.uint8)[1024 + 2 * 5] ^= flipped
         next(trainer.data.train)
-        return trainer.trained_rows()
-
-    expected = trained(cheat=False)
-    assert trained(cheat=False) == expected
-    assert trained(cheat=True) != expected
+        found.append(trainer.trained_rows())
+    assert found[0] == found[1] != found[2]

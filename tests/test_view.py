@@ -259,9 +259,7 @@ def test_a_web_page_of_another_name_cannot_ask_the_server(served):
     assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_the_command_serves_through_clients_that_leave_in_mid_reply_until_it_is_interrupted(
-    tmp_path
-):
+def test_the_command_serves_through_clients_that_leave_in_mid_reply_until_interrupted(tmp_path):
     write_log(tmp_path)
     words = [sys.executable, ROOT / "scripts" / "view.py", tmp_path, "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
@@ -318,9 +316,7 @@ def opened(served, page):
     return folder, page
 
 
-def test_it_draws_charts_over_steps_tokens_or_seconds_and_stays_so_after_a_reload_and_on_a_phone(
-    opened
-):
+def test_it_draws_charts_over_steps_tokens_or_seconds_and_stays_so_on_reload_and_on_a_phone(opened):
     _, page = opened
     assert page.evaluate("document.getElementById('live').textContent") == "live"
     for chart in ("loss", "norm", "lr", "window", "speed"):
