@@ -174,7 +174,7 @@ def read_judgements(folder: Path) -> list[dict[str, Any]]:
     lines = read_registry(path) if path.exists() else []
     found = {line["run_id"]: line for line in lines if line["event"] == "start"}
     for line in lines:
-        if line["event"] == "end":
+        if line["event"] == "end" and line["run_id"] in found:
             found[line["run_id"]] = line | found[line["run_id"]] | {"done": line.get("pairs")}
     return list(found.values())
 

@@ -167,7 +167,7 @@ def parse(
     if wants_help:  # before the rules are checked, so that broken settings can be looked up
         shown = {field.name: field.default for field in fields} | values
         parser.set_defaults(**{name: as_text(value) for name, value in shown.items()})
-        print(parser.format_help())
+        parser.print_help()  # a reader that left, such as head, is no error
         raise SystemExit(0)
     settings = kind(**values)
     if wants_config:

@@ -154,7 +154,9 @@ def test_recipes_of_other_lengths_are_comparable_in_equal_time_alone():
         claims.judge.require_comparable([a._replace(config={"steps": 900}), b], "loss")
 
 
-def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(project, capsys):
+def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(
+    project, capsys, monkeypatch
+):
     assert run("--b", "--gain 0.2", "--margin", "0.05") == 0
     said = capsys.readouterr()
     before, _, after = said.err.partition("A, seeds 0 to 3")
@@ -175,6 +177,9 @@ def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(project
     assert "20 steps take about 3.0 minutes by " in (again := capsys.readouterr().err)
     assert "the contest (records/tiny/prediction/README.md)\n" in again
     assert "all in all 24 to 120\n" in again
+    monkeypatch.setattr(judge, "has_gpu", lambda: True)  # a run without one says nothing then
+    run("--b", "--gain 0.2", "--margin", "0.07", "--", "--steps", "20")
+    assert "no run of tiny by copyinit on a machine as here" in capsys.readouterr().err
 
 
 def test_the_arms_take_turns_and_a_process_trains_all_runs_up_to_the_next_look(project, capsys):
