@@ -183,9 +183,10 @@ function openRun(run) {
   const group = shown.find(group => group.id === run.group), speed = run.curve.speed.at(-1);
   $("name").textContent = run.name;
   $("result").textContent = facts([["status", statusOf(run)], ["why", run.why],
-    ["validation loss", known(run.loss) ? run.loss.toFixed(4) : ""], ["target", show(run.target ?? "")],
-    ["training time", duration(run.seconds ?? 0)], ["steps", `${run.done} of ${show(run.total ?? "?")}`],
-    ["tokens per second", known(speed) ? short(speed) : ""], ["seed", show(run.seed ?? "")]]);
+    ["validation loss", known(run.loss) ? run.loss.toFixed(4) : ""],
+    ["target", run.target ?? ""], ["training time", duration(run.seconds ?? 0)],
+    ["steps", `${run.done} of ${run.total ?? "?"}`], ["seed", show(run.seed ?? "")],
+    ["tokens per second", known(speed) ? short(speed) : ""]]);
   $("differs").textContent = group?.differs.join("\n") || "nothing";
   $("facts").textContent = facts(flat({folder: run.folder, ...run.more, settings: run.config}));
   $("dialog").showModal();
