@@ -212,7 +212,7 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
             arms.append(arm)
     if len(arms) > 1:
         for number, p in stats.holm({i: arm.result.p for i, arm in enumerate(arms)}).items():
-            verdict = f"p {p:.3g}, {'pass' if p < ALPHA else 'fail'}"
+            verdict = f"p {p:.3g}, {'pass' if p < ALPHA and arms[number].passes else 'fail'}"
             arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
     return arms
 
@@ -242,6 +242,9 @@ def judge_arm(
     arm.warnings += origin_warnings(runs) + [f"left out: {repeat}" for repeat in repeats]
     arm.incomplete += [{"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
                        for run, reason in left_out]  # fmt: skip
+    if any(run.end.get("status") == "nonfinite" for run in runs):
+        arm.passes = False  # which runs count must not depend on their losses
+        arm.warnings.append("a run diverged, so the mean of the others says too little")
     if track_of(runs[0]) in STEPS_TRACKS and points:
         value, passes = stats.steps_rule(arm.losses, target)
         rule = f"(target - mean) * sqrt(n) = {value:.5f}, {'pass' if passes else 'fail'}"

@@ -11,6 +11,7 @@ import os
 import re
 import statistics
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -291,6 +292,20 @@ def earlier_claims(evidence: Evidence) -> list[Claim]:
     claims = map(read_claim, evidence.folder.resolve().parent.glob("*/claim.json"))
     earlier = [claim for claim in claims if claim.created < evidence.claim.created]
     return sorted(earlier, key=lambda claim: (claim.created, claim.name))
+
+
+def claims_of_its_seeds(evidence: Evidence) -> Iterator[tuple[Claim, list[int]]]:
+    """Other claims on its track that are no younger and share seeds, with the seeds.
+
+    Git knows which is older; a claim's own date counts where it does not.
+    """
+    claim = evidence.claim
+    for path in sorted(evidence.folder.resolve().parent.glob("*/claim.json")):
+        other = read_claim(path)
+        seeds = sorted({*other.seeds} & {*claim.seeds}) if other.id != claim.id else []
+        first = evidence.committed or claim.created
+        if seeds and (commit_time(path) or other.created) <= first:
+            yield other, seeds
 
 
 # ---- The history

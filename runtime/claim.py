@@ -23,7 +23,8 @@ NAME = r"[A-Z][A-Za-z0-9]{1,60}"
 SHA256 = "[0-9a-f]{64}"
 # Parts of the names of compiler settings that make no step faster.
 HARMLESS = ("cache", "deterministic", "compile_threads")
-TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"
+DAY = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+TIME = rf"{DAY}T([01][0-9]|2[0-3])(:[0-5][0-9]){{2}}(\.[0-9]+)?\+00:00"
 
 
 @dataclass(frozen=True)

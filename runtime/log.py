@@ -298,9 +298,6 @@ class RunLog:
         self._waiting = b""
         self._sha256 = hashlib.sha256()  # of all lines, waiting ones included
         self._warned = False
-        self._start_ns = time.monotonic_ns()
-        if history:
-            self._start_ns -= math.ceil(1e6 * history.t_ms)  # t_ms never falls within a run
         self._lock = FileLock(self.directory / f".{run_id}.lock")
         self._one_writer = threading.Lock()
         self._file: BinaryIO | None = None
@@ -311,6 +308,9 @@ class RunLog:
         `resumed` is the resume event: from_step, checkpoint and its checkpoint_sha256 (or None),
         differences.
         """
+        self._start_ns = time.monotonic_ns()
+        if self.history:
+            self._start_ns -= math.ceil(1e6 * self.history.t_ms)  # t_ms never falls within a run
         self._create()
         entry, registered = "start", {name: header.get(name) for name in REGISTERED}
         if self.history and resumed:

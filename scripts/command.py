@@ -112,12 +112,16 @@ def start(main: Callable[[], int]) -> None:
         old = getattr(sys, name)  # sys.__stdout__ keeps it, and so its buffer, open
         safe = SafeOutput(old.buffer, old.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, safe)
-    for number in (signal.SIGINT, signal.SIGTERM):  # with the code that a shell reports
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+    for number in (signal.SIGINT, signal.SIGTERM, hangup):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup has set it so
+            code = 130 if number == signal.SIGINT else 143
+            signal.signal(number, lambda *_, code=code: sys.exit(code))
     sys.exit(main())
 
 
 def training_command(root: Path, flags: Sequence[str], folder: Path) -> list[str]:
     """A run of the source under `root` that keeps nothing but its log, in `folder`."""
     words = [sys.executable, str(root / "train_gpt.py"), *flags, "--log-dir", str(folder.resolve())]
+    words += ["--checkpoint-dir", str(folder.resolve() / "checkpoints")]  # of an interrupted run
     return [*words, "--keep-model", "off", "--sample-tokens", "0"]

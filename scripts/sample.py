@@ -12,6 +12,7 @@ document, at --stop, or after --tokens. Exit codes: 0 done, 2 bad input.
 import argparse
 import codecs
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
         if getattr(given, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")
     folder, prompt = given.checkpoint, given.prompt
-    if folder and not prompt and not (Path(folder).is_dir() or re.fullmatch(r"\S+/\S+", folder)):
+    if folder and not prompt and not (os.path.isdir(folder) or re.fullmatch(r"\S+/\S+", folder)):
         folder, prompt = None, folder  # one argument is the prompt, unless it looks like a folder
     model = load_model(find_model(Path(folder) if folder else None), given.device)
     if prompt or not given.interactive:

@@ -51,6 +51,16 @@ def made(root: Path, created: str, committed: str) -> Path:
     return folder
 
 
+def test_a_second_claim_of_seeds_that_is_dated_back_is_the_one_that_fails(checkout, capsys):
+    first = made(checkout, CREATED, IN_TIME)
+    later = make_claim("Second", 4, 1002, created="2025-12-31T23:00:00+00:00")
+    folder = write_record(checkout / "records", later, LOSSES[:4])
+    commit(checkout, "2026-01-01T12:00:00+00:00")
+    code, said = call(capsys, "make", folder)
+    assert (code, "seeds [1002, 1003] were claimed before, by Good" in said) == (1, True)
+    assert "claimed before" not in call(capsys, "verify", first)[1]
+
+
 def test_a_claim_that_was_committed_before_its_runs_holds_also_under_another_name(checkout, capsys):
     folder = made(checkout, CREATED, IN_TIME)
     code, said = call(capsys, "verify", folder)

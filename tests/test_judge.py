@@ -39,7 +39,7 @@ TRACK["recipe"] = "copyinit"
 parser = argparse.ArgumentParser()
 for name, default in (("gain", 0.0), ("steps", 10), ("val-every", 0), ("seed", 0), ("trials", 1)):
     parser.add_argument(f"--{name}", type=type(default), default=default)
-for name in ("log-dir", "keep-model", "sample-tokens", "diverge"):
+for name in ("log-dir", "checkpoint-dir", "keep-model", "sample-tokens", "diverge"):
     parser.add_argument(f"--{name}", default="")
 parser.add_argument("--print-config", action="store_true")
 given = parser.parse_args()

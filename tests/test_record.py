@@ -142,12 +142,17 @@ def test_a_record_with_too_few_runs_for_a_test_says_so_without_nan(runs, tmp_pat
     assert "nan" not in said
 
 
-def test_the_luckiest_seeds_of_an_earlier_claim_make_no_second_one(tmp_path, capsys):
+@pytest.mark.parametrize(("day", "config"), [
+    ("02", {}), ("02", {"val_every": 1000}),  # which changes no weight
+    ("01", {}),  # in the same second
+])  # fmt: skip
+def test_the_luckiest_seeds_of_an_earlier_claim_make_no_second_one(day, config, tmp_path, capsys):
     write_record(tmp_path, make_claim("First"), LOSSES)
-    later = make_claim("Second", 4, 1004, created="2026-01-02T00:00:00+00:00")
+    created = f"2026-01-{day}T00:00:00+00:00"
+    later = make_claim("Second", 4, 1004, created=created, config=config)
     code, said = call(capsys, "make", write_record(tmp_path, later, LOSSES[:4]))
     assert code == 1
-    assert "seed 1004 was claimed before, by First" in said
+    assert "seeds [1004, 1005, 1006, 1007] were claimed before, by First" in said
 
 
 def test_the_first_verified_record_fixes_validation_tokens_that_nobody_knew_before(
@@ -155,14 +160,14 @@ def test_the_first_verified_record_fixes_validation_tokens_that_nobody_knew_befo
 ):
     monkeypatch.setitem(TRACKS, "tiny", small_record.RULES._replace(val_sha256=""))
     folders = {}
-    for name, digit in {"First": "a", "Same": "a", "Other": "b"}.items():
-        folders[name] = write_record(tmp_path, make_claim(name, n=4), LOSSES[:4])
+    for seed, (name, digit) in enumerate({"First": "a", "Same": "a", "Other": "b"}.items()):
+        folders[name] = write_record(tmp_path, make_claim(name, 4, 4 * seed), LOSSES[:4])
         runs = read_logs(folders[name])
         shutil.rmtree(folders[name] / "runs")
         for (events,) in runs:
             events[0]["data"]["val_sha256"] = digit * 64
         small_record.write_logs(folders[name], runs)
-    unfinished = write_record(tmp_path, make_claim("Unfinished", n=4), LOSSES[:3])
+    unfinished = write_record(tmp_path, make_claim("Unfinished", 4, 90), LOSSES[:3])
     assert call(capsys, "make", unfinished)[0] == 1
     assert not (tmp_path / "tiny" / "val.sha256").exists()
     _, said = call(capsys, "make", folders["First"])

@@ -52,7 +52,8 @@ def describe_record(folder: Path) -> dict[str, str]:
     with contextlib.suppress(FileNotFoundError):
         page = json.loads(read_regular(folder / "record.json", MOST_BYTES, links=False))
         word = "shown" if page["shown"] else "not shown"
-        text = (f"mean {page['mean']:.4f} below {page['target']:g}, p {page['p']:.2g}, "
+        mean, p = float(page["mean"]), float(page["p"])  # of too few runs "nan"
+        text = (f"mean {mean:.4f} below {page['target']:g}, p {p:.2g}, "
                 f"{page['n']} runs of {page['steps']} steps")  # fmt: skip
     return {"name": folder.name, "word": word, "text": text, "head": "",
             "path": str(folder / "README.md")}  # fmt: skip
