@@ -67,16 +67,10 @@ def read_segments(first: Path, links: bool) -> list[tuple[Path, bytes]]:
     return segments
 
 
-def read_run(path: str | Path) -> Run:
-    """The run in a JSONL log, which holds exactly one; see `read_runs`."""
-    return read_runs(path)[0]
-
-
 def finished_runs(folder: Path) -> list[Run]:
     """The runs in a folder that finished or diverged, the oldest first."""
     logs = sorted({first_segment(log) for log in folder.glob("*_*.jsonl")})  # ids sort by time
-    begun = [log for log in logs if log.stat().st_size]  # others were killed before their header
-    runs = [run for log in begun for run in read_runs(log)]
+    runs = [run for log in logs if log.stat().st_size for run in read_runs(log)]  # 0: no header
     return [run for run in runs if run.complete or run.end.get("status") == "nonfinite"]
 
 

@@ -152,10 +152,9 @@ def source_part(evidence: Evidence) -> Iterator[str]:
     yield "## Source"
     yield (f"- source `{claim.source_sha256}`: [all files]({stored})\n"
            f"- configuration `{claim.config_sha256}`: [claim.json](claim.json)")
-    if not (earlier := records.earlier_claims(evidence)):
+    if not (before := records.claim_before(evidence)):
         yield "This is the first claim on its track."
         return
-    before = earlier[-1]
     old = read_source(records_of(evidence.folder), before.source_sha256)
     lines = difference(old.files, evidence.source.files)
     changed = {name for name, _ in old.files.items() ^ evidence.source.files.items()}

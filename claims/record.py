@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from claims.arms import ALPHA, leave_out_repeats
-from claims.logs import first_segment, read_run
+from claims.logs import first_segment, read_runs
 from claims.runs import Run, current_names
 from claims.stats import Result, one_sample
 from runtime.claim import SHA256, Claim, check_rules, read_claim
@@ -252,7 +252,7 @@ def read_evidence(folder: Path) -> Evidence:
         if path.name.startswith("registry"):
             registry += read_registry(path)
         elif first_segment(path) == path:
-            run = read_run(path)
+            run = read_runs(path)[0]
             for name in ("data", "checks", "config"):
                 if not isinstance(run.header.get(name), dict):
                     raise LogError(f"{path}: the header must have {name}, an object")
@@ -287,24 +287,20 @@ def records_of(folder: Path) -> Path:
     return folder.resolve().parents[1]
 
 
-def earlier_claims(evidence: Evidence) -> list[Claim]:
-    """The claims on its track that were written before it, the last one last."""
+def claim_before(evidence: Evidence) -> Claim | None:
+    """The claim on its track that was written before it, by the claims' own dates."""
     claims = map(read_claim, evidence.folder.resolve().parent.glob("*/claim.json"))
     earlier = [claim for claim in claims if claim.created < evidence.claim.created]
-    return sorted(earlier, key=lambda claim: (claim.created, claim.name))
+    return max(earlier, key=lambda claim: (claim.created, claim.name), default=None)
 
 
 def claims_of_its_seeds(evidence: Evidence) -> Iterator[tuple[Claim, list[int]]]:
-    """Other claims on its track that are no younger and share seeds, with the seeds.
-
-    Git knows which is older; a claim's own date counts where it does not.
-    """
-    claim = evidence.claim
+    """Claims on its track that share seeds and are no younger: by git, else by their own dates."""
+    claim, first = evidence.claim, evidence.committed or evidence.claim.created
     for path in sorted(evidence.folder.resolve().parent.glob("*/claim.json")):
         other = read_claim(path)
-        seeds = sorted({*other.seeds} & {*claim.seeds}) if other.id != claim.id else []
-        first = evidence.committed or claim.created
-        if seeds and (commit_time(path) or other.created) <= first:
+        seeds = sorted({*other.seeds} & {*claim.seeds})
+        if seeds and other.id != claim.id and (commit_time(path) or other.created) <= first:
             yield other, seeds
 
 

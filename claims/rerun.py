@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from claims.logs import find_runs, read_run
+from claims.logs import find_runs, read_runs
 from claims.record import Evidence
 from claims.runs import Run
 from runtime.errors import LogError, Refused
@@ -302,7 +302,7 @@ def read_again(before: Run, logs: Path, steps: int) -> Run:
     """The run that was made here. Refused if it broke off or has nothing to compare."""
     output = (logs.parent / "output.txt").read_text(errors="replace").strip()[-300:]
     try:
-        after = read_run(find_runs([logs])[0])
+        after = read_runs(find_runs([logs])[0])[0]
     except (LogError, OSError):
         raise Refused(f"the source does not run here: {output}") from None
     if len(after.steps) < steps or (steps == len(before.steps) and not after.complete):

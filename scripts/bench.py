@@ -210,14 +210,15 @@ def fill_gradients(weights: list[Tensor], gradients: list[Tensor]) -> None:
 def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     cut = words.index("--") if "--" in words else len(words)
-    parser = make_parser(__doc__)
-    add = parser.add_argument
+    parser, add = make_parser(__doc__)
     add("what", choices=("step", "optim"))
     add("--rounds", type=int, default=10, help="timed rounds (%(default)s)")
     add("--against", nargs="+", default=[], metavar="FILE.py", help="code to time beside ours")
     add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim: which weights")
     add("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: it must be at least 1")
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints; stdout is for the figures
         found = bench_optim(given) if given.what == "optim" else bench_step(given, words[cut + 1 :])
     if os.environ.get("RANK", "0") == "0":
@@ -226,4 +227,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(leave(supervise(main, refused=(ShardError,))))
+    sys.exit(leave(supervise(main, refused=(ShardError, OSError))))

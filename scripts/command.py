@@ -28,7 +28,7 @@ def find_packages(kind: type[BaseException], error: BaseException, trace: Any) -
     old = sys.version_info < (3, 11)
     if not old and not isinstance(error, ModuleNotFoundError):
         sys.__excepthook__(kind, error, trace)
-        return
+        sys.exit(2)  # 1 would be a verdict
     if PYTHON.exists() and Path(sys.prefix).resolve() != PYTHON.parents[1].resolve():
         os.execv(PYTHON, [str(PYTHON), *sys.argv])
     lacking = "is older than 3.11" if old else f"has no {getattr(error, 'name', None)}"
@@ -72,10 +72,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}. {self.prog} --help lists the flags.\n")
 
 
-def make_parser(doc: str | None) -> Parser:
-    """A parser whose --help begins with the module's docstring, with its line breaks."""
-    layout = argparse.RawDescriptionHelpFormatter
-    return Parser(description=doc, formatter_class=layout, allow_abbrev=False)
+def make_parser(doc: str | None) -> tuple[Parser, Callable[..., Any]]:
+    """A parser whose --help begins with the module's docstring, and its `add_argument`."""
+    layout = argparse.RawDescriptionHelpFormatter  # keeps line breaks
+    parser = Parser(description=doc, formatter_class=layout, allow_abbrev=False)
+    return parser, parser.add_argument
 
 
 def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:

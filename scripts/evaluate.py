@@ -34,8 +34,7 @@ def as_text(scores: dict[str, Any]) -> str:
 
 @command
 def main(argv: list[str]) -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
+    parser, add = make_parser(__doc__)
     add("checkpoint", nargs="?", type=Path, help="folder of a run or of its model")
     add("--data-dir", help="folder of the validation shards (as in training)")
     add("--rows", type=int, help="validation rows to read (all)")

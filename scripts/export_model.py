@@ -17,9 +17,9 @@ from scripts.command import command, make_parser, start
 
 @command
 def main(argv: list[str]) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("checkpoint", type=Path, help="folder of a run, or its final")
-    parser.add_argument("--to", type=Path, required=True, help="folder to write; it must be new")
+    parser, add = make_parser(__doc__)
+    add("checkpoint", type=Path, help="folder of a run, or its final")
+    add("--to", type=Path, required=True, help="folder to write; it must be new")
     given = parser.parse_args(argv)
     from inference.export import export  # torch takes seconds, which --help need not
     from inference.model import find_model

@@ -95,9 +95,8 @@ def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: 
     timed = metric == "time" or arms[0].config.get("minutes")
     stops = range(1, len(seeds) + 1) if timed else plan.looks
     for turn, stop in enumerate(stops):
-        done: dict[str, dict[int, float]] = {}
-        for arm in arms if turn % 2 == 0 else reversed(arms):
-            done[arm.name] = make_runs(folder, arm, metric, seeds[:stop])
+        order = arms if turn % 2 == 0 else arms[::-1]
+        done = {arm.name: make_runs(folder, arm, metric, seeds[:stop]) for arm in order}
         verdict = judge.decide([done["B"][seed] - done["A"][seed] for seed in seeds[:stop]], plan)
         found = stats.in_words(verdict, FORM)
         print(f"{verdict.pairs} pairs: B - A {found}", file=sys.stderr, flush=True)
@@ -166,8 +165,7 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
 
 @command
 def main(argv: list[str]) -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
+    parser, add = make_parser(__doc__)
     add("--a", default="", metavar="FLAGS", help="of train_gpt.py for A, in quotes (none)")
     add("--b", default="", metavar="FLAGS", help="the same for B")
     add("--a-source", type=Path, default=ROOT, metavar="DIR", help="of A's train_gpt.py (here)")

@@ -32,7 +32,7 @@ from claims.rerun import rerun
 from claims.stats import power
 from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
-from runtime.log import config_hash, digest
+from runtime.log import config_hash, digest, write_files
 from runtime.settings import flag
 
 RECORDS = ROOT / "records"
@@ -81,8 +81,7 @@ def make(arguments: argparse.Namespace) -> int:
     folder = arguments.folder
     records.copy_runs(folder, arguments.logs)
     evidence = records.read_evidence(folder)
-    for name, content in pages.derived(evidence).items():
-        (folder / name).write_bytes(content)
+    write_files(pages.derived(evidence), folder)
     code = print_verdict(evidence)
     if code == 0 and (pinned := records.pin(evidence)):
         print(f"{pinned}: fixes the validation tokens of {evidence.claim.track}; commit it")
@@ -165,7 +164,7 @@ def leaderboard(arguments: argparse.Namespace) -> int:
 @command
 def main(argv: list[str]) -> int:
     cut = argv.index("--") if "--" in argv else len(argv)  # flags of the trainer follow
-    parser = make_parser(__doc__)
+    parser, _ = make_parser(__doc__)
     commands = parser.add_subparsers(required=True)
 
     def add_command(run: Callable[[argparse.Namespace], int]) -> Callable[..., object]:

@@ -45,8 +45,7 @@ def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:
 
 @command
 def main(argv: list[str]) -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
+    parser, add = make_parser(__doc__)
     add("checkpoint", nargs="?", help="folder of a run or of its model (the newest)")
     add("prompt", nargs="?", default="", help="text to continue, in quotes")
     add("--tokens", type=int, default=300, help="tokens to write, at most (%(default)s)")
@@ -60,12 +59,10 @@ def main(argv: list[str]) -> int:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--interactive", action="store_true", help="read prompts, one a line")
     given = parser.parse_args(argv)
-    if not (given.temperature >= 0 and math.isfinite(given.temperature)):
-        raise ValueError(f"--temperature {given.temperature}: it must be a number of at least 0")
     if not 0 < given.top_p <= 1:
         raise ValueError(f"--top-p {given.top_p}: it must be above 0 and at most 1")
-    for name in ("tokens", "top_k", "least", "samples", "seed"):
-        if getattr(given, name) < 0:
+    for name in ("temperature", "tokens", "top_k", "least", "samples", "seed"):
+        if not 0 <= getattr(given, name) < math.inf:  # NaN is not
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")
     folder, prompt = given.checkpoint, given.prompt
     if folder and not prompt and not (os.path.isdir(folder) or re.fullmatch(r"\S+/\S+", folder)):

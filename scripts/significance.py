@@ -55,8 +55,7 @@ def to_text(arm: arms.ArmVerdict) -> str:
 
 @command
 def main(argv: list[str]) -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
+    parser, add = make_parser(__doc__)
     steps = reader(lambda text: [int(step) for step in text.split(",")], "whole numbers: 5,10")
     add("paths", nargs="+", metavar="PATH", help="run logs, or folders of run logs")
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")

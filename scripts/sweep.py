@@ -13,8 +13,8 @@ An arm is flags of train_gpt.py, a patch of its source, or both. PLAN is JSON:
 
 Flags of the plan go to every run; what else an arm lacks it has from it ("patch": "" for none).
 `seeds` may be an object, {"7": "--flags of this seed"}; a grid makes of each arm one for each
-combination of values. Runs are made in the order of the file. A finished run of the same source,
-flags, patch and seed is not repeated. The runs train a copy of the source, so you may edit it
+combination of values. Runs are made in the order of the file. A finished run of the same plan,
+source, arm and seed is not repeated. The runs train a copy of the source, so you may edit it
 meanwhile; --source resumes an older copy. Logs are in OUT/PLAN/SOURCE/ARM.
 Exit code: 0 done, 1 a run failed, 2 bad input, 130 or 143 interrupted.
 """
@@ -175,8 +175,7 @@ def report(arms: dict[str, dict[int, Losses]]) -> str:
 
 @command
 def main(argv: list[str]) -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
+    parser, add = make_parser(__doc__)
     add("plan", type=Path, help="JSON file")
     add("--source", type=Path, default=ROOT, metavar="DIR", help="of train_gpt.py (here)")
     add("--jobs", type=int, default=2, help="runs at a time, which share the cores (%(default)s)")

@@ -22,8 +22,7 @@ from view.server import Server
 
 @command
 def main(argv: list[str]) -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
+    parser, add = make_parser(__doc__)
     add("paths", nargs="*", default=["logs"], metavar="LOGS", help="run logs, folders, or records")
     add("--port", type=int, default=8321, help="of the page; 0: any free one (%(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the page to a file instead")

@@ -15,7 +15,7 @@ import pytest
 import small_run
 from small_record import register, rewrite_claim
 
-from claims.logs import MAX_BYTES, read_run
+from claims.logs import MAX_BYTES, read_runs
 from claims.pages import readme
 from claims.record import read_evidence
 from runtime.claim import read_claim
@@ -162,16 +162,16 @@ def test_json_that_two_readers_may_read_differently_is_refused(change, stranger,
 
 
 @pytest.mark.parametrize(("files", "read", "rule"), [
-    ({"a.jsonl": b"{}\n" * 250_001}, read_run, "250,001 lines, and 250,000 are the most"),
-    ({"a.txt": b"s:0 tel:1\ns:1 tel:1\n" * 125_001}, read_run, "250,002 lines"),
-    ({"a.jsonl": b" " * 2**24, "a.2.jsonl": b" " * 2**24, "a.3.jsonl": b" "}, read_run,
+    ({"a.jsonl": b"{}\n" * 250_001}, read_runs, "250,001 lines, and 250,000 are the most"),
+    ({"a.txt": b"s:0 tel:1\ns:1 tel:1\n" * 125_001}, read_runs, "250,002 lines"),
+    ({"a.jsonl": b" " * 2**24, "a.2.jsonl": b" " * 2**24, "a.3.jsonl": b" "}, read_runs,
      "a.3.jsonl has 1 bytes, and at most 0 are allowed"),
     ({f"a.{number}.jsonl" if number > 1 else "a.jsonl": b"x" for number in range(1, 202)},
-     read_run, "200 segments of a run are the most"),
-    ({"a.jsonl": b'{"event": "x"}\n', "a.2.jsonl": 3 * b'{"event": "resume"}\n'}, read_run,
+     read_runs, "200 segments of a run are the most"),
+    ({"a.jsonl": b'{"event": "x"}\n', "a.2.jsonl": 3 * b'{"event": "resume"}\n'}, read_runs,
      "line 2: a segment has one resume line"),
     ({"registry.jsonl": b"x\n" * 200_001}, read_registry, "over 200,000 lines"),
-    ({"a.jsonl": MAX_BYTES + 1}, read_run, "a.jsonl has .*bytes"),
+    ({"a.jsonl": MAX_BYTES + 1}, read_runs, "a.jsonl has .*bytes"),
     ({"registry.jsonl": 2**40}, read_registry, "registry.jsonl has .*bytes"),
 ], ids=range(8))
 def test_what_is_huge_or_would_take_minutes_to_read_is_refused(files, read, rule, tmp_path):

@@ -175,8 +175,8 @@ def test_without_a_folder_the_newest_model_writes(folder, tmp_path, capsys, monk
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    ("--temperature -1", "--temperature -1.0: it must be"),
-    ("--temperature nan", "--temperature nan: it must be"),
+    ("--temperature -1", "--temperature -1.0: at least 0"),
+    ("--temperature nan", "--temperature nan: at least 0"),
     ("--tokens -1", "--tokens -1: at least 0"),
     ("missing b", "missing holds no trained model. A run leaves one in checkpoints"),
     ("checkpoints/missing", "missing holds no trained model. A run leaves"),

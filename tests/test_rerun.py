@@ -17,7 +17,7 @@ import torch
 from small_record import make_claim
 
 import train_gpt
-from claims.logs import read_run
+from claims.logs import read_runs
 from claims.record import TRACKS, Evidence, Source
 from claims.rerun import allowed_here, check_model, compare_runs, rerun, validation_rows
 from runtime.errors import Refused
@@ -62,7 +62,7 @@ def evidence(data, tmp_path_factory) -> Evidence:
     config, source = json.loads(json.dumps(config)), small_source()
     sha256 = {"config_sha256": config_hash(config), "source_sha256": digest(source.files)}
     claim = replace(make_claim(), config=config, flags=flags, **sha256)
-    run = read_run(outcome.logs[0])
+    run = read_runs(outcome.logs[0])[0]
     assert run.config_sha256 == claim.config_sha256
     run.header.update(claim=claim.id, schema=3)
     return Evidence(logs, claim, TRACKS["tiny"], [run], [], source)

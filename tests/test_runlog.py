@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from claims import logs
-from claims.logs import find_runs, finished_runs, read_run, read_runs
+from claims.logs import find_runs, finished_runs, read_runs
 from claims.runs import Phase, Run, Step, Validation
 from runtime.errors import LogError
 from runtime.jsonl import json_line
@@ -105,7 +105,7 @@ def read_segments(folder: Path, *contents: bytes) -> Run:
     write(contents[0], folder / "run.jsonl")
     for number, content in enumerate(contents[1:], 2):
         write(content, folder / f"run.{number}.jsonl")
-    return read_run(folder / "run.jsonl")
+    return read_runs(folder / "run.jsonl")[0]
 
 
 def steps_of(run: Run) -> list[tuple[int, float | None]]:
@@ -203,7 +203,7 @@ def test_a_run_stopped_at_a_checkpoint_and_resumed_in_another_file_is_one_run_th
     assert run.segments[0].sha256 == sha256(SAVED).hexdigest()
     assert run.segments[1].header["previous_sha256"] == "ab"
     assert find_runs([tmp_path]) == find_runs([tmp_path / "run.2.jsonl"]) == [run.path]
-    assert read_run(tmp_path / "run.2.jsonl") == run
+    assert read_runs(tmp_path / "run.2.jsonl")[0] == run
     for path in (tmp_path / "run.jsonl", tmp_path / "run.2.jsonl"):
         path.rename(tmp_path / path.name.replace("run", "small_s0"))
     (once,) = finished_runs(tmp_path)  # not by segment
@@ -255,7 +255,7 @@ def test_a_run_resumed_after_its_last_step_validates_once(tmp_path):
 def test_a_run_that_lacks_a_segment_or_goes_on_is_unfinished(tmp_path):
     write(SAVED, tmp_path / "run.jsonl")
     last = write(begin_again(1, 3) + REST, tmp_path / "run.3.jsonl")
-    assert read_run(last).unfinished == "ended with status interrupted"
+    assert read_runs(last)[0].unfinished == "ended with status interrupted"
     assert read_segments(tmp_path / "b", SAVED, begin_again(1)).unfinished == "no end line"
     torn = read_segments(tmp_path / "c", SAVED, begin_again(1) + REST[:-9])
     assert torn.unfinished == "torn last line"

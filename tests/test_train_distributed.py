@@ -17,7 +17,7 @@ from small_run import ROOT, ROUNDING, ROWS, SEQUENCE, STEPS, arguments, find_log
 from stub_trainer import logs_of, losses_of, read_events, signal_after
 
 import train_gpt
-from claims.logs import read_run
+from claims.logs import read_runs
 from runtime.warmup import same_bits
 
 pytestmark = pytest.mark.usefixtures("two_layers")
@@ -158,7 +158,7 @@ def test_torchrun_starts_ranks_that_share_a_run_and_end_in_order_when_it_is_ende
     assert process.returncode != 0
     (log,) = find_logs(tmp_path / "logs")
     assert read_events(log)[0]["world_size"] == 2
-    assert read_run(log).unfinished == "ended with status interrupted"
+    assert read_runs(log)[0].unfinished == "ended with status interrupted"
     registered = [line["event"] for line in read_events(log.with_name("registry.jsonl"))]
     assert registered == ["start", "end"]
 
