@@ -77,7 +77,7 @@ def check_files(evidence: Evidence) -> Iterator[str]:
     expected |= set(evidence.folder.glob("runs/registry*.jsonl"))
     for run in evidence.runs:
         expected |= {segment.path for segment in run.segments}
-    for path in sorted([*evidence.folder.glob("*"), *evidence.folder.glob("runs/*")]):
+    for path in sorted(evidence.folder.rglob("*")):
         if path.is_symlink() or path not in expected:
             yield f"unexpected file {path.relative_to(evidence.folder)}"
 

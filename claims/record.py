@@ -247,10 +247,10 @@ def read_evidence(folder: Path) -> Evidence:
             raise Refused(f"{folder / 'claim.json'}: {name} in config must be a positive whole "
                           f"number, not {value!r:.40}. Write the claim with record.py claim.")
     runs: list[Run] = []
-    registry: list[dict[str, Any]] = []
+    registry: dict[str, dict[str, Any]] = {}
     for path in sorted((folder / "runs").glob("*.jsonl")):
         if path.name.startswith("registry"):
-            registry += read_registry(path)
+            registry |= {line["sha256"]: line for line in read_registry(path)}  # may share a past
         elif first_segment(path) == path:
             run = read_runs(path)[0]
             for name in ("data", "checks", "config"):
@@ -264,7 +264,7 @@ def read_evidence(folder: Path) -> Evidence:
             raise Refused(f"{pin} holds no SHA-256. Restore it.")
         track = track._replace(val_sha256=sha256)
     source = read_source(records_of(folder), claim.source_sha256)
-    return Evidence(folder, claim, track, runs, registry, source)
+    return Evidence(folder, claim, track, runs, [*registry.values()], source)
 
 
 PIN = "val.sha256"  # beside a track's records: the hash of its validation tokens

@@ -57,14 +57,14 @@ def in_words(found: Any, form: str) -> str:
 def moments(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample sd.
 
-    Equal values have exactly no spread: with the rounding error of their mean p would vanish.
+    Values that are equal to rounding have exactly no spread: else p would vanish.
     """
     with np.errstate(all="ignore"):
         mean = float(np.mean(values)) if values else NAN
         sd = float(np.std(values, ddof=1)) if len(values) > 1 else NAN
     if not math.isfinite(sd):
         return mean, NAN
-    return mean, 0.0 if min(values) == max(values) else sd
+    return mean, 0.0 if max(values) - min(values) <= 1e-12 * abs(mean) else sd
 
 
 def one_sample(losses: Sequence[float], target: float) -> Result:

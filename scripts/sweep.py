@@ -42,6 +42,7 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 from claims.logs import finished_runs
 from claims.pages import table
 from claims.rerun import child_process
+from claims.runs import Run
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
 from runtime.jsonl import json_hash
@@ -116,9 +117,9 @@ def copy_source(root: Path, patch: str, folder: Path) -> None:
     draft.rename(folder)
 
 
-def read_losses(run: SweepRun) -> Losses | None:
-    """Of the oldest run of the arm with this seed that finished or diverged."""
-    for found in finished_runs(run.folder):
+def read_losses(run: SweepRun, finished: Sequence[Run]) -> Losses | None:
+    """Of the oldest run with this seed among those of the arm that finished or diverged."""
+    for found in finished:
         if found.seed == run.seed:
             loss = found.validations[-1].loss if found.complete else math.inf
             return loss, found.probe("new_loss")
@@ -127,7 +128,8 @@ def read_losses(run: SweepRun) -> Losses | None:
 
 def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
     """Make the runs without a result, `jobs` at a time. Returns how many failed."""
-    waiting = [run for run in planned if not read_losses(run)]
+    finished = {folder: finished_runs(folder) for folder in {run.folder for run in planned}}
+    waiting = [run for run in planned if not read_losses(run, finished[run.folder])]
     for run in {run.folder: run for run in waiting}.values():
         copy_source(out / "source", run.patch, run.source)
         ask_trainer(run.source, run.flags)  # refuses a wrong flag before the first run
@@ -148,7 +150,7 @@ def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
             time.sleep(0.05)
             for ended in [child for child in running if child.poll() is not None]:
                 run = running.pop(ended)
-                losses = read_losses(run)
+                losses = read_losses(run, finished_runs(run.folder))
                 failed += not losses
                 outcome = f"loss {losses[0]:.4f}" if losses else f"failed, see {run.folder}"
                 print(f"{run.arm}, seed {run.seed}: {outcome}", file=sys.stderr, flush=True)
@@ -191,8 +193,9 @@ def main(argv: list[str]) -> int:
         copy_source(given.source, "", out / "source")
         failed = make_missing(planned, out, given.jobs)
     arms: dict[str, dict[int, Losses]] = {run.arm: {} for run in planned}
+    finished = {folder: finished_runs(folder) for folder in {run.folder for run in planned}}
     for run in planned:
-        if losses := read_losses(run):
+        if losses := read_losses(run, finished[run.folder]):
             arms[run.arm][run.seed] = losses
     show("\n\n".join([f"source {out.name}", report(arms), READING]), arms, given.json)
     return 1 if failed else 0

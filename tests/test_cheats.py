@@ -234,7 +234,8 @@ CHEATS: dict[str, tuple] = {
         lambda folder: source_path(folder.parents[1], digest(small_record.SOURCE.files)).unlink(),
         "cannot read the source .*No such file"),
 }  # fmt: skip
-for name in ("weights.bin", ".hidden", "runs/notes.txt", "source/data.bin", "runs/more/a.jsonl"):
+for name in ("weights.bin", ".hidden", "runs/notes.txt", "source/data.bin", "runs/more/a.jsonl",
+             "NOTES.md/a.bin"):  # fmt: skip
     CHEATS[f"a file {name}"] = (partial(add_file, name=name), "unexpected file")
 for setting in (
     "torch._inductor.config.coordinate_descent_tuning = True",

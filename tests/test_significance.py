@@ -20,6 +20,7 @@ DOCUMENTED = [
     "upper99", "passes", "incomplete", "warnings",
 ]  # fmt: skip
 BOS_ALIGN, FIX_MUON_LR = LOSSES["BosAlign"], LOSSES["FixMuonLR"]  # of public records
+MIMETIC_AGAIN = [loss - 0.0001 for loss in LOSSES["MimeticValueOutput"]]
 MIMETIC, FP8_MLP_UP = LOSSES["MimeticValueOutput"], LOSSES["FP8MLPUpProj"]
 
 
@@ -178,6 +179,17 @@ def test_what_makes_p_say_less_than_it_seems_is_warned_of(tmp_path, capsys, loss
     code, (arm,) = judge(capsys, tmp_path)
     assert warned(arm, words)
     assert (code, arm["passes"]) == (1, False)
+
+
+def test_a_run_that_diverged_fails_its_arm_whatever_the_others_have(tmp_path, capsys):
+    write_arm(tmp_path, MIMETIC)
+    write_run(tmp_path, "diverged", {50: 3.1}, seed=7, status="nonfinite")
+    write_arm(tmp_path, MIMETIC_AGAIN, first_seed=20, source="other")
+    code, arms = judge(capsys, tmp_path)
+    assert (code, [(arm["n"], arm["passes"]) for arm in arms]) == (1, [(7, False), (7, True)])
+    assert [warned(arm, "a run diverged") for arm in arms] == [True, False]
+    text = text_of(capsys, tmp_path)
+    assert (text.count(", pass"), text.count(", fail")) == (1, 1), "by Holm too"
 
 
 def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):

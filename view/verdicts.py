@@ -76,7 +76,8 @@ def in_sentences(a: ArmVerdict, b: ArmVerdict, found: Comparison) -> str:
     lines = []
     for name, arm in (("A", a), ("B", b)):
         loss, seconds = moments(arm.losses)[0], moments(arm.seconds)[0]
-        lines += [f"{name} = {arm.name}: n {len(arm.runs)}, loss {loss:.5f}, {seconds:.3f} s"]
+        time = f", {seconds:.3f} s" if seconds >= 0 else ""  # NaN: the logs have no times
+        lines += [f"{name} = {arm.name}: n {len(arm.runs)}, loss {loss:.5f}{time}"]
         lines += [f"  {warning}" for warning in arm.warnings]
         lines += [f"  left out: {lost['path']}: {lost['reason']}" for lost in arm.incomplete]
     how = f"on {found.pairs} pairs of one seed" if found.pairs else "of independent runs"
@@ -86,7 +87,7 @@ def in_sentences(a: ArmVerdict, b: ArmVerdict, found: Comparison) -> str:
     if found.differs:
         lines.append("  times are not compared, as the machines differ:")
         lines += [f"    {what}" for what in found.differs]
-    else:
+    elif not math.isnan(found.seconds.mean):
         word = direction(found.seconds, "faster", "slower")
         lines.append(f"  time {in_words(found.seconds, '+.3f')} s, {word}, on this machine")
     if found.equal_loss is not None:
