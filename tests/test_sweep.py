@@ -191,7 +191,8 @@ def test_a_plan_that_cannot_work_is_refused_before_anything_runs(project, capsys
     assert logs() == []
 
 
-def test_two_runs_go_side_by_side_and_a_signal_ends_both(project):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # HUP: its terminal closed
+def test_two_runs_go_side_by_side_and_a_signal_ends_both(number, project):
     plan = {"flags": "--sleep", "seeds": [0], "arms": {"a": "", "b": "--x", "c": "--y"}}
     Path("plan.json").write_text(json.dumps(plan))
     words = [sys.executable, sweep.__file__, "plan.json", "--source", "."]
@@ -200,8 +201,8 @@ def test_two_runs_go_side_by_side_and_a_signal_ends_both(project):
             if len(list(Path("logs").rglob("asleep"))) == 2:
                 break
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+        process.send_signal(number)
+        assert process.wait(30) == 143
     assert len(list(Path("logs").rglob("seed_*"))) == 2, "and the next two do not start"
     left = subprocess.run(["pgrep", "-f", str(project)], capture_output=True, text=True).stdout
     assert left == ""
