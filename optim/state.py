@@ -97,10 +97,9 @@ def copy_state(optimizer: Any, source: str, target: str) -> None:
     params = dict(zip(names_of(optimizer), params_of(optimizer), strict=True))
     if {source, target} - {*params} or params[source].shape != params[target].shape:
         raise ValueError(f"{source} and {target} must be two known parameters of one shape")
-    state: dict[str, Tensor] = {}
-    for key, tensor in named_state(optimizer):  # one by one: all would double the memory
-        name, _, kind = key.rpartition(".")
-        state |= {kind: tensor} if name == source else {}
+    # One tensor at a time: all of them would double the memory.
+    pairs = ((key.rpartition("."), tensor) for key, tensor in named_state(optimizer))
+    state = {kind: tensor for (name, _, kind), tensor in pairs if name == source}
     if hasattr(optimizer, "load_some"):
         optimizer.load_some({f"{target}.{kind}": tensor for kind, tensor in state.items()})
     else:

@@ -21,7 +21,7 @@ LEAST_RUNS, MOST_RUNS = 4, 10_000  # fewer runs may agree by chance
 MOST_BYTES, MOST_ABOUT = 2**20, 1000  # of the file; of `about`, in characters
 NAME = r"[A-Z][A-Za-z0-9]{1,60}"
 SHA256 = "[0-9a-f]{64}"
-HARMLESS = ("cache", "deterministic", "compile_threads")  # in names of settings: no step is faster
+HARMLESS = ("cache", "deterministic", "compile_threads")  # in a name: it speeds up no step
 DAY = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 TIME = rf"{DAY}T([01][0-9]|2[0-3])(:[0-5][0-9]){{2}}(\.[0-9]+)?\+00:00"
 
