@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts.command import ROOT, ask_trainer, command, make_parser, show, start, training_command
 
+from filelock import FileLock
+
 from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from claims.logs import finished_runs
@@ -192,7 +194,8 @@ def main(argv: list[str]) -> int:
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
     announce(given.out, entry, arms, plan)
     folder = given.out / entry["run_id"]
-    verdict = race(folder, arms, plan, given.metric, entry["seed"])
+    with FileLock(folder / "race.lock"):  # the same command, started twice, makes each run once
+        verdict = race(folder, arms, plan, given.metric, entry["seed"])
     a, b = (judge.figures(folder, arm, "new tokens") for arm in arms)
     new = stats.paired_by_seed(b, a)
     if "outcome" not in entry:

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ from claims.rerun import child_process
 from claims.runs import Run
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
-from runtime.jsonl import json_hash
+from runtime.jsonl import json_hash, unique
 from runtime.log import read_sources, source_hash, write_files
 from runtime.settings import flag
 
@@ -69,7 +70,7 @@ def read_plan(path: Path, out: Path) -> list[SweepRun]:
     """All runs of a plan, in its order. ValueError for a plan that is not as --help says."""
     runs: list[SweepRun] = []
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
+        plan = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
         for name, arm in plan.pop("arms", {"": ""}).items():
             arm = {"flags": arm} if isinstance(arm, str) else arm
             if unknown := (plan.keys() | arm.keys()) - FIELDS:
@@ -130,9 +131,11 @@ def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
     """Make the runs without a result, `jobs` at a time. Returns how many failed."""
     finished = {folder: finished_runs(folder) for folder in {run.folder for run in planned}}
     waiting = [run for run in planned if not read_losses(run, finished[run.folder])]
-    for run in {run.folder: run for run in waiting}.values():
+    arms = {run.folder: run for run in waiting}.values()
+    for run in arms:
         copy_source(out / "source", run.patch, run.source)
-        ask_trainer(run.source, run.flags)  # refuses a wrong flag before the first run
+    with ThreadPoolExecutor(jobs) as pool:  # a wrong flag is refused before the first run
+        list(pool.map(lambda run: ask_trainer(run.source, run.flags), arms))
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
     running: dict[subprocess.Popen, SweepRun] = {}
     failed = 0

@@ -214,6 +214,13 @@ def test_the_same_command_resumes_and_counts_once_and_fresh_seeds_are_fresh(proj
     assert events == ["start", "end"] * 3
 
 
+def test_the_same_command_started_twice_makes_each_run_once(project):
+    words = ["--b", "--gain 0.2", "--seed", "0"]
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(lambda _: run(*words), range(2))] == [0, 0]
+    assert calls(project) == [[arm, str(n), str(n)] for arm in "AB" for n in range(4)]
+
+
 def test_two_sources_are_compared_and_their_difference_is_kept(project, capsys):
     shutil.copytree(project, project.parent / "before")
     changed = TRAINER.replace('"val_loss": 3.4 + noise', '"val_loss": 3.2 + noise')

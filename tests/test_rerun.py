@@ -121,21 +121,21 @@ def test_another_machine_may_differ_as_this_one_from_itself_and_a_gpu_unchecked(
         edited = with_losses(evidence, changes).runs[0]
         training = next(compare_runs(edited, elsewhere, 12, allowed))
         assert (training.holds, training.where) == (holds, f"step {min(changes)}")
-    on_gpu = replace(run, env=run.env | {"gpu": "H100"})
-    allowed = allowed_here(on_gpu, on_gpu, None)
-    assert "little is known" in capsys.readouterr().out
-    assert allowed(0) == pytest.approx(1e-4)
-    assert allowed(30) == pytest.approx(0.0501)
+    for other in ({"gpu": "H100"}, {"dtype": "float16"}):
+        allowed = allowed_here(replace(run, env=run.env | other), run, None)
+        assert allowed(0) == pytest.approx(1e-4)
+        assert allowed(30) == pytest.approx(0.0501)
 
 
 @pytest.mark.slow
 def test_a_forged_loss_is_found_on_another_machine_and_an_honest_one_is_not(evidence, data, capsys):
     (run,) = evidence.runs
-    elsewhere = replace(evidence, runs=[replace(run, env=run.env | {"cpu": "another"})])
-    for changes, code in (({}, 0), ({12: 0.05}, 1)):
-        found, said = run_again(with_losses(elsewhere, changes), data, capsys)
-        assert found == code, said
-        assert "cpu another, here" in said
+    for part in ("cpu", "gpu"):
+        elsewhere = replace(evidence, runs=[replace(run, env=run.env | {part: "another"})])
+        for changes, code in (({}, 0), ({12: 0.05}, 1)):
+            found, said = run_again(with_losses(elsewhere, changes), data, capsys)
+            assert found == code, said
+            assert f"{part} another, here" in said
 
 
 def test_flags_that_mean_other_settings_than_the_claimed_are_found(evidence):
@@ -145,13 +145,9 @@ def test_flags_that_mean_other_settings_than_the_claimed_are_found(evidence):
         assert settings.holds is holds
 
 
-def test_what_cannot_run_here_is_refused_with_the_reason(evidence, data, tmp_path, monkeypatch):
-    (run,) = evidence.runs
-    other = replace(evidence, runs=[replace(run, env=run.env | {"gpu": "H100"})])
-    monkeypatch.setattr("claims.rerun.has_gpu", lambda: False)
+def test_what_cannot_run_here_is_refused_with_the_reason(evidence, data, tmp_path):
     cases = [
         (evidence, 7, data, 200, "no run of seed 7 counts"),
-        (other, None, data, 200, "used H100, and torch finds no GPU"),
         (evidence, None, data, 0, "took over 0 s"),
         (evidence, None, tmp_path / "none", 200, r"none has no \*train_\*.bin file"),
     ]

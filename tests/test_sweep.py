@@ -67,8 +67,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def run(plan: dict, *words: str) -> int:
-    Path("plan.json").write_text(json.dumps(plan))
+def run(plan: dict | str, *words: str) -> int:
+    Path("plan.json").write_text(plan if isinstance(plan, str) else json.dumps(plan))
     return sweep.main(["plan.json", "--source", ".", *words])
 
 
@@ -180,6 +180,7 @@ def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, c
     ({"arms": {"a": ""}}, "it has no seeds, or no arms"),
     ({"seeds": [0], "arms": {"a": {"flag": "--x"}}}, "unknown: flag"),
     ({"seeds": [0], "arms": {"a": 7}}, "plan.json: "),
+    ('{"seeds": [0], "arms": {"a": "", "a": "--wd 1"}}', "a key occurs twice"),
     ({"seeds": [0], "arms": {"a": "", "b": "--stepz 5"}}, "--stepz: no such flag"),
     ({"seeds": [0], "arms": {"a": {"patch": "none.diff"}}}, "none.diff"),
     ({"seeds": [0], "arms": {"a": {"patch": "wrong.diff"}}}, "the patch of a_"),
