@@ -214,6 +214,7 @@ MACHINE = ("cpu", "gpu", "gpu_count", "torch", "cuda", "threads", "dtype", "atte
 # Losses may differ so much in step 1; on a GPU or in another dtype so much there, and after 30.
 FIRST, GPU_FIRST, AFTER_30 = 1e-5, 1e-4, 0.05
 SPREADS = 4  # another CPU may differ so many times as much as this one does from itself
+DEVIATIONS = 8  # of the last loss. The difference of two runs of ten is larger once in 3,000 times
 
 Allowed = Callable[[int], float]  # difference of losses after this many updates
 StepLosses = dict[int, float | None]  # by step
@@ -245,6 +246,9 @@ def rerun(
 
     after = again()
     yield from compare_runs(before, after, steps, allowed_here(before, after, again))
+    if whole and evidence.result.sd > 0:
+        apart = abs(after.final_loss - before.final_loss) / evidence.result.sd
+        yield Finding("last loss, in standard deviations of the record's", apart, DEVIATIONS)
     trained = [run.end.get("train_tokens_sha256") for run in (before, after)]
     if whole and trained[0]:
         yield Finding("trained tokens: 1 if their hash is another", int(len(set(trained)) > 1), 0)

@@ -138,6 +138,22 @@ def test_a_forged_loss_is_found_on_another_machine_and_an_honest_one_is_not(evid
             assert f"{part} another, here" in said
 
 
+@pytest.mark.slow
+def test_losses_that_are_all_forged_alike_are_found_by_their_spread(evidence, data, capsys):
+    (run,) = evidence.runs
+    *before, last = run.validations
+    for forged, code in ((0.0, 0), (0.02, 1)):  # 0.03 would be no difference to another machine
+        runs = []
+        for n in range(3):
+            end = last._replace(loss=last.loss + forged + n * 1e-3)
+            runs.append(replace(run, run_id=f"{n}", seed=SEED + n, validations=[*before, end],
+                                steps=[] if n else run.steps, env=run.env | {"gpu": "another"}))
+        found, said = run_again(replace(evidence, runs=runs), data, capsys)
+        assert found == code, said
+        differing = [line for line in said.splitlines() if line.endswith("DIFFERS")]
+        assert all("last loss, in standard deviations" in line for line in differing), said
+
+
 def test_flags_that_mean_other_settings_than_the_claimed_are_found(evidence):
     (run,) = evidence.runs
     for after, holds in ((run, True), (replace(run, config_sha256="0" * 64), False)):
