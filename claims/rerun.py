@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -292,12 +292,6 @@ def train(
             if time.monotonic() > deadline:
                 raise Refused(f"the run took over {timeout_s:g} s. Give more with --timeout.")
             time.sleep(0.1)
-
-
-@cache
-def has_gpu() -> bool:
-    words = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
-    return subprocess.run(words).returncode == 0
 
 
 def read_again(before: Run, logs: Path, steps: int) -> Run:

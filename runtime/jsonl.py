@@ -20,11 +20,10 @@ def parse(text: bytes) -> Any:
     """JSON data. ValueError for all else: a byte-order mark, a repeated key, too many brackets."""
     if text.count(b"[") + text.count(b"{") > MOST_BRACKETS:
         raise ValueError(f"it has more than {MOST_BRACKETS} brackets")
-    return json.loads(text.decode(), object_pairs_hook=unique)
+    return json.loads(text.decode(), object_pairs_hook=without_repeats)
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of `json.loads`. ValueError for a repeated key."""
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):  # a reader may see one value, a program the other
         raise ValueError("a key occurs twice in one object")

@@ -19,18 +19,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
 from scripts.command import ROOT, ask_trainer, command, make_parser, show, start, training_command
 
-from filelock import FileLock
-
 from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from claims.logs import finished_runs
-from claims.rerun import child_process, has_gpu
+from claims.rerun import child_process
 from runtime.errors import LogError
 from runtime.log import config_hash, register, source_hash
 
@@ -70,21 +69,21 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
 
 def estimate(out: Path, config: dict[str, Any], plan: RacePlan) -> str:
     """How long it may take: by --minutes, a run of the newest judgement, or one of a record."""
-    track, recipe, steps = config["track"], config.get("recipe"), config["steps"]
+    here = config["track"], config.get("recipe"), which("nvidia-smi") is not None  # torch is slow
     low, high = 2 * plan.looks[0], 2 * plan.looks[-1]  # runs
     if minutes := config.get("minutes"):
         return (f"each run trains {minutes:g} minutes, which ranks machines as much as ideas: all "
                 f"in all {low * minutes:g} to {high * minutes:g} minutes")  # fmt: skip
-    judged, records = out.glob("*/[AB]"), (ROOT / "records" / track).glob("*/runs")
+    judged, records = out.glob("*/[AB]"), (ROOT / "records" / here[0]).glob("*/runs")
     for folder in [*sorted(judged, reverse=True), *sorted(records, reverse=True)]:
         for run in finished_runs(folder):
-            gpu, ran = run.env.get("gpu"), (run.track, run.header["config"].get("recipe"))
-            if run.complete and ran == (track, recipe) and bool(gpu) == has_gpu():
-                minutes = run.end["t_ms"] / 60_000 * steps / run.validations[-1].step
-                return (f"{steps} steps take about {minutes:.1f} minutes by {run.path} on "
-                        f"{gpu or run.env.get('cpu')}: all in all {low * minutes:.0f} to "
+            gpu, recipe = run.env.get("gpu"), run.header["config"].get("recipe")
+            if run.complete and (run.track, recipe, bool(gpu)) == here:
+                minutes = run.end["t_ms"] / 60_000 * config["steps"] / run.validations[-1].step
+                return (f"{config['steps']} steps take about {minutes:.1f} minutes by {run.path} "
+                        f"on {gpu or run.env.get('cpu')}: all in all {low * minutes:.0f} to "
                         f"{high * minutes:.0f}")  # fmt: skip
-    return f"no run of {track} by {recipe} on a machine as here: the first shows how long it takes"
+    return f"no run of {here[0]} by {here[1]} on a machine as here: the first shows how long it is"
 
 
 def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:
@@ -139,11 +138,10 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> dict[int, fl
 def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) -> str:
     """What a reader needs. facts: the fields of --json."""
     words = {
-        "better": "B is better than A",
-        "worse": "B is worse than A",
+        "better": "B is better than A", "worse": "B is worse than A",
         "no difference": f"B and A differ by no more than {given.margin:g}",
         "undecided": f"undecided after {verdict.pairs} pairs",
-    }
+    }  # fmt: skip
     number, count = int(facts["run_id"]), len(judge.read_judgements(given.out))
     lines = [
         f"judgement {number}: {words[verdict.outcome]}",
@@ -194,8 +192,7 @@ def main(argv: list[str]) -> int:
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
     announce(given.out, entry, arms, plan)
     folder = given.out / entry["run_id"]
-    with FileLock(folder / "race.lock"):  # the same command, started twice, makes each run once
-        verdict = race(folder, arms, plan, given.metric, entry["seed"])
+    verdict = race(folder, arms, plan, given.metric, entry["seed"])
     a, b = (judge.figures(folder, arm, "new tokens") for arm in arms)
     new = stats.paired_by_seed(b, a)
     if "outcome" not in entry:

@@ -46,7 +46,7 @@ from claims.rerun import child_process
 from claims.runs import Run
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
-from runtime.jsonl import json_hash, unique
+from runtime.jsonl import json_hash, without_repeats
 from runtime.log import read_sources, source_hash, write_files
 from runtime.settings import flag
 
@@ -70,7 +70,7 @@ def read_plan(path: Path, out: Path) -> list[SweepRun]:
     """All runs of a plan, in its order. ValueError for a plan that is not as --help says."""
     runs: list[SweepRun] = []
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        plan = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
         for name, arm in plan.pop("arms", {"": ""}).items():
             arm = {"flags": arm} if isinstance(arm, str) else arm
             if unknown := (plan.keys() | arm.keys()) - FIELDS:

@@ -23,8 +23,8 @@ BUDGETS = {
     "kernels": 680,
     "data": 1060,  # reached; the promise is 1000
     "runtime": 2750,
-    "claims": 2780,
-    "scripts": 1274,  # reached; the promise is 1220
+    "claims": 2776,
+    "scripts": 1277,  # reached; the promise is 1220
     "inference": 700,
     "view": 1200,
     "run.sh .ci/run": 140,

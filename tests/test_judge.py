@@ -114,7 +114,7 @@ def project(tmp_path, monkeypatch) -> Path:
     (root / "train_gpt.py").write_text(TRAINER)
     monkeypatch.chdir(root)
     monkeypatch.setattr(judge, "child_process", child_process)
-    monkeypatch.setattr(judge, "has_gpu", lambda: False)
+    monkeypatch.setattr(judge, "which", lambda name: None)
     monkeypatch.setattr(command.subprocess, "run", execute_asked)
     for module in (judge, record):
         monkeypatch.setattr(module, "ROOT", root)
@@ -177,7 +177,7 @@ def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(
     assert "20 steps take about 3.0 minutes by " in (again := capsys.readouterr().err)
     assert "the contest (records/tiny/prediction/README.md)\n" in again
     assert "all in all 24 to 120\n" in again
-    monkeypatch.setattr(judge, "has_gpu", lambda: True)  # a run without one says nothing then
+    monkeypatch.setattr(judge, "which", lambda name: name)  # a run without one says nothing then
     run("--b", "--gain 0.2", "--margin", "0.07", "--", "--steps", "20")
     assert "no run of tiny by copyinit on a machine as here" in capsys.readouterr().err
 
@@ -212,13 +212,6 @@ def test_the_same_command_resumes_and_counts_once_and_fresh_seeds_are_fresh(proj
     assert "at most 3 x 0.01 = 0.03" in output
     events = [line["event"] for line in read_registry(project / "logs/judge/judgements.jsonl")]
     assert events == ["start", "end"] * 3
-
-
-def test_the_same_command_started_twice_makes_each_run_once(project):
-    words = ["--b", "--gain 0.2", "--seed", "0"]
-    with ThreadPoolExecutor(2) as threads:
-        assert [*threads.map(lambda _: run(*words), range(2))] == [0, 0]
-    assert calls(project) == [[arm, str(n), str(n)] for arm in "AB" for n in range(4)]
 
 
 def test_two_sources_are_compared_and_their_difference_is_kept(project, capsys):
