@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
@@ -190,6 +191,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if ok is not None:
             self.commit(ok)
+            if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+                self.finish()  # they must see the new weights
             return None
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -314,6 +317,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         All values are tensors, ready for safetensors. Collective: all ranks must exhaust it.
         """
+        by_itself = self.ranks.group is None and dist.is_initialized()  # DistributedDataParallel
+        here = dist.get_rank() if by_itself else self.ranks.rank
         for param, kind, state in self._shapes():
             whole = torch.zeros(state.shape, dtype=state.dtype, device=param.device)
             for part in self._parts[param]:
@@ -323,7 +328,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if self.ranks.size > 1:
                     bits = cut.view(-1).view(torch.uint8)
                     dist.broadcast(bits, group=self.ranks.group, group_src=part.owner)
-            if rank in (None, self.ranks.rank):
+            if rank in (None, here):
                 yield f"{self._names[param]}.{kind}", whole
 
     @torch.no_grad()
@@ -365,13 +370,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._sharded and tensor.shape == param.shape:
                 tensor = shards_of(tensor, param, self.ranks)
             state.setdefault(numbers[param], {})[kind] = tensor
-        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+        return {"state": state, "param_groups": copy.deepcopy(super().state_dict()["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any world size: state and hyperparameters, by position.
 
-        Muon also loads that of torch.optim.Muon, AdamW that of torch.optim.AdamW. ValueError, with
-        nothing changed, if it does not fit.
+        Muon also loads that of torch.optim.Muon, AdamW that of torch.optim.AdamW. What is no group
+        key, such as scale, stays as built. ValueError, with nothing changed, if it does not fit.
         """
         groups = copy.deepcopy(state_dict["param_groups"])
         sizes = [len(group["params"]) for group in groups]

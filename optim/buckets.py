@@ -215,12 +215,8 @@ class Message:
     def reduce(self) -> Callable[[], Any]:
         """Send the gradients to their owners; the returned function waits for the sums."""
         message = self.zeros(self.ranks.size, self.length)
-        targets, sources = [], []
-        for part, place in self.places(message):
-            if part.param.grad is not None:
-                targets.append(place)
-                sources.append(part.here(part.param.grad))
-        copy_all(targets, sources)
+        pairs = list(self.places(message))
+        copy_all([place for _, place in pairs], [part.gradient() for part, _ in pairs])
         sums = self.segment("sums")
         work = reduce_scatter(sums, message.view(-1), group=self.ranks.group, async_op=True)
         return work.wait

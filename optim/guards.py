@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 
 from .base import ShardedOptimizer
 from .buckets import widest
-from .state import names_of, require_divisor
+from .state import names_of, params_of, require_divisor
 from .torch_optimizer import TorchOptimizer
 
 TAKEN, NONFINITE, SPIKE = range(3)  # first number of a verdict
@@ -77,7 +77,7 @@ class Guard:
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, ShardedOptimizer):
                 self._parts[number] = TorchOptimizer(optimizer, process_group, grad_divisor)
-        self._device = self.optimizers[0].param_groups[0]["params"][0].device
+        self._device = params_of(self.optimizers[0])[0].device
         self.reset()
 
     def reset(self) -> None:
@@ -124,10 +124,7 @@ class Guard:
         ok, verdict = self.judge(numbers, norms, totals, loss)
         self.commit(numbers, ok)
         for number, spoiled in enumerate(self._spoiled):
-            if number in numbers:
-                spoiled.zero_()
-            else:
-                spoiled.logical_or_(~ok)
+            spoiled.copy_((spoiled | ~ok) & (number not in numbers))
         return verdict
 
     def measure(self, numbers: Sequence[int]) -> list[Tensor]:

@@ -78,28 +78,28 @@ def shards_of(tensor: Tensor, param: Any, ranks: RankGroup) -> Tensor:
 class Exchange(Message):
     """A message of sharded parts. Nothing is summed or padded."""
 
-    def near(self, find: Callable[[Part], Tensor]) -> Pieces:
+    def near(self, *finds: Callable[[Part], Tensor]) -> Pieces:
         """This rank's shards of each owner's parts, in the order of the owners."""
-        return [[find(part).reshape(-1) for part in share] for share in self.shares]
+        return [[find(p).reshape(-1) for find in finds for p in share] for share in self.shares]
 
-    def far(self, segment: Tensor) -> Pieces:
-        """The places in this rank's segment of each rank's shards."""
+    def far(self, *segments: Tensor) -> Pieces:
+        """The places in this rank's segments of each rank's shards."""
         pieces: Pieces = [[] for _ in self.shares]
-        begin = 0
-        for part in self.shares[self.ranks.rank]:
-            stretch = segment[begin : begin + part.numel]
-            begin += part.numel
-            length = shard_length(part.param, self.ranks.size)
-            for rank, found in enumerate(pieces):
-                ends = part.position(rank * length), part.position((rank + 1) * length)
-                found.append(stretch[slice(*ends)])
+        for segment in segments:
+            begin = 0
+            for part in self.shares[self.ranks.rank]:
+                stretch = segment[begin : begin + part.numel]
+                begin += part.numel
+                length = shard_length(part.param, self.ranks.size)
+                for rank, found in enumerate(pieces):
+                    ends = part.position(rank * length), part.position((rank + 1) * length)
+                    found.append(stretch[slice(*ends)])
         return pieces
 
     def reduce(self) -> Callable[[], Any]:
         """Send gradients and weights to their owners; the returned function waits for them."""
         sums, old = self.segment("sums"), self.segment("old")
-        sent = joined(self.near(Part.gradient), self.near(Part.weight))
-        return self.send(sent, joined(self.far(sums), self.far(old)))
+        return self.send(self.near(Part.gradient, Part.weight), self.far(sums, old))
 
     def gather(self, segment: Tensor) -> Callable[[], None]:
         """Send new weights to their shards; the returned function waits and writes them."""
@@ -121,8 +121,3 @@ class Exchange(Message):
             copy_all(targets, room.split(lengths))
 
         return write
-
-
-def joined(*several: Pieces) -> Pieces:
-    """For each rank the pieces of all."""
-    return [list(chain(*pieces)) for pieces in zip(*several, strict=True)]

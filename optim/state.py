@@ -29,9 +29,9 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def storage_of(param: Tensor) -> str:
-    """What model.bfloat16(), .cuda() or .to(memory_format=...) changes of a parameter."""
+    """What .bfloat16(), .cuda(), .to(memory_format=...) or a new .data changes of a parameter."""
     order = "contiguous" if param.is_contiguous() else "not contiguous"
-    return f"{param.dtype} on {param.device}, {order},"
+    return f"{tuple(param.shape)} {param.dtype} on {param.device}, {order},"
 
 
 def require_divisor(grad_divisor: float) -> None:
@@ -54,19 +54,20 @@ def named_state(optimizer: Any, rank: int | None = None) -> Iterator[tuple[str, 
     if hasattr(optimizer, "named_state"):
         yield from optimizer.named_state(rank)
         return
-    if rank is not None and dist.is_initialized() and dist.get_rank() != rank:
-        return
+    here = rank is None or not dist.is_initialized() or dist.get_rank() == rank
     for name, param in zip(names_of(optimizer), params_of(optimizer), strict=True):
         for kind, value in optimizer.state.get(param, {}).items():
             if value is None:
                 continue
             if not isinstance(value, Tensor):
                 raise TypeError(f"{kind} of parameter {name} is {value!r}; keep it in a tensor")
-            yield f"{name}.{kind}", value.detach().clone()
+            found = value.full_tensor() if hasattr(value, "full_tensor") else value
+            if here:
+                yield f"{name}.{kind}", found.detach().clone()
 
 
 def load_named_state(optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Load a `named_state`. ValueError for an unknown parameter."""
+    """Load a `named_state`. Collective. ValueError for an unknown parameter."""
     if hasattr(optimizer, "load_named_state"):
         optimizer.load_named_state(tensors)
         return
@@ -76,6 +77,10 @@ def load_named_state(optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
         name, _, kind = key.rpartition(".")
         if name not in numbers:
             raise ValueError(f"the state has an unknown {key}; build the optimizer as it was")
+        param: Any = params_of(optimizer)[numbers[name]]
+        if hasattr(param, "device_mesh") and tensor.shape == param.shape:
+            here = tensor.to(param.device)
+            tensor = dist.tensor.distribute_tensor(here, param.device_mesh, param.placements)
         state.setdefault(numbers[name], {})[kind] = tensor.clone()
     # torch's own loader picks the device and dtype of each tensor.
     groups = optimizer.state_dict()["param_groups"]
@@ -86,7 +91,9 @@ def reset(optimizer: Any) -> None:
     """Forget all steps: state as before the first one, and the initial learning rate."""
     getattr(optimizer, "reset", optimizer.state.clear)()
     for group in optimizer.param_groups:
-        group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))  # a tensor may be filled
+        initial = copy.deepcopy(group.get("initial_lr", group["lr"]))  # a tensor may be filled
+        holds = isinstance(group["lr"], Tensor)  # a schedule may have it, too
+        group["lr"] = group["lr"].fill_(initial) if holds else initial
 
 
 def copy_state(optimizer: Any, source: str, target: str) -> None:
@@ -97,13 +104,13 @@ def copy_state(optimizer: Any, source: str, target: str) -> None:
     params = dict(zip(names_of(optimizer), params_of(optimizer), strict=True))
     if {source, target} - {*params} or params[source].shape != params[target].shape:
         raise ValueError(f"{source} and {target} must be two known parameters of one shape")
+    if not hasattr(optimizer, "load_some"):
+        optimizer.state[params[target]] = copy.deepcopy(optimizer.state.get(params[source], {}))
+        return
     # One tensor at a time: all of them would double the memory.
     pairs = ((key.rpartition("."), tensor) for key, tensor in named_state(optimizer))
-    state = {kind: tensor for (name, _, kind), tensor in pairs if name == source}
-    if hasattr(optimizer, "load_some"):
-        optimizer.load_some({f"{target}.{kind}": tensor for kind, tensor in state.items()})
-    else:
-        optimizer.state[params[target]] = state
+    state = {f"{target}.{kind}": tensor for (name, _, kind), tensor in pairs if name == source}
+    optimizer.load_some(state)
 
 
 def gather_state(optimizers: Mapping[str, Any], guard: Any) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from optim import AdamW, Guard, Muon, NorMuon, SpikeRule, load_named_state, named_state
+from optim import AdamW, Guard, Muon, NorMuon, SpikeRule, load_named_state, named_state, reset
 
 GROUPS = {"ranks 2": 2, "ranks 3": 3, "ranks 4": 4}  # each sums the gradients of its own batches
 MESHES = {"shards 1": [0], "shards 2": [0, 1], "shards 3": [0, 1, 2], "shards 4": [0, 1, 2, 3]}
@@ -125,17 +125,36 @@ def walk(method, rank=0, size=1, group=None, mesh=None, selecting=False):
         buckets = optimizer.buckets
         moments = [bucket.state.get("momentum", bucket.state.get("exp_avg")) for bucket in buckets]
         found["owned"] = sum(moment.numel() for moment in moments)
-        found["streamed"] = len(list(named_state(optimizer, rank=1)))
+    found["streamed"] = len(list(named_state(optimizer, rank=1)))
     state, in_torchs_form, kept = dict(named_state(optimizer)), optimizer.state_dict(), []
     for load in (
         lambda: load_named_state(optimizer, state),
         lambda: optimizer.load_state_dict(in_torchs_form),
     ):
-        if method != "torch":
-            optimizer.reset()
+        reset(optimizer)
         load()
         kept.append(state_of([optimizer]))
+    give_gradients(method, params, 0, rank, size, mesh)
+    guard.step()  # what was loaded can be stepped
+    seen.append({name: whole(param) for name, param in params.items()})
     return found | {"returned": kept}
+
+
+def hooked(group):
+    """The largest weight that a hook leaves which clamps them, by a step and by a guard's."""
+    found = []
+    for guarded in (False, True):
+        params, optimizer = build("two", group)
+
+        def clamp(*_, params=params):
+            for param in params.values():
+                param.data.clamp_(max=0.5)
+
+        optimizer.register_step_post_hook(clamp)
+        give_gradients("two", params, 0, 0, 1, None)
+        (Guard([optimizer]) if guarded else optimizer).step()
+        found.append(max(param.max().item() for param in params.values()))
+    return found
 
 
 # ---- with torch's own fully_shard and checkpoints
@@ -242,6 +261,7 @@ def process(rank, folder):
             for method in METHODS:
                 walked = walk(method, rank, size, group, selecting=name in SELECTING)
                 results[method, name] = walked
+            results["hooked"] = hooked(group)
         else:
             with pytest.raises(ValueError, match="not a member"):
                 build("muon", group)
@@ -296,16 +316,15 @@ def test_ranks_take_the_steps_skips_and_norms_of_one_process(truth, ranks, metho
         assert cell["verdicts"] == expected["verdicts"]
         torch.testing.assert_close(cell["norms"], expected["norms"], equal_nan=True)
         for state in cell["returned"]:  # through load_named_state and load_state_dict
-            last = cell["seen"][-1]
+            last = cell["seen"][LAST]
             assert same(state, {name: last[name] for name in state})
     for one, other in pairwise(cells):
         assert all(same(a, b) for a, b in zip(one["seen"], other["seen"], strict=True))
+    replicas = 2 if layout == "replicas of shards" and method != "torch" else 1
     if method != "torch":
-        states = len(cells[0]["returned"][0])
-        replicas = 2 if layout == "replicas of shards" else 1
         assert sum(cell["owned"] for cell in cells) == replicas * expected["owned"]
-        streams = [cell["streamed"] for cell in cells]
-        assert streams.count(states) == (replicas if len(cells) > 1 else 0)
+    states, streams = len(cells[0]["returned"][0]), [cell["streamed"] for cell in cells]
+    assert streams.count(states) == (replicas if len(cells) > 1 else 0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -322,6 +341,10 @@ def test_a_nan_and_a_spike_of_one_rank_leave_every_bit_and_an_unused_parameter_s
         if tensor.numel() and seen[0][name.partition(".")[0]].numel():
             still = name.partition(".")[0] in unused
             assert torch.equal(tensor, seen[SPIKE][name]) == still, name
+
+
+def test_a_hook_after_a_step_has_the_last_word_in_the_new_weights(ranks):
+    assert [results["hooked"] for results in ranks] == [[0.5, 0.5]] * 4
 
 
 def test_what_two_ranks_save_with_torch_loads_on_another_number_and_saving_steps_nothing(ranks):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from itertools import product
 
 import pytest
@@ -78,6 +79,9 @@ def test_reset_returns_to_the_first_step_in_place(index):
         assert_same(dict(named_state(optimizer)), fresh)
         assert optimizer.param_groups[0]["lr"].item() == 0.5
         optimizer.param_groups[0]["lr"].mul_(2)
+        rate = optimizer.param_groups[0]["lr"]
+    reset(optimizer)
+    assert optimizer.param_groups[0]["lr"] is rate, "a schedule may hold it"
     # A captured graph needs all state at its address.
     assert places == [tensor.data_ptr() for bucket in buckets for tensor in bucket.state.values()]
 
@@ -167,13 +171,24 @@ def test_a_model_that_was_converted_after_its_optimizer_was_built_is_refused_unt
     train(optimizer, range(2))
     model.to(**change)
     weight = model.weight.detach().clone()
-    rule = f"parameter weight is torch.{now}, now and was torch.float32 on cpu, contiguous, when "
-    with pytest.raises(ValueError, match=f"{rule}{kind.__name__} was built; convert a model first"):
+    shape = f"{tuple(weight.shape)} torch."
+    rule = f"weight is {shape}{now}, now and was {shape}float32 on cpu, contiguous, when "
+    fix = f"{kind.__name__} was built; convert a model first"
+    with pytest.raises(ValueError, match=re.escape(rule + fix)):
         train(optimizer, [2])
     assert torch.equal(model.weight, weight)
     model.to(dtype=torch.float32, memory_format=torch.contiguous_format)
     train(optimizer, [2])
     assert not torch.equal(model.weight, weight.float())
+
+
+def test_a_parameter_that_grew_after_its_optimizer_was_built_is_refused():
+    layer = nn.Embedding(4, 3)
+    optimizer = AdamW(layer.named_parameters(), 0.1)
+    layer.weight.data = torch.cat([layer.weight.data, torch.ones(2, 3)])
+    layer.weight.sum().backward()
+    with pytest.raises(ValueError, match=r"weight is \(6, 3\) .* now and was \(4, 3\)"):
+        optimizer.step()
 
 
 def test_a_gradient_in_channels_last_is_read_in_its_own_order():
