@@ -12,7 +12,7 @@
 #
 # Exit codes: those of train_gpt.py (torchrun makes every failure 1) or pytest; 2: no environment.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")"
 
 readonly VENV_PYTHON=.venv/bin/python
 

@@ -39,7 +39,7 @@ from data.copied import copied_and_new_loss
 from data.loader import Batch, Data
 from data.sampling import generate
 from data.shards import ShardError, audit
-from data.tokenizers import TOKENIZERS, read_prefixes, read_tokenizer, require_tokenizer
+from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
@@ -1256,7 +1256,7 @@ class Trainer:
     @torch.no_grad()
     def sample(self) -> str:
         """The first `sample_tokens` tokens of a document that the model writes, on one rank."""
-        config, tokenizer = self.config, read_tokenizer(TOKENIZERS[self.config.vocab_size])
+        config, tokenizer = self.config, read_tokenizer(tokenizer_of(self.config))
         self.model.set_step(config.steps)
         tokens = generate(
             lambda last: self.model.logits(last.view(1, -1), count=1)[0, 0],
@@ -1377,12 +1377,12 @@ def make_runs(config: Config) -> int:
             with Run(trainer, plan, clock, stop, source=SOURCE) as run:
                 losses[plan.seed] = val_loss = train(trainer, run)
                 if config.keep_model:  # first: what follows may not fit the memory
-                    run.keep(val_loss, TOKENIZERS.get(config.vocab_size))
+                    run.keep(val_loss, tokenizer_of(config))
                 with run.pause("check"):
                     proof = check_trained_model(trainer)
                 with run.pause("probe"):
                     probes = machine.on_main(trainer.copied_and_new)
-                if config.sample_tokens and config.vocab_size in TOKENIZERS and plan is plans[-1]:
+                if config.sample_tokens and tokenizer_of(config) and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")
                 run.finish(val_loss, {"probes": probes} | proof)

@@ -87,7 +87,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
             if (path / "claim.json").exists() and (path / "runs").is_dir():
                 path /= "runs"
             logs = sorted(log for log in path.iterdir() if log.suffix in SUFFIXES)
-            logs = [log for log in logs if not log.name.startswith("registry")]
+            logs = [log for log in logs if not log.name.startswith(("registry", "judgements"))]
             if not logs:
                 kinds = ", *".join(SUFFIXES)
                 raise LogError(f"no run logs (*{kinds}) in {path}; name subfolders, if it has some")

@@ -113,17 +113,19 @@ def read_own(path: Path) -> Iterator[str]:
             with suppress(ValueError, RecursionError, TypeError, KeyError):
                 text = json.loads(line)["text"]
             if not isinstance(text, str):
-                raise ValueError(f'{path}: row {number} has no text in "text".')
+                raise ValueError(f'{path}: row {number} is no JSON with a string in "text".')
             yield text
 
 
 def build_own(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
-    """Write both shards of the documents, each once, by hash. ValueError, OSError."""
-    if folder.exists():  # sets must not mix
-        raise ValueError(f"{folder} exists: give another --out.")
+    """Write both shards of the documents, cut, each once, by hash. ValueError, OSError."""
+    if {*folder.glob("*.bin")} - {folder / TRAIN}:  # sets must not mix; a killed build left that
+        raise ValueError(f"{folder} has shards: give another --out.")
     tokenizer = read_tokenizer(TOKENIZERS[vocab_size])
-    texts = filter(None, chain.from_iterable(map(read_own, paths)))
-    documents = map(partial(encode, tokenizer=tokenizer), texts)
+    limit = 8_000 if vocab_size == 50257 else DOCUMENT_CHARACTERS  # about a max_document
+    cut = partial(split_documents, limit=limit, boundaries=BOUNDARIES)
+    texts = chain.from_iterable(map(cut, chain.from_iterable(map(read_own, paths))))
+    documents = map(partial(encode, tokenizer=tokenizer), filter(None, texts))
     by_hash = {hashlib.sha256(tokens.data).digest(): tokens for tokens in documents}
     shards: dict[str, list[Tokens]] = {TRAIN: [], VAL: []}
     for digest, tokens in sorted(by_hash.items()):

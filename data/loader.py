@@ -51,10 +51,9 @@ class Order:
         counts = sorted({self.at(first)[0] for first, *_ in self.stages})
         common = math.gcd(*counts)
         if common % world_size:
-            raise ValueError(
-                f"world size {world_size} does not divide {counts} rows a step; start one of "
-                f"{divisors(common, common)} ranks, or change --batch-tokens or --seq-len."
-            )
+            raise ValueError(f"world size {world_size} does not divide {counts} rows a step; start "
+                             f"one of {divisors(common, common)} ranks, or change --batch-tokens "
+                             f"or --seq-len.")  # fmt: skip
 
 
 def _deal(rows: int, at_once: int, rank: int, world_size: int) -> list[slice]:
@@ -140,7 +139,7 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Walk:
             continue
         step, offset = step + 1, found[-1][1]
         yield [row for row, _ in found], Position(step, index, offset)
-    rule = "contiguous rows" if order.bos is None else f"documents that start with {order.bos}"
+    rule = "contiguous rows" if order.bos is None else f"documents that start with {order.bos}, cut"
     fix = f"Set --steps to at most {step:,}" if step else "Lower --batch-tokens or --data-start"
     raise ShardError(f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read "
                      f"as {rule}. {fix}, or add shards.")  # fmt: skip

@@ -33,20 +33,26 @@ def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
         raise ValueError(f"cannot read the vocabulary: {error}; {fix}.") from error
     # tiktoken's own reader would keep a copy of the file in a cache.
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+    if {bytes([n]) for n in range(256)} - {*ranks} or {*ranks.values()} != {*range(len(ranks))}:
+        raise ValueError(f"{tokenizer} is no vocabulary of bytes: restore the file.")
     last = {"<|endoftext|>": len(ranks)}
     return tiktoken.Encoding("corpus", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=last)
 
 
 def encode(document: str, tokenizer: tiktoken.Encoding) -> Tokens:
     """Return <|endoftext|> and the tokens of a document, (n,)."""
-    ids = [tokenizer.eot_token, *tokenizer.encode_ordinary(document)]
-    return np.array(ids, dtype=np.uint16)
+    return np.array([tokenizer.eot_token, *tokenizer.encode_ordinary(document)], dtype=np.uint16)
+
+
+def tokenizer_of(config: Any) -> Path | str | None:
+    """Return the known tokenizer of a run's tokens. One of others may have as many tokens."""
+    return TOKENIZERS.get(config.vocab_size) if config.bos == config.vocab_size - 1 else None
 
 
 def require_tokenizer(config: Any) -> None:
     """ValueError before a run if it could not decode, at its end, what its model writes."""
-    if config.sample_tokens and config.vocab_size in TOKENIZERS:
-        read_tokenizer(TOKENIZERS[config.vocab_size])
+    if config.sample_tokens and (tokenizer := tokenizer_of(config)):
+        read_tokenizer(tokenizer)
 
 
 def token_bytes(tokenizer: tiktoken.Encoding) -> list[bytes]:
@@ -67,14 +73,8 @@ def read_prefixes(vocab_size: int) -> list[int]:
 def prefix_table(vocabulary: Sequence[bytes]) -> list[int]:
     """Return for each token the id of the longest other token that begins it, or -1 (record 88).
 
-    A token's id is its place in `vocabulary`. Special tokens are b"": they have no prefix and are
-    no prefix.
+    A token's id is its place in `vocabulary`. Special tokens, b"", neither have nor are prefixes.
     """
-    ids = {token: index for index, token in enumerate(vocabulary)}
-    table = []
-    for token in vocabulary:
-        start = token[:-1]
-        while start and start not in ids:
-            start = start[:-1]
-        table.append(ids[start] if start else -1)
-    return table
+    ids = {token: index for index, token in enumerate(vocabulary) if token}
+    starts = [[token[:end] for end in range(len(token) - 1, 0, -1)] for token in vocabulary]
+    return [next((ids[start] for start in each if start in ids), -1) for each in starts]

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from data.loader import in_parts, validation_batches
 from data.shards import audit_validation, find_shards
 from data.tokenizers import token_bytes
 from inference.model import Model
-from train_gpt import receptive_field
+from train_gpt import SOURCE, receptive_field
 
 TOKENS_AT_ONCE = 16_384  # their logits take 3.3 GB at GPT-2's vocabulary
 
@@ -24,7 +25,8 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
     ShardError if the shards are missing or differ from the run's.
     """
     config = model.config
-    settings = asdict(config) | {"data_dir": data_dir or config.data_dir}
+    root = Path() if data_dir or Path(config.data_dir).exists() else SOURCE  # started elsewhere
+    settings = asdict(config) | {"data_dir": str(root / (data_dir or config.data_dir))}
     if rows is not None:
         settings["val_tokens"] = rows * config.val_seq_len
     audit_validation(settings)

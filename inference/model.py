@@ -47,10 +47,10 @@ def load_model(folder: Path, device: str = "auto", dtype: torch.dtype | None = N
     place = machine.find_device(device)
     dtype = dtype or machine.compute_dtype(config.dtype, place)
     attention, _ = choose_attention("auto", place, dtype, config.head_dim)
-    gpt = GPT(config, dtype, place, attention)
     try:
+        gpt = GPT(config, dtype, place, attention)
         gpt.load_state_dict(weights)
-    except RuntimeError as error:  # names the parameters, over several lines
+    except RuntimeError as error:  # no memory, or parameters, named over several lines
         raise Refused(f"{folder}: {' '.join(str(error).split())}") from None
     gpt.set_step(config.steps)
     return Model(folder, facts, gpt.requires_grad_(False))
@@ -80,14 +80,14 @@ class Model:
     @cached_property
     def tokenizer(self) -> tiktoken.Encoding:
         """ValueError if the model has none that is known, or if it cannot be read."""
-        name = self.facts.get("tokenizer")
-        if name == "gpt2":
-            return read_tokenizer(name)
-        if name != VOCABULARY:
-            raise Refused(f"{self.folder} names no known tokenizer: {name!r:.40}. It must be gpt2 "
-                          f"or {VOCABULARY}.")  # fmt: skip
-        verify(self.folder, (name,))
-        return read_tokenizer(self.folder / name)
+        name: Any = self.facts.get("tokenizer")
+        if name == VOCABULARY:
+            verify(self.folder, (name,))
+            name = self.folder / name
+        tokenizer = read_tokenizer(name) if name in ("gpt2", self.folder / VOCABULARY) else None
+        if tokenizer is None or tokenizer.n_vocab != self.config.vocab_size:
+            raise Refused(f"{self.folder} names no known tokenizer of its vocabulary: {name!r:.40}")
+        return tokenizer
 
     def logits(self, tokens_T: Tensor, count: int = 1) -> Tensor:
         """Logits after each of the last `count` tokens of a document with its bos: (count, V)."""

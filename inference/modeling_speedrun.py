@@ -292,10 +292,10 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutput:  # fmt: skip
         """labels: input_ids, or -100 where no loss is wanted; logits_to_keep: last ones, 0: all.
 
-        Padding must be on the right, where it changes nothing. ValueError if it is on the left.
+        Padding must be on the right, where it changes nothing. ValueError if text follows it.
         """
-        if attention_mask is not None and not attention_mask[:, 0].all():
-            raise ValueError("left padding would move the positions of the text: pad on the right")
+        if attention_mask is not None and (attention_mask.int().diff(dim=1) > 0).any():
+            raise ValueError("text after padding: pad on the right, generate one text at a time")
         x_BTC = self.hidden(input_ids)[:, -logits_to_keep:]
         logits_BTV = self.cap(F.linear(x_BTC, self.lm_head, self.lm_head_bias).float())
         loss = None

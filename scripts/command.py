@@ -103,7 +103,8 @@ class SafeOutput(io.TextIOWrapper):
     """Escapes all but printable characters: a log or file name cannot steer the terminal."""
 
     def write(self, text: str) -> int:
-        safe = (c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+        kept = "\n\t\xa0\u200c\u200d\u3000"  # the last ones: blanks and joiners of other scripts
+        safe = (c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
         return super().write("".join(safe))
 
 

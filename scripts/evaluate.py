@@ -22,8 +22,7 @@ from inference.model import find_model, load_model
 def as_text(scores: dict[str, Any]) -> str:
     lines = [f"validation loss {scores['loss']:.4f}"]
     if "interval" in scores:
-        low, high = scores["interval"]
-        lines[0] += f"   95 % interval {low:.4f} to {high:.4f}"
+        lines[0] += "   95 % interval {:.4f} to {:.4f}".format(*scores["interval"])
     lines[0] += f"   {scores['tokens']:,} tokens in {scores['rows']} rows"
     if "bits_per_byte" in scores:
         lines.append(f"bits per byte   {scores['bits_per_byte']:.4f}")

@@ -128,7 +128,23 @@ def test_own_documents_come_back_each_in_one_shard(tmp_path, convert, size, voca
     order = {text: sha256(encode(text, tokenizer).data).hexdigest() for text in DOCUMENTS}
     assert found == sorted(DOCUMENTS, key=lambda text: (order[text] < "8", order[text]))
     assert convert(first) == 2
-    assert "out exists: give another" in capsys.readouterr().err
+    assert "out has shards: give another" in capsys.readouterr().err
+    (tmp_path / "out" / "val_000000.bin").unlink()  # as a build leaves it that is killed
+    assert convert(first, tmp_path / "a.bin") == 0
+
+
+def test_a_long_document_is_cut_and_keeps_all_of_its_text(tmp_path, convert):
+    lines = [f"{n} bottles on the wall\n" for n in range(1, 400)]
+    blank = " " * 1_000_000  # whole, the vocabulary's pattern would overflow the stack
+    assert convert(write_jsonl(tmp_path / "a.jsonl", ["".join(lines), blank])) == 0
+    tokenizer, found = read_tokenizer(CODE), []
+    for path in (tmp_path / "out").iterdir():
+        stream = Shard(path)[:]
+        for part in np.split(stream, np.flatnonzero(stream == tokenizer.eot_token))[1:]:
+            found.append(tokenizer.decode(part[1:].tolist()))
+    assert max(map(len, found)) <= 8_000
+    kept = [line for text in found for line in text.splitlines(keepends=True) if line.strip()]
+    assert sorted(kept) == sorted(lines)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +154,7 @@ def test_a_bad_line_is_named_and_leaves_no_shard(tmp_path, convert, capsys, line
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"text": "' + b"a" * 99 + b'"}\n' + line + b"\n")
     assert convert(source) == 2
-    assert f'{source}: row 2 has no text in "text"' in capsys.readouterr().err
+    assert f'{source}: row 2 is no JSON with a string in "text"' in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -125,12 +125,15 @@ for folder in sorted(Path("exported").iterdir()):
         seen = torch.ones_like(padded)
         seen[:, 33:] = 0
         found["padded"] = model(padded, attention_mask=seen).logits[:, :33].contiguous()
-        try:
-            model(padded, attention_mask=seen.flip(1))
-        except ValueError as error:
-            assert "pad on the right" in str(error)
-        else:
-            raise AssertionError("left padding passed")
+        grown = seen.clone()
+        grown[:, -1] = 1  # what `generate` appends
+        for refused in (seen.flip(1), grown):
+            try:
+                model(padded, attention_mask=refused)
+            except ValueError as error:
+                assert "pad on the right" in str(error)
+            else:
+                raise AssertionError("text after padding passed")
     save_file(found, f"found/{folder.name}.safetensors")
 """
 

@@ -5,18 +5,20 @@ import math
 import os
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import stdev
 
+import numpy as np
 import pytest
 import torch
 from small_model import configure, make_model
 from small_run import run, write_data
 
 from data.sampling import generate, pick
-from data.tokenizers import CODE, TOKENIZERS, read_tokenizer
+from data.shards import read_shard, write_shard
+from data.tokenizers import CODE, TOKENIZERS, read_tokenizer, tokenizer_of
 from inference import evaluation
 from inference.model import Model, find_model, load_model, token_losses
 from runtime.checkpoint import CONFIG, save_final
@@ -230,7 +232,10 @@ def trained(tmp_path_factory):
     """Two trials that keep their models and sample; the corpus' vocabulary, of which 64 occur."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_data(folder / "data")
-    sizes = {"vocab_size": 1024, "bos": 63, "keep_model": "on", "trials": 2}
+    for path in data.iterdir():
+        tokens = read_shard(path, 64)
+        write_shard(path, np.where(tokens == 63, BOS, tokens).astype(np.uint16))
+    sizes = {"vocab_size": 1024, "bos": BOS, "keep_model": "on", "trials": 2}
     return data, folder, sizes, run(data, folder, **sizes, sample_tokens=9)
 
 
@@ -245,6 +250,12 @@ def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, 
         assert outcome.losses(trial) == quiet.losses(trial)
         untimed = [each["name"] for each in outcome.events("phase", trial) if not each["timed"]]
         assert untimed[-3:] == [["keep", "check", "probe"], ["check", "probe", "sample"]][trial]
+
+
+def test_tokens_of_another_tokenizer_of_the_same_size_are_not_taken_for_ours():
+    known = configure("tiny", "copyinit", **SIZES)
+    assert tokenizer_of(known) == CODE
+    assert tokenizer_of(replace(known, bos=0)) is None
 
 
 def test_a_vocabulary_that_cannot_be_read_is_refused_before_the_run(trained, tmp_path, monkeypatch):
@@ -268,6 +279,10 @@ def test_an_evaluation_and_its_script_find_the_losses_of_the_run(trained, monkey
             assert scores[name]["loss"] == pytest.approx(probed, rel=1e-5)
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 100)  # rows are cut
     assert evaluation.evaluate(model, str(data))["loss"] == pytest.approx(scores["loss"], rel=1e-5)
+    assert evaluation.evaluate(model, rows=1)["tokens"] == 256
+    monkeypatch.setattr(evaluation, "SOURCE", folder.parent)
+    elsewhere = replace(model.gpt.config, data_dir=f"{folder.name}/data")  # not in this folder
+    monkeypatch.setattr(model.gpt, "config", elsewhere)
     assert evaluation.evaluate(model, rows=1)["tokens"] == 256
     assert evaluate_script.main([str(final), "--device", "cpu"]) == 0
     assert "1,024 tokens in 4 rows" in capsys.readouterr().out

@@ -7,7 +7,7 @@ const STATUS = ["reached", "done", "running", "missed", "interrupted", "stopped"
 const COLUMNS = {Name: "", Seed: "num wide", Loss: "num", Time: "num", Steps: "num wide",
   Status: "", "What differs": "wide differs"};  // with the class of their cells
 const hidden = new Set(), opened = new Map(), runs = new Map();
-let order = [], version = 0, now = 0, unread = [], folders = [], verdicts = [], shown = [];
+let order = [], version = 0, now = 0, folders = [], verdicts = [], shown = [];
 let compared = "";  // which comparison is shown
 
 // ---- Runs and groups
@@ -196,6 +196,7 @@ function drawVerdicts(found) {
   if (JSON.stringify(found) === JSON.stringify(verdicts)) return;
   const open = new Set([...$("verdicts").querySelectorAll("[open]")].map(node => node.id));
   verdicts = found;
+  $("judged").hidden = !verdicts.length;
   $("verdicts").replaceChildren(...verdicts.map(({id, name, word, text}) => {
     const diff = el("pre", {}, "reading");
     const ontoggle = async () => { diff.textContent = await ask(`diff?id=${id}`); };
@@ -233,7 +234,6 @@ function render() {
     for (const button of $(name).children)
       button.ariaPressed = button.dataset.value === state[name];
   for (const name of ["filter", "smooth"]) $(name).value = state[name];
-  $("unread").textContent = unread.map(reason => `not read: ${reason}`).join("\n");
   shown = keepRuns(makeGroups(), matches);
   const drawn = keepRuns(shown, (run, group) => !hidden.has(run.id) && !hidden.has(group.id));
   const why = notice(drawn);
@@ -241,7 +241,6 @@ function render() {
   $("none").hidden = !why.length;
   $("charts").hidden = why.length > 0;
   $("table").hidden = !order.length;
-  $("judged").hidden = !verdicts.length;
   const names = ["loss", "norm", "lr", "window", "speed"];
   if (drawn.length) names.forEach(name => drawChart(name, drawn));
   drawComparison(drawn);
@@ -258,7 +257,8 @@ function render() {
 
 function take(reply) {
   const changed = reply.version !== version || !version;
-  ({version, now, unread, folders, ids: order} = reply);
+  ({version, now, folders, ids: order} = reply);
+  $("unread").textContent = reply.unread.map(reason => `not read: ${reason}`).join("\n");
   for (const run of reply.runs) runs.set(run.id, run);
   drawVerdicts(reply.verdicts);
   $("live").className = embedded ? "" : "on";
