@@ -1159,7 +1159,7 @@ class Trainer:
         self.hashes = {name: agreed[name] for name in ("train_sha256", "val_sha256")}
         self.model = GPT(config, dtype, device, attention, head)
         if config.prefixes:
-            self.model.prefixes = torch.tensor(read_prefixes(config.vocab_size), device=device)
+            self.model.prefixes = torch.tensor(read_prefixes(config), device=device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
         self.checks = {"overlap": agreed["overlap"]}

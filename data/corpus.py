@@ -118,21 +118,22 @@ def read_own(path: Path) -> Iterator[str]:
 
 
 def build_own(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
-    """Write both shards of the documents, cut, each once, by hash. ValueError, OSError."""
-    if {*folder.glob("*.bin")} - {folder / TRAIN}:  # sets must not mix; a killed build left that
-        raise ValueError(f"{folder} has shards: give another --out.")
+    """Write both shards of the documents, cut, each part once, by hash. ValueError, OSError."""
+    if folder.exists():  # sets must not mix
+        raise ValueError(f"{folder} exists: give another --out, or delete it.")
     tokenizer = read_tokenizer(TOKENIZERS[vocab_size])
     limit = 8_000 if vocab_size == 50257 else DOCUMENT_CHARACTERS  # about a max_document
-    cut = partial(split_documents, limit=limit, boundaries=BOUNDARIES)
-    texts = chain.from_iterable(map(cut, chain.from_iterable(map(read_own, paths))))
-    documents = map(partial(encode, tokenizer=tokenizer), filter(None, texts))
-    by_hash = {hashlib.sha256(tokens.data).digest(): tokens for tokens in documents}
-    shards: dict[str, list[Tokens]] = {TRAIN: [], VAL: []}
-    for digest, tokens in sorted(by_hash.items()):
-        shards[VAL if digest[0] < VAL_BELOW else TRAIN].append(tokens)
-    if not all(shards.values()):
+    by_hash: dict[bytes, tuple[bool, Tokens]] = {}
+    for text in chain.from_iterable(map(read_own, paths)):
+        held = hashlib.sha256(text.encode(errors="replace")).digest()[0] < VAL_BELOW  # all parts
+        for part in filter(None, split_documents(text, limit, BOUNDARIES)):
+            tokens = encode(part, tokenizer)
+            by_hash.setdefault(hashlib.sha256(tokens.data).digest(), (held, tokens))
+    parts = [by_hash[key] for key in sorted(by_hash)]
+    train, val = ([part for held, part in parts if held is wanted] for wanted in (False, True))
+    if not (train and val):
         raise ValueError("a shard would be empty: one document in 16 is for validation. Give more.")
-    write_shards(folder, shards)
+    write_shards(folder, {TRAIN: train, VAL: val})
 
 
 def write_shards(

@@ -45,7 +45,7 @@ def encode(document: str, tokenizer: tiktoken.Encoding) -> Tokens:
 
 
 def tokenizer_of(config: Any) -> Path | str | None:
-    """Return the known tokenizer of a run's tokens. One of others may have as many tokens."""
+    """Return the known tokenizer of a run's tokens, or None. Another may have as many tokens."""
     return TOKENIZERS.get(config.vocab_size) if config.bos == config.vocab_size - 1 else None
 
 
@@ -61,19 +61,18 @@ def token_bytes(tokenizer: tiktoken.Encoding) -> list[bytes]:
     return [*map(tokenizer.decode_single_token_bytes, text), b""]
 
 
-def read_prefixes(vocab_size: int) -> list[int]:
-    """Return the `prefix_table` of the vocabulary of this size. ValueError if none is known."""
-    if vocab_size not in TOKENIZERS:
-        sizes = ", ".join(map(str, TOKENIZERS))
-        raise ValueError(f"no vocabulary of {vocab_size} tokens is known. Set --vocab-size to one "
-                         f"of {sizes}, or do without prefixes.")  # fmt: skip
-    return prefix_table(token_bytes(read_tokenizer(TOKENIZERS[vocab_size])))
+def read_prefixes(config: Any) -> list[int]:
+    """Return the `prefix_table` of a run's vocabulary. ValueError if it is not known."""
+    if not (tokenizer := tokenizer_of(config)):
+        raise ValueError(f"no vocabulary of {config.vocab_size} tokens with --bos last is known: "
+                         f"take one of {[*TOKENIZERS]}, or --prefixes off.")  # fmt: skip
+    return prefix_table(token_bytes(read_tokenizer(tokenizer)))
 
 
 def prefix_table(vocabulary: Sequence[bytes]) -> list[int]:
     """Return for each token the id of the longest other token that begins it, or -1 (record 88).
 
-    A token's id is its place in `vocabulary`. Special tokens, b"", neither have nor are prefixes.
+    A token's id is its place in `vocabulary`. A special token, b"", has no prefix and is none.
     """
     ids = {token: index for index, token in enumerate(vocabulary) if token}
     starts = [[token[:end] for end in range(len(token) - 1, 0, -1)] for token in vocabulary]

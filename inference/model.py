@@ -85,7 +85,7 @@ class Model:
             verify(self.folder, (name,))
             name = self.folder / name
         tokenizer = read_tokenizer(name) if name in ("gpt2", self.folder / VOCABULARY) else None
-        if tokenizer is None or tokenizer.n_vocab != self.config.vocab_size:
+        if tokenizer is None or tokenizer.eot_token != self.config.bos:  # of others' tokens
             raise Refused(f"{self.folder} names no known tokenizer of its vocabulary: {name!r:.40}")
         return tokenizer
 

@@ -317,8 +317,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         All values are tensors, ready for safetensors. Collective: all ranks must exhaust it.
         """
-        by_itself = self.ranks.group is None and dist.is_initialized()  # DistributedDataParallel
-        here = dist.get_rank() if by_itself else self.ranks.rank
+        by_itself = self.ranks.group is None and dist.is_available() and dist.is_initialized()
+        here = dist.get_rank() if by_itself else self.ranks.rank  # DistributedDataParallel
         for param, kind, state in self._shapes():
             whole = torch.zeros(state.shape, dtype=state.dtype, device=param.device)
             for part in self._parts[param]:

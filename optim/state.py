@@ -92,8 +92,8 @@ def reset(optimizer: Any) -> None:
     getattr(optimizer, "reset", optimizer.state.clear)()
     for group in optimizer.param_groups:
         initial = copy.deepcopy(group.get("initial_lr", group["lr"]))  # a tensor may be filled
-        holds = isinstance(group["lr"], Tensor)  # a schedule may have it, too
-        group["lr"] = group["lr"].fill_(initial) if holds else initial
+        held = isinstance(group["lr"], Tensor)  # by a schedule, too
+        group["lr"] = group["lr"].copy_(torch.as_tensor(initial)) if held else initial
 
 
 def copy_state(optimizer: Any, source: str, target: str) -> None:

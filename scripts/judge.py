@@ -83,7 +83,7 @@ def estimate(out: Path, config: dict[str, Any], plan: RacePlan) -> str:
                 return (f"{config['steps']} steps take about {minutes:.1f} minutes by {run.path} "
                         f"on {gpu or run.env.get('cpu')}: all in all {low * minutes:.0f} to "
                         f"{high * minutes:.0f}")  # fmt: skip
-    return f"no run of {here[0]} by {here[1]} on a machine as here: the first shows how long it is"
+    return f"no run of {here[0]} by {here[1]} on a machine as here: the first run will tell"
 
 
 def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:

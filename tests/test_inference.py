@@ -252,10 +252,15 @@ def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, 
         assert untimed[-3:] == [["keep", "check", "probe"], ["check", "probe", "sample"]][trial]
 
 
-def test_tokens_of_another_tokenizer_of_the_same_size_are_not_taken_for_ours():
+def test_tokens_of_another_tokenizer_of_the_same_size_are_not_taken_for_ours(data, tmp_path):
     known = configure("tiny", "copyinit", **SIZES)
     assert tokenizer_of(known) == CODE
     assert tokenizer_of(replace(known, bos=0)) is None
+    outcome = run(data, tmp_path, vocab_size=1024, keep_model="on", sample_tokens=9)
+    assert outcome.code == 0, outcome.err
+    assert "the model writes" not in outcome.out
+    (final,) = tmp_path.glob("checkpoints/*/final")
+    assert load_model(final, "cpu").facts["tokenizer"] is None
 
 
 def test_a_vocabulary_that_cannot_be_read_is_refused_before_the_run(trained, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """The table of prefixes against a search through all pairs of tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiktoken
 from hypothesis import given
@@ -26,24 +28,29 @@ def test_the_prefix_is_the_longest_of_a_search_through_all_tokens(vocabulary):
     assert prefix_table(vocabulary) == slow_table(vocabulary)
 
 
+def of(size):
+    """The settings of a run that matter here."""
+    return SimpleNamespace(vocab_size=size, bos=size - 1)
+
+
 def test_the_bytes_of_the_corpus_vocabulary_encode_to_their_token_and_have_prefixes():
     tokenizer = read_tokenizer(CODE)
     vocabulary = token_bytes(tokenizer)
     assert vocabulary.pop() == b"", "<|endoftext|>"
     ranks = [tokenizer.encode_single_token(token) for token in vocabulary]
     assert ranks == [*range(1023)]
-    table = read_prefixes(1024)
+    table = read_prefixes(of(1024))
     assert table == [*slow_table(vocabulary), -1]
     assert [token for token in range(1023) if table[token] == -1] == [*range(256)]
 
 
 def test_a_vocabulary_that_is_not_known_or_not_there_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"no vocabulary of 64 .* one of 1024, 2048"):
-        read_prefixes(64)
+    with pytest.raises(ValueError, match=r"no vocabulary of 64 .* one of \[1024, 2048"):
+        read_prefixes(of(64))
 
     def fail(name):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
     with pytest.raises(ValueError, match=r"no network; .*TIKTOKEN_CACHE_DIR"):
-        read_prefixes(50257)
+        read_prefixes(of(50257))
