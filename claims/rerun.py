@@ -247,7 +247,7 @@ def rerun(
     after = again()
     yield from compare_runs(before, after, steps, allowed_here(before, after, again))
     if whole and evidence.result.sd > 0:
-        apart = abs(after.final_loss - before.final_loss) / evidence.result.sd
+        apart = abs(after.validations[-1].loss - before.validations[-1].loss) / evidence.result.sd
         yield Finding("last loss, in standard deviations of the record's", apart, DEVIATIONS)
     trained = [run.end.get("train_tokens_sha256") for run in (before, after)]
     if whole and trained[0]:

@@ -44,8 +44,8 @@ def encode(document: str, tokenizer: tiktoken.Encoding) -> Tokens:
     return np.array([tokenizer.eot_token, *tokenizer.encode_ordinary(document)], dtype=np.uint16)
 
 
-def tokenizer_of(config: Any) -> Path | str | None:
-    """Return the known tokenizer of a run's tokens, or None. Another may have as many tokens."""
+def tokenizer_of(config: Any) -> Any:
+    """Return the path or name of a run's tokenizer; None: unknown, if with as many tokens."""
     return TOKENIZERS.get(config.vocab_size) if config.bos == config.vocab_size - 1 else None
 
 
