@@ -324,9 +324,10 @@ def test_a_claim_of_a_judgement_takes_its_flags_its_source_and_fresh_seeds(proje
     assert record.main(words) == 2
     assert "Go back to it, or judge again" in capsys.readouterr().err
     (project / "train_gpt.py").write_text(TRAINER)
-    assert record.main(words) == 0
+    assert record.main([*words, "--", "--steps", "9"]) == 0  # fewer than were judged
     claim = json.loads(next(project.glob("records/tiny/*_Gain/claim.json")).read_text())
-    assert claim["flags"] == ["--track", "tiny", "--recipe", "copyinit", "--gain", "0.2"]
+    flags = ["--track", "tiny", "--recipe", "copyinit", "--gain", "0.2", "--steps", "9"]
+    assert (claim["flags"], claim["config"]["steps"]) == (flags, 9)
     assert claim["seeds"] == list(range(78, 88))
     assert record.main(["claim", "Next", "--about", "more", "--", "--gain", "0.2"]) == 0
     claim = json.loads(next(project.glob("records/tiny/*_Next/claim.json")).read_text())
