@@ -86,6 +86,7 @@ train() {
     if [[ -z ${NPROC:-} && $track != tiny && $track != small ]]; then # these have few rows a step
         processes=$("$VENV_PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     fi
+    [[ $processes =~ ^[0-9]+$ ]] || stop "NPROC is $processes: it must be a number"
     ((processes * ${NNODES:-1} > 1)) || exec "$VENV_PYTHON" train_gpt.py "$@"
     # A stopped run saves first; after 30 s, its default, torchrun would kill a slow save.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}

@@ -79,7 +79,8 @@ def facts_of(run: Run) -> dict[str, str]:
     settings = config.items() if isinstance(config, dict) else ()
     facts = {"steps": str(run.total_steps)} | {name: as_text(value) for name, value in settings}
     return facts | {"gpus": str(run.gpu_count), "source": f"{run.source or 'unknown':.12}",
-                    "config": f"{run.config_sha256 or 'unknown':.12}"}  # fmt: skip
+                    "config": f"{run.config_sha256 or 'unknown':.12}",
+                    "data": f"{arm_key(run)[-1] or 'unknown':.12}"}  # fmt: skip
 
 
 def name_of(run: Run) -> str:
@@ -303,6 +304,8 @@ def compare_arms(a: ArmVerdict, b: ArmVerdict, margin: float | None = None) -> C
     mine, other = ({(run.path.resolve(), run.index) for run in arm.runs} for arm in (a, b))
     if shared := mine & other:
         raise LogError(f"{min(shared)[0]} is in both arms: a run is not compared with itself")
+    if len({arm_key(arm.runs[0])[-1] for arm in (a, b) if arm.runs} - {None}) > 1:
+        b.warnings.append("scored on other validation tokens than A: the losses do not compare")
     seeds, others = ([run.seed for run in arm.runs] for arm in (a, b))
     same_seeds = seeds == others and None not in seeds and len(seeds) > 1
     test = stats.paired if same_seeds else stats.welch

@@ -229,11 +229,10 @@ def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
     resumes = [line["sha256"] for line in lines if line["event"] == "resume"]
     if resumes != [resume.registry_sha256 for resume in run.resumes]:
         yield f"{len(resumes)} resumes in the registry, {len(run.resumes)} others in the log"
-    before = None
-    for segment in run.segments:
-        if segment.header.get("previous_sha256") != before:
+    before = [None, *(segment.sha256 for segment in run.segments)]
+    for segment, sha256 in zip(run.segments, before, strict=False):
+        if segment.header.get("previous_sha256") != sha256:
             yield f"edited: {segment.path.name} names another segment before it than is there"
-        before = segment.sha256
     after = [segment.header.get("after_step") for segment in run.segments[1:]]
     if after and after != [resume.from_step for resume in run.resumes]:
         yield f"edited: its segments begin after steps {after}, its resumes elsewhere"

@@ -69,7 +69,8 @@ def read_segments(first: Path, links: bool) -> list[tuple[Path, bytes]]:
 
 def finished_runs(folder: Path) -> list[Run]:
     """The runs in a folder that finished or diverged, the oldest first."""
-    logs = sorted({first_segment(log) for log in folder.glob("*_*.jsonl")})  # ids sort by time
+    names = set(folder.glob("*_*.jsonl")) - set(folder.glob("registry*"))
+    logs = sorted({first_segment(log) for log in names})  # ids sort by time
     runs = [run for log in logs if log.stat().st_size for run in read_runs(log)]  # 0: no header
     return [run for run in runs if run.complete or run.end.get("status") == "nonfinite"]
 

@@ -188,9 +188,8 @@ class Evidence:
     @cached_property
     def complete(self) -> list[Run]:
         """The runs of the claim that count, one for each seed, sorted by seed."""
-        ours = [run for run in self.runs if run.header.get("claim") == self.claim.id]
-        counted, _ = leave_out_repeats([run for run in ours if run.counts])
-        return sorted(counted, key=lambda run: run.seed or 0)
+        ours = [run for run in self.runs if run.counts and run.header.get("claim") == self.claim.id]
+        return sorted(leave_out_repeats(ours)[0], key=lambda run: run.seed or 0)
 
     @cached_property
     def committed(self) -> str | None:

@@ -128,7 +128,8 @@ def build_own(paths: Iterable[Path], vocab_size: int, folder: Path) -> None:
         held = hashlib.sha256(text.encode(errors="replace")).digest()[0] < VAL_BELOW  # all parts
         for part in filter(None, split_documents(text, limit, BOUNDARIES)):
             tokens = encode(part, tokenizer)
-            by_hash.setdefault(hashlib.sha256(tokens.data).digest(), (held, tokens))
+            key = hashlib.sha256(tokens.data).digest()
+            by_hash[key] = (held and by_hash.get(key, (True,))[0], tokens)  # in both: to train on
     parts = [by_hash[key] for key in sorted(by_hash)]
     train, val = ([part for held, part in parts if held is wanted] for wanted in (False, True))
     if not (train and val):

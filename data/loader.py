@@ -58,7 +58,7 @@ class Order:
 
 def _deal(rows: int, at_once: int, rank: int, world_size: int) -> list[slice]:
     """Return the rows of one rank, `at_once` at a time; the last slice may be shorter."""
-    first, end = rank * rows // world_size, (rank + 1) * rows // world_size
+    first, end = (-(-each * rows // world_size) for each in (rank, rank + 1))  # rank 0 has some
     return [slice(start, min(start + at_once, end)) for start in range(first, end, at_once)]
 
 
@@ -140,7 +140,8 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Walk:
         step, offset = step + 1, found[-1][1]
         yield [row for row, _ in found], Position(step, index, offset)
     rule = "contiguous rows" if order.bos is None else f"documents that start with {order.bos}, cut"
-    fix = f"Set --steps to at most {step:,}" if step else "Lower --batch-tokens or --data-start"
+    most = f"Set --steps to at most {step:,}, or fewer --minutes"
+    fix = most if step else "Lower --batch-tokens or --data-start"
     raise ShardError(f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read "
                      f"as {rule}. {fix}, or add shards.")  # fmt: skip
 

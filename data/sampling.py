@@ -38,13 +38,10 @@ def pick(
     """Draw one token, on the CPU: a seed then gives the same text on every device, to rounding."""
     if temperature == 0:
         return int(logits_V.argmax())
-    logits_V = logits_V.cpu().double() / temperature  # Apple's GPUs have no float64
-    if 0 < top_k < len(logits_V):
-        least = logits_V.topk(top_k).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
-    p_V = logits_V.softmax(0)
-    if top_p < 1:
-        sorted_V, order_V = p_V.sort(descending=True)
-        before_V = sorted_V.cumsum(0) - sorted_V  # share of the likelier ones
-        p_V[order_V[before_V >= top_p]] = 0
+    p_V = (logits_V.cpu().double() / temperature).softmax(0)  # Apple's GPUs have no float64
+    sorted_V, order_V = p_V.sort(descending=True)
+    sorted_V[top_k or len(p_V) :] = 0
+    before_V = sorted_V.cumsum(0) - sorted_V  # share of the likelier ones
+    sorted_V[before_V >= top_p * sorted_V.sum()] = 0
+    p_V[order_V] = sorted_V
     return int(torch.multinomial(p_V, 1, generator=generator))

@@ -27,12 +27,12 @@ def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
     try:
         if not isinstance(tokenizer, Path):
             return tiktoken.get_encoding(tokenizer)
-        lines = tokenizer.read_bytes().splitlines()
-    except OSError as error:
+        # tiktoken's own reader would keep a copy of the file in a cache.
+        pairs = map(bytes.split, tokenizer.read_bytes().splitlines())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    except (OSError, ValueError) as error:
         fix = "restore the file; for GPT-2's, connect once or set TIKTOKEN_CACHE_DIR"
-        raise ValueError(f"cannot read the vocabulary: {error}; {fix}.") from error
-    # tiktoken's own reader would keep a copy of the file in a cache.
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+        raise ValueError(f"cannot read the vocabulary {tokenizer}: {error}; {fix}.") from error
     if {bytes([n]) for n in range(256)} - {*ranks} or {*ranks.values()} != {*range(len(ranks))}:
         raise ValueError(f"{tokenizer} is no vocabulary of bytes: restore the file.")
     last = {"<|endoftext|>": len(ranks)}

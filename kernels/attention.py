@@ -20,10 +20,6 @@ from kernels.portable_attention import PortableAttention
 Attention = FlashAttention | PortableAttention
 ATTENTIONS = ("auto", *KERNELS, "portable")
 
-# What `auto` tries before "varlen", best first, by the GPU's major compute capability. The order
-# follows the kernels' authors; no GPU has confirmed it here.
-FASTER = {9: ("flash3", "flash4"), 10: ("flash4",)}
-
 
 def choose_attention(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128
@@ -41,9 +37,10 @@ def choose_attention(
         return FlashAttention(name), "as asked"
     capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
     passed: list[str] = []
-    for candidate in (*FASTER.get(capability, ()), "varlen"):
+    for candidate, (_, known, _) in KERNELS.items():
         obstacle = why_not_flash(candidate, device, dtype, head_dim)
         if obstacle is None:
             return FlashAttention(candidate), "; ".join(passed) or "the fastest here"
-        passed.append(f"{candidate} may be faster but {obstacle}")
+        if capability in known or candidate == "varlen":
+            passed.append(f"{candidate} may be faster but {obstacle}")
     return PortableAttention(), "; ".join(passed)

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import attention as registry
 
 # Name in torch's registry (None: the kernel built into torch), major compute capabilities that have
-# forward and backward passes, and how to install it.
+# forward and backward passes, and how to install it. Best first, as their authors say; no GPU has
+# confirmed it here.
 KERNELS: dict[str, tuple[str | None, range, str]] = {
-    "flash4": ("FA4", range(9, 11),
-               "pip install flash-attn-4 (95 MB; it compiles its kernels in the first steps)"),
     "flash3": ("FA3", range(9, 10),
                "build FlashAttention 3, folder hopper of github.com/Dao-AILab/flash-attention"),
+    "flash4": ("FA4", range(9, 11),
+               "pip install flash-attn-4 (95 MB; it compiles its kernels in the first steps)"),
     "varlen": (None, range(8, 100), "install torch from pytorch.org"),
 }  # fmt: skip
 

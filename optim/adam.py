@@ -1,5 +1,6 @@
 """AdamW: Adam with decoupled weight decay, on one or many ranks."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -62,6 +63,8 @@ class AdamW(ShardedOptimizer):
             length, total = shard_length(param, ranks), param.numel()
             return [(1, min(length, total - begin)) for begin in range(0, total, length)]
         pieces = ranks if param.numel() >= LARGE else 1
+        if param.device.type == "cpu":
+            pieces *= math.ceil(param.numel() / pieces / self.at_once)
         bounds = [param.numel() * piece // pieces for piece in range(pieces + 1)]
         return [(1, bounds[piece + 1] - bounds[piece]) for piece in range(pieces)]
 

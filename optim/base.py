@@ -368,7 +368,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state: dict[int, dict[str, Tensor]] = {}
         for (param, kind, _), (_, tensor) in zip(self._shapes(), self.named_state(), strict=True):
             if self._sharded and tensor.shape == param.shape:
-                tensor = shards_of(tensor, param, self.ranks)
+                tensor = shards_of(tensor, param)
             state.setdefault(numbers[param], {})[kind] = tensor
         return {"state": state, "param_groups": copy.deepcopy(super().state_dict()["param_groups"])}
 
@@ -393,7 +393,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if unknown := state_dict["state"].keys() - set(saved_keys):
             raise ValueError(f"the state has {list(unknown)[:5]}, which no group of it names")
         tensors: dict[str, Tensor] = {}
-        if state_dict["state"] and "wd_mul" not in groups[0]:  # by an optimizer of torch
+        if "wd_mul" not in groups[0]:  # by an optimizer of torch
             # It has no state of a parameter that never had a gradient; here that is zeros.
             tensors = {f"{self._names[param]}.{kind}": torch.zeros(state.shape, dtype=state.dtype)
                        for param, kind, state in self._shapes()

@@ -150,34 +150,26 @@ class Bucket:
 
     def scalar(self, value: float) -> Tensor:
         """A number as a tensor on the device, as which it may change without a compilation."""
+        if isinstance(value, Tensor) and value.device == self.param.device:
+            return value.to(self.wide)
         return torch.full((), value, dtype=self.wide, device=self.param.device)
 
     def slices(self) -> Iterator[tuple[slice, Tensors]]:
-        """Yield (matrices, tensors) for each call of `new_values`.
-
-        On a CPU a call takes `at_once` elements or one part; of a flat part (1, n), some columns.
-        """
-        limit, width = len(self.parts), self.shape[-1]
-        stretch = width
+        """Yield (matrices, tensors) for each call of `new_values`; on a CPU, `at_once` elements."""
+        limit = len(self.parts)
         if self.param.device.type == "cpu":
             limit = max(1, self.at_once // self.parts[0].numel)
-            if limit == 1 and len(self.shape) == 2:
-                stretch = self.at_once
         for first in range(0, len(self.parts), limit):
             parts = self.parts[first : first + limit]
             matrices = slice(parts[0].place.start, parts[-1].place.stop)
-            for begin in range(0, width, stretch):
-                columns = slice(begin, begin + stretch) if stretch < width else slice(None)
-                yield matrices, self._tensors(parts, matrices, columns)
+            yield matrices, self._tensors(parts, matrices)
 
-    def _tensors(self, parts: list[Part], matrices: slice, columns: slice) -> Tensors:
+    def _tensors(self, parts: list[Part], matrices: slice) -> Tensors:
         def cut(received: Tensor | None, own: Callable[[Part], Tensor]) -> list[Tensor]:
-            if received is not None:
-                return [received[matrices, columns]]
-            return [own(part)[:, columns] for part in parts]
+            return [own(part) for part in parts] if received is None else [received[matrices]]
 
-        target = None if self.fresh is None else self.fresh[matrices, columns]
-        state = [self.state[name][matrices, columns] for name in self.state if name != "step"]
+        target = None if self.fresh is None else self.fresh[matrices]
+        state = [self.state[name][matrices] for name in self.state if name != "step"]
         return cut(self.sums, Part.gradient), cut(self.old, Part.weight), target, state
 
 

@@ -96,7 +96,8 @@ def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[s
             raise ValueError(f"parameter {names[0]} matches several rows: {own}; keep one")
         optimizer, reason, options = kind_of(names[0], param, modules, heads)
         if own:
-            optimizer, reason, options = own[0].optimizer, f"row {own[0].pattern}", own[0].options
+            optimizer, reason = own[0].optimizer, f"row {own[0].pattern}"
+            options = {**options, **own[0].options}  # a weight stays transposed
         reason = ", tied to ".join([reason, *names[1:]])
         group = together.setdefault((optimizer, reason), {"params": [], "name": reason, **options})
         group["params"].append((names[0], param))
@@ -114,7 +115,7 @@ def kind_of(
 ) -> tuple[str, str, Mapping[str, Any]]:
     """Optimizer, reason and group keys of a parameter, from its name, shape and modules."""
     leaf, types = name.rpartition(".")[2], " ".join(type(module).__name__ for module in modules)
-    if "Embed" in types or re.search("embed|token|position|wte|wpe", leaf):
+    if "Embed" in types or re.search("(^|_)emb|embed|token|position|wte|wpe", leaf):
         return "adamw", "embedding", {}
     if "Conv" in types and param.ndim > 2:
         return "adamw", "convolution", {}

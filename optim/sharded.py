@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .buckets import Message, Part, RankGroup, copy_all, local
+from .buckets import Message, Part, RankGroup, copy_all
 
 Pieces = list[list[Tensor]]  # flat tensors for each rank, or from each rank
 
@@ -62,17 +62,12 @@ def whole(tensor: Any, device: torch.device) -> Tensor:
     return tensor.to(device).full_tensor() if is_sharded(tensor) else tensor
 
 
-def shards_of(tensor: Tensor, param: Any, ranks: RankGroup) -> Tensor:
+def shards_of(tensor: Tensor, param: Any) -> Tensor:
     """A whole tensor as a DTensor that is sharded like `param`; the shard is copied."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import distribute_tensor
 
-    mine = local(param)
-    first = ranks.rank * shard_length(param, ranks.size)
-    shard = tensor.view(-1)[first : first + mine.numel()].view(mine.shape).clone()
-    return DTensor.from_local(
-        shard, param.device_mesh, param.placements,
-        run_check=False, shape=param.shape, stride=param.stride(),
-    )  # fmt: skip
+    # None: each rank has the whole and cuts its own shard from it.
+    return distribute_tensor(tensor, param.device_mesh, param.placements, src_data_rank=None)
 
 
 class Exchange(Message):

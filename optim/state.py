@@ -79,8 +79,7 @@ def load_named_state(optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"the state has an unknown {key}; build the optimizer as it was")
         param: Any = params_of(optimizer)[numbers[name]]
         if hasattr(param, "device_mesh") and tensor.shape == param.shape:
-            here = tensor.to(param.device)
-            tensor = dist.tensor.distribute_tensor(here, param.device_mesh, param.placements)
+            tensor = dist.tensor.distribute_tensor(tensor, param.device_mesh, param.placements)
         state.setdefault(numbers[name], {})[kind] = tensor.clone()
     # torch's own loader picks the device and dtype of each tensor.
     groups = optimizer.state_dict()["param_groups"]

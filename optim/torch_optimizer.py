@@ -31,9 +31,6 @@ class TorchOptimizer:
     def describe(self) -> str:
         """One line: what a step costs beyond the optimizer's own."""
         text = f"{type(self.optimizer).__name__} of torch: every rank steps all parameters"
-        if self.ranks.size > 1:
-            mebibytes = sum(param.nbytes for param in self.params) / 2**20
-            text += f", all-reduces {mebibytes:,.1f} MiB of gradients a step"
         if self.params[0].device.type not in READ_AT_ONCE:
             text += ", waits for the device once a step to read the guard's verdict"
         return text

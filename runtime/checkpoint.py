@@ -29,7 +29,6 @@ from runtime.errors import LogError, Refused
 from runtime.jsonl import json_line, open_regular, read_regular
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
 
-SCHEMA = 2
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 SUMS = "checksums.json"
 FINAL, CONFIG, VOCABULARY = "final", "config.json", "vocabulary.tiktoken"
@@ -55,7 +54,7 @@ def save(folder: Path, snapshot: Snapshot, announce: Callable[..., bool] | None 
     for left in folder.glob(".step_*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
 
-    state = json_line({"schema": SCHEMA, **snapshot.state})
+    state = json_line(snapshot.state)
     path = folder / f"step_{snapshot.state['step']:06d}"
     _publish(path, {MODEL: snapshot.model, OPTIM: snapshot.optim, STATE: state}, announce)
     found = checkpoints(folder)
@@ -151,11 +150,7 @@ def verify(path: Path, names: Iterable[str]) -> None:
 def check(path: Path) -> tuple[dict[str, Any], str]:
     """Verify a checkpoint: its state, and the SHA-256 of its checksums. Refused if it changed."""
     verify(path, (MODEL, OPTIM, STATE))
-    state = _read_json(path / STATE)
-    if state.get("schema") != SCHEMA:
-        raise Refused(f"{path / STATE}: schema {state.get('schema')!r:.40}, but this version reads "
-                      f"{SCHEMA}. Resume with the source that wrote it.")  # fmt: skip
-    return state, _sha256(path / SUMS)
+    return _read_json(path / STATE), _sha256(path / SUMS)
 
 
 def load(path: Path, sha256: str | None = None) -> Snapshot:

@@ -82,6 +82,7 @@ def check_rules(claim: Claim, where: object) -> None:
     rules: list[tuple[Any, str]] = [
         (LEAST_RUNS <= n == len(set(seeds)) == len(seeds) <= MOST_RUNS,
          f"n = {n} must be {LEAST_RUNS} to {MOST_RUNS}, with as many different seeds"),
+        (min(seeds, default=0) >= 0, f"seeds must be at least 0, not {min(seeds, default=0)}"),
         (claim.looks == [n], f"looks must be [{n}]: a claim is tested once, after all its runs"),
         (0 < claim.target < 100, f"target {claim.target!s:.20} must be between 0 and 100"),
         (0 < claim.alpha < 1, f"alpha {claim.alpha!s:.20} must be between 0 and 1"),
@@ -122,8 +123,7 @@ def check_claim(path: str, source: Path, config: dict[str, Any], seeds: list[int
         if mine != claimed:
             raise Refused(f"{path}: the {what} is {mine:.12} but {claimed:.12} was claimed. "
                           f"Either {fix} or write a new claim.")  # fmt: skip
-    strangers = sorted(set(seeds) - set(claim.seeds))
-    if strangers:
+    if strangers := sorted(set(seeds) - set(claim.seeds)):
         raise Refused(f"{path}: seeds {strangers} are not among the claimed {claim.seeds}. "
                       f"Choose --seed and --trials inside them, or write a new claim.")
     settings = [name for name in sorted(os.environ) if name.startswith("TORCHINDUCTOR_")]

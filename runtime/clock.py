@@ -40,8 +40,7 @@ class Clock:
         self._timed_ns = round(1e6 * (train_time_ms + lost_ms))
 
     def start(self, name: str, *, timed: bool) -> None:
-        if self._open is not None:
-            raise RuntimeError(f"phase {name!r} inside {self._open[0]!r}: phases cannot nest")
+        assert self._open is None, "phases cannot nest"
         self._synchronize()
         self._open = (name, timed, time.perf_counter_ns())
 

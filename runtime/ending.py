@@ -30,6 +30,9 @@ HANGUP = getattr(signal, "SIGHUP", None)  # a closed terminal or ssh session; no
 
 def listen() -> None:
     """Raise Interrupted in the main thread on the first signal; let any text be printed."""
+    # A closed stream is None. /dev/null also keeps its number from the next file that is opened.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):  # a character must not end a run
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -263,8 +263,7 @@ def require_folders(config: RunSettings) -> None:
         folder = Path(directory).absolute()
         try:
             nearest = next(path for path in (folder, *folder.parents) if path.exists())
-            with tempfile.TemporaryFile(dir=nearest):
-                pass
+            tempfile.TemporaryFile(dir=nearest).close()
         except OSError as error:
             raise LogError(f"{flag(name)} {directory} cannot be written: {error.strerror}. Make it "
                            f"writable, or give another folder.") from None  # fmt: skip

@@ -242,13 +242,10 @@ class Run(contextlib.AbstractContextManager):
 
     def _submit(self, taken: dict[str, Any]) -> None:
         """Write the checkpoint in the background. It replaces one that has not started yet."""
-        state = {
-            "run_id": self.plan.run_id, "header": self._header, "data": taken["data"],
-            "step": self.steps_done, "clock_ms": self.clock.train_time_ms,
-        }  # fmt: skip
         if self._writing is not None:
             self._writing.cancel()
-        snapshot = Snapshot(taken["model"], taken["optim"], state)
+        state = {"step": self.steps_done, "clock_ms": self.clock.train_time_ms}
+        snapshot = Snapshot(taken["model"], taken["optim"], state | {"data": taken["data"]})
         self._writing = self._executor.submit(self._write_checkpoint, snapshot)
 
     def _write_checkpoint(self, snapshot: Snapshot) -> None:

@@ -94,7 +94,8 @@ class Progress:
         event, config = self.event, self.trainer.config
         if not event:
             return Text("the first step")
-        run = f"run {self.header['trial'] + 1} of {config.trials}, " if config.trials > 1 else ""
+        number = self.header["seed"] - config.seed + 1  # a resumed run may be of other trials
+        run = f"run {number} of {config.trials}, " if config.trials > 1 else ""
         filled = WIDTH * event["step"] // self.steps
         bar = f"[green]{'━' * filled}[/][dim]{'─' * (WIDTH - filled)}[/]"
         loss, *others = self.numbers()
@@ -200,8 +201,8 @@ def closing(trainer: Any, clock: Clock, losses: dict[int, float]) -> str:
             untimed_s[phase.name] = untimed_s.get(phase.name, 0.0) + phase.ms / 1000
     timed_s = clock.train_time_ms / 1000
     others = ", ".join(f"{name} {seconds:.1f}" for name, seconds in untimed_s.items())
-    all_s = timed_s + sum(untimed_s.values())
-    lines.append(f"  time  {timed_s:.1f} s on the clock; {all_s:.1f} s in all, with {others}")
+    all_s, of = timed_s + sum(untimed_s.values()), " of the last run" if len(losses) > 1 else ""
+    lines.append(f"  time  {timed_s:.1f} s on the clock; {all_s:.1f} s in all{of}, with {others}")
     logs = shlex.quote(config.log_dir)
     lines.append(f"  draw  {script('view.py')} {logs}")
     if config.trials > 1:

@@ -7,9 +7,9 @@
 Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
 each time. Figures are milliseconds; the ratio to the last stage, or to torch.optim.Muon, is the
 median over the rounds. "of peak" counts 6 FLOPs for each weight of the matrices and the head; the
-peak is the datasheet's, or else the rate of one large product on this machine. `step` first says
-what runs: hardware, backends, batches, seconds of compilation, waits for the device, graphs
-compiled after the warm-up, peak memory. If there are no data, it takes random tokens.
+peak is the datasheet's, of GPUs. `step` first says what runs: hardware, backends, batches, seconds
+of compilation, waits for the device, graphs compiled after the warm-up, peak memory. If there are
+no data, it takes random tokens.
 
 --against times other code beside ours, from files anywhere. For `step` a file defines
 build(config), which returns a function that takes so many training steps: step(count); for `optim`
@@ -154,19 +154,12 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     for path in given.against:
         steps[path] = partial(runpy.run_path(path)["build"](config), STEPS)
     rows = timed(steps, STEPS, name, trainer.guard.reset, given.rounds, trainer.machine)
-    machine, dtype = trainer.machine, trainer.model.dtype
-    peak = machines.peak_flops(machine, dtype) or product_rate(machine, dtype)
+    peak = machines.peak_flops(trainer.machine, trainer.model.dtype)
     for row, figure in rows.items():
         figure["tokens/s"] = 1000 * tokens.get(row, config.batch_tokens) / figure["median"]
-        figure["of peak"] = figure["tokens/s"] * trainer.model.flops_per_token() / peak
+        if peak:
+            figure["of peak"] = figure["tokens/s"] * trainer.model.flops_per_token() / peak
     return rows
-
-
-def product_rate(machine: Any, dtype: torch.dtype) -> float:
-    """FLOP/s of the product of two large matrices, on all ranks together."""
-    square = torch.randn(2048, 2048, device=machine.device, dtype=dtype)
-    rows = timed({"product": lambda: square @ square}, 1, "product", lambda: None, 10, machine)
-    return machine.world_size * 2 * len(square) ** 3 / (rows["product"]["median"] / 1000)
 
 
 # ---- A step of optimizers

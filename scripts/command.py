@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +122,15 @@ def start(main: Callable[[], int]) -> None:
     sys.exit(main())
 
 
-def training_command(root: Path, flags: Sequence[str], folder: Path) -> list[str]:
-    """A run of the source under `root` that keeps nothing but its log, in `folder`."""
+QUIET = {"keep_model": "off", "sample_tokens": "0"}  # settings that older sources lack
+
+
+def training_command(
+    root: Path, flags: Sequence[str], folder: Path, known: Container[str] = QUIET
+) -> list[str]:
+    """A run of the source under `root`, whose settings are `known`; it keeps only its log."""
     words = [sys.executable, str(root / "train_gpt.py"), *flags, "--log-dir", str(folder.resolve())]
     words += ["--checkpoint-dir", str(folder.resolve() / "checkpoints")]  # of an interrupted run
-    return [*words, "--keep-model", "off", "--sample-tokens", "0"]
+    for name in [name for name in QUIET if name in known]:
+        words += [f"--{name.replace('_', '-')}", QUIET[name]]
+    return words

@@ -1,6 +1,6 @@
 """Does B beat A? Trains both on the same seeds, in turn, and stops as soon as the answer is known.
 
-    python scripts/judge.py --b "--smear on"                        a flag, at equal steps
+    python scripts/judge.py --b "--smear on"        a flag, at equal steps; of one word: --b=--smear
     python scripts/judge.py --a-source ../before                    the source here against another
     python scripts/judge.py --metric time --margin 0.1 --b "--muon-head-pairs on" -- --steps 30
 
@@ -30,6 +30,7 @@ from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from claims.logs import finished_runs
 from claims.rerun import child_process
+from claims.runs import current_names
 from runtime.errors import LogError
 from runtime.log import config_hash, register, source_hash
 
@@ -77,7 +78,7 @@ def estimate(out: Path, config: dict[str, Any], plan: RacePlan) -> str:
     judged, records = out.glob("*/[AB]"), (ROOT / "records" / here[0]).glob("*/runs")
     for folder in [*sorted(judged, reverse=True), *sorted(records, reverse=True)]:
         for run in finished_runs(folder):
-            gpu, recipe = run.env.get("gpu"), run.header["config"].get("recipe")
+            gpu, recipe = run.env.get("gpu"), current_names(run.header["config"]).get("recipe")
             if run.complete and (run.track, recipe, bool(gpu)) == here:
                 minutes = run.end["t_ms"] / 60_000 * config["steps"] / run.validations[-1].step
                 return (f"{config['steps']} steps take about {minutes:.1f} minutes by {run.path} "
@@ -99,8 +100,7 @@ def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: 
         order = arms if turn % 2 == 0 else arms[::-1]
         done = {arm.name: make_runs(folder, arm, metric, seeds[:stop]) for arm in order}
         verdict = judge.decide([done["B"][seed] - done["A"][seed] for seed in seeds[:stop]], plan)
-        found = stats.in_words(verdict, FORM)
-        print(f"{verdict.pairs} pairs: B - A {found}", file=sys.stderr, flush=True)
+        print(f"{verdict.pairs} pairs: B - A {stats.in_words(verdict, FORM)}", file=sys.stderr)
         if verdict.final:
             break
     return verdict
@@ -114,7 +114,7 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> dict[int, fl
         return done
     print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
-    words = training_command(arm.source, flags, folder / arm.name)
+    words = training_command(arm.source, flags, folder / arm.name, arm.config)
     with output.open("a") as file, child_process(words, stdout=file, stderr=file) as child:
         code = None
         while code is None:

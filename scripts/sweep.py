@@ -43,12 +43,11 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 from claims.logs import finished_runs
 from claims.pages import table
 from claims.rerun import child_process
-from claims.runs import Run
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
 from runtime.jsonl import json_hash, without_repeats
 from runtime.log import read_sources, source_hash, write_files
-from runtime.settings import flag
+from runtime.settings import as_text, flag
 
 FIELDS = {"flags", "seeds", "grid", "patch"}  # of a plan and of an arm
 HEAD = "| arm | seeds | diverged | loss | difference (95 % interval) | Holm p | new tokens |"
@@ -90,7 +89,7 @@ def runs_of(name: str, arm: dict[str, Any], out: Path) -> Iterator[SweepRun]:
     """The runs of an arm at each point of its grid."""
     seeds, grid, patch = arm.get("seeds", ()), arm.get("grid", {}), arm.get("patch") or ""
     for values in itertools.product(*grid.values()):
-        point = dict(zip(grid, map(str, values), strict=True))
+        point = dict(zip(grid, map(as_text, values), strict=True))
         title = " ".join([name, *map("=".join, point.items())]).strip()
         own = [word for key, value in point.items() for word in (flag(key), value)]
         for seed in seeds:
@@ -118,19 +117,22 @@ def copy_source(root: Path, patch: str, folder: Path) -> None:
     draft.rename(folder)
 
 
-def read_losses(run: SweepRun, finished: Sequence[Run]) -> Losses | None:
-    """Of the oldest run with this seed among those of the arm that finished or diverged."""
-    for found in finished:
-        if found.seed == run.seed:
-            loss = found.validations[-1].loss if found.complete else math.inf
-            return loss, found.probe("new_loss")
-    return None
+def read_losses(planned: Sequence[SweepRun]) -> dict[str, dict[int, Losses]]:
+    """By arm and seed, those of the oldest run that finished or diverged."""
+    losses: dict[str, dict[int, Losses]] = {run.arm: {} for run in planned}
+    finished = {folder: finished_runs(folder) for folder in {run.folder for run in planned}}
+    for run in planned:
+        for found in finished[run.folder]:
+            if found.seed == run.seed:
+                loss = found.validations[-1].loss if found.complete else math.inf
+                losses[run.arm].setdefault(run.seed, (loss, found.probe("new_loss")))
+    return losses
 
 
 def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
     """Make the runs without a result, `jobs` at a time. Returns how many failed."""
-    finished = {folder: finished_runs(folder) for folder in {run.folder for run in planned}}
-    waiting = [run for run in planned if not read_losses(run, finished[run.folder])]
+    done = read_losses(planned)
+    waiting = [run for run in planned if run.seed not in done[run.arm]]
     arms = {run.folder: run for run in waiting}.values()
     for run in arms:
         copy_source(out / "source", run.patch, run.source)
@@ -153,7 +155,7 @@ def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
             time.sleep(0.05)
             for ended in [child for child in running if child.poll() is not None]:
                 run = running.pop(ended)
-                losses = read_losses(run, finished_runs(run.folder))
+                losses = read_losses([run])[run.arm].get(run.seed)
                 failed += not losses
                 outcome = f"loss {losses[0]:.4f}" if losses else f"failed, see {run.folder}"
                 print(f"{run.arm}, seed {run.seed}: {outcome}", file=sys.stderr, flush=True)
@@ -195,11 +197,7 @@ def main(argv: list[str]) -> int:
     if not given.report:
         copy_source(given.source, "", out / "source")
         failed = make_missing(planned, out, given.jobs)
-    arms: dict[str, dict[int, Losses]] = {run.arm: {} for run in planned}
-    finished = {folder: finished_runs(folder) for folder in {run.folder for run in planned}}
-    for run in planned:
-        if losses := read_losses(run, finished[run.folder]):
-            arms[run.arm][run.seed] = losses
+    arms = read_losses(planned)
     show("\n\n".join([f"source {out.name}", report(arms), READING]), arms, given.json)
     return 1 if failed else 0
 

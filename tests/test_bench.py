@@ -43,7 +43,7 @@ def figures(capsys, *words):
 
 def test_a_step_is_timed_in_each_window_and_beside_other_code(tmp_path, peer, monkeypatch, capsys):
     monkeypatch.setattr(bench, "STEPS", 2)
-    monkeypatch.setattr(bench, "product_rate", lambda machine, dtype: 1e15)
+    monkeypatch.setattr(machines, "peak_flops", lambda machine, dtype: 1e15)
     flags = small_run.arguments(small_run.write_data(tmp_path), tmp_path)
     with small_run.restored_settings():
         rows = figures(capsys, "step", "--rounds", "3", "--against", peer, "--", *flags)

@@ -63,7 +63,7 @@ def test_tensors_of_every_dtype_and_all_of_the_state_come_back_bit_for_bit(tmp_p
     found = load(save(tmp_path, Snapshot(given, {}, state)))
     assert same_bits(found.model, given)
     assert found.optim == {}
-    assert found.state == state | {"schema": 2}
+    assert found.state == state
 
 
 def test_a_checkpoint_has_its_files_and_nothing_else_stays(tmp_path):
@@ -218,15 +218,13 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_executed(name, tmp_path):
 
 
 HUGE = b" " * (checkpoint.MOST_JSON_BYTES + 1)
-SCHEMAS = [json.dumps({"schema": value} | PLACE).encode() for value in (None, [], True, 1)]
 
 
 @pytest.mark.parametrize(("texts", "names", "said"), [
-    (SCHEMAS, (STATE,), r"state\.json: schema "),
     ((b"", b"\xff", b"[]", b"[" * 100_000), (STATE, SUMS), r"{} is no JSON object"),
     ((HUGE,), (STATE, SUMS), r"67,108,865 bytes, .*{}"),
 ])  # fmt: skip
-def test_text_that_is_no_state_of_this_schema_is_refused(texts, names, said, tmp_path):
+def test_text_that_is_no_state_is_refused(texts, names, said, tmp_path):
     for name in names:
         for text in texts:
             path = forge(tmp_path, STATE, text if name == STATE else b"{}")

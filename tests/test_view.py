@@ -32,7 +32,7 @@ def log_lines(seed=0, steps=40, done=None, skip=(), quick=None, **config):
 
     quick: losses of quick validations by step.
     """
-    settings = {"recipe": "modern", "steps": steps, "matrix_lr": 0.02, "seed": seed} | config
+    settings = {"recipe": "record89", "steps": steps, "matrix_lr": 0.02, "seed": seed} | config
     yield {
         "event": "header", "t_ms": 0, "schema": 2, "run_id": f"run_{seed}", "track": "tiny",
         "target": 3.5, "seed": seed, "source_sha256": "ab" * 32, "env": {"gpu_count": 0},
@@ -70,7 +70,7 @@ def read(*paths):
 
 
 def test_a_run_is_told_as_its_log_tells_it(tmp_path):
-    write_log(tmp_path / "logs", seed=1, skip={7}, track="tiny", head_pairs=True)
+    write_log(tmp_path / "logs", seed=1, recipe="modern", skip={7}, track="tiny", head_pairs=True)
     (run,) = read(tmp_path / "logs")["runs"]
     assert (run["status"], run["loss"], run["seconds"], run["done"]) == ("done", 3.2, 0.4, 40)
     assert run["curve"]["step"] == list(range(1, 41))
@@ -406,9 +406,9 @@ def test_pointing_anywhere_names_all_curves_there_the_best_first_and_the_nearest
     write_log(folder, "b", seed=1, quick={20: 3.9}, matrix_lr=0.04)
     page.wait(f"{LINES}.length === 2")
     page.evaluate("set({smooth: '0'})")
-    told = ["modern", "3.5000", "3.1000 at 40", "modern · matrix_lr 0.04", "3.6000", "3.9000"]
-    assert point_at(page, 20, 3.2) == (told, ["modern", "3.5000"])
-    assert point_at(page, 20, 3.95) == (told, ["modern · matrix_lr 0.04", "3.9000"])
+    told = ["record89", "3.5000", "3.1000 at 40", "record89 · matrix_lr 0.04", "3.6000", "3.9000"]
+    assert point_at(page, 20, 3.2) == (told, ["record89", "3.5000"])
+    assert point_at(page, 20, 3.95) == (told, ["record89 · matrix_lr 0.04", "3.9000"])
 
 
 def press(page, key):
@@ -421,7 +421,7 @@ def test_columns_sort_and_rows_are_shown_alone_hidden_or_filtered_and_two_groups
         for seed in seeds:
             write_log(folder, f"{name}{seed}", seed=seed, matrix_lr=rate)
     page.wait(f"{LINES}.length === 3")
-    usual, high, low = "▸ modern", "▸ modern · matrix_lr 0.04", "▸ modern · matrix_lr 0.01"
+    usual, high, low = "▸ record89", "▸ record89 · matrix_lr 0.04", "▸ record89 · matrix_lr 0.01"
     rows = "#rows td button:first-of-type"
     page.click("#columns th:nth-child(3) button")
     assert cells(page, rows) == [usual, low, high]

@@ -113,15 +113,12 @@ function band(ys) {  // median and 5 to 95 % of the runs, where at least half of
 }
 
 function validationsOf(runs) {  // their median at each step; few: of a quick one, on few tokens
-  const steps = new Map();
-  for (const run of runs)
-    for (const kind of ["quick", "val"])
-      run[kind].step.forEach((step, i) => steps.set(step, [...steps.get(step) ?? [],
-        {x: run[kind][state.axis][i], y: run[kind].loss[i], few: kind === "quick"}]));
+  const dots = runs.flatMap(run => ["quick", "val"].flatMap(kind => run[kind].step.map((step, i) =>
+    ({step, x: run[kind][state.axis][i], y: run[kind].loss[i], few: kind === "quick"}))));
   const median = (dots, name) => quantile(dots.map(dot => dot[name]), .5);
-  const dots = [...steps.values()].map(all =>
+  const medians = [...Map.groupBy(dots, dot => dot.step).values()].map(all =>
     ({x: median(all, "x"), y: median(all, "y"), few: all[0].few}));
-  return dots.filter(dot => known(dot.x) && known(dot.y)).sort((a, b) => a.x - b.x);
+  return medians.filter(dot => known(dot.x) && known(dot.y)).sort((a, b) => a.x - b.x);
 }
 
 // ---- Charts
@@ -143,10 +140,13 @@ function drawChart(name, groups) {
   const data = [grid, ...columns];
   const style = lines.map(line => [line.id, line.color, line.faint, line.dash, Boolean(line.low)]);
   const key = JSON.stringify([state.axis, dark.matches, style]);
-  if (chart.key === key) return chart.plot.setData(data);
-  chart.plot?.destroy();
-  chart.key = key;
-  chart.plot = new uPlot(options(chart), data, $(name).lastElementChild);
+  if (chart.key !== key) {
+    chart.plot?.destroy();
+    chart.key = key;
+    chart.plot = new uPlot(options(chart), data, $(name).lastElementChild);
+  }
+  chart.plot.setSize(size(chart));  // the window may have changed while the chart was hidden
+  chart.plot.setData(data);
 }
 
 function lossRange(grid, {lines, targets}) {  // the steep start would flatten the rest

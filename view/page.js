@@ -19,12 +19,8 @@ function statusOf(run) {
 }
 
 function makeGroups() {
-  const groups = new Map();
-  for (const run of order.map(id => runs.get(id))) {
-    if (!groups.has(run.group)) groups.set(run.group, {...run, id: run.group, runs: []});
-    groups.get(run.group).runs.push(run);
-  }
-  const all = [...groups.values()];
+  const members = Map.groupBy(order.map(id => runs.get(id)), run => run.group);
+  const all = [...members].map(([id, runs]) => ({...runs[0], id, runs}));
   const alone = all.length === 1 && order.length <= MANY;  // then each run has its own color
   all.forEach((group, i) => {
     group.color = color(i);
@@ -294,7 +290,5 @@ for (const name of ["lines", "axis"])
 for (const name of ["filter", "smooth"]) $(name).oninput = () => set({[name]: $(name).value});
 addEventListener("keydown", press);
 dark.addEventListener("change", render);
-addEventListener("resize", () => {
-  for (const chart of Object.values(charts)) chart.plot?.setSize(size(chart));
-});
+addEventListener("resize", render);
 if (embedded) take(embedded); else poll();

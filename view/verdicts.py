@@ -9,11 +9,10 @@ from typing import Any
 from claims.arms import ArmVerdict, Comparison
 from claims.judge import JUDGEMENTS, UNITS, read_judgements
 from claims.stats import Difference, in_words, moments
-from runtime.errors import LogError
 from runtime.jsonl import check_regular, read_regular
 
 MOST_BYTES = 2**22  # of a diff or a record's page
-FAULTS = (LogError, OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError)
+FAULTS = (OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError)
 
 
 def find(path: Path, record: Path | None) -> list[dict[str, str]]:
