@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # count of a day, but where a line says so.
 BUDGETS = {
     "train_gpt.py": 1403,  # reached; the promise is 1370
-    "optim": 2090,
-    "kernels": 680,
+    "optim": 2080,
+    "kernels": 670,
     "data": 1060,  # reached; the promise is 1000
-    "runtime": 2750,
+    "runtime": 2745,
     "claims": 2776,
-    "scripts": 1277,  # reached; the promise is 1220
+    "scripts": 1275,  # reached; the promise is 1220
     "inference": 700,
-    "view": 1200,
+    "view": 1185,
     "run.sh .ci/run": 140,
     "tests": 14500,
 }

@@ -120,6 +120,7 @@ def test_a_field_of_the_wrong_type_is_refused_by_its_name(name, value):
     ({"looks": [4.0]}, "looks must be"),
     ({"flags": ["--steps", 12]}, "flags must be"),
     ({"schema": 3}, "schema 3.* reads schemas 1 and 2"),
+    ({"seeds": [-1, 7, 8, 9]}, "seeds must be at least 0, not -1"),
     ({"n": 3}, "n = 3 .*different seeds"),
     ({"seeds": [7, 7, 8, 9]}, "as many different seeds"),
     *(({"looks": looks}, "look") for looks in ([], [2, 3], [3, 2, 4], [1, 4])),

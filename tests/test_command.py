@@ -42,6 +42,12 @@ def test_without_an_environment_every_script_says_in_one_line_what_to_do(clone):
         assert re.fullmatch("error: .*, which makes .venv, .*\n", done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_the_trainer_starts_with_a_closed_output(closed):
+    words = f"{sys.executable} train_gpt.py --track tiny --steps 0 {closed}"
+    assert subprocess.run(words, shell=True, cwd=ROOT, capture_output=True).returncode == 2
+
+
 def test_a_reader_that_closes_the_pipe_ends_a_command_quietly():
     first, *_, last = sorted(ROOT.glob("records/tiny/2*"))  # more lines differ than a pipe holds
     words = [sys.executable, str(ROOT / "scripts" / "record.py"), "diff", str(first), str(last)]

@@ -76,6 +76,19 @@ def test_times_of_unlike_machines_are_not_compared_and_the_difference_is_named(t
     assert (found["seconds"]["mean"], found["loss"]["mean"]) == (None, pytest.approx(-0.0175))
 
 
+def test_losses_on_other_validation_tokens_are_told_and_name_the_arms(tmp_path, capsys):
+    for name, losses in (("a", OLD), ("b", NEW)):
+        write_arm(tmp_path / name, OLD_MS, losses)
+        for path in (tmp_path / name).iterdir():
+            data = f'"data": {{"val_sha256": "{name * 64}"}}, "env":'
+            path.write_text(path.read_text().replace('"env":', data))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert "scored on other validation tokens than A" in text_of(capsys, b, "--against", a)
+    for path in (tmp_path / "b").iterdir():
+        path.rename(tmp_path / "a" / f"b_{path.name}")
+    assert "(data=bbbbbbbbbbbb)" in text_of(capsys, a)
+
+
 def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(tmp_path, capsys):
     a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
     write_run(tmp_path / "a", "cut", {10: 3.2}, seed=4, status="interrupted")

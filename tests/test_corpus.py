@@ -156,6 +156,19 @@ def test_a_long_document_is_cut_and_all_of_its_text_is_in_one_shard(
         assert [lines.isdisjoint(song) for lines in shards].count(True) == 1
 
 
+def test_a_part_of_documents_of_both_shards_is_trained_on_in_any_order_of_the_rows(
+    tmp_path, convert
+):
+    licence = "".join(f"line {n} of a licence, word for word\n" for n in range(31))[:1250]
+    texts, found = [licence + f"\nthe text of file {n}\n" * 9 for n in range(60)], []
+    for number, order in enumerate((texts, texts[::-1])):
+        source = write_jsonl(tmp_path / f"{number}.jsonl", order)
+        assert convert(source) == 0
+        out = (tmp_path / "out").rename(tmp_path / f"out_{number}")
+        found.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "line", [b'{"text": "cut', b'{"text": "\xff"}', b'{"txt": "x"}', b'{"text": 5}', b"[" * 90_000]
 )
@@ -165,6 +178,13 @@ def test_a_bad_line_is_named_and_leaves_no_shard(tmp_path, convert, capsys, line
     assert convert(source) == 2
     assert f'{source}: row 2 is no JSON with a string in "text"' in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("line", [b"aGk=", b"<<<<<<< HEAD", b"aGk 7"])
+def test_a_damaged_vocabulary_is_named_with_the_fix(tmp_path, line):
+    (tmp_path / "damaged.tiktoken").write_bytes(CODE.read_bytes() + line)
+    with pytest.raises(ValueError, match=r"vocabulary .*damaged\.tiktoken: .*restore the file"):
+        read_tokenizer(tmp_path / "damaged.tiktoken")
 
 
 def test_a_shard_of_another_vocabulary_is_named(tmp_path, convert, capsys):

@@ -57,6 +57,7 @@ def vit():
     model = block(patch_embed=patches, blocks=layers, fc=nn.Linear(8, 10))
     model.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
     model.pos_embed = nn.Parameter(torch.zeros(1, 17, 8))
+    model.pos_emb = nn.Parameter(torch.zeros(1, 16, 8))  # minGPT's name
     return model
 
 
@@ -84,6 +85,7 @@ adamw norm, bias or vector                  1 x (30,) head.bias
     vit: """
 adamw embedding                             1 x (1, 1, 8) cls_token
 adamw embedding                             1 x (1, 17, 8) pos_embed
+adamw embedding                             1 x (1, 16, 8) pos_emb
 adamw convolution                           1 x (8, 3, 4, 4) patch_embed.proj.weight
 muon  hidden matrix                         1 x (24, 8) blocks.*.attn.in_proj_weight
 muon  hidden matrix                         1 x (8, 8) blocks.*.attn.out_proj.weight
@@ -134,6 +136,9 @@ def test_rows_override_the_rule_by_any_name_and_may_name_a_third_optimizer():
     assert split["split"] == (768, 128, 128)
     assert [name for name, _ in third["params"]] == ["0.proj.weight", "0.proj.bias"]
     assert groups["adamw"] == []
+    model = gpt2()
+    both = groups_for(model, [Row("*.c_fc.weight", "muon", {"lr_mul": 2.0})])["muon"]
+    assert {group.get("lr_mul"): group["transposed"] for group in both} == {None: True, 2.0: True}
     tied = groups_for(gpt2(), [Row("lm_head.weight", "sgd")])["sgd"]
     assert tied[0]["params"][0][0] == "transformer.wte.weight"
 

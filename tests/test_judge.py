@@ -224,6 +224,15 @@ def test_two_sources_are_compared_and_their_difference_is_kept(project, capsys):
     assert '\n+            "val_loss": 3.2 + noise' in diff
 
 
+def test_a_source_from_before_models_were_kept_is_trained_too(project):
+    shutil.copytree(project, project.parent / "before")
+    old = TRAINER.replace('"checkpoint-dir", "keep-model", "sample-tokens"', '"checkpoint-dir"')
+    (project.parent / "before" / "train_gpt.py").write_text(old)
+    config = 'config["keep_model"], config["sample_tokens"] = True, 200\nif given.print_config:'
+    (project / "train_gpt.py").write_text(TRAINER.replace("if given.print_config:", config))
+    assert run("--a-source", "../before", "--b", "--gain 0.2") == 0
+
+
 def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(project, capsys):
     code, facts = judge_as_json(capsys, "--b", "--gain 0.2 --diverge 2", "--seed", "0")
     assert (code, facts["outcome"], facts["pairs"]) == (4, "undecided", 20)

@@ -339,6 +339,7 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
     assert joined(rows_of(batches) for batches in ranks) == expected
     per_rank = [sum(len(batch.inputs) for batch in batches) for batches in ranks]
     assert max(per_rank) - min(per_rank) <= 1
+    assert per_rank[0], "rank 0 tells copied from new tokens"
     assert all(len(batch.inputs) <= max(most // sequence, 1) for batch in joined(ranks))
     assert len({len(batch.cu_seqlens) for batch in joined(ranks)}) == 1
 

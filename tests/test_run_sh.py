@@ -125,6 +125,12 @@ def test_there_is_a_process_for_each_gpu_unless_nproc_says_otherwise_and_machine
     assert argv[: len(launch) + 1] == [*launch, "train_gpt.py"]
 
 
+def test_a_number_of_processes_that_is_none_is_refused(clone):
+    done = clone.run(NPROC="gpu")
+    assert (done.returncode, clone.argv()) == (2, [])
+    assert "NPROC is gpu: it must be a number" in done.stderr
+
+
 def test_arguments_arrive_as_they_were_given(clone):
     odd = ["--name", "two words", "it's", '"quoted"', "$HOME", "*", "", "back\\slash", "new\nline"]
     clone.run(*odd)

@@ -206,7 +206,8 @@ def test_a_run_stopped_at_a_checkpoint_and_resumed_in_another_file_is_one_run_th
     assert read_runs(tmp_path / "run.2.jsonl")[0] == run
     for path in (tmp_path / "run.jsonl", tmp_path / "run.2.jsonl"):
         path.rename(tmp_path / path.name.replace("run", "small_s0"))
-    (once,) = finished_runs(tmp_path)  # not by segment
+    (tmp_path / "registry_2.jsonl").write_text("a second folder's, torn\n")
+    (once,) = finished_runs(tmp_path)  # not by segment, and no registry
     assert once.end["status"] == "done"
 
 

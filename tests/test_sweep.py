@@ -141,7 +141,7 @@ def test_another_patch_is_another_arm_and_of_one_seed_the_oldest_run_counts(proj
 
 
 def test_a_grid_makes_an_arm_of_each_combination(project, capsys):
-    plan = {"seeds": [0], "grid": {"matrix_lr": [1, 2], "momentum": ["0.8,0.9"]}}
+    plan = {"seeds": [0], "grid": {"matrix_lr": [1, 2], "momentum": [[0.8, 0.9]]}}
     assert run(plan, "--json") == 0
     arms = json.loads(capsys.readouterr().out)
     assert list(arms) == ["matrix_lr=1 momentum=0.8,0.9", "matrix_lr=2 momentum=0.8,0.9"]
