@@ -148,14 +148,14 @@ class Bucket:
             return torch._foreach_norm(self.sums.split(self.each), dtype=self.wide)
         return torch._foreach_norm([part.gradient() for part in self.parts], dtype=self.wide)
 
-    def scalar(self, value: float) -> Tensor:
+    def scalar(self, value: Any) -> Tensor:
         """A number as a tensor on the device, as which it may change without a compilation."""
         if isinstance(value, Tensor) and value.device == self.param.device:
             return value.to(self.wide)
         return torch.full((), value, dtype=self.wide, device=self.param.device)
 
     def slices(self) -> Iterator[tuple[slice, Tensors]]:
-        """Yield (matrices, tensors) for each call of `new_values`; on a CPU, `at_once` elements."""
+        """Yield (matrices, tensors) of each call; on a CPU, of `at_once` elements or one part."""
         limit = len(self.parts)
         if self.param.device.type == "cpu":
             limit = max(1, self.at_once // self.parts[0].numel)

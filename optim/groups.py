@@ -87,7 +87,7 @@ def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[s
             if param.requires_grad:
                 places.setdefault(param, []).append((f"{path}.{leaf}".lstrip("."), module))
     heads, table, used = heads_of(model), list(rows), set()
-    together: dict[tuple[str, str], dict[str, Any]] = {}
+    together: dict[tuple[str, str, bool], dict[str, Any]] = {}
     for param, found in places.items():
         names, modules = zip(*found, strict=True)
         own = [row for row in table if any(fnmatchcase(name, row.pattern) for name in names)]
@@ -96,16 +96,18 @@ def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[s
             raise ValueError(f"parameter {names[0]} matches several rows: {own}; keep one")
         optimizer, reason, options = kind_of(names[0], param, modules, heads)
         if own:
+            kept = options if optimizer == own[0].optimizer else {}  # a weight stays transposed
             optimizer, reason = own[0].optimizer, f"row {own[0].pattern}"
-            options = {**options, **own[0].options}  # a weight stays transposed
+            options = {**kept, **own[0].options}
         reason = ", tied to ".join([reason, *names[1:]])
-        group = together.setdefault((optimizer, reason), {"params": [], "name": reason, **options})
+        key = optimizer, reason, options.get("transposed", False)
+        group = together.setdefault(key, {"params": [], "name": reason, **options})
         group["params"].append((names[0], param))
     unused = [row.pattern for row in table if row.pattern not in used]
     if unused:
         raise ValueError(f"no parameter has a name that matches {unused}; see named_parameters()")
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
-    for (optimizer, _), group in together.items():
+    for (optimizer, *_), group in together.items():
         groups.setdefault(optimizer, []).append(group)
     return groups
 

@@ -201,8 +201,8 @@ def closing(trainer: Any, clock: Clock, losses: dict[int, float]) -> str:
             untimed_s[phase.name] = untimed_s.get(phase.name, 0.0) + phase.ms / 1000
     timed_s = clock.train_time_ms / 1000
     others = ", ".join(f"{name} {seconds:.1f}" for name, seconds in untimed_s.items())
-    all_s, of = timed_s + sum(untimed_s.values()), " of the last run" if len(losses) > 1 else ""
-    lines.append(f"  time  {timed_s:.1f} s on the clock; {all_s:.1f} s in all{of}, with {others}")
+    all_s, of = timed_s + sum(untimed_s.values()), "of the last run: " if len(losses) > 1 else ""
+    lines.append(f"  time  {of}{timed_s:.1f} s on the clock; {all_s:.1f} s in all, with {others}")
     logs = shlex.quote(config.log_dir)
     lines.append(f"  draw  {script('view.py')} {logs}")
     if config.trials > 1:

@@ -159,14 +159,18 @@ def test_a_long_document_is_cut_and_all_of_its_text_is_in_one_shard(
 def test_a_part_of_documents_of_both_shards_is_trained_on_in_any_order_of_the_rows(
     tmp_path, convert
 ):
-    licence = "".join(f"line {n} of a licence, word for word\n" for n in range(31))[:1250]
+    licence = "".join(f"line {n} of a licence, word for word\n" for n in range(60))
     texts, found = [licence + f"\nthe text of file {n}\n" * 9 for n in range(60)], []
     for number, order in enumerate((texts, texts[::-1])):
         source = write_jsonl(tmp_path / f"{number}.jsonl", order)
-        assert convert(source) == 0
+        assert convert(source, "--vocab-size", 2048) == 0
         out = (tmp_path / "out").rename(tmp_path / f"out_{number}")
         found.append({path.name: path.read_bytes() for path in out.iterdir()})
     assert found[0] == found[1]
+    texts = {path.name: read_tokenizer(PROSE).decode(Shard(path)[:].tolist())
+             for path in out.iterdir()}  # fmt: skip
+    shared = [text.count("line 5 of a licence") for _, text in sorted(texts.items())]
+    assert shared == [1, 0], "once, to train on"
 
 
 @pytest.mark.parametrize(

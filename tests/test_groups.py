@@ -139,6 +139,11 @@ def test_rows_override_the_rule_by_any_name_and_may_name_a_third_optimizer():
     model = gpt2()
     both = groups_for(model, [Row("*.c_fc.weight", "muon", {"lr_mul": 2.0})])["muon"]
     assert {group.get("lr_mul"): group["transposed"] for group in both} == {None: True, 2.0: True}
+    mixed = block(fc=Conv1D(32, 8), up=nn.Linear(8, 32), down=nn.Linear(32, 8))
+    rows = [Row("*.weight", "muon", {"lr_mul": 2.0})]
+    assert [group.get("transposed") for group in groups_for(mixed, rows)["muon"]] == [True, None]
+    (other,) = groups_for(mixed, [Row("*.weight", "sgd")])["sgd"]
+    assert "transposed" not in other
     tied = groups_for(gpt2(), [Row("lm_head.weight", "sgd")])["sgd"]
     assert tied[0]["params"][0][0] == "transformer.wte.weight"
 

@@ -157,7 +157,7 @@ def test_the_closing_lines_add_up_the_phases_and_their_commands_start_when_paste
     clock = SimpleNamespace(phases=phases, train_time_ms=5000.0)
     time, *lines = closing(trainer, clock, {}).splitlines()
     assert time == "  time  5.0 s on the clock; 7.1 s in all, with setup 1.0, validate 1.1"
-    assert "7.1 s in all of the last run" in closing(trainer, clock, {0: 3.0, 1: 3.2})
+    assert "time  of the last run: 5.0 s" in closing(trainer, clock, {0: 3.0, 1: 3.2})
     assert [line[:8] for line in lines] == ["  draw  ", "  next  "]
     for line in lines:
         words = re.search(r"^  \w+  (.*\.py)", line)[1]

@@ -290,5 +290,8 @@ for (const name of ["lines", "axis"])
 for (const name of ["filter", "smooth"]) $(name).oninput = () => set({[name]: $(name).value});
 addEventListener("keydown", press);
 dark.addEventListener("change", render);
-addEventListener("resize", render);
+addEventListener("resize", () => {  // a hidden chart gets its size when it is shown
+  for (const [name, chart] of Object.entries(charts))
+    if (!$(name).hidden) chart.plot?.setSize(size(chart));
+});
 if (embedded) take(embedded); else poll();
