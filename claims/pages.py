@@ -26,9 +26,9 @@ SCHEMA = 2  # of record.json
 LONGEST_DIFF = 1000  # lines; of a longer one the page only says how long it is
 HEAD = """# Records
 
-A record is a claim that was written before its runs, the logs of all these runs, and their source.
-`python scripts/record.py verify FOLDER` recomputes every number of a record from its logs.
-`python scripts/record.py leaderboard` writes this page and its pictures.
+Each folder has a claim that was written before its runs, their logs and source. *#1* and so on:
+shown, and better than all before it; *no record*: shown, but not better than an earlier one.
+`python scripts/record.py verify FOLDER` recomputes its numbers, `leaderboard` writes this page.
 
 The command on a record's page is that of its own source. Recipes and flags had other names before
 2026-11-23: `modern` on `tiny` is now `copyinit`.
