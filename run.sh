@@ -88,6 +88,8 @@ train() {
     fi
     [[ $processes =~ ^[0-9]+$ ]] || stop "NPROC is $processes: it must be a number"
     ((processes * ${NNODES:-1} > 1)) || exec "$VENV_PYTHON" train_gpt.py "$@"
+    # Left to itself, torchrun would handle the hangup that nohup has it ignore, and end the run.
+    [[ -z $(trap -p HUP) ]] || where+=(--signals-to-handle SIGTERM,SIGINT,SIGQUIT)
     # A stopped run saves first; after 30 s, its default, torchrun would kill a slow save.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
     exec "$VENV_PYTHON" -m torch.distributed.run "${where[@]}" --nproc_per_node "$processes" \

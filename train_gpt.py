@@ -779,14 +779,13 @@ def initial_scalars(config: Config) -> dict[str, float]:
     """Name and initial value of each learned scalar. All of them are one parameter."""
     scalars: dict[str, float] = {}
     table = LAYERS[config.layers]
-    any_value_embed = any(layer.value_embed is not None for layer in table)
     for i, layer in enumerate(table):
         mixes = layer.mixes is not None  # it has shares by token instead
         if config.x0_mixing and not mixes:
             scalars[f"x{i}"], scalars[f"x0_{i}"] = config.stream_init, 0.0
         if config.bigram_rows and not mixes:
             scalars[f"bigram{i}"] = 0.1
-        if any_value_embed and layer.attention:
+        if layer.attention and any(each.value_embed is not None for each in table):
             scalars[f"value{i}"] = 0.5
         if layer.value_embed is not None and not mixes:
             scalars[f"value_embed{i}"] = 0.5
@@ -1151,7 +1150,7 @@ class Trainer:
         reach = receptive_field(config)
         self.data = Data(settings, self.changes, reach, machine.rank, machine.world_size)
         found = None
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # all hosts need the same tokens and source
+        if machine.is_main or os.environ.get("LOCAL_RANK") == "0":  # all hosts need the same data
             hashes = audit(settings, self.data.train.end.shard + 1)
             found = hashes | {"source_sha256": source_hash(SOURCE)}
         agreed = machine.gather_equal(found)
@@ -1173,6 +1172,7 @@ class Trainer:
 
     def reset(self, seed: int) -> None:
         """Set everything that a run changes to its value before the first step of this seed."""
+        torch.manual_seed(seed)  # of what a model may draw at random in training, such as dropout
         self.model.initialize(seed)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -1268,8 +1268,8 @@ class Trainer:
         return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
 
     def model_state(self) -> dict[str, Tensor]:
-        """Copies of all parameters on the host."""
-        return {name: p.detach().cpu().clone() for name, p in self.model.named_parameters()}
+        """Copies of all parameters and buffers on the host."""
+        return {name: each.cpu().clone() for name, each in self.model.state_dict().items()}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that a run changes, as copies on rank 0's host; empty on other ranks. Collective."""

@@ -269,12 +269,12 @@ class TrainLoader(Iterator[list[Batch]]):
 
 
 def validation_batches(
-    files: Files, settings: Settings, most: int, rank: int = 0, world_size: int = 1
+    files: Files, settings: Settings, most: int, reach: int = 0, rank: int = 0, world_size: int = 1
 ) -> list[Batch]:
     """Return this rank's share of the first `val_tokens` tokens, contiguous across shards.
 
-    A batch has at most `most` tokens, or one row of `val_seq_len`. Ranks may differ by one row.
-    ShardError if the tokens do not suffice.
+    A batch has at most `most` targets: rows of `val_seq_len`, or a part of one, whose inputs start
+    `reach` tokens earlier. Ranks may differ by one row. ShardError if the tokens do not suffice.
     """
     tokens, seq_len = settings["val_tokens"], settings["val_seq_len"]
     bos = settings["bos"] if settings["document_mask"] else None
@@ -287,31 +287,20 @@ def validation_batches(
     rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
     at_once = divisors(len(rows) // world_size, most // seq_len)[-1]
     most_documents = at_once * int(_begins(rows, bos).sum(1).max())  # in a batch of any rank
-    own = _deal(len(rows), at_once, rank, world_size)
-    return [_make_batch(rows[part], bos, most_documents) for part in own]
-
-
-def in_parts(batches: list[Batch], most: int, reach: int) -> list[Batch]:
-    """Cut rows longer than `most` into parts of `most` targets; inputs start `reach` earlier.
-
-    Such rows must come one to a batch.
-    """
-    parts = []
-    for batch in batches:
-        rows, seq_len = batch.targets.shape
+    batches = []
+    for own in _deal(len(rows), at_once, rank, world_size):
         for start in range(0, seq_len, most):
-            first, end = max(start - reach, 0), min(start + most, seq_len)
-            # Boundaries outside the part become its start or its end: empty documents.
-            ends = (batch.cu_seqlens - first).clamp(0, rows * (end - first))
-            parts.append(Batch(batch.inputs[:, first:end], batch.targets[:, start:end], ends))
-    return parts
+            first = max(start - reach, 0)
+            batch = _make_batch(rows[own, first : start + most + 1], bos, most_documents)
+            batches.append(batch._replace(targets=batch.targets[:, start - first :]))
+    return batches
 
 
 class Data:
     """The data of one rank. With micro_batch None in `settings`, all its rows are one batch.
 
-    stages: see `Order`; reach: see `in_parts`. ShardError if the shards are missing, damaged or too
-    few, ValueError if the world size does not divide the rows.
+    stages: see `Order`; reach: see `validation_batches`. ShardError if the shards are missing,
+    damaged or too few, ValueError if the world size does not divide the rows.
     """
 
     def __init__(
@@ -319,12 +308,12 @@ class Data:
     ) -> None:
         bos = settings["bos"] if settings["document_mask"] else None
         order = Order(settings["seq_len"], bos, settings["data_start"], stages)
-        files, most = find_shards(settings, "train"), settings["val_batch"]
+        files = find_shards(settings, "train")
         self.train = TrainLoader(files, order, settings["steps"], rank, world_size)
         if settings["micro_batch"] is not None:
             self.train.split(settings["micro_batch"])
-        rows = validation_batches(find_shards(settings, "val"), settings, most, rank, world_size)
-        self.validation = in_parts(rows, most, reach)
+        files, most = find_shards(settings, "val"), settings["val_batch"]
+        self.validation = validation_batches(files, settings, most, reach, rank, world_size)
         lengths = [int(batch.cu_seqlens.diff().max()) for batch in self.validation]
         self.val_longest = max(lengths, default=0)  # of a document; a rank may have no rows
 

@@ -10,7 +10,7 @@ from scipy.stats import ttest_1samp
 from torch import Tensor
 
 from data.copied import is_copied
-from data.loader import in_parts, validation_batches
+from data.loader import validation_batches
 from data.shards import audit_validation, find_shards
 from data.tokenizers import token_bytes
 from inference.model import Model
@@ -30,14 +30,14 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
     if rows is not None:
         settings["val_tokens"] = rows * config.val_seq_len
     audit_validation(settings)
-    batches = validation_batches(find_shards(settings, "val"), settings, TOKENS_AT_ONCE)
-    parts = in_parts(batches, TOKENS_AT_ONCE, receptive_field(config))
+    files, reach = find_shards(settings, "val"), receptive_field(config)
+    batches = validation_batches(files, settings, config.val_seq_len)  # whole rows
+    parts = validation_batches(files, settings, TOKENS_AT_ONCE, reach)
     losses = [model.gpt.token_losses(part.inputs, part.targets).cpu().flatten() for part in parts]
     loss = torch.cat(losses).double()
     targets = torch.cat([batch.targets.flatten() for batch in batches])
     row_losses = loss.view(-1, config.val_seq_len).mean(1)
-    scores: dict[str, Any] = {"tokens": len(loss), "rows": len(row_losses)}
-    scores["loss"] = loss.mean().item()
+    scores: Any = {"tokens": len(loss), "rows": len(row_losses), "loss": loss.mean().item()}
     if len(row_losses) > 1:  # Student's t over rows: tokens of a row are not independent
         found = ttest_1samp(row_losses.numpy(), 0.0).confidence_interval(0.95)
         scores["interval"] = float(found.low), float(found.high)

@@ -113,9 +113,9 @@ def _publish(path: Path, files: Files, announce: Callable[..., bool] | None = No
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk. Windows cannot open a folder."""
-    if os.name != "nt" or path.is_file():
-        descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    """Force a file, or where the system can do that the names in a folder, to the disk."""
+    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:

@@ -54,8 +54,8 @@ def _raise(number: int, frame: Any) -> None:
 class Stop(contextlib.AbstractContextManager):
     """Tells all ranks of a signal that one of them got. Around all runs.
 
-    On Ctrl-C the terminal signals all ranks, and the launcher signals them again: the first signal
-    that they agree on counts. If a rank hangs, `--rank-timeout` ends the others.
+    The launcher passes a signal on to the ranks at different moments, and may send another after
+    it: the first that they agree on counts. If a rank hangs, `--rank-timeout` ends the others.
     """
 
     def __init__(self, device: torch.device) -> None:

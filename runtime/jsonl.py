@@ -11,8 +11,6 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-import numpy as np
-
 MOST_BRACKETS = 200  # in a JSON text; a header has about 20. Code that walks it may recurse
 
 
@@ -36,8 +34,6 @@ def plain(value: Any) -> Any:
     TypeError for anything else, also for tensors: reading one would make every log line wait for
     the device.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, float):
@@ -89,12 +85,14 @@ def read_regular(path: Path, most_bytes: int, links: bool = True) -> bytes:
         return file.read(size)
 
 
-def append(descriptor: int, line: bytes) -> None:
-    """Append the whole line at the end of a file, or leave none of it. OSError."""
+def append(descriptor: int, line: bytes, sync: bool = False) -> None:
+    """Append the whole line, with `sync` also on the disk, or leave none of it. OSError."""
     written = 0
     try:
         while written < len(line):
             written += os.write(descriptor, line[written:])
+        if sync:  # where a full disk or quota may show first, as on a network disk
+            os.fsync(descriptor)
     except OSError:
         if written:  # a full disk takes what still fits
             with contextlib.suppress(OSError):

@@ -199,8 +199,7 @@ def register(path: Path, event: str, **fields: Any) -> str:
             line = json_line({"event": event, "time": now, **fields, "previous": _sha256(last)})
             # A crash may have torn the last line. It stays in the chain, with a line end.
             torn = b"\n" if last and not last.endswith(b"\n") else b""
-            append(file.fileno(), torn + line)
-            os.fsync(file.fileno())
+            append(file.fileno(), torn + line, sync=True)
     except OSError as error:
         raise cannot_write(path, error) from error
     return _sha256(line)
@@ -371,10 +370,8 @@ class RunLog:
     def _flush(self, sync: bool) -> None:
         """Write the waiting lines, all or none."""
         assert self._file is not None
-        append(self._file.fileno(), self._waiting)
+        append(self._file.fileno(), self._waiting, sync)
         self._waiting = b""
-        if sync:
-            os.fsync(self._file.fileno())
 
     def finish(self, end: dict[str, Any]) -> None:
         """Log and register how the run ended, and close. LogError if the disk refuses."""
@@ -388,7 +385,8 @@ class RunLog:
         """Close the log. LogError if lines still wait: they are lost."""
         if self._file is None:
             return
-        self._file.close()
+        with contextlib.suppress(OSError):  # a network disk may refuse lines once more
+            self._file.close()
         self._file = None
         self._lock.release()
         if self._waiting:

@@ -135,7 +135,8 @@ def find_micro_batch(trainer: Any, loss: Any) -> None:
     trainer.loss, train = loss, trainer.data.train
     while True:
         try:
-            return try_largest_batches(trainer)
+            try_largest_micro_batch(trainer)
+            break
         except Exception as error:
             rows = max(train.shares(first)[1] for first, *_ in trainer.changes)
             if not out_of_memory(error) or trainer.config.micro_batch is not None or rows == 1:
@@ -144,10 +145,14 @@ def find_micro_batch(trainer: Any, loss: Any) -> None:
         tokens = rows * trainer.config.seq_len
         trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
         train.split(tokens // 2)
+    largest = max(trainer.data.validation, key=lambda batch: batch.inputs.numel(), default=None)
+    if largest is not None:  # a rank may have none; no smaller micro-batch would make it fit
+        with torch.no_grad():
+            trainer.batch_loss(largest, trainer.data.val_longest)
 
 
-def try_largest_batches(trainer: Any) -> None:
-    """Run what needs most memory: a micro-batch with gradients present, and a validation batch."""
+def try_largest_micro_batch(trainer: Any) -> None:
+    """Run what needs most memory in training: the largest micro-batch, with gradients present."""
     train = trainer.data.train
     firsts = [first for first, *_ in trainer.changes]
     step = max(firsts, key=lambda step: (train.shares(step)[1], trainer.data.longest(step)))
@@ -156,10 +161,6 @@ def try_largest_batches(trainer: Any) -> None:
     batch = next(train)[0]
     for _ in range(2):
         trainer.train_loss(batch, step)[0].backward()
-    with torch.no_grad():
-        largest = max(trainer.data.validation, key=lambda batch: batch.inputs.numel(), default=None)
-        if largest is not None:
-            trainer.batch_loss(largest, trainer.data.val_longest)
 
 
 def rehearse(trainer: Any) -> None:

@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from stat import S_ISDIR
 
 import pytest
 import torch
@@ -84,6 +85,15 @@ def test_all_of_a_checkpoint_is_forced_to_the_disk_before_it_gets_its_name(tmp_p
     monkeypatch.setattr(os, "fsync", note)
     save(tmp_path, snapshot())
     assert synced >= {each.stat().st_ino for each in (path, *path.iterdir())}
+
+
+def test_a_file_system_that_syncs_no_folder_holds_checkpoints_too(tmp_path, monkeypatch):
+    def files_alone(descriptor):
+        if S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", files_alone)
+    assert load(save(tmp_path, snapshot())).state["step"] == 1
 
 
 @pytest.mark.parametrize(("saved", "kept"), [

@@ -34,7 +34,7 @@ def trainer_with(mode, machine=ALONE, passes=LONG):
     return SimpleNamespace(
         config=config, machine=machine, model=SimpleNamespace(blocks=[0]), loss=None,
         train_tokens=passes, validations=[], changes=[(0, 8, 4)], state_dict=dict,
-        data=SimpleNamespace(train=train), env={},
+        data=SimpleNamespace(train=train, validation=[]), env={},
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_what_compilation_lacks_is_named(monkeypatch, tmp_path):
 def compiler(monkeypatch):
     """A compiler that works at once."""
     monkeypatch.setattr(compiling, "why_not_compile", lambda device: None)
-    monkeypatch.setattr(compiling, "try_largest_batches", lambda trainer: None)
+    monkeypatch.setattr(compiling, "try_largest_micro_batch", lambda trainer: None)
     monkeypatch.setattr(torch, "compile", lambda model, **rest: ("compiled", model))
     return monkeypatch
 
@@ -70,7 +70,7 @@ def test_a_model_that_compiles_is_run_compiled_and_one_that_does_not_is_told_why
     assert compile_loss(trainer_with("off")) == "--compile off"
     broken = AssertionError("does not build\nand a page of it")
     compiler.setattr(
-        compiling, "try_largest_batches",
+        compiling, "try_largest_micro_batch",
         lambda trainer: trainer.loss is trainer.model or fail(broken),
     )  # fmt: skip
     reason = "compilation failed: AssertionError: does not build"
@@ -82,7 +82,7 @@ def test_a_model_that_compiles_is_run_compiled_and_one_that_does_not_is_told_why
     assert trainer.loss is trainer.model
     with pytest.raises(Refused, match=f"^--compile on: {reason}"):
         warm_up(trainer_with("on"), Clock())
-    compiler.setattr(compiling, "try_largest_batches", lambda trainer: fail(MemoryError()))
+    compiler.setattr(compiling, "try_largest_micro_batch", lambda trainer: fail(MemoryError()))
     with pytest.raises(MemoryError):  # no obstacle to compilation
         compile_loss(trainer_with("auto"))
 
@@ -135,10 +135,10 @@ def memory(monkeypatch):
         assert held[-1]() is None, "what failed holds no memory"
         trainer.rows = tokens // 16
 
-    monkeypatch.setattr(compiling, "try_largest_batches", try_largest)
+    monkeypatch.setattr(compiling, "try_largest_micro_batch", try_largest)
     trainer = SimpleNamespace(
         room=2, rows=8, config=SimpleNamespace(micro_batch=None, seq_len=16), machine=ALONE,
-        changes=[(0,)], data=SimpleNamespace(train=SimpleNamespace(split=split)),
+        changes=[(0,)], data=SimpleNamespace(train=SimpleNamespace(split=split), validation=[]),
     )  # fmt: skip
     trainer.data.train.shares = lambda step: (1, trainer.rows)
     return trainer
@@ -159,9 +159,18 @@ def test_what_does_not_fit_row_by_row_is_out_of_memory_and_other_errors_pass(mem
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         find_micro_batch(memory, abs)
     assert memory.rows == 1
-    monkeypatch.setattr(compiling, "try_largest_batches", lambda trainer: fail(KeyError("x")))
+    monkeypatch.setattr(compiling, "try_largest_micro_batch", lambda trainer: fail(KeyError("x")))
     with pytest.raises(KeyError):
         find_micro_batch(memory, abs)
+
+
+def test_a_validation_that_does_not_fit_halves_no_micro_batch(memory):
+    memory.room, memory.data.val_longest = 8, 16
+    memory.data.validation = [SimpleNamespace(inputs=torch.ones(1))]
+    memory.batch_loss = lambda *_: fail(MemoryError())
+    with pytest.raises(MemoryError):
+        find_micro_batch(memory, abs)
+    assert memory.rows == 8
 
 
 # ---- What the log is told

@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data.loader import Data, Order, TrainLoader, in_parts, validation_batches
+from data.loader import Data, Order, TrainLoader, validation_batches
 from data.shards import Shard, ShardError, write_shard
 
 ROOT = Path(__file__).parents[1]
@@ -329,7 +329,7 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
     values = {"val_tokens": count * sequence, "val_seq_len": sequence, "bos": BOS}
     values["document_mask"] = align
     with written(shards) as files:
-        ranks = [validation_batches(files, values, most, rank, world_size)
+        ranks = [validation_batches(files, values, max(most, sequence), 0, rank, world_size)
                  for rank in range(world_size)]  # fmt: skip
     expected = []
     for k in range(count):
@@ -354,13 +354,13 @@ def test_the_end_of_the_last_document_has_a_place_too(tmp_path):
 # ---- both together
 
 
-def open_both(files, stages=((0, 64, 6),), **changed):
+def open_both(files, stages=((0, 64, 6),), reach=0, **changed):
     values = {
         "track": "", "data_dir": files[0].parent, "seq_len": 8, "bos": BOS, "document_mask": True,
         "data_start": 0.0, "steps": 5, "micro_batch": None, "val_tokens": 64, "val_seq_len": 16,
         "val_batch": 32,
     }  # fmt: skip
-    return Data(values | changed, stages, 0, rank=1, world_size=2)
+    return Data(values | changed, stages, reach, rank=1, world_size=2)
 
 
 @pytest.mark.parametrize(("micro_batch", "rows"), [
@@ -391,7 +391,7 @@ def test_the_longest_document_of_a_step_and_of_validation_is_that_of_the_rows(
 @pytest.mark.parametrize(("part", "reach"), [(4, 3), (5, 0), (3, 30), (16, 3)])
 def test_parts_of_a_validation_row_see_their_past_and_the_documents_of_the_row(files, part, reach):
     data = open_both(files, val_batch=16)
-    parts = iter(in_parts(data.validation, part, reach))
+    parts = iter(open_both(files, reach=reach, val_batch=part).validation)
     for batch in data.validation:
         for start in range(0, 16, part):
             inputs, targets, cu_seqlens = next(parts)

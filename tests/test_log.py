@@ -53,8 +53,8 @@ def refuse(*_: object, **__: object) -> NoReturn:
 
 def test_floats_come_back_unrounded_and_what_json_lacks_as_text(tmp_path):
     log = begun(tmp_path)
-    numbers = {"third": 1 / 3, "tiny": 5e-324, "f32": np.float32(0.1), "count": np.int64(7)}
-    log.write("x", **numbers, pair=(1, 2.5), odd=[math.nan, math.inf, -np.float32("inf")])
+    numbers = {"third": 1 / 3, "tiny": 5e-324, "count": 7}
+    log.write("x", **numbers, pair=(1, 2.5), odd=[math.nan, math.inf, -math.inf])
 
     def forbid(constant):
         pytest.fail(f"{constant} is not JSON")
@@ -90,6 +90,14 @@ def test_a_line_that_the_disk_does_not_confirm_is_not_called_written(tmp_path, m
     monkeypatch.setattr(os, "fsync", refuse)
     assert not log.write("checkpoint", step=1)
     assert log.write("step", step=2)
+
+
+def test_an_end_that_the_disk_does_not_confirm_leaves_the_run_unfinished(tmp_path, monkeypatch):
+    log = begun(tmp_path)
+    monkeypatch.setattr(os, "fsync", refuse)  # as a full quota may show on a network disk
+    with pytest.raises(LogError, match="its last lines are lost"):
+        log.finish(END)
+    assert read_history(tmp_path, "run").status is None
 
 
 class FullDisk:

@@ -2,16 +2,19 @@
 
 import math
 import re
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small_model import EVERY_RECIPE, MACHINE, SEQUENCE, VOCABULARY, configure, make_model, small
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from data.loader import Batch, in_parts
+from data.loader import Batch, validation_batches
+from data.shards import write_shard
 from kernels.attention import PortableAttention
 from runtime.errors import Refused
 from train_gpt import at, initial_scalars, make_optimizers, spans
@@ -422,14 +425,20 @@ LONG_ROW = dict.fromkeys(
 
 @pytest.mark.parametrize("cuts", [(), (3, 190, 199, 200, 201, 700, 1100)], ids=len)
 @pytest.mark.parametrize("tokens", [200, 1199, 1200])
-def test_a_row_in_parts_has_the_loss_of_the_whole_and_of_no_fewer_tokens_before_them(tokens, cuts):
+def test_a_row_in_parts_has_the_loss_of_the_whole_and_of_no_fewer_tokens_before_them(
+    tokens, cuts, tmp_path
+):
     model = build(small("tiny", "copyinit", **LONG_ROW), torch.float64)
-    row = batch(1, 1200, (cuts,))
+    stream = np.random.default_rng(0).integers(0, model.config.bos, 1201)
+    stream[[0, *cuts]] = model.config.bos
+    write_shard(tmp_path / "val.bin", stream)
+    in_parts = partial(validation_batches, [tmp_path / "val.bin"], vars(model.config))
+    (row,) = in_parts(1200)
     reach = train_gpt.receptive_field(model.config)
     last = windows(10 * 8, 20 * 8)
 
     def loss(reach):
-        parts = in_parts([row], tokens, reach)
+        parts = in_parts(tokens, reach)
         assert all(part.inputs.size(1) <= tokens + reach for part in parts)
         assert torch.equal(torch.cat([part.targets for part in parts], dim=1), row.targets)
         return sum(loss_of(model, part, last) for part in parts).double()

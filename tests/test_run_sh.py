@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
@@ -123,6 +124,15 @@ def test_there_is_a_process_for_each_gpu_unless_nproc_says_otherwise_and_machine
     [argv] = clone.argv()
     launch = [*TORCHRUN, *where, "--nproc_per_node", str(processes)] if where else []
     assert argv[: len(launch) + 1] == [*launch, "train_gpt.py"]
+
+
+def test_what_nohup_has_run_sh_ignore_torchrun_ignores_too(clone):
+    for handler in (signal.SIG_IGN, signal.SIG_DFL):  # run.sh inherits it
+        signal.signal(signal.SIGHUP, handler)
+        clone.run(NPROC="2")
+    under_nohup, plain = clone.argv()
+    assert under_nohup[3:5] == ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
+    assert "--signals-to-handle" not in plain
 
 
 def test_a_number_of_processes_that_is_none_is_refused(clone):

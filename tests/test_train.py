@@ -47,6 +47,25 @@ def test_a_quick_validation_scores_a_batch_off_the_clock_and_changes_no_other_lo
     assert said == [f"{loss:.4f}" for loss in found.values()]
 
 
+def test_a_process_alone_reads_its_data_whatever_rank_its_shell_names(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")  # left by another launcher
+    outcome = run(data, tmp_path, dry_run="on")
+    assert outcome.code == 0, outcome.err
+
+
+def test_a_model_that_draws_at_random_depends_on_its_seed_alone(data, tmp_path, monkeypatch):
+    forward = train_gpt.MLP.forward
+
+    def dropped(mlp, x):
+        return torch.dropout(forward(mlp, x), 0.1, torch.is_grad_enabled())
+
+    monkeypatch.setattr(train_gpt.MLP, "forward", dropped)
+    two = run(data, tmp_path / "two", seed=3, trials=2)
+    alone = run(data, tmp_path / "alone", seed=4)
+    assert two.code == alone.code == 0, two.err
+    assert two.losses(1) == alone.losses() != two.losses(0)
+
+
 def test_a_run_under_a_claim_has_no_quick_validation():
     def steps(*words: str) -> list[int]:
         config = parse(train_gpt.Config, ["--track", "tiny", *words], train_gpt.preset, "")
@@ -200,11 +219,6 @@ def all_but_the_head_again(self, seed, initialize=train_gpt.GPT.initialize):
     self.initialized = True
 
 
-def with_a_random_number(self, *inputs, forward=train_gpt.GPT.forward):
-    torch.rand(1)
-    return forward(self, *inputs)
-
-
 def with_a_share_of_the_mean(self, *inputs, hidden=train_gpt.GPT.hidden):
     x = hidden(self, *inputs)
     return x + 1e-3 * x.mean(dim=1, keepdim=True)
@@ -219,7 +233,6 @@ def one_key_late(self, q, k, v, attend=PortableAttention.__call__, **rest):
     (NorMuon, "reset", lambda *_: None, "warmup_restored"),
     (TrainLoader, "reset", lambda *_: None, "warmup_restored"),
     (train_gpt.GPT, "initialize", all_but_the_head_again, "warmup_restored"),
-    (train_gpt.GPT, "forward", with_a_random_number, "warmup_restored"),
     (train_gpt.GPT, "hidden", with_a_share_of_the_mean, "causality"),
     (PortableAttention, "__call__", one_key_late, "causality"),
 ])  # fmt: skip
