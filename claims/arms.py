@@ -35,8 +35,8 @@ FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "
 def arm_key(run: Run) -> tuple[Hashable, ...]:
     """What the runs of one arm have in common; None where a log does not say."""
     data = run.header.get("data")
-    val_sha256 = str(data.get("val_sha256")) if isinstance(data, dict) else None
-    return run.source, run.config_sha256, run.total_steps, run.gpu_count, val_sha256
+    tokens = data.get("val_sha256") if isinstance(data, dict) else None
+    return run.source, run.config_sha256, run.total_steps, run.gpu_count, tokens and str(tokens)
 
 
 def group_runs(runs: Sequence[Run]) -> list[list[Run]]:
@@ -304,7 +304,7 @@ def compare_arms(a: ArmVerdict, b: ArmVerdict, margin: float | None = None) -> C
     mine, other = ({(run.path.resolve(), run.index) for run in arm.runs} for arm in (a, b))
     if shared := mine & other:
         raise LogError(f"{min(shared)[0]} is in both arms: a run is not compared with itself")
-    if len({arm_key(arm.runs[0])[-1] for arm in (a, b) if arm.runs} - {None}) > 1:
+    if len({arm_key(run)[-1] for run in a.runs + b.runs} - {None}) > 1:
         b.warnings.append("scored on other validation tokens than A: the losses do not compare")
     seeds, others = ([run.seed for run in arm.runs] for arm in (a, b))
     same_seeds = seeds == others and None not in seeds and len(seeds) > 1

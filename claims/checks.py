@@ -162,7 +162,7 @@ def check_copies(evidence: Evidence) -> Iterator[str]:
 
 def check_source(evidence: Evidence) -> Iterator[str]:
     """The source sets nothing of the compiler that its track forbids."""
-    yield from forbidden_settings(evidence.claim.track, evidence.source.files)
+    yield from forbidden_settings(evidence.claim.track, evidence.source)
 
 
 def forbidden_settings(track: str, files: dict[str, bytes]) -> Iterator[str]:

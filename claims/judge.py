@@ -197,13 +197,18 @@ def find_judgement(
                 return entry
         number = f"{len(known) + 1:03}"
         if seed is None:
-            seed = next_seed(Path("logs"), folder, records)
+            (seed,) = fresh_seeds(None, 1, Path("logs"), folder, records)
         if any((folder / number / arm.name).exists() for arm in arms):
             raise Refused(f"{folder / number} has runs that {JUDGEMENTS} does not know: restore it")
         (folder / number).mkdir(exist_ok=True)  # it is there if the last try failed
         changed = write_diff(folder / number / "source.diff", *(arm.source for arm in arms))
         register(folder / JUDGEMENTS, "start", run_id=number, seed=seed, diff=changed, **facts)
         return read_judgements(folder)[-1]
+
+
+def alone(folder: Path) -> FileLock:
+    """Held by the process that makes the runs of a judgement. A second one gets an OSError."""
+    return FileLock(folder / "race.lock", timeout=0)
 
 
 def find_judged(folder: Path, number: int, source_sha256: str) -> dict[str, Any]:
@@ -228,15 +233,24 @@ def write_diff(path: Path, a: Path, b: Path) -> dict[str, Any]:
     return {"lines": len(changed), "sha256": json_hash(lines)}
 
 
-def next_seed(*folders: Path) -> int:
-    """The first seed above all that a registry, a judgement or a claim in the folders names."""
-    seeds = [-1]
+def fresh_seeds(first: int | None, count: int, *folders: Path) -> list[int]:
+    """So many seeds in a row, from `first` on; from None, above all that were tried.
+
+    Refused for one that a registry, a judgement or a claim in the folders names.
+    """
+    tried: set[int] = set()
     for folder in folders:
         for path in [*folder.rglob(f"{Path(REGISTRY).stem}*.jsonl"), *folder.rglob(JUDGEMENTS)]:
             for line in read_registry(path):
-                if isinstance(line.get("seed"), int):
-                    pairs = line.get("pairs", 1)  # of a judgement, which takes as many seeds
-                    seeds.append(line["seed"] + (pairs if isinstance(pairs, int) else 1) - 1)
+                seed, pairs = line.get("seed"), line.get("pairs", 1)  # a judgement takes several
+                if isinstance(seed, int):
+                    many = min(pairs, MOST_PAIRS) if isinstance(pairs, int) else 1
+                    tried.update(range(seed, seed + many))
         for path in folder.rglob("claim.json"):
-            seeds += read_claim(path).seeds
-    return max(seeds) + 1
+            tried.update(read_claim(path).seeds)
+    untried = max(tried, default=-1) + 1
+    first = untried if first is None else first
+    seeds = list(range(first, first + count))
+    if again := tried.intersection(seeds):
+        raise Refused(f"--seed {first}: seed {min(again)} was tried. Omit it, or take {untried}.")
+    return seeds

@@ -156,8 +156,8 @@ def source_part(evidence: Evidence) -> Iterator[str]:
         yield "This is the first claim on its track."
         return
     old = read_source(records_of(evidence.folder), before.source_sha256)
-    lines = difference(old.files, evidence.source.files)
-    changed = {name for name, _ in old.files.items() ^ evidence.source.files.items()}
+    lines = difference(old, evidence.source)
+    changed = {name for name, _ in old.items() ^ evidence.source.items()}
     folders = [f"records/{claim.track}/{one.created[:10]}_{one.name}" for one in (before, claim)]
     yield (f"The diff from the claim before it, {before.name}, has {len(lines):,} lines in "
            f"{len(changed)} files:")

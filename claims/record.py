@@ -25,42 +25,34 @@ from claims.stats import Result, one_sample
 from runtime.claim import SHA256, Claim, check_rules, read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import plain, read_regular
-from runtime.log import MOST_REGISTRY_BYTES, REGISTRY, digest, read_registry, read_sources
+from runtime.log import MOST_REGISTRY_BYTES, REGISTRY, digest, read_registry
 
 # ---- Sources
 
 MOST_BYTES = 2**24  # sixty times the first sources; keeps a wrong file from filling the memory
-HEAD = re.compile(rb"source [0-9a-f]{64}\n(?:commit ([0-9a-f]{40,64})\n)?")
+COMMIT = re.compile(rb"\A(source [0-9a-f]{64}\n)commit [0-9a-f]{40,64}\n")  # of older sources
 # No part of a name begins with a dot: someone may write the files to a folder.
 NAMED = re.compile(rb"file ((?:\w[\w.-]{0,80}/){0,9}\w[\w.-]{0,80}), ([0-9]{1,9}) bytes\n")
-
-
-class Source(NamedTuple):
-    files: dict[str, bytes]  # by name relative to the repository
-    commit: str | None  # the commit that held these files; not part of the hash
+Source = dict[str, bytes]  # contents of its files, by name relative to the repository
 
 
 def pack(source: Source) -> bytes:
     """The source as one text, which `unpack` reads."""
-    parts = [f"source {digest(source.files)}\n".encode()]
-    if source.commit:
-        parts.append(f"commit {source.commit}\n".encode())
-    for name, content in sorted(source.files.items()):
+    parts = [f"source {digest(source)}\n".encode()]
+    for name, content in sorted(source.items()):
         parts += [f"file {name}, {len(content)} bytes\n".encode(), content, b"\n"]
     return b"".join(parts)
 
 
 def unpack(text: bytes) -> Source:
     """The source in a text. Refused for a text that `pack` does not write."""
-    head = HEAD.match(text)
-    commit = head[1].decode() if head and head[1] else None
-    files: dict[str, bytes] = {}
-    named = NAMED.match(text, head.end() if head else 0)
+    text = COMMIT.sub(rb"\1", text)
+    source: Source = {}
+    named = NAMED.match(text, text.find(b"\n") + 1)
     while named:
         end = named.end() + int(named[2])
-        files[named[1].decode()] = text[named.end() : end]
+        source[named[1].decode()] = text[named.end() : end]
         named = NAMED.match(text, end + 1)  # after the newline behind the file
-    source = Source(files, commit)
     if pack(source) != text:  # another hash or order, a file twice, bytes between files
         raise Refused("the stored source is not as record.py claim wrote it")
     return source
@@ -78,22 +70,22 @@ def read_source(records: Path, sha256: str) -> Source:
         source = unpack(read_regular(path, MOST_BYTES, links=False))
     except OSError as error:
         raise Refused(f"cannot read the source {path}: {error.strerror}") from None
-    if digest(source.files) != sha256:
-        raise Refused(f"{path} is not the source {sha256} but {digest(source.files)}")
+    if digest(source) != sha256:
+        raise Refused(f"{path} is not the source {sha256} but {digest(source)}")
     return source
 
 
 def write_source(records: Path, source: Source) -> Path:
     """Store the source, unless it is there already."""
-    path = source_path(records, digest(source.files))
+    path = source_path(records, digest(source))
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pack(source))
-    read_source(records, digest(source.files))  # a file that was there may be damaged
+    read_source(records, digest(source))  # a file that was there may be damaged
     return path
 
 
-def difference(before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
+def difference(before: Source, after: Source) -> list[str]:
     """The lines of a unified diff from one source to another; none where they are equal."""
     lines: list[str] = []
     for name in sorted(before.keys() | after.keys()):
@@ -114,18 +106,17 @@ class Track(NamedTuple):
     val_sha256: str  # how the hash of the validation tokens begins; "": see `pin`
     overlap: float  # the largest share of validation documents that training may hold
     train_sha256: str  # like val_sha256; "" where the hash depends on the number of shards
-    fixed: dict[str, Any]  # settings of every claim on the track; a tuple: one of these
+    fixed: dict[str, Any]  # settings of every claim on the track
     in_time: bool  # the shortest time wins; otherwise the fewest tokens
 
 
 # Tracks that rank by tokens bound a step at batch_tokens. Stages may use fewer, but on `steps`.
 # So is what makes a model larger or gives the last validation more context. `small` and `tiny`
-# leave windows of training steps, lookup tables, gates and scalars free.
+# leave windows of training steps, lookup tables, gates and scalars free; the trainer counts layers.
 TINY = {"vocab_size": 1024, "bos": 1023, "document_mask": True, "batch_tokens": 2048,
-        "val_seq_len": 4096, "val_window": 320, "layers": ("tiny", "plain4", "copyinit"),
-        "dim": 256, "head_dim": 128, "mlp_ratio": 4}
+        "val_seq_len": 4096, "val_window": 320, "dim": 256, "head_dim": 128, "mlp_ratio": 4}
 SMALL = TINY | {"vocab_size": 2048, "bos": 2047, "batch_tokens": 6144, "val_window": 640,
-                "layers": ("small", "small89", "plain8"), "dim": 128, "head_dim": 32}
+                "dim": 128, "head_dim": 32}
 FINEWEB = {"vocab_size": 50257, "bos": 50256}
 STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_tokens": 524_288,
          "seq_len": 1024, "val_seq_len": 1024, "val_window": 2560, "window_block": 0,
@@ -151,8 +142,7 @@ FIRST_LOGS = "2026-11-23"  # claims before this day may be of schema 1, with log
 
 def departures(settings: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
     """What the rules fix, for each setting that is not so."""
-    return {name: fixed for name, fixed in rules.items()
-            if settings.get(name) not in (fixed if isinstance(fixed, tuple) else (fixed,))}
+    return {name: fixed for name, fixed in rules.items() if settings.get(name) != fixed}
 
 
 @dataclass(frozen=True)
@@ -337,12 +327,6 @@ def git(root: Path, *words: str) -> str:
 
 
 # ---- Making a record
-
-
-def working_source(root: Path) -> Source:
-    """The source under `root`; its commit where git knows one and no file has changed."""
-    said = git(root, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
-    return Source(read_sources(root), said if said.isalnum() else None)  # no "HASH-dirty", no ""
 
 
 def write_claim(records: Path, claim: Claim, source: Source) -> Path:

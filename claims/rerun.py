@@ -237,7 +237,7 @@ def rerun(
     steps = min(steps or total, total)
     whole = steps == total
     print(f"running its source: seed {before.seed}, {steps} of {total} steps")
-    write_files(evidence.source.files, scratch)
+    write_files(evidence.source, scratch)
 
     def again(*flags: str) -> Run:
         logs = scratch / f"logs{''.join(flags)}"

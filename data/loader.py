@@ -282,7 +282,7 @@ def validation_batches(
     if len(stream) <= tokens:
         raise ShardError(
             f"validation needs {tokens + 1:,} tokens (the last is only a target); its shards hold "
-            f"{len(stream):,}. Lower --val-tokens, or add shards."
+            f"{len(stream):,}. Use fewer, or add shards."
         )
     rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
     at_once = divisors(len(rows) // world_size, most // seq_len)[-1]

@@ -78,6 +78,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not all(least <= value < bound for value in values):
                 rule = f"{setting} must be in [{least}, {bound})"
                 raise ValueError(f"{rule}, got {given!r} for parameter {name}")
+        if common := {"cautious", "dtype", "grad_divisor", "nesterov", "scale"} & group.keys():
+            fix = f"give it to {type(self).__name__} itself"
+            raise ValueError(f"{min(common)} of parameter {name} is not set by group; {fix}")
         if not param.is_floating_point():
             raise ValueError(f"parameter {name} is {param.dtype}; only real numbers are stepped")
         if getattr(param, "_fsdp_flattened", False):
@@ -204,6 +207,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def launch(self) -> None:
         """Send all gradients to their owners. Messages are the same if a gradient is missing."""
+        known = [(id(param), id(group)) for param, group in self._group_of.items()]
+        if known != [(id(p), id(group)) for group in self.param_groups for p in group["params"]]:
+            what = f"param_groups of {type(self).__name__} were replaced after it was built"
+            raise ValueError(f"{what}; call add_param_group, or build it from the new ones")
         require_dense(self)
         for (param, name), built in zip(self._names.items(), self._built, strict=True):
             if storage_of(param) != built:
@@ -219,10 +226,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for wait in self._waits:
             wait()
         self._waits = []  # what was sent is no longer needed
-        dtype = widest(self._device)
-        squares = torch.zeros(len(self._names), dtype=dtype, device=self._device)
+        squares = torch.zeros(len(self._names), dtype=widest(self._device), device=self._device)
         for bucket in self.buckets:
-            norms = torch.stack(bucket.norms()).to(dtype)
+            norms = torch.stack(bucket.norms()).to(squares.dtype)
             squares.index_add_(0, bucket.numbers[:: bucket.each], norms.square())
         present = torch.ones_like(squares)
         for number, param in enumerate(self._names):
@@ -240,8 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def commit(self, ok: Tensor | bool) -> None:
         """Step all buckets where `ok` is true and send the new weights."""
         self._gathers: list[Callable[[], None]] = []
-        on_host = self._device.type in READ_AT_ONCE
-        if ok is False or (on_host and not ok):
+        if ok is False or (self._device.type in READ_AT_ONCE and not ok):
             return
         taken = self._present & ok  # which parameters to step
         for bucket in self._local:
@@ -264,8 +269,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         flagged = taken[bucket.numbers]  # of each matrix
         # None: all, where the host knows for free. Elsewhere always a tensor: one more kind of
         # argument would compile one more graph.
-        free = self._device.type in READ_AT_ONCE
-        flags = None if free and flagged.all() else flagged
+        flags = None if self._device.type in READ_AT_ONCE and flagged.all() else flagged
         method, fixed, rates = self._method(bucket)
         stepped: Callable[..., Any] = new_values
         divisor: Any = self.grad_divisor
@@ -385,27 +389,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
         for group, saved in zip(self.param_groups, groups, strict=True):
             for key in {"split", "transposed"} & group.keys() & saved.keys():
-                if saved[key] != group[key]:
+                cut = tuple(saved[key]) if isinstance(saved[key], list) else saved[key]  # of JSON
+                if cut != group[key]:
                     what = f"the state has {key} {saved[key]}, not {group[key]}"
                     raise ValueError(f"{what}; build the optimizer as it was")
         saved_keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
-        keys = dict(zip(self._names, saved_keys, strict=True))
-        if unknown := state_dict["state"].keys() - set(saved_keys):
+        names = dict(zip(saved_keys, self._names.values(), strict=True))
+        if unknown := state_dict["state"].keys() - names.keys():
             raise ValueError(f"the state has {list(unknown)[:5]}, which no group of it names")
         tensors: dict[str, Tensor] = {}
-        if "wd_mul" not in groups[0]:  # by an optimizer of torch
-            # It has no state of a parameter that never had a gradient; here that is zeros.
-            tensors = {f"{self._names[param]}.{kind}": torch.zeros(state.shape, dtype=state.dtype)
-                       for param, kind, state in self._shapes()
-                       if keys[param] not in state_dict["state"]}  # fmt: skip
-        for param, key in keys.items():
-            for kind, tensor in state_dict["state"].get(key, {}).items():
+        for key, kinds in state_dict["state"].items():
+            for kind, tensor in kinds.items():
                 kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's
-                tensors[f"{self._names[param]}.{kind}"] = tensor
+                tensors[f"{names[key]}.{kind}"] = tensor
+        if "wd_mul" not in groups[0]:  # by an optimizer of torch: none before a first gradient
+            for param, kind, state in self._shapes():
+                zeros = torch.zeros(state.shape, dtype=state.dtype)
+                tensors.setdefault(f"{self._names[param]}.{kind}", zeros)
         self.load_named_state(tensors)
-        # The backend depends on the machine, so it is not loaded.
+        # Not loaded: the backend depends on the machine, and JSON makes a list of a split.
         of_schedulers = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
-        known = {*self.defaults, *of_schedulers} - {"backend"}
+        known = {*self.defaults, *of_schedulers} - {"backend", "split"}
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: saved[key] for key in known if key in saved})
 

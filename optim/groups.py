@@ -70,7 +70,7 @@ def _fold(group: dict[str, Any]) -> None:
 # ---- A rule for any model
 
 # A Linear of one of these names that is in no numbered layer.
-HEAD = r"([a-z_]\w*\.)*(lm_head|head|output|classifier|unembed|embed_out|logits)"
+HEAD = r"([a-z_]\w*\.)*(lm_head|head|output|classifier|score|unembed|embed_out|logits)"
 
 
 def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[str, Any]]]:
@@ -122,7 +122,7 @@ def kind_of(
     if "Conv" in types and param.ndim > 2:
         return "adamw", "convolution", {}
     matrices = param.ndim in (2, 3) and min(param.shape[-2:]) > 1
-    if not matrices or "bias" in leaf or "Norm" in types:
+    if not matrices or "bias" in leaf or re.search(r"Norm\b", types):  # no LayerNormLinear
         return "adamw", "norm, bias or vector", {}
     for module in heads.keys() & modules:
         return "adamw", heads[module], {}

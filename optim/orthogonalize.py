@@ -52,13 +52,12 @@ CPU_BATCH_BYTES = 2 * 2**20
 @functools.cache
 def native_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 if `device` multiplies it in hardware, else float32."""
-    native = False
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device)[0] >= 8
-    elif device.type == "cpu":
+    else:
         # These probes are private to torch, so a missing one means no.
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-            native = native or getattr(torch.cpu, name, bool)()
+        probes = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
+        native = device.type == "cpu" and any(getattr(torch.cpu, name, bool)() for name in probes)
     return torch.bfloat16 if native else torch.float32
 
 

@@ -33,28 +33,28 @@ def shard_length(param: Tensor, ranks: int) -> int:
 def ranks_of(names: Mapping[Any, str], process_group: Any) -> RankGroup:
     """The ranks that share the rows of the parameters; if none is sharded, those of the group.
 
-    ValueError for placements other than fully_shard's, for several meshes, and for a group beside.
+    ValueError for several devices or meshes, placements other than fully_shard's, a group beside.
     """
-    if not any(is_sharded(param) for param in names):
+    places: dict[Any, str] = {getattr(p, "device_mesh", p.device): n for p, n in names.items()}
+    if len(places) > 1:
+        where = ", ".join(f"{name} on {place}" for place, name in places.items())
+        raise ValueError(f"parameters are in several places: {where}; build an optimizer for each")
+    [(place, name)] = places.items()
+    if isinstance(place, torch.device):
         return RankGroup.of(process_group)
     from torch.distributed.tensor import Replicate, Shard
 
     supported = [(Shard(0),), (Replicate(), Shard(0))]
-    for param, name in names.items():
-        if is_sharded(param) and tuple(param.placements) not in supported:
+    for param, own in names.items():
+        if tuple(param.placements) not in supported:
             rule = " or ".join(map(str, supported))
-            what = f"parameter {name} has placements {tuple(param.placements)}"
+            what = f"parameter {own} has placements {tuple(param.placements)}"
             raise ValueError(f"{what}; supported is {rule}, as fully_shard splits over one mesh")
-    meshes: dict[Any, str] = {getattr(p, "device_mesh", None): name for p, name in names.items()}
-    if len(meshes) > 1:
-        where = ", ".join(f"{name} on {mesh or 'none'}" for mesh, name in meshes.items())
-        raise ValueError(f"parameters are on several meshes: {where}; build an optimizer for each")
-    [(mesh, name)] = meshes.items()
     if process_group is not None:
         what = f"fully_shard has already reduced the gradient of parameter {name}"
         raise ValueError(f"{what}; leave out process_group")
     # Each replica of HSDP takes the whole step: its ranks hold the same reduced gradients.
-    return RankGroup.of(mesh.get_group(mesh.ndim - 1))
+    return RankGroup.of(place.get_group(place.ndim - 1))
 
 
 def whole(tensor: Any, device: torch.device) -> Tensor:

@@ -71,10 +71,8 @@ def obstacle(device: torch.device) -> str | None:
     if INTERPRETED:
         return None
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
-        return (
-            f"{device} is no CUDA device; to check results on a CPU, slowly, start Python with "
-            "TRITON_INTERPRET=1"
-        )
+        fix = "to check results on a CPU, slowly, start Python with TRITON_INTERPRET=1"
+        return f"{device} is no CUDA device; {fix}"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         name = torch.cuda.get_device_name(device)

@@ -43,7 +43,7 @@ import train_gpt
 from data.shards import ShardError, write_shard
 from runtime import machine as machines
 from runtime.clock import Clock
-from runtime.ending import leave, supervise
+from runtime.ending import leave, listen, supervise
 from runtime.settings import parse
 from runtime.warmup import take_steps
 from train_gpt import Config, Trainer
@@ -220,4 +220,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    listen()
     sys.exit(leave(supervise(main, refused=(ShardError, OSError))))

@@ -86,8 +86,8 @@ def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:
     """
     words = [sys.executable, str(root / "train_gpt.py"), *flags, "--print-config"]
     done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        reason = done.stderr.strip().removeprefix("error: ")
+    if done.returncode or not done.stdout.startswith("{"):  # such as --help
+        reason = done.stderr.strip().removeprefix("error: ") or "it prints no settings"
         raise ValueError(f"train_gpt.py refuses {' '.join(flags)}: {reason}")
     return json.loads(done.stdout)
 
@@ -110,9 +110,9 @@ class SafeOutput(io.TextIOWrapper):
 
 def start(main: Callable[[], int]) -> None:
     """Run `main` as a program: its output is safe in any encoding, and a signal ends it quietly."""
-    for name in ("stdout", "stderr"):
-        old = getattr(sys, name)  # sys.__stdout__ keeps it, and so its buffer, open
-        safe = SafeOutput(old.buffer, old.encoding, "backslashreplace", line_buffering=True)
+    for name in ("stdout", "stderr"):  # one that is closed is None
+        old = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
+        safe = SafeOutput(old.detach(), old.encoding, "backslashreplace", line_buffering=True)
         setattr(sys, name, safe)
     hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
     for number in (signal.SIGINT, signal.SIGTERM, hangup):
@@ -126,7 +126,7 @@ QUIET = {"keep_model": "off", "sample_tokens": "0"}  # settings that older sourc
 
 
 def training_command(
-    root: Path, flags: Sequence[str], folder: Path, known: Container[str] = QUIET
+    root: Path, flags: Sequence[str], folder: Path, known: Container[str]
 ) -> list[str]:
     """A run of the source under `root`, whose settings are `known`; it keeps only its log."""
     words = [sys.executable, str(root / "train_gpt.py"), *flags, "--log-dir", str(folder.resolve())]

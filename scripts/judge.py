@@ -38,7 +38,7 @@ CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
 FORM = "+.5g"  # of differences
 SKEWED = 1.0  # so are 4 % of races of twenty normal differences, and 85 % of lognormal ones
-POLL_S = 10.0  # between two readings of the logs: reading slows the runs
+POLL_S = 30.0  # between two readings of the logs: reading slows the runs
 
 
 def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
@@ -192,7 +192,8 @@ def main(argv: list[str]) -> int:
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
     announce(given.out, entry, arms, plan)
     folder = given.out / entry["run_id"]
-    verdict = race(folder, arms, plan, given.metric, entry["seed"])
+    with judge.alone(folder):
+        verdict = race(folder, arms, plan, given.metric, entry["seed"])
     a, b = (judge.figures(folder, arm, "new tokens") for arm in arms)
     new = stats.paired_by_seed(b, a)
     if "outcome" not in entry:

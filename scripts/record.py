@@ -27,12 +27,12 @@ from claims import pages
 from claims import record as records
 from claims.arms import ALPHA
 from claims.checks import find_failures, forbidden_settings
-from claims.judge import find_judged, next_seed
+from claims.judge import find_judged, fresh_seeds
 from claims.rerun import rerun
 from claims.stats import power
 from runtime.claim import Claim, read_claim
 from runtime.errors import Refused
-from runtime.log import config_hash, digest, write_files
+from runtime.log import config_hash, digest, read_sources, write_files
 from runtime.settings import flag
 
 RECORDS = ROOT / "records"
@@ -40,13 +40,12 @@ RECORDS = ROOT / "records"
 
 def claim(arguments: argparse.Namespace) -> int:
     """Write a claim and say how to make its runs, whose flags follow --."""
-    source, flags = records.working_source(ROOT), arguments.flags
-    sha256 = digest(source.files)
+    source, flags = read_sources(ROOT), arguments.flags
+    sha256 = digest(source)
     if arguments.from_judgement is not None:
         judged = find_judged(arguments.judgements, arguments.from_judgement, sha256)
         flags = judged["B"]["flags"] + flags
-    seed = arguments.seed if arguments.seed is not None else next_seed(
-        Path("logs"), arguments.judgements, RECORDS)  # fmt: skip
+    seeds = fresh_seeds(arguments.seed, arguments.n, Path("logs"), arguments.judgements, RECORDS)
     if named := {word.partition("=")[0] for word in flags} & {"--seed", "--trials", "--minutes"}:
         raise Refused(f"{', '.join(sorted(named))}: a claim fixes steps, runs and seeds. Omit it.")
     config = ask_trainer(ROOT, flags)
@@ -58,17 +57,17 @@ def claim(arguments: argparse.Namespace) -> int:
     for name, value in records.departures(config, fixed).items():
         raise Refused(f"{flag(name)} {config[name]}: that of the track is {value}. "
                       f"Leave {flag(name)} out.")
-    for found in forbidden_settings(config["track"], source.files):
+    for found in forbidden_settings(config["track"], source):
         raise Refused(f"{found}, which no record of {config['track']} may have. Leave it out.")
     claim = Claim(
         name=arguments.name, track=config["track"], target=track.target, alpha=ALPHA, n=arguments.n,
-        seeds=list(range(seed, seed + arguments.n)), looks=[arguments.n], source_sha256=sha256,
+        seeds=seeds, looks=[arguments.n], source_sha256=sha256,
         config_sha256=config_hash(config), config=config, flags=flags, about=arguments.about,
         created=datetime.now(UTC).isoformat(timespec="seconds"))
     folder = os.path.relpath(records.write_claim(RECORDS, claim, source))
     words = shlex.join(["--claim", f"{folder}/claim.json", *flags])
     print(f"{folder}: commit it with records/sources, then make its runs:\n\n"
-          f"    ./run.sh {words} --seed {seed} --trials {claim.n}\n\n"
+          f"    ./run.sh {words} --seed {seeds[0]} --trials {claim.n}\n\n"
           f"then: python scripts/record.py make {folder} logs\n")
     chances = [f"{power(claim.n, 1, sds, ALPHA):.2f} if it is {sds}" for sds in (0.5, 1, 1.5)]
     print(f"{claim.n} runs show a mean below {claim.target:g} with a chance of\n    "
@@ -107,14 +106,13 @@ def print_verdict(evidence: records.Evidence) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Check records against their logs; 1 if one does not hold, or is not shown where required."""
+    """Check records against their logs; 1 if one does not hold."""
     if "rerun" not in arguments and (arguments.steps is not None or arguments.data_dir):
         raise Refused("--steps and --data-dir say how to repeat a run. Add --rerun.")
     code = 0
     for folder in arguments.folders:
         evidence = records.read_evidence(folder)
         code |= print_verdict(evidence)
-        code |= arguments.require_shown and not evidence.shown
         if "rerun" in arguments:  # with a seed, or None for the first run
             code |= run_again(evidence, arguments)
     return code
@@ -141,7 +139,7 @@ def diff(arguments: argparse.Namespace) -> int:
     sources = []
     for folder in (arguments.before, arguments.after):
         sha256 = read_claim(folder / "claim.json").source_sha256
-        sources.append(records.read_source(records.records_of(folder), sha256).files)
+        sources.append(records.read_source(records.records_of(folder), sha256))
     print("\n".join(records.difference(*sources)))
     return 0
 
@@ -185,7 +183,6 @@ def main(argv: list[str]) -> int:
     add("logs", type=Path, nargs="*", help="log folders; none: write the pages again")
     add = add_command(verify)
     add("folders", type=Path, nargs="+", metavar="folder")
-    add("--require-shown", action="store_true", help="1 also for a claim not shown")
     add("--rerun", nargs="?", type=int, default=argparse.SUPPRESS, metavar="SEED",
         help="run the source again, which others wrote, and compare (first run)")
     add("--steps", type=int, help="with --rerun: stop after N (run to the end)")

@@ -133,11 +133,12 @@ def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
     """Make the runs without a result, `jobs` at a time. Returns how many failed."""
     done = read_losses(planned)
     waiting = [run for run in planned if run.seed not in done[run.arm]]
-    arms = {run.folder: run for run in waiting}.values()
-    for run in arms:
+    arms = {run.folder: run for run in waiting}
+    for run in arms.values():
         copy_source(out / "source", run.patch, run.source)
     with ThreadPoolExecutor(jobs) as pool:  # a wrong flag is refused before the first run
-        list(pool.map(lambda run: ask_trainer(run.source, run.flags), arms))
+        asked = pool.map(lambda run: ask_trainer(run.source, run.flags), arms.values())
+        settings = dict(zip(arms, asked, strict=True))
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
     running: dict[subprocess.Popen, SweepRun] = {}
     failed = 0
@@ -147,7 +148,7 @@ def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
                 run = waiting.pop(0)
                 run.folder.mkdir(parents=True, exist_ok=True)
                 flags = [*run.flags, "--seed", str(run.seed)]
-                words = training_command(run.source, flags, run.folder)
+                words = training_command(run.source, flags, run.folder, settings[run.folder])
                 with (run.folder / f"seed_{run.seed}.console").open("w") as console:
                     child = child_process(words, stdout=console, stderr=console, env=environment)
                     running[children.enter_context(child)] = run
@@ -172,7 +173,7 @@ def report(arms: dict[str, dict[int, Losses]]) -> str:
     for arm, found in arms.items():
         kept = [each for each in found.values() if each[0] < math.inf]
         mean, new = map(fmean, zip(*kept or [(math.inf, math.inf)], strict=True))
-        difference = in_words(effects[arm], "+.4f") if found else ""
+        difference = in_words(effects[arm], "+.4f") if math.isfinite(effects[arm].mean) else ""
         p = f"{adjusted[arm]:.2g}" if arm in adjusted and effects[arm].p_two_sided >= 0 else ""
         diverged = len(found) - len(kept)
         rows.append([arm, len(found), diverged, f"{mean:.4f}", difference, p, f"{new:.3f}"])

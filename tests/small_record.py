@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from small_run import read_events
 
-from claims.record import Source, Track, write_claim
+from claims.record import Track, write_claim
 from runtime import log as run_log
 from runtime.claim import Claim, read_claim
 from runtime.jsonl import json_line
@@ -24,8 +24,7 @@ STEP_MS, VALIDATION_MS = 1000.0, 400.0
 RULES = Track(TARGET, VAL_TOKENS, "aa", 0.02, "bb", {"vocab_size": VOCABULARY}, in_time=False)
 CONFIG = {"track": "tiny", "target": TARGET, "steps": STEPS, "batch_tokens": BATCH, "seq_len": 64,
           "vocab_size": VOCABULARY}
-SOURCE = Source({"optim/muon.py": b"step:1/2 val_loss:1.0\n", "train_gpt.py": "é\r\n".encode()},
-                commit="c" * 40)
+SOURCE = {"optim/muon.py": b"step:1/2 val_loss:1.0\n", "train_gpt.py": "é\r\n".encode()}
 ENV = {"python": "3.12.7", "torch": "2.13.0+cu128", "cuda": "12.8", "gpu": "NVIDIA H100 80GB HBM3",
        "gpu_count": 8, "driver": "570.211.01", "cpu": "Xeon", "threads": 2, "dtype": "bfloat16",
        "compiled": True, "compile_flags": [], "params": 10, "modules_from_elsewhere": [],
@@ -40,7 +39,7 @@ def make_claim(name: str = "Good", n: int = 12, seed: int = 1000, **changed: Any
     config = CONFIG | changed.pop("config", {})
     fields: dict[str, Any] = {
         "name": name, "track": "tiny", "target": TARGET, "alpha": 0.01, "n": n,
-        "seeds": list(range(seed, seed + n)), "looks": [n], "source_sha256": digest(SOURCE.files),
+        "seeds": list(range(seed, seed + n)), "looks": [n], "source_sha256": digest(SOURCE),
         "config_sha256": config_hash(config), "config": config, "flags": ["--steps", str(STEPS)],
         "about": "Why.", "created": "2026-01-01T00:00:00+00:00",
     }

@@ -14,7 +14,7 @@ import small_record
 import small_run
 from small_record import BATCH, CONFIG, STEPS, Events, call, forge, read_logs, register, write_logs
 
-from claims.record import TRACKS, Source, pack, read_evidence, source_path
+from claims.record import TRACKS, pack, read_evidence, source_path
 from claims.runs import Run
 from runtime.jsonl import json_line
 from runtime.log import digest
@@ -157,14 +157,14 @@ def replace_worst(folder: Path) -> None:
 
 
 def forge_source(folder: Path, line: str) -> None:
-    files = small_record.SOURCE.files | {"train_gpt.py": f"\n{line}\n".encode()}
+    files = small_record.SOURCE | {"train_gpt.py": f"\n{line}\n".encode()}
     path = source_path(folder.parents[1], digest(files))
-    path.write_bytes(pack(Source(files, None)))
+    path.write_bytes(pack(files))
     forge_claim(folder, source_sha256=digest(files))
 
 
 def edit_source(folder: Path) -> None:
-    path = source_path(folder.parents[1], digest(small_record.SOURCE.files))
+    path = source_path(folder.parents[1], digest(small_record.SOURCE))
     path.write_bytes(path.read_bytes().replace(b"1.0\n", b"2.0\n"))
 
 
@@ -231,7 +231,7 @@ CHEATS: dict[str, tuple] = {
     "a name that another claim has": (
         partial(forge_claim, name="Better"), "its folder is tiny/2026-01-01_Good, not tiny/2026"),
     "no source": (
-        lambda folder: source_path(folder.parents[1], digest(small_record.SOURCE.files)).unlink(),
+        lambda folder: source_path(folder.parents[1], digest(small_record.SOURCE)).unlink(),
         "cannot read the source .*No such file"),
 }  # fmt: skip
 for name in ("weights.bin", ".hidden", "runs/notes.txt", "source/data.bin", "runs/more/a.jsonl",

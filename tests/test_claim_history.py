@@ -118,8 +118,8 @@ def test_where_no_history_can_tell_it_says_so(case, tmp_path, monkeypatch, capsy
 
 def test_a_source_that_no_record_may_have_is_refused_before_its_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
-    stub = provenance.Source({"optim/base.py": b"torch.compile(update, options={})"}, None)
-    monkeypatch.setattr(provenance, "working_source", lambda root: stub)
+    stub = {"optim/base.py": b"torch.compile(update, options={})"}
+    monkeypatch.setattr(record, "read_sources", lambda root: stub)
     assert record.main(["claim", "Mine", "--about", "x", "--", "--track=tiny"]) == 2
     assert ("forbidden" in capsys.readouterr().err, [*tmp_path.iterdir()]) == (True, [])
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,9 +44,22 @@ def test_without_an_environment_every_script_says_in_one_line_what_to_do(clone):
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
-def test_the_trainer_starts_with_a_closed_output(closed):
-    words = f"{sys.executable} train_gpt.py --track tiny --steps 0 {closed}"
-    assert subprocess.run(words, shell=True, cwd=ROOT, capture_output=True).returncode == 2
+@pytest.mark.parametrize(("words", "code"), [
+    ("train_gpt.py --track tiny --steps 0", 2), ("scripts/bench.py step -- --steps 0", 2),
+    ("scripts/significance.py records/tiny/2026-11-21_Muon", 0),
+])  # fmt: skip
+def test_a_closed_output_changes_no_exit_code(words, code, closed):
+    words = f"{sys.executable} {words} {closed}"
+    done = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True)
+    assert (done.returncode, b"Traceback" in done.stderr) == (code, False)
+
+
+def test_a_benchmark_that_is_interrupted_ends_quietly():
+    words = [sys.executable, "scripts/bench.py", "optim", "--sets", "tiny", "--rounds", "100000"]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert "torch" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert (process.stderr.read(), process.wait(60)) == ("", 130)
 
 
 def test_a_reader_that_closes_the_pipe_ends_a_command_quietly():

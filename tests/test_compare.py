@@ -9,6 +9,8 @@ import pytest
 from scipy.stats import ttest_ind, ttest_rel
 from test_significance import text_of, write_run
 
+from claims.arms import compare_arms, judge_arm
+from claims.logs import read_all
 from scripts.significance import main
 
 OLD, NEW = [3.30, 3.35, 3.25, 3.40], [3.29, 3.33, 3.24, 3.37]
@@ -74,6 +76,28 @@ def test_times_of_unlike_machines_are_not_compared_and_the_difference_is_named(t
     assert "faster" in text_of(capsys, c, "--against", a)
     found = compare(capsys, a, b)
     assert (found["seconds"]["mean"], found["loss"]["mean"]) == (None, pytest.approx(-0.0175))
+
+
+def test_every_run_is_asked_for_its_validation_tokens(tmp_path):
+    arms = []
+    for name, losses in (("a", OLD), ("b", NEW)):
+        folder = write_arm(tmp_path / name, OLD_MS, losses)
+        for path in Path(folder).iterdir():
+            sha256 = "b" if name == "b" and path.stem.endswith("_3") else "a"
+            data = f'"data": {{"val_sha256": "{sha256}"}}, "env":'
+            path.write_text(path.read_text().replace('"env":', data))
+        arms.append(judge_arm(folder, read_all([folder])[0]))
+    compare_arms(*arms)
+    assert "other validation tokens" in arms[1].warnings[-1]
+
+
+def test_a_log_without_the_hash_of_its_tokens_is_not_of_other_tokens(tmp_path, capsys):
+    a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
+    for folder, data in ((a, {}), (b, {"val_sha256": "b" * 64})):
+        for path in Path(folder).iterdir():
+            text = path.read_text().replace('"env":', f'"data": {json.dumps(data)}, "env":')
+            path.write_text(text)
+    assert "other validation tokens" not in text_of(capsys, b, "--against", a)
 
 
 def test_losses_on_other_validation_tokens_are_told_and_name_the_arms(tmp_path, capsys):

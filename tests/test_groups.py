@@ -32,7 +32,7 @@ def gpt2():
         for _ in range(2)
     ]
     trunk = block(wte=nn.Embedding(50, 8), wpe=nn.Embedding(16, 8), h=nn.ModuleList(layers))
-    model = block(transformer=trunk, lm_head=nn.Linear(8, 50, bias=False))
+    model = block(transformer=trunk, lm_head=nn.Linear(8, 50, bias=False), score=nn.Linear(8, 2))
     model["lm_head"].weight = trunk["wte"].weight
     return model
 
@@ -71,6 +71,7 @@ TABLES = {
 adamw embedding, tied to lm_head.weight     1 x (50, 8) transformer.wte.weight
 adamw embedding                             1 x (16, 8) transformer.wpe.weight
 adamw norm, bias or vector                  2 x (8,) transformer.h.*.ln_1.weight
+adamw head, by its name                     1 x (2, 8) score.weight
 muon  hidden matrix (in, out)               2 x (8, 24) transformer.h.*.attn.c_attn.weight
 """,
     mixture: """

@@ -293,6 +293,8 @@ def test_an_evaluation_and_its_script_find_the_losses_of_the_run(trained, monkey
     assert "1,024 tokens in 4 rows" in capsys.readouterr().out
     assert evaluate_script.main([str(final), "--data-dir", str(folder)]) == 2
     assert "has no *val_*.bin file" in capsys.readouterr().err
+    assert evaluate_script.main([str(final), "--data-dir", str(data), "--rows", "99999"]) == 2
+    assert "--val-tokens" not in capsys.readouterr().err
 
 
 def test_the_interval_of_a_loss_is_of_rows_by_students_t(trained):

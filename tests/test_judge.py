@@ -18,9 +18,10 @@ from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
+from filelock import FileLock
 
 import claims.judge
-from claims.judge import JUDGEMENTS, Arm, find_judgement, next_seed, read_judgements, steps_to
+from claims.judge import JUDGEMENTS, Arm, find_judgement, fresh_seeds, read_judgements, steps_to
 from claims.runs import Run, Validation
 from runtime.errors import Refused
 from runtime.log import read_registry, register
@@ -297,6 +298,7 @@ def test_a_log_that_was_planted_or_replaced_ends_the_judgement(project, capsys, 
     (["--b", "--stepz 5"], "train_gpt.py refuses --stepz 5"),
     (["--b", "--steps 20"], "steps is 10 in A and 20 in B"),
     (["--metric", "steps", "--margin", "1"], "val_every is 0"),
+    (["--b=--help"], "train_gpt.py refuses --help"),
     (["--pairs", "3"], "it takes 4 to 100 pairs"),
     (["--margin", "0"], "margin is 0.0"),
 ])  # fmt: skip
@@ -320,12 +322,12 @@ def test_steps_to_the_target_lie_on_the_line_between_two_validations(project, ca
 
 def test_a_claim_of_a_judgement_takes_its_flags_its_source_and_fresh_seeds(project, capsys):
     assert run("--b", "--gain 0.2", "--pairs", "8", "--seed", "70") == 0
-    assert next_seed(project / "logs") == 78
+    assert fresh_seeds(None, 1, project / "logs") == [78]
     odd = project / "logs/odd"
     odd.mkdir()
     register(odd / "judgements.jsonl", "start", run_id="001", seed=None)
     register(odd / "judgements.jsonl", "start", run_id="002", seed=70, pairs="x")
-    assert next_seed(odd) == 71
+    assert fresh_seeds(None, 1, odd) == [71]
     words = ["claim", "Gain", "--about", "more", "--from-judgement"]
     assert record.main([*words, "2"]) == 2
     assert "has 1 judgements" in capsys.readouterr().err
@@ -341,3 +343,16 @@ def test_a_claim_of_a_judgement_takes_its_flags_its_source_and_fresh_seeds(proje
     assert record.main(["claim", "Next", "--about", "more", "--", "--gain", "0.2"]) == 0
     claim = json.loads(next(project.glob("records/tiny/*_Next/claim.json")).read_text())
     assert claim["seeds"] == list(range(88, 98))
+    words = ["claim", "Again", "--about", "more", "--seed", "95", "--", "--gain", "0.2"]
+    assert record.main(words) == 2
+    assert "seed 95 was tried. Omit it, or take 98." in capsys.readouterr().err
+
+
+def test_a_judgement_is_made_by_one_process_at_a_time(project, capsys):
+    folder = project / "logs/judge/001"
+    folder.mkdir(parents=True)
+    with FileLock(folder / "race.lock"):
+        assert run("--b", "--gain 0.2") == 2
+    assert "logs/judge/001/race.lock" in capsys.readouterr().err
+    assert calls(project) == []
+    assert run("--b", "--gain 0.2") == 0

@@ -242,6 +242,8 @@ def test_the_technique_of_the_page_keeps_each_norm_and_steps_by_a_share_of_it():
     (lambda p: AdamW(p, 0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
     (lambda p: AdamW([p[0].detach().T], 0.1), r"not contiguous; undo channels_l"),
     (lambda p: Muon([{"params": []}], 0.1), r"groups without parameters"),
+    (lambda p: Muon([{"params": p, "scale": "rms"}], 0.1), r"scale of .* 0 .* give it to Muon i"),
+    (lambda p: AdamW([*p, torch.ones(3, device="meta")], 0.1), r"places: 0 on cpu, 1 on meta; bu"),
     (lambda p: AdamW([("a", p[0]), ("b", p[0])], 0.1), r"parameters a and b are one; list it"),
     (lambda p: AdamW([("a", p[0]), ("a", torch.ones(4, 8))], 0.1), r"two parameters have one"),
     (lambda p: Guard([torch.optim.SGD(p)], grad_divisor=-1), r"must be positive, got -1"),

@@ -223,7 +223,7 @@ def refusals(mesh):
         (lambda: muon(("w", columns)), f"parameter w has placements {rule}"),
         (lambda: later.add_param_group({"params": [("x", columns)]}), "parameter x has placements"),
         (lambda: AdamW([("w", same)], 0.1), "parameter w has placements (Replicate(),)"),
-        (lambda: muon(("w", rows), ("v", torch.ones(4, 4))), "v on none; build an optimizer for"),
+        (lambda: muon(("w", rows), ("v", torch.ones(4, 4))), "v on cpu; build an optimizer for"),
         (lambda: muon(("w", rows), process_group=world), "parameter w; leave out process_group"),
         (lambda: Guard([theirs], process_group=world), "SGD; leave out the guard's process_group"),
         (lambda: AdamW(flat.named_parameters(), 0.1), "FullyShardedDataParallel; use torch.dist"),

@@ -47,7 +47,7 @@ def small_source() -> Source:
         assert old in source
         source = source.replace(old, new)
     files["train_gpt.py"] = source.encode()
-    return Source(files, None)
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def evidence(data, tmp_path_factory) -> Evidence:
     flags = [f"--{name}={value}" for name, value in SIZES.items()]
     config = asdict(parse(train_gpt.Config, ["--track=tiny", *flags], train_gpt.preset, ""))
     config, source = json.loads(json.dumps(config)), small_source()
-    sha256 = {"config_sha256": config_hash(config), "source_sha256": digest(source.files)}
+    sha256 = {"config_sha256": config_hash(config), "source_sha256": digest(source)}
     claim = replace(make_claim(), config=config, flags=flags, **sha256)
     run = read_runs(outcome.logs[0])[0]
     assert run.config_sha256 == claim.config_sha256

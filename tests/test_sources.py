@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_run import ROOT, find_logs, read_events, write_data
 
-from claims.record import Source, difference, pack, read_source, unpack, write_source
+from claims.record import difference, pack, read_source, unpack, write_source
 from runtime.errors import Refused
 from runtime.log import digest, read_sources, write_files
 
@@ -23,15 +23,15 @@ CONTENT = st.binary(max_size=60) | st.sampled_from([TRAP, b"", b"\n", b"\r\n", b
 NAMES = st.sampled_from(["train_gpt.py", "optim/muon.py", "data/x.py", "requirements.txt"])
 
 
-@given(st.dictionaries(NAMES, CONTENT), st.sampled_from([None, "c" * 40]))
+@given(st.dictionaries(NAMES, CONTENT), st.sampled_from([b"", b"commit " + b"c" * 40 + b"\n"]))
 def test_a_source_comes_back_byte_for_byte_whatever_its_files_hold(files, commit):
-    source = unpack(pack(Source(files, commit)))
-    assert (source.files, source.commit) == (files, commit)
+    head, end, rest = pack(files).partition(b"\n")
+    assert unpack(head + end + commit + rest) == files
 
 
 @given(st.binary(max_size=200), st.integers(0, 400))
 def test_bytes_that_are_no_source_are_refused_in_a_sentence(content, at):
-    text = pack(Source({"train_gpt.py": TRAP, "optim/muon.py": b"x"}, None))
+    text = pack({"train_gpt.py": TRAP, "optim/muon.py": b"x"})
     start, rest = text[:at], text[at:]
     for damaged in (content, start + content + rest, start, start + rest[1:]):
         if damaged != text:
@@ -42,15 +42,15 @@ def test_bytes_that_are_no_source_are_refused_in_a_sentence(content, at):
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a b", ".x"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(name):
     with pytest.raises(Refused, match=r"not as record\.py claim wrote it"):
-        unpack(pack(Source({name: b"x"}, None)))
+        unpack(pack({name: b"x"}))
 
 
 def test_a_store_that_is_damaged_or_a_link_or_huge_is_refused(tmp_path):
     files = read_sources(ROOT)
-    path = write_source(tmp_path, Source(files, None))
+    path = write_source(tmp_path, files)
     kept, sha256 = path.read_bytes(), digest(files)
-    assert read_source(tmp_path, sha256).files == files
-    path.write_bytes(pack(Source({"train_gpt.py": b"y"}, None)))
+    assert read_source(tmp_path, sha256) == files
+    path.write_bytes(pack({"train_gpt.py": b"y"}))
     with pytest.raises(Refused, match="is not the source"):
         read_source(tmp_path, sha256)
     with path.open("wb") as file:
@@ -91,7 +91,7 @@ SMALL = {  # three rows a step: a batch that grows begins with a third
 @pytest.mark.parametrize("sha256", CLAIMS, ids=lambda sha256: sha256[:12])
 def test_a_stored_source_still_trains_a_step(sha256, tmp_path):
     claim, source = CLAIMS[sha256], read_source(RECORDS, sha256)
-    write_files(source.files, tmp_path / "source")
+    write_files(source, tmp_path / "source")
     folders = {"data_dir": write_data(tmp_path / "data"), "log_dir": tmp_path / "logs"}
     flags = list(claim["flags"])
     for name, value in (SMALL | folders).items():

@@ -126,5 +126,7 @@ def test_losses_are_equivalent_where_their_90_percent_interval_lies_within_the_m
     for margin, shown in ((1.001 * edge, True), (0.999 * edge, False)):
         assert (stats.equivalence(test, new, old, margin) < 0.05) is shown
         assert (stats.equivalence(test, old, new, margin) < 0.05) is shown
+    same = stats.equivalence(test, old, old, 1e-6)
+    assert same == 0 if test is stats.paired else same > 0.4, "only pairs are equal to the bit"
     apart = [loss + 1 for loss in new]
     assert stats.equivalence(test, apart, old, 0.1) > 0.99, "far beyond the margin"

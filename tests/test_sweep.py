@@ -90,17 +90,19 @@ def rows(text: str) -> dict[str, list[str]]:
 
 def test_arms_are_compared_with_the_first_on_equal_seeds(project, capsys):
     arms = {"base": {"seeds": [0, 1, 2, 3, 9]}, "wd": "--wd 1", "lr": "--lr 2",
-            "patched": {"patch": "idea.diff"}, "bad": {"flags": "--diverge 2"}}  # fmt: skip
+            "patched": {"patch": "idea.diff"}, "bad": {"flags": "--diverge 2"},
+            "alone": {"seeds": [5]}}  # fmt: skip
     assert run({"seeds": [0, 1, 2, 3], "arms": arms}) == 0
     found = rows(capsys.readouterr().out)
-    assert list(found) == ["bad", "patched", "lr", "wd", "base"], "the lowest loss first"
+    assert list(found) == ["bad", "patched", "lr", "wd", "base", "alone"], "the lowest loss first"
+    assert found["alone"][3:5] == ["", ""], "no seed in common"
     base = [2.5 + 0.01 * seed**2 for seed in range(4)]
     test = ttest_rel([loss + 0.1 + 0.001 * seed for seed, loss in enumerate(base)], base)
     low, high = test.confidence_interval(0.95)
     mean = (low + high) / 2
     assert found["wd"][:2] == ["4", "0"]
     assert found["wd"][3] == f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
-    assert float(found["wd"][4]) == pytest.approx(4 * test.pvalue, rel=0.05), "Holm over four arms"
+    assert float(found["wd"][4]) == pytest.approx(5 * test.pvalue, rel=0.05), "Holm over five arms"
     assert found["patched"][3].startswith("-0.2500")
     assert found["bad"][:2] == ["4", "1"]
     assert found["bad"][2:4] == [f"{2 + 0.1 / 3:.4f}", "-0.5000 (no interval)"]
@@ -124,6 +126,13 @@ def test_runs_come_in_the_order_of_the_file_and_are_made_once(project, capsys):
                (path / "train_gpt.py").read_text()]  # fmt: skip
     assert run(plan, "--source", str(copy)) == 0
     assert len(logs()) == 12, "a copy of the source goes on where it was"
+
+
+def test_a_source_from_before_models_were_kept_is_swept_too(project):
+    trainer = Path("train_gpt.py").read_text()
+    old = trainer.replace('if "--stepz" in words:', 'if {"--stepz", "--keep-model"} & {*words}:')
+    Path("train_gpt.py").write_text(old)
+    assert run({"seeds": [0]}) == 0
 
 
 def test_another_patch_is_another_arm_and_of_one_seed_the_oldest_run_counts(project, capsys):

@@ -1,6 +1,7 @@
 """What users of torch's optimizers expect of ours, held to torch's own where there is one."""
 
 import copy
+import json
 import pickle
 import re
 from itertools import product
@@ -137,6 +138,14 @@ def test_a_state_whose_matrices_were_cut_otherwise_is_refused(key):
     assert optimizer.param_groups[0]["lr"] == 0.2
 
 
+def test_groups_that_went_through_json_load():
+    optimizer = Muon(parameters((8, 4)), 0.1, split=(2, 6))
+    saved = optimizer.state_dict()
+    groups = json.loads(json.dumps(saved["param_groups"]))
+    optimizer.load_state_dict({**saved, "param_groups": groups})
+    train(optimizer, [0])
+
+
 def test_a_loaded_learning_rate_is_not_that_of_the_optimizer_that_was_saved():
     one, other = (AdamW(parameters((4, 8)), torch.tensor(rate)) for rate in (0.1, 0.2))
     other.load_state_dict(one.state_dict())
@@ -189,6 +198,15 @@ def test_a_parameter_that_grew_after_its_optimizer_was_built_is_refused():
     layer.weight.sum().backward()
     with pytest.raises(ValueError, match=r"weight is \(6, 3\) .* now and was \(4, 3\)"):
         optimizer.step()
+
+
+def test_groups_that_were_replaced_by_hand_are_refused_with_the_way_to_add_one():
+    optimizer, late = AdamW(parameters((4, 8)), 0.1), parameters((4, 8))
+    (group,) = optimizer.param_groups
+    for now in ([{**group}], [group, {**group, "params": late}], []):
+        optimizer.param_groups = now
+        with pytest.raises(ValueError, match=r"AdamW were replaced .*; call add_param_group"):
+            optimizer.step()
 
 
 def test_a_gradient_in_channels_last_is_read_in_its_own_order():
