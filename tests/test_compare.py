@@ -78,35 +78,28 @@ def test_times_of_unlike_machines_are_not_compared_and_the_difference_is_named(t
     assert (found["seconds"]["mean"], found["loss"]["mean"]) == (None, pytest.approx(-0.0175))
 
 
+def name_tokens(folder: str, sha256: str, pattern: str = "*") -> None:
+    for path in Path(folder).glob(pattern):
+        header, rest = path.read_text().split("\n", 1)
+        data = {"val_sha256": sha256}
+        path.write_text(json.dumps(json.loads(header) | {"data": data}) + f"\n{rest}")
+
+
 def test_every_run_is_asked_for_its_validation_tokens(tmp_path):
-    arms = []
-    for name, losses in (("a", OLD), ("b", NEW)):
-        folder = write_arm(tmp_path / name, OLD_MS, losses)
-        for path in Path(folder).iterdir():
-            sha256 = "b" if name == "b" and path.stem.endswith("_3") else "a"
-            data = f'"data": {{"val_sha256": "{sha256}"}}, "env":'
-            path.write_text(path.read_text().replace('"env":', data))
-        arms.append(judge_arm(folder, read_all([folder])[0]))
+    folders = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
+    for folder in folders:
+        name_tokens(folder, "a")
+    name_tokens(folders[1], "b", "*_3.jsonl")
+    arms = [judge_arm(folder, read_all([folder])[0]) for folder in folders]
     compare_arms(*arms)
     assert "other validation tokens" in arms[1].warnings[-1]
 
 
-def test_a_log_without_the_hash_of_its_tokens_is_not_of_other_tokens(tmp_path, capsys):
-    a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
-    for folder, data in ((a, {}), (b, {"val_sha256": "b" * 64})):
-        for path in Path(folder).iterdir():
-            text = path.read_text().replace('"env":', f'"data": {json.dumps(data)}, "env":')
-            path.write_text(text)
-    assert "other validation tokens" not in text_of(capsys, b, "--against", a)
-
-
 def test_losses_on_other_validation_tokens_are_told_and_name_the_arms(tmp_path, capsys):
-    for name, losses in (("a", OLD), ("b", NEW)):
-        write_arm(tmp_path / name, OLD_MS, losses)
-        for path in (tmp_path / name).iterdir():
-            data = f'"data": {{"val_sha256": "{name * 64}"}}, "env":'
-            path.write_text(path.read_text().replace('"env":', data))
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
+    name_tokens(b, "b" * 64)
+    assert "other validation tokens" not in text_of(capsys, b, "--against", a), "A names none"
+    name_tokens(a, "a" * 64)
     assert "scored on other validation tokens than A" in text_of(capsys, b, "--against", a)
     for path in (tmp_path / "b").iterdir():
         path.rename(tmp_path / "a" / f"b_{path.name}")

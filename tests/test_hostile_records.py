@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import small_run
 from small_record import register, rewrite_claim
+from test_claim_history import git
 
 from claims.logs import MAX_BYTES, read_runs
 from claims.pages import readme
@@ -23,8 +24,7 @@ from runtime.errors import LogError, Refused
 from runtime.log import read_registry
 from scripts import record
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "records"
+RECORDS = small_run.ROOT / "records"
 NAME = "2026-11-21_Record42"
 NESTED: dict = functools.reduce(lambda inner, _: {"a": inner}, range(700), {})
 STEERING = "\x1b[2J\x1b]0;owned\x07\r\u202e"  # clears a terminal, names it, turns text around
@@ -42,7 +42,7 @@ def stranger(tmp_path):
 
 def tool(name: str, *words: object) -> subprocess.CompletedProcess:
     """Run a script with at most 8 GiB of address space."""
-    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, words)]
+    command = [sys.executable, str(small_run.ROOT / "scripts" / name), *map(str, words)]
     command = ["sh", "-c", 'ulimit -v 8388608; exec "$@"', "sh", *command]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
@@ -73,23 +73,18 @@ def test_a_git_repository_that_comes_with_a_record_runs_none_of_its_commands(
 ):
     """Its remote promises an object that is missing, by way of a command."""
     top, owned = stranger / place, tmp_path / "owned"
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(top), "-c", "user.name=x", "-c", "user.email=x", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    git("init", "-q")
+    git(top, "init", "-q")
     for content in "ab":
         (top / "x.txt").write_text(content)
-        git("add", ".")
-        git("commit", "-qm", "x")
-    tree = git("rev-parse", "HEAD^{tree}")
+        git(top, "add", ".")
+        git(top, "commit", "-qm", "x")
+    tree = git(top, "rev-parse", "HEAD^{tree}").strip()
     for key, value in {
         "core.repositoryformatversion": "1", "extensions.partialClone": "origin",
         "remote.origin.url": "ssh://nobody@localhost/x", "remote.origin.promisor": "true",
         "core.sshCommand": f"touch {owned}; false",
     }.items():  # fmt: skip
-        git("config", key, value)
+        git(top, "config", key, value)
     (top / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
     code = record.main(["verify", str(stranger)])
     said = "".join(capsys.readouterr())

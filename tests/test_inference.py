@@ -69,8 +69,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("recipe", ["record42", "copyinit"])
 def test_logits_of_the_context_are_those_of_the_whole_document(recipe):
-    """Token by token: across windows, smear, bigrams, skips and the offset of keys."""
-    model = random_model(recipe, torch.float64)
+    """Token by token: across windows, smear, n-grams, skips and the offset of keys."""
+    model = random_model(recipe, torch.float64, ngrams=4)
     most = context(model.config)
     assert most < 400, "else the document is never cut"
     tokens = torch.randint(BOS, (700,), generator=torch.Generator().manual_seed(1))

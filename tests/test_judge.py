@@ -299,8 +299,9 @@ def test_a_log_that_was_planted_or_replaced_ends_the_judgement(project, capsys, 
     (["--b", "--steps 20"], "steps is 10 in A and 20 in B"),
     (["--metric", "steps", "--margin", "1"], "val_every is 0"),
     (["--b=--help"], "train_gpt.py refuses --help"),
-    (["--pairs", "3"], "it takes 4 to 100 pairs"),
-    (["--margin", "0"], "margin is 0.0"),
+    *(([f"--pairs={pairs}"], "it takes 4 to 100 pairs") for pairs in (3, 101)),
+    (["--look-every", "0"], "1 or more between two looks"),
+    *(([f"--margin={margin}"], f"margin is {margin}") for margin in (0.0, math.nan)),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_before_anything_runs(project, capsys, words, sentence):
     assert run(*words) == 2

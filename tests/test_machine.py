@@ -25,7 +25,6 @@ from runtime.warmup import why_not_compile
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-ALONE = Machine(CPU)
 PATIENT = 120.0  # seconds in which ranks meet, on a busy machine too
 TENSOR = torch.tensor([[1.5, float("nan")], [-0.0, 3e38]], dtype=torch.bfloat16)
 
@@ -109,13 +108,6 @@ def test_ranks_share_what_they_find_and_two_are_named_where_it_must_be_equal(lef
         assert result == results[0]
     assert results[0]["agreed"] == {"size": 7}
     assert results[0]["differ"].startswith("hash is abc on rank 1 but abd on rank 0.")
-
-
-def test_one_process_is_a_group_of_itself():
-    assert (ALONE.gather(5), ALONE.on_main(lambda: 7)) == ([5], 7)
-    assert ALONE.gather_equal({"size": 7}) == {"size": 7}
-    with pytest.raises(Refused, match="'shard 3'"):
-        ALONE.on_main(lambda: int("shard 3"))
 
 
 # ---- Ranks that are lost

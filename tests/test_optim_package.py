@@ -7,12 +7,10 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
-from test_architecture import imports, roots
+from test_architecture import ROOT, imports, roots
 
-ROOT = Path(__file__).resolve().parents[1]
 GUIDE = (ROOT / "optim" / "README.md").read_text(encoding="utf-8")
 PYTHON = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.M | re.S)
 PYTHON.append(PYTHON[1].replace("shard = True", "shard = False"))  # the same loop with DDP

@@ -4,11 +4,11 @@ import hashlib
 import json
 import re
 from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
+from small_run import ROOT
 
 import train_gpt
 from data import corpus, prose
@@ -16,7 +16,6 @@ from data.corpus import TRAIN, VAL, split_documents
 from data.shards import Shard, write_shard
 from data.tokenizers import PROSE, encode, read_tokenizer
 
-ROOT = Path(__file__).parents[1]
 FIRST = "botocore-1.44.5-py3-none-any.whl"
 
 

@@ -6,13 +6,12 @@ import py_compile
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from small_run import ROOT
 
 from runtime.log import read_sources, write_files
 
-ROOT = Path(__file__).resolve().parents[1]
 TOLD = "print(json.dumps(provenance(Path.cwd())))"
 SEEN = "import json\nfrom pathlib import Path\nfrom runtime.claim import provenance\n" + TOLD
 

@@ -10,7 +10,6 @@ import torch
 from small_model import CPU, MACHINE, make_model, small
 from test_model import WINDOWS, attended, build, frequencies_of, loss_of, rms, sigmoid, turned
 
-from kernels.lookups import ngrams
 from train_gpt import initial_scalars, make_optimizers, set_schedule, spans
 
 HEAD_DIM = 8
@@ -170,12 +169,6 @@ def test_while_the_head_is_tied_the_embedding_takes_its_gradient_too():
     torch.testing.assert_close(tied.detach(), loss)
     assert model.lm_head.grad is None
     torch.testing.assert_close(model.embed.grad, apart["embed"] + apart["lm_head"])
-
-
-def test_tokens_with_too_few_before_them_read_the_tables_last_row():
-    tokens = torch.tensor([[5, 6, 7]])
-    assert ngrams(tokens[:, :1], 10, 4).tolist() == [[9]]
-    assert ngrams(tokens, 10, 3).tolist() == [[9, 9, (36313 * 7 ^ 27191 * 6 ^ 51787 * 5) % 9]]
 
 
 # ---- The constants of record 89

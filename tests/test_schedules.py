@@ -227,14 +227,6 @@ def add_stages(monkeypatch, stages):
     return repr(stages)
 
 
-def test_a_stage_changes_the_peak_of_the_learning_rate(monkeypatch):
-    stages = [train_gpt.Stage(0.5, short=1, long=2), train_gpt.Stage(0.5, short=1, long=2, lr=1.5)]
-    name = add_stages(monkeypatch, stages)
-    config = small("tiny", "copyinit", stages=name, steps=100, cooldown=0.4, final_lr=0.1)
-    rates = [at(config, step).lr for step in (20, 49, 50, 60, 80)]
-    assert rates == pytest.approx([1, 1, 1.5, 1.5, 1.5 * 0.5 + 0.1 * 0.5])
-
-
 @pytest.mark.parametrize(("batch", "rule"), [
     (0.75, "stage 1 has 1.5 rows"), (0.0, "stage 1 has 0 rows"),
 ])  # fmt: skip
@@ -257,17 +249,6 @@ def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
         assert ends[-1] == steps
         for span in found[1:]:
             assert span.first % 2 == 0
-
-
-@pytest.mark.parametrize("stages", train_gpt.STAGES.values(), ids=train_gpt.STAGES)
-def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
-    assert sum(stage.share for stage in stages) == pytest.approx(1)
-    assert all(stage.batch <= 1 for stage in stages)
-
-
-@pytest.mark.parametrize("layers", train_gpt.LAYERS.values(), ids=train_gpt.LAYERS)
-def test_no_layer_is_both_long_and_paired(layers):
-    assert not any(layer.paired and layer.window == "long" for layer in layers)
 
 
 def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tenth():

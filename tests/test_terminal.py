@@ -5,19 +5,17 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
+from small_run import ROOT
 from stub_trainer import logs_of, run, trainer_in
 
 from runtime import terminal
 from runtime.clock import Phase
 from runtime.log import header
 from runtime.terminal import Progress, closing
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def an_event(step, loss=2.0, skipped=False, train_time_ms=1000.0):
@@ -55,17 +53,6 @@ def test_a_line_comes_every_5_seconds_at_most_and_for_the_last_step(tmp_path, mo
         now[0] += 1.0
     said = re.findall(r"^step (\d+)/10 ", capsys.readouterr().out, re.MULTILINE)
     assert said == ["1", "6", "10"]
-
-
-def test_the_shown_loss_is_smooth_and_knows_no_skipped_step(tmp_path):
-    lines = make(tmp_path)
-    for step in range(1, 101):
-        lines.step(an_event(step, 3.5 if step % 2 else 7.0))
-    before = lines.loss
-    assert before == pytest.approx(5.25, abs=0.25)
-    lines.step(an_event(101, float("inf"), skipped=True))
-    lines.step(an_event(102, 500.0, skipped=True))
-    assert (lines.loss, lines.skips) == (before, 2)
 
 
 def test_the_time_left_counts_the_validations_that_are_left(tmp_path):

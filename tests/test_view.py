@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import browser as chromium
 import pytest
 from scipy.stats import ttest_ind
+from small_run import ROOT
 
 from claims.judge import JUDGEMENTS, Verdict
 from runtime.errors import Refused
@@ -22,7 +22,6 @@ from view.page import build_page, write_page
 from view.runs import Store, find_folders
 from view.server import Server
 
-ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "records" / "tiny" / "2026-11-22_ModernDefault"
 HOSTILE = "<img src=x onerror=alert(1)></script><script>window.hacked = 1</script>"
 
