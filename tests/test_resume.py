@@ -254,7 +254,7 @@ def test_a_run_whose_log_disk_was_full_to_its_end_resumes_where_the_log_ends(
     whole, tmp_path, monkeypatch
 ):
     def fill(trainer, step):
-        def full(descriptor, lines):
+        def full(descriptor, lines, sync=False):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         stub_trainer.wait_for_writer(trainer, step)
