@@ -11,6 +11,7 @@ origin), vocabulary.tiktoken (if its tokenizer is a corpus' own), checksums.json
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -114,12 +115,16 @@ def _publish(path: Path, files: Files, announce: Callable[..., bool] | None = No
 
 def _sync(path: Path) -> None:
     """Force a file, or where the system can do that the names in a folder, to the disk."""
-    with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
-        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    folder = path.is_dir()
+    try:
+        descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:  # Windows opens no folder, and some network disks sync none
+        if not folder or error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 def remove(path: Path) -> None:

@@ -251,6 +251,17 @@ def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
             assert span.first % 2 == 0
 
 
+@pytest.mark.parametrize("stages", train_gpt.STAGES.values(), ids=train_gpt.STAGES)
+def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
+    assert sum(stage.share for stage in stages) == pytest.approx(1)
+    assert all(stage.batch <= 1 for stage in stages)
+
+
+@pytest.mark.parametrize("layers", train_gpt.LAYERS.values(), ids=train_gpt.LAYERS)
+def test_no_layer_is_both_long_and_paired(layers):
+    assert not any(layer.paired and layer.window == "long" for layer in layers)
+
+
 def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tenth():
     config = configure("steps")
     validated = [step for step in range(config.steps) if at(config, step).validates]

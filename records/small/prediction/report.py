@@ -1,6 +1,7 @@
 """The figures of the prediction page, from pieces.json and losses.json beside this file.
 
     python records/small/prediction/report.py [--picture FILE.svg] [--losses FILE.json] ...
+    python records/small/prediction/report.py --rates        the rates a second time
 
 losses.json: {arm: {seed: [loss, loss on new tokens]}}, what `sweep.py PLAN --report --json` prints
 of first.json and second_gpu.json, together.
@@ -164,6 +165,33 @@ def report(losses: Losses, known: dict) -> str:
     return "\n".join(lines)
 
 
+def at_better_rates(losses: Losses, arm: str, column: int) -> list[float]:
+    """Its loss on each of two seeds, at the rate that is better on the other one."""
+    rates = [losses[f"{arm} x0.7"], losses[f"{arm} x1.4"]]
+    a, b = rates[0]
+    best = {seed: min(rates, key=lambda runs: runs[seed][column]) for seed in (a, b)}
+    return [best[b][a][column], best[a][b][column]]
+
+
+def report_rates(losses: Losses, screen: Losses) -> str:
+    """Gains over the baseline in nats, both at their better rates; last at shared rates, one seed.
+
+    The first three columns are of all tokens, the next three of new ones.
+    """
+    lines = []
+    for arm in dict.fromkeys(name.rpartition(" x")[0] for name in losses):
+        if arm != BASE and f"{arm} x1.4" in losses:
+            cells = []
+            for column in (0, 1):
+                base, own = (at_better_rates(losses, name, column) for name in (BASE, arm))
+                gains = [b - a for a, b in zip(own, base, strict=True)]
+                shared = screen[BASE]["0"][column] - screen[arm]["0"][column]
+                cells += [f"{gains[0]:+.3f}, {gains[1]:+.3f}", f"{fmean(gains):+.3f}"]
+                cells.append(f"{shared:+.3f}")
+            lines.append("| " + " | ".join([arm, *cells]) + " |")
+    return "\n".join(lines)
+
+
 def draw(losses: Losses, known: dict, path: Path) -> None:
     import matplotlib
 
@@ -197,8 +225,13 @@ def main() -> None:
     parser.add_argument("--losses", type=Path, default=HERE / "losses.json")
     parser.add_argument("--pieces", type=Path, default=HERE / "pieces.json")
     parser.add_argument("--new-tokens", action="store_true", help="compare losses on new tokens")
+    parser.add_argument("--rates", action="store_true", help="the rates a second time")
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
+    if given.rates:
+        files = "rates_losses.json", "screen_losses.json"
+        print(report_rates(*(json.loads((HERE / name).read_text()) for name in files)))
+        return
     losses = json.loads(given.losses.read_text())
     if given.new_tokens:
         losses = {arm: {seed: pair[::-1] for seed, pair in losses[arm].items()} for arm in losses}
