@@ -115,15 +115,14 @@ def _publish(path: Path, files: Files, announce: Callable[..., bool] | None = No
 
 def _sync(path: Path) -> None:
     """Force a file, or where the system can do that the names in a folder, to the disk."""
-    folder = path.is_dir()
     try:
-        descriptor = os.open(path, os.O_RDONLY if folder else os.O_RDWR)
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:  # Windows opens no folder, and some network disks sync none
-        if not folder or error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
+        if path.is_file() or error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
             raise
 
 
