@@ -35,8 +35,8 @@ FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "
 def arm_key(run: Run) -> tuple[Hashable, ...]:
     """What the runs of one arm have in common; None where a log does not say."""
     data = run.header.get("data")
-    tokens = data.get("val_sha256") if isinstance(data, dict) else None
-    return run.source, run.config_sha256, run.total_steps, run.gpu_count, tokens and str(tokens)
+    tokens = str(data["val_sha256"]) if isinstance(data, dict) and "val_sha256" in data else None
+    return run.source, run.config_sha256, run.total_steps, run.gpu_count, tokens
 
 
 def group_runs(runs: Sequence[Run]) -> list[list[Run]]:

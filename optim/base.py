@@ -79,7 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 rule = f"{setting} must be in [{least}, {bound})"
                 raise ValueError(f"{rule}, got {given!r} for parameter {name}")
         if common := {"cautious", "dtype", "grad_divisor", "nesterov", "scale"} & group.keys():
-            fix = f"give it to {type(self).__name__} itself"
+            fix = f"give it to {type(self).__name__} itself, if it has it"
             raise ValueError(f"{min(common)} of parameter {name} is not set by group; {fix}")
         if not param.is_floating_point():
             raise ValueError(f"parameter {name} is {param.dtype}; only real numbers are stepped")
@@ -126,6 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("two parameters have one name; state is kept by name: rename one")
         self.ranks = ranks_of(names, self._process_group)
         self._group_of, self._names = group_of, names
+        self._grouped = [(id(param), id(group)) for param, group in group_of.items()]
         self._built = [storage_of(param) for param in names]
         first = next(iter(names))
         self._device, self._sharded = first.device, is_sharded(first)
@@ -207,8 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def launch(self) -> None:
         """Send all gradients to their owners. Messages are the same if a gradient is missing."""
-        known = [(id(param), id(group)) for param, group in self._group_of.items()]
-        if known != [(id(p), id(group)) for group in self.param_groups for p in group["params"]]:
+        if self._grouped != [(id(p), id(g)) for g in self.param_groups for p in g["params"]]:
             what = f"param_groups of {type(self).__name__} were replaced after it was built"
             raise ValueError(f"{what}; call add_param_group, or build it from the new ones")
         require_dense(self)
@@ -383,8 +383,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         key, such as scale, stays as built. ValueError, with nothing changed, if it does not fit.
         """
         groups = copy.deepcopy(state_dict["param_groups"])
-        sizes = [len(group["params"]) for group in groups]
-        own = [len(group["params"]) for group in self.param_groups]
+        sizes, own = ([len(each["params"]) for each in of] for of in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
         for group, saved in zip(self.param_groups, groups, strict=True):
@@ -403,9 +402,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's
                 tensors[f"{names[key]}.{kind}"] = tensor
         if "wd_mul" not in groups[0]:  # by an optimizer of torch: none before a first gradient
+            given = {names[key] for key in state_dict["state"]}
             for param, kind, state in self._shapes():
-                zeros = torch.zeros(state.shape, dtype=state.dtype)
-                tensors.setdefault(f"{self._names[param]}.{kind}", zeros)
+                if (name := self._names[param]) not in given:
+                    tensors[f"{name}.{kind}"] = torch.zeros(state.shape, dtype=state.dtype)
         self.load_named_state(tensors)
         # Not loaded: the backend depends on the machine, and JSON makes a list of a split.
         of_schedulers = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}

@@ -111,9 +111,10 @@ class SafeOutput(io.TextIOWrapper):
 def start(main: Callable[[], int]) -> None:
     """Run `main` as a program: its output is safe in any encoding, and a signal ends it quietly."""
     for name in ("stdout", "stderr"):  # one that is closed is None
-        old = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
-        safe = SafeOutput(old.detach(), old.encoding, "backslashreplace", line_buffering=True)
-        setattr(sys, name, safe)
+        old = getattr(sys, name)  # not detached: handlers of logging may hold it
+        buffer = old.buffer if old else open(os.devnull, "wb")  # noqa: SIM115
+        encoding = getattr(old, "encoding", "utf-8")
+        setattr(sys, name, SafeOutput(buffer, encoding, "backslashreplace", line_buffering=True))
     hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
     for number in (signal.SIGINT, signal.SIGTERM, hangup):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup has set it so
@@ -122,7 +123,7 @@ def start(main: Callable[[], int]) -> None:
     sys.exit(main())
 
 
-QUIET = {"keep_model": "off", "sample_tokens": "0"}  # settings that older sources lack
+QUIET = {"keep_model": "--keep-model=off", "sample_tokens": "--sample-tokens=0"}  # older lack them
 
 
 def training_command(
@@ -131,6 +132,4 @@ def training_command(
     """A run of the source under `root`, whose settings are `known`; it keeps only its log."""
     words = [sys.executable, str(root / "train_gpt.py"), *flags, "--log-dir", str(folder.resolve())]
     words += ["--checkpoint-dir", str(folder.resolve() / "checkpoints")]  # of an interrupted run
-    for name in [name for name in QUIET if name in known]:
-        words += [f"--{name.replace('_', '-')}", QUIET[name]]
-    return words
+    return words + [QUIET[name] for name in QUIET if name in known]

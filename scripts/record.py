@@ -59,6 +59,7 @@ def claim(arguments: argparse.Namespace) -> int:
                       f"Leave {flag(name)} out.")
     for found in forbidden_settings(config["track"], source):
         raise Refused(f"{found}, which no record of {config['track']} may have. Leave it out.")
+    ask_trainer(ROOT, [*flags, "--claim=x"])  # its own rules, such as how many layers
     claim = Claim(
         name=arguments.name, track=config["track"], target=track.target, alpha=ALPHA, n=arguments.n,
         seeds=seeds, looks=[arguments.n], source_sha256=sha256,

@@ -15,7 +15,7 @@ from runtime import warmup as compiling
 from runtime.clock import Clock
 from runtime.errors import Refused
 from runtime.machine import Machine
-from runtime.warmup import compile_loss, find_micro_batch, warm_up, why_not_compile
+from runtime.warmup import compile_loss, find_micro_batch, planned_passes, warm_up, why_not_compile
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALONE = Machine(CPU)
@@ -103,6 +103,15 @@ def test_a_cpu_compiles_what_runs_long_a_gpu_everything_and_off_nothing(compiler
     assert compiled_by("auto", Machine(CUDA))
     assert compiled_by("on")
     assert not compiled_by("off", passes=LONG)
+
+
+@pytest.mark.parametrize(("batches", "graphs"), [([8], 1), ([8, 16, 8], 2)])
+def test_validation_costs_a_third_of_training_and_each_size_of_batch_a_graph(batches, graphs):
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(val_tokens=30, minutes=0), train_tokens=100, validations=[0, 5],
+        model=SimpleNamespace(blocks=range(7)), changes=[(0, batch, 4) for batch in batches],
+    )  # fmt: skip
+    assert planned_passes(trainer) == 120 * 7 / graphs
 
 
 # ---- Memory

@@ -102,8 +102,8 @@ def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path, monkeyp
     monkeypatch.setattr(terminal, "peak_flops", lambda machine, dtype: 48.0)
     block = make(tmp_path)
     block.validated(0, 6.9315)
-    for step in range(1, 7):
-        block.step(an_event(step, 9.0 - step, skipped=step == 6))
+    for step, loss in enumerate([8.0, 7.0, 6.0, 5.0, 4.0, float("inf")], 1):
+        block.step(an_event(step, loss, skipped=step == 6))
     lines = block.draw().plain.splitlines()
     with block.pause("validate"):
         assert "off the clock: validate, 0 s" in block.draw().plain

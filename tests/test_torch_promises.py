@@ -232,6 +232,13 @@ def test_a_guard_sees_a_group_that_was_added_to_an_optimizer_of_torch_after_it_w
     assert torch.equal(early, before)
 
 
+def test_normuon_refuses_a_state_of_torch_muon_which_has_no_variance():
+    muon = torch.optim.Muon(parameters((4, 8)), 0.1)
+    train(muon, [0])
+    with pytest.raises(ValueError, match=r"lacks 0\.variance"):
+        NorMuon(parameters((4, 8)), 0.1).load_state_dict(muon.state_dict())
+
+
 # ---- rates, compilation, state
 
 
