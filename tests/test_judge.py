@@ -35,12 +35,11 @@ from pathlib import Path
 from claims.record import TRACKS
 from runtime.log import REGISTRY, config_hash, register, source_hash
 TRACK = TRACKS["tiny"].fixed | {"track": "tiny", "target": 3.39, "val_tokens": 262_144}
-TRACK = {name: value[0] if isinstance(value, tuple) else value for name, value in TRACK.items()}
 TRACK["recipe"] = "copyinit"
 parser = argparse.ArgumentParser()
 for name, default in (("gain", 0.0), ("steps", 10), ("val-every", 0), ("seed", 0), ("trials", 1)):
     parser.add_argument(f"--{name}", type=type(default), default=default)
-for name in ("log-dir", "checkpoint-dir", "keep-model", "sample-tokens", "diverge"):
+for name in "log-dir checkpoint-dir keep-model sample-tokens diverge claim track recipe".split():
     parser.add_argument(f"--{name}", default="")
 parser.add_argument("--print-config", action="store_true")
 given = parser.parse_args()
@@ -227,7 +226,7 @@ def test_two_sources_are_compared_and_their_difference_is_kept(project, capsys):
 
 def test_a_source_from_before_models_were_kept_is_trained_too(project):
     shutil.copytree(project, project.parent / "before")
-    old = TRAINER.replace('"checkpoint-dir", "keep-model", "sample-tokens"', '"checkpoint-dir"')
+    old = TRAINER.replace("checkpoint-dir keep-model sample-tokens", "checkpoint-dir")
     (project.parent / "before" / "train_gpt.py").write_text(old)
     config = 'config["keep_model"], config["sample_tokens"] = True, 200\nif given.print_config:'
     (project / "train_gpt.py").write_text(TRAINER.replace("if given.print_config:", config))

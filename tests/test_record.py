@@ -52,6 +52,8 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     monkeypatch.setitem(TRACKS, "tiny", rules)
     sizes = small_run.SIZES | {"target": TARGET}
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    config = record.ask_trainer(record.ROOT, ["--track=tiny", "--recipe=copyinit", *flags])
+    monkeypatch.setattr(record, "ask_trainer", lambda *_: config)  # it would refuse this track
     words = ["Real", "--n", 4, "--seed", 7, "--about", "Why.", "--", "--recipe=copyinit", *flags]
     code, said = call(capsys, "claim", *words)
     assert code == 0, said

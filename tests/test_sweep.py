@@ -129,9 +129,8 @@ def test_runs_come_in_the_order_of_the_file_and_are_made_once(project, capsys):
 
 
 def test_a_source_from_before_models_were_kept_is_swept_too(project):
-    trainer = Path("train_gpt.py").read_text()
-    old = trainer.replace('"--stepz" in words:', '{"--stepz", "--keep-model=off"} & {*words}:')
-    Path("train_gpt.py").write_text(old)
+    trainer, unknown = Path("train_gpt.py"), '{"--stepz", "--keep-model=off"} & {*words}:'
+    trainer.write_text(trainer.read_text().replace('"--stepz" in words:', unknown))
     assert run({"seeds": [0]}) == 0
 
 
