@@ -377,41 +377,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": copy.deepcopy(super().state_dict()["param_groups"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of any world size: state and hyperparameters, by position.
+        """Load a `state_dict` of any world size: state and group keys, by position.
 
-        Muon also loads that of torch.optim.Muon, AdamW that of torch.optim.AdamW. What is no group
-        key, such as scale, stays as built. ValueError, with nothing changed, if it does not fit.
+        backend and split stay as built, and so does what is no group key, such as scale.
+        ValueError, with nothing changed, if it does not fit.
         """
         groups = copy.deepcopy(state_dict["param_groups"])
         sizes, own = ([len(each["params"]) for each in of] for of in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            for key in {"split", "transposed"} & group.keys() & saved.keys():
-                cut = tuple(saved[key]) if isinstance(saved[key], list) else saved[key]  # of JSON
-                if cut != group[key]:
-                    what = f"the state has {key} {saved[key]}, not {group[key]}"
-                    raise ValueError(f"{what}; build the optimizer as it was")
         saved_keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
         names = dict(zip(saved_keys, self._names.values(), strict=True))
-        if unknown := state_dict["state"].keys() - names.keys():
-            raise ValueError(f"the state has {list(unknown)[:5]}, which no group of it names")
         tensors: dict[str, Tensor] = {}
         for key, kinds in state_dict["state"].items():
-            for kind, tensor in kinds.items():
-                kind = "momentum" if kind == "momentum_buffer" else kind  # torch.optim.Muon's
-                tensors[f"{names[key]}.{kind}"] = tensor
-        if "wd_mul" not in groups[0]:  # by an optimizer of torch: none before a first gradient
-            given = {names[key] for key in state_dict["state"]}
-            for param, kind, state in self._shapes():
-                if (name := self._names[param]) not in given:
-                    tensors[f"{name}.{kind}"] = torch.zeros(state.shape, dtype=state.dtype)
+            tensors |= {f"{names[key]}.{kind}": tensor for kind, tensor in kinds.items()}
         self.load_named_state(tensors)
-        # Not loaded: the backend depends on the machine, and JSON makes a list of a split.
-        of_schedulers = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
-        known = {*self.defaults, *of_schedulers} - {"backend", "split"}
+        built = {"params", "param_names", "backend", "split"}
         for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: saved[key] for key in known if key in saved})
+            group.update({key: value for key, value in saved.items() if key not in built})
 
 
 def decay_of(group: dict[str, Any]) -> Any:
