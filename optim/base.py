@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
-from .state import State, names_of, params_of, require_dense, require_divisor, storage_of
+from .state import State, names_of, params_of, require_divisor
 
 Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
 
@@ -92,27 +92,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # ---- construction
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters and keep the state of the others. Collective."""
-        super().add_param_group(param_group)
-        if not hasattr(self, "buckets"):  # torch calls this in the constructor too
-            return
-        try:
-            self._build()
-        except Exception:
-            self.param_groups.pop()
-            raise
-
     def __getstate__(self) -> dict[str, Any]:
         """Refuse pickle and deepcopy: state is in buckets, not in optimizer.state."""
         raise TypeError(f"{type(self).__name__} cannot be copied; copy its state_dict() instead")
 
     def _build(self) -> None:
-        """Cut parameters, give parts to ranks, allocate state, keep what state there was.
+        """Cut parameters, give parts to ranks, allocate state. Collective.
 
-        Collective. ValueError, with nothing changed, for what cannot be stepped.
+        ValueError for what cannot be stepped.
         """
-        kept = dict(self.named_state()) if hasattr(self, "buckets") else {}
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         if not group_of:
             raise ValueError(f"{type(self).__name__} got groups without parameters; leave it out")
@@ -126,8 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("two parameters have one name; state is kept by name: rename one")
         self.ranks = ranks_of(names, self._process_group)
         self._group_of, self._names = group_of, names
-        self._grouped = [(id(param), id(group)) for param, group in group_of.items()]
-        self._built = [storage_of(param) for param in names]
+        self._built = self._members()
         first = next(iter(names))
         self._device, self._sharded = first.device, is_sharded(first)
         self.messages: list[Message] = []
@@ -142,7 +129,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             alike.setdefault(param.dtype, []).extend(self._parts[param])
         for parts in alike.values():
             self._share(parts)
-        self.load_some(kept)
+
+    def _members(self) -> list[tuple[Any, ...]]:
+        """What parts are cut by: the groups, and how their parameters are stored."""
+        return [
+            (id(group), id(p), p.shape, p.dtype, p.device, p.is_contiguous())
+            for group in self.param_groups
+            for p in group["params"]
+        ]
 
     def _cut(self, number: int, param: Tensor, group: dict[str, Any]) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
@@ -208,15 +202,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def launch(self) -> None:
         """Send all gradients to their owners. Messages are the same if a gradient is missing."""
-        if self._grouped != [(id(p), id(g)) for g in self.param_groups for p in g["params"]]:
-            what = f"param_groups of {type(self).__name__} were replaced after it was built"
-            raise ValueError(f"{what}; call add_param_group, or build it from the new ones")
-        require_dense(self)
-        for (param, name), built in zip(self._names.items(), self._built, strict=True):
-            if storage_of(param) != built:
-                now = f"parameter {name} is {storage_of(param)} now and was {built}"
-                fix = "convert a model first, then build its optimizer"
-                raise ValueError(f"{now} when {type(self).__name__} was built; {fix}")
+        if self._members() != self._built:
+            what = f"{type(self).__name__} was built before its groups or parameters changed"
+            raise ValueError(f"{what}; convert a model first, then build it from all groups")
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
         self._waits = [message.reduce() for message in self.messages]

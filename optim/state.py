@@ -28,22 +28,9 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
     return names or [str(number) for number in range(len(params_of(optimizer)))]
 
 
-def storage_of(param: Tensor) -> str:
-    """What .bfloat16(), .cuda(), .to(memory_format=...) or a new .data changes of a parameter."""
-    order = "contiguous" if param.is_contiguous() else "not contiguous"
-    return f"{tuple(param.shape)} {param.dtype} on {param.device}, {order},"
-
-
 def require_divisor(grad_divisor: float) -> None:
     if not 0 < grad_divisor < float("inf"):
         raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
-
-
-def require_dense(optimizer: torch.optim.Optimizer) -> None:
-    """TypeError if a gradient is sparse."""
-    for name, param in zip(names_of(optimizer), params_of(optimizer), strict=True):
-        if param.grad is not None and param.grad.layout != torch.strided:
-            raise TypeError(f"parameter {name} has a sparse gradient; build it with sparse=False")
 
 
 def named_state(optimizer: Any, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .buckets import READ_AT_ONCE, RankGroup
 from .sharded import is_sharded, whole
-from .state import params_of, require_dense, require_divisor
+from .state import params_of, require_divisor
 
 
 class TorchOptimizer:
@@ -37,7 +37,6 @@ class TorchOptimizer:
 
     def launch(self) -> None:
         """Start to sum the gradients over the ranks."""
-        require_dense(self.optimizer)
         self.params = params_of(self.optimizer)  # a group may be new
         self._sums = []
         for param in self.params if self.ranks.size > 1 else ():

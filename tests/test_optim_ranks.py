@@ -215,13 +215,12 @@ def refusals(mesh):
         return Muon(named, 0.1, **options)
 
     rows, columns, same = param(Shard(0)), param(Shard(1)), param(Replicate())
-    later, theirs = muon(("w", rows)), torch.optim.SGD([("w", rows)], 0.1)
+    theirs = torch.optim.SGD([("w", rows)], 0.1)
     flat = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     world = dist.group.WORLD
     rule = "(Shard(dim=1),); supported is (Shard(dim=0),) or (Replicate(), Shard(dim=0))"
     cases = [
         (lambda: muon(("w", columns)), f"parameter w has placements {rule}"),
-        (lambda: later.add_param_group({"params": [("x", columns)]}), "parameter x has placements"),
         (lambda: AdamW([("w", same)], 0.1), "parameter w has placements (Replicate(),)"),
         (lambda: muon(("w", rows), ("v", torch.ones(4, 4))), "v on cpu; build an optimizer for"),
         (lambda: muon(("w", rows), process_group=world), "parameter w; leave out process_group"),

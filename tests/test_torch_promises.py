@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 from itertools import product
 
 import pytest
@@ -145,57 +144,23 @@ def test_a_loaded_learning_rate_is_not_that_of_the_optimizer_that_was_saved():
 # ---- gradients and weights that changed
 
 
-@pytest.mark.parametrize("kind", [Muon, AdamW, torch.optim.AdamW])
-def test_a_sparse_gradient_is_refused_in_a_sentence_that_names_the_parameter(kind):
-    layer = nn.Embedding(8, 4, sparse=True)
-    optimizer = kind(layer.named_parameters(), 0.1)
-    layer(torch.tensor([1, 2])).sum().backward()
-    before = layer.weight.detach().clone()
-    with pytest.raises(TypeError, match=r"^parameter weight has a sparse gradient; build it with"):
-        Guard([optimizer]).step()
-    assert torch.equal(layer.weight, before)
-
-
-@pytest.mark.parametrize(("kind", "change", "now"), [
-    (NorMuon, {"dtype": torch.float64}, "float64 on cpu, contiguous"),
-    (AdamW, {"dtype": torch.bfloat16}, "bfloat16 on cpu, contiguous"),
-    (AdamW, {"memory_format": torch.channels_last}, "float32 on cpu, not contiguous"),
+@pytest.mark.parametrize("change", [
+    lambda optimizer, layer: layer.double(),
+    lambda optimizer, layer: layer.to(memory_format=torch.channels_last),
+    lambda optimizer, layer: setattr(layer.weight, "data", torch.ones(9, 3, 3, 3)),
+    lambda optimizer, layer: optimizer.add_param_group({"params": parameters((4, 8))}),
+    lambda optimizer, layer: optimizer.param_groups.append({**optimizer.param_groups.pop()}),
 ])  # fmt: skip
-def test_a_model_that_was_converted_after_its_optimizer_was_built_is_refused_until_it_turns_back(
-    kind, change, now
-):
-    model = nn.Conv2d(3, 8, 3, bias=False) if kind is AdamW else nn.Linear(8, 4, bias=False)
-    optimizer = kind(model.named_parameters(), 0.1)
+def test_a_model_or_groups_that_changed_after_an_optimizer_was_built_are_refused(change):
+    layer = nn.Conv2d(3, 8, 3, bias=False)
+    optimizer = AdamW(layer.parameters(), 0.1)
     train(optimizer, range(2))
-    model.to(**change)
-    weight = model.weight.detach().clone()
-    shape = f"{tuple(weight.shape)} torch."
-    rule = f"weight is {shape}{now}, now and was {shape}float32 on cpu, contiguous, when "
-    fix = f"{kind.__name__} was built; convert a model first"
-    with pytest.raises(ValueError, match=re.escape(rule + fix)):
+    change(optimizer, layer)
+    weight = layer.weight.detach().clone()
+    layer.weight.grad = None
+    with pytest.raises(ValueError, match=r"AdamW was built before .*; convert a model"):
         train(optimizer, [2])
-    assert torch.equal(model.weight, weight)
-    model.to(dtype=torch.float32, memory_format=torch.contiguous_format)
-    train(optimizer, [2])
-    assert not torch.equal(model.weight, weight.float())
-
-
-def test_a_parameter_that_grew_after_its_optimizer_was_built_is_refused():
-    layer = nn.Embedding(4, 3)
-    optimizer = AdamW(layer.named_parameters(), 0.1)
-    layer.weight.data = torch.cat([layer.weight.data, torch.ones(2, 3)])
-    layer.weight.sum().backward()
-    with pytest.raises(ValueError, match=r"weight is \(6, 3\) .* now and was \(4, 3\)"):
-        optimizer.step()
-
-
-def test_groups_that_were_replaced_by_hand_are_refused_with_the_way_to_add_one():
-    optimizer, late = AdamW(parameters((4, 8)), 0.1), parameters((4, 8))
-    (group,) = optimizer.param_groups
-    for now in ([{**group}], [group, {**group, "params": late}], []):
-        optimizer.param_groups = now
-        with pytest.raises(ValueError, match=r"AdamW were replaced .*; call add_param_group"):
-            optimizer.step()
+    assert torch.equal(layer.weight, weight)
 
 
 def test_a_gradient_in_channels_last_is_read_in_its_own_order():
