@@ -304,13 +304,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 yield param, kind, state
 
     @torch.no_grad()
-    def named_state(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield ("parameter.state", whole tensor) pairs, only on `rank` if one is given.
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield ("parameter.state", whole tensor) pairs, ready for safetensors.
 
-        All values are tensors, ready for safetensors. Collective: all ranks must exhaust it.
+        Collective: all ranks must exhaust it.
         """
-        by_itself = self.ranks.group is None and dist.is_available() and dist.is_initialized()
-        here = dist.get_rank() if by_itself else self.ranks.rank  # DistributedDataParallel
         for param, kind, state in self._shapes():
             whole = torch.zeros(state.shape, dtype=state.dtype, device=param.device)
             for part in self._parts[param]:
@@ -320,8 +318,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if self.ranks.size > 1:
                     bits = cut.view(-1).view(torch.uint8)
                     dist.broadcast(bits, group=self.ranks.group, group_src=part.owner)
-            if rank in (None, here):
-                yield f"{self._names[param]}.{kind}", whole
+            yield f"{self._names[param]}.{kind}", whole
 
     @torch.no_grad()
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:

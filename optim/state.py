@@ -33,15 +33,14 @@ def require_divisor(grad_divisor: float) -> None:
         raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
 
 
-def named_state(optimizer: Any, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield ("parameter.state", whole tensor) pairs of any optimizer, only on `rank` if given.
+def named_state(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield ("parameter.state", whole tensor) pairs of any optimizer.
 
     Collective: all ranks must exhaust it. TypeError for state that is not a tensor.
     """
     if hasattr(optimizer, "named_state"):
-        yield from optimizer.named_state(rank)
+        yield from optimizer.named_state()
         return
-    here = rank is None or not dist.is_initialized() or dist.get_rank() == rank
     for name, param in zip(names_of(optimizer), params_of(optimizer), strict=True):
         for kind, value in optimizer.state.get(param, {}).items():
             if value is None:
@@ -49,8 +48,7 @@ def named_state(optimizer: Any, rank: int | None = None) -> Iterator[tuple[str, 
             if not isinstance(value, Tensor):
                 raise TypeError(f"{kind} of parameter {name} is {value!r}; keep it in a tensor")
             found = value.full_tensor() if hasattr(value, "full_tensor") else value
-            if here:
-                yield f"{name}.{kind}", found.detach().clone()
+            yield f"{name}.{kind}", found.detach().clone()
 
 
 def load_named_state(optimizer: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -102,9 +100,11 @@ def copy_state(optimizer: Any, source: str, target: str) -> None:
 def gather_state(optimizers: Mapping[str, Any], guard: Any) -> dict[str, Tensor]:
     """The state of all optimizers and their guard, on the host of rank 0. Collective."""
     state = {f"guard.{name}": tensor.cpu() for name, tensor in guard.state_dict().items()}
+    several = dist.is_available() and dist.is_initialized()
     for kind, optimizer in optimizers.items():
-        for name, tensor in named_state(optimizer, rank=0):
-            state[f"{kind}.{name}"] = tensor.cpu()
+        for name, tensor in named_state(optimizer):
+            if not several or dist.get_rank() == 0:
+                state[f"{kind}.{name}"] = tensor.cpu()
     return state
 
 

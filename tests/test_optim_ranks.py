@@ -125,7 +125,6 @@ def walk(method, rank=0, size=1, group=None, mesh=None, selecting=False):
         buckets = optimizer.buckets
         moments = [bucket.state.get("momentum", bucket.state.get("exp_avg")) for bucket in buckets]
         found["owned"] = sum(moment.numel() for moment in moments)
-    found["streamed"] = len(list(named_state(optimizer, rank=1)))
     state, in_torchs_form, kept = dict(named_state(optimizer)), optimizer.state_dict(), []
     for load in (
         lambda: load_named_state(optimizer, state),
@@ -322,8 +321,6 @@ def test_ranks_take_the_steps_skips_and_norms_of_one_process(truth, ranks, metho
     replicas = 2 if layout == "replicas of shards" and method != "torch" else 1
     if method != "torch":
         assert sum(cell["owned"] for cell in cells) == replicas * expected["owned"]
-    states, streams = len(cells[0]["returned"][0]), [cell["streamed"] for cell in cells]
-    assert streams.count(states) == (replicas if len(cells) > 1 else 0)
 
 
 @pytest.mark.parametrize("method", METHODS)
