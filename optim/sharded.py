@@ -1,4 +1,4 @@
-"""Parameters that torch's fully_shard splits by rows over the ranks (FSDP2 and HSDP).
+"""Parameters that torch's fully_shard splits by rows over the ranks (FSDP2).
 
 Each rank holds a shard: the same number of rows, fewer or none at the end. Gradients arrive reduced
 and in shards. AdamW steps a shard in place. For Muon one all-to-all takes the pieces of
@@ -42,19 +42,16 @@ def ranks_of(names: Mapping[Any, str], process_group: Any) -> RankGroup:
     [(place, name)] = places.items()
     if isinstance(place, torch.device):
         return RankGroup.of(process_group)
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Shard
 
-    supported = [(Shard(0),), (Replicate(), Shard(0))]
     for param, own in names.items():
-        if tuple(param.placements) not in supported:
-            rule = " or ".join(map(str, supported))
+        if tuple(param.placements) != (Shard(0),):
             what = f"parameter {own} has placements {tuple(param.placements)}"
-            raise ValueError(f"{what}; supported is {rule}, as fully_shard splits over one mesh")
+            raise ValueError(f"{what}; fully_shard on a mesh of one dimension has (Shard(dim=0),)")
     if process_group is not None:
         what = f"fully_shard has already reduced the gradient of parameter {name}"
         raise ValueError(f"{what}; leave out process_group")
-    # Each replica of HSDP takes the whole step: its ranks hold the same reduced gradients.
-    return RankGroup.of(place.get_group(place.ndim - 1))
+    return RankGroup.of(place.get_group())
 
 
 def whole(tensor: Any, device: torch.device) -> Tensor:

@@ -22,7 +22,6 @@ from optim import AdamW, Guard, Muon, NorMuon, SpikeRule, load_named_state, name
 
 GROUPS = {"ranks 2": 2, "ranks 3": 3, "ranks 4": 4}  # each sums the gradients of its own batches
 MESHES = {"shards 1": [0], "shards 2": [0, 1], "shards 3": [0, 1, 2], "shards 4": [0, 1, 2, 3]}
-MESHES["replicas of shards"] = [[0, 1], [2, 3]]
 LAYOUTS = [*GROUPS, *MESHES]
 SELECTING = {"ranks 3", "shards 1", "shards 4"}  # by the flag, as on a GPU, instead of reading it
 MICRO_BATCHES = 24  # divided by all numbers of ranks
@@ -71,9 +70,9 @@ def build(method, group=None, mesh=None):
 def split_over(mesh, values):
     if mesh is None:
         return values
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    return distribute_tensor(values, mesh, [Replicate(), Shard(0)][-mesh.ndim :])
+    return distribute_tensor(values, mesh, [Shard(0)])
 
 
 def give_gradients(method, params, step, rank, size, mesh):
@@ -217,7 +216,7 @@ def refusals(mesh):
     theirs = torch.optim.SGD([("w", rows)], 0.1)
     flat = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     world = dist.group.WORLD
-    rule = "(Shard(dim=1),); supported is (Shard(dim=0),) or (Replicate(), Shard(dim=0))"
+    rule = "(Shard(dim=1),); fully_shard on a mesh of one dimension has (Shard(dim=0),)"
     cases = [
         (lambda: muon(("w", columns)), f"parameter w has placements {rule}"),
         (lambda: AdamW([("w", same)], 0.1), "parameter w has placements (Replicate(),)"),
@@ -246,10 +245,8 @@ def process(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
     results, meshes = {}, {}
     for name, ranks in MESHES.items():  # all ranks help to make each
-        layout = torch.tensor(ranks)
-        names = ("replica", "shard")[-layout.ndim :]
-        meshes[name] = DeviceMesh("cpu", layout, mesh_dim_names=names)
-        if rank in layout:
+        meshes[name] = DeviceMesh("cpu", ranks)
+        if rank in ranks:
             for method in METHODS:
                 walked = walk(method, mesh=meshes[name], selecting=name in SELECTING)
                 results[method, name] = walked
@@ -266,8 +263,7 @@ def process(rank, folder):
     if rank < 2:
         results["saved"] = save(folder, meshes["shards 2"])
     dist.barrier()  # the checkpoint is there
-    for name in ("shards 4", "replicas of shards"):
-        results["loaded", name] = load(folder, meshes[name])
+    results["loaded"] = load(folder, meshes["shards 4"])
     results["refused"] = refusals(meshes["shards 4"])
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
@@ -318,9 +314,8 @@ def test_ranks_take_the_steps_skips_and_norms_of_one_process(truth, ranks, metho
             assert same(state, {name: last[name] for name in state})
     for one, other in pairwise(cells):
         assert all(same(a, b) for a, b in zip(one["seen"], other["seen"], strict=True))
-    replicas = 2 if layout == "replicas of shards" and method != "torch" else 1
     if method != "torch":
-        assert sum(cell["owned"] for cell in cells) == replicas * expected["owned"]
+        assert sum(cell["owned"] for cell in cells) == expected["owned"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -351,10 +346,9 @@ def test_what_two_ranks_save_with_torch_loads_on_another_number_and_saving_steps
         assert same(before, after)
         assert sharded == {name for name in after if not name.endswith((".step", ".variance"))}
     for results in ranks:
-        for layout in ("shards 4", "replicas of shards"):
-            state, rate = results["loaded", layout]
-            assert same(state, ranks[0]["saved"][0])
-            assert rate == 0.05
+        state, rate = results["loaded"]
+        assert same(state, ranks[0]["saved"][0])
+        assert rate == 0.05
 
 
 def test_other_placements_and_meshes_are_refused_by_name(ranks):
