@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
-from .state import State, names_of, params_of, require_divisor
+from .state import State, names_of, params_of
 
 Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
 
@@ -50,7 +50,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         grad_divisor: float = 1,
         compiled: bool | None = None,
     ):
-        require_divisor(grad_divisor)
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
         self._process_group = process_group
         super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})

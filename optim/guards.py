@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 
 from .base import ShardedOptimizer
 from .buckets import widest
-from .state import names_of, params_of, require_divisor
+from .state import names_of, params_of
 from .torch_optimizer import TorchOptimizer
 
 TAKEN, NONFINITE, SPIKE = range(3)  # first number of a verdict
@@ -94,8 +94,7 @@ class Guard:
             self._spikes.window.fill_(torch.nan)
 
     def divide_by(self, grad_divisor: float) -> None:
-        """From the next step on, divide summed gradients by this number; ValueError if it is 0."""
-        require_divisor(grad_divisor)
+        """From the next step on, divide summed gradients by this number."""
         for part in self._parts:
             part.grad_divisor = grad_divisor
 

@@ -28,11 +28,6 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
     return names or [str(number) for number in range(len(params_of(optimizer)))]
 
 
-def require_divisor(grad_divisor: float) -> None:
-    if not 0 < grad_divisor < float("inf"):
-        raise ValueError(f"grad_divisor must be positive, got {grad_divisor!r}; 1 is a sum")
-
-
 def named_state(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield ("parameter.state", whole tensor) pairs of any optimizer.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .buckets import READ_AT_ONCE, RankGroup
 from .sharded import is_sharded, whole
-from .state import params_of, require_divisor
+from .state import params_of
 
 
 class TorchOptimizer:
@@ -20,7 +20,6 @@ class TorchOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_group: Any, grad_divisor: float):
-        require_divisor(grad_divisor)
         self.optimizer, self.grad_divisor = optimizer, grad_divisor
         self.ranks = RankGroup.of(process_group)
         self.params = params_of(optimizer)
