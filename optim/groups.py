@@ -1,6 +1,5 @@
 """Sends each parameter to exactly one optimizer: by a table, or by a rule for any model."""
 
-import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -54,7 +53,7 @@ def build_optimizers(
         for group in optimizer.param_groups:
             if not isinstance(optimizer, ShardedOptimizer):
                 _fold(group)
-            group["initial_lr"] = copy.deepcopy(group["lr"])  # a schedule may fill a tensor
+            group["initial_lr"] = group["lr"]
     return optimizers
 
 

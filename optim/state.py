@@ -70,9 +70,7 @@ def reset(optimizer: Any) -> None:
     """Forget all steps: state as before the first one, and the initial learning rate."""
     getattr(optimizer, "reset", optimizer.state.clear)()
     for group in optimizer.param_groups:
-        initial = copy.deepcopy(group.get("initial_lr", group["lr"]))  # a tensor may be filled
-        held = isinstance(group["lr"], Tensor)  # by a schedule, too
-        group["lr"] = group["lr"].copy_(torch.as_tensor(initial)) if held else initial
+        group["lr"] = group.get("initial_lr", group["lr"])
 
 
 def copy_state(optimizer: Any, source: str, target: str) -> None:
