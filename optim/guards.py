@@ -117,9 +117,6 @@ class Guard:
         numbers = sorted({self.optimizers.index(optimizer) for optimizer in chosen})
         norms = self.measure(numbers)
         totals = torch.stack([torch.linalg.vector_norm(each) for each in norms])
-        if not self.nonfinite and self.spike is None:
-            self.commit(numbers, True)
-            return torch.cat([totals.new_zeros(3), totals]).to(widest(self._device))
         ok, verdict = self.judge(numbers, norms, totals, loss)
         self.commit(numbers, ok)
         for number, spoiled in enumerate(self._spoiled):
@@ -173,11 +170,10 @@ class Guard:
             judged.append(~spoiled & (number in numbers))
         return torch.stack(values), torch.stack(judged)
 
-    def commit(self, numbers: Sequence[int], ok: Tensor | bool) -> None:
+    def commit(self, numbers: Sequence[int], ok: Tensor) -> None:
         """Let the optimizers step if `ok` is true, and drop sums with a skipped step in them."""
         for number in numbers:
-            taken = ok & ~self._spoiled[number] if isinstance(ok, Tensor) else ok
-            self._parts[number].step(ok=taken)
+            self._parts[number].step(ok=ok & ~self._spoiled[number])
         for number in numbers:  # the update of one overlaps the messages of the others
             self._parts[number].finish()
 
