@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = False  # Triton reads TRITON_INTERPRET when a kernel is defined, at the first import
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
-
-    INTERPRETED = bool(triton.knobs.runtime.interpret)
 
     # Trap: use only builtins of the language. Triton's library functions are compiled or
     # interpreted by the value of TRITON_INTERPRET when Triton was imported, not this kernel.
@@ -68,11 +65,8 @@ def obstacle(device: torch.device) -> str | None:
     """Why the kernel cannot run on `device`, with the fix; None if it can."""
     if not HAS_TRITON:
         return 'Triton is not installed: pip install "triton>=3.6"'
-    if INTERPRETED:
-        return None
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
-        fix = "to check results on a CPU, slowly, start Python with TRITON_INTERPRET=1"
-        return f"{device} is no CUDA device; {fix}"
+        return f"{device} is no CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         name = torch.cuda.get_device_name(device)
@@ -89,12 +83,6 @@ def symmetric_product(
     share memory. The upper triangle is summed in float32, rounded once and mirrored. Trap: nothing
     is checked here; `obstacle` says whether the kernel can run.
     """
-    if INTERPRETED and X.dtype == torch.bfloat16:
-        # Trap: the interpreter multiplies bf16 as integers. float32 holds every bf16 value.
-        wide = torch.empty_like(out, dtype=torch.float32)
-        D = None if D is None else D.float()
-        symmetric_product(X.float(), wide, alpha=alpha, D=D, beta=beta)
-        return out.copy_(wide)
     B, n, m = X.shape
     tiling = _tiling(B, n, X.dtype)
     with torch.cuda.device_of(X):

@@ -123,7 +123,6 @@ def test_the_rule_takes_the_kernel_where_it_suits(device, shape, obstacle, backe
     assert choice.backend == backend
 
 
-@pytest.mark.skipif(kernels.obstacle(CPU) is None, reason="Triton's interpreter is on")
 def test_a_forced_kernel_that_cannot_run_says_why_and_what_would_help():
     with pytest.raises(ValueError, match=r"'triton' cannot run on cpu: .*; or choose auto"):
         choose(4, 4, "polar_express", torch.float32, CPU, "triton")
