@@ -147,8 +147,6 @@ def _differentiate(ctx, dout, _):
 
 
 _windowed_attention.register_autograd(_differentiate, setup_context=_save)
-for _device in ("cpu", "cuda"):  # else torch.autocast would change the dtypes inside
-    _windowed_attention.register_autocast(_device, torch.bfloat16)
 
 
 class PortableAttention:

@@ -43,13 +43,10 @@ class RankGroup(NamedTuple):
 
     @classmethod
     def of(cls, process_group: Any) -> "RankGroup":
-        """The ranks of a process group; None: this process alone. ValueError if not a member."""
+        """The ranks of a process group; None: this process alone."""
         if process_group is None:
             return cls(None, 0, 1)
-        rank = dist.get_rank(process_group)
-        if rank < 0:
-            raise ValueError("this process is not a member of process_group; build on members only")
-        return cls(process_group, rank, dist.get_world_size(process_group))
+        return cls(process_group, dist.get_rank(process_group), dist.get_world_size(process_group))
 
 
 @dataclass(eq=False)

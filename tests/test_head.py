@@ -173,13 +173,6 @@ def test_weights_get_no_gradient_and_the_next_tokens_loss_gives_none():
         assert dweights is None
 
 
-def test_a_second_derivative_is_refused_as_the_gradients_would_pass_for_constants():
-    x, weight, targets = problem(9)
-    loss = linear_cross_entropy(x.requires_grad_(), weight, targets, softcap=SIGMOID)
-    with pytest.raises(RuntimeError, match="no second derivative; use plain_cross_entropy"):
-        torch.autograd.grad(loss, x, create_graph=True)
-
-
 # ---- FP8
 
 

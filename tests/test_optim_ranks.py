@@ -257,9 +257,6 @@ def process(rank, folder):
                 walked = walk(method, rank, size, group, selecting=name in SELECTING)
                 results[method, name] = walked
             results["hooked", name] = hooked(group)
-        else:
-            with pytest.raises(ValueError, match="not a member"):
-                build("muon", group)
     if rank < 2:
         results["saved"] = save(folder, meshes["shards 2"])
     dist.barrier()  # the checkpoint is there
