@@ -86,22 +86,20 @@ def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[s
             if param.requires_grad:
                 places.setdefault(param, []).append((f"{path}.{leaf}".lstrip("."), module))
     heads, table, used = heads_of(model), list(rows), set()
-    together: dict[tuple[str, str, bool], dict[str, Any]] = {}
+    together: dict[tuple[str, str], dict[str, Any]] = {}
     for param, found in places.items():
         names, modules = zip(*found, strict=True)
         own = [row for row in table if any(fnmatchcase(name, row.pattern) for name in names)]
         used |= {row.pattern for row in own}
         if len(own) > 1:
             raise ValueError(f"parameter {names[0]} matches several rows: {own}; keep one")
-        optimizer, reason, options = kind_of(names[0], param, modules, heads)
+        optimizer, reason = kind_of(names[0], param, modules, heads)
+        options: Mapping[str, Any] = {}
         if own:
-            kept = options if optimizer == own[0].optimizer else {}  # a weight stays transposed
-            optimizer, reason = own[0].optimizer, f"row {own[0].pattern}"
-            options = {**kept, **own[0].options}
+            optimizer, reason, options = own[0].optimizer, f"row {own[0].pattern}", own[0].options
         reason = ", tied to ".join([reason, *names[1:]])
-        key = optimizer, reason, options.get("transposed", False)
-        group = together.setdefault(key, {"params": [], "name": reason, **options})
-        group["params"].append((names[0], param))
+        group = {"params": [], "name": reason, **options}
+        together.setdefault((optimizer, reason), group)["params"].append((names[0], param))
     unused = [row.pattern for row in table if row.pattern not in used]
     if unused:
         raise ValueError(f"no parameter has a name that matches {unused}; see named_parameters()")
@@ -113,21 +111,19 @@ def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[s
 
 def kind_of(
     name: str, param: Tensor, modules: Iterable[Module], heads: Mapping[Module, str]
-) -> tuple[str, str, Mapping[str, Any]]:
-    """Optimizer, reason and group keys of a parameter, from its name, shape and modules."""
+) -> tuple[str, str]:
+    """Optimizer and reason of a parameter, from its name, shape and modules."""
     leaf, types = name.rpartition(".")[2], " ".join(type(module).__name__ for module in modules)
     if "Embed" in types or re.search("(^|_)emb|embed|token|position|wte|wpe", leaf):
-        return "adamw", "embedding", {}
+        return "adamw", "embedding"
     if "Conv" in types and param.ndim > 2:
-        return "adamw", "convolution", {}
+        return "adamw", "convolution"
     matrices = param.ndim in (2, 3) and min(param.shape[-2:]) > 1
     if not matrices or "bias" in leaf or re.search(r"Norm\b", types):  # no LayerNormLinear
-        return "adamw", "norm, bias or vector", {}
+        return "adamw", "norm, bias or vector"
     for module in heads.keys() & modules:
-        return "adamw", heads[module], {}
-    if "Conv1D" in types:  # of GPT-2 in transformers
-        return "muon", "hidden matrix (in, out)", {"transposed": True}
-    return "muon", "hidden matrix" if param.ndim == 2 else "stack of hidden matrices", {}
+        return "adamw", heads[module]
+    return "muon", "hidden matrix" if param.ndim == 2 else "stack of hidden matrices"
 
 
 def heads_of(model: Module) -> dict[Module, str]:

@@ -61,12 +61,6 @@ def normuon(
     return descend(weights, direction * factor, decay, cautious), momentum, variance
 
 
-def sides_of(param: Tensor, group: dict[str, Any]) -> tuple[int, int]:
-    """Outputs and inputs of each matrix: its rows and cols, or cols and rows if transposed."""
-    rows, cols = param.shape[-2:]
-    return (cols, rows) if group["transposed"] else (rows, cols)
-
-
 def matrix_shapes(shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
     """How a parameter's memory is viewed: stacks of equal matrices (matrices, rows, cols)."""
     *batch, rows, cols = shape
@@ -107,8 +101,6 @@ class Muon(ShardedOptimizer):
     (768, 128, 128) for Q, K and V of unequal heights. A tuple that adds up to the longer side
     reads the memory in rows as long as the shorter: with six heads, (C // 3,) * 6 + (C, C) takes
     Q and K of (C, 4C) by pairs of heads, V and O whole.
-    transposed, also a group key: a weight is stored as (in, out), which matters for the scale and
-    NorMuon's rows.
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "momentum": (0, 1)}
@@ -124,7 +116,6 @@ class Muon(ShardedOptimizer):
         weight_decay: float = 0.0,
         scale: str = "spectral",
         split: Split = None,
-        transposed: bool = False,
         method: str = "polar_express",
         backend: str = "auto",
         dtype: torch.dtype | None = None,
@@ -135,7 +126,7 @@ class Muon(ShardedOptimizer):
         self.nesterov, self.scale, self.dtype = nesterov, scale, dtype
         self.at_once = CPU_BATCH_BYTES // (dtype or native_dtype(torch.device("cpu"))).itemsize
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        defaults |= {"split": split, "transposed": transposed, "method": method, "backend": backend}
+        defaults |= {"split": split, "method": method, "backend": backend}
         super().__init__(params, {**defaults, **self.more_defaults}, **options)
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
@@ -144,8 +135,6 @@ class Muon(ShardedOptimizer):
         if len(shape) not in (2, 3):
             rule = "Muon needs (rows, cols) or (k, rows, cols); give it to AdamW"
             raise ValueError(f"parameter {name} has shape {shape}, {rule}")
-        if group["transposed"] and group["split"] is not None:
-            raise ValueError(f"parameter {name} is transposed, and split cuts rows; drop one")
         require_split(group["split"], shape[-2], max(shape[-2:]), name)
         for _, rows, cols in matrix_shapes(shape, group["split"]):
             self._choice(param, group, rows, cols)
@@ -166,7 +155,7 @@ class Muon(ShardedOptimizer):
 
     def _method(self, bucket: Bucket) -> Method:
         group = bucket.group
-        scale = SCALES[self.scale](*sides_of(bucket.param, group))
+        scale = SCALES[self.scale](*bucket.param.shape[-2:])
         rates = {"rate": group["lr"] * group["lr_mul"] * scale, "beta": group["momentum"]}
         choice = self._choice(bucket.param, group, *bucket.shape[1:])
         fixed = {"nesterov": self.nesterov, "cautious": self.cautious, "choice": choice}
@@ -204,7 +193,7 @@ class NorMuon(Muon):
         count = sum(matrices for matrices, _, _ in shapes)
         _, rows, cols = shapes[0]
         variance = State((count, 1, cols), (1, -1), param.dtype)
-        if mean_axis(param, group) == -1:
+        if mean_axis(param) == -1:
             whole: tuple[int, ...] = (count, rows, 1)
             if isinstance(group["split"], tuple):
                 whole = (sum(matrices * height for matrices, height, _ in shapes), 1)
@@ -214,11 +203,10 @@ class NorMuon(Muon):
     def _method(self, bucket: Bucket) -> Method:
         _, fixed, rates = super()._method(bucket)
         fixed["beta2"] = bucket.group["beta2"]
-        fixed["axis"] = mean_axis(bucket.param, bucket.group)
+        fixed["axis"] = mean_axis(bucket.param)
         return normuon, fixed, rates
 
 
-def mean_axis(param: Tensor, group: dict[str, Any]) -> int:
+def mean_axis(param: Tensor) -> int:
     """The axis that NorMuon's mean squares run along: -1 gives one number a row."""
-    outputs, inputs = sides_of(param, group)
-    return -1 if (outputs >= inputs) != group["transposed"] else -2
+    return -1 if param.shape[-2] >= param.shape[-1] else -2

@@ -9,7 +9,7 @@ from optim import AdamW, NorMuon, Row, build_optimizers, group_table, groups_for
 
 
 class Conv1D(nn.Module):
-    """As in transformers: the weight is stored as (in, out)."""
+    """As in transformers."""
 
     def __init__(self, outputs, inputs):
         super().__init__()
@@ -22,7 +22,7 @@ def block(**layers):
 
 
 def gpt2():
-    """Transposed weights, a head tied to the embedding."""
+    """A head tied to the embedding, matrices in a module of another library."""
     layers = [
         block(
             ln_1=nn.LayerNorm(8),
@@ -72,7 +72,7 @@ adamw embedding, tied to lm_head.weight     1 x (50, 8) transformer.wte.weight
 adamw embedding                             1 x (16, 8) transformer.wpe.weight
 adamw norm, bias or vector                  2 x (8,) transformer.h.*.ln_1.weight
 adamw head, by its name                     1 x (2, 8) score.weight
-muon  hidden matrix (in, out)               2 x (8, 24) transformer.h.*.attn.c_attn.weight
+muon  hidden matrix                         2 x (8, 24) transformer.h.*.attn.c_attn.weight
 """,
     mixture: """
 muon  hidden matrix                         1 x (4, 8) layers.*.router.weight
@@ -137,14 +137,6 @@ def test_rows_override_the_rule_by_any_name_and_may_name_a_third_optimizer():
     assert split["split"] == (768, 128, 128)
     assert [name for name, _ in third["params"]] == ["0.proj.weight", "0.proj.bias"]
     assert groups["adamw"] == []
-    model = gpt2()
-    both = groups_for(model, [Row("*.c_fc.weight", "muon", {"lr_mul": 2.0})])["muon"]
-    assert {group.get("lr_mul"): group["transposed"] for group in both} == {None: True, 2.0: True}
-    mixed = block(fc=Conv1D(32, 8), up=nn.Linear(8, 32), down=nn.Linear(32, 8))
-    rows = [Row("*.weight", "muon", {"lr_mul": 2.0})]
-    assert [group.get("transposed") for group in groups_for(mixed, rows)["muon"]] == [True, None]
-    (other,) = groups_for(mixed, [Row("*.weight", "sgd")])["sgd"]
-    assert "transposed" not in other
     tied = groups_for(gpt2(), [Row("lm_head.weight", "sgd")])["sgd"]
     assert tied[0]["params"][0][0] == "transformer.wte.weight"
 

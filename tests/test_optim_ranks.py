@@ -29,15 +29,15 @@ STEPS, FAULT, SPIKE, LAST = 6, 3, 4, 5  # NaN on one rank; large gradients; some
 
 # ---- the methods, with shapes that make uneven, empty and packed shares
 
-HEADS, TURNED = {"split": (4, 4, 8, 16)}, {"transposed": True}
+HEADS = {"split": (4, 4, 8, 16)}
 METHODS = {  # kind, options, and of each parameter the shape and group keys
     "muon": (Muon, {"weight_decay": 0.1, "cautious": True, "scale": "rms"}, [
-        *[((8, 8), {})] * 5, ((4, 6), {}), ((1, 12), TURNED), ((3, 4, 6), {"split": 2}),
+        *[((8, 8), {})] * 5, ((4, 6), {}), ((1, 12), {}), ((3, 4, 6), {"split": 2}),
     ]),
     "normuon": (NorMuon, {"weight_decay": 0.1}, [
         ((8, 32), HEADS | {"lr_mul": 2.0}), ((32, 8), HEADS), ((2, 32, 4), HEADS),
         ((0, 32, 4), HEADS), ((32, 0), HEADS), ((9, 6), {}), ((5, 12), {"split": 3}),
-        ((6, 9), TURNED), ((2, 7, 3), TURNED), ((9, 5), {"split": (1,) * 9}), ((0, 5), {}),
+        ((6, 9), {}), ((2, 7, 3), {}), ((9, 5), {"split": (1,) * 9}), ((0, 5), {}),
     ]),
     "two": (Muon, {}, [((4, 6), {}), ((6, 4), {})]),  # from three ranks on, some own nothing
     "adamw": (AdamW, {"weight_decay": 0.1, "betas": (0.65, 0.95)}, [
