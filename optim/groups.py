@@ -78,7 +78,7 @@ def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[s
     Hidden matrices and stacks of them (k, rows, cols) go to Muon; embeddings, heads, norms, biases,
     vectors and convolutions to AdamW. A row overrides the rule for the parameters that it matches,
     by any of the names of a tied one. `group_table` prints the groups; group["name"] is the reason.
-    ValueError if a row matches no parameter, or a parameter two rows.
+    ValueError if a row matches no parameter or names another optimizer, or a parameter two rows.
     """
     places: dict[Tensor, list[tuple[str, Module]]] = {}
     for path, module in model.named_modules():
@@ -104,8 +104,10 @@ def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[s
     if unused:
         raise ValueError(f"no parameter has a name that matches {unused}; see named_parameters()")
     groups: dict[str, list[dict[str, Any]]] = {"muon": [], "adamw": []}
-    for (optimizer, *_), group in together.items():
-        groups.setdefault(optimizer, []).append(group)
+    for (optimizer, reason), group in together.items():
+        if optimizer not in groups:
+            raise ValueError(f"{reason} sends to {optimizer!r}; groups_for knows muon and adamw")
+        groups[optimizer].append(group)
     return groups
 
 

@@ -127,17 +127,16 @@ def test_what_is_frozen_is_left_out():
     assert "embed.weight" not in group_table(groups_for(model))
 
 
-def test_rows_override_the_rule_by_any_name_and_may_name_a_third_optimizer():
+def test_rows_override_the_rule_by_any_name():
     rows = [
         Row("*.qkv.weight", "muon", {"split": (768, 128, 128)}),
-        Row("*.proj.*", "sgd", {"lr": 0.5}),
+        Row("*.proj.*", "adamw", {"lr": 0.5}),
     ]
     groups = groups_for(packed(), rows)
-    (split,), (third,) = groups["muon"], groups["sgd"]
+    (split,), (other,) = groups["muon"], groups["adamw"]
     assert split["split"] == (768, 128, 128)
-    assert [name for name, _ in third["params"]] == ["0.proj.weight", "0.proj.bias"]
-    assert groups["adamw"] == []
-    tied = groups_for(gpt2(), [Row("lm_head.weight", "sgd")])["sgd"]
+    assert [name for name, _ in other["params"]] == ["0.proj.weight", "0.proj.bias"]
+    tied = groups_for(gpt2(), [Row("lm_head.weight", "muon")])["muon"]
     assert tied[0]["params"][0][0] == "transformer.wte.weight"
 
 
@@ -178,6 +177,11 @@ def test_groups_that_share_a_tensor_as_rate_keep_their_own_multipliers():
     factories = {"torch": lambda groups: torch.optim.AdamW(groups, torch.tensor(0.1))}
     built = by_table(packed(), rows, factories)["torch"]
     assert [float(each["lr"]) for each in built.param_groups] == pytest.approx([7.5, 0.4])
+
+
+def test_a_row_for_an_optimizer_that_nobody_builds_is_refused():
+    with pytest.raises(ValueError, match=r"row \*.qkv.* sends to 'adam'; groups_for knows muon"):
+        groups_for(packed(), [Row("*.qkv.*", "adam")])
 
 
 @pytest.mark.parametrize(("build", "patterns", "message"), [
