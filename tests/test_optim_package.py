@@ -1,11 +1,10 @@
-"""The folder optim as the package speedrun_optim: wheel, sdist, and the guide in its README."""
+"""The folder optim as the package speedrun_optim: its wheel, and the guide in its README."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 
 import pytest
@@ -26,47 +25,27 @@ def run(*command, cwd, **variables):
     return done.stdout
 
 
-def build(kind, source, target):
-    """Have setuptools build a wheel or sdist of `source`, as pip would."""
-    code = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
-    run(sys.executable, "-c", code, cwd=source)
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Folder with `tree`, a copy of the source, and what is built from it and from its sdist."""
+    """Folder with `tree`, a copy of the source, and the wheel that setuptools builds from it."""
     folder = tmp_path_factory.mktemp("package")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "optim", folder / "tree" / "optim", symlinks=True, ignore=ignored)
     shutil.copy(ROOT / "LICENSE", folder / "tree")  # which the folder's own links to
-    build("sdist", folder / "tree" / "optim", folder)
-    build("wheel", folder / "tree" / "optim", folder)
-    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        archive.extractall(folder / "sdist", filter="data")
-    (folder / "again").mkdir()
-    build("wheel", next((folder / "sdist").iterdir()), folder / "again")
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    run(sys.executable, "-c", code, cwd=folder / "tree" / "optim")
     return folder
 
 
-def contents(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
 def test_the_wheel_holds_the_files_that_the_trainer_imports_a_licence_and_the_mark_of_types(built):
-    files = contents(next(built.glob("*.whl")))
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
     modules = {name: text for name, text in files.items() if name.startswith("speedrun_optim/")}
     expected = {path.name: path.read_bytes() for path in (ROOT / "optim").glob("*.py")}
     expected["py.typed"] = b""
     assert modules == {f"speedrun_optim/{name}": text for name, text in expected.items()}
     licences = [text for name, text in files.items() if name.endswith("/licenses/LICENSE")]
     assert licences == [(ROOT / "LICENSE").read_bytes()]
-
-
-def test_the_sdist_builds_the_same_wheel(built):
-    (one,), (other,) = built.glob("*.whl"), (built / "again").glob("*.whl")
-    assert one.name == other.name
-    assert contents(one) == contents(other)
 
 
 def test_building_leaves_no_module_beside_the_source_which_would_change_the_hash_of_runs(built):

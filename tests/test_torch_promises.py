@@ -65,6 +65,14 @@ def test_a_state_is_a_snapshot_that_continues_as_if_never_interrupted(index, kep
         assert_same(dict(named_state(optimizer)), dict(named_state(other)))
 
 
+def test_state_is_gathered_by_a_torch_that_was_built_without_ranks(monkeypatch):
+    optimizer = torch.optim.Muon(parameters((4, 8)), 0.1)
+    train(optimizer, [0])
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.delattr(torch.distributed, "is_initialized")
+    assert "m.0.momentum_buffer" in optim.gather_state({"m": optimizer}, Guard([optimizer]))
+
+
 @pytest.mark.parametrize("index", range(6))
 def test_reset_returns_to_the_first_step_in_place(index):
     optimizer = optimizers()[index]
