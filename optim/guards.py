@@ -77,6 +77,9 @@ class Guard:
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, ShardedOptimizer):
                 self._parts[number] = TorchOptimizer(optimizer, process_group, grad_divisor)
+            elif process_group is not None and optimizer.ranks.group is None:
+                what = f"{type(optimizer).__name__} has no process_group, so it would sum nothing"
+                raise ValueError(f"{what}; give it the guard's, or leave that out")
         self._device = params_of(self.optimizers[0])[0].device
         self.reset()
 

@@ -232,6 +232,7 @@ def test_the_technique_of_the_page_keeps_each_norm_and_steps_by_a_share_of_it():
     (lambda p: AdamW([p[0].long().detach()], 0.1), r"0 is torch\.int64; only real numbers"),
     (lambda p: AdamW([("a", p[0]), ("b", p[0])], 0.1), r"parameters a and b are one; list it"),
     (lambda p: AdamW([("a", p[0]), ("a", torch.ones(4, 8))], 0.1), r"two parameters have one"),
+    (lambda p: Guard([Muon(p, 0.1)], process_group="g"), r"Muon has no process_group.*; give it"),
     (lambda p: SpikeRule(sigma=math.nan), r"needs sigma > 0.*sigma=nan"),
     (lambda p: SpikeRule(start=17, window=16), r"start <= window.*window=16, .*start=17"),
     (lambda p: load_named_state(torch.optim.SGD(p), {"c.d": p[0]}), r"has an unknown c\.d"),
