@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # count of a day, but where a line says so.
 BUDGETS = {
     "train_gpt.py": 1403,  # reached; the promise is 1370
-    "optim": 2080,
+    "optim": 2000,
     "kernels": 670,
     "data": 1050,  # reached; the promise is 1000
     "runtime": 2745,
