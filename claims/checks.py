@@ -92,6 +92,8 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
         yield "claim.json is not as record.py claim wrote it"  # a reader might see other values
     if (claim.target, claim.alpha) != (track.target, ALPHA):
         yield f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}"
+    if not track.val_sha256:
+        yield f"{claim.track} has no val_sha256: add it in claims/record.py and train_gpt.py first"
     rules = FIRST_TINY if claim.source_sha256 in FIRST_SOURCES else track.fixed
     for name, fixed in departures(settings, {"track": claim.track, **rules}).items():
         yield f"{name} is {settings.get(name)!r}, fixed at {fixed!r} on this track"

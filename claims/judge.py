@@ -10,7 +10,6 @@ read after any stop (Jennison and Turnbull, 1989). docs/judge.md has the levels 
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +31,9 @@ ALPHA = 0.01  # of better and worse together
 EQUAL = 0.05  # of "no difference larger than the margin"
 MOST_PAIRS = 100
 JUDGEMENTS = "judgements.jsonl"
-UNITS = {"loss": "nats per token", "steps": "steps", "time": "seconds"}
+UNITS = {"loss": "nats per token", "time": "seconds"}
 # What both arms must share, else their figures do not mean the same.
-SHARED = {"loss": ("steps", "minutes"), "steps": ("val_every",), "time": ()}
+SHARED = {"loss": ("steps", "minutes"), "time": ()}
 ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "val_window",
                  "val_sha256", "data_dir")  # fmt: skip
 
@@ -118,8 +117,6 @@ def require_comparable(arms: Sequence[Arm], metric: str) -> None:
         timed = name == "steps" and a.config.get("minutes")  # a timing sets them
         if mine != other and None not in (mine, other) and not timed:  # older sources lack some
             raise Refused(f"{name} is {mine} in A and {other} in B: judge {metric} with the same.")
-    if metric == "steps" and not a.config.get("val_every"):
-        raise Refused("val_every is 0: steps to the target need validations. Give --val-every 5.")
 
 
 def figures(folder: Path, arm: Arm, metric: str) -> dict[int, float]:
@@ -143,26 +140,15 @@ def figures(folder: Path, arm: Arm, metric: str) -> dict[int, float]:
 
 
 def figure(run: Run, metric: str) -> float:
-    """Of a run that diverged the loss of a guess; of steps or time it has none."""
+    """Of a run that diverged the loss of a guess; it has no time."""
     if not run.counts:
         in_nats = metric in ("loss", "new tokens")
         return math.log(run.header["config"]["vocab_size"]) if in_nats else math.inf
     if metric == "new tokens":
         return run.probe("new_loss")
-    if metric == "loss":
-        return run.validations[-1].loss
     if metric == "time":
         return (run.train_time_ms or math.inf) / 1000
-    return steps_to(run, run.target or 0.0)
-
-
-def steps_to(run: Run, target: float) -> float:
-    """Where the line from one validation to the next reaches the target first; else infinite."""
-    for before, point in pairwise([run.validations[0], *run.validations]):
-        if point.loss <= target:
-            share = (before.loss - target) / (before.loss - point.loss) if point != before else 1.0
-            return before.step + share * (point.step - before.step)
-    return math.inf
+    return run.validations[-1].loss
 
 
 # ---- The log of judgements

@@ -22,7 +22,7 @@ from claims.arms import ALPHA, leave_out_repeats
 from claims.logs import first_segment, read_runs
 from claims.runs import Run, current_names
 from claims.stats import Result, one_sample
-from runtime.claim import SHA256, Claim, check_rules, read_claim
+from runtime.claim import Claim, check_rules, read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import plain, read_regular
 from runtime.log import MOST_REGISTRY_BYTES, REGISTRY, digest, read_registry
@@ -103,7 +103,7 @@ class Track(NamedTuple):
 
     target: float  # nats per token
     val_tokens: int
-    val_sha256: str  # how the hash of the validation tokens begins; "": see `pin`
+    val_sha256: str  # how the hash of the validation tokens begins; "": no run has logged it yet
     overlap: float  # the largest share of validation documents that training may hold
     train_sha256: str  # like val_sha256; "" where the hash depends on the number of shards
     fixed: dict[str, Any]  # settings of every claim on the track
@@ -246,29 +246,8 @@ def read_evidence(folder: Path) -> Evidence:
                 if not isinstance(run.header.get(name), dict):
                     raise LogError(f"{path}: the header must have {name}, an object")
             runs.append(run)
-    track, pin = TRACKS[claim.track], folder.resolve().parent / PIN
-    if not track.val_sha256 and os.path.lexists(pin):
-        sha256 = read_regular(pin, MOST_BYTES, links=False).decode(errors="replace").strip()
-        if not re.fullmatch(SHA256, sha256):
-            raise Refused(f"{pin} holds no SHA-256. Restore it.")
-        track = track._replace(val_sha256=sha256)
     source = read_source(records_of(folder), claim.source_sha256)
-    return Evidence(folder, claim, track, runs, [*registry.values()], source)
-
-
-PIN = "val.sha256"  # beside a track's records: the hash of its validation tokens
-
-
-def pin(evidence: Evidence) -> Path | None:
-    """Fix the validation tokens of a track by its first verified record; the file, if it changed.
-
-    Only where their hash is not known beforehand. Reviewers see the new file in the diff.
-    """
-    if evidence.track.val_sha256:
-        return None
-    path = evidence.folder.resolve().parent / PIN
-    path.write_text(evidence.runs[0].header["data"]["val_sha256"] + "\n")
-    return path
+    return Evidence(folder, claim, TRACKS[claim.track], runs, [*registry.values()], source)
 
 
 def records_of(folder: Path) -> Path:

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -91,7 +90,7 @@ class Finding(NamedTuple):
 
 
 @contextlib.contextmanager
-def answering(scratch: Path, model: Path, timeout_s: float) -> Iterator[Losses]:
+def answering(scratch: Path, model: Path) -> Iterator[Losses]:
     """A function that asks the source in `scratch` for losses. Refused if no answer comes."""
     words = [sys.executable, "-c", ANSWER, str(model), str(TOKENS_AT_ONCE)]
     pipe, said = subprocess.PIPE, scratch / "answering.txt"
@@ -100,16 +99,10 @@ def answering(scratch: Path, model: Path, timeout_s: float) -> Iterator[Losses]:
             open(said, "wb") as errors,
             child_process(words, cwd=scratch, stdin=pipe, stdout=pipe, stderr=errors) as child,
         ):
-            timer = threading.Timer(timeout_s, child.kill)
-            timer.start()
-            try:
-                yield partial(ask, child)
-            finally:
-                timer.cancel()
+            yield partial(ask, child)
     except OSError as error:
         why = said.read_text(errors="replace").strip()[-300:] or error
-        raise Refused(f"the source does not score its own model within --timeout {timeout_s:g}: "
-                      f"{why}") from None  # fmt: skip
+        raise Refused(f"the source does not score its own model: {why}") from None
 
 
 def ask(child: Any, rows: Rows) -> NDArray[np.float64]:
@@ -221,9 +214,8 @@ StepLosses = dict[int, float | None]  # by step
 
 
 def rerun(
-    evidence: Evidence, seed: int | None, steps: int | None, data: Path, scratch: Path,
-    timeout_s: float,
-) -> Iterator[Finding]:  # fmt: skip
+    evidence: Evidence, seed: int | None, steps: int | None, data: Path, scratch: Path
+) -> Iterator[Finding]:
     """What the record's run of this seed and the same run made here have in common, or not.
 
     seed: None for the first run. steps: stop after these; None: run to the end. scratch: an empty
@@ -241,7 +233,7 @@ def rerun(
 
     def again(*flags: str) -> Run:
         logs = scratch / f"logs{''.join(flags)}"
-        train(evidence, before, data, logs, None if whole else steps, timeout_s, flags)
+        train(evidence, before, data, logs, None if whole else steps, flags)
         return read_again(before, logs, steps)
 
     after = again()
@@ -257,16 +249,15 @@ def rerun(
         return
     print(f"the judge's checks on {'the trained' if whole else 'an untrained'} model")
     rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
-    with answering(scratch, kept_model(scratch, after), timeout_s) as losses:
+    with answering(scratch, kept_model(scratch, after)) as losses:
         yield from check_model(losses, rows, config, after.final_loss if whole else None)
 
 
 def train(
-    evidence: Evidence, before: Run, data: Path, logs: Path, steps: int | None, timeout_s: float,
-    flags: Sequence[str],
-) -> None:  # fmt: skip
+    evidence: Evidence, before: Run, data: Path, logs: Path, steps: int | None, flags: Sequence[str]
+) -> None:
     """Run the source, in the folder of `logs`, with these flags more; with `steps`, until its log
-    has these. Refused if it takes too long.
+    has these.
     """
     claim, ranks, scratch = evidence.claim, before.header["world_size"], logs.parent
     words = ["train_gpt.py", "--track", claim.track, *claim.flags, f"--seed={before.seed}",
@@ -280,7 +271,7 @@ def train(
     if before.env.get("gpu") is None:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     # The schedule depends on the number of steps, so the run is stopped, not made shorter.
-    last, deadline = f'"step": {steps},'.encode(), time.monotonic() + timeout_s
+    last = f'"step": {steps},'.encode()
     with (
         open(scratch / "output.txt", "wb") as output,
         child_process([sys.executable, *words], cwd=scratch, env=environment, stdout=output,
@@ -289,8 +280,6 @@ def train(
         while child.poll() is None:
             if any(last in log.read_bytes() for log in logs.glob("2*.jsonl")):
                 break
-            if time.monotonic() > deadline:
-                raise Refused(f"the run took over {timeout_s:g} s. Give more with --timeout.")
             time.sleep(0.1)
 
 

@@ -9,17 +9,12 @@ each time. Figures are milliseconds; the ratio to the last stage, or to torch.op
 median over the rounds. "of peak" counts 6 FLOPs for each weight of the matrices and the head; the
 peak is the datasheet's, of GPUs. `step` first says what runs: hardware, backends, batches, seconds
 of compilation, waits for the device, graphs compiled after the warm-up, peak memory. If there are
-no data, it takes random tokens.
-
---against times other code beside ours, from files anywhere. For `step` a file defines
-build(config), which returns a function that takes so many training steps: step(count); for `optim`
-build(parameters), which returns step functions by name.
+no data, it takes random tokens. To time another optimizer, add a line to `optimizer_steps`.
 """
 
 import argparse
 import contextlib
 import os
-import runpy
 import sys
 import tempfile
 import warnings
@@ -151,12 +146,10 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
         name = f"stage {index}, window {stage.long}"
         tokens[name] = train_gpt.at(config, first).batch_tokens
         steps[name] = partial(take_steps, trainer, first, STEPS)
-    for path in given.against:
-        steps[path] = partial(runpy.run_path(path)["build"](config), STEPS)
     rows = timed(steps, STEPS, name, trainer.guard.reset, given.rounds, trainer.machine)
     peak = machines.peak_flops(trainer.machine, trainer.model.dtype)
     for row, figure in rows.items():
-        figure["tokens/s"] = 1000 * tokens.get(row, config.batch_tokens) / figure["median"]
+        figure["tokens/s"] = 1000 * tokens[row] / figure["median"]
         if peak:
             figure["of peak"] = figure["tokens/s"] * trainer.model.flops_per_token() / peak
     return rows
@@ -172,8 +165,6 @@ def bench_optim(given: argparse.Namespace) -> dict[str, Rows]:
         gradients = [0.02 * torch.randn(shape, device=machine.device) for shape in SETS[name]]
         weights = [gradient.clone().requires_grad_() for gradient in gradients]
         steps = optimizer_steps(weights)
-        for path in given.against:
-            steps |= runpy.run_path(path)["build"](weights)
         fill = partial(fill_gradients, weights, gradients)
         tables[name] = timed(steps, 1, "torch.optim.Muon", fill, given.rounds, machine)
     return tables
@@ -206,7 +197,6 @@ def main(argv: list[str] | None = None) -> int:
     parser, add = make_parser(__doc__)
     add("what", choices=("step", "optim"))
     add("--rounds", type=int, default=10, help="timed rounds (%(default)s)")
-    add("--against", nargs="+", default=[], metavar="FILE.py", help="code to time beside ours")
     add("--sets", nargs="+", choices=SETS, default=list(SETS), help="optim: which weights")
     add("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args(words[:cut])

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +123,8 @@ def start(main: Callable[[], int]) -> None:
     sys.exit(main())
 
 
-QUIET = {"keep_model": "--keep-model=off", "sample_tokens": "--sample-tokens=0"}  # older lack them
-
-
-def training_command(
-    root: Path, flags: Sequence[str], folder: Path, known: Container[str]
-) -> list[str]:
-    """A run of the source under `root`, whose settings are `known`; it keeps only its log."""
+def training_command(root: Path, flags: Sequence[str], folder: Path) -> list[str]:
+    """A run of the source under `root` that keeps only its log."""
     words = [sys.executable, str(root / "train_gpt.py"), *flags, "--log-dir", str(folder.resolve())]
     words += ["--checkpoint-dir", str(folder.resolve() / "checkpoints")]  # of an interrupted run
-    return words + [QUIET[name] for name in QUIET if name in known]
+    return [*words, "--keep-model=off", "--sample-tokens=0"]

@@ -35,7 +35,7 @@ def as_text(scores: dict[str, Any]) -> str:
 def main(argv: list[str]) -> int:
     parser, add = make_parser(__doc__)
     add("checkpoint", nargs="?", type=Path, help="folder of a run or of its model")
-    add("--data-dir", help="folder of the validation shards (as in training)")
+    add("--data-dir", help="where the run's validation shards are now (as in training)")
     add("--rows", type=int, help="validation rows to read (all)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--json", action="store_true", help="print one JSON object")

@@ -4,11 +4,10 @@
     python scripts/judge.py --a-source ../before                    the source here against another
     python scripts/judge.py --metric time --margin 0.1 --b "--muon-head-pairs on" -- --steps 30
 
-Flags after -- go to both arms. The same command resumes. --metric steps needs --val-every: the
-figure is the step at which the line between two validations crosses the target. Runs and
-judgements.jsonl, which counts every judgement that was started, are in --out; record.py claim
---from-judgement makes a claim of B. Exit code: 0 B is better, 1 worse, 3 no difference larger than
---margin, 4 undecided, 2 bad input or a run failed, 130 or 143 interrupted.
+Flags after -- go to both arms. The same command resumes. Runs and judgements.jsonl, which counts
+every judgement that was started, are in --out; record.py claim --from-judgement makes a claim of B.
+Exit code: 0 B is better, 1 worse, 3 no difference larger than --margin, 4 undecided, 2 bad input or
+a run failed, 130 or 143 interrupted.
 """
 
 import argparse
@@ -41,9 +40,9 @@ SKEWED = 1.0  # so are 4 % of races of twenty normal differences, and 85 % of lo
 POLL_S = 30.0  # between two readings of the logs: reading slows the runs
 
 
-def make_arm(name: str, source: Path, words: str, shared: Sequence[str]) -> Arm:
+def make_arm(name: str, source: Path, own: Sequence[str], shared: Sequence[str]) -> Arm:
     """Ask the source what the flags mean. ValueError for flags that it refuses."""
-    flags = [*shlex.split(words), *shared]
+    flags = [*own, *shared]
     config = ask_trainer(source, flags)
     return Arm(name, source, flags, config, config_hash(config), source_hash(source))
 
@@ -114,7 +113,7 @@ def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> dict[int, fl
         return done
     print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
     flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
-    words = training_command(arm.source, flags, folder / arm.name, arm.config)
+    words = training_command(arm.source, flags, folder / arm.name)
     with output.open("a") as file, child_process(words, stdout=file, stderr=file) as child:
         code = None
         while code is None:
@@ -166,8 +165,8 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
 @command
 def main(argv: list[str]) -> int:
     parser, add = make_parser(__doc__)
-    add("--a", default="", metavar="FLAGS", help="of train_gpt.py for A, in quotes (none)")
-    add("--b", default="", metavar="FLAGS", help="the same for B")
+    add("--a", type=shlex.split, default=[], metavar="FLAGS", help="of A, in quotes (none)")
+    add("--b", type=shlex.split, default=[], metavar="FLAGS", help="the same for B")
     add("--a-source", type=Path, default=ROOT, metavar="DIR", help="of A's train_gpt.py (here)")
     add("--b-source", type=Path, default=ROOT, metavar="DIR", help="the same for B")
     add("--metric", choices=UNITS, default="loss", help="what must be lower (%(default)s)")

@@ -2,18 +2,16 @@
 
     python scripts/sample.py                             the newest model under checkpoints/
     python scripts/sample.py "def gcd(a, b):"            continue a prompt
-    python scripts/sample.py checkpoints/RUN "Once"      the model of a run, or its folder `final`
+    python scripts/sample.py "Once" --checkpoint checkpoints/RUN       the model of a run
     python scripts/sample.py --interactive               a prompt a line, until Ctrl-D
 
 A run keeps its model unless it has --keep-model off. The text ends where the model ends its
-document, at --stop, or after --tokens. Exit codes: 0 done, 2 bad input.
+document, or after --tokens. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
 import codecs
 import math
-import os
-import re
 import sys
 from pathlib import Path
 
@@ -33,27 +31,23 @@ def stream(model: Model, prompt: str, given: argparse.Namespace) -> None:
             print(f"--- seed {seed}")
         print(prompt, end="", flush=True)
         # Several tokens may make one character.
-        decoder, text = codecs.getincrementaldecoder("utf-8")("replace"), ""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token in model.write(tokens, given.tokens, seed=seed, **options):
             new = decoder.decode(model.tokenizer.decode_single_token_bytes(token))
-            text += new
             print(new, end="", flush=True)
-            if given.stop and given.stop in text:
-                break
         print(decoder.decode(b"", final=True))
 
 
 @command
 def main(argv: list[str]) -> int:
     parser, add = make_parser(__doc__)
-    add("checkpoint", nargs="?", help="folder of a run or of its model (the newest)")
     add("prompt", nargs="?", default="", help="text to continue, in quotes")
+    add("--checkpoint", type=Path, metavar="DIR", help="of a run or of its model (the newest)")
     add("--tokens", type=int, default=300, help="tokens to write, at most (%(default)s)")
     add("--temperature", type=float, default=0.8, help="0: the likeliest token (%(default)s)")
     add("--top-k", type=int, default=0, help="sample from the K likeliest; 0: from all")
     add("--top-p", type=float, default=1.0, help="from the likeliest with this share of 1")
     add("--least", type=int, default=40, help="tokens before the text may end (%(default)s)")
-    add("--stop", default="", metavar="TEXT", help="end after this text")
     add("--samples", type=int, default=1, help="texts, each with the next seed (%(default)s)")
     add("--seed", type=int, default=0, help="the same seed writes the same text (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -64,12 +58,9 @@ def main(argv: list[str]) -> int:
     for name in ("temperature", "tokens", "top_k", "least", "samples", "seed"):
         if not 0 <= getattr(given, name) < math.inf:  # NaN is not
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")
-    folder, prompt = given.checkpoint, given.prompt
-    if folder and not prompt and not (os.path.isdir(folder) or re.fullmatch(r"\S+/\S+", folder)):
-        folder, prompt = None, folder  # one argument is the prompt, unless it looks like a folder
-    model = load_model(find_model(Path(folder) if folder else None), given.device)
-    if prompt or not given.interactive:
-        stream(model, prompt, given)
+    model = load_model(find_model(given.checkpoint), given.device)
+    if given.prompt or not given.interactive:
+        stream(model, given.prompt, given)
     if given.interactive:
         print("A prompt a line; Ctrl-D ends.", file=sys.stderr)
         for line in sys.stdin:

@@ -137,8 +137,7 @@ def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
     for run in arms.values():
         copy_source(out / "source", run.patch, run.source)
     with ThreadPoolExecutor(jobs) as pool:  # a wrong flag is refused before the first run
-        asked = pool.map(lambda run: ask_trainer(run.source, run.flags), arms.values())
-        settings = dict(zip(arms, asked, strict=True))
+        list(pool.map(lambda run: ask_trainer(run.source, run.flags), arms.values()))
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
     running: dict[subprocess.Popen, SweepRun] = {}
     failed = 0
@@ -148,7 +147,7 @@ def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
                 run = waiting.pop(0)
                 run.folder.mkdir(parents=True, exist_ok=True)
                 flags = [*run.flags, "--seed", str(run.seed)]
-                words = training_command(run.source, flags, run.folder, settings[run.folder])
+                words = training_command(run.source, flags, run.folder)
                 with (run.folder / f"seed_{run.seed}.console").open("w") as console:
                     child = child_process(words, stdout=console, stderr=console, env=environment)
                     running[children.enter_context(child)] = run

@@ -13,21 +13,6 @@ from runtime import machine as machines
 from runtime.settings import parse
 from scripts import bench
 
-PEER = """
-import torch
-def build(given):
-    if isinstance(given, list):
-        return {"theirs": torch.optim.SGD(given, lr=1e-9).step}
-    return lambda count: torch.ones(count, given.batch_tokens).sum()
-"""
-
-
-@pytest.fixture
-def peer(tmp_path):
-    path = tmp_path / "peer.py"
-    path.write_text(PEER)
-    return str(path)
-
 
 def figures(capsys, *words):
     """What --json prints, after checks that hold of all tables."""
@@ -41,18 +26,17 @@ def figures(capsys, *words):
     return rows
 
 
-def test_a_step_is_timed_in_each_window_and_beside_other_code(tmp_path, peer, monkeypatch, capsys):
+def test_a_step_is_timed_in_each_window(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "STEPS", 2)
     monkeypatch.setattr(machines, "peak_flops", lambda machine, dtype: 1e15)
     flags = small_run.arguments(small_run.write_data(tmp_path), tmp_path)
     with small_run.restored_settings():
-        rows = figures(capsys, "step", "--rounds", "3", "--against", peer, "--", *flags)
+        rows = figures(capsys, "step", "--rounds", "3", "--", *flags)
     config = parse(train_gpt.Config, flags, train_gpt.preset, "")
     weights = 12 * config.dim**2 * len(train_gpt.LAYERS[config.layers])
     flops = 6 * (weights + config.dim * config.padded_vocab)
     stages = enumerate(train_gpt.STAGES["tiny"][:3])  # the run is too short for the last one
-    windows = [f"stage {index}, window {stage.long}" for index, stage in stages]
-    assert [*rows] == [*windows, peer]
+    assert [*rows] == [f"stage {index}, window {stage.long}" for index, stage in stages]
     for row in rows.values():
         batch = small_run.ROWS * small_run.SEQUENCE
         assert row["tokens/s"] == pytest.approx(1000 * batch / row["median"])
@@ -80,14 +64,10 @@ def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
     assert not list(tmp_path.glob("speedrun_*")), "the tokens are gone"
 
 
-def test_optimizers_are_timed_beside_those_of_torch_and_files(peer, tmp_path, monkeypatch, capsys):
-    other = tmp_path / "other.py"
-    other.write_text(PEER.replace("theirs", "others"))
+def test_optimizers_are_timed_beside_those_of_torch(monkeypatch, capsys):
     monkeypatch.setitem(bench.SETS, "tiny", [(16, 16), (32, 16), (16, 32)])
-    words = ("optim", "--sets", "tiny", "--rounds", "3", "--against", peer, str(other))
-    rows = figures(capsys, *words)
-    names = {"torch.optim.Muon", "NorMuon, both guards", "theirs", "others"}
-    assert names < rows.keys()
+    rows = figures(capsys, "optim", "--sets", "tiny", "--rounds", "3")
+    assert {"torch.optim.Muon", "NorMuon, both guards"} < rows.keys()
 
 
 def test_every_round_takes_each_row_once_and_starts_with_another_and_the_first_two_do_not_count(

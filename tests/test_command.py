@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import record
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -41,6 +43,12 @@ def test_without_an_environment_every_script_says_in_one_line_what_to_do(clone):
         done = run_bare(script, "logs", "--to", "model")
         assert done.returncode == 2, script
         assert re.fullmatch("error: .*, which makes .venv, .*\n", done.stderr), done.stderr
+
+
+def test_no_part_of_a_flag_stands_for_one_that_runs_code_of_others(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        record.main(["verify", "records/tiny/2026-11-21_Muon", "--re"])
+    assert "unrecognized arguments: --re" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])

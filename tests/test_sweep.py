@@ -128,12 +128,6 @@ def test_runs_come_in_the_order_of_the_file_and_are_made_once(project, capsys):
     assert len(logs()) == 12, "a copy of the source goes on where it was"
 
 
-def test_a_source_from_before_models_were_kept_is_swept_too(project):
-    trainer, unknown = Path("train_gpt.py"), '{"--stepz", "--keep-model=off"} & {*words}:'
-    trainer.write_text(trainer.read_text().replace('"--stepz" in words:', unknown))
-    assert run({"seeds": [0]}) == 0
-
-
 def test_another_patch_is_another_arm_and_of_one_seed_the_oldest_run_counts(project, capsys):
     plan = {"seeds": [0], "arms": {"base": "", "mine": {"patch": "idea.diff"}}}
     assert run(plan) == 0

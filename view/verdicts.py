@@ -30,7 +30,7 @@ def find(path: Path, record: Path | None) -> list[dict[str, str]]:
 
 
 def describe_judgement(folder: Path, entry: dict[str, Any]) -> dict[str, str]:
-    unit = UNITS[entry["metric"]]
+    unit = UNITS.get(entry["metric"], entry["metric"])  # older judgements have steps
     word, text = "unfinished", f"at most {entry['pairs']} pairs"
     if "outcome" in entry:
         word = str(entry["outcome"])
