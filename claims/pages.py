@@ -131,10 +131,7 @@ def run_part(evidence: Evidence) -> Iterator[str]:
     if parameters(evidence):
         yield f"The model has {parameters(evidence)} parameters."
     schemas = " and ".join(sorted({str(run.header["schema"]) for run in evidence.runs}))
-    said = "with checks of the trained models."
-    if claim.schema == 1:
-        said = "and the claim schema 1, which asks for no checks of the trained models."
-    yield f"The logs have schema {schemas}, {said}"
+    yield f"The claim has schema {claim.schema}, its logs have schema {schemas}."
     yield (f"The claim was written at {claim.created}, before the runs: {claim.n} runs,\n"
            f"seeds {claim.seeds[0]} to {claim.seeds[-1]}, tested after {claim.n}.")
     folder = shlex.quote(f"records/{claim.track}/{evidence.folder.name}")
@@ -158,10 +155,10 @@ def source_part(evidence: Evidence) -> Iterator[str]:
     old = read_source(records_of(evidence.folder), before.source_sha256)
     lines = difference(old, evidence.source)
     changed = {name for name, _ in old.items() ^ evidence.source.items()}
-    folders = [f"records/{claim.track}/{one.created[:10]}_{one.name}" for one in (before, claim)]
+    files = [source_path(Path("records"), one.source_sha256).as_posix() for one in (before, claim)]
     yield (f"The diff from the claim before it, {before.name}, has {len(lines):,} lines in "
            f"{len(changed)} files:")
-    yield fenced(shlex.join(["python", "scripts/record.py", "diff", *folders]))
+    yield fenced(shlex.join(["git", "diff", "--no-index", *files]))
     if 0 < len(lines) <= LONGEST_DIFF:
         yield "<details><summary>Show the diff</summary>"
         yield fenced("\n".join(map(printable, lines)), "diff")

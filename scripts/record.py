@@ -3,7 +3,6 @@
     python scripts/record.py claim CamelName --about "what is new" -- --steps 30
     python scripts/record.py make records/tiny/<date>_CamelName logs
     python scripts/record.py verify records/tiny/<date>_CamelName ... [--rerun --steps 10]
-    python scripts/record.py diff records/tiny/<date>_Before records/tiny/<date>_CamelName
     python scripts/record.py leaderboard            records/README.md and the pictures beside it
 
 Commit a claim before its runs, as proof. `verify --rerun` runs code of others, with your rights.
@@ -30,7 +29,7 @@ from claims.checks import find_failures, forbidden_settings
 from claims.judge import find_judged, fresh_seeds
 from claims.rerun import rerun
 from claims.stats import power
-from runtime.claim import Claim, read_claim
+from runtime.claim import Claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest, read_sources, write_files
 from runtime.settings import flag
@@ -132,16 +131,6 @@ def run_again(evidence: records.Evidence, arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def diff(arguments: argparse.Namespace) -> int:
-    """Print the difference of two records' sources."""
-    sources = []
-    for folder in (arguments.before, arguments.after):
-        sha256 = read_claim(folder / "claim.json").source_sha256
-        sources.append(records.read_source(records.records_of(folder), sha256))
-    print("\n".join(records.difference(*sources)))
-    return 0
-
-
 def leaderboard(arguments: argparse.Namespace) -> int:
     """Write the page and the pictures of all records, if none of them fails."""
     found = [records.read_evidence(path.parent) for path in sorted(RECORDS.glob("*/*/claim.json"))]
@@ -185,9 +174,6 @@ def main(argv: list[str]) -> int:
         help="run the source again, which others wrote, and compare (first run)")
     add("--steps", type=int, help="with --rerun: stop after N (run to the end)")
     add("--data-dir", type=Path, help="with --rerun: folder of the shards (the run's)")
-    add = add_command(diff)
-    add("before", type=Path, help="folder of a claim.json")
-    add("after", type=Path, help="the same")
     add_command(leaderboard)
     arguments = parser.parse_args(argv[:cut], argparse.Namespace(flags=argv[cut + 1 :]))
     return arguments.run(arguments)

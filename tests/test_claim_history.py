@@ -11,8 +11,6 @@ from claims import record as provenance
 from claims.record import TRACKS, claim_text
 from scripts import record
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "records"
 CREATED = "2026-01-01T00:00:00+00:00"  # the runs of a small record start a day later
 IN_TIME, TOO_LATE = "2026-01-01T00:01:00+00:00", "2026-01-02T00:30:00+00:00"
 
@@ -122,12 +120,3 @@ def test_a_source_that_no_record_may_have_is_refused_before_its_runs(tmp_path, m
     monkeypatch.setattr(record, "read_sources", lambda root: stub)
     assert record.main(["claim", "Mine", "--about", "x", "--", "--track=tiny"]) == 2
     assert ("forbidden" in capsys.readouterr().err, [*tmp_path.iterdir()]) == (True, [])
-
-
-def test_diff_prints_the_difference_of_two_records_sources(capsys):
-    folders = [RECORDS / "tiny" / f"2026-11-22_{name}" for name in ("Modern", "ModernFewest")]
-    assert record.main(["diff", *map(str, folders)]) == 0
-    said = capsys.readouterr().out
-    page = (folders[1] / "README.md").read_text()
-    assert said in page
-    assert '+            "embed_lr_mul": 25.0' in said
