@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,14 +31,14 @@ def first_segment(path: Path) -> Path:
     return first if first.exists() else path
 
 
-def read_runs(path: str | Path, links: bool = True, cut: Callable[..., bytes] = bytes) -> list[Run]:
+def read_runs(path: str | Path, links: bool = True) -> list[Run]:
     """The runs in one file; for a segment, the run that it belongs to.
 
     An unfinished run says why in `unfinished`. LogError for a file that is no run log names file,
-    line and rule. links: whether to follow links. cut: takes lines out of each file's content.
+    line and rule. links: whether to follow links.
     """
     first = first_segment(Path(path))
-    segments = [(file, cut(content)) for file, content in read_segments(first, links)]
+    segments = read_segments(first, links)
     data = segments[0][1]
     if not data:
         raise LogError(f"{first} is empty: its run ended before its first line. Take it out.")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import Tokens, read_shard, write_shard
+from data.shards import Tokens, write_shard
 from data.tokenizers import CODE, TOKENIZERS, encode, read_tokenizer
 
 PACKAGES = ("mpmath", "networkx", "sympy")  # at the versions in requirements.txt
@@ -97,16 +97,7 @@ def build(folder: Path) -> None:
 
 
 def read_own(path: Path) -> Iterator[str]:
-    """Yield the documents of a .bin file, a shard of GPT-2's vocabulary, or of a .jsonl file.
-
-    A row of the latter is an object with the document in "text". ValueError names one without.
-    """
-    if path.suffix == ".bin":
-        tokenizer = read_tokenizer("gpt2")
-        tokens = read_shard(path, tokenizer.n_vocab)
-        for document in np.split(tokens, np.flatnonzero(tokens == tokenizer.eot_token)):
-            yield tokenizer.decode(document[document != tokenizer.eot_token].tolist())
-        return
+    """Yield the "text" of each row, a JSON object. ValueError names a row without."""
     with path.open("rb") as file:
         for number, line in enumerate(filter(bytes.strip, file), start=1):  # without blank lines
             text = None  # stays so if the line is no JSON object in UTF-8 with text

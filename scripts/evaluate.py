@@ -3,8 +3,8 @@
     python scripts/evaluate.py                       the newest model under checkpoints/
     python scripts/evaluate.py checkpoints/RUN       that of a run
 
-Prints the validation loss with its 95 % interval over validation rows, bits per byte of text, and
-the losses of copied tokens and of new ones. Exit codes: 0 done, 2 bad input.
+Prints the validation loss, bits per byte of text, and the losses of copied tokens and of new ones.
+Exit codes: 0 done, 2 bad input.
 """
 
 import sys
@@ -20,10 +20,8 @@ from inference.model import find_model, load_model
 
 
 def as_text(scores: dict[str, Any]) -> str:
-    lines = [f"validation loss {scores['loss']:.4f}"]
-    if "interval" in scores:
-        lines[0] += "   95 % interval {:.4f} to {:.4f}".format(*scores["interval"])
-    lines[0] += f"   {scores['tokens']:,} tokens in {scores['rows']} rows"
+    size = f"{scores['tokens']:,} tokens in {scores['rows']} rows"
+    lines = [f"validation loss {scores['loss']:.4f}   {size}"]
     if "bits_per_byte" in scores:
         lines.append(f"bits per byte   {scores['bits_per_byte']:.4f}")
     for name in ("copied", "new"):

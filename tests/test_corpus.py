@@ -18,7 +18,7 @@ import pytest
 import tiktoken
 
 from data import corpus
-from data.shards import Shard, write_shard
+from data.shards import Shard
 from data.tokenizers import CODE, PROSE, encode, read_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -117,9 +117,8 @@ def write_jsonl(path, documents):
 @pytest.mark.parametrize(("size", "vocabulary"), [(2048, PROSE), (50257, CODE)])
 def test_own_documents_come_back_each_in_one_shard(tmp_path, convert, size, vocabulary, capsys):
     first = write_jsonl(tmp_path / "b.jsonl", [*DOCUMENTS[:1], "", *DOCUMENTS[1:2]])
-    tokens = [encode(text, read_tokenizer(CODE)) for text in DOCUMENTS[2:]]
-    write_shard(tmp_path / "a.bin", np.concatenate(tokens))  # of "GPT-2's" vocabulary
-    assert convert(first, tmp_path / "a.bin", "--vocab-size", size) == 0
+    second = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[2:])
+    assert convert(first, second, "--vocab-size", size) == 0
     tokenizer, found = read_tokenizer(vocabulary), []
     for name in ("train_000000.bin", "val_000000.bin"):
         stream = Shard(tmp_path / "out" / name)[:]
@@ -189,12 +188,6 @@ def test_a_damaged_vocabulary_is_named_with_the_fix(tmp_path, line):
     (tmp_path / "damaged.tiktoken").write_bytes(CODE.read_bytes() + line)
     with pytest.raises(ValueError, match=r"vocabulary .*damaged\.tiktoken: .*restore the file"):
         read_tokenizer(tmp_path / "damaged.tiktoken")
-
-
-def test_a_shard_of_another_vocabulary_is_named(tmp_path, convert, capsys):
-    write_shard(tmp_path / "in.bin", np.array([1023, 60_000, 5], np.uint16))
-    assert convert(tmp_path / "in.bin") == 2
-    assert "in.bin: token 1 is 60000; the vocabulary has 1,024 tokens" in capsys.readouterr().err
 
 
 def test_documents_that_leave_a_shard_empty_are_refused(tmp_path, convert, capsys):

@@ -6,9 +6,7 @@ import os
 import re
 import sys
 from dataclasses import asdict, replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import stdev
 
 import numpy as np
 import pytest
@@ -290,16 +288,6 @@ def test_an_evaluation_and_its_script_find_the_losses_of_the_run(trained, monkey
     assert "has no *val_*.bin file" in capsys.readouterr().err
     assert evaluate_script.main([str(final), "--data-dir", str(data), "--rows", "99999"]) == 2
     assert "--val-tokens" not in capsys.readouterr().err
-
-
-def test_the_interval_of_a_loss_is_of_rows_by_students_t(trained):
-    (final,) = trained[1].glob("checkpoints/*_t0_*/final")
-    model = load_model(final, "cpu")
-    scores = [evaluation.evaluate(model, rows=rows) for rows in (1, 2, 3, 4)]
-    sums = [0.0] + [each["loss"] * each["rows"] for each in scores]
-    half = 3.18244631 * stdev(b - a for a, b in pairwise(sums)) / 2  # t with 3 degrees of freedom
-    mean = scores[-1]["loss"]
-    assert scores[-1]["interval"] == pytest.approx((mean - half, mean + half), rel=1e-5)
 
 
 def test_bits_are_of_the_bytes_of_text(folder):

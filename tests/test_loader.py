@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.loader import Data, Order, TrainLoader, validation_batches
-from data.shards import Shard, ShardError, write_shard
+from data.shards import ShardError, write_shard
 
 ROOT = Path(__file__).parents[1]
 BOS = 0
@@ -225,16 +225,6 @@ def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards
         remaining_steps(loader)
     assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected[step:]
     assert rows_sum % 2**256 == loader.rows_sum % 2**256
-
-
-def test_a_resume_on_shards_that_were_cut_anew_is_refused_and_more_shards_are_welcome(files):
-    state = make(files).state_dict()
-    make([*files, files[0]]).load_state_dict(state)
-    tokens = np.concatenate([Shard(file)[:] for file in files])
-    for file, part in zip(files, np.split(tokens, [len(tokens) // 3]), strict=True):
-        write_shard(file, part)
-    with pytest.raises(ShardError, match="cut elsewhere"):
-        make(files).load_state_dict(state)
 
 
 def test_rows_are_hashed_as_the_documentation_says(files):

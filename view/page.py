@@ -2,7 +2,6 @@
 
 import json
 import secrets
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from runtime.errors import Refused
 from view.runs import Store
 
 HERE = Path(__file__).parent
-COMPARED = 20  # groups in a file that works offline; a server compares any two
 
 
 def build_page(data: dict[str, Any] | None = None) -> str:
@@ -30,8 +28,4 @@ def write_page(store: Store, path: Path) -> None:
     if not data["ids"]:
         unread = [f"no run log in {', '.join(data['folders'])}: nothing to show", *data["unread"]]
         raise Refused("\n".join(unread))
-    answers = data["answers"] = {f"diff?id={name}": store.diff(name) for name in store.verdicts}
-    groups = list(dict.fromkeys(run["group"] for run in data["runs"]))[:COMPARED]
-    for a, b in combinations(groups, 2):
-        answers[f"compare?a={a}&b={b}"] = store.compare(a, b)
     path.write_text(build_page(data), encoding="utf-8")

@@ -2,9 +2,9 @@
 
 import contextlib
 import math
-import re
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -17,11 +17,9 @@ from claims.runs import Run, Step, Validation, current_names
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_hash, plain
 from runtime.settings import SETTINGS_OF_A_RUN
-from view import verdicts
+from view.verdicts import in_sentences
 
 POINTS = 200  # of a curve: a screen shows no more
-STEP_LINES = (b'{"event": "step"', b"step:", b"s:")  # the last two in text logs
-TRAIN_LOSS = re.compile(rb'"train_loss": ([0-9]+(?:\.[0-9]+)?(?:e[+-][0-9]+)?)(?=[,}])')
 MARKS = 200  # skipped steps of a run
 READING = 1.0  # seconds that a reply may read logs; the next reply continues
 Curves = dict[str, list[float | None]]
@@ -30,7 +28,7 @@ Curves = dict[str, list[float | None]]
 class Folder(NamedTuple):
     name: str  # as the page shows it
     path: Path  # a folder of logs, or one log
-    record: Path | None = None  # the record of its runs, which so are a reference
+    record: bool = False  # the runs of a record are a reference
 
 
 def find_folders(paths: Sequence[str | Path]) -> list[Folder]:
@@ -41,39 +39,25 @@ def find_folders(paths: Sequence[str | Path]) -> list[Folder]:
             raise Refused(f"{path} does not exist: name a folder of run logs; ./run.sh makes logs")
         inside = sorted(path.iterdir()) if path.is_dir() else []
         records = [record for record in [path, *inside] if (record / "runs").is_dir()]
-        folders += [Folder(record.resolve().name, record / "runs", record) for record in records]
+        folders += [Folder(record.resolve().name, record / "runs", True) for record in records]
         if not records:
             folders.append(Folder("/".join(path.parts[-2:]) or path.resolve().name, path))
-    return folders
-
-
-def thin(data: bytes) -> bytes:
-    """A log with about POINTS step lines at most: reading them is what a long log costs.
-
-    Of each group of steps the last stays, with the mean training loss of the group. So do skipped
-    steps.
-    """
-    lines = data.split(b"\n")
-    steps = [number for number, line in enumerate(lines)
-             if line.startswith(STEP_LINES) and b"val_loss" not in line]  # fmt: skip
-    size = math.ceil(len(steps) / POINTS)
-    if size < 2:
-        return data
-    starts = range(0, len(steps), size)
-    ends = [steps[start : start + size][-1] for start in starts]
-    losses = TRAIN_LOSS.findall(data)
-    if len(losses) == len(steps):  # none is missing, none is "nan"
-        sums = np.add.reduceat(np.array(losses, dtype=float), starts)
-        for end, mean in zip(ends, sums / np.diff([*starts, len(steps)]), strict=True):
-            lines[end] = TRAIN_LOSS.sub(b'"train_loss": %.7g' % mean, lines[end])
-    dropped = set(steps).difference(ends)
-    kept = [line for number, line in enumerate(lines)
-            if number not in dropped or b'"skipped": true' in line]  # fmt: skip
-    return b"\n".join(kept)
+    return list({folder.path.resolve(): folder for folder in folders}.values())
 
 
 def column(values: Iterable[float | None]) -> np.ndarray:
     return np.array(list(values), dtype=float)  # None becomes NaN
+
+
+def thin(steps: Sequence[Step]) -> list[Step]:
+    """About POINTS steps: the last of each group, with its mean training loss, and the skipped."""
+    size, kept = math.ceil(len(steps) / POINTS) or 1, []
+    for start in range(0, len(steps), size):
+        group = steps[start : start + size]
+        mean = float(column(step.train_loss for step in group).mean())
+        kept += [step for step in group[:-1] if step.skipped]
+        kept.append(group[-1]._replace(train_loss=mean))
+    return kept
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
@@ -123,7 +107,7 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     facts = {
         "id": json_hash([str(run.path.resolve()), run.index]),
         "group": json_hash([apart, run.source, run.config_sha256]),
-        "name": run.run_id, "folder": folder.name, "record": bool(folder.record),
+        "name": run.run_id, "folder": folder.name, "record": folder.record,
         "track": run.track, "seed": run.seed,
         "target": run.target or PUBLIC_TARGETS.get(track_of(run) or ""),
         "source": run.source, "loss": run.final_loss,
@@ -156,7 +140,6 @@ class Store:
     def __init__(self, folders: Sequence[Folder]) -> None:
         self.folders = folders
         self.logs: dict[Path, Log] = {}
-        self.verdicts: dict[str, dict[str, Any]] = {}  # judgements and records by id
         self.version = time.time_ns() // 10**6  # above what a page has from an earlier server
         self.lock = Lock()
 
@@ -164,14 +147,12 @@ class Store:
         """All ids, and the runs that changed after a version. `more`: it has not read all yet."""
         with self.lock:
             more, logs = self.refresh(time.monotonic() + seconds), self.logs.values()
-            unread = self.read_verdicts()
             return {
                 "version": self.version, "more": more, "now": time.time(),
                 "folders": [folder.name for folder in self.folders],
                 "ids": [run["id"] for log in logs for run in log.runs],
                 "runs": [run for log in logs if log.version > since for run in log.runs],
-                "unread": [log.error for log in logs if log.error] + unread,
-                "verdicts": [one | {"id": name} for name, one in self.verdicts.items()],
+                "unread": [log.error for log in logs if log.error],
             }  # fmt: skip
 
     def refresh(self, until: float) -> bool:
@@ -203,28 +184,12 @@ class Store:
             if known and known.state == state:
                 return known
             modified = state[-1][0] / 1e9
-            found = read_runs(path, links=False, cut=thin)
+            found = [replace(run, steps=thin(run.steps)) for run in read_runs(path, links=False)]
             runs = [summary(run, folder, modified) for run in found]
         except (LogError, OSError, RecursionError) as problem:
             error, runs, found = str(problem), [], []
         self.version += 1
         return Log(state, self.version, runs, found, error)
-
-    def read_verdicts(self) -> list[str]:
-        """Read judgements and records again; returns what could not be read."""
-        found, unread = [], []
-        for folder in self.folders:
-            try:
-                found += verdicts.find(folder.path, folder.record)
-            except verdicts.FAULTS as problem:
-                unread.append(f"verdicts of {folder.name}: {problem!r:.200}")
-        self.verdicts = {json_hash(verdict["path"]): verdict for verdict in found}
-        return unread
-
-    def diff(self, verdict_id: str) -> str | None:
-        """What a judgement or a record compared, and its diff; None if it is not known."""
-        verdict = self.verdicts.get(verdict_id)
-        return verdicts.read_diff(verdict) if verdict else None
 
     def compare(self, a: str, b: str) -> str | None:
         """Two groups compared, in sentences; None if one is not known."""
@@ -237,4 +202,4 @@ class Store:
         one, other = (judge_arm(common_folder(groups[name]), groups[name]) for name in (a, b))
         if not one.runs or not other.runs:
             return "One of the two has no finished run: nothing to compare yet."
-        return verdicts.in_sentences(one, other, compare_arms(one, other))
+        return in_sentences(one, other, compare_arms(one, other))

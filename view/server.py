@@ -15,7 +15,7 @@ HEADERS = {"Cache-Control": "no-store", "Cross-Origin-Resource-Policy": "same-or
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET and HEAD of `/`, `/runs?since=VERSION`, `/diff?id=ID`, `/compare?a=ID&b=ID`; no more."""
+    """GET of `/`, `/runs?since=VERSION` and `/compare?a=ID&b=ID`; no more."""
 
     server: "Server"
     timeout = 30  # seconds; a silent client must not hold a thread
@@ -40,13 +40,9 @@ class Handler(BaseHTTPRequestHandler):
         store, since = self.server.store, asked.get("since", "0")
         if path == "/runs" and since.isdecimal() and len(since) < 16:
             return store.reply(int(since))
-        if path == "/diff":
-            return store.diff(asked.get("id", ""))
         if path == "/compare":
             return store.compare(asked.get("a", ""), asked.get("b", ""))
         return None
-
-    do_HEAD = do_GET
 
     def answer(self, code: int, text: str, kind: str = "text/plain") -> None:
         body = text.encode()
@@ -56,8 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the page asks every two seconds."""

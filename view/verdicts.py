@@ -1,73 +1,9 @@
-"""The verdicts beside the runs: judgements and records, each with its diff; groups compared."""
+"""Two arms compared, in sentences."""
 
-import contextlib
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 from claims.arms import ArmVerdict, Comparison
-from claims.judge import JUDGEMENTS, UNITS, read_judgements
 from claims.stats import Difference, in_words, moments
-from runtime.jsonl import check_regular, read_regular
-
-MOST_BYTES = 2**22  # of a diff or a record's page
-FAULTS = (OSError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError)
-
-
-def find(path: Path, record: Path | None) -> list[dict[str, str]]:
-    """What the page says of a record, or of the judgements in a folder of logs.
-
-    An error of FAULTS for files that are none.
-    """
-    if record:
-        return [describe_record(record)]
-    folders = [folder for folder in (path, path / "judge") if (folder / JUDGEMENTS).exists()]
-    for folder in folders:
-        check_regular(folder / JUDGEMENTS)
-    return [describe_judgement(folder, entry)
-            for folder in folders for entry in read_judgements(folder)]  # fmt: skip
-
-
-def describe_judgement(folder: Path, entry: dict[str, Any]) -> dict[str, str]:
-    unit = UNITS.get(entry["metric"], entry["metric"])  # older judgements have steps
-    word, text = "unfinished", f"at most {entry['pairs']} pairs"
-    if "outcome" in entry:
-        word = str(entry["outcome"])
-        mean, low, high = (float(entry[name]) for name in ("mean", "low", "high"))
-        share = float(entry.get("confidence", 0.99))  # the first judgements wrote none
-        found = in_words(Difference(mean, low=low, high=high), "+.4g")
-        text = f"B - A {found} {unit}, {share:.0%} interval, {entry['done']} pairs"
-    arms = [f"{name}: {' '.join(entry[name]['flags']) or 'no flags'}" for name in ("A", "B")]
-    margin = f"smallest difference that matters: {entry['margin']:g} {unit}"
-    return {"name": f"judgement {entry['run_id']}", "word": word, "text": text,
-            "head": "\n".join([*arms, margin, "", ""]),
-            "path": str(folder / entry["run_id"] / "source.diff")}  # fmt: skip
-
-
-def describe_record(folder: Path) -> dict[str, str]:
-    """A record without record.json only claims."""
-    word, text = "unfinished", "claimed, without a verdict yet"
-    with contextlib.suppress(FileNotFoundError):
-        page = json.loads(read_regular(folder / "record.json", MOST_BYTES, links=False))
-        word = "shown" if page["shown"] else "not shown"
-        mean, p = float(page["mean"]), float(page["p"])  # of too few runs "nan"
-        text = (f"mean {mean:.4f} below {page['target']:g}, p {p:.2g}, "
-                f"{page['n']} runs of {page['steps']} steps")  # fmt: skip
-    return {"name": folder.name, "word": word, "text": text, "head": "",
-            "path": str(folder / "README.md")}  # fmt: skip
-
-
-def read_diff(verdict: dict[str, str]) -> str:
-    """What was compared with the diff of the sources; of a record its page, which has it."""
-    try:
-        text = read_regular(Path(verdict["path"]), MOST_BYTES, links=False).decode(errors="replace")
-    except OSError as problem:
-        return f"cannot read {verdict['path']}: {problem.strerror}"
-    return verdict["head"] + (text.strip() or "The sources do not differ.")
-
-
-# ---- Two groups
 
 
 def in_sentences(a: ArmVerdict, b: ArmVerdict, found: Comparison) -> str:
