@@ -197,7 +197,7 @@ class Config(RunSettings):
     document_mask: bool = setting(True, "rows begin with bos; attention stays in a document")
     batch_tokens: int = setting(262_144, "tokens of a step, on all ranks", a_multiple_of="seq_len")
     seq_len: int = setting(32_768, "tokens of a row; ranks take whole rows", at_least=2)
-    micro_batch: int | None = setting(32_768, "tokens of a micro-step", a_multiple_of="seq_len")
+    micro_batch: int = setting(32_768, "tokens of a micro-step", a_multiple_of="seq_len")
     max_document: int = setting(2048, "longest document; a stage may set its own", at_least=1)
     data_start: float = setting(0.0, "share of the first training shard passed over", below=1)
     val_tokens: int = setting(10_485_760, "validation tokens used", a_multiple_of="val_seq_len")

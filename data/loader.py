@@ -293,7 +293,7 @@ def validation_batches(
 
 
 class Data:
-    """The data of one rank. With micro_batch None in `settings`, all its rows are one batch.
+    """The data of one rank.
 
     stages: see `Order`; reach: see `validation_batches`. ShardError if the shards are missing,
     damaged or too few, ValueError if the world size does not divide the rows.
@@ -306,8 +306,7 @@ class Data:
         order = Order(settings["seq_len"], bos, settings["data_start"], stages)
         files = find_shards(settings, "train")
         self.train = TrainLoader(files, order, settings["steps"], rank, world_size)
-        if settings["micro_batch"] is not None:
-            self.train.split(settings["micro_batch"])
+        self.train.split(settings["micro_batch"])
         files, most = find_shards(settings, "val"), settings["val_batch"]
         self.validation = validation_batches(files, settings, most, reach, rank, world_size)
         lengths = [int(batch.cu_seqlens.diff().max()) for batch in self.validation]

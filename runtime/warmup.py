@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import sysconfig
-import traceback
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import pairwise
@@ -27,7 +26,7 @@ TIMED_STEPS = 40  # in all stages, to know how long a run takes
 
 # ---- torch.compile, where it works and pays
 
-# One graph a shape: --micro-batch auto tries several, and validation rows come in many parts.
+# One graph a shape: validation rows come in many parts.
 MOST_GRAPHS = 1024
 # Tokens times layers from which compiling pays on a CPU. On two cores of an AMD EPYC it takes 52 s
 # more than an eager start with an empty cache, and then saves 4 us a token and layer. A filled
@@ -65,7 +64,8 @@ def compile_loss(trainer: Any) -> str | None:
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     try:
-        find_micro_batch(trainer, torch.compile(trainer.model, dynamic=False, fullgraph=True))
+        trainer.loss = torch.compile(trainer.model, dynamic=False, fullgraph=True)
+        try_largest_micro_batch(trainer)
     except Exception as error:  # whatever a compiler raises, the eager model can still run
         if out_of_memory(error):
             raise
@@ -103,7 +103,8 @@ def warm_up(trainer: Any, clock: Clock) -> None:
             if config.compile == "on":
                 raise Refused(f"--compile on: {obstacle}. Fix that, or use --compile auto.")
             machine.say(f"not compiled: {obstacle}")
-            find_micro_batch(trainer, trainer.model)
+            trainer.loss = trainer.model
+            try_largest_micro_batch(trainer)
         trainer.env |= {"compiled": obstacle is None, "compile_flags": compile_flags()}
     with clock.phase("warmup", timed=False):
         rehearse(trainer)
@@ -128,27 +129,6 @@ def planned_passes(trainer: Any) -> float:
         return math.inf
     tokens = trainer.train_tokens + len(trainer.validations) * config.val_tokens / 3
     return tokens * len(trainer.model.blocks) / len({batch for _, batch, _ in trainer.changes})
-
-
-def find_micro_batch(trainer: Any, loss: Any) -> None:
-    """Run the largest batches. With --micro-batch auto each rank halves its own until they fit."""
-    trainer.loss, train = loss, trainer.data.train
-    while True:
-        try:
-            try_largest_micro_batch(trainer)
-            break
-        except Exception as error:
-            rows = max(train.shares(first)[1] for first, *_ in trainer.changes)
-            if not out_of_memory(error) or trainer.config.micro_batch is not None or rows == 1:
-                raise
-            traceback.clear_frames(error.__traceback__)  # they hold tensors: make room
-        tokens = rows * trainer.config.seq_len
-        trainer.machine.say(f"out of memory with a micro-batch of {tokens:,} tokens: halved")
-        train.split(tokens // 2)
-    largest = max(trainer.data.validation, key=lambda batch: batch.inputs.numel(), default=None)
-    if largest is not None:  # a rank may have none; no smaller micro-batch would make it fit
-        with torch.no_grad():
-            trainer.batch_loss(largest, trainer.data.val_longest)
 
 
 def try_largest_micro_batch(trainer: Any) -> None:

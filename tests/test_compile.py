@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,7 @@ from runtime import warmup as compiling
 from runtime.clock import Clock
 from runtime.errors import Refused
 from runtime.machine import Machine
-from runtime.warmup import compile_loss, find_micro_batch, planned_passes, warm_up, why_not_compile
+from runtime.warmup import compile_loss, planned_passes, warm_up, why_not_compile
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALONE = Machine(CPU)
@@ -112,64 +111,6 @@ def test_validation_costs_a_third_of_training_and_each_size_of_batch_a_graph(bat
         model=SimpleNamespace(blocks=range(7)), changes=[(0, batch, 4) for batch in batches],
     )  # fmt: skip
     assert planned_passes(trainer) == 120 * 7 / graphs
-
-
-# ---- Memory
-
-
-@pytest.fixture
-def memory(monkeypatch):
-    """A trainer whose batches of 8 rows of 16 tokens fit once they are of `room` rows."""
-    held = []
-
-    def try_largest(trainer):
-        held.append(weakref.ref(tensor := torch.ones(1000)))
-        if trainer.rows > trainer.room:
-            try:
-                raise KeyError(len(tensor))
-            except KeyError as error:
-                raise RuntimeError("can't allocate memory") from error
-
-    def split(tokens):
-        assert held[-1]() is None, "what failed holds no memory"
-        trainer.rows = tokens // 16
-
-    monkeypatch.setattr(compiling, "try_largest_micro_batch", try_largest)
-    trainer = SimpleNamespace(
-        room=2, rows=8, config=SimpleNamespace(micro_batch=None, seq_len=16), machine=ALONE,
-        changes=[(0,)], data=SimpleNamespace(train=SimpleNamespace(split=split), validation=[]),
-    )  # fmt: skip
-    trainer.data.train.shares = lambda step: (1, trainer.rows)
-    return trainer
-
-
-def test_micro_batch_auto_is_halved_until_it_fits_and_a_number_is_not(memory, capsys):
-    find_micro_batch(memory, abs)
-    assert (memory.rows, memory.loss) == (2, abs)
-    assert "out of memory with a micro-batch of 128 tokens: halved" in capsys.readouterr().out
-    memory.config.micro_batch, memory.room = 32, 1
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
-        find_micro_batch(memory, abs)
-    assert memory.rows == 2
-
-
-def test_what_does_not_fit_row_by_row_is_out_of_memory_and_other_errors_pass(memory, monkeypatch):
-    memory.room = 0
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
-        find_micro_batch(memory, abs)
-    assert memory.rows == 1
-    monkeypatch.setattr(compiling, "try_largest_micro_batch", lambda trainer: fail(KeyError("x")))
-    with pytest.raises(KeyError):
-        find_micro_batch(memory, abs)
-
-
-def test_a_validation_that_does_not_fit_halves_no_micro_batch(memory):
-    memory.room, memory.data.val_longest = 8, 16
-    memory.data.validation = [SimpleNamespace(inputs=torch.ones(1))]
-    memory.batch_loss = lambda *_: fail(MemoryError())
-    with pytest.raises(MemoryError):
-        find_micro_batch(memory, abs)
-    assert memory.rows == 8
 
 
 # ---- What the log is told

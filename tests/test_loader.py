@@ -347,14 +347,14 @@ def test_the_end_of_the_last_document_has_a_place_too(tmp_path):
 def open_both(files, stages=((0, 64, 6),), reach=0, **changed):
     values = {
         "track": "", "data_dir": files[0].parent, "seq_len": 8, "bos": BOS, "document_mask": True,
-        "data_start": 0.0, "steps": 5, "micro_batch": None, "val_tokens": 64, "val_seq_len": 16,
+        "data_start": 0.0, "steps": 5, "micro_batch": 64, "val_tokens": 64, "val_seq_len": 16,
         "val_batch": 32,
     }  # fmt: skip
     return Data(values | changed, stages, reach, rank=1, world_size=2)
 
 
 @pytest.mark.parametrize(("micro_batch", "rows"), [
-    (None, [2, 3, 4]), (32, [2, 3, 4]), (31, [2, 3, 2]), (16, [2, 1, 2]), (8, [1, 1, 1]),
+    (64, [2, 3, 4]), (32, [2, 3, 4]), (31, [2, 3, 2]), (16, [2, 1, 2]), (8, [1, 1, 1]),
 ])  # fmt: skip
 def test_a_micro_batch_is_the_largest_equal_part_of_a_step_within_a_limit(files, micro_batch, rows):
     stages = [(0, 32, 6), (1, 48, 6), (2, 64, 6)]  # this rank has 2, 3, 4 rows of 8 tokens
