@@ -77,7 +77,7 @@ class Machine:
             except ValueError as error:
                 result[1] = str(error)
         if self.world_size > 1:
-            dist.broadcast_object_list(result, device=self.device)
+            dist.broadcast_object_list(result)
         if result[1] is not None:
             raise Refused(result[1])
         return result[0]
@@ -119,17 +119,12 @@ def saying_every_few_seconds(what: str, say: Callable[[str], None]) -> Iterator[
 # ---- Start
 
 
-ROLL_CALL = timedelta(seconds=10)
-roll_call: Any = None  # a group of all ranks, used only when a collective has failed
-
-
 def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
     """Choose the device, and join the other ranks if torchrun started several.
 
     `rank_timeout`: seconds that ranks wait for one another, here and in every collective.
     Raises Refused if the device is missing or the ranks cannot meet.
     """
-    global roll_call
     place = find_device(device)
     if place.type == "cpu":
         keep_freed_memory()
@@ -141,11 +136,10 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
         if world_size == 1:
             return Machine(place)
         dist.init_process_group(
-            "nccl" if nccl else "gloo", timeout=timeout,
+            # A checkpoint goes from host to host: beside the model a GPU may lack the room.
+            "cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=timeout,
             device_id=place if nccl else None,  # connects now: errors come here
         )  # fmt: skip
-        # Others wait for the verdict of rank 0, so they are more patient than it is.
-        roll_call = dist.new_group(backend="gloo", timeout=2 * ROLL_CALL)
     except (RuntimeError, ValueError) as error:  # ValueError: a variable of torchrun is missing
         given = f"RANK={os.environ.get('RANK', '')} WORLD_SIZE={os.environ.get('WORLD_SIZE', '')}"
         reason = first_line(error).rstrip(".")
