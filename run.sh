@@ -7,8 +7,6 @@
 # Environment, all optional:
 #   PYTHON                  interpreter that makes .venv, 3.11 or newer (default python3)
 #   NPROC                   processes on this machine (default: one a GPU; tiny and small take one)
-#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    as torchrun takes them: the same command on each
-#                           machine, with its own .venv and data; NODE_RANK=0 writes the logs
 #
 # Exit codes: those of train_gpt.py (torchrun makes every failure 1) or pytest; 2: no environment.
 set -euo pipefail
@@ -64,35 +62,30 @@ fetch() { # fetch COUNT TENS: FineWeb's validation shard and the training shards
 }
 
 train() {
-    local track="" data=yes previous="" argument processes where=(--standalone)
+    local track="" data=yes previous="" argument processes options=(--standalone)
     for argument in "$@"; do
         [[ $previous != --track ]] || track=$argument
         case $argument in
             --track=*) track=${argument#*=} ;;
             --data-dir*) data="" ;;
-            -h | --help | --print-config) data="" NPROC=1 NNODES=1 ;;
+            -h | --help | --print-config) data="" NPROC=1 ;;
         esac
         previous=$argument
     done
     [[ $track ]] || set -- --track tiny "$@"
     track=${track:-tiny}
-    if ((${NNODES:-1} > 1)); then
-        where=(--nnodes "$NNODES" --node_rank "${NODE_RANK:?is the number of this machine}"
-            --master_addr "${MASTER_ADDR:?is where NODE_RANK=0 runs}"
-            --master_port "${MASTER_PORT:-29500}")
-    fi
     prepare "${data:+$track}"
     processes=${NPROC:-1}
     if [[ -z ${NPROC:-} && $track != tiny && $track != small ]]; then # these have few rows a step
         processes=$("$VENV_PYTHON" -c 'import torch; print(max(1, torch.cuda.device_count()))')
     fi
     [[ $processes =~ ^[0-9]+$ ]] || stop "NPROC is $processes: it must be a number"
-    ((processes * ${NNODES:-1} > 1)) || exec "$VENV_PYTHON" train_gpt.py "$@"
+    ((processes > 1)) || exec "$VENV_PYTHON" train_gpt.py "$@"
     # Left to itself, torchrun would handle the hangup that nohup has it ignore, and end the run.
-    [[ -z $(trap -p HUP) ]] || where+=(--signals-to-handle SIGTERM,SIGINT,SIGQUIT)
+    [[ -z $(trap -p HUP) ]] || options+=(--signals-to-handle SIGTERM,SIGINT,SIGQUIT)
     # A stopped run saves first; after 30 s, its default, torchrun would kill a slow save.
     export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-    exec "$VENV_PYTHON" -m torch.distributed.run "${where[@]}" --nproc_per_node "$processes" \
+    exec "$VENV_PYTHON" -m torch.distributed.run "${options[@]}" --nproc_per_node "$processes" \
         train_gpt.py "$@"
 }
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MACHINES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 SHORT = ("--track", "short", "--data-dir", "elsewhere")  # a track for all GPUs; its data are there
 TOOLS = ("bash", "cmp", "cp", "dirname", "flock", "mkdir", "rm", "sleep", "wc")
-TORCHRUN = ["-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 
 # Stands for python3 and, copied by its own `-m venv`, for .venv/bin/python. It notes the words of
 # each call in $CALLS, in one write, because two starts may note at the same time.
@@ -103,26 +102,20 @@ def test_a_fresh_clone_makes_environment_and_text_once_and_trains_tiny(fresh):
     assert fresh.jobs() == ["data.prose", "train_gpt.py", "train_gpt.py"]
 
 
-HERE = ["--standalone"]
-MEETING = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1"]
-MEETING += ["--master_port", "29500"]
-
-
-@pytest.mark.parametrize(("words", "variables", "processes", "where"), [
-    ((), {"FAKE_GPUS": "8"}, 1, None),  # tiny is too small for more
-    (("--track", "small", "--data-dir", "elsewhere"), {"FAKE_GPUS": "8"}, 1, None),
-    (SHORT, {"FAKE_GPUS": "4"}, 4, HERE),
-    (SHORT, {"FAKE_GPUS": "4", "NPROC": "1"}, 1, None),
-    ((), {"NPROC": "2"}, 2, HERE),
-    (("--track", "short", "--help"), {"FAKE_GPUS": "8"}, 1, None),
-    (SHORT, {"FAKE_GPUS": "8"} | MACHINES, 8, MEETING),
+@pytest.mark.parametrize(("words", "variables", "processes"), [
+    ((), {"FAKE_GPUS": "8"}, 1),  # tiny is too small for more
+    (("--track", "small", "--data-dir", "elsewhere"), {"FAKE_GPUS": "8"}, 1),
+    (SHORT, {"FAKE_GPUS": "4"}, 4),
+    (SHORT, {"FAKE_GPUS": "4", "NPROC": "1"}, 1),
+    ((), {"NPROC": "2"}, 2),
+    (("--track", "short", "--help"), {"FAKE_GPUS": "8"}, 1),
 ])  # fmt: skip
-def test_there_is_a_process_for_each_gpu_unless_nproc_says_otherwise_and_machines_meet(
-    clone, words, variables, processes, where
+def test_there_is_a_process_for_each_gpu_unless_nproc_says_otherwise(
+    clone, words, variables, processes
 ):
     assert clone.run(*words, **variables).returncode == 0
     [argv] = clone.argv()
-    launch = [*TORCHRUN, *where, "--nproc_per_node", str(processes)] if where else []
+    launch = [*TORCHRUN, "--nproc_per_node", str(processes)] if processes > 1 else []
     assert argv[: len(launch) + 1] == [*launch, "train_gpt.py"]
 
 
@@ -166,7 +159,6 @@ def test_changed_requirements_and_a_lost_interpreter_are_mended_at_the_next_star
     ([], {"PYTHON": "python3.99"}, 2, "python3.99 is no Python 3.11 or newer with venv", []),
     ([], {"FAKE_PIP_STATUS": "1"}, 2, "pip could not install requirements.txt", ["venv", "pip"]),
     (["steps=5"], {}, 2, "steps=5 is no command: ./run.sh test runs the tests", []),
-    ([], {"NNODES": "2", "NODE_RANK": "1"}, 1, "MASTER_ADDR: is where NODE_RANK=0 runs", []),
 ])  # fmt: skip
 def test_what_cannot_start_is_explained_and_leaves_nothing_that_keeps_the_next_start_from_working(
     fresh, words, variables, code, sentence, jobs
