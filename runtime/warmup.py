@@ -225,6 +225,7 @@ def sees_no_future(trainer: Any) -> bool:
     """
     config, model, device = trainer.config, trainer.model, trainer.machine.device
     length = min(config.seq_len, config.val_seq_len)
+    trainer.data.train.reset()  # there may be one step alone
     inputs = next(trainer.data.train)[0].inputs[:1, :length].to(device)
     rows = torch.tensor([0, length], dtype=torch.int32, device=device)
     model.initialize(config.seed)

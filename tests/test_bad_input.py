@@ -89,10 +89,11 @@ def test_missing_data_make_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_of_as_many_steps_as_a_refusal_allows_is_possible(copy, tmp_path):
+@pytest.mark.parametrize("count", [(40, 40), (14, 2)])  # for a few steps, and for one
+def test_a_run_of_as_many_steps_as_a_refusal_allows_is_possible(count, copy, tmp_path):
     """It is shorter than its warm-up, which takes steps of every stage."""
-    write_shard(copy / "s_train_0.bin", documents(1, 40))
-    write_shard(copy / "s_train_1.bin", documents(2, 40))
+    for index in range(2):
+        write_shard(copy / f"s_train_{index}.bin", documents(index + 1, count[index]))
     refused = run(copy, tmp_path / "logs", steps=100)
     most = int(refused.err.split("at most ")[1].split(",")[0])
     assert most < 9
