@@ -190,7 +190,7 @@ class Config(RunSettings):
     attention: str = setting("auto", "attention backend", one_of=ATTENTIONS)
     loss_kernel: str = setting("auto", "how the loss is computed; auto: fastest", one_of=HEADS)
     activation_checkpointing: bool = setting(False, "recompute activations: less memory, slower")
-    compile: str = setting("auto", "auto: GPUs, and where it pays", one_of=("auto", "on", "off"))
+    compile: str = setting("auto", "auto: on GPUs by CUDA", one_of=("auto", "on", "off"))
 
     vocab_size: int = setting(50257, "tokens of the vocabulary", at_least=1, section="Data")
     bos: int = setting(50256, "token that precedes each document", below="vocab_size")

@@ -6,13 +6,9 @@ Also the choice whether to compile, and the dry run. `trainer` is that of train_
 import gc
 import math
 import os
-import shutil
 import sys
-import sysconfig
 from datetime import timedelta
-from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,42 +20,22 @@ from runtime.machine import first_line, out_of_memory, peak_mib
 
 TIMED_STEPS = 40  # in all stages, to know how long a run takes
 
-# ---- torch.compile, where it works and pays
+# ---- torch.compile
 
 # One graph a shape: validation rows come in many parts.
 MOST_GRAPHS = 1024
-# Tokens times layers from which compiling pays on a CPU. On two cores of an AMD EPYC it takes 52 s
-# more than an eager start with an empty cache, and then saves 4 us a token and layer. A filled
-# cache does not count: runs of a claim and a resumed run must compile or not as others did.
-COMPILATION_PAYS = 52 / 4e-6
-
-
-def why_not_compile(device: torch.device) -> str | None:
-    """Return what torch.compile lacks here, or None."""
-    if device.type == "cuda":
-        return None if find_spec("triton") else "Triton is not installed"
-    if device.type == "mps":
-        return "it is untested on Apple GPUs"
-    compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")
-    if not shutil.which(compiler) and not shutil.which("clang++"):
-        return "there is no C++ compiler"
-    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        return "the Python headers (Python.h) are not installed"
-    return None
 
 
 def compile_loss(trainer: Any) -> str | None:
     """Set `trainer.loss` to the compiled model and run it. Return what prevents that, or None.
 
-    On a CPU, --compile auto compiles only what that makes faster. Out of memory is raised as it is.
+    Out of memory is raised as it is.
     """
-    mode, device = trainer.config.compile, trainer.machine.device
+    mode = trainer.config.compile
     if mode == "off":
         return "--compile off"
-    if obstacle := why_not_compile(device):
-        return obstacle
-    if mode == "auto" and device.type == "cpu" and planned_passes(trainer) <= COMPILATION_PAYS:
-        return "it takes longer than it saves in so short a run; --compile on forces it"
+    if mode == "auto" and trainer.machine.device.type != "cuda":
+        return "it takes a minute or more here; --compile on forces it"
     trainer.machine.say("compiling: a minute or more the first time, then cached")
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
@@ -116,19 +92,6 @@ def warm_up(trainer: Any, clock: Clock) -> None:
     trainer.checks |= {"causality": causal, "warmup_restored": restored}
     if not (causal and restored):
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
-
-
-def planned_passes(trainer: Any) -> float:
-    """Tokens times layers of one run, shared out over its graphs: about one a size of batch.
-
-    Runs must be alike in whatever process they are made. Validation has no backward pass: a third.
-    With --minutes, compiling is off the clock, and buys steps: infinite.
-    """
-    config = trainer.config
-    if config.minutes:
-        return math.inf
-    tokens = trainer.train_tokens + len(trainer.validations) * config.val_tokens / 3
-    return tokens * len(trainer.model.blocks) / len({batch for _, batch, _ in trainer.changes})
 
 
 def try_largest_micro_batch(trainer: Any) -> None:
