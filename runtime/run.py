@@ -44,7 +44,6 @@ class Run(contextlib.AbstractContextManager):
         # Steps not read yet: event, loss, flags, verdict, CUDA event of their arrival or None.
         self._late: list[tuple[Any, ...]] = []
         self._skips = 0  # in a row; starts at zero after a resume
-        self._failure: NonFinite | None = None
         self._folder = Path(self._config.checkpoint_dir, plan.run_id)
         self._last_saved = plan.checkpoint
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -111,24 +110,18 @@ class Run(contextlib.AbstractContextManager):
         self.clock.start("train", timed=True)
         self._stepped_at = self.clock.train_time_ms  # train time
 
-    def _stop_training(self) -> None:
+    def settle(self) -> None:
         """Stop the clock and write the steps that are not written yet."""
         if self.clock.running:
             self.clock.stop()
         self._write_late(wait=True)
         self._log_phases()
 
-    def settle(self) -> None:
-        """Stop the clock after the last step. NonFinite if too many steps in a row were skipped."""
-        self._stop_training()
-        if self._failure is not None:
-            raise self._failure
-
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
         """An untimed phase. A running clock stops for it and starts again."""
         training = self.clock.running
-        self._stop_training()
+        self.settle()
         with self.clock.phase(name, timed=False), self._progress.pause(name):
             yield
         self._log_phases()
@@ -190,7 +183,7 @@ class Run(contextlib.AbstractContextManager):
         self._skips += 1
         if self._skips >= MOST_SKIPS:
             many = f"{self._skips} steps were skipped in a row, the last of them {step}, {what}"
-            self._failure = NonFinite(many)
+            raise NonFinite(many)
 
     def validated(self, step: int, val_loss: float, quick_tokens: int | None = None) -> None:
         """Log and print a validation loss, inside a pause. NonFinite if it is not finite.
@@ -217,14 +210,14 @@ class Run(contextlib.AbstractContextManager):
         """Whether to save after this step; equal on all ranks."""
         every = self._config.checkpoint_every
         due = every > 0 and self.steps_done // every > self._saved_at // every
-        return due or self.stop.number is not None or self._failure is not None
+        return due or self.stop.number is not None
 
     def save(self) -> None:
         """Copy the run to rank 0's host, on the clock. A thread writes the checkpoint.
 
-        Then raises NonFinite or Interrupted, if one of them ends the run.
+        Then raises Interrupted, if a signal ends the run.
         """
-        self._stop_training()
+        self.settle()
         with self.clock.phase("checkpoint", timed=True):
             taken = self.trainer.state_dict()
             own = {name: each.get_state() for name, each in generators(self._machine).items()}
@@ -234,8 +227,6 @@ class Run(contextlib.AbstractContextManager):
         self._saved_at = self.steps_done
         if self._machine.is_main:
             self._submit(taken)
-        if self._failure is not None:
-            raise self._failure
         if self.stop.number is not None:
             raise Interrupted(self.stop.number)
         self.start_training()
