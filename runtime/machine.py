@@ -165,7 +165,8 @@ def find_device(device: str) -> torch.device:
     # Before the first allocation. Growing segments leave fewer gaps in memory.
     if sys.platform == "linux" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    several = os.environ.get("WORLD_SIZE", "1") != "1"  # else the rank is of another launcher
+    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) if several else 0)
     torch.cuda.set_device(place)
     return place
 

@@ -1,6 +1,7 @@
 """Settings: dataclass fields that become flags, --help and checks."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -171,7 +172,9 @@ def parse(
         raise SystemExit(0)
     settings = kind(**values)
     if wants_config:
-        print(json.dumps(dataclasses.asdict(settings), indent=2))  # type: ignore[call-overload]
+        text = json.dumps(dataclasses.asdict(settings), indent=2)  # type: ignore[call-overload]
+        with contextlib.suppress(BrokenPipeError):  # as above
+            print(text)
         raise SystemExit(0)
     return settings
 

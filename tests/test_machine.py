@@ -239,6 +239,15 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         machines.start("auto")
 
 
+def test_a_process_alone_takes_the_first_gpu_whatever_rank_its_shell_names(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda place: None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert machines.find_device("auto") == torch.device("cuda", 0)
+
+
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_is_bf16_exactly_where_the_machine_has_it_natively(monkeypatch, native, dtype):
     monkeypatch.setattr(machines, "native_bf16", lambda device: native)

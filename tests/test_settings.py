@@ -97,6 +97,16 @@ def test_help_groups_the_settings_by_section_with_their_values(capsys):
     assert "a multiple of the size [3]" in text  # shown although it breaks the rule
 
 
+def test_a_reader_that_left_is_no_error(monkeypatch):
+    def left(text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", left)
+    with pytest.raises(SystemExit) as stopped:
+        config("--print-config")
+    assert stopped.value.code == 0
+
+
 def test_print_config_is_json_from_which_the_same_settings_follow(capsys):
     shown = json.loads(printed(capsys, "--seed", "5", "--print-config"))
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in shown.items()}
