@@ -1149,19 +1149,14 @@ class Trainer:
         ]
         reach = receptive_field(config)
         self.data = Data(settings, self.changes, reach, machine.rank, machine.world_size)
-        found = None
-        if machine.is_main or os.environ.get("LOCAL_RANK") == "0":  # all hosts need the same data
-            hashes = audit(settings, self.data.train.end.shard + 1)
-            found = hashes | {"source_sha256": source_hash(SOURCE)}
-        agreed = machine.gather_equal(found)
-        self.source_sha256 = agreed["source_sha256"]
-        self.hashes = {name: agreed[name] for name in ("train_sha256", "val_sha256")}
+        self.hashes = machine.on_main(lambda: audit(settings, self.data.train.end.shard + 1))
+        self.checks = {"overlap": self.hashes.pop("overlap")}
+        self.source_sha256 = machine.on_main(lambda: source_hash(SOURCE))
         self.model = GPT(config, dtype, device, attention, head)
         if config.prefixes:
             self.model.prefixes = torch.tensor(read_prefixes(config), device=device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
-        self.checks = {"overlap": agreed["overlap"]}
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.env |= provenance(SOURCE)

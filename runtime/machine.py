@@ -82,19 +82,6 @@ class Machine:
             raise Refused(result[1])
         return result[0]
 
-    def gather_equal(self, facts: dict[str, Any] | None) -> dict[str, Any]:
-        """The facts that all ranks agree on. None: a rank did not look. Refused if two differ."""
-        known = [(rank, found) for rank, found in enumerate(self.gather(facts)) if found]
-        first, expected = known[0]
-        for rank, found in known:
-            for key, value in expected.items():
-                if found[key] != value:
-                    raise Refused(
-                        f"{key} is {found[key]!s:.16} on rank {rank} but {value!s:.16} on rank "
-                        f"{first}. All machines need the same: copy it over."
-                    )
-        return expected
-
 
 @contextlib.contextmanager
 def saying_every_few_seconds(what: str, say: Callable[[str], None]) -> Iterator[None]:
