@@ -292,9 +292,6 @@ class Config(RunSettings):
         value_tables = {layer.value_embed for layer in LAYERS[self.layers]} - {None}
         rule = "a table whose value_embed are 0, 1, 2 and so on"
         require(self, "layers", value_tables == set(range(len(value_tables))), rule)
-        bigrams = round(self.bigram_rows * self.padded_vocab)
-        rule = f"0, or above {1.5 / self.padded_vocab:.2g}"  # two rows
-        require(self, "bigram_rows", not self.bigram_rows or bigrams > 1, rule)
         for index, stage in enumerate(STAGES[self.stages]):
             rows = stage.batch * self.batch_tokens / self.seq_len
             rule = f"a table of batches of whole rows; stage {index} has {rows:g} rows"

@@ -251,21 +251,15 @@ def peak_mib(machine: Machine) -> float:
 
 
 def describe(machine: Machine, dtype: torch.dtype) -> dict[str, object]:
-    """Return versions and hardware for the log's header. The host's name is hashed.
-
-    Collective on GPUs: gpu_memory_gib has a number for each rank.
-    """
-    gpu, memory = None, []
-    if machine.device.type == "cuda":
-        card = torch.cuda.get_device_properties(machine.device)
-        gpu, memory = card.name, machine.gather(round(card.total_memory / 2**30, 1))
+    """Return versions and hardware for the log's header. The host's name is hashed."""
+    cuda = machine.device.type == "cuda"
+    gpu = torch.cuda.get_device_name(machine.device) if cuda else None
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "gpu": gpu,
         "gpu_count": machine.world_size if gpu else 0,
-        "gpu_memory_gib": memory,
         "driver": _found_in("/proc/driver/nvidia/version", r" (\d+\.[\d.]+) ") if gpu else None,
         "cpu": _found_in("/proc/cpuinfo", r"^model name\s*: (.*)") or platform.machine(),
         "threads": torch.get_num_threads(),

@@ -64,7 +64,6 @@ class RunSettings:
     resume: str = setting("off", "auto: finish what was interrupted", one_of=("off", "auto"))
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
-    progress: str = setting("auto", "auto: live on a terminal", one_of=("auto", "lines"))
     log_to: str = setting("none", "also send the log to this dashboard", one_of=DASHBOARDS)
     verbose: bool = setting(False, "print which backends and optimizers are used, and why")
 
@@ -96,8 +95,9 @@ def require_packages(settings: RunSettings) -> None:
         raise Refused(f"--log-to {package}: its package is missing. pip install {package}")
 
 
-# Runs of one experiment may differ in these.
-SETTINGS_OF_A_RUN = tuple(field.name for field in dataclasses.fields(RunSettings))
+# Runs of one experiment may differ in these. Older runs, whose hashes stand, have one more.
+OLDER = ("progress",)
+SETTINGS_OF_A_RUN = (*(field.name for field in dataclasses.fields(RunSettings)), *OLDER)
 
 
 # ---- Flags

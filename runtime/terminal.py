@@ -44,9 +44,8 @@ class Progress:
         self.validated_at, self.val_loss = -1, math.nan  # the last validation
         self.phase, self.phase_began = "", 0.0  # the untimed phase that is running
         self._said_at = -math.inf
-        wanted = trainer.config.progress == "auto" and trainer.machine.is_main
         self._block: Any = None
-        if wanted and sys.stdout.isatty() and find_spec("rich"):
+        if trainer.machine.is_main and sys.stdout.isatty() and find_spec("rich"):
             self._block = open_block(self.draw)
 
     def step(self, event: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from functools import partial
 from pathlib import Path
 
@@ -257,11 +256,3 @@ def test_a_known_gpu_has_its_datasheet_rate_times_the_ranks(monkeypatch, gpu, tf
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     expected = tflops and 8 * tflops * 1e12
     assert machines.peak_flops(Machine(CUDA, 0, 8), torch.bfloat16) == expected
-
-
-def test_the_log_is_told_the_memory_of_each_ranks_gpu(monkeypatch):
-    card = types.SimpleNamespace(name="NVIDIA H200", total_memory=150_121_545_728)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(Machine, "gather", lambda machine, value: [value, 79.2])
-    facts = machines.describe(Machine(CUDA, 0, 2), torch.bfloat16)
-    assert (facts["gpu"], facts["gpu_memory_gib"]) == ("NVIDIA H200", [139.8, 79.2])

@@ -514,9 +514,6 @@ def test_tables_that_cannot_be_looked_up_are_refused_before_the_model_is_built(m
     monkeypatch.setitem(train_gpt.LAYERS, "gap", [train_gpt.Layer(value_embed=1)])
     with pytest.raises(Refused, match="a table whose value_embed are 0, 1, 2 and so on"):
         small("tiny", "record42", layers="gap")
-    for rows in (0.001, 0.01):  # none, and one
-        with pytest.raises(Refused, match=f"--bigram-rows {rows}: it must be 0, or above"):
-            small("tiny", "record42", bigram_rows=rows)
 
 
 def test_a_cpu_trains_tiny_by_default_whatever_else_the_machine_has(monkeypatch):

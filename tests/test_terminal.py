@@ -81,18 +81,17 @@ def test_what_a_run_says_goes_above_the_block_and_the_target_line_is_whole(tmp_p
     assert plain.count("target 1.0 reached") == 1
 
 
-@pytest.mark.parametrize(("term", "encoding", "progress", "packages", "drawn"), [
-    ("xterm", "utf-8", "auto", True, True), ("xterm", "utf-8", "lines", True, False),
-    ("dumb", "utf-8", "auto", True, False), ("xterm", "ascii", "auto", True, False),
-    ("xterm", "utf-8", "auto", False, False),
+@pytest.mark.parametrize(("term", "encoding", "packages", "drawn"), [
+    ("xterm", "utf-8", True, True), ("dumb", "utf-8", True, False),
+    ("xterm", "ascii", True, False), ("xterm", "utf-8", False, False),
 ])  # fmt: skip
 def test_a_terminal_that_cannot_show_the_block_gets_lines(
-    term, encoding, progress, packages, drawn, tmp_path, monkeypatch
+    term, encoding, packages, drawn, tmp_path, monkeypatch
 ):
     pretend_terminal(monkeypatch, encoding)
     monkeypatch.setenv("TERM", term)
     monkeypatch.setattr(terminal, "find_spec", lambda name: packages)
-    opened = make(tmp_path, progress=progress)
+    opened = make(tmp_path)
     opened.close()
     assert (opened._block is not None) == drawn
 
