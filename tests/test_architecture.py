@@ -18,15 +18,15 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lines at 100 columns, comments and blank lines counted. A budget is a promise: no number is the
 # count of a day, but where a line says so.
 BUDGETS = {
-    "train_gpt.py": 1403,  # reached; the promise is 1370
+    "train_gpt.py": 1395,  # reached; the promise is 1370
     "optim": 2000,
     "kernels": 670,
-    "data": 1050,  # reached; the promise is 1000
-    "runtime": 2745,
-    "claims": 2776,
-    "scripts": 1275,  # reached; the promise is 1220
+    "data": 1034,  # reached; the promise is 1000
+    "runtime": 2649,  # reached; the promise is 2600
+    "claims": 2729,  # reached; the promise is 2700
+    "scripts": 1229,  # reached; the promise is 1220
     "inference": 700,
-    "view": 1185,
+    "view": 1015,  # reached; the promise is 930
     "run.sh .ci/run": 140,
     "tests": 14500,
 }
