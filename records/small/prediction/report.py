@@ -2,6 +2,7 @@
 
     python records/small/prediction/report.py [--picture FILE.svg] [--losses FILE.json] ...
     python records/small/prediction/report.py --rates        the rates a second time
+    python records/small/prediction/report.py --screen       the cheap screen
 
 losses.json: {arm: {seed: [loss, loss on new tokens]}}, what `sweep.py PLAN --report --json` prints
 of first.json and second_gpu.json, together.
@@ -173,22 +174,65 @@ def at_better_rates(losses: Losses, arm: str, column: int) -> list[float]:
     return [best[b][a][column], best[a][b][column]]
 
 
-def report_rates(losses: Losses, screen: Losses) -> str:
-    """Gains over the baseline in nats, both at their better rates; last at shared rates, one seed.
-
-    The first three columns are of all tokens, the next three of new ones.
-    """
-    lines = []
+def gains_at_better_rates(losses: Losses, column: int) -> dict[str, list[float]]:
+    """Of each arm over the baseline, in nats, both at their better rates; one for each seed."""
+    base, found = at_better_rates(losses, BASE, column), {}
     for arm in dict.fromkeys(name.rpartition(" x")[0] for name in losses):
-        if arm != BASE and f"{arm} x1.4" in losses:
-            cells = []
-            for column in (0, 1):
-                base, own = (at_better_rates(losses, name, column) for name in (BASE, arm))
-                gains = [b - a for a, b in zip(own, base, strict=True)]
-                shared = screen[BASE]["0"][column] - screen[arm]["0"][column]
-                cells += [f"{gains[0]:+.3f}, {gains[1]:+.3f}", f"{fmean(gains):+.3f}"]
-                cells.append(f"{shared:+.3f}")
-            lines.append("| " + " | ".join([arm, *cells]) + " |")
+        if arm != BASE:
+            own = at_better_rates(losses, arm, column)
+            found[arm] = [b - a for a, b in zip(own, base, strict=True)]
+    return found
+
+
+def screened(losses: Losses, known: dict, column: int) -> dict[str, float]:
+    """The gain in nats of each piece of `known` in a screen, over its baseline, on shared seeds."""
+    senses = {arm: piece.get("sense", 1) for arm, piece in known.items() if arm in losses}
+    gains = {arm: effects(losses, arm, sense, -1.0, column) for arm, sense in senses.items()}
+    return {arm: fmean(each) for arm, each in gains.items()}
+
+
+def report_rates(losses: Losses, screen: Losses, known: dict) -> str:
+    """Gains at the better rates and their mean, last at shared rates, one seed; then Spearman.
+
+    The first three columns are of all tokens, the next three of new ones. Spearman is over all
+    positives: these at their own rates, the others as in the screen.
+    """
+    own = [gains_at_better_rates(losses, column) for column in (0, 1)]
+    shared = [screened(screen, known, column) for column in (0, 1)]
+    lines = []
+    for arm in own[0]:
+        cells = [arm]
+        for gains, others in zip(own, shared, strict=True):
+            a, b = gains[arm]
+            cells += [f"{a:+.3f}, {b:+.3f}", f"{(a + b) / 2:+.3f}", f"{others[arm]:+.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    public = {arm: piece["steps"][0] / piece["steps"][1] for arm, piece in known.items()
+              if "steps" in piece}  # fmt: skip
+    for name, gains, others in zip(("all", "new"), own, shared, strict=True):
+        here = others | {arm: fmean(each) for arm, each in gains.items()}
+        rhos = [spearmanr([*public.values()], [each[arm] for arm in public]).statistic
+                for each in (here, others)]  # fmt: skip
+        lines.append(f"- {name} tokens, {len(public)} positives: Spearman {rhos[0]:.2f}; all at "
+                     f"shared rates {rhos[1]:.2f}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def report_screen(full: Losses, screens: list[Losses], known: dict) -> str:
+    """How the cheap screens rank the pieces, beside the full race; each has its own baseline."""
+    lines = []
+    for name, column in (("all", 0), ("new", 1)):
+        cheap: dict[str, float] = {}
+        for screen in screens:
+            cheap |= screened(screen, known, column)
+        long = screened(full, known, column)
+        both = [arm for arm in cheap if arm in long]
+        pairs = [long[arm] for arm in both], [cheap[arm] for arm in both]
+        spread = [effects(full, arm, 1, 1.0, column) for arm in long]
+        resolved = [arm for arm, each in zip(long, spread, strict=True)
+                    if arm in cheap and abs(long[arm]) > half_width(spread, len(each))]  # fmt: skip
+        alike = sum(long[arm] * cheap[arm] > 0 for arm in resolved)
+        lines.append(f"- {name} tokens, {len(both)} pieces: Spearman {spearmanr(*pairs).statistic:.2f}"
+                     f"; {alike} of {len(resolved)} resolved signs")  # fmt: skip
     return "\n".join(lines)
 
 
@@ -226,16 +270,22 @@ def main() -> None:
     parser.add_argument("--pieces", type=Path, default=HERE / "pieces.json")
     parser.add_argument("--new-tokens", action="store_true", help="compare losses on new tokens")
     parser.add_argument("--rates", action="store_true", help="the rates a second time")
+    parser.add_argument("--screen", action="store_true", help="the cheap screen")
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
+    known = json.loads(given.pieces.read_text())
     if given.rates:
         files = "rates_losses.json", "screen_losses.json"
-        print(report_rates(*(json.loads((HERE / name).read_text()) for name in files)))
+        print(report_rates(*(json.loads((HERE / name).read_text()) for name in files), known))
         return
     losses = json.loads(given.losses.read_text())
+    if given.screen:
+        files = "screen_losses.json", "screen_cpu_losses.json"
+        screens = [json.loads((HERE / name).read_text()) for name in files if (HERE / name).exists()]
+        print(report_screen(losses, screens, known))
+        return
     if given.new_tokens:
         losses = {arm: {seed: pair[::-1] for seed, pair in losses[arm].items()} for arm in losses}
-    known = json.loads(given.pieces.read_text())
     print(report(losses, known))
     if given.picture:
         draw(losses, known, given.picture)
