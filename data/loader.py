@@ -187,22 +187,21 @@ class TrainLoader(Iterator[list[Batch]]):
     """Iterator over steps; `next(loader)` is the list of this rank's micro-batches.
 
     A background thread builds the next step. When the data end, it raises ShardError and not
-    StopIteration, which would end a for loop in silence.
+    StopIteration, which would end a for loop in silence. micro_batch: tokens of one, at most.
     """
 
-    def __init__(self, files: Files, order: Order, steps: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, files: Files, order: Order, steps: int, rank: int, world_size: int,
+        micro_batch: int = sys.maxsize,
+    ) -> None:  # fmt: skip
         order.check(world_size)  # first: the walk may run out of data
         self.order, self._rank, self._world_size = order, rank, world_size
         self._shards = [Shard(file) for file in files]
         self.begin, self.end, self.max_documents = plan_run(self._shards, order, steps)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
-        self._most_rows = sys.maxsize
+        self._lengths = [len(shard) for shard in self._shards[: self.end.shard + 1]]
+        self._most_rows = micro_batch // order.seq_len
         self._seek(self.begin)
-
-    def split(self, micro_batch: int) -> None:
-        """From the next step on, hand out equal micro-batches of at most `micro_batch` tokens."""
-        self._most_rows = micro_batch // self.order.seq_len
-        self._seek(self._position)
 
     def shares(self, step: int) -> tuple[int, int]:
         """Return (micro-batches, rows of each) of this rank at a step: as few as fit."""
@@ -251,14 +250,18 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the next step's position and the hash of the rows so far, as JSON data."""
-        rows_sha256 = f"{self.rows_sum % 2**256:064x}"
-        return {"position": self._position._asdict(), "rows_sha256": rows_sha256}
+        rows_sha256, position = f"{self.rows_sum % 2**256:064x}", self._position._asdict()
+        return {"position": position, "rows_sha256": rows_sha256, "shards": self._lengths}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, at any world size, in the same order and data.
 
-        Rank 0 takes rows_sha256 over.
+        ShardError if the shards are cut elsewhere, which a hash of their tokens cannot tell. Rank 0
+        takes rows_sha256 over.
         """
+        if state["shards"] != self._lengths:
+            raise ShardError("the training shards are cut elsewhere than when the run was saved. "
+                             "Restore them, or start a new run.")  # fmt: skip
         self._seek(Position(**state["position"]))
         if self._rank == 0:
             self.rows_sum = int(state["rows_sha256"], 16)
@@ -305,8 +308,8 @@ class Data:
         bos = settings["bos"] if settings["document_mask"] else None
         order = Order(settings["seq_len"], bos, settings["data_start"], stages)
         files = find_shards(settings, "train")
-        self.train = TrainLoader(files, order, settings["steps"], rank, world_size)
-        self.train.split(settings["micro_batch"])
+        steps, most = settings["steps"], settings["micro_batch"]
+        self.train = TrainLoader(files, order, steps, rank, world_size, most)
         files, most = find_shards(settings, "val"), settings["val_batch"]
         self.validation = validation_batches(files, settings, most, reach, rank, world_size)
         lengths = [int(batch.cu_seqlens.diff().max()) for batch in self.validation]

@@ -152,7 +152,7 @@ def audit_validation(settings: Settings) -> tuple[str, list[bytes]]:
     if not found.startswith(expected):
         raise ShardError(
             f"{settings['data_dir']}: the validation tokens have SHA-256 {found}; the target holds "
-            f"for {expected}... Make the data again, or train with --val-sha256. {BUILD}"
+            f"for {expected}... Make the data again, or train with --val-sha256 \"\". {BUILD}"
         )
     return found, begun
 

@@ -178,7 +178,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @run_eagerly  # in a compiled caller, dicts keyed by parameters would go stale without a word
     @torch.no_grad()
     def step(
-        self, closure: Callable[[], Any] | None = None, *, ok: Tensor | bool | None = None
+        self, closure: Callable[[], Any] | None = None, *, ok: Tensor | None = None
     ) -> Any:
         """Update every parameter that has a gradient on any rank. Returns the closure's loss.
 
@@ -233,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def commit(self, ok: Tensor | bool) -> None:
         """Step all buckets where `ok` is true and send the new weights."""
         self._gathers: list[Callable[[], None]] = []
-        if ok is False or (self._device.type in READ_AT_ONCE and not ok):
+        if self._device.type in READ_AT_ONCE and not ok:
             return
         taken = self._present & ok  # which parameters to step
         for bucket in self._local:
@@ -374,7 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names = dict(zip(saved_keys, self._names.values(), strict=True))
         tensors: dict[str, Tensor] = {}
         for key, kinds in state_dict["state"].items():
-            tensors |= {f"{names[key]}.{kind}": tensor for kind, tensor in kinds.items()}
+            tensors |= {f"{names.get(key, key)}.{kind}": tensor for kind, tensor in kinds.items()}
         self.load_named_state(tensors)
         built = {"params", "param_names", "backend", "split"}
         for group, saved in zip(self.param_groups, groups, strict=True):

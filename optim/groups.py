@@ -53,7 +53,7 @@ def build_optimizers(
         for group in optimizer.param_groups:
             if not isinstance(optimizer, ShardedOptimizer):
                 _fold(group)
-            group["initial_lr"] = group["lr"]
+            group["initial_lr"] = group["lr"] * 1.0  # a tensor of its own: schedules fill lr
     return optimizers
 
 

@@ -70,7 +70,7 @@ def reset(optimizer: Any) -> None:
     """Forget all steps: state as before the first one, and the initial learning rate."""
     getattr(optimizer, "reset", optimizer.state.clear)()
     for group in optimizer.param_groups:
-        group["lr"] = group.get("initial_lr", group["lr"])
+        group["lr"] = group.get("initial_lr", group["lr"]) * 1.0  # a tensor of its own
 
 
 def copy_state(optimizer: Any, source: str, target: str) -> None:

@@ -57,7 +57,7 @@ class TorchOptimizer:
                 norm.copy_(whole(torch.linalg.vector_norm(param.grad, dtype=wide), norm.device))
         return norms
 
-    def step(self, *, ok: Tensor | bool) -> None:
+    def step(self, *, ok: Tensor) -> None:
         """Take the step if `ok` is true. Reading a flag on a GPU waits for it."""
         if ok:
             self.optimizer.step()

@@ -103,7 +103,8 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
     except Interrupted as error:
         return error.code
     except explained as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        several = os.environ.get("WORLD_SIZE", "1") != "1"  # else the rank is of another launcher
+        if several and os.environ.get("LOCAL_RANK", "0") != "0":
             # Mostly all ranks of a host have this error. When one exits, torchrun ends the others:
             # so the first says it, and another only if it is still there afterwards.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

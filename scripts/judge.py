@@ -40,9 +40,8 @@ SKEWED = 1.0  # so are 4 % of races of twenty normal differences, and 85 % of lo
 POLL_S = 30.0  # between two readings of the logs: reading slows the runs
 
 
-def make_arm(name: str, source: Path, own: Sequence[str], shared: Sequence[str]) -> Arm:
+def make_arm(name: str, source: Path, flags: list[str]) -> Arm:
     """Ask the source what the flags mean. ValueError for flags that it refuses."""
-    flags = [*own, *shared]
     config = ask_trainer(source, flags)
     return Arm(name, source, flags, config, config_hash(config), source_hash(source))
 
@@ -184,8 +183,8 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--seed {given.seed}: it must be at least 0")
     given.margin = MARGIN if given.margin is None else given.margin
     plan = RacePlan(given.pairs, given.margin, given.look_every)
-    arms = [make_arm("A", given.a_source, given.a, given.shared),
-            make_arm("B", given.b_source, given.b, given.shared)]  # fmt: skip
+    arms = [make_arm("A", given.a_source, given.a + given.shared),
+            make_arm("B", given.b_source, given.b + given.shared)]  # fmt: skip
     judge.require_comparable(arms, given.metric)
     planned = {name: getattr(given, name) for name in ("metric", "margin", "pairs", "look_every")}
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")

@@ -52,6 +52,9 @@ def claim(arguments: argparse.Namespace) -> int:
         if f"--{name}" not in [word.partition("=")[0] for word in flags]:
             flags = [f"--{name}", config[name], *flags]
     track = records.TRACKS[config["track"]]
+    if not track.val_sha256:  # verify would fail after the runs
+        raise Refused(f"{config['track']} has no val_sha256: add it in claims/record.py and "
+                      f"train_gpt.py first. A run with --val-sha256 0 prints it.")  # fmt: skip
     fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
     for name, value in records.departures(config, fixed).items():
         raise Refused(f"{flag(name)} {config[name]}: that of the track is {value}. "

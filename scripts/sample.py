@@ -58,6 +58,8 @@ def main(argv: list[str]) -> int:
     for name in ("temperature", "tokens", "top_k", "least", "samples", "seed"):
         if not 0 <= getattr(given, name) < math.inf:  # NaN is not
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")
+    if Path(given.prompt, "final").is_dir():
+        raise ValueError(f"{given.prompt} is the folder of a run. Give it to --checkpoint.")
     model = load_model(find_model(given.checkpoint), given.device)
     if given.prompt or not given.interactive:
         stream(model, given.prompt, given)

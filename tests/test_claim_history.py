@@ -120,3 +120,5 @@ def test_a_source_that_no_record_may_have_is_refused_before_its_runs(tmp_path, m
     monkeypatch.setattr(record, "read_sources", lambda root: stub)
     assert record.main(["claim", "Mine", "--about", "x", "--", "--track=tiny"]) == 2
     assert ("forbidden" in capsys.readouterr().err, [*tmp_path.iterdir()]) == (True, [])
+    assert record.main(["claim", "Mine", "--about", "x", "--", "--track=short"]) == 2
+    assert "short has no val_sha256" in capsys.readouterr().err

@@ -62,6 +62,7 @@ def test_a_model_that_compiles_is_run_compiled_and_one_that_does_not_is_told_why
 def test_auto_compiles_on_cuda_alone(compiler):
     for device, compiled in ((CUDA, True), (CPU, False), (torch.device("mps"), False)):
         assert (compile_loss(trainer_with("auto", device)) is None) == compiled
+    assert compile_loss(trainer_with("on", CPU)) is None
 
 
 # ---- What the log is told

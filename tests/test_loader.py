@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.loader import Data, Order, TrainLoader, validation_batches
-from data.shards import ShardError, write_shard
+from data.shards import Shard, ShardError, write_shard
 
 ROOT = Path(__file__).parents[1]
 BOS = 0
@@ -137,8 +137,8 @@ def files(tmp_path):
     return files[:2]
 
 
-def make(files, order=ORDER, steps=5, rank=0, world_size=1):
-    return TrainLoader(files, order, steps, rank, world_size)
+def make(files, order=ORDER, steps=5, rank=0, world_size=1, *micro_batch):
+    return TrainLoader(files, order, steps, rank, world_size, *micro_batch)
 
 
 # Few documents and many, else most examples would have no step.
@@ -192,8 +192,8 @@ def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards,
             for micro_rows in {1, 8 // world_size}:
                 ranks = []
                 for rank in range(world_size):
-                    loader = make(files, order, len(expected), rank, world_size)
-                    loader.split(micro_rows * order.seq_len)
+                    tokens = micro_rows * order.seq_len
+                    loader = make(files, order, len(expected), rank, world_size, tokens)
                     assert loader.shares(0) == (8 // world_size // micro_rows, micro_rows)
                     ranks.append(remaining_steps(loader))
                 assert [joined(parts) for parts in zip(*ranks, strict=True)] == expected
@@ -227,6 +227,16 @@ def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards
     assert rows_sum % 2**256 == loader.rows_sum % 2**256
 
 
+def test_a_resume_on_shards_that_were_cut_anew_is_refused_and_more_shards_are_welcome(files):
+    state = make(files).state_dict()
+    make([*files, files[0]]).load_state_dict(state)
+    tokens = np.concatenate([Shard(file)[:] for file in files])
+    for file, part in zip(files, np.split(tokens, [len(tokens) // 3]), strict=True):
+        write_shard(file, part)
+    with pytest.raises(ShardError, match="cut elsewhere"):
+        make(files).load_state_dict(state)
+
+
 def test_rows_are_hashed_as_the_documentation_says(files):
     loader = make(files)
     batches = [next(loader), next(loader)]
@@ -239,7 +249,7 @@ def test_rows_are_hashed_as_the_documentation_says(files):
     assert loader.state_dict()["rows_sha256"] == f"{total % 2**256:064x}"
 
 
-def test_resetting_loading_and_splitting_drop_what_was_built_ahead(files):
+def test_resetting_and_loading_drop_what_was_built_ahead(files):
     loader = make(files, replace(ORDER, stages=[(0, 32, 6), (3, 64, 4)]))
     start = loader.state_dict()
     first, second = rows_of(next(loader)), rows_of(next(loader))
@@ -247,10 +257,7 @@ def test_resetting_loading_and_splitting_drop_what_was_built_ahead(files):
     loader.reset()
     assert loader.state_dict() == start
     assert rows_of(next(loader)) == first
-    loader.split(8)
-    batches = next(loader)
-    assert len(batches) == 4
-    assert rows_of(batches) == second
+    assert rows_of(next(loader)) == second
     loader.load_state_dict(start)
     assert rows_of(next(loader)) == first
     loader.reset(3)  # the first tokens, as in a later step

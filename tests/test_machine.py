@@ -168,8 +168,9 @@ def test_a_hosts_first_rank_says_an_error_another_one_if_nobody_ends_it(monkeypa
     said_before = []
     monkeypatch.setattr(time, "sleep", lambda seconds: said_before.append(capsys.readouterr().err))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    for local_rank in ("0", "2"):
+    for local_rank, ranks in (("0", "3"), ("2", "3"), ("2", "1")):  # the last of another launcher
         monkeypatch.setenv("LOCAL_RANK", local_rank)
+        monkeypatch.setenv("WORLD_SIZE", ranks)
         assert supervise(lambda: fail(Refused("bad"))) == 2
         assert capsys.readouterr().err == "error: bad\n"
     assert said_before == [""], "the second rank waits for torchrun before it speaks"

@@ -69,7 +69,7 @@ def spoil(*steps, by=math.inf):
 
 def test_skips_in_a_row_end_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runs, "MOST_SKIPS", 3)
-    assert run(tmp_path, spoil(2, 3, 5, 6, 7), adam_accum_steps=2) == 3
+    assert run(tmp_path, spoil(2, 3, 5, 6, 7), adam_accum_steps=2, checkpoint_every=4) == 3
     out = capsys.readouterr().out
     assert out.count("warning: step 6 skipped, nonfinite: weights inf (shard shard_0") == 1
     assert "3 steps were skipped in a row, the last of them 7" in out
@@ -79,7 +79,8 @@ def test_skips_in_a_row_end_the_run(tmp_path, monkeypatch, capsys):
     assert first | wanted == first
     skipped = [event["step"] for event in events(tmp_path, "step") if event["skipped"]]
     assert skipped == [2, *(other["step"] for other in others)] == [2, 3, 5, 6, 7]
-    assert events(tmp_path, "end")[0]["status"] == "nonfinite"
+    (end,) = events(tmp_path, "end")
+    assert (end["status"], end["steps"], saved_in(tmp_path)) == ("nonfinite", 7, [4])
 
 
 def test_a_training_loss_that_is_not_finite_in_a_step_that_was_taken_ends_the_run(tmp_path, capsys):

@@ -147,6 +147,33 @@ def test_a_loaded_learning_rate_is_not_that_of_the_optimizer_that_was_saved():
 # ---- gradients and weights that changed
 
 
+def test_a_rate_that_is_a_tensor_follows_torchs_schedulers_and_is_reset():
+    """A schedule fills the tensor: `initial_lr` must be another one."""
+    rates = []
+    for lr in (0.1, torch.tensor(0.1)):
+        rows, factories = [optim.Row("*", "adamw")], {"adamw": lambda each, lr=lr: AdamW(each, lr)}
+        optimizer = optim.build_optimizers([("w", parameters((4, 8))[0])], rows, factories)["adamw"]
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        cool = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], [2])
+        found = []
+        for step in range(4):
+            found.append(float(optimizer.param_groups[0]["lr"]))
+            train(optimizer, [step])
+            schedule.step()
+        optim.reset(optimizer)
+        rates.append([*found, float(optimizer.param_groups[0]["lr"])])
+    assert rates[1] == pytest.approx(rates[0])
+    assert rates[0][-1] == 0.1
+
+
+def test_a_state_of_more_parameters_is_refused():
+    saved = AdamW(parameters((4, 8)), 0.1).state_dict()
+    saved["state"][1] = saved["state"][0]
+    with pytest.raises(ValueError, match=r"has an unknown 1\.exp_avg"):
+        AdamW(parameters((4, 8)), 0.1).load_state_dict(saved)
+
+
 @pytest.mark.parametrize("change", [
     lambda optimizer, layer: layer.double(),
     lambda optimizer, layer: layer.to(memory_format=torch.channels_last),
