@@ -281,7 +281,7 @@ def main() -> None:
     losses = json.loads(given.losses.read_text())
     if given.screen:
         files = "screen_losses.json", "screen_cpu_losses.json"
-        screens = [json.loads((HERE / name).read_text()) for name in files if (HERE / name).exists()]
+        screens = [json.loads((HERE / name).read_text()) for name in files]
         print(report_screen(losses, screens, known))
         return
     if given.new_tokens:
