@@ -226,13 +226,13 @@ def report_screen(full: Losses, screens: list[Losses], known: dict) -> str:
             cheap |= screened(screen, known, column)
         long = screened(full, known, column)
         both = [arm for arm in cheap if arm in long]
-        pairs = [long[arm] for arm in both], [cheap[arm] for arm in both]
+        rho = spearmanr([long[arm] for arm in both], [cheap[arm] for arm in both]).statistic
         spread = [effects(full, arm, 1, 1.0, column) for arm in long]
         resolved = [arm for arm, each in zip(long, spread, strict=True)
                     if arm in cheap and abs(long[arm]) > half_width(spread, len(each))]  # fmt: skip
         alike = sum(long[arm] * cheap[arm] > 0 for arm in resolved)
-        lines.append(f"- {name} tokens, {len(both)} pieces: Spearman {spearmanr(*pairs).statistic:.2f}"
-                     f"; {alike} of {len(resolved)} resolved signs")  # fmt: skip
+        lines.append(f"- {name} tokens, {len(both)} pieces: Spearman {rho:.2f}; {alike} of "
+                     f"{len(resolved)} resolved signs")  # fmt: skip
     return "\n".join(lines)
 
 
