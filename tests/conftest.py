@@ -3,11 +3,15 @@
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch reads it. Processes that tests start inherit it.
+# Before torch reads them. Processes that tests start inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if cpu := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # Trap: torch's cache of compiled graphs would hand out those of another capability.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/inductor_{cpu}")
 
 import numpy as np
 import pytest
