@@ -147,8 +147,9 @@ def write_tokenizer(vocabulary: Path, folder: Path) -> None:
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     roles = dict.fromkeys(("bos_token", "eos_token", "pad_token"), special)
-    write_json(folder / "tokenizer_config.json",
-               {"tokenizer_class": "PreTrainedTokenizerFast"} | roles)  # fmt: skip
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast",
+                "model_input_names": ["input_ids", "attention_mask"]}  # fmt: skip
+    write_json(folder / "tokenizer_config.json", settings | roles)
 
 
 def largest_difference(trained: Model, folder: Path) -> float:
