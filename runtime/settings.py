@@ -173,7 +173,7 @@ def parse(
     settings = kind(**values)
     if wants_config:
         text = json.dumps(dataclasses.asdict(settings), indent=2)  # type: ignore[call-overload]
-        with contextlib.suppress(BrokenPipeError):  # as above
+        with contextlib.suppress(BrokenPipeError):  # a reader that left is no error
             print(text)
         raise SystemExit(0)
     return settings

@@ -24,7 +24,7 @@ BUDGETS = {
     "data": 1037,  # reached; the promise is 1000
     "runtime": 2650,  # reached; the promise is 2600
     "claims": 2729,  # reached; the promise is 2700
-    "scripts": 1233,  # reached; the promise is 1220
+    "scripts": 1234,  # reached; the promise is 1220
     "inference": 700,
     "view": 1015,  # reached; the promise is 930
     "run.sh .ci/run": 140,

@@ -151,6 +151,15 @@ def test_the_script_writes_what_the_model_does_in_several_texts(folder, capsys):
     assert capsys.readouterr().out == f"--- seed 5\n{texts[0]}--- seed 6\n{texts[1]}"
 
 
+def test_a_folder_is_no_prompt_but_no_prompt_and_a_long_one_are(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert sample_script.main([str(folder.parent)]) == 2
+    assert "is the folder of a run. Give it to --checkpoint" in capsys.readouterr().err
+    for prompt in ("", "a b " * 100):  # a name that no file can have
+        assert sample_script.main([prompt, "--checkpoint", str(folder), "--tokens", "0"]) == 0
+        assert capsys.readouterr().out == f"{prompt}\n"
+
+
 def test_prompts_are_read_line_by_line(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
     words = ["--checkpoint", str(folder), "--tokens", "0", "--interactive"]
