@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     for name in ("temperature", "tokens", "top_k", "least", "samples", "seed"):
         if not 0 <= getattr(given, name) < math.inf:  # NaN is not
             raise ValueError(f"--{name.replace('_', '-')} {getattr(given, name)}: at least 0")
-    if given.prompt and os.path.isdir(os.path.join(given.prompt, "final")):  # a prompt may be any text
+    if given.prompt and os.path.isdir(os.path.join(given.prompt, "final")):  # of any text
         raise ValueError(f"{given.prompt} is the folder of a run. Give it to --checkpoint.")
     model = load_model(find_model(given.checkpoint), given.device)
     if given.prompt or not given.interactive:
