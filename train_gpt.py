@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,13 +36,20 @@ if __name__ == "__main__":
     # .pyc beside them must not run.
     sys.pycache_prefix = os.devnull
 import optim
-from data.copied import copied_and_new_loss
+from data.copied import means, sum_and_count, sums_by_kind
 from data.loader import Batch, Data
 from data.sampling import generate
 from data.shards import ShardError, audit
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
 from kernels.attention import ATTENTIONS, Attention, choose_attention
-from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
+from kernels.head import (
+    HEADS,
+    capped,
+    choose_head,
+    linear_cross_entropy,
+    plain_cross_entropy,
+    sum_losses,
+)
 from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
 from runtime.checkpoint import plan_runs, steps_begun
@@ -346,7 +354,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "batch_tokens": 2048, "seq_len": 512, "micro_batch": 2048, "max_document": 512,
         "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384, "val_every": 100,
         "steps": 350, "stages": "tiny", "window_block": 16, "momentum_warmup": 40,
-        "momentum_cooldown": 10, "adam_lr": 0.02, "sample_tokens": 200, "quick_vals": 3,
+        "momentum_cooldown": 10, "adam_lr": 0.02, "sample_tokens": 200,
     },
 }  # fmt: skip
 
@@ -471,7 +479,6 @@ class Now(NamedTuple):
     unties: bool  # the output head leaves the token embedding before this step
     new_scale: bool  # batch, head or losses change before this step: the guard forgets the normal
     validates: bool  # before this step, or after the last one
-    quick_validates: bool  # on one batch, before this step
 
 
 @cache
@@ -512,8 +519,6 @@ def at(config: Config, step: int) -> Now:
     late = config.val_every_late and step >= 0.9 * config.steps
     every = config.val_every_late if late else config.val_every
     validates = step == config.steps or (every > 0 and step % every == 0)
-    # Training losses of a few steps differ by their texts, so one batch is scored in between.
-    quick = config.quick_vals > 0 and not config.claim and not validates
 
     return Now(
         stage_index=index,
@@ -527,7 +532,6 @@ def at(config: Config, step: int) -> Now:
         unties=step == first and before.tied and not stage.tied,
         new_scale=step == first and new != old,
         validates=validates,
-        quick_validates=quick and step % math.ceil(config.steps / config.quick_vals) == 0,
     )
 
 
@@ -1016,10 +1020,14 @@ class GPT(nn.Module):
         cu_seqlens = F.pad(starts, (0, 1), value=inputs_BT.numel())
         return cu_seqlens, self.windows, inputs_BT.size(1)
 
-    def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The loss of each target, float32 (B, T): see `forward`. Tokens may be on any device."""
+    def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor, *context: Any) -> Tensor:
+        """The loss of each target, float32 (B, T): see `forward`. Tokens may be on any device.
+
+        context: the last arguments of `hidden`, by default those of `eval_context`.
+        """
         inputs_BT, targets_BT = inputs_BT.to(self.embed.device), targets_BT.to(self.embed.device)
-        x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -targets_BT.size(1) :]
+        x = self.hidden(inputs_BT, *(context or self.eval_context(inputs_BT)))
+        x = x[:, -targets_BT.size(1) :]
         losses = self.plain_loss(x.flatten(0, 1), targets_BT.flatten(), reduction="none")
         return losses.view_as(targets_BT)
 
@@ -1223,23 +1231,46 @@ class Trainer:
     def validate(self, step: int, batches: list[Batch] | None = None) -> float:
         """Mean loss over the validation tokens, in nats, with the windows of this step.
 
-        batches: those of this rank to score; None: all. Sets `targets_scored`, over all ranks.
+        batches: those of this rank to score; None: all. Sets `targets_scored`, over all ranks, and
+        `val_losses`, of each target of this rank, by batch: none if the loss is compiled.
         """
         self.model.set_step(step)
+        self.val_losses: list[Tensor] = []
         # float64: adding ten million token losses in float32 would cost digits.
         device = self.machine.device
         total, scored = torch.zeros((), dtype=optim.widest(device), device=device), 0
+        eager = self.loss is self.model and self.model.head == "plain"  # adds up losses of tokens
         for batch in self.data.validation if batches is None else batches:
-            total += self.batch_loss(batch, self.data.val_longest)
+            if eager:
+                self.val_losses.append(self.token_losses(batch))
+                total += sum_losses(self.val_losses[-1])
+            else:
+                total += self.batch_loss(batch, self.data.val_longest)
             scored += batch.targets.numel()
         self.targets_scored = sum(self.machine.gather(scored))
         return self.machine.all_reduce(total).item() / self.targets_scored
 
+    def token_losses(self, batch: Batch) -> Tensor:
+        """The loss of each target of a batch to score, not compiled, (N,) float32."""
+        inputs, targets, documents = batch.to(self.machine.device)
+        context = documents, self.model.windows, self.data.val_longest
+        return self.model.token_losses(inputs, targets, *context).flatten()
+
     @torch.no_grad()
-    def copied_and_new(self) -> dict[str, float]:
-        """Loss on copied and on new tokens of this rank: see data/copied.py."""
+    def score(self) -> dict[str, float]:
+        """Mean losses of the trained model by kind of token, in nats, after the last validation.
+
+        Of all ranks' validation tokens, copied and new (data/copied.py), and of the held-out slice
+        where the text has one (data/loader.py). Collective.
+        """
         self.model.set_step(self.config.steps)
-        return copied_and_new_loss(self.model.token_losses, self.data.validation, self.config.bos)
+        data = self.data
+        losses = self.val_losses or [self.token_losses(batch) for batch in data.validation]
+        sums = sums_by_kind(on_host(losses), data.val_distances, data.val_before)
+        if data.train.held_out:
+            losses = [self.token_losses(batch) for batch in data.held_out]
+            sums["loss_held_out"] = sum_and_count(on_host(losses))
+        return means(self.machine.gather(sums))
 
     def trained_rows(self) -> str:
         """Sum of the SHA-256 of all rows trained on, as hex: see data/loader.py. Collective."""
@@ -1278,6 +1309,10 @@ class Trainer:
         self.data.train.load_state_dict(state["data"])
 
 
+def on_host(losses: list[Tensor]) -> NDArray:
+    return torch.cat([torch.zeros(0), *(each.cpu() for each in losses)]).numpy()
+
+
 # ---- A run
 
 
@@ -1294,8 +1329,8 @@ def train(trainer: Trainer, run: Run) -> float:
             trainer.untie()
 
         # once in a while: validate, with the clock stopped
-        if now.validates or now.quick_validates:
-            evaluate(trainer, run, step, quick=now.quick_validates)
+        if now.validates:
+            evaluate(trainer, run, step)
 
         # step: gradients of this rank's rows, summed; one update sums those of all ranks
         loss, flags = trainer.gradients(step, run.stop.flags())
@@ -1315,11 +1350,11 @@ def train(trainer: Trainer, run: Run) -> float:
     return evaluate(trainer, run, config.steps)
 
 
-def evaluate(trainer: Trainer, run: Run, step: int, quick: bool = False) -> float:
+def evaluate(trainer: Trainer, run: Run, step: int) -> float:
     """Validate before this step, off the clock. Returns the loss; NonFinite if it is not finite."""
-    with run.pause("quick_val" if quick else "validate"):
-        val_loss = trainer.validate(step, trainer.data.validation[:1] if quick else None)
-        run.validated(step, val_loss, quick_tokens=trainer.targets_scored if quick else None)
+    with run.pause("validate"):
+        val_loss = trainer.validate(step)
+        run.validated(step, val_loss)
     return val_loss
 
 
@@ -1373,7 +1408,7 @@ def make_runs(config: Config) -> int:
                 with run.pause("check"):
                     proof = check_trained_model(trainer)
                 with run.pause("probe"):
-                    probes = machine.on_main(trainer.copied_and_new)
+                    probes = trainer.score()
                 if config.sample_tokens and tokenizer_of(config) and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")

@@ -116,7 +116,10 @@ def rehearse(trainer: Any) -> None:
         take_steps(trainer, first, 1)
     for step in (0, config.steps):  # the head may be tied at first
         trainer.validate(step, list(shapes.values()))
-    trainer.machine.on_main(trainer.copied_and_new)
+    if not trainer.val_losses:  # the loss is compiled, and `score` will run the model that is not
+        with torch.no_grad():
+            for batch in shapes.values():
+                trainer.token_losses(batch)
 
 
 def take_steps(trainer: Any, first: int, count: int) -> None:
