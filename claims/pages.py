@@ -32,8 +32,8 @@ shown, and better than all before it; *no record*: shown, but not better than an
 
 The command on a record's page is that of its own source.
 
-[The lab log](LOG.md) says what was tried and what was learned, [benchmarks](benchmarks) what was
-timed."""
+[The lab log](LOG.md) reports what was tried and what was learned, [benchmarks](benchmarks) what
+was timed."""
 STYLE: Any = {
     "svg.hashsalt": "records",  # else the names of clip paths are random
     "svg.fonttype": "none",
