@@ -167,7 +167,7 @@ STAGES = {
         Stage(0.7, short=10, long=20, document=96), Stage(0.3, short=10, long=20, document=192),
     ],
 }  # fmt: skip
-# On `small`, losses on later tokens cost more than they give: records/small/explored.md.
+# On `small`, losses on later tokens cost more than they give: records/LOG.md.
 STAGES["small89"] = [replace(stage, ahead=(), prefix=(0.0, 0.0)) for stage in STAGES["record89"]]
 
 # ---- Configuration. The defaults are those of `short`. A run's own flags: runtime/settings.py
@@ -379,7 +379,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "medium": {"record42": {}},
-    "small": {  # tuned: records/small/tuning; record89: records/small/explored.md
+    "small": {  # tuned: records/LOG.md
         "record42": {"matrix_lr": 0.03, "adam_lr": 0.0112},
         "record89": RECORD89 | {
             "layers": "small89", "stages": "small89", "prefixes": False, "steps": 380,
