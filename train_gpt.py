@@ -12,7 +12,6 @@ records of modded-nanogpt. On any number of ranks a run takes the same trajector
 
 import hashlib
 import math
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -24,16 +23,15 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
+    from runtime.openmp import spin_briefly
+
+    spin_briefly()  # before torch is imported
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-if __name__ == "__main__":
-    # Import our own modules from their source, until the prefix is None again: a stale or planted
-    # .pyc beside them must not run.
-    sys.pycache_prefix = os.devnull
 import optim
 from data.copied import copied_and_new_loss
 from data.loader import Batch, Data
@@ -57,8 +55,6 @@ from runtime.settings import RunSettings, as_text, parse, require, require_packa
 from runtime.terminal import closing, summary
 from runtime.warmup import check_trained_model, dry_run, steps_that_fill, warm_up
 
-if __name__ == "__main__":
-    sys.pycache_prefix = None
 SOURCE = Path(__file__).resolve().parent
 
 # ---- Layers and stages: the shape of the model, and what changes in the course of a run
