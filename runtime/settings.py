@@ -58,7 +58,6 @@ class RunSettings:
     claim: str = setting("", "claim.json that the runs belong to")
     checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal")
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
-    quick_vals: int = setting(0, "validations of one batch in a short run, to see the loss fall")
     keep_model: bool = setting(True, "keep the trained model, in checkpoints/RUN/final")
     sample_tokens: int = setting(0, "tokens the model writes after the last run")
     resume: str = setting("off", "auto: finish what was interrupted", one_of=("off", "auto"))
@@ -95,8 +94,8 @@ def require_packages(settings: RunSettings) -> None:
         raise Refused(f"--log-to {package}: its package is missing. pip install {package}")
 
 
-# Runs of one experiment may differ in these. Older runs, whose hashes stand, have one more.
-OLDER = ("progress",)
+# Runs of one experiment may differ in these. Older runs, whose hashes stand, have two more.
+OLDER = ("progress", "quick_vals")
 SETTINGS_OF_A_RUN = (*(field.name for field in dataclasses.fields(RunSettings)), *OLDER)
 
 
