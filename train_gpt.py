@@ -1,8 +1,8 @@
 """Train a GPT to a target validation loss on as few tokens, or in as little time, as possible.
 
-    python train_gpt.py                                   # `short` on a GPU, `tiny` without one
+    torchrun --nproc_per_node=8 train_gpt.py              # `short` on GPUs, `tiny` without one
+    python train_gpt.py --track small                     # the race, on any machine
     python train_gpt.py --track tiny --recipe adamw --trials 3
-    torchrun --standalone --nproc_per_node=8 train_gpt.py --track short
 
 A run is set-up, compilation and warm-up, then steps with a validation now and then. The clock
 counts training steps, data loading and checkpoints. It does not count set-up, compilation, warm-up
@@ -35,8 +35,9 @@ if __name__ == "__main__":
     # .pyc beside them must not run.
     sys.pycache_prefix = os.devnull
 import optim
+from data import prose
 from data.copied import copied_and_new_loss
-from data.loader import Batch, Data
+from data.loader import Batch, Data, Order
 from data.sampling import generate
 from data.shards import ShardError, audit
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
@@ -343,6 +344,14 @@ TRACKS: dict[str, dict[str, Any]] = {
         "momentum_warmup": 20, "momentum_cooldown": 5,
     },
 }  # fmt: skip
+
+# Printed when a track starts.
+ABOUT = {
+    "tiny": "the hello, in a minute, without records. The race is small: ./run.sh --track small",
+    "small": "the race: modded-nanogpt in miniature, on prose",
+    "short": "modded-nanogpt's track 1, for GPUs. The race for any machine is small",
+    "steps": "modded-nanogpt's track 3, for GPUs. The race for any machine is small",
+}
 
 # What records 43 to 89 changed, without their kernels and the gates by token of record 85.
 RECORD89: dict[str, Any] = {
@@ -1298,11 +1307,28 @@ def evaluate(trainer: Trainer, run: Run, step: int) -> float:
     return val_loss
 
 
+def require_ranks(config: Config, machine: Machine) -> None:
+    """Refused if the ranks cannot share out the sequences of every step equally."""
+    batches = [(first, at(config, first).batch_tokens, 0) for first, *_ in spans(config)]
+    try:
+        Order(config.seq_len, None, config.data_start, batches).check(machine.world_size)
+    except ValueError as error:
+        hint = " torch finds no GPU here: the default is --track tiny then, and short on GPUs."
+        raise Refused(f"{error}{hint if machine.device.type == 'cpu' else ''}") from None
+
+
+def require_text(config: Config) -> None:
+    """Build the text of `tiny` and `small` where it is missing. ValueError if that fails."""
+    if config.data_dir == SMALL["data_dir"]:
+        prose.ensure(Path(config.data_dir))
+
+
 def set_up(config: Config, machine: Machine) -> Trainer:
     """Build a trainer. Refused if it cannot work, before anything costs time."""
     machines.repeat_bits(machine.device)
-    for requirement in (require_packages, require_folders, require_tokenizer):
-        machine.on_main(partial(requirement, config))
+    require_ranks(config, machine)
+    for requirement in (require_packages, require_folders, require_text, require_tokenizer):
+        machine.on_main(partial(requirement, config))  # other ranks wait
     try:
         trainer = Trainer(config, machine)
     except ValueError as error:  # kernels, optimizers and data do not know Refused
@@ -1314,6 +1340,7 @@ def set_up(config: Config, machine: Machine) -> Trainer:
 def make_runs(config: Config) -> int:
     """Make all planned runs, one after the other. Returns the exit code."""
     machine = machines.start(config.device, config.rank_timeout)
+    machine.say(f"{config.track}: {ABOUT[config.track]}")
     clock = Clock(machine.synchronize)
     with clock.phase("setup", timed=False):
         trainer = set_up(config, machine)

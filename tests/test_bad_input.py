@@ -27,7 +27,7 @@ def assert_refused(outcome, *parts):
 
 @pytest.mark.parametrize(("flag", "value", "parts"), [
     ("track", "longest", ["--track longest", "one of", "tiny", "short"]),
-    ("recipe", "sgd", ["--recipe sgd", "one of copyinit, record42, muon, adamw"]),
+    ("recipe", "sgd", ["--recipe sgd", "one of record89, muon, adamw"]),
     ("stages", "none", ["--stages none", "record42", "constant"]),
     ("steps", 0, ["--steps 0", "at least 1"]),
     ("matrix_lr", -1, ["--matrix-lr -1.0", "at least 0"]),

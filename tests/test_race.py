@@ -67,7 +67,7 @@ def test_of_races_without_a_difference_one_in_a_hundred_finds_one(plan):
 def test_on_the_losses_of_the_records_no_verdict_is_wrong_over_half_as_often_again():
     """Each loss in standard deviations from the mean of its record; B's spread alone is worst."""
     losses = []
-    for path in sorted(ROOT.glob("records/tiny/*/record.json")):
+    for path in sorted(ROOT.glob("records/small/*/record.json")):
         found = np.array([run["val_loss"] for run in json.loads(path.read_text())["runs"]])
         losses.extend((found - found.mean()) / found.std())
     rng = np.random.default_rng(0)
