@@ -30,7 +30,7 @@ from runtime.settings import SETTINGS_OF_A_RUN, RunSettings, flag
 SCHEMA = 3  # raised when an event or field changes its meaning
 SOURCE_FILES = (
     "train_gpt.py", "inference/__init__.py", "inference/model.py", "requirements.txt",
-    "data/vocabulary.tiktoken", "data/prose.tiktoken", "data/wheels.txt", "data/left_out.txt",
+    "data/prose.tiktoken", "data/wheels.txt",
 )  # fmt: skip
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
@@ -72,11 +72,8 @@ def source_hash(root: str | Path) -> str:
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """SHA-256 of the settings that all runs of one experiment share; --minutes sets `steps`."""
-    shared = {name: value for name, value in config.items() if name not in SETTINGS_OF_A_RUN}
-    if shared.get("minutes"):
-        del shared["steps"]
-    return json_hash(shared)
+    """SHA-256 of the settings that all runs of one experiment share."""
+    return json_hash({name: config[name] for name in config if name not in SETTINGS_OF_A_RUN})
 
 
 def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:

@@ -62,8 +62,9 @@ class Progress:
             self.trainer.machine.say(" | ".join([place, *self.numbers(), self.time_left()]))
 
     def validated(self, step: int, val_loss: float) -> None:
-        """Take note of a validation."""
+        """Take note of a validation. It was printed, so the next line of a step waits."""
         self.validated_at, self.val_loss = step, val_loss
+        self._said_at = time.monotonic()
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:

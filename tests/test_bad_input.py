@@ -27,7 +27,7 @@ def assert_refused(outcome, *parts):
 
 @pytest.mark.parametrize(("flag", "value", "parts"), [
     ("track", "longest", ["--track longest", "one of", "tiny", "short"]),
-    ("recipe", "sgd", ["--recipe sgd", "one of copyinit, record42, muon, adamw"]),
+    ("recipe", "sgd", ["--recipe sgd", "one of record89, muon, adamw"]),
     ("stages", "none", ["--stages none", "record42", "constant"]),
     ("steps", 0, ["--steps 0", "at least 1"]),
     ("matrix_lr", -1, ["--matrix-lr -1.0", "at least 0"]),
@@ -76,7 +76,7 @@ def remove_documents(folder):
     (put_a_page, ["s_val_0.bin"]),
     (put_a_strange_token, ["s_train_0.bin", "64"]),
     (remove_documents, ["after 0 steps", str(BOS)]),
-    (shutil.rmtree, ["python -m data.corpus"]),
+    (shutil.rmtree, ["python -m data.prose"]),
 ])  # fmt: skip
 def test_bad_data_are_refused(spoil, parts, copy, tmp_path):
     spoil(copy)

@@ -101,22 +101,6 @@ def test_a_run_that_broke_off_goes_on_bit_for_bit(
         assert event["from_step"] >= moment
 
 
-def test_minutes_are_the_steps_that_fill_them_and_a_resumed_run_keeps_those(
-    data, whole, tmp_path, monkeypatch
-):
-    minutes = {"minutes": 0.04, "steps": 6, "compile": "off"}  # 12 steps of 200 ms
-    monkeypatch.setattr("runtime.warmup.time_stages", lambda *_: [(3, 100.0), (3, 300.0)])
-    torch.manual_seed(0)
-    break_off(TERM, 7, data, tmp_path, **minutes)
-    monkeypatch.setattr("runtime.warmup.time_stages", lambda *_: [(6, 1000.0)])
-    rounded = minutes | {"activation_checkpointing": "on"}  # a resume may change it
-    assert "steps of 1,000.0 ms" not in resume(data, tmp_path, **rounded).out
-    assert_same(tmp_path, whole())
-    too_few = run(data, tmp_path / "other", **minutes | {"minutes": 0.001})
-    assert too_few.code == 2
-    assert "--minutes 0.001: a step takes 0.017 minutes" in too_few.err
-
-
 def test_training_on_does_not_change_a_snapshot_that_waits(data, tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr("runtime.checkpoint.save", lambda folder, snapshot, announce: taken.append(

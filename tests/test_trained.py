@@ -38,7 +38,7 @@ def make_trainer(data, folder, **changed) -> train_gpt.Trainer:
 
 
 @pytest.mark.parametrize("changed", [
-    {}, {"recipe": "copyinit"}, {"recipe": "adamw"}, {"dtype": "bfloat16"}, {"val_batch": 128},
+    {}, {"recipe": "muon"}, {"recipe": "adamw"}, {"dtype": "bfloat16"}, {"val_batch": 128},
     {"document_mask": "off"}, {"vocab_size": 100}, {"loss_kernel": "chunked", "softcap": "rsqrt"},
 ], ids=str)  # fmt: skip
 def test_honest_models_pass(changed, data, tmp_path):
