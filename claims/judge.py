@@ -20,7 +20,7 @@ from scipy.stats import t as student
 from claims import stats
 from claims.logs import finished_runs
 from claims.record import difference
-from claims.runs import Run
+from claims.runs import NEW_TOKENS, Run
 from runtime.claim import read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_hash
@@ -142,13 +142,22 @@ def figures(folder: Path, arm: Arm, metric: str) -> dict[int, float]:
 def figure(run: Run, metric: str) -> float:
     """Of a run that diverged the loss of a guess; it has no time."""
     if not run.counts:
-        in_nats = metric in ("loss", "new tokens")
+        in_nats = metric in ("loss", *NEW_TOKENS)
         return math.log(run.header["config"]["vocab_size"]) if in_nats else math.inf
-    if metric == "new tokens":
-        return run.probe("new_loss")
+    if metric in NEW_TOKENS:
+        return run.probe(metric)
     if metric == "time":
         return (run.train_time_ms or math.inf) / 1000
     return run.validations[-1].loss
+
+
+def compare_new_tokens(folder: Path, arms: Sequence[Arm]) -> stats.Difference:
+    """B - A of the loss on new tokens, by the best measure that the runs of both arms have."""
+    for measure in NEW_TOKENS:
+        a, b = (figures(folder, arm, measure) for arm in arms)
+        if all(map(math.isfinite, [*a.values(), *b.values()])):
+            break
+    return stats.paired_by_seed(b, a)
 
 
 # ---- The log of judgements

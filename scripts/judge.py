@@ -29,7 +29,6 @@ from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from claims.logs import finished_runs
 from claims.rerun import child_process
-from claims.runs import current_names
 from runtime.errors import LogError
 from runtime.log import config_hash, register, source_hash
 
@@ -76,7 +75,7 @@ def estimate(out: Path, config: dict[str, Any], plan: RacePlan) -> str:
     judged, records = out.glob("*/[AB]"), (ROOT / "records" / here[0]).glob("*/runs")
     for folder in [*sorted(judged, reverse=True), *sorted(records, reverse=True)]:
         for run in finished_runs(folder):
-            gpu, recipe = run.env.get("gpu"), current_names(run.header["config"]).get("recipe")
+            gpu, recipe = run.env.get("gpu"), run.header["config"].get("recipe")
             if run.complete and (run.track, recipe, bool(gpu)) == here:
                 minutes = run.end["t_ms"] / 60_000 * config["steps"] / run.validations[-1].step
                 return (f"{config['steps']} steps take about {minutes:.1f} minutes by {run.path} "
@@ -192,8 +191,7 @@ def main(argv: list[str]) -> int:
     folder = given.out / entry["run_id"]
     with judge.alone(folder):
         verdict = race(folder, arms, plan, given.metric, entry["seed"])
-    a, b = (judge.figures(folder, arm, "new tokens") for arm in arms)
-    new = stats.paired_by_seed(b, a)
+    new = judge.compare_new_tokens(folder, arms)
     if "outcome" not in entry:
         register(given.out / judge.JUDGEMENTS, "end", run_id=entry["run_id"], **verdict._asdict())
     facts = entry | verdict._asdict() | {"new_tokens": new._asdict()}

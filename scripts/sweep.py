@@ -43,6 +43,7 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 from claims.logs import finished_runs
 from claims.pages import table
 from claims.rerun import child_process
+from claims.runs import NEW_TOKENS
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
 from runtime.jsonl import json_hash, without_repeats
@@ -125,7 +126,7 @@ def read_losses(planned: Sequence[SweepRun]) -> dict[str, dict[int, Losses]]:
         for found in finished[run.folder]:
             if found.seed == run.seed:
                 loss = found.validations[-1].loss if found.complete else math.inf
-                losses[run.arm].setdefault(run.seed, (loss, found.probe("new_loss")))
+                losses[run.arm].setdefault(run.seed, (loss, found.probe(*NEW_TOKENS)))
     return losses
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from claims.arms import ArmVerdict, Comparison
+from claims.arms import ArmVerdict, Comparison, compare_new_tokens
 from claims.stats import Difference, in_words, moments
 
 
@@ -19,6 +19,9 @@ def in_sentences(a: ArmVerdict, b: ArmVerdict, found: Comparison) -> str:
     word = direction(found.loss, "lower", "higher")
     lines.append(f"B - A {how}, with 95 % intervals:")
     lines.append(f"  loss {in_words(found.loss, '+.5f')}, {word}")
+    if (new := compare_new_tokens(a, b)) is not None:
+        word = direction(new, "lower", "higher")
+        lines.append(f"  loss on new tokens {in_words(new, '+.5f')}, {word}")
     if found.differs:
         lines.append("  times are not compared, as the machines differ:")
         lines += [f"    {what}" for what in found.differs]
