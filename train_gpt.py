@@ -1356,7 +1356,10 @@ def require_ranks(config: Config, machine: Machine) -> None:
 def require_text(config: Config) -> None:
     """Build the text of `tiny` and `small` where it is missing. ValueError if that fails."""
     if config.data_dir == SMALL["data_dir"]:
-        prose.ensure(Path(config.data_dir))
+        try:
+            prose.ensure(Path(config.data_dir))
+        except (ImportError, OSError) as error:
+            raise ValueError(f"{config.data_dir} cannot be built: {error}") from None
 
 
 def set_up(config: Config, machine: Machine) -> Trainer:

@@ -23,7 +23,7 @@ from inference.model import load_model
 from runtime.checkpoint import VOCABULARY, save_final
 from runtime.errors import Refused
 from scripts.export_model import main
-from train_gpt import STAGES
+from train_gpt import STAGES, Stage
 
 NAMES = [f"{track}-{recipe}" for track, recipe in EVERY_RECIPE]
 # Windows shorter than a row, and tables with rows that only pad the vocabulary: 100 of 128.
@@ -207,7 +207,7 @@ def vocabulary():
 def exported(vocabulary, tmp_path_factory):
     """An export of a model that brings its vocabulary along."""
     place, size = tmp_path_factory.mktemp("place"), read_tokenizer(vocabulary).n_vocab
-    model = trained(small("tiny", "copyinit", vocab_size=size, bos=size - 1))
+    model = trained(small("tiny", "muon", vocab_size=size, bos=size - 1))
     export(keep(model, place / "kept", vocabulary), place / "my-model")
     return place / "my-model"
 
@@ -287,7 +287,7 @@ def test_an_export_is_the_weights_the_facts_and_the_forward_pass(tmp_path):
 
 
 def test_the_exported_head_is_that_of_the_last_step(tmp_path, monkeypatch):
-    early, late = replace(STAGES["copyinit"][0], tied=True), STAGES["copyinit"][1]
+    early, late = Stage(0.7, short=10, long=20, tied=True), Stage(0.3, short=10, long=20)
     monkeypatch.setitem(STAGES, "tied at last", [early, replace(late, tied=True)])
     weights, _ = written(small("tiny", "muon", stages="tied at last"), tmp_path / "tied")
     assert torch.equal(weights["lm_head"], weights["embed"])

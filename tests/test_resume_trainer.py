@@ -80,8 +80,8 @@ def assert_same(folder, reference):
     (KILL, 8, {"recipe": "adamw", "checkpoint_every": 3}),
     (TERM, 7, {"dtype": "bfloat16", "biases": "on"}),
     (KILL, 7, {"micro_batch": SEQUENCE, "adam_accum_steps": 3}),
-    (TERM, 5, {"optimizer": "torch_muon", "checkpoint_every": 0}),
-    (KILL, 7, {"optimizer": "torch_adamw", "matrix_lr": 0.002}),
+    (TERM, 5, {"recipe": "muon", "optimizer": "torch_muon", "checkpoint_every": 0}),
+    (KILL, 7, {"recipe": "adamw", "optimizer": "torch_adamw", "matrix_lr": 0.002}),
     (KILL, 9, {"stages": "growing", "bigram_rows": 2, "xsa": "on"}),
     pytest.param(TERM, 5, {"recipe": "adamw", "seq_len": 256, "compile": "on"}, marks=SLOW),
 ], ids=str)  # fmt: skip
