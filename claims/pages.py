@@ -234,11 +234,11 @@ def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
 
     Times compete only on the same hardware. Of equal scores the oldest is the record.
     """
-    in_time, places = TRACKS[track].in_time, {}
+    in_time = TRACKS[track].in_time
     ranked = [one for one in claims if one.shown]
     ranked.sort(key=lambda one: one.claim.created, reverse=True)
-    ranked.sort(key=lambda one: (not one.is_baseline, -one.score))
-    best = {one.hardware if in_time else "": one for one in ranked}  # the last of each
+    ranked.sort(key=lambda one: (not one.is_baseline, in_time and one.hardware, -one.score))
+    best = {in_time and one.hardware: one for one in ranked}  # the last of each
     places = {one.claim.id: "**record**" for one in best.values()}
     places |= {one.claim.id: "baseline" for one in ranked if one.is_baseline}
     wins = "the shortest time" if in_time else "the fewest tokens"

@@ -112,8 +112,8 @@ class StubTrainer:
         if key in self.at:
             self.at.pop(key)(self, step)
 
-    def copied_and_new(self) -> dict:
-        return {"copy_loss": 1.5, "new_loss": 3.5}
+    def score(self) -> dict:
+        return {"loss_on_copied": 1.5, "loss_on_new": 3.5, "loss_held_out": 3.25}
 
     def schedule(self, config: train_gpt.Config, step: int) -> train_gpt.Now:
         """What holds at a step. The loop asks before anything else that it does in the step."""

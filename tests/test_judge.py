@@ -33,7 +33,8 @@ from pathlib import Path
 
 from claims.record import TRACKS
 from runtime.log import REGISTRY, config_hash, register, source_hash
-TRACK = TRACKS["tiny"].fixed | {"track": "tiny", "target": 3.39, "val_tokens": 262_144}
+TINY = TRACKS["tiny"]
+TRACK = TINY.fixed | {"track": "tiny", "target": TINY.target, "val_tokens": TINY.val_tokens}
 TRACK["recipe"] = "copyinit"
 parser = argparse.ArgumentParser()
 for name, default in (("gain", 0.0), ("steps", 10), ("seed", 0), ("trials", 1)):
@@ -57,7 +58,7 @@ for trial in range(given.trials):
     diverged = given.diverge == str(seed)
     val = {"event": "val", "step": given.steps, "total_steps": given.steps,
            "val_loss": 3.4 + noise, "train_time_ms": 1000 * (seconds + noise)}
-    header = {"event": "header", "schema": 2, "run_id": run_id, "track": "tiny", "target": 3.6,
+    header = {"event": "header", "schema": 3, "run_id": run_id, "track": "tiny", "target": 3.6,
               "seed": seed, "source_sha256": source_hash(Path(__file__).parent), "config": config,
               "config_sha256": config_hash(config), "env": {"gpu_count": 0}}
     end = {"event": "end", "t_ms": 90_000, "status": "nonfinite" if diverged else "done",
@@ -225,7 +226,7 @@ def test_two_sources_are_compared_and_their_difference_is_kept(project, capsys):
 def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(project, capsys):
     code, facts = judge_as_json(capsys, "--b", "--gain 0.2 --diverge 2", "--seed", "0")
     assert (code, facts["outcome"], facts["pairs"]) == (4, "undecided", 20)
-    guess = math.log(1024) - 3.4
+    guess = math.log(TRACK["vocab_size"]) - 3.4
     assert facts["mean"] == pytest.approx((guess - 19 * 0.2) / 20, abs=0.02)
     run("--b", "--gain 0.2 --diverge 2", "--seed", "0")
     assert "warning: the differences are skewed, +4.1" in capsys.readouterr().out

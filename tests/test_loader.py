@@ -355,7 +355,7 @@ def open_both(files, stages=((0, 64, 6),), reach=0, **changed):
     values = {
         "track": "", "data_dir": files[0].parent, "seq_len": 8, "bos": BOS, "document_mask": True,
         "data_start": 0.0, "steps": 5, "micro_batch": 64, "val_tokens": 64, "val_seq_len": 16,
-        "val_batch": 32,
+        "val_batch": 32, "val_sha256": "",
     }  # fmt: skip
     return Data(values | changed, stages, reach, rank=1, world_size=2)
 

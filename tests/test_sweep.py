@@ -31,7 +31,7 @@ if "--sleep" in words:
     folder.joinpath("asleep").touch()
     time.sleep(60)
 run_id = f"2026_{time.time_ns()}"
-header = {"event": "header", "schema": 2, "run_id": run_id, "track": "tiny", "target": 2.5,
+header = {"event": "header", "schema": 3, "run_id": run_id, "track": "tiny", "target": 2.5,
           "seed": seed, "source_sha256": "ab", "config_sha256": flags, "env": {"gpu_count": 0}}
 loss = {"": 2.5, "--wd 1": 2.6, "--lr 2": 2.4}.get(flags, 2.0) + 0.01 * seed**2 + PATCH
 loss += {"--wd 1": 0.001, "--lr 2": 0.002}.get(flags, 0) * seed

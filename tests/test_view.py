@@ -32,7 +32,7 @@ def log_lines(seed=0, steps=40, done=None, skip=(), quick=None, **config):
     """
     settings = {"recipe": "record89", "steps": steps, "matrix_lr": 0.02, "seed": seed} | config
     yield {
-        "event": "header", "t_ms": 0, "schema": 2, "run_id": f"run_{seed}", "track": "tiny",
+        "event": "header", "t_ms": 0, "schema": 3, "run_id": f"run_{seed}", "track": "tiny",
         "target": 3.5, "seed": seed, "source_sha256": "ab" * 32, "env": {"gpu_count": 0},
         "config_sha256": str(sorted(config.items())), "config": settings,
     }  # fmt: skip
