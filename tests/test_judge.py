@@ -182,7 +182,9 @@ def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(
     assert "20 steps take about 3.0 minutes by " in (again := capsys.readouterr().err)
     assert "the contest (records/tiny/prediction/README.md)\n" in again
     assert "all in all 12 to 60\n" in again, "two at once"
-    monkeypatch.setattr(side_by_side, "which", lambda name: name)  # a run without one says nothing then
+    # With a GPU a run without one tells nothing.
+    monkeypatch.setattr(side_by_side, "which", lambda name: name)
+    monkeypatch.setattr(side_by_side, "gpu_memory", lambda: 2**40)
     run("--b", "--gain 0.2", "--margin", "0.07", "--", "--steps", "20")
     assert "no run of tiny by copyinit on a machine as here" in capsys.readouterr().err
 
