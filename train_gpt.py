@@ -333,7 +333,7 @@ TRACKS: dict[str, dict[str, Any]] = {
     },
     "small": SMALL,
     "tiny": SMALL | {
-        "target": 5.0, "batch_tokens": 2048, "seq_len": 256, "micro_batch": 2048,
+        "target": 4.7, "batch_tokens": 2048, "seq_len": 256, "micro_batch": 2048,
         "max_document": 256, "val_tokens": 16_384, "val_seq_len": 1024, "val_every": 24,
         "steps": 72, "momentum_warmup": 10, "momentum_cooldown": 3, "compile": "off",
     },
