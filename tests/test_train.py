@@ -66,6 +66,12 @@ def test_every_event_has_the_fields_that_the_documentation_names(two_trials):
     assert set(header["env"]) == set(re.findall("`(.+?)`", rest.partition("The host's name")[0]))
 
 
+def test_a_run_begins_with_a_line_that_says_what_it_is_and_what_the_race_is(two_trials):
+    first = two_trials.out.splitlines()[0]
+    assert first.startswith("tiny: ")
+    assert "--track small" in first
+
+
 def test_the_header_says_what_ran(two_trials, data):
     (header,) = two_trials.events("header", 1)
     wanted = {
