@@ -57,7 +57,7 @@ DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(0.93) hue-rotat
 # Losses by kind of token: their names in logs, the best measure first.
 COPIED, NEW, HELD_OUT = ("loss_on_copied", "copy_loss"), NEW_TOKENS, ("loss_held_out",)
 MARK = "†"  # of a loss on new tokens that is measured as in logs before 2026-11-29
-MARKED = f"""{MARK} as in logs before 2026-11-29: of the first 16,384 validation tokens, where a pair
+MARKED = f"""{MARK} as in logs before 2026-11-29: of the first 16,384 validation tokens; a pair
 more than 176 tokens back counts as new."""
 
 

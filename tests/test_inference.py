@@ -282,7 +282,7 @@ def test_an_evaluation_and_its_script_find_the_losses_of_the_run(trained, monkey
         scores = evaluation.evaluate(model)
         assert scores["loss"] == pytest.approx(end["val_loss"], rel=1e-5)
         for name in ("copied", "new"):
-            probed = end["probes"]["copy_loss" if name == "copied" else "new_loss"]
+            probed = end["probes"][f"loss_on_{name}"]
             assert scores[name]["loss"] == pytest.approx(probed, rel=1e-5)
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 100)  # rows are cut
     assert evaluation.evaluate(model, str(data))["loss"] == pytest.approx(scores["loss"], rel=1e-5)

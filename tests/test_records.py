@@ -50,7 +50,7 @@ def test_the_leaderboard_is_the_one_that_the_records_give(track, tmp_path):
 def test_the_recipes_of_small_run_the_steps_of_a_claim_that_was_shown():
     claimed: dict[str, set[int]] = {}
     for evidence in read_all():
-        config = evidence.settings
+        config = evidence.claim.config
         if config["track"] == "small" and evidence.shown:
             claimed.setdefault(config["recipe"], set()).add(config["steps"])
     for recipe in RECIPES["small"]:

@@ -175,7 +175,7 @@ def test_what_cannot_run_here_is_refused_with_the_reason(evidence, data, tmp_pat
 # ---- Sources that lie: each edit of train_gpt.py, and what finds it
 
 END = "return losses.view_as(targets_BT)"
-STREAM = "self.hidden(inputs_BT, *self.eval_context(inputs_BT))"
+STREAM = "x = self.hidden(inputs_BT, *(context or self.eval_context(inputs_BT)))"
 NORMED = "x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)"
 LIES = {
     "nothing": ("", "", None),
@@ -184,7 +184,7 @@ LIES = {
     "losses scaled at the end of long rows": (
         END, f"losses.view_as(targets_BT)[:, 192:] *= 0.5\n        {END}", "documents"),
     "the target in the stream": (
-        f"{STREAM}[:, -targets_BT.size(1) :]",
+        f"{STREAM}\n        x = x[:, -targets_BT.size(1) :]",
         f"{STREAM} + 3 * self.output_weight[targets_BT]", "normalisation"),
     "the next token": (
         NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-1, 1)", "normalisation"),
