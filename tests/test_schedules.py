@@ -71,7 +71,7 @@ def test_the_last_validation_narrows_short_windows_too():
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
 @pytest.mark.parametrize("track", train_gpt.TRACKS)
 def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(track, steps):
-    config = configure(track, steps=steps)
+    config = configure(track, next(iter(train_gpt.RECIPES[track])), steps=steps)
     stages = [at(config, step).stage_index for step in range(steps)]
     assert stages == sorted(stages)
     assert at(config, steps).stage_index == stages[-1]
@@ -266,5 +266,5 @@ def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tent
     config = configure("steps")
     validated = [step for step in range(config.steps) if at(config, step).validates]
     assert validated == [*range(0, 2925, 125), *range(2925, 3250, 25)]
-    config = configure("tiny", val_every=0)
+    config = configure("tiny", "muon", val_every=0)
     assert not any(at(config, step).validates for step in range(config.steps)), "only at the end"
