@@ -116,6 +116,7 @@ class Track(NamedTuple):
 # leave windows of training steps, lookup tables, gates and scalars free; the trainer counts layers.
 SMALL = {"vocab_size": 2048, "bos": 2047, "document_mask": True, "batch_tokens": 6144,
          "val_seq_len": 4096, "val_window": 640, "dim": 128, "head_dim": 32, "mlp_ratio": 4}
+TINY = SMALL | {"batch_tokens": 2048, "val_seq_len": 1024}
 FINEWEB = {"vocab_size": 50257, "bos": 50256}
 STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_tokens": 524_288,
          "seq_len": 1024, "val_seq_len": 1024, "val_window": 2560, "window_block": 0,
@@ -126,7 +127,7 @@ STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_token
 VAL, TRAIN = "be27130d408f4ce8", "731d5f2bab729778"  # how the hashes of the prose begin
 TRACKS = {
     "small": Track(3.36, 262_144, VAL, 0.02, TRAIN, SMALL, False, baseline="2026-11-27_AdamWTuned"),
-    "tiny": Track(4.7, 32_768, VAL, 0.02, TRAIN, SMALL | {"batch_tokens": 2048}, False),
+    "tiny": Track(4.7, 16_384, VAL, 0.02, TRAIN, TINY, False),
     "short": Track(3.28, 10_485_760, "", 0.01, "", FINEWEB, True),
     "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, False),
 }  # fmt: skip

@@ -254,7 +254,7 @@ def test_two_sources_are_compared_and_their_difference_is_kept(project, capsys):
 def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(project, capsys):
     code, facts = judge_as_json(capsys, "--b", "--gain 0.2 --diverge 2", "--seed", "0")
     assert (code, facts["outcome"], facts["pairs"]) == (4, "undecided", 20)
-    guess = math.log(TRACK["vocab_size"]) - 3.4
+    guess = math.log(2048) - 3.4
     assert facts["mean"] == pytest.approx((guess - 19 * 0.2) / 20, abs=0.02)
     run("--b", "--gain 0.2 --diverge 2", "--seed", "0")
     assert "warning: the differences are skewed, +4.1" in capsys.readouterr().out

@@ -5,12 +5,16 @@ import hashlib
 import math
 import re
 
+import numpy as np
 import pytest
+import small_run
 import torch
 from small_run import ROOT, ROUNDING, ROWS, SEQUENCE, STEPS, arguments, read_events, run, run_words
 from torch._dynamo.utils import counters
 
 import train_gpt
+from data import loader
+from data.copied import pair_distances
 from data.loader import TrainLoader
 from kernels.attention import PortableAttention
 from optim import AdamW, NorMuon
@@ -123,6 +127,52 @@ def test_only_training_is_timed_and_validations_have_the_time_of_the_phases_befo
                 clock += event["ms"]
             if event["event"] in ("val", "end"):
                 assert event["train_time_ms"] == pytest.approx(clock, rel=1e-9)
+
+
+# ---- Scoring
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_pass_gives_the_validation_loss_to_the_bit_and_that_of_each_kind_of_token(
+    data, tmp_path, monkeypatch, dtype
+):
+    """As the loss of whole batches, which a compiled run computes, beside a pass of its own."""
+    once = run(data, tmp_path / "once", dtype=dtype, steps=4)
+    whole = train_gpt.Trainer.batch_loss
+    monkeypatch.setattr(train_gpt, "sum_losses", lambda losses: losses.new_zeros(()))
+
+    def score(trainer, batch):
+        total.append(whole(trainer, batch, trainer.data.val_longest))
+        return losses(trainer, batch)
+
+    total, losses = [], train_gpt.Trainer.token_losses
+    monkeypatch.setattr(train_gpt.Trainer, "token_losses", score)
+    twice = run(data, tmp_path / "twice", dtype=dtype, steps=4)
+    batches = 2  # of 512 of the 1,024 targets
+    summed = sum(loss.double() for loss in total[-batches:]).item()
+    assert once.events("val")[-1]["val_loss"] == summed / 1024
+    (end,), (other,) = once.events("end"), twice.events("end")
+    assert end["probes"] == other["probes"]
+    probes, tokens = end["probes"], small_run.documents(3, 30)[:1025]
+    rows = np.lib.stride_tricks.sliding_window_view(tokens, 257)[::256]
+    copied = np.count_nonzero(pair_distances(rows, small_run.BOS)) / 1024
+    mean = copied * probes["loss_on_copied"] + (1 - copied) * probes["loss_on_new"]
+    assert mean == pytest.approx(end["val_loss"], rel=1e-6)
+    assert "loss_held_out" not in probes, "data of one's own have no held-out slice"
+
+
+def test_the_held_out_slice_is_scored_and_shown_and_its_tokens_are_not_trained_on(
+    data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loader, "HELD_OUT", 2048)
+    val_sha256 = hashlib.sha256((data / "s_val_0.bin").read_bytes()[1024:]).hexdigest()
+    monkeypatch.setattr(loader, "PROSE", val_sha256)
+    outcome = run(data, tmp_path, steps=4, val_sha256=val_sha256)
+    assert outcome.code == 0, outcome.err
+    (end,) = outcome.events("end")
+    assert re.search(rf"held-out slice {end['probes']['loss_held_out']:.4f}$", outcome.out, re.M)
+    free = run(data, tmp_path / "free", steps=4)
+    assert free.losses() == outcome.losses(), "it changes no loss"
 
 
 # ---- Learning, and the same again
