@@ -29,6 +29,7 @@ from runtime.settings import parse
 from train_gpt import Config
 
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+WRITTEN.append(ROOT / "data" / "README.md")
 PAGES = [*WRITTEN, *sorted(ROOT.glob("records/*/README.md")), ROOT / "records" / "README.md"]
 
 # Programs of a page that no test starts.
