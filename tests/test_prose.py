@@ -45,7 +45,8 @@ def let_pip_hang(out, patch):
 
 def let_pip_bring_another_wheel(out, patch):
     def bring(command, timeout):
-        (out / "wheels" / "partial" / FIRST).write_bytes(b"no wheel")
+        (partial,) = out.glob("wheels/partial-*")
+        (partial / FIRST).write_bytes(b"no wheel")
         return SimpleNamespace(returncode=0)
 
     patch.setattr(subprocess, "run", bring)
@@ -105,7 +106,7 @@ def test_a_wheel_that_is_half_there_is_fetched_again_and_a_whole_one_is_kept(
 ):
     folder = tmp_path / "wheels"
     half = one_wheel.read_bytes()[:100]
-    for place in (folder, folder / "partial"):  # as a copy of pip's that was killed leaves it
+    for place in (folder, folder / "partial-1"):  # as a copy of pip's that was killed leaves it
         place.mkdir()
         (place / one_wheel.name).write_bytes(half)
     wheels = prose.open_wheels(folder)
