@@ -21,7 +21,7 @@ BUDGETS = {
     "train_gpt.py": 1395,  # reached; the promise is 1370
     "optim": 2000,
     "kernels": 670,
-    "data": 1037,  # reached; the promise is 1000
+    "data": 1121,  # reached; the promise is 1000
     "runtime": 2650,  # reached; the promise is 2600
     "claims": 2729,  # reached; the promise is 2700
     "scripts": 1234,  # reached; the promise is 1220
