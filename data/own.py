@@ -4,7 +4,7 @@
     python train_gpt.py --track small --data-dir data/mine --val-sha256 ""
 
 A row of JSONL is {"text": "..."}. Any other file is one text in UTF-8. A folder stands for all
-files in it, at any depth; there, hidden files and those that are not text in UTF-8 are passed over.
+files in it, at any depth; there, hidden files and those that are not text in UTF-8 are left out.
 A sixteenth of the documents is for validation. Exit codes: 0 built, 2 not built.
 """
 
@@ -30,7 +30,7 @@ def read_texts(path: Path) -> Iterator[str]:
     if not path.exists():
         raise ValueError(f"{path} does not exist: give a text file, a folder or a .jsonl file.")
     files = [path] if path.is_file() else sorted(path.rglob("*"))
-    passed_over = 0
+    left_out = 0
     for file in filter(Path.is_file, files):
         if any(part.startswith(".") for part in file.relative_to(path).parts):
             continue
@@ -42,9 +42,9 @@ def read_texts(path: Path) -> Iterator[str]:
         except UnicodeDecodeError:
             if file == path:
                 raise ValueError(f"{path} is not text in UTF-8: convert or omit it.") from None
-            passed_over += 1
-    if passed_over:
-        print(f"{path}: passed over {passed_over} that are not text in UTF-8", flush=True)
+            left_out += 1
+    if left_out:
+        print(f"{path}: files left out because they are not text in UTF-8: {left_out}", flush=True)
 
 
 def read_rows(path: Path) -> Iterator[str]:

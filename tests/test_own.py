@@ -76,7 +76,8 @@ def test_a_folder_gives_all_its_text_and_counts_what_is_none(tmp_path, convert, 
         "a file of its own", "a text too", "another row", "def f(x):\n    return x\n", "one row",
         "with a mark\nand lines of Windows",
     ]  # fmt: skip
-    assert f"{folder}: passed over 1 that are not text" in capsys.readouterr().out
+    said = f"{folder}: files left out because they are not text in UTF-8: 1\n"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("size", "limit"), [(2048, 1250), (50257, 8000)])
