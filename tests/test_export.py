@@ -17,7 +17,7 @@ from small_model import EVERY_RECIPE, make_model, small
 
 import inference.export
 import train_gpt
-from data.tokenizers import CODE, PROSE, read_tokenizer
+from data.tokenizers import PROSE, read_tokenizer
 from inference.export import MODELING, export, exported_layers, write_model
 from inference.model import load_model
 from runtime.checkpoint import VOCABULARY, save_final
@@ -198,9 +198,9 @@ def test_it_generates_the_likeliest_its_loss_is_that_of_next_tokens_and_padding_
     torch.testing.assert_close(found[name]["padded"], logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.fixture(scope="module", params=[CODE, PROSE], ids=["tiny", "small"])
-def vocabulary(request):
-    return request.param
+@pytest.fixture(scope="module")
+def vocabulary():
+    return PROSE
 
 
 @pytest.fixture(scope="module")
