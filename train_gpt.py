@@ -334,7 +334,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "keep_float32": "all", "batch_tokens": 6144, "seq_len": 512, "micro_batch": 6144,
         "max_document": 512, "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384,
         "val_every": 300, "steps": 900, "window_block": 32, "momentum_warmup": 120,
-        "momentum_cooldown": 20, "sample_tokens": 200,
+        "momentum_cooldown": 20, "sample_tokens": 100,
     },
     "tiny": {
         "recipe": "copyinit", "target": 3.39, "val_sha256": "61a7bae6fab302b9",
@@ -343,7 +343,7 @@ TRACKS: dict[str, dict[str, Any]] = {
         "batch_tokens": 2048, "seq_len": 512, "micro_batch": 2048, "max_document": 512,
         "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384, "val_every": 100,
         "steps": 350, "stages": "tiny", "window_block": 16, "momentum_warmup": 40,
-        "momentum_cooldown": 10, "adam_lr": 0.02, "sample_tokens": 200, "quick_vals": 3,
+        "momentum_cooldown": 10, "adam_lr": 0.02, "sample_tokens": 100, "quick_vals": 3,
     },
 }  # fmt: skip
 
