@@ -1308,7 +1308,7 @@ def require_ranks(config: Config, machine: Machine) -> None:
     try:
         Order(config.seq_len, None, config.data_start, batches).check(machine.world_size)
     except ValueError as error:
-        hint = " torch finds no GPU here: the default is --track tiny then, and short on GPUs."
+        hint = " torch finds no GPU here, so the default is --track tiny; on GPUs it is short."
         raise Refused(f"{error}{hint if machine.device.type == 'cpu' else ''}") from None
 
 
