@@ -314,7 +314,7 @@ SMALL: dict[str, Any] = {
     "keep_float32": "all", "batch_tokens": 6144, "seq_len": 512, "micro_batch": 6144,
     "max_document": 512, "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384,
     "val_every": 300, "steps": 900, "window_block": 32, "momentum_warmup": 120,
-    "momentum_cooldown": 20, "sample_tokens": 200,
+    "momentum_cooldown": 20, "sample_tokens": 100,
 }  # fmt: skip
 
 TRACKS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@
     python train_gpt.py --track small --data-dir data/mine --val-sha256 ""
 
 A row of JSONL is {"text": "..."}. Any other file is one text in UTF-8. A folder stands for all
-files in it, at any depth; there, hidden files and those that are not text in UTF-8 are passed over.
+files in it, at any depth; there, hidden files and those that are not text in UTF-8 are left out.
 A sixteenth of the documents is for validation. Exit codes: 0 built, 2 not built.
 """
 
@@ -26,44 +26,25 @@ PART = {2048: 1_250, 50257: 8_000}
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Yield the texts of a file or folder. ValueError names a file or row that is not text."""
+    """Yield the texts of a file, or of all files in a folder but hidden ones. ValueError."""
     if not path.exists():
         raise ValueError(f"{path} does not exist: give a text file, a folder or a .jsonl file.")
-    if path.is_dir():
-        yield from read_folder(path)
-    elif path.suffix == ".jsonl":
-        yield from read_rows(path)
-    else:
-        text = read_text(path)
-        if text is None:
-            raise ValueError(f"{path} is not text in UTF-8: convert it, or leave it out.")
-        yield text
-
-
-def read_text(path: Path) -> str | None:
-    """Return the content of a text file, None if it is not text in UTF-8."""
-    content = path.read_bytes()
-    with suppress(UnicodeDecodeError):
-        return None if b"\0" in content else content.decode("utf-8-sig").replace("\r\n", "\n")
-    return None
-
-
-def read_folder(folder: Path) -> Iterator[str]:
-    """Yield the texts of all files in a folder, without hidden ones; print what is no text."""
-    passed = []
-    for path in sorted(folder.rglob("*")):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if hidden or not path.is_file():
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    left_out = 0
+    for file in filter(Path.is_file, files):
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
             continue
-        if path.suffix == ".jsonl":
-            yield from read_rows(path)
-        elif (text := read_text(path)) is None:
-            passed.append(path)
-        else:
-            yield text
-    if passed:
-        print(f"{folder}: passed over as no text in UTF-8: {passed[0]}"
-              + f" and {len(passed) - 1} more" * (len(passed) > 1), flush=True)  # fmt: skip
+        if file.suffix == ".jsonl":
+            yield from read_rows(file)
+            continue
+        try:
+            yield file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            if file == path:
+                raise ValueError(f"{path} is not text in UTF-8: convert or omit it.") from None
+            left_out += 1
+    if left_out:
+        print(f"{path}: files left out because they are not text in UTF-8: {left_out}", flush=True)
 
 
 def read_rows(path: Path) -> Iterator[str]:

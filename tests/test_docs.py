@@ -29,6 +29,7 @@ from runtime.settings import parse
 from train_gpt import Config
 
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+WRITTEN.append(ROOT / "data" / "README.md")
 RECORDS = sorted(ROOT.glob("records/**/*.md"))
 PAGES = [*WRITTEN, *(page for page in RECORDS if len(page.relative_to(ROOT).parts) <= 3)]
 

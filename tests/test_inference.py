@@ -28,8 +28,9 @@ from train_gpt import context
 pytestmark = pytest.mark.usefixtures("two_layers")
 # So small that a document of 700 tokens is computed at once, and longer than the context.
 SIZES = {
-    "vocab_size": 2048, "bos": 2047,
-    "dim": 48, "head_dim": 12, "window_block": 4, "val_window": 24, "val_tokens": 2048, "val_seq_len": 1024, "val_batch": 1024, "dtype": "float32", "val_sha256": "",
+    "vocab_size": 2048, "bos": 2047, "dim": 48, "head_dim": 12, "window_block": 4,
+    "val_window": 24, "val_tokens": 2048, "val_seq_len": 1024, "val_batch": 1024,
+    "dtype": "float32", "val_sha256": "",
 }  # fmt: skip
 BOS = 2047
 
@@ -231,7 +232,7 @@ def test_a_token_is_drawn_from_a_device_without_float64():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two trials that keep their models and sample; the vocabulary of the prose, of which 64 occur."""
+    """Two trials that keep their models and sample; 64 tokens of the prose's vocabulary occur."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_data(folder / "data")
     for path in data.iterdir():
