@@ -341,9 +341,9 @@ TRACKS: dict[str, dict[str, Any]] = {
     },
     "small": SMALL,
     "tiny": SMALL | {
-        "target": 4.7, "batch_tokens": 2048, "seq_len": 256, "micro_batch": 2048,
-        "max_document": 256, "val_tokens": 16_384, "val_seq_len": 1024, "val_every": 24,
-        "steps": 72, "momentum_warmup": 10, "momentum_cooldown": 3, "compile": "off",
+        "target": 4.8, "batch_tokens": 2048, "seq_len": 256, "micro_batch": 2048,
+        "max_document": 256, "val_tokens": 16_384, "val_seq_len": 1024, "val_every": 16,
+        "steps": 64, "momentum_warmup": 10, "momentum_cooldown": 3, "compile": "off",
     },
 }  # fmt: skip
 
@@ -398,9 +398,9 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "steps": {"record42": {}},
     "tiny": {
         "record89": SMALL89 | {
-            "stages": "tiny", "steps": 72, "momentum_warmup": 10, "momentum_cooldown": 3,
+            "stages": "tiny", "steps": 64, "momentum_warmup": 10, "momentum_cooldown": 3,
             "matrix_lr": 0.05, "adam_lr": 0.024, "adam_accum_steps": 1, "bigram_rows": 10.0,
-            "ngrams": 2, "val_every": 24,
+            "ngrams": 2, "val_every": 16,
         },
         "muon": MUON | {"layers": "plain8", "matrix_lr": 0.014, "adam_lr": 0.014},
         "adamw": ADAMW | {"layers": "plain8", "matrix_lr": 0.004, "adam_lr": 0.016},
@@ -1347,7 +1347,7 @@ def require_ranks(config: Config, machine: Machine) -> None:
     try:
         Order(config.seq_len, None, config.data_start, batches).check(machine.world_size)
     except ValueError as error:
-        hint = " torch finds no GPU here: the default is --track tiny then, and short on GPUs."
+        hint = " torch finds no GPU here, so the default is --track tiny; on GPUs it is short."
         raise Refused(f"{error}{hint if machine.device.type == 'cpu' else ''}") from None
 
 

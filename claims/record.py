@@ -127,7 +127,7 @@ STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_token
 VAL, TRAIN = "be27130d408f4ce8", "731d5f2bab729778"  # how the hashes of the prose begin
 TRACKS = {
     "small": Track(3.36, 262_144, VAL, 0.02, TRAIN, SMALL, False, baseline="2026-11-27_AdamWTuned"),
-    "tiny": Track(4.7, 16_384, VAL, 0.02, TRAIN, TINY, False),
+    "tiny": Track(4.8, 16_384, VAL, 0.02, TRAIN, TINY, False),
     "short": Track(3.28, 10_485_760, "", 0.01, "", FINEWEB, True),
     "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, False),
 }  # fmt: skip

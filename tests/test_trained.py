@@ -32,7 +32,7 @@ def make_trainer(data, folder, **changed) -> train_gpt.Trainer:
     trainer.reset(0)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
+            parameter += 0.07 * torch.randn_like(parameter)
     trainer.targets_scored = 0
     return trainer
 
