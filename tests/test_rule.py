@@ -1,5 +1,6 @@
 """The rule of `small`: all validation tokens below the target, new tokens as well as AdamW."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from small_record import LOSSES, call, make_claim, read_logs, write_logs, write_
 
 from claims import pages
 from claims import record as records
+from claims.arms import compare_arms, read_arm
 from claims.checks import find_failures
 from claims.record import MOST_ABOVE, TRACKS, read_evidence
 from data.copied import means, pair_distances, sums_by_kind
+from view.verdicts import in_sentences
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 SMALL = {path.name.partition("_")[2]: path for path in sorted((RECORDS / "small").glob("2*_*"))}
@@ -177,3 +180,18 @@ def test_a_model_that_never_copies_gains_on_new_tokens_and_fails_the_first_condi
     assert evidence.new_tokens.shown
     assert (evidence.below, evidence.shown) == (False, False)
     assert max(honest) < small_record.TARGET < min(attack), "the honest one reaches the target"
+
+
+# ---- Two arms
+
+
+def test_a_comparison_has_both_losses_and_names_an_older_measure(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    found = {}
+    for name, measure in (("old", "new_loss"), ("new", "loss_on_new")):
+        a, b = (make_record(tmp_path / name / arm, LOSSES, **{measure: level + NOISE * sign})
+                for arm, level, sign in (("a", 3.5, 1), ("b", 3.7, -1)))  # fmt: skip
+        arms = read_arm(str(a / "runs")), read_arm(str(b / "runs"))
+        found[name] = in_sentences(*arms, compare_arms(*arms))
+    assert re.search(r"^  loss on new tokens \+0\.[12]\d+ \(.*\), higher$", found["new"], re.M)
+    assert "loss on new tokens as measured before 2026-11-29 +0." in found["old"]

@@ -8,7 +8,8 @@ const COLUMNS = {Name: "", Seed: "num", Loss: "num", "New tokens": "num", "Held 
   Time: "num", Steps: "num", Status: "", "What differs": "differs"};  // the class of their cells
 const TITLES = {Loss: "mean loss of the validation tokens", "Held out":
   "loss on the slice of the text that nothing is chosen by", "New tokens":
-  "loss on tokens that do not end a pair seen earlier in their document"};
+  "loss on tokens that do not end a pair seen earlier in their document; †: on the first 16,384 " +
+  "validation tokens, where a pair more than 176 tokens back counts as new"};
 const hidden = new Set(), opened = new Map(), runs = new Map();
 let order = [], version = 0, now = 0, folders = [], shown = [];
 let compared = "";  // which comparison is shown
@@ -139,7 +140,8 @@ function row(item) {
     Seed: [runs ? "" : show(item.seed ?? "")],
     Loss: [known(figures.Loss) ? figures.Loss.toFixed(4) : "",
       soft(known(figures.sd) ? ` ± ${figures.sd.toFixed(4)}` : "")],
-    "New tokens": [known(figures["New tokens"]) ? figures["New tokens"].toFixed(3) : ""],
+    "New tokens": [known(figures["New tokens"]) ? figures["New tokens"].toFixed(3) : "",
+      soft((runs ?? [item]).some(run => run.new_measure === "new_loss") ? "†" : "")],
     "Held out": [known(figures["Held out"]) ? figures["Held out"].toFixed(4) : ""],
     Time: [duration(figures.Time || 0)],
     Steps: [runs?.some(run => run.done !== item.done) ? "" : item.done + (runs ? "" : of)],

@@ -13,7 +13,7 @@ import numpy as np
 
 from claims.arms import PUBLIC_TARGETS, common_folder, compare_arms, judge_arm, track_of
 from claims.logs import find_runs, read_runs
-from claims.runs import NEW_TOKENS, Run, Step, Validation
+from claims.runs import NEW_TOKENS, Run, Step, Validation, shared_measure
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_hash, plain
 from runtime.settings import SETTINGS_OF_A_RUN
@@ -111,7 +111,8 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
         "track": run.track, "seed": run.seed,
         "target": run.target or PUBLIC_TARGETS.get(track_of(run) or ""),
         "source": run.source, "loss": run.final_loss,
-        "new_tokens": run.probe(*NEW_TOKENS), "held_out": run.probe("loss_held_out"),
+        "new_tokens": run.probe(*NEW_TOKENS), "new_measure": shared_measure([run]),
+        "held_out": run.probe("loss_held_out"),
         "config": {key: config[key] for key in config if key not in SETTINGS_OF_A_RUN},
         "total": run.total_steps or config.get("steps"),
         "done": max([point.step for point in points], default=0),
