@@ -71,7 +71,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             loss = loss / (num_items_in_batch or (targets != -100).sum().clamp(min=1))
         number = isinstance(logits_to_keep, int)
         kept = slice(-logits_to_keep, None) if number else logits_to_keep
-        return CausalLMOutput(loss=loss, logits=logits[:, kept])
+        return CausalLMOutput(loss=loss, logits=logits[:, kept].contiguous())
 
     def make_tables(self) -> None:
         """Make the model again around its parameters, if these have a new dtype or device.
