@@ -10,7 +10,7 @@ import hashlib
 import re
 import symtable
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -21,10 +21,10 @@ Rewrite = Callable[[str, set[str]], str]  # of a definition's source and all att
 
 
 class Name(NamedTuple):
-    """Where something is defined. A module has no name in itself."""
+    """Where something is defined."""
 
     module: str
-    name: str
+    name: str  # "": the module itself
 
 
 class Part(NamedTuple):
@@ -48,14 +48,9 @@ def one_file(root: Name, rewritten: Mapping[str, Rewrite]) -> str:
         if found == attributes:
             break
         attributes = found
-    used = {name: definition for part in parts for name, definition in part.uses.items()}
-    lines = import_lines({name: used[name] for name in used if not is_ours(used[name].module)})
+    lines = import_lines(parts)
     owners = Counter(name for _, name in {each for part in parts for each in part.uses.values()})
-    needs: dict[str, set[str]] = defaultdict(set)  # of each module
-    for part in parts:
-        needs[part.module] |= {module for module, _ in part.uses.values() if is_ours(module)}
-    graph = {module: sorted(needs[module] - {module}) for module in sorted(needs)}
-    for module in TopologicalSorter(graph).static_order():
+    for module in in_order_of_imports(parts):
         lines += ["", "", f"# ---- {path_of(module).relative_to(ROOT)}", ""]
         for part in sorted(part for part in parts if part.module == module):
             text = part.text
@@ -64,9 +59,8 @@ def one_file(root: Name, rewritten: Mapping[str, Rewrite]) -> str:
                     new += "_" + source.rpartition(".")[2]
                 if is_ours(source) and new != name:
                     text = re.sub(rf"(?<![\w.]){re.escape(name)}\b", new, text)
-            lines += (
-                ["", "", text] if re.search(r"^(@|class |def )", text, re.MULTILINE) else [text]
-            )
+            defines = re.search(r"^(@|class |def )", text, re.MULTILINE)
+            lines += ["", "", text] if defines else [text]
     source = "\n".join(lines) + "\n"
     # Operators are known by their name to all of torch. Another file may define it differently.
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
@@ -74,13 +68,14 @@ def one_file(root: Name, rewritten: Mapping[str, Rewrite]) -> str:
 
 
 def collect(root: Name, rewritten: Mapping[str, Rewrite], attributes: set[str]) -> list[Part]:
+    """The definitions of `root` and of all that it uses."""
     parts: dict[tuple[str, int], Part] = {}
     waiting = [root]
     while waiting:
         module, name = waiting.pop()
-        statements = [*read_module(module).statements[name].items()]
+        statements = list(read_module(module).statements[name].items())
         if name in rewritten:
-            (line, text), *_ = statements  # it holds all that the others add
+            line, text = statements[0]  # it will hold all that the others add
             statements = [(line, rewritten[name](text, attributes))]
         for line, text in statements:
             if (module, line) not in parts:
@@ -104,11 +99,13 @@ def only_used(text: str, attributes: set[str]) -> str:
 
 
 class Module:
+    """The statements of a module by the names that they define or add to, and its imports."""
+
     def __init__(self, name: str):
         text = path_of(name).read_text(encoding="utf-8")
         lines = text.splitlines()
         self.imports: dict[str, Name] = {}
-        self.statements: dict[str, dict[int, str]] = defaultdict(dict)  # by name and line
+        self.statements: dict[str, dict[int, str]] = defaultdict(dict)  # by line
         for node in ast.parse(text).body:
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
@@ -154,16 +151,13 @@ def defined_by(node: ast.stmt, source: str) -> list[str]:
 def references(module: str, text: str) -> Iterator[tuple[str, Name]]:
     """What a part of a module uses: each name as it is written, and where it is defined."""
     for name in sorted(free_names(symtable.symtable(text, module, "exec"))):
-        definition = definition_of(module, name)
-        if (
-            not is_ours(definition.module)
-            or definition.name in read_module(definition.module).statements
-        ):
+        source, original = definition = definition_of(module, name)
+        if not is_ours(source) or original in read_module(source).statements:
             yield name, definition
-        elif not definition.name:
+        elif not original:
             for node in attributes_in(text):
                 if isinstance(node.value, ast.Name) and node.value.id == name:
-                    yield f"{name}.{node.attr}", definition_of(definition.module, node.attr)
+                    yield f"{name}.{node.attr}", definition_of(source, node.attr)
 
 
 def definition_of(module: str, name: str) -> Name:
@@ -186,12 +180,27 @@ def attributes_in(text: str) -> list[ast.Attribute]:
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
 
 
-def import_lines(imports: Mapping[str, Name]) -> list[str]:
-    names: dict[str, list[str]] = defaultdict(list)  # of each module
-    lines = []
-    for name, (module, original) in sorted(imports.items()):
-        if original:
-            names[module].append(original if original == name else f"{original} as {name}")
-        else:
-            lines.append(f"import {module}" if module == name else f"import {module} as {name}")
-    return lines + [f"from {module} import {', '.join(names[module])}" for module in sorted(names)]
+# ---- Putting the file together
+
+
+def import_lines(parts: list[Part]) -> list[str]:
+    """The imports of other packages."""
+    lines, names = set(), defaultdict(set)
+    for name, (module, original) in {pair for part in parts for pair in part.uses.items()}:
+        if not is_ours(module):
+            renamed = "" if name == (original or module) else f" as {name}"
+            if original:
+                names[module].add(original + renamed)
+            else:
+                lines.add(f"import {module}{renamed}")
+    return sorted(lines) + [f"from {each} import {', '.join(sorted(names[each]))}"
+                            for each in sorted(names)]  # fmt: skip
+
+
+def in_order_of_imports(parts: list[Part]) -> Iterable[str]:
+    """The modules, each after those that it uses."""
+    needs: dict[str, set[str]] = defaultdict(set)
+    for part in parts:
+        needs[part.module] |= {module for module, _ in part.uses.values() if is_ours(module)}
+    graph = {module: sorted(needs[module] - {module}) for module in sorted(needs)}
+    return TopologicalSorter(graph).static_order()
