@@ -33,7 +33,7 @@ Shapes: B rows, T tokens a row, H heads, D head dimension, C model dimension, V 
 
 '''
 
-TOLERANCE = 2e-3  # on float32 logits, which are between 0 and 30; a wrong piece moves them by more
+TOLERANCE = 1e-4  # on float32 logits, which are between 0 and 30: room for rounding only
 
 
 def export(kept: Path, to: Path) -> float:
@@ -176,11 +176,11 @@ def largest_difference(trained: Model, folder: Path) -> float:
     tokens = torch.arange(count).square().mul(7919).remainder(config.vocab_size).view(1, count)
     tokens[0, [0, count // 3]] = config.bos
     exported = load_class(folder).from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        apart = (exported(tokens).logits - trained.gpt.logits(tokens, count)).abs().max().item()
+    logits = exported.requires_grad_(False)(tokens).logits
+    apart = (logits - trained.gpt.logits(tokens, count)).abs().max().item()
     if not apart <= TOLERANCE:
         raise Refused(f"the logits of the export differ by {apart:.2g} from those of train_gpt.py: "
-                      f"its source is not the model that runs.")  # fmt: skip
+                      "the model that runs is not the one in its source.")  # fmt: skip
     return apart
 
 
