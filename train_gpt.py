@@ -12,7 +12,6 @@ records of modded-nanogpt. On any number of ranks a run takes the same trajector
 
 import hashlib
 import math
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -24,16 +23,15 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
+    from runtime.openmp import spin_briefly
+
+    spin_briefly()  # before torch is imported
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-if __name__ == "__main__":
-    # Import our own modules from their source, until the prefix is None again: a stale or planted
-    # .pyc beside them must not run.
-    sys.pycache_prefix = os.devnull
 import optim
 from data.copied import copied_and_new_loss
 from data.loader import Batch, Data
@@ -41,6 +39,7 @@ from data.sampling import generate
 from data.shards import ShardError, audit
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
 from kernels.attention import ATTENTIONS, Attention, choose_attention
+from kernels.eager import lookup, rms_norm, squared_relu
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
@@ -56,8 +55,6 @@ from runtime.settings import RunSettings, as_text, parse, require, require_packa
 from runtime.terminal import closing, summary
 from runtime.warmup import check_trained_model, dry_run, steps_that_fill, warm_up
 
-if __name__ == "__main__":
-    sys.pycache_prefix = None
 SOURCE = Path(__file__).resolve().parent
 
 # ---- Layers and stages: the shape of the model, and what changes in the course of a run
@@ -166,7 +163,7 @@ STAGES = {
         Stage(0.7, short=10, long=20, document=96), Stage(0.3, short=10, long=20, document=192),
     ],
 }  # fmt: skip
-# On `small`, losses on later tokens cost more than they give: records/small/explored.md.
+# On `small`, losses on later tokens cost more than they give: records/LOG.md.
 STAGES["small89"] = [replace(stage, ahead=(), prefix=(0.0, 0.0)) for stage in STAGES["record89"]]
 
 # ---- Configuration. The defaults are those of `short`. A run's own flags: runtime/settings.py
@@ -378,7 +375,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "medium": {"record42": {}},
-    "small": {  # tuned: records/small/tuning; record89: records/small/explored.md
+    "small": {  # tuned: records/LOG.md
         "record42": {"matrix_lr": 0.03, "adam_lr": 0.0112},
         "record89": RECORD89 | {
             "layers": "small89", "stages": "small89", "prefixes": False, "steps": 380,
@@ -603,7 +600,7 @@ def optional(when: Any, *shape: int, dtype: torch.dtype = torch.float32) -> nn.P
 
 
 def norm(x: Tensor, gain: Tensor | None = None) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),), None if gain is None else gain.to(x.dtype))
+    return rms_norm(x) if gain is None else F.rms_norm(x, (x.size(-1),), gain.to(x.dtype))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -612,10 +609,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys by their position; cos and sin: (positions, 1, D / 2)."""
-    T = x_BTHD.size(1)
-    a, b = x_BTHD.chunk(2, dim=-1)
-    return torch.cat([a * cos[:T] + b * sin[:T], b * cos[:T] - a * sin[:T]], dim=-1)
+    """Rotate queries or keys by their position; cos and sin: (positions, 1, D), see `set_step`."""
+    T, D = x_BTHD.size(1), x_BTHD.size(-1)
+    return x_BTHD * cos[:T] + x_BTHD.roll(D // 2, dims=-1) * sin[:T]
 
 
 def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
@@ -714,7 +710,7 @@ class MLP(nn.Module):
         self.down_bias = optional(config.biases, config.dim)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        hidden = linear(x_BTC, self.up.T, self.up_bias).relu().square()  # Primer, arXiv:2109.08668
+        hidden = squared_relu(linear(x_BTC, self.up.T, self.up_bias))
         return linear(hidden, self.down, self.down_bias)
 
 
@@ -798,7 +794,7 @@ def initial_scalars(config: Config) -> dict[str, float]:
 class GPT(nn.Module):
     """Next-token loss on rows of packed documents, summed over targets."""
 
-    rotary: Tensor  # cos and sin, (2, positions, 1, D / 2)
+    rotary: Tensor  # (cos, cos) and (sin, -sin) of each pair of channels, (2, positions, 1, D)
     scale: Tensor  # (), the factor on queries
     signs: Tensor | None  # (8192, C), of bigrams
     windows: Windows  # of the step that `set_step` was given, like `loss_weights`
@@ -840,7 +836,7 @@ class GPT(nn.Module):
             self.scalars = optional(self.scalar_init, len(self.scalar_init))
             positions = max(config.seq_len, config.val_seq_len)
             positions *= 2 if any(layer.paired for layer in self.layers) else 1
-            rotary = torch.empty(2, positions, 1, config.head_dim // 2, dtype=dtype)
+            rotary = torch.empty(2, positions, 1, config.head_dim, dtype=dtype)
             self.register_buffer("rotary", rotary, persistent=False)
             self.register_buffer("scale", torch.empty(()), persistent=False)
 
@@ -856,8 +852,9 @@ class GPT(nn.Module):
             frequency, scale = rotary_at(self.config, now.stage_index)
             positions = torch.arange(self.rotary.size(1), device=device)
             angle = torch.outer(positions, machines.sent(frequency, device)).unsqueeze(1)
+            cos, sin = angle.cos(), angle.sin()
             # In place: compiled graphs hold these tensors.
-            self.rotary.copy_(torch.stack([angle.cos(), angle.sin()]))
+            self.rotary.copy_(torch.stack([torch.cat([cos, cos], -1), torch.cat([sin, -sin], -1)]))
             self.scale.copy_(machines.sent(scale, device))
 
     @torch.no_grad()
@@ -942,8 +939,8 @@ class GPT(nn.Module):
         if self.bigram is not None:
             lengths = range(2, self.config.ngrams + 1)
             rows = [ngrams(inputs_BT, len(self.bigram), length) for length in lengths]
-            # All in one lookup: each would fill a gradient of the whole table.
-            found = F.embedding(torch.stack(rows), self.bigram).to(self.dtype)
+            # All in one lookup: on a GPU each would fill a gradient of the whole table.
+            found = lookup(torch.stack(rows), self.bigram).to(self.dtype)
             bigram_BTC, *longer = found.unbind()
             if self.signs is not None:
                 bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]

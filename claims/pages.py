@@ -30,11 +30,10 @@ Each folder has a claim that was written before its runs, their logs and source.
 shown, and better than all before it; *no record*: shown, but not better than an earlier one.
 `python scripts/record.py verify FOLDER` recomputes its numbers, `leaderboard` writes this page.
 
-The command on a record's page is that of its own source. Recipes and flags had other names before
-2026-11-23: `modern` on `tiny` is now `copyinit`.
+The command on a record's page is that of its own source.
 
-Also here: [ablations](ablations), [benchmarks](benchmarks), and
-[how the target of `tiny` was chosen](tiny/README.md)."""
+[The lab log](LOG.md) reports what was tried and what was learned, [benchmarks](benchmarks) what
+was timed."""
 STYLE: Any = {
     "svg.hashsalt": "records",  # else the names of clip paths are random
     "svg.fonttype": "none",

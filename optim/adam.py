@@ -18,17 +18,20 @@ def adamw(
     gradients: Tensor, weights: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
     t: Tensor, rate: Any, decay: Any, beta1: Any, beta2: float, eps: float, cautious: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One step of AdamW on stacks (k, n). Returns new (weights, exp_avg, exp_avg_sq).
+    """One step of AdamW on stacks (k, n). Returns (new weights, exp_avg, exp_avg_sq).
 
     t (k, 1): number of this step, from 1. eps acts before bias correction, as in section 2 of the
-    paper. decay: a share of the weights, or None.
+    paper. decay: a share of the weights, or None. The moments are updated in place.
     """
-    exp_avg = torch.lerp(exp_avg, gradients, 1 - beta1)
-    exp_avg_sq = (exp_avg_sq * beta2).addcmul_(gradients, gradients, value=1 - beta2)
+    exp_avg.lerp_(gradients, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
     # In float64 where it exists: 1 - beta2^t loses most of its digits in float32.
     t = t.to(widest(t.device))
     corrections = (1 - beta2**t).sqrt() / (1 - beta1**t)
-    step = (exp_avg / exp_avg_sq.sqrt().add_(eps)).mul_((corrections * rate).to(weights.dtype))
+    # Rows of a table without a gradient so far have second moments of 0. On a CPU the root of 0
+    # takes five times as long as that of any other normal number, so the smallest one is added.
+    root = (exp_avg_sq + torch.finfo(exp_avg_sq.dtype).tiny).sqrt_()
+    step = (exp_avg / root.add_(eps)).mul_((corrections * rate).to(weights.dtype))
     return descend(weights, step, decay, cautious), exp_avg, exp_avg_sq
 
 

@@ -1,6 +1,6 @@
 """What Muon, NorMuon and AdamW share: the step, buckets of parts, and whole state by name.
 
-A method is a pure function on stacks of parts. `new_values` runs it and selects new or old values,
+A method is a function on stacks of parts. `new_values` runs it and selects new or old values,
 as the guard's flag says. A step is `launch` (send gradients), `measure` (their norms), `commit`
 (update, send weights) and `finish` (receive weights). A guard judges between measure and commit.
 """
@@ -254,9 +254,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _step(self, bucket: Bucket, taken: Tensor) -> None:
         flagged = taken[bucket.numbers]  # of each matrix
-        # None: all, where the host knows for free. Elsewhere always a tensor: one more kind of
-        # argument would compile one more graph.
-        flags = None if self._device.type in READ_AT_ONCE and flagged.all() else flagged
+        flags: Tensor | None = flagged
         method, fixed, rates = self._method(bucket)
         stepped: Callable[..., Any] = new_values
         divisor: Any = self.grad_divisor
@@ -267,6 +265,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # As tensors on the device: a new value then needs no new compilation.
             rates |= {name: bucket.scalar(rate) for name, rate in rates.items() if rate is not None}
             divisor = bucket.scalar(divisor)
+        elif self._device.type in READ_AT_ONCE and flagged.all():
+            flags = None  # all matrices: nothing has to be copied
         counter = bucket.state.get("step")
         for matrices, (gradients, weights, target, state) in bucket.slices():
             given = fixed | rates
@@ -395,15 +395,18 @@ def new_values(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """New weights and state by a method on stacks. Computes in float32 at least.
 
-    taken: a flag for each matrix; where it is false, old values stay. Without `taken` the results
-    have the dtype of the computation, else that of the old values. This function is compiled. Trap:
-    it must write to no input. A compiled kernel could read state that it overwrites elsewhere.
+    A method updates state in place. taken: a flag for each matrix; where it is false, old values
+    stay, so the method gets a copy of the state. Without `taken` it gets the state itself where
+    that has the dtype of the computation, which is the dtype of the results. This function is
+    compiled, always with `taken`. Trap: it must then write to no input. A compiled kernel could
+    read state that it overwrites elsewhere.
     """
     wide = torch.promote_types(weights.dtype, torch.float32)
     sums, old = gradients.to(wide), [weights, *state]
     if isinstance(divisor, Tensor) or divisor != 1:
         sums = sums / divisor  # once, in float32: dividing each bf16 gradient would lose bits
-    new = method(sums, *[tensor.to(wide) for tensor in old], **rates)
+    moving = [tensor.to(wide, copy=taken is not None) for tensor in state]
+    new = method(sums, weights.to(wide), *moving, **rates)
     if taken is None:
         return new
     flag = taken.view(-1, *[1] * (weights.ndim - 1))

@@ -229,9 +229,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def copy_all(targets: list[Tensor], sources: Iterable[Tensor]) -> None:
-    """Copy each source into its target in one call; torch's call refuses empty lists."""
-    if targets:
-        torch._foreach_copy_(targets, list(sources))
+    """Copy each source into its target in one call, unless they are one tensor."""
+    pairs = [pair for pair in zip(targets, sources, strict=True) if pair[0] is not pair[1]]
+    if pairs:  # torch's call refuses empty lists
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def partition(parts: list[Part], size: int) -> list[list[list[Part]]]:

@@ -28,11 +28,11 @@ def muon(
     gradients: Tensor, weights: Tensor, momentum: Tensor, *,
     rate: Any, decay: Any, beta: Any, nesterov: bool, cautious: bool, choice: Choice,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One step of Muon. Returns new (weights, momentum).
+    """One step of Muon. Returns (new weights, momentum), which is updated in place.
 
     rate: learning rate times the scale of the shape. decay: a share of the weights, or None.
     """
-    momentum = torch.lerp(momentum, gradients, 1 - beta)
+    momentum.lerp_(gradients, 1 - beta)
     update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
     direction = orthogonalized(update, choice)
     return descend(weights, direction * rate, decay, cautious), momentum
@@ -43,15 +43,15 @@ def normuon(
     rate: Any, decay: Any, beta: Any, nesterov: bool, cautious: bool, choice: Choice,
     beta2: float, axis: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """One step of NorMuon. Returns new (weights, momentum, variance).
+    """One step of NorMuon. Returns (new weights, momentum, variance); state is updated in place.
 
     variance: running mean square along `axis`, (k, rows, 1) for -1 and (k, 1, cols) for -2.
     """
-    momentum = torch.lerp(momentum, gradients, 1 - beta)
+    momentum.lerp_(gradients, 1 - beta)
     update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
     direction = orthogonalized(update, choice)
     squares = direction.to(update.dtype).square().sum(axis, keepdim=True)
-    variance = torch.lerp(variance, squares / direction.shape[axis], 1 - beta2)
+    variance.lerp_(squares / direction.shape[axis], 1 - beta2)
     factor = variance.clamp_min(1e-10).rsqrt()  # 1e-10: rows that never had a gradient
     # The norm is kept. Both Frobenius norms follow from the sums of squares: no second pass.
     before = squares.sum((-2, -1), keepdim=True).sqrt()

@@ -150,12 +150,6 @@ def provenance(source: Path) -> dict[str, Any]:
     own = {str(source / name) for name in read_sources(source)}
     flags: dict[str, Any] = {name: getattr(sys.flags, name) for name in sys.flags.__match_args__}
     flags["pythonpath"] = os.environ.get("PYTHONPATH", "")
-    # Whether bytecode is where Python looked for that of one of our modules. The program itself has
-    # no spec: it is always compiled.
-    specs = [getattr(module, "__spec__", None) for module in list(sys.modules.values())]
-    cached = [spec.cached for spec in specs if spec is not None and spec.origin in own]
-    found = any(os.path.exists(path or "") for path in cached)
-    flags["pycache"] = "beside the source" if found else "fresh"
     return {"sys_flags": flags, "modules_from_elsewhere": modules_from_elsewhere(own)}
 
 

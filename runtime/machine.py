@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.errors import Refused
+from runtime.openmp import spinning
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 # Dense bf16 TFLOP/s of the datasheets, by torch's whole name of the device: the RTX 4090 D differs.
@@ -263,6 +264,7 @@ def describe(machine: Machine, dtype: torch.dtype) -> dict[str, object]:
         "driver": _found_in("/proc/driver/nvidia/version", r" (\d+\.[\d.]+) ") if gpu else None,
         "cpu": _found_in("/proc/cpuinfo", r"^model name\s*: (.*)") or platform.machine(),
         "threads": torch.get_num_threads(),
+        "openmp": spinning(),
         "dtype": str(dtype).removeprefix("torch."),
         "host_hash": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
     }

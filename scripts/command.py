@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from runtime.openmp import spin_briefly
+
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv" / "bin" / "python"
 
@@ -39,6 +41,7 @@ def find_packages(kind: type[BaseException], error: BaseException, trace: Any) -
 
 if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # not in a test
     sys.excepthook = find_packages
+    spin_briefly()  # the script may import torch next
 
 
 def command(main: Callable[[list[str]], int]) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""Does B beat A? Trains both on the same seeds, in turn, and stops as soon as the answer is known.
+"""Does B beat A? Trains both on the same seeds and stops as soon as the answer is known.
 
     python scripts/judge.py --b "--smear on"        a flag, at equal steps; of one word: --b=--smear
     python scripts/judge.py --a-source ../before                    the source here against another
@@ -11,14 +11,12 @@ a run failed, 130 or 143 interrupted.
 """
 
 import argparse
-import contextlib
 import math
 import shlex
-import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
@@ -28,16 +26,17 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from claims.logs import finished_runs
-from claims.rerun import child_process
 from claims.runs import current_names
 from runtime.errors import LogError
 from runtime.log import config_hash, register, source_hash
+from scripts.side_by_side import ONE_BY_ONE, Job, Sharing, on_gpu, run_side_by_side, share
 
 CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
 FORM = "+.5g"  # of differences
 SKEWED = 1.0  # so are 4 % of races of twenty normal differences, and 85 % of lognormal ones
-POLL_S = 30.0  # between two readings of the logs: reading slows the runs
+READING_S = 30.0  # between two readings of the logs: reading slows the runs
+Figures = dict[str, dict[int, float]]  # by arm and seed
 
 
 def make_arm(name: str, source: Path, flags: list[str]) -> Arm:
@@ -46,7 +45,9 @@ def make_arm(name: str, source: Path, flags: list[str]) -> Arm:
     return Arm(name, source, flags, config, config_hash(config), source_hash(source))
 
 
-def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePlan) -> None:
+def announce(
+    out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePlan, sharing: Sharing
+) -> None:
     """Say on stderr what is judged, before the first run."""
     pairs = f"{plan.looks[0]} to {plan.looks[-1]} pairs from seed {entry['seed']}"
     lines = [f"judgement {int(entry['run_id'])}: is B better than A? {entry['metric']}, margin "
@@ -58,7 +59,9 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
               for name in sorted(a | b) if a.get(name) != b.get(name)]  # fmt: skip
     diff = out / entry["run_id"] / "source.diff"
     lines.append(f"the sources differ in {entry['diff']['lines']} lines: {diff}")
-    lines.append(estimate(out, a, plan))
+    if sharing.at_once > 1:
+        lines.append(f"{sharing.at_once} runs at once, {sharing.threads} thread(s) each")
+    lines.append(estimate(out, a, plan, sharing))
     page = Path("records", a["track"], "prediction", "README.md")
     if (ROOT / page).is_file():
         first = (ROOT / page).read_text(encoding="utf-8").partition("\n")[0]
@@ -66,37 +69,35 @@ def announce(out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePl
     print("\n  ".join(lines), file=sys.stderr, flush=True)
 
 
-def estimate(out: Path, config: dict[str, Any], plan: RacePlan) -> str:
-    """How long it may take: by --minutes, a run of the newest judgement, or one of a record."""
-    here = config["track"], config.get("recipe"), which("nvidia-smi") is not None  # torch is slow
+def estimate(out: Path, config: dict[str, Any], plan: RacePlan, sharing: Sharing) -> str:
+    """How long it may take, by a run of the newest judgement or one of a record."""
+    here = config["track"], config.get("recipe"), on_gpu(config)
     low, high = 2 * plan.looks[0], 2 * plan.looks[-1]  # runs
-    if minutes := config.get("minutes"):
-        return (f"each run trains {minutes:g} minutes, which ranks machines as much as ideas: all "
-                f"in all {low * minutes:g} to {high * minutes:g} minutes")  # fmt: skip
     judged, records = out.glob("*/[AB]"), (ROOT / "records" / here[0]).glob("*/runs")
     for folder in [*sorted(judged, reverse=True), *sorted(records, reverse=True)]:
         for run in finished_runs(folder):
             gpu, recipe = run.env.get("gpu"), current_names(run.header["config"]).get("recipe")
-            if run.complete and (run.track, recipe, bool(gpu)) == here:
+            alike = (run.track, recipe, bool(gpu)) == here
+            if run.complete and alike and sharing.threads in (None, run.env.get("threads")):
                 minutes = run.end["t_ms"] / 60_000 * config["steps"] / run.validations[-1].step
+                low, high = (minutes * runs / sharing.at_once for runs in (low, high))
                 return (f"{config['steps']} steps take about {minutes:.1f} minutes by {run.path} "
-                        f"on {gpu or run.env.get('cpu')}: all in all {low * minutes:.0f} to "
-                        f"{high * minutes:.0f}")  # fmt: skip
+                        f"on {gpu or run.env.get('cpu')}: all in all {low:.0f} to {high:.0f}")
     return f"no run of {here[0]} by {here[1]} on a machine as here: the first run will tell"
 
 
-def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int) -> Verdict:
+def race(
+    folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int, sharing: Sharing
+) -> Verdict:
     """Make the runs that are missing until the verdict is final.
 
-    A process trains all runs of an arm up to the next look, as it compiles only once. Times are
-    taken one by one, so that a drift of the machine falls on both arms alike.
+    Times are taken one by one, so that a drift of the machine falls on both arms alike.
     """
     seeds = range(first, first + plan.looks[-1])
-    timed = metric == "time" or arms[0].config.get("minutes")
-    stops = range(1, len(seeds) + 1) if timed else plan.looks
+    stops = range(1, len(seeds) + 1) if metric == "time" else plan.looks
     for turn, stop in enumerate(stops):
         order = arms if turn % 2 == 0 else arms[::-1]
-        done = {arm.name: make_runs(folder, arm, metric, seeds[:stop]) for arm in order}
+        done = make_runs(folder, order, metric, seeds[:stop], sharing)
         verdict = judge.decide([done["B"][seed] - done["A"][seed] for seed in seeds[:stop]], plan)
         print(f"{verdict.pairs} pairs: B - A {stats.in_words(verdict, FORM)}", file=sys.stderr)
         if verdict.final:
@@ -104,33 +105,72 @@ def race(folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: 
     return verdict
 
 
-def make_runs(folder: Path, arm: Arm, metric: str, seeds: range) -> dict[int, float]:
+def make_runs(
+    folder: Path, arms: Sequence[Arm], metric: str, seeds: range, sharing: Sharing
+) -> Figures:
     """Train the seeds without a run; return all figures. LogError if a run or its source fails."""
-    done, output = judge.figures(folder, arm, metric), folder / f"{arm.name}.txt"
-    missing = [seed for seed in seeds if seed not in done]
-    if not missing:
-        return done
-    print(f"{arm.name}, seeds {missing[0]} to {missing[-1]}", file=sys.stderr, flush=True)
-    flags = [*arm.flags, "--seed", str(missing[0]), "--trials", str(len(missing))]
-    words = training_command(arm.source, flags, folder / arm.name)
-    with output.open("a") as file, child_process(words, stdout=file, stderr=file) as child:
-        code = None
-        while code is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(POLL_S)
-            code, printed = child.poll(), done  # figures are read after it: none is missed
-            done = judge.figures(folder, arm, metric)
-            for seed in sorted(done.keys() - printed.keys()):
-                found = f"{done[seed]:.4f} {UNITS[metric]}" if math.isfinite(done[seed]) else "none"
-                print(f"  {arm.name}, seed {seed}: {found}", file=sys.stderr, flush=True)
-    if code not in (0, 3):  # 3: a run diverged, which is a result
-        last = output.read_text(errors="replace").splitlines()[-1:]
-        raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({output}). Fix it, "
-                       "then repeat the command")  # fmt: skip
-    if missing[0] not in done:
-        raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: {arm.source} "
-                       "was changed while it was judged")  # fmt: skip
-    return make_runs(folder, arm, metric, seeds)  # a run that diverges ends its process
+    done = read_figures(folder, arms, metric)
+    read_at = time.monotonic()
+
+    def read() -> None:
+        nonlocal done, read_at
+        before, done = done, read_figures(folder, arms, metric)
+        read_at = time.monotonic()
+        for arm, figures in done.items():
+            for seed in sorted(figures.keys() - before[arm].keys()):
+                known = math.isfinite(figures[seed])
+                figure = f"{figures[seed]:.4f} {UNITS[metric]}" if known else "none"
+                print(f"  {arm}, seed {seed}: {figure}", file=sys.stderr, flush=True)
+
+    def meanwhile() -> None:
+        if time.monotonic() - read_at > READING_S:
+            read()
+
+    def ended(job: Job, code: int) -> None:
+        arm, first = job.about
+        if code not in (0, 3):  # 3: a run diverged, which is a result
+            last = job.console.read_text(errors="replace").splitlines()[-1:]
+            raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({job.console}). Fix "
+                           "it, then repeat the command")  # fmt: skip
+        read()
+        if first not in done[arm.name]:
+            raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: "
+                           f"{arm.source} was changed while it was judged")  # fmt: skip
+
+    processes = max(1, sharing.at_once // len(arms))  # of each arm
+    # A run that diverges ends its process, so there may be more to make.
+    while jobs := [*missing_jobs(folder, arms, done, seeds, processes)]:
+        run_side_by_side(jobs, sharing, ended, meanwhile)
+    return done
+
+
+def read_figures(folder: Path, arms: Sequence[Arm], metric: str) -> Figures:
+    return {arm.name: judge.figures(folder, arm, metric) for arm in arms}
+
+
+def missing_jobs(
+    folder: Path, arms: Sequence[Arm], done: Figures, seeds: range, processes: int
+) -> Iterator[Job]:
+    """Yield what trains the missing seeds; a process trains several, as it compiles only once."""
+    for arm in arms:
+        missing = [seed for seed in seeds if seed not in done[arm.name]]
+        for stretch in stretches(missing, math.ceil(len(missing) / processes)):
+            first, last = stretch[0], stretch[-1]
+            print(f"{arm.name}, seeds {first} to {last}", file=sys.stderr, flush=True)
+            flags = [*arm.flags, "--seed", str(first), "--trials", str(len(stretch))]
+            words = training_command(arm.source, flags, folder / arm.name)
+            yield Job(words, folder / f"{arm.name}.txt", (arm, first))
+
+
+def stretches(numbers: Sequence[int], most: int) -> list[list[int]]:
+    """Cut increasing numbers into stretches of consecutive ones, each of at most so many."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1 and len(found[-1]) < most:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
 
 
 def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) -> str:
@@ -155,7 +195,7 @@ def to_text(given: argparse.Namespace, facts: dict[str, Any], verdict: Verdict) 
         lines.append(f"  on new tokens (95% interval): {stats.in_words(new, FORM)}")
     bound = f"at most {count} x {ALPHA:g} = {min(1, count * ALPHA):g}"
     lines.append(f"  {count} judgements so far; the chance of a false better or worse is {bound}")
-    if verdict.outcome == "better" and "--minutes" not in str(facts["B"]["flags"]):
+    if verdict.outcome == "better":
         claim = f"record.py claim NAME --about TEXT --from-judgement {number}"
         lines.append(f"  prove it on fresh seeds: python scripts/{claim}")
     return "\n".join(lines)
@@ -186,12 +226,14 @@ def main(argv: list[str]) -> int:
     arms = [make_arm("A", given.a_source, given.a + given.shared),
             make_arm("B", given.b_source, given.b + given.shared)]  # fmt: skip
     judge.require_comparable(arms, given.metric)
+    sharing = ONE_BY_ONE if given.metric == "time" else share(arms[0].config)
     planned = {name: getattr(given, name) for name in ("metric", "margin", "pairs", "look_every")}
+    planned["threads"] = sharing.threads
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
-    announce(given.out, entry, arms, plan)
+    announce(given.out, entry, arms, plan, sharing)
     folder = given.out / entry["run_id"]
     with judge.alone(folder):
-        verdict = race(folder, arms, plan, given.metric, entry["seed"])
+        verdict = race(folder, arms, plan, given.metric, entry["seed"], sharing)
     a, b = (judge.figures(folder, arm, "new tokens") for arm in arms)
     new = stats.paired_by_seed(b, a)
     if "outcome" not in entry:

@@ -1,8 +1,8 @@
 """Records: a claim before the runs, a folder after them, its check, the leaderboards.
 
     python scripts/record.py claim CamelName --about "what is new" -- --steps 30
-    python scripts/record.py make records/tiny/<date>_CamelName logs
-    python scripts/record.py verify records/tiny/<date>_CamelName ... [--rerun --steps 10]
+    python scripts/record.py make records/small/<date>_CamelName logs
+    python scripts/record.py verify records/small/<date>_CamelName ... [--rerun --steps 10]
     python scripts/record.py leaderboard            records/README.md and the pictures beside it
 
 Commit a claim before its runs, as proof. `verify --rerun` runs code of others, with your rights.

@@ -1,4 +1,4 @@
-"""Train many arms on equal seeds, two runs side by side, and compare each arm with the first.
+"""Train many arms on equal seeds, runs side by side, and compare each arm with the first.
 
     python scripts/sweep.py PLAN.json              the same command resumes
     python scripts/sweep.py PLAN.json --report     only the table of the runs so far
@@ -19,7 +19,6 @@ meanwhile; --source resumes an older copy. Logs are in OUT/PLAN/SOURCE/ARM.
 Exit code: 0 done, 1 a run failed, 2 bad input, 130 or 143 interrupted.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -29,7 +28,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,12 +40,12 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 
 from claims.logs import finished_runs
 from claims.pages import table
-from claims.rerun import child_process
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
 from runtime.jsonl import json_hash, without_repeats
 from runtime.log import read_sources, source_hash, write_files
 from runtime.settings import as_text, flag
+from scripts.side_by_side import Job, Sharing, cores, run_side_by_side, share
 
 FIELDS = {"flags", "seeds", "grid", "patch"}  # of a plan and of an arm
 HEAD = "| arm | seeds | diverged | loss | difference (95 % interval) | Holm p | new tokens |"
@@ -129,36 +127,34 @@ def read_losses(planned: Sequence[SweepRun]) -> dict[str, dict[int, Losses]]:
     return losses
 
 
-def make_missing(planned: Sequence[SweepRun], out: Path, jobs: int) -> int:
-    """Make the runs without a result, `jobs` at a time. Returns how many failed."""
+def make_missing(planned: Sequence[SweepRun], out: Path, at_once: int | None) -> int:
+    """Make the runs without a result; None: as many at once as pay. Returns how many failed."""
     done = read_losses(planned)
     waiting = [run for run in planned if run.seed not in done[run.arm]]
     arms = {run.folder: run for run in waiting}
     for run in arms.values():
         copy_source(out / "source", run.patch, run.source)
-    with ThreadPoolExecutor(jobs) as pool:  # a wrong flag is refused before the first run
-        list(pool.map(lambda run: ask_trainer(run.source, run.flags), arms.values()))
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
-    running: dict[subprocess.Popen, SweepRun] = {}
+    with ThreadPoolExecutor(2) as pool:  # a wrong flag is refused before the first run
+        configs = list(pool.map(lambda run: ask_trainer(run.source, run.flags), arms.values()))
+    if not waiting:
+        return 0
+    jobs = []
+    for run in waiting:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        words = training_command(run.source, [*run.flags, "--seed", str(run.seed)], run.folder)
+        jobs.append(Job(words, run.folder / f"seed_{run.seed}.console", run))
     failed = 0
-    with contextlib.ExitStack() as children:
-        while waiting or running:
-            if waiting and len(running) < jobs:
-                run = waiting.pop(0)
-                run.folder.mkdir(parents=True, exist_ok=True)
-                flags = [*run.flags, "--seed", str(run.seed)]
-                words = training_command(run.source, flags, run.folder)
-                with (run.folder / f"seed_{run.seed}.console").open("w") as console:
-                    child = child_process(words, stdout=console, stderr=console, env=environment)
-                    running[children.enter_context(child)] = run
-                continue
-            time.sleep(0.05)
-            for ended in [child for child in running if child.poll() is not None]:
-                run = running.pop(ended)
-                losses = read_losses([run])[run.arm].get(run.seed)
-                failed += not losses
-                outcome = f"loss {losses[0]:.4f}" if losses else f"failed, see {run.folder}"
-                print(f"{run.arm}, seed {run.seed}: {outcome}", file=sys.stderr, flush=True)
+
+    def ended(job: Job, code: int) -> None:
+        nonlocal failed
+        run = job.about
+        losses = read_losses([run])[run.arm].get(run.seed)
+        failed += not losses
+        outcome = f"loss {losses[0]:.4f}" if losses else f"failed, see {run.folder}"
+        print(f"{run.arm}, seed {run.seed}: {outcome}", file=sys.stderr, flush=True)
+
+    sharing = Sharing(at_once, max(1, cores() // at_once)) if at_once else share(configs[0])
+    run_side_by_side(jobs, sharing, ended)
     return failed
 
 
@@ -185,12 +181,12 @@ def main(argv: list[str]) -> int:
     parser, add = make_parser(__doc__)
     add("plan", type=Path, help="JSON file")
     add("--source", type=Path, default=ROOT, metavar="DIR", help="of train_gpt.py (here)")
-    add("--jobs", type=int, default=2, help="runs at a time, which share the cores (%(default)s)")
+    add("--jobs", type=int, help="runs at once, which share the cores (as many as pay)")
     add("--out", type=Path, default=Path("logs/sweep"), help="folder of all sweeps (%(default)s)")
     add("--report", action="store_true", help="print the table of the runs so far and stop")
     add("--json", action="store_true", help="print [loss, loss on new tokens] by arm and seed")
     given = parser.parse_args(argv)
-    if given.jobs < 1:
+    if given.jobs is not None and given.jobs < 1:
         raise ValueError(f"--jobs {given.jobs}: it must be at least 1")
     out = given.out / given.plan.stem / source_hash(given.source)[:12]
     planned, failed = read_plan(given.plan, out), 0

@@ -1,7 +1,7 @@
 """Show runs in the browser as they grow: losses, learning rate, window, throughput, settings.
 
     python scripts/view.py                                            the runs in logs, as a page
-    python scripts/view.py logs records/tiny/2026-11-22_ModernCopying     beside a record
+    python scripts/view.py logs records/small/2026-11-27_LargeTable   beside a record
     python scripts/view.py logs --out runs.html                       one file that works offline
 
 Only this machine can open the page, and it changes nothing. Ctrl-C ends it. Exit code: 0 written,

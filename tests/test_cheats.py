@@ -411,10 +411,8 @@ FORGED: dict[str, tuple] = {
     "a mean over the targets": (checked("additive", 0.5), "check additive .*: 0.5, not 0 to"),
     "PYTHONPATH": (put("/elsewhere", "env", "sys_flags", "pythonpath"),
                    "started with pythonpath '/elsewhere', not ''"),
-    "bytecode that lay beside the source": (
-        put("beside", "env", "sys_flags", "pycache"), "started with pycache 'beside', not 'fresh'"),
     "no flags of the interpreter": (
-        put(None, "env", "sys_flags"), "with pythonpath None", "with pycache None"),
+        put(None, "env", "sys_flags"), "with pythonpath None"),
     "sitecustomize": (put(["sitecustomize /x.py"], "env", "modules_from_elsewhere"),
                       r"modules from elsewhere: \['sitecustomize /x.py'\]"),
     "no list of modules": (put(None, "env", "modules_from_elsewhere"), "from elsewhere: None"),

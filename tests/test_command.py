@@ -48,14 +48,14 @@ def test_without_an_environment_every_script_says_in_one_line_what_to_do(clone):
 
 def test_no_part_of_a_flag_stands_for_one_that_runs_code_of_others(capsys):
     with pytest.raises(SystemExit, match="2"):
-        record.main(["verify", "records/tiny/2026-11-21_Muon", "--re"])
+        record.main(["verify", "records/small/2026-11-24_Record89", "--re"])
     assert "unrecognized arguments: --re" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
 @pytest.mark.parametrize(("words", "code"), [
     ("train_gpt.py --track tiny --steps 0", 2), ("scripts/bench.py step -- --steps 0", 2),
-    ("scripts/significance.py records/tiny/2026-11-21_Muon", 0),
+    ("scripts/significance.py records/small/2026-11-24_Record89", 0),
 ])  # fmt: skip
 def test_a_closed_output_changes_no_exit_code(words, code, closed):
     words = f"{sys.executable} {words} {closed}"
@@ -72,7 +72,7 @@ def test_a_benchmark_that_is_interrupted_ends_quietly():
 
 
 def test_a_reader_that_closes_the_pipe_ends_a_command_quietly():
-    words = [sys.executable, "scripts/significance.py", "records/tiny/2026-11-21_Muon"]
+    words = [sys.executable, "scripts/significance.py", "records/small/2026-11-24_Record89"]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)

@@ -25,7 +25,7 @@ from runtime.log import read_registry
 from scripts import record
 
 RECORDS = small_run.ROOT / "records"
-NAME = "2026-11-21_Record42"
+NAME = "2026-11-24_Record89"
 NESTED: dict = functools.reduce(lambda inner, _: {"a": inner}, range(700), {})
 STEERING = "\x1b[2J\x1b]0;owned\x07\r\u202e"  # clears a terminal, names it, turns text around
 
@@ -34,7 +34,7 @@ STEERING = "\x1b[2J\x1b]0;owned\x07\r\u202e"  # clears a terminal, names it, tur
 def stranger(tmp_path):
     """A record of two runs among records of its own, as a stranger may send one."""
     shutil.copytree(RECORDS / "sources", tmp_path / "sources")
-    folder = shutil.copytree(RECORDS / "tiny" / NAME, tmp_path / "tiny" / NAME)
+    folder = shutil.copytree(RECORDS / "small" / NAME, tmp_path / "small" / NAME)
     for log in sorted((folder / "runs").glob("2*.jsonl"))[2:]:
         log.unlink()
     return folder
@@ -62,7 +62,7 @@ def test_nothing_is_written_through_a_link_in_a_record(name, stranger, tmp_path,
     for content in (None, "precious"):
         if content:
             victim.write_text(content)
-        assert record.main(["make", str(stranger), str(RECORDS / "tiny" / NAME / "runs")]) == 2
+        assert record.main(["make", str(stranger), str(RECORDS / "small" / NAME / "runs")]) == 2
         assert f"{stranger / name} is a link or no regular file" in capsys.readouterr().err
         assert (victim.read_text() if victim.exists() else None) == content
 
@@ -245,7 +245,7 @@ def test_a_command_in_a_page_is_one_command_whatever_the_claim_says(stranger):
     evidence.claim.flags[:] = flags
     words = shlex.split(readme(evidence).split("```")[1])
     assert words[: 2 + len(flags)] == ["python", "train_gpt.py", *flags]
-    assert words[-1] == "records/tiny/x; touch owned"
+    assert words[-1] == "records/small/x; touch owned"
 
 
 def test_a_page_made_of_hostile_words_has_no_html_and_no_link_of_theirs(stranger):

@@ -14,8 +14,8 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import SimpleNamespace
 from typing import TextIO
+from unittest.mock import Mock
 
 import pytest
 from filelock import FileLock
@@ -24,7 +24,7 @@ import claims.judge
 from claims.judge import JUDGEMENTS, Arm, find_judgement, fresh_seeds, read_judgements
 from runtime.errors import Refused
 from runtime.log import read_registry, register
-from scripts import command, judge, record
+from scripts import command, judge, record, side_by_side
 
 # Stands in for the trainer: the same flags and logs, at once. --gain is what a flag is worth.
 TRAINER = """
@@ -59,7 +59,7 @@ for trial in range(given.trials):
            "val_loss": 3.4 + noise, "train_time_ms": 1000 * (seconds + noise)}
     header = {"event": "header", "schema": 2, "run_id": run_id, "track": "tiny", "target": 3.6,
               "seed": seed, "source_sha256": source_hash(Path(__file__).parent), "config": config,
-              "config_sha256": config_hash(config), "env": {"gpu_count": 0}}
+              "config_sha256": config_hash(config), "env": {"gpu_count": 0, "threads": 1}}
     end = {"event": "end", "t_ms": 90_000, "status": "nonfinite" if diverged else "done",
            "probes": {"new_loss": 4 + noise / 2}}
     lines = [header, end] if diverged else [header, val, end]
@@ -96,12 +96,18 @@ def execute_asked(words: list[str], **options: object) -> CompletedProcess:
     return CompletedProcess(words, code, output, output)
 
 
-def child_process(words: list[str], stdout: TextIO, stderr: TextIO) -> nullcontext:
+def child_process(words: list[str], stdout: TextIO, **options: object) -> nullcontext:
     """A training that is done when it is looked at."""
     code, output = execute(words)
     stdout.write(output)
     stdout.flush()
-    return nullcontext(SimpleNamespace(poll=lambda: code, wait=lambda seconds: code))
+    return nullcontext(Mock(poll=lambda: code, returncode=code))
+
+
+def two_cores(monkeypatch) -> None:
+    """So many that each arm has a process at a time."""
+    monkeypatch.setattr(side_by_side, "cores", lambda: 2)
+    monkeypatch.setattr(side_by_side, "POLL_S", 0)
 
 
 @pytest.fixture
@@ -111,8 +117,9 @@ def project(tmp_path, monkeypatch) -> Path:
     root.mkdir()
     (root / "train_gpt.py").write_text(TRAINER)
     monkeypatch.chdir(root)
-    monkeypatch.setattr(judge, "child_process", child_process)
-    monkeypatch.setattr(judge, "which", lambda name: None)
+    monkeypatch.setattr(side_by_side, "child_process", child_process)
+    monkeypatch.setattr(side_by_side, "which", lambda name: None)
+    two_cores(monkeypatch)
     monkeypatch.setattr(command.subprocess, "run", execute_asked)
     for module in (judge, record):
         monkeypatch.setattr(module, "ROOT", root)
@@ -174,22 +181,43 @@ def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(
     run("--b", "--gain 0.2", "--margin", "0.06", "--", "--steps", "20")  # a run: 1.5 min, 10 steps
     assert "20 steps take about 3.0 minutes by " in (again := capsys.readouterr().err)
     assert "the contest (records/tiny/prediction/README.md)\n" in again
-    assert "all in all 24 to 120\n" in again
-    monkeypatch.setattr(judge, "which", lambda name: name)  # a run without one says nothing then
+    assert "all in all 12 to 60\n" in again, "two at once"
+    # With a GPU a run without one tells nothing.
+    monkeypatch.setattr(side_by_side, "which", lambda name: name)
+    monkeypatch.setattr(side_by_side, "gpu_memory", lambda: 2**40)
     run("--b", "--gain 0.2", "--margin", "0.07", "--", "--steps", "20")
     assert "no run of tiny by copyinit on a machine as here" in capsys.readouterr().err
 
 
-def test_the_arms_take_turns_and_a_process_trains_all_runs_up_to_the_next_look(project, capsys):
+def test_losses_come_side_by_side_as_cores_allow_and_times_one_by_one(
+    project, capsys, monkeypatch
+):
     words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--look-every", "2"]
     code, facts = judge_as_json(capsys, *words, "--seed", "40")
     assert (code, facts["outcome"]) == (4, "undecided")
     first = [[arm, str(40 + n), str(n)] for arm in "AB" for n in range(4)]
     second = [[arm, str(44 + n), str(n)] for arm in "BA" for n in range(2)]
-    assert calls(project) == [*first, *second, ["A", "46", "0"], ["B", "46", "0"]]
+    third = [[arm, "46", "0"] for arm in "AB"]
+    assert calls(project) == [*first, *second, *third], "a process trains what one look lacks"
     code, facts = judge_as_json(capsys, "--metric", "time", "--b", "--gain 0.4", "--margin", "0.1")
     assert (code, facts["pairs"]) == (0, 4)
-    assert [arm for arm, _, _ in calls(project, 2)] == list("ABBAABBA"), "times: one by one"
+    assert [arm for arm, _, _ in calls(project, 2)] == list("ABBAABBA")
+
+    threads = []
+    started = side_by_side.child_process
+    monkeypatch.setattr(side_by_side, "cores", lambda: 17)
+    monkeypatch.setattr(side_by_side, "free_memory", lambda: 2**40)
+
+    def noting(words, *, env, **options):
+        threads.append(env["OMP_NUM_THREADS"])
+        return started(words, **options)
+
+    monkeypatch.setattr(side_by_side, "child_process", noting)
+    judge_as_json(capsys, "--b", "--gain 0.5", "--pairs", "4")
+    assert [[arm, trial] for arm, _, trial in calls(project, 3)] == [
+        [arm, "0"] for arm in "AB" for _ in range(4)
+    ], "a process for each run"
+    assert threads == ["2"] * 8
 
 
 def test_the_same_command_resumes_and_counts_once_and_fresh_seeds_are_fresh(project, capsys):

@@ -21,7 +21,7 @@ from view.page import build_page, write_page
 from view.runs import Store, find_folders
 from view.server import Server
 
-RECORD = ROOT / "records" / "tiny" / "2026-11-22_ModernDefault"
+RECORD = ROOT / "records" / "small" / "2026-11-24_Record89"
 HOSTILE = "<img src=x onerror=alert(1)></script><script>window.hacked = 1</script>"
 
 
@@ -108,7 +108,7 @@ def test_a_record_and_a_folder_of_records_give_their_runs_as_references():
     assert (folder.name, folder.record) == (RECORD.name, True)
     assert len(find_folders([RECORD, os.path.relpath(RECORD)])) == 1, "each once"
     assert len(find_folders([RECORD.parent])) == len(list(RECORD.parent.glob("*/runs")))
-    assert len(read(RECORD)["ids"]) == len(list((RECORD / "runs").glob("*_tiny_*.jsonl")))
+    assert len(read(RECORD)["ids"]) == len(list((RECORD / "runs").glob("*_small_*.jsonl")))
 
 
 def test_a_text_log_and_a_run_with_quick_validations_and_without_an_end_are_shown(tmp_path):

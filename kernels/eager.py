@@ -1,0 +1,81 @@
+"""RMS norm, relu^2 and lookup by few passes over memory, for eager code on a CPU.
+
+There every intermediate of torch's own backward passes is a trip through memory; a compiler would
+fuse them. Each function computes what the plain expression beside it does, and uses that
+expression on GPUs and in compiled code.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def eager_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x / RMS(x) over the last dimension, in the dtype of x. torch's backward takes twice as long.
+
+    The forward pass is torch's own, bit for bit. The backward pass multiplies in the dtype of x.
+    """
+    return _RMSNorm.apply(x) if eager_on_cpu(x) else F.rms_norm(x, (x.size(-1),))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2, as in Primer (arXiv:2109.08668)."""
+    return _SquaredReLU.apply(x) if eager_on_cpu(x) else x.relu().square()
+
+
+def lookup(index: Tensor, table: Tensor) -> Tensor:
+    """Rows of the table (rows, C) for an index of any shape: (*index.shape, C).
+
+    On an eager CPU the backward pass adds the rows' gradients to table.grad itself; F.embedding
+    would fill a gradient of the whole table for each call. Hooks on the table do not see it.
+    """
+    return _Lookup.apply(index, table) if eager_on_cpu(table) else F.embedding(index, table)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y, inverse_rms = torch.ops.aten._fused_rms_norm(x, [x.size(-1)], None, None)
+        ctx.save_for_backward(y, inverse_rms.to(x.dtype))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        y, inverse_rms = ctx.saved_tensors
+        along = (dy * y).mean(-1, keepdim=True)
+        return torch.addcmul(dy, y, along, value=-1).mul_(inverse_rms)
+
+
+class _SquaredReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        r = x.relu()
+        ctx.save_for_backward(r)
+        return r * r
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (r,) = ctx.saved_tensors
+        return (r * dy).mul_(2)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.table = table
+        return F.embedding(index, table)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
+        (index,), table = ctx.saved_tensors, ctx.table
+        if table.grad is None:
+            table.grad = torch.zeros_like(table)
+        table.grad.index_add_(0, index.flatten(), dy.flatten(0, -2))
+        return None, None
