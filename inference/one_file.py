@@ -6,7 +6,6 @@ with a defined name, such as `operator.register_autograd(...)`.
 """
 
 import ast
-import hashlib
 import re
 import symtable
 from collections import Counter, defaultdict
@@ -18,6 +17,11 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 Rewrite = Callable[[str, set[str]], str]  # of a definition's source and all attributes in the file
+
+OPERATORS = (
+    "# torch finds operators by name: each copy of this file needs names of its own.",
+    'OPERATORS = f"speedrun_{uuid.uuid4().hex}"',
+)
 
 
 class Name(NamedTuple):
@@ -48,7 +52,7 @@ def one_file(root: Name, rewritten: Mapping[str, Rewrite]) -> str:
         if found == attributes:
             break
         attributes = found
-    lines = import_lines(parts)
+    lines = [*import_lines(parts), "", *OPERATORS]
     owners = Counter(name for _, name in {each for part in parts for each in part.uses.values()})
     for module in in_order_of_imports(parts):
         lines += ["", "", f"# ---- {path_of(module).relative_to(ROOT)}", ""]
@@ -61,10 +65,7 @@ def one_file(root: Name, rewritten: Mapping[str, Rewrite]) -> str:
                     text = re.sub(rf"(?<![\w.]){re.escape(name)}\b", new, text)
             defines = re.search(r"^(@|class |def )", text, re.MULTILINE)
             lines += ["", "", text] if defines else [text]
-    source = "\n".join(lines) + "\n"
-    # Operators are known by their name to all of torch. Another file may define it differently.
-    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
-    return source.replace('"speedrun::', f'"speedrun_{digest}::')
+    return "\n".join([*lines, ""]).replace('"speedrun::', 'f"{OPERATORS}::')
 
 
 def collect(root: Name, rewritten: Mapping[str, Rewrite], attributes: set[str]) -> list[Part]:
@@ -184,8 +185,8 @@ def attributes_in(text: str) -> list[ast.Attribute]:
 
 
 def import_lines(parts: list[Part]) -> list[str]:
-    """The imports of other packages."""
-    lines, names = set(), defaultdict(set)
+    """The imports of other packages, and what names the operators."""
+    lines, names = {"import uuid"}, defaultdict(set)
     for name, (module, original) in {pair for part in parts for pair in part.uses.items()}:
         if not is_ours(module):
             renamed = "" if name == (original or module) else f" as {name}"

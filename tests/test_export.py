@@ -219,6 +219,15 @@ def test_the_loss_is_that_of_the_tokens_with_a_label_and_0_without_any(wrapped):
     assert wrapped(tokens, labels=torch.full_like(tokens, -100)).loss == 0
 
 
+def test_copies_of_an_export_and_the_trainer_work_side_by_side(wrapped, tmp_path):
+    """Each has operators of its own; torch crashes if a second one takes the name of the first."""
+    model, tokens = trained(SMALL), tokens_of(SMALL, 33)
+    exact = model.logits(tokens, 33)
+    for each in (exported_again(model, tmp_path), wrapped):
+        torch.testing.assert_close(each(tokens).logits, exact, **EXACT)
+    torch.testing.assert_close(model.logits(tokens, 33), exact, **EXACT)
+
+
 def test_padding_on_the_right_changes_nothing(wrapped):
     tokens = tokens_of(SMALL, 33)
     padded, mask = F.pad(tokens, (0, 4), value=SMALL.bos), torch.ones(2, 37)
