@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ MAGIC, VERSION = 20240520, 1
 HEADER_BYTES, TOKEN_BYTES = 1024, 2
 AGAIN = "Delete the file and fetch or build it again."
 PREFIX = 64  # first tokens of a document that identify it
-BUILD = ("python -m data.corpus builds the data of tiny, python -m data.prose those of small; "
-         "./run.sh --track TRACK fetches those of the others.")  # fmt: skip
+BUILD = ("tiny and small read data/prose, which python -m data.prose builds; short and steps read "
+         "data/fineweb10B, which ./run.sh --track TRACK fetches; python -m data.own makes shards "
+         "of your own documents.")  # fmt: skip
+TRAIN, VAL = "train_000000.bin", "val_000000.bin"  # the shards that a builder writes
 
 Tokens = NDArray[np.uint16]
 Settings = Mapping[str, Any]
@@ -54,6 +56,15 @@ def write_shard(path: str | Path, tokens: ArrayLike) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_shards(folder: Path, train: Sequence[Tokens], val: Sequence[Tokens]) -> None:
+    """Write the documents of both splits, (n,) each, as TRAIN and VAL; make the folder. OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, documents in ((TRAIN, train), (VAL, val)):  # VAL last: a folder that has it has both
+        tokens = np.concatenate(documents)
+        write_shard(folder / name, tokens)
+        print(f"{len(tokens):,} tokens in {folder / name}", flush=True)
 
 
 class Shard:
@@ -152,7 +163,8 @@ def audit_validation(settings: Settings) -> tuple[str, list[bytes]]:
     if not found.startswith(expected):
         raise ShardError(
             f"{settings['data_dir']}: the validation tokens have SHA-256 {found}; the target holds "
-            f"for {expected}... Make the data again, or train with --val-sha256 \"\". {BUILD}"
+            f"for {expected}... Delete the shards and build or fetch them again, or train with "
+            f'--val-sha256 "". {BUILD}'
         )
     return found, begun
 

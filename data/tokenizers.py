@@ -1,6 +1,7 @@
-"""The known vocabularies: those of the two corpora, which lie beside this file, and GPT-2's."""
+"""From text to tokens: the known vocabularies, the prose's in this folder and GPT-2's."""
 
 import base64
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import tiktoken
 
 from data.shards import Tokens
 
-CODE = Path(__file__).with_name("vocabulary.tiktoken")
 PROSE = Path(__file__).with_name("prose.tiktoken")
 # By the size of the vocabulary: its file, or its name for tiktoken.
-TOKENIZERS: dict[int, Path | str] = {1024: CODE, 2048: PROSE, 50257: "gpt2"}
+TOKENIZERS: dict[int, Path | str] = {2048: PROSE, 50257: "gpt2"}
 # Runs of letters, of digits and of other characters, each with one leading space, and white space.
 # The classes are ASCII alone, so that no version of the Unicode tables can move a boundary.
 PATTERN = r" ?[A-Za-z]+| ?[0-9]+| ?[^A-Za-z0-9 \t\r\n]+|[ \t\r\n]+(?![^ \t\r\n])|[ \t\r\n]+"
+# Where a document may end, best last: after a word, a sentence, a line, a paragraph.
+BOUNDARIES = [re.compile(kind) for kind in (r" ", r"[.;:] ", r"\n", r"\n\n")]
 
 
 def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
@@ -36,7 +38,23 @@ def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
     if {bytes([n]) for n in range(256)} - {*ranks} or {*ranks.values()} != {*range(len(ranks))}:
         raise ValueError(f"{tokenizer} is no vocabulary of bytes: restore the file.")
     last = {"<|endoftext|>": len(ranks)}
-    return tiktoken.Encoding("corpus", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=last)
+    return tiktoken.Encoding("prose", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=last)
+
+
+def split_documents(text: str, limit: int) -> list[str]:
+    """Cut a text into documents of at most `limit` characters; joined, they are the text.
+
+    A document ends at the last boundary of the best kind in the second half of the limit.
+    """
+    documents, start = [], 0
+    while len(text) - start > limit:
+        cut = end = start + limit
+        for boundary in BOUNDARIES:
+            for match in boundary.finditer(text, start + limit // 2, end):
+                cut = match.end()
+        documents.append(text[start:cut])
+        start = cut
+    return [*documents, text[start:]]
 
 
 def encode(document: str, tokenizer: tiktoken.Encoding) -> Tokens:

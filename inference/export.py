@@ -7,6 +7,7 @@ import textwrap
 from dataclasses import fields
 from inspect import formatannotation, getsource
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -96,8 +97,8 @@ def settings_source(config: Config, attributes: set[str]) -> str:
             kind, value = formatannotation(field.type), getattr(config, field.name)
             lines.append(f"    {field.name}: {kind} = {value!r}  # {field.metadata['about']}")
     for name, member in vars(Config).items():
-        if name in attributes and isinstance(member, property):
-            lines += ["", getsource(member.fget).rstrip()]  # type: ignore[arg-type]
+        if name in attributes and isinstance(member, property | FunctionType):
+            lines += ["", getsource(getattr(member, "fget", member)).rstrip()]
     return "\n".join(lines)
 
 

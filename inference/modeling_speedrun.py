@@ -57,7 +57,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("inputs_embeds cannot replace input_ids: the model looks up more than "
                              "one embedding for a token. Give input_ids.")  # fmt: skip
         if attention_mask is not None and (attention_mask.int().diff(dim=1) > 0).any():
-            raise ValueError("text after padding: pad on the right, generate one text at a time")
+            raise ValueError("text after padding: pad on the right, generate one text at a time.")
         longest = max(self.gpt.config.seq_len, self.gpt.config.val_seq_len)
         if (length := input_ids.size(1)) > longest:
             raise ValueError(f"{length} tokens: the model reads at most {longest}. Cut the text.")
@@ -89,4 +89,4 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
             self.gpt, self.made_for = gpt, place
 
     def resize_token_embeddings(self, *unused: Any, **unused_too: Any) -> Any:
-        raise ValueError("the vocabulary is that of the training run: its size cannot change")
+        raise ValueError("the vocabulary is that of the training run: its size cannot change.")

@@ -17,6 +17,7 @@ HEADS = ("auto", "fp8", "chunked", "plain")
 # Tokens of a chunk. 8192 tokens have 0.8 GB of bf16 logits at a vocabulary of 50,304. Eager code
 # takes five times as much, in float32. Each chunk costs a pass over the weight's gradient.
 CHUNK, EAGER_CHUNK, ROOMY_CHUNK, PLAIN_CHUNK = 8192, 2048, 32_768, 32_768
+SCORING_CHUNK = 256  # eager code without gradients: the logits of `small` then fit a core's cache
 ROOMY = 60 * 2**30  # bytes of GPU memory above which ROOMY_CHUNK is used
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_LIMIT = torch.finfo(E4M3).max
@@ -233,7 +234,8 @@ def plain_cross_entropy(
 
     reduction: "sum", or without weights "none": each token's loss, (N,) float32, in eager code.
     """
-    losses, chunk = [], PLAIN_CHUNK if reduction == "sum" else EAGER_CHUNK
+    scoring = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+    losses, chunk = [], SCORING_CHUNK if scoring else PLAIN_CHUNK
     for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
         logits = capped(F.linear(part, weight, bias).float(), softcap)
         if weights is None:

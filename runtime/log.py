@@ -30,7 +30,7 @@ from runtime.settings import SETTINGS_OF_A_RUN, RunSettings, flag
 SCHEMA = 3  # raised when an event or field changes its meaning
 SOURCE_FILES = (
     "train_gpt.py", "inference/__init__.py", "inference/model.py", "requirements.txt",
-    "data/vocabulary.tiktoken", "data/prose.tiktoken", "data/wheels.txt", "data/left_out.txt",
+    "data/prose.tiktoken", "data/wheels.txt",
 )  # fmt: skip
 SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")

@@ -19,6 +19,8 @@ import small_run
 import torch
 from hypothesis import settings
 
+from data import own
+
 # A shell ignores the first in what it starts with &, nohup the second.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -69,3 +71,11 @@ def two_layers() -> Iterator[None]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards for small runs. No test changes them."""
     return small_run.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def plays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of real text in the vocabulary of the prose, 2,048 tokens. No test changes them."""
+    folder = tmp_path_factory.mktemp("plays") / "shards"
+    assert own.main([str(small_run.ROOT / "tests/data/plays.txt"), "--out", str(folder)]) == 0
+    return folder

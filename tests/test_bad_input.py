@@ -76,7 +76,7 @@ def remove_documents(folder):
     (put_a_page, ["s_val_0.bin"]),
     (put_a_strange_token, ["s_train_0.bin", "64"]),
     (remove_documents, ["after 0 steps", str(BOS)]),
-    (shutil.rmtree, ["python -m data.corpus"]),
+    (shutil.rmtree, ["python -m data.prose"]),
 ])  # fmt: skip
 def test_bad_data_are_refused(spoil, parts, copy, tmp_path):
     spoil(copy)

@@ -22,13 +22,14 @@ from small_model import make_model, small
 from small_run import ROOT, arguments, write_data
 
 import train_gpt
-from data.tokenizers import CODE
+from data.tokenizers import PROSE
 from runtime.checkpoint import save_final
 from runtime.log import read_sources, write_files
 from runtime.settings import parse
 from train_gpt import Config
 
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+WRITTEN.append(ROOT / "data" / "README.md")
 RECORDS = sorted(ROOT.glob("records/**/*.md"))
 PAGES = [*WRITTEN, *(page for page in RECORDS if len(page.relative_to(ROOT).parts) <= 3)]
 
@@ -170,14 +171,14 @@ def test_every_python_block_runs_or_is_quoted(page):
 
 def test_the_example_of_use_the_model_reads_a_kept_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = make_model(small("tiny", "copyinit", vocab_size=1024, bos=1023))
+    model = make_model(small("tiny", "copyinit", vocab_size=2048, bos=2047))
     model.initialize(0)
     facts = {"config": asdict(model.config)}
-    save_final(Path("checkpoints/RUN"), dict(model.named_parameters()), facts, CODE)
+    save_final(Path("checkpoints/RUN"), dict(model.named_parameters()), facts, PROSE)
     names: dict[str, Any] = {}
     for block in blocks_of(ROOT / "docs" / "use_the_model.md", "python"):
         exec(block, names)
-    assert names["logits"].shape == (len(names["tokens"]), 1024)
+    assert names["logits"].shape == (len(names["tokens"]), 2048)
 
 
 def flush_left(text: str) -> str:

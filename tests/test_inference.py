@@ -16,10 +16,10 @@ from small_run import run, write_data
 
 from data.sampling import generate, pick
 from data.shards import read_shard, write_shard
-from data.tokenizers import CODE, TOKENIZERS, read_tokenizer, tokenizer_of
+from data.tokenizers import PROSE, TOKENIZERS, read_tokenizer, tokenizer_of
 from inference import evaluation
 from inference.model import Model, find_model, load_model, token_losses
-from runtime.checkpoint import CONFIG, save_final
+from runtime.checkpoint import CONFIG, VOCABULARY, save_final
 from runtime.errors import Refused
 from scripts import evaluate as evaluate_script
 from scripts import sample as sample_script
@@ -28,10 +28,11 @@ from train_gpt import context
 pytestmark = pytest.mark.usefixtures("two_layers")
 # So small that a document of 700 tokens is computed at once, and longer than the context.
 SIZES = {
-    "dim": 48, "head_dim": 12, "window_block": 4, "val_window": 24, "val_tokens": 2048,
-    "val_seq_len": 1024, "val_batch": 1024, "dtype": "float32", "val_sha256": "",
+    "vocab_size": 2048, "bos": 2047, "dim": 48, "head_dim": 12, "window_block": 4,
+    "val_window": 24, "val_tokens": 2048, "val_seq_len": 1024, "val_batch": 1024,
+    "dtype": "float32", "val_sha256": "",
 }  # fmt: skip
-BOS = 1023
+BOS = 2047
 
 
 def random_model(recipe="copyinit", dtype=torch.float32, **changed):
@@ -44,7 +45,7 @@ def random_model(recipe="copyinit", dtype=torch.float32, **changed):
             parameter += 0.3 * torch.randn_like(parameter)
     gpt = gpt.to(dtype).requires_grad_(False)
     gpt.set_step(config.steps)
-    return Model(Path(), {"tokenizer": CODE.name}, gpt)
+    return Model(Path(), {"tokenizer": VOCABULARY}, gpt)
 
 
 def keep(model, folder, **changed):
@@ -53,7 +54,7 @@ def keep(model, folder, **changed):
     settings = asdict(model.config) | changed
     for name in [name for name in changed if changed[name] is None]:
         del settings[name]
-    return save_final(folder, weights, {"config": settings}, CODE)
+    return save_final(folder, weights, {"config": settings}, PROSE)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_logits_give_the_losses_that_validation_gives():
     losses = token_losses(model, tokens)
     logits = model.logits(tokens[0, :-1], count=300)
     expected = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
-    # The loss also counts the padding of the vocabulary: none at 1,024 tokens.
+    # The loss also counts the padding of the vocabulary: none at 2,048 tokens.
     assert torch.allclose(losses[0], expected, atol=1e-4)
 
 
@@ -140,7 +141,7 @@ def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, top_p, powe
 def test_the_script_writes_what_the_model_does_in_several_texts(folder, capsys):
     words = ["def f(x):", "--checkpoint", str(folder.parent)]
     words += ["--tokens", "12", "--device", "cpu", "--seed", "5"]
-    model, tokens = load_model(folder, "cpu"), read_tokenizer(CODE).encode_ordinary("def f(x):")
+    model, tokens = load_model(folder, "cpu"), read_tokenizer(PROSE).encode_ordinary("def f(x):")
     texts = []
     for seed in (5, 6):
         written = list(model.write(tokens, 12, temperature=0.8, least=40, seed=seed))
@@ -205,7 +206,7 @@ def test_a_setting_that_does_not_fit_is_refused_by_name(name, value, sentence, t
         load_model(keep(random_model(), tmp_path, **{name: value}))
 
 
-@pytest.mark.parametrize("name", [CONFIG, CODE.name])
+@pytest.mark.parametrize("name", [CONFIG, VOCABULARY])
 def test_changed_settings_or_a_changed_vocabulary_are_refused_when_they_are_read(name, tmp_path):
     folder = keep(random_model(), tmp_path)
     with open(folder / name, "ab") as file:
@@ -231,13 +232,13 @@ def test_a_token_is_drawn_from_a_device_without_float64():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two trials that keep their models and sample; the corpus' vocabulary, of which 64 occur."""
+    """Two trials that keep their models and sample; 64 tokens of the prose's vocabulary occur."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_data(folder / "data")
     for path in data.iterdir():
         tokens = read_shard(path, 64)
         write_shard(path, np.where(tokens == 63, BOS, tokens).astype(np.uint16))
-    sizes = {"vocab_size": 1024, "bos": BOS, "keep_model": "on", "trials": 2}
+    sizes = {"vocab_size": 2048, "bos": BOS, "keep_model": "on", "trials": 2}
     return data, folder, sizes, run(data, folder, **sizes, sample_tokens=9)
 
 
@@ -256,9 +257,9 @@ def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, 
 
 def test_tokens_of_another_tokenizer_of_the_same_size_are_not_taken_for_ours(data, tmp_path):
     known = configure("tiny", "copyinit", **SIZES)
-    assert tokenizer_of(known) == CODE
+    assert tokenizer_of(known) == PROSE
     assert tokenizer_of(replace(known, bos=0)) is None
-    outcome = run(data, tmp_path, vocab_size=1024, keep_model="on", sample_tokens=9)
+    outcome = run(data, tmp_path, vocab_size=2048, keep_model="on", sample_tokens=9)
     assert outcome.code == 0, outcome.err
     assert "the model writes" not in outcome.out
     (final,) = tmp_path.glob("checkpoints/*/final")
@@ -267,7 +268,7 @@ def test_tokens_of_another_tokenizer_of_the_same_size_are_not_taken_for_ours(dat
 
 def test_a_vocabulary_that_cannot_be_read_is_refused_before_the_run(trained, tmp_path, monkeypatch):
     data, _, sizes, _ = trained
-    monkeypatch.setitem(TOKENIZERS, 1024, tmp_path / "none.tiktoken")
+    monkeypatch.setitem(TOKENIZERS, 2048, tmp_path / "none.tiktoken")
     outcome = run(data, tmp_path, **sizes, sample_tokens=9)
     assert (outcome.code, outcome.logs) == (2, [])
     assert re.search(r"none\.tiktoken.*; restore the file", outcome.err)

@@ -244,7 +244,7 @@ def make_source(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-FILES = {"train_gpt.py": "a", "optim/muon.py": "b", "data/vocabulary.tiktoken": "c"}
+FILES = {"train_gpt.py": "a", "optim/muon.py": "b", "data/prose.tiktoken": "c"}
 
 
 def test_the_hash_covers_what_decides_a_run_and_nothing_else(tmp_path):
@@ -253,7 +253,7 @@ def test_the_hash_covers_what_decides_a_run_and_nothing_else(tmp_path):
     others = [*(f"{folder}/a.py" for folder in ("tests", "scripts", "claims", "logs")), "README.md"]
     others = dict.fromkeys([*others, "optim/notes.txt"], "x")
     assert source_hash(make_source(root, others)) == before
-    more = ["data/left_out.txt", "kernels/new.py", "runtime/log.py", "requirements.txt"]
+    more = ["data/wheels.txt", "kernels/new.py", "runtime/log.py", "requirements.txt"]
     for number, name in enumerate([*FILES, *more]):
         changed = make_source(tmp_path / str(number), FILES | {name: "changed"})
         assert source_hash(changed) != before, name

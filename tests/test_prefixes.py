@@ -7,7 +7,7 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.tokenizers import CODE, prefix_table, read_prefixes, read_tokenizer, token_bytes
+from data.tokenizers import PROSE, prefix_table, read_prefixes, read_tokenizer, token_bytes
 
 
 def slow_table(vocabulary):
@@ -33,19 +33,19 @@ def of(size):
     return SimpleNamespace(vocab_size=size, bos=size - 1)
 
 
-def test_the_bytes_of_the_corpus_vocabulary_encode_to_their_token_and_have_prefixes():
-    tokenizer = read_tokenizer(CODE)
+def test_the_bytes_of_the_prose_vocabulary_encode_to_their_token_and_have_prefixes():
+    tokenizer = read_tokenizer(PROSE)
     vocabulary = token_bytes(tokenizer)
     assert vocabulary.pop() == b"", "<|endoftext|>"
     ranks = [tokenizer.encode_single_token(token) for token in vocabulary]
-    assert ranks == [*range(1023)]
-    table = read_prefixes(of(1024))
+    assert ranks == [*range(2047)]
+    table = read_prefixes(of(2048))
     assert table == [*slow_table(vocabulary), -1]
-    assert [token for token in range(1023) if table[token] == -1] == [*range(256)]
+    assert [token for token in range(2047) if table[token] == -1] == [*range(256)]
 
 
 def test_a_vocabulary_that_is_not_known_or_not_there_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"no vocabulary of 64 .* one of \[1024, 2048"):
+    with pytest.raises(ValueError, match=r"no vocabulary of 64 .* one of \[2048, 50257\]"):
         read_prefixes(of(64))
 
     def fail(name):

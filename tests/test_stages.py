@@ -113,18 +113,18 @@ def test_a_skipped_step_beside_the_untying_leaves_the_head_at_the_embedding(bad,
 
 
 @pytest.fixture
-def corpus_like(tmp_path):
-    """Shards of random tokens of the corpus' vocabulary, most of which have a prefix."""
+def prose_like(tmp_path):
+    """Shards of random tokens of the vocabulary of the prose, most of which have a prefix."""
     folder, generator = tmp_path / "data", np.random.default_rng(0)
     folder.mkdir()
     for name, count in (("s_train_0", 400), ("s_val_0", 40)):
-        tokens = generator.integers(0, 1023, (count, 50))
-        tokens[:, 0] = 1023
+        tokens = generator.integers(0, 2047, (count, 50))
+        tokens[:, 0] = 2047
         write_shard(folder / f"{name}.bin", tokens.ravel())
     return folder
 
 
-def test_prefixes_are_learned_but_not_validated(corpus_like, tmp_path, monkeypatch):
+def test_prefixes_are_learned_but_not_validated(prose_like, tmp_path, monkeypatch):
     validate, plain = train_gpt.Trainer.validate, []
 
     @torch.no_grad()
@@ -136,13 +136,13 @@ def test_prefixes_are_learned_but_not_validated(corpus_like, tmp_path, monkeypat
         return found
 
     monkeypatch.setattr(train_gpt.Trainer, "validate", noting)
-    changed = CHANGED | {"prefixes": "on", "vocab_size": 1024, "bos": 1023}
+    changed = CHANGED | {"prefixes": "on", "vocab_size": 2048, "bos": 2047}
     with table(replace(TIED, prefix=(0.5, 0.25)), UNTIED):
-        outcome = run(corpus_like, tmp_path / "with", **changed)
+        outcome = run(prose_like, tmp_path / "with", **changed)
     assert outcome.code == 0, outcome.err
     trained, validated = losses(tmp_path / "with")
     assert list(validated.values()) == pytest.approx(plain[-len(validated) :], rel=1e-6)
-    assert run(corpus_like, tmp_path / "without", **changed).code == 0
+    assert run(prose_like, tmp_path / "without", **changed).code == 0
     without, without_validated = losses(tmp_path / "without")
     assert validated[0] == without_validated[0]
     assert trained[1] == without[1], "the log has the loss of the next token alone"

@@ -1,0 +1,160 @@
+"""Documents of one's own: files, folders and rows become shards, each document in one of them."""
+
+import json
+import math
+from hashlib import sha256
+from itertools import chain
+
+import numpy as np
+import pytest
+import tiktoken
+
+from data import own
+from data.shards import TRAIN, VAL, Shard
+from data.tokenizers import PROSE, encode, read_tokenizer
+
+DOCUMENTS = ["the other thing", "naïve 日本語 <|endoftext|> inside", "last\nlines\n" * 9, "the end"]
+DOCUMENTS += [f"document {number} of many" for number in range(30)]
+
+
+@pytest.fixture
+def convert(tmp_path, monkeypatch):
+    """Runs the command on files of one's own; returns its exit code."""
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: read_tokenizer(PROSE))
+    return lambda *words: own.main([*map(str, words), "--out", str(tmp_path / "out")])
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """Reads the shards that the command wrote; returns the texts of the parts in each."""
+
+    def read():
+        tokenizer, found = read_tokenizer(PROSE), []
+        for name in (TRAIN, VAL):
+            stream = Shard(tmp_path / "out" / name)[:]
+            pieces = np.split(stream, np.flatnonzero(stream == tokenizer.eot_token))[1:]
+            found.append([tokenizer.decode(piece[1:].tolist()) for piece in pieces])
+        return found
+
+    return read
+
+
+def write_jsonl(path, documents):
+    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\n \n" for text in documents))
+    return path
+
+
+@pytest.mark.parametrize("size", [2048, 50257])
+def test_own_documents_come_back_each_in_one_shard(tmp_path, convert, parts, size, capsys):
+    first = write_jsonl(tmp_path / "b.jsonl", [*DOCUMENTS[:1], "", *DOCUMENTS[1:9]])
+    second = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[9:])
+    assert convert(first, second, "--vocab-size", size) == 0
+    train, val = parts()
+    tokenizer = read_tokenizer(PROSE)
+    order = {text: sha256(encode(text, tokenizer).data).hexdigest() for text in DOCUMENTS}
+    by_text = sorted(DOCUMENTS, key=lambda text: sha256(text.encode()).hexdigest())
+    count = math.ceil(len(DOCUMENTS) / 16)
+    assert val == sorted(by_text[:count], key=order.__getitem__), "a sixteenth, by hash"
+    assert train == sorted(by_text[count:], key=order.__getitem__)
+    assert convert(first) == 2
+    assert "out exists: give another" in capsys.readouterr().err
+
+
+def test_a_folder_gives_all_its_text_and_counts_what_is_none(tmp_path, convert, parts, capsys):
+    folder = tmp_path / "mine"
+    (folder / "deep" / "deeper").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    (folder / "a.txt").write_bytes("\ufeffwith a mark\r\nand lines of Windows".encode())
+    (folder / "deep" / "b.py").write_text("def f(x):\n    return x\n")
+    (folder / "deep" / "deeper" / "no suffix").write_text("a text too")
+    (folder / ".git" / "config").write_text("hidden")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    write_jsonl(folder / "rows.jsonl", ["one row", "another row"])
+    (tmp_path / "single.md").write_text("a file of its own")
+    assert convert(folder, tmp_path / "single.md") == 0
+    assert sorted(chain(*parts())) == [
+        "a file of its own", "a text too", "another row", "def f(x):\n    return x\n", "one row",
+        "with a mark\nand lines of Windows",
+    ]  # fmt: skip
+    said = f"{folder}: files left out because they are not text in UTF-8: 1\n"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("size", "limit"), [(2048, 1250), (50257, 8000)])
+def test_a_long_document_is_cut_and_all_of_its_text_is_in_one_shard(
+    tmp_path, convert, parts, size, limit
+):
+    songs = [[f"{n} bottles, song {song}\n" for n in range(1, 800)] for song in range(8)]
+    blank = " " * 1_000_000  # whole, the vocabulary's pattern would overflow the stack
+    source = write_jsonl(tmp_path / "a.jsonl", [*map("".join, songs), blank])
+    assert convert(source, "--vocab-size", size) == 0
+    shards = []
+    for texts in parts():
+        assert max(map(len, texts)) <= limit
+        shards.append({line for text in texts for line in text.splitlines(keepends=True)})
+    assert all(shards)
+    for song in songs:
+        assert [lines >= {*song} for lines in shards].count(True) == 1
+        assert [lines.isdisjoint(song) for lines in shards].count(True) == 1
+
+
+def test_one_long_text_file_gives_both_shards(tmp_path, convert, parts):
+    lines = [f"line {number} of a book\n" for number in range(4_000)]
+    (tmp_path / "book.txt").write_text("".join(lines))
+    assert convert(tmp_path / "book.txt") == 0
+    train, val = ({*"".join(texts).splitlines(keepends=True)} for texts in parts())
+    assert train | val == {*lines}
+    assert not train & val
+    assert 0.1 < len(val) / len(lines) < 0.4
+
+
+def test_a_part_of_documents_of_both_shards_is_trained_on_in_any_order_of_the_rows(
+    tmp_path, convert, parts
+):
+    licence = "".join(f"line {n} of a licence, word for word\n" for n in range(60))
+    texts, found = [licence + f"\nthe text of file {n}\n" * 9 for n in range(60)], []
+    for number, order in enumerate((texts, texts[::-1])):
+        source = write_jsonl(tmp_path / f"{number}.jsonl", order)
+        assert convert(source) == 0
+        shared = [sum(text.count("line 5 of a licence") for text in texts) for texts in parts()]
+        assert shared == [1, 0], "once, to train on"
+        out = (tmp_path / "out").rename(tmp_path / f"out_{number}")
+        found.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"text": "cut', b'{"text": "\xff"}', b'{"txt": "x"}', b'{"text": 5}', b"[" * 90_000]
+)
+def test_a_bad_row_is_named_and_leaves_no_shard(tmp_path, convert, capsys, line):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"text": "' + b"a" * 99 + b'"}\n\n' + line + b"\n")
+    assert convert(source) == 2
+    assert f'{source}: line 3 is not a JSON object with a string in "text"' in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), [
+    (lambda path: None, "in.txt does not exist: give a text file, a folder or a .jsonl file."),
+    (lambda path: path.write_bytes(b"\xff\xfe"), "in.txt is not text in UTF-8: convert or omit it"),
+    (lambda path: path.mkdir(), "documents found: 0. At least 2 are needed"),
+    (lambda path: path.write_text("short"), "documents found: 1. At least 2 are needed"),
+    (lambda path: path.write_text("word " * 19_000), "is in the training text too: give more text"),
+])  # fmt: skip
+def test_a_text_that_gives_no_two_shards_is_refused_in_one_sentence(
+    tmp_path, convert, capsys, spoil, sentence
+):
+    spoil(tmp_path / "in.txt")
+    assert convert(tmp_path / "in.txt") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("line", [b"aGk=", b"<<<<<<< HEAD", b"aGk 7"])
+def test_a_damaged_vocabulary_is_named_with_the_fix(tmp_path, line):
+    (tmp_path / "damaged.tiktoken").write_bytes(PROSE.read_bytes() + line)
+    with pytest.raises(ValueError, match=r"vocabulary .*damaged\.tiktoken: .*restore the file"):
+        read_tokenizer(tmp_path / "damaged.tiktoken")
