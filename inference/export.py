@@ -5,9 +5,8 @@ import json
 import shutil
 import textwrap
 from dataclasses import fields
-from inspect import formatannotation, getsource
+from inspect import formatannotation, getsource, isfunction
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -97,8 +96,9 @@ def settings_source(config: Config, attributes: set[str]) -> str:
             kind, value = formatannotation(field.type), getattr(config, field.name)
             lines.append(f"    {field.name}: {kind} = {value!r}  # {field.metadata['about']}")
     for name, member in vars(Config).items():
-        if name in attributes and isinstance(member, property | FunctionType):
-            lines += ["", getsource(getattr(member, "fget", member)).rstrip()]
+        method: Any = member.fget if isinstance(member, property) else member
+        if name in attributes and isfunction(method) and not name.startswith("__"):
+            lines += ["", getsource(method).rstrip()]
     return "\n".join(lines)
 
 
