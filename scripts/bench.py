@@ -8,8 +8,14 @@ Flags of train_gpt.py follow --. Every round times each row of a table, starting
 each time. Figures are milliseconds; the ratio to the last stage, or to torch.optim.Muon, is the
 median over the rounds. "of peak" counts 6 FLOPs for each weight of the matrices and the head; the
 peak is the datasheet's, of GPUs. `step` first says what runs: hardware, backends, batches, seconds
-of compilation, waits for the device, graphs compiled after the warm-up, peak memory. If there are
-no data, it takes random tokens. To time another optimizer, add a line to `optimizer_steps`.
+of compilation, waits for the device, graphs compiled after the warm-up, peak memory, and how many
+cores other programs took meanwhile. If there are no data, it takes random tokens. On a CPU it adds
+
+    GFLOP/s     rate of the matrix products in the step itself
+    products    their part of the step's time; 0.5: without all else it would take half as long
+    aten calls  operations of a step
+
+To time another optimizer, add a line to `optimizer_steps`.
 """
 
 import argparse
@@ -17,9 +23,10 @@ import contextlib
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -50,6 +57,7 @@ DOCUMENT = 750  # tokens of a random one; at most half a row
 BLOCK = [(256, 256)] * 4 + [(1024, 256), (256, 1024)]
 SETS = {"gpt2s": [(3 * rows, 3 * cols) for rows, cols in BLOCK] * 12, "tiny": BLOCK * 6}
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # all share weights: move them little
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 Steps = dict[str, Callable[[], object]]
 Rows = dict[str, dict[str, float]]  # figures by row and column
 
@@ -106,7 +114,10 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
         facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases}
         facts |= trainer.checks | count_slips(trainer) | {"peak, MiB": machines.peak_mib(machine)}
-        return {"facts": facts, "step": step_table(trainer, given)}
+        before = Usage.now(machine)
+        table = step_table(trainer, given)
+        facts |= {"other programs": Usage.now(machine).others_since(before)}
+        return {"facts": facts, "step": table}
 
 
 def write_random(config: Config, folder: str) -> str:
@@ -138,13 +149,57 @@ def count_slips(trainer: Trainer) -> dict[str, Any]:
     return {"waits": len(told), "what waited": sorted({*told})[:5], "graphs compiled": graphs}
 
 
+@dataclass(frozen=True)
+class Usage:
+    """CPU seconds so far: those of all ranks here, and those of all programs of the machine."""
+
+    wall: float
+    own: float
+    everyone: float  # nan where the system does not tell
+
+    @classmethod
+    def now(cls, machine: Any) -> "Usage":
+        own, everyone = time.process_time(), float("nan")
+        with contextlib.suppress(OSError):  # Linux alone has it
+            user, nice, system, _idle, _iowait, *rest = map(int, (
+                Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]
+            ))  # fmt: skip
+            everyone = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+        return cls(time.perf_counter(), sum(machine.gather(own)), everyone)
+
+    def others_since(self, before: "Usage") -> str:
+        """How many cores other programs took."""
+        others = (self.everyone - before.everyone) - (self.own - before.own)
+        cores = others / (self.wall - before.wall)
+        if not cores >= 0.1:  # nan too
+            return "none" if cores < 0.1 else "unknown here"
+        return f"took {cores:.1f} of {os.cpu_count()} cores: times are too high"
+
+
+def count_products(trainer: Trainer, first: int, step_ms: float) -> dict[str, float]:
+    """Matrix products and operations of a step in the stage of step `first`, by torch's profiler.
+
+    It slows all but the products, so their part is that of the time without it.
+    """
+    count = trainer.config.adam_accum_steps
+    with torch.profiler.profile(with_flops=True) as profile:
+        take_steps(trainer, first, count)
+    events = profile.key_averages()
+    products = [event for event in events if event.key in PRODUCTS]
+    ms = sum(event.self_cpu_time_total for event in products) / 1000 / count
+    gflop = sum(event.flops for event in products) / 1e9 / count
+    calls = sum(event.count for event in events if event.key.startswith("aten::")) / count
+    return {"GFLOP/s": 1000 * gflop / ms, "products": ms / step_ms, "aten calls": calls}
+
+
 def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     config = trainer.config
     steps: Steps = {}
     tokens: dict[str, int] = {}
+    firsts: dict[str, int] = {}
     for index, (first, _, stage) in enumerate(train_gpt.spans(config)):
         name = f"stage {index}, window {stage.long}"
-        tokens[name] = train_gpt.at(config, first).batch_tokens
+        firsts[name], tokens[name] = first, train_gpt.at(config, first).batch_tokens
         steps[name] = partial(take_steps, trainer, first, STEPS)
     rows = timed(steps, STEPS, name, trainer.guard.reset, given.rounds, trainer.machine)
     peak = machines.peak_flops(trainer.machine, trainer.model.dtype)
@@ -152,6 +207,8 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
         figure["tokens/s"] = 1000 * tokens[row] / figure["median"]
         if peak:
             figure["of peak"] = figure["tokens/s"] * trainer.model.flops_per_token() / peak
+        if trainer.machine.device.type == "cpu":
+            figure |= count_products(trainer, firsts[row], figure["median"])
     return rows
 
 

@@ -42,6 +42,9 @@ def test_a_step_is_timed_in_each_window(tmp_path, monkeypatch, capsys):
         batch = small_run.ROWS * small_run.SEQUENCE
         assert row["tokens/s"] == pytest.approx(1000 * batch / row["median"])
         assert row["of peak"] == pytest.approx(row["tokens/s"] * flops / 1e15)
+        assert row["aten calls"] > 100
+        # The products of model and head alone, backward included, are a part of all.
+        assert row["GFLOP/s"] * row["products"] * row["median"] / 1000 > 0.9 * flops * batch / 1e9
 
 
 def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
@@ -61,8 +64,16 @@ def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
     assert facts["batches"] == str([f"1 x {tokens} tokens"] * 3)
     assert facts["attention"].startswith("portable, ")
     assert "peak, MiB" in facts
+    assert facts["other programs"].startswith(("none", "took", "unknown"))
     assert "\nstage 2, window" in table
     assert not list(tmp_path.glob("speedrun_*")), "the tokens are gone"
+
+
+def test_cores_that_other_programs_took_are_told():
+    before, quiet, busy = bench.Usage(0, 0, 100), bench.Usage(10, 18, 118), bench.Usage(10, 9, 129)
+    assert quiet.others_since(before) == "none"
+    assert busy.others_since(before).startswith("took 2.0 of ")
+    assert bench.Usage(10, 9, float("nan")).others_since(before) == "unknown here"
 
 
 def test_optimizers_are_timed_beside_those_of_torch(monkeypatch, capsys):
