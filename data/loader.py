@@ -140,8 +140,7 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Walk:
         step, offset = step + 1, found[-1][1]
         yield [row for row, _ in found], Position(step, index, offset)
     rule = "contiguous rows" if order.bos is None else f"documents that start with {order.bos}, cut"
-    most = f"Set --steps to at most {step:,}, or fewer --minutes"
-    fix = most if step else "Lower --batch-tokens or --data-start"
+    fix = f"Set --steps to at most {step:,}" if step else "Lower --batch-tokens or --data-start"
     raise ShardError(f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read "
                      f"as {rule}. {fix}, or add shards.")  # fmt: skip
 

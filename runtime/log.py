@@ -72,11 +72,8 @@ def source_hash(root: str | Path) -> str:
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """SHA-256 of the settings that all runs of one experiment share; --minutes sets `steps`."""
-    shared = {name: value for name, value in config.items() if name not in SETTINGS_OF_A_RUN}
-    if shared.get("minutes"):
-        del shared["steps"]
-    return json_hash(shared)
+    """SHA-256 of the settings that all runs of one experiment share."""
+    return json_hash({name: config[name] for name in config if name not in SETTINGS_OF_A_RUN})
 
 
 def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:

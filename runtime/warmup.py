@@ -3,7 +3,6 @@
 Also the choice whether to compile, and the dry run. `trainer` is that of train_gpt.py.
 """
 
-import gc
 import math
 import os
 import sys
@@ -145,23 +144,6 @@ def time_stages(trainer: Any, clock: Clock) -> list[tuple[int, float]]:
             take_steps(trainer, first, count)
         found.append((end - first, clock.phases[-1].ms / count))
     return found
-
-
-def steps_that_fill(minutes: float, trainer: Any) -> int:
-    """How many steps take these minutes on the clock, by a timing. Uses the trainer up."""
-    clock, machine = Clock(trainer.machine.synchronize), trainer.machine
-    warm_up(trainer, clock)
-    total_ms = sum(steps * ms for steps, ms in time_stages(trainer, clock))
-    step_ms = machine.on_main(lambda: total_ms / trainer.config.steps)
-    steps = round(minutes * 60_000 / step_ms)
-    if steps < 1:
-        raise Refused(f"--minutes {minutes:g}: a step takes {step_ms / 60_000:.2g} minutes. "
-                      f"Give it at least one step.")  # fmt: skip
-    machine.say(f"{minutes:g} minutes are {steps:,} steps of {step_ms:,.1f} ms")
-    trainer.__dict__.clear()  # else graphs and the cycles of optimizers keep it in memory
-    torch._dynamo.reset()
-    gc.collect()
-    return steps
 
 
 def dry_run(trainer: Any, clock: Clock) -> None:

@@ -26,7 +26,7 @@ from runtime.machine import Machine
 
 STEPS = 10
 SETTINGS = {
-    "steps": STEPS, "val_every": 5, "quick_vals": 0, "target": 1.0, "seq_len": 2, "batch_tokens": 4,
+    "steps": STEPS, "val_every": 5, "target": 1.0, "seq_len": 2, "batch_tokens": 4,
     "micro_batch": 4, "vocab_size": 50257, "bos": 50256, "device": "cpu", "sample_tokens": 0,
     "adam_lr": 0.1, "adam_accum_steps": 1,
 }  # fmt: skip

@@ -52,15 +52,15 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     monkeypatch.setitem(TRACKS, "tiny", rules)
     sizes = small_run.SIZES | {"target": TARGET}
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    config = record.ask_trainer(record.ROOT, ["--track=tiny", "--recipe=copyinit", *flags])
+    config = record.ask_trainer(record.ROOT, ["--track=tiny", "--recipe=record89", *flags])
     monkeypatch.setattr(record, "ask_trainer", lambda *_: config)  # it would refuse this track
-    words = ["Real", "--n", 4, "--seed", 7, "--about", "Why.", "--", "--recipe=copyinit", *flags]
+    words = ["Real", "--n", 4, "--seed", 7, "--about", "Why.", "--", "--recipe=record89", *flags]
     code, said = call(capsys, "claim", *words)
     assert code == 0, said
     assert "commit it with records/sources, then make its runs:" in said
     folder = next((tmp_path / "tiny").glob("*_Real"))
     logs, claim = tmp_path / "logs", folder / "claim.json"
-    assert json.loads(claim.read_text())["flags"][:3] == ["--track", "tiny", "--recipe=copyinit"]
+    assert json.loads(claim.read_text())["flags"][:3] == ["--track", "tiny", "--recipe=record89"]
     flags = {"claim": claim, "seed": 7, "trials": 4, "target": TARGET, "resume": "auto"}
     with signal_after(8, signal.SIGTERM):
         assert small_run.run(data, logs, **flags).code == 128 + signal.SIGTERM
@@ -126,7 +126,7 @@ def test_a_claim_that_breaks_a_rule_is_not_written(
 ):
     today = f"{record.datetime.now(record.UTC):%Y-%m-%d}_Good"
     shutil.copytree(folder, folder.with_name(today))
-    known = {"val_tokens": small_record.VAL_TOKENS, "recipe": "copyinit"}
+    known = {"val_tokens": small_record.VAL_TOKENS, "recipe": "record89"}
     config = make_claim().config | known | changed
     monkeypatch.setattr(record, "ask_trainer", lambda root, flags: config)
     before = contents(tmp_path)

@@ -69,7 +69,7 @@ def test_the_judge_and_the_trainer_have_the_same_rules(track):
     assert set(rules.fixed) <= known <= {*rules.fixed, "target", "val_tokens"}
 
 
-@pytest.mark.parametrize("layers", ["small", "small89", "plain8", "mixing89"])
+@pytest.mark.parametrize("layers", ["small", "small89", "plain8"])
 def test_a_claim_may_have_any_table_of_as_many_layers(layers):
     config = Config(**preset({"track": "small"}) | {"layers": layers})
     found = departures(vars(config), TRACKS["small"].fixed)
