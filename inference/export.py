@@ -3,26 +3,37 @@
 import importlib.util
 import json
 import shutil
-from dataclasses import asdict
+import textwrap
+from dataclasses import fields
+from inspect import formatannotation, getsource, isfunction
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from data.tokenizers import PATTERN
 from inference.model import Model, load_model
+from inference.one_file import Name, Rewrite, one_file, only_used
 from runtime.checkpoint import CONFIG, MODEL, VOCABULARY, verify
 from runtime.errors import Refused
-from train_gpt import GPT, SOFTCAPS, at, rotary_at
+from train_gpt import GPT, LAYERS, STAGES, Config, at
 
-MODELING = Path(__file__).with_name("modeling_speedrun.py")
+MODELING = "modeling_speedrun"  # the wrapper here, and the file of an export
 
-PIECES = ("smear", "attention_gates", "value_gates", "xsa", "biases", "ngrams")
-BY_TOKEN = ("embed", "lm_head", "lm_head_bias")  # rows for tokens; value embeddings have them too
+HEADER = '''"""A GPT from the speedrun trainer, for transformers. It needs torch and transformers.
 
-TOLERANCE = 2e-3  # on float32 logits, which are between 0 and 30; a wrong piece moves them by more
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+
+These are the trainer's own classes, as the export found them, and a wrapper at the end. To change
+them, change train_gpt.py and export again.
+
+Shapes: B rows, T tokens a row, H heads, D head dimension, C model dimension, V vocabulary.
+"""
+
+'''
+
+TOLERANCE = 1e-4  # on float32 logits, which are between 0 and 30: room for rounding only
 
 
 def export(kept: Path, to: Path) -> float:
@@ -57,38 +68,62 @@ def export(kept: Path, to: Path) -> float:
 
 
 def write_model(model: Model, folder: Path) -> None:
-    """Write weights, config.json and the forward pass."""
-    save_file(exported_weights(model.gpt), folder / MODEL, metadata={"format": "pt"})
+    """Write weights, config.json and the model's source."""
+    weights = {f"gpt.{name}": weight.detach() for name, weight in model.gpt.named_parameters()}
+    save_file(weights, folder / MODEL, metadata={"format": "pt"})
     write_json(folder / CONFIG, exported_config(model.gpt, model.facts))
-    shutil.copy(MODELING, folder)
+    (folder / f"{MODELING}.py").write_text(HEADER + model_source(model.config), encoding="utf-8")
 
 
-def exported_weights(model: GPT) -> dict[str, Tensor]:
-    """The parameters under their names, without the rows that only pad the vocabulary.
+def model_source(config: Config) -> str:
+    """The wrapper and the trainer's classes that it needs, with the settings and tables in use."""
+    written: dict[str, Rewrite] = {
+        "GPT": only_used,
+        "Config": lambda _, attributes: settings_source(config, attributes),
+        "LAYERS": lambda *_: table_source("LAYERS", config.layers, LAYERS[config.layers]),
+        "STAGES": lambda *_: table_source("STAGES", config.stages, STAGES[config.stages]),
+        "Attention": lambda *_: "Attention = PortableAttention",
+    }
+    return one_file(Name(f"inference.{MODELING}", "SpeedrunForCausalLM"), written)
 
-    The head is the one of the last step, and signs of bigrams become a tensor of int8.
-    """
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    weights["lm_head"] = model.output_weight.detach()
-    for name in weights:
-        if name in BY_TOKEN or name.startswith("value_embeds."):
-            weights[name] = weights[name][: model.config.vocab_size].clone()
-    if model.signs is not None:
-        weights["signs"] = model.signs.to(torch.int8)
-    return weights
+
+def settings_source(config: Config, attributes: set[str]) -> str:
+    """The class `Config`: settings that the model reads, with their values as defaults."""
+    lines = ["@dataclass(frozen=True)", "class Config:"]
+    lines += ['    """The settings of this model."""', ""]
+    for field in fields(config):
+        if field.name in attributes:
+            kind, value = formatannotation(field.type), getattr(config, field.name)
+            lines.append(f"    {field.name}: {kind} = {value!r}  # {field.metadata['about']}")
+    for name, member in vars(Config).items():
+        method: Any = member.fget if isinstance(member, property) else member
+        if name in attributes and isfunction(method) and not name.startswith("__"):
+            lines += ["", getsource(method).rstrip()]
+    return "\n".join(lines)
+
+
+def table_source(name: str, key: str, rows: list[Any]) -> str:
+    """A table that holds only these rows: layers or stages. They show what is no default."""
+    lines = [f"{name} = {{", f"    {key!r}: ["]
+    for number, row in enumerate(rows):
+        given = [f"{each.name}={value!r}" for each in fields(row)
+                 if (value := getattr(row, each.name)) != each.default]  # fmt: skip
+        text = f"{type(row).__name__}({', '.join(given)}),"
+        text = textwrap.fill(text, 92, subsequent_indent=" " * 4)
+        lines.append(textwrap.indent(text, " " * 8) + f"  # {number}")
+    return "\n".join([*lines, "    ],", "}"])
 
 
 def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
-    """config.json: what the modeling file needs, spelt out in numbers."""
+    """config.json: what transformers and other tools read, and the run."""
     config = model.config
-    frequency, scale = rotary_at(config, at(config, config.steps).stage_index)
     longest = config.max_document if config.document_mask else config.seq_len
     return {
         "architectures": ["SpeedrunForCausalLM"],
         "model_type": "speedrun",
         "auto_map": {
-            "AutoConfig": "modeling_speedrun.SpeedrunConfig",
-            "AutoModelForCausalLM": "modeling_speedrun.SpeedrunForCausalLM",
+            "AutoConfig": f"{MODELING}.SpeedrunConfig",
+            "AutoModelForCausalLM": f"{MODELING}.SpeedrunForCausalLM",
         },
         "dtype": "float32",
         "vocab_size": config.vocab_size,
@@ -98,32 +133,11 @@ def exported_config(model: GPT, facts: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": len(model.layers),
         "num_attention_heads": config.dim // config.head_dim,
         "head_dim": config.head_dim,
-        "mlp_width": config.mlp_ratio * config.dim,
         "max_position_embeddings": min(config.seq_len, longest),
         "use_cache": False,
         "tie_word_embeddings": False,
-        "layers": exported_layers(model),
-        "own_documents": config.document_mask,
-        "rotary_frequencies": frequency.tolist(),
-        "query_scale": scale.item(),
-        "softcap": list(SOFTCAPS[config.softcap]),
-        "scalars": list(model.scalar_init),
-        "value_tables": len(model.value_embeds),
-        "bigram_rows": 0 if model.bigram is None else len(model.bigram),
-        "sign_rows": 0 if model.signs is None else len(model.signs),
-        **{piece: getattr(config, piece) for piece in PIECES},
         "trained": {name: value for name, value in facts.items() if name != "config"},
     }
-
-
-def exported_layers(model: GPT) -> list[dict[str, Any]]:
-    """The layer table, with windows in tokens."""
-    windows = at(model.config, model.config.steps).windows
-    rows = []
-    for layer in model.layers:
-        offset = model.config.key_offset and layer.window == "long"
-        rows.append(asdict(layer) | {"window": windows[layer.window], "key_offset": offset})
-    return rows
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -155,19 +169,27 @@ def write_tokenizer(vocabulary: Path, folder: Path) -> None:
 def largest_difference(trained: Model, folder: Path) -> float:
     """The largest difference between an export's logits and the trainer's.
 
-    Refused if they are not the same: then the trainer has changed, and the modeling file has not.
+    Refused if they are not the same.
     """
-    from inference.modeling_speedrun import SpeedrunForCausalLM
-
     config = trained.config
     longest = max(at(config, config.steps).windows.values())
     count = min(2 * longest, config.seq_len)  # so that a document reaches beyond its window
     tokens = torch.arange(count).square().mul(7919).remainder(config.vocab_size).view(1, count)
     tokens[0, [0, count // 3]] = config.bos
-    exported = SpeedrunForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        apart = (exported(tokens).logits - trained.gpt.logits(tokens, count)).abs().max().item()
+    exported = load_class(folder).from_pretrained(folder, dtype=torch.float32)
+    logits = exported.requires_grad_(False)(tokens).logits
+    apart = (logits - trained.gpt.logits(tokens, count)).abs().max().item()
     if not apart <= TOLERANCE:
         raise Refused(f"the logits of the export differ by {apart:.2g} from those of train_gpt.py: "
-                      f"bring inference/{MODELING.name} up to date with it.")  # fmt: skip
+                      "the model that runs is not the one in its source.")  # fmt: skip
     return apart
+
+
+def load_class(folder: Path) -> Any:
+    """The model class of an export, from its file."""
+    spec = importlib.util.spec_from_file_location(MODELING, folder / f"{MODELING}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.SpeedrunForCausalLM

@@ -2,9 +2,9 @@
 
     python scripts/export_model.py checkpoints/RUN --to my-model
 
-The folder holds the weights, config.json, the forward pass in one file, and for `tiny` and `small`
-the tokenizer; docs/export.md shows its use. Needs transformers, which computes the logits that are
-compared with the trainer's. Exit code: 0 done, 2 bad input or a setting that cannot be exported.
+The folder holds the weights, config.json, the trainer's model classes in one file, and for `tiny`
+and `small` the tokenizer; docs/export.md shows its use. Needs transformers, which computes the
+logits that are compared with the trainer's. Exit code: 0 done, 2 bad input.
 """
 
 import sys

@@ -8,28 +8,34 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_model import EVERY_RECIPE, make_model, small
+from torch import nn
+from torch.nn import functional as F
 
-import inference.export
 import train_gpt
 from data.tokenizers import PROSE, read_tokenizer
-from inference.export import MODELING, export, exported_layers, write_model
+from inference.export import export, load_class, write_model
 from inference.model import load_model
 from runtime.checkpoint import VOCABULARY, save_final
 from runtime.errors import Refused
 from scripts.export_model import main
 from train_gpt import STAGES, Stage
 
+ROOT = Path(__file__).resolve().parents[1]
 NAMES = [f"{track}-{recipe}" for track, recipe in EVERY_RECIPE]
+every_recipe = pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE, ids=NAMES)
 # Windows shorter than a row, and tables with rows that only pad the vocabulary: 100 of 128.
 SIZES: dict[str, Any] = {"window_block": 2, "val_window": 20, "ngrams": 4}
 LENGTHS = (1, 2, 33, 70)
 SMALL = small("short", "record89", **SIZES)
+EXACT = {"rtol": 0, "atol": 5e-6}  # logits are between 0 and 30
 
 MISSING = importlib.util.find_spec("transformers") is None
 
@@ -50,7 +56,7 @@ def trained(config, dtype=torch.float32):
             spread = 1.0 if parameter.ndim < 2 or "embed" in name else parameter.size(0) ** -0.5
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(spread * noise + (1.0 if name.endswith("gain") else 0.0))
-    return model
+    return model.requires_grad_(False)
 
 
 def keep(model, folder, tokenizer="gpt2"):
@@ -72,228 +78,195 @@ def tokens_of(config, length):
     return tokens
 
 
-def targets_of(tokens):
-    """Two targets for each token."""
-    return torch.stack([(tokens * 7 + 3) % 100, (tokens * 11 + 5) % 100])
+def next_token_loss(logits, tokens):
+    chosen = logits[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+    return (logits[:, :-1].exp().sum(-1).log() - chosen).mean()
 
 
-def preference(model, tokens):
-    """By how much the trainer's model prefers the first of the two targets: of logits, too.
-
-    In the difference of two losses the sum over the vocabulary cancels, with all that pads it.
-    """
-    with torch.no_grad():
-        first, second = (model.token_losses(tokens, targets) for targets in targets_of(tokens))
-    return second - first
+# ---- The model of the exported file, without transformers
 
 
-def exported_preference(logits, tokens):
-    first, second = logits.gather(2, targets_of(tokens).permute(1, 2, 0)).unbind(2)
-    return first - second
+class Base(nn.Module):
+    """As PreTrainedModel, which the exported model calls for nothing else."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def post_init(self):
+        pass
 
 
-# ---- Loaded by transformers, in a process that knows nothing of this repository
+def without_transformers():
+    """Stand-ins for the few names of transformers that the exported file imports."""
+    names = {
+        "transformers": {
+            "PreTrainedModel": Base, "PretrainedConfig": object, "GenerationMixin": object,
+        },
+        "transformers.modeling_outputs": {"CausalLMOutput": mock.Mock},
+        "transformers.utils": {"can_return_tuple": lambda forward: forward},
+    }  # fmt: skip
+    modules = {name: ModuleType(name) for name in names}
+    for name, members in names.items():
+        vars(modules[name]).update(members)
+    return mock.patch.dict(sys.modules, modules)
 
-USER = """
-import importlib.util
-from pathlib import Path
+
+def exported_again(model, folder):
+    """The model that an export's file defines, filled with its weights."""
+    write_model(load_model(keep(model, folder / "kept"), "cpu", torch.float32), folder)
+    with without_transformers():
+        exported = load_class(folder)(None)
+    exported.load_state_dict(load_file(folder / "model.safetensors"))
+    return exported.requires_grad_(False)
+
+
+@every_recipe
+def test_the_exported_file_computes_what_the_trainer_computes(track, recipe, tmp_path):
+    model = trained(small(track, recipe, **SIZES))
+    exported = exported_again(model, tmp_path)
+    for length in LENGTHS:
+        tokens = tokens_of(model.config, length)
+        logits = exported(tokens).logits
+        assert logits.shape == (2, length, model.config.vocab_size)
+        torch.testing.assert_close(logits, model.logits(tokens, length), **EXACT)
+
+
+def test_the_head_is_that_of_the_last_step(tmp_path, monkeypatch):
+    early = Stage(0.5, short=2, long=10, tied=True)
+    for name, late in (("tied", early), ("untied", replace(early, tied=False))):
+        monkeypatch.setitem(STAGES, name, [early, late])
+        model = trained(small("short", stages=name))
+        tokens = tokens_of(model.config, 33)
+        exported = exported_again(model, tmp_path / name)
+        torch.testing.assert_close(exported(tokens).logits, model.logits(tokens, 33), **EXACT)
+
+
+CHANGE = """
+
+from kernels import bend as bending
+
+_norm, TABLE = norm, {}
+TABLE["share"] = 0.25
+
+
+def norm(x, gain=None):
+    return bending.bend(_norm(x, gain), TABLE["share"])
+"""
+BEND = """'An operator; its helpers have names that those of others have too.'
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-assert importlib.util.find_spec("train_gpt") is None
-for folder in sorted(Path("exported").iterdir()):
-    given, found = load_file(f"tokens/{folder.name}.safetensors"), {}
-    for dtype in ("float32", "bfloat16"):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=True, dtype=getattr(torch, dtype), output_loading_info=True
-        )
-        assert not any(info.values()), info
-        with torch.no_grad():
-            for length, tokens in given.items():
-                found[f"{dtype}-{length}"] = model(tokens).logits
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert model.dtype == torch.float32
-    tokens = given["33"]
-    with torch.no_grad():
-        found["loss"] = model(tokens, labels=tokens).loss
-        found["generated"] = model.generate(
-            tokens[:1], max_new_tokens=5, do_sample=False, eos_token_id=None
-        )
-        found["next"] = model(found["generated"]).logits.argmax(-1)
-        padded = torch.cat([tokens, tokens[:, :4]], dim=1)
-        seen = torch.ones_like(padded)
-        seen[:, 33:] = 0
-        found["padded"] = model(padded, attention_mask=seen).logits[:, :33].contiguous()
-        grown = seen.clone()
-        grown[:, -1] = 1  # what `generate` appends
-        for refused in (seen.flip(1), grown):
-            try:
-                model(padded, attention_mask=refused)
-            except ValueError as error:
-                assert "pad on the right" in str(error)
-            else:
-                raise AssertionError("text after padding passed")
-    save_file(found, f"found/{folder.name}.safetensors")
+@torch.library.custom_op("speedrun::bend", mutates_args=())
+def bend(x: torch.Tensor, share: float) -> torch.Tensor:
+    return x + share * x.square()
+
+def _save(ctx, inputs, output):
+    ctx.x, ctx.share = inputs
+
+def _differentiate(ctx, grad):
+    return grad * (1 + 2 * ctx.share * ctx.x), None
+
+bend.register_autograd(_differentiate, setup_context=_save)
+UNUSED = None
+"""
+COMPARE = """
+from test_export import *
+
+model = trained(SMALL)
+exported, tokens = exported_again(model, Path("exported")), tokens_of(SMALL, 33)
+for each, compute in ((model, model.logits), (exported, lambda tokens, _: exported(tokens).logits)):
+    each.requires_grad_(True)
+    next_token_loss(compute(tokens, 33), tokens).backward()
+torch.testing.assert_close(exported.gpt.embed.grad, model.embed.grad, **EXACT)
+print(model.embed.grad.abs().sum().item())
 """
 
 
-def as_a_user(code, place):
-    """Run code in a folder, in a process that cannot import this repository or reach a hub."""
-    env = {"HF_HOME": str(place / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    env["PATH"] = os.environ["PATH"]
-    words = [sys.executable, "-c", code]
-    return subprocess.run(words, cwd=place, env=env, capture_output=True, text=True)
+def test_a_changed_trainer_changes_the_export(tmp_path):
+    found = []
+    for change in ("", CHANGE):
+        clone = tmp_path / ("changed" if change else "same")
+        for name in ("data", "inference", "kernels", "optim", "runtime", "scripts"):
+            shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("*.bin"))
+        trainer = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+        (clone / "train_gpt.py").write_text(trainer + change, encoding="utf-8")
+        (clone / "kernels" / "bend.py").write_text(BEND, encoding="utf-8")
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        words = [sys.executable, "-c", COMPARE]
+        done = subprocess.run(words, cwd=clone, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(done.stdout)
+        source = (clone / "exported" / "modeling_speedrun.py").read_text(encoding="utf-8")
+        assert ("def bend(" in source) == bool(change)
+        assert "UNUSED" not in source, "what the model does not use stays out"
+    assert found[0] != found[1]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """By recipe, what transformers computes with its exported model."""
-    place = tmp_path_factory.mktemp("user")
-    for name in ("tokens", "found"):
-        (place / name).mkdir()
-    for (track, recipe), name in zip(EVERY_RECIPE, NAMES, strict=True):
-        config = small(track, recipe, **SIZES)
-        export(keep(trained(config), place / "kept" / name), place / "exported" / name)
-        tokens = {str(length): tokens_of(config, length) for length in LENGTHS}
-        save_file(tokens, place / "tokens" / f"{name}.safetensors")
-    done = as_a_user(USER, place)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: load_file(place / "found" / f"{name}.safetensors") for name in NAMES}
+def wrapped(tmp_path_factory):
+    return exported_again(trained(SMALL), tmp_path_factory.mktemp("wrapped"))
 
 
-@needs_transformers
-@pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE, ids=NAMES)
-def test_the_exported_model_has_the_logits_of_the_trained_one_to_rounding(track, recipe, found):
-    config, computed = small(track, recipe, **SIZES), found[f"{track}-{recipe}"]
-    model = trained(config)
-    for length in LENGTHS:
-        tokens = tokens_of(config, length)
-        logits = computed[f"float32-{length}"]
-        assert logits.shape == (2, length, config.vocab_size)
-        exact = preference(model, tokens)
-        torch.testing.assert_close(exported_preference(logits, tokens), exact, rtol=1e-4, atol=2e-4)
-    rounded = preference(trained(config, torch.bfloat16), tokens)  # of the last length
-    exported = exported_preference(computed[f"bfloat16-{length}"], tokens)
-    rounding = (rounded - exact).abs().mean()
-    assert 0 < rounding < 1, "of logits that lie some 10 apart"
-    assert (exported - rounded).abs().mean() < 1.5 * rounding
-    assert (exported - exact).abs().mean() < 1.5 * rounding
+def test_the_loss_is_that_of_the_tokens_with_a_label_and_0_without_any(wrapped):
+    tokens = tokens_of(SMALL, 33)
+    everything = wrapped(tokens, labels=tokens)
+    torch.testing.assert_close(everything.loss, next_token_loss(everything.logits, tokens))
+    labels = tokens.clone()
+    labels[:, 20:] = -100
+    some = next_token_loss(everything.logits[:, :20], tokens[:, :20])
+    torch.testing.assert_close(wrapped(tokens, labels=labels).loss, some)
+    of_ten = wrapped(tokens, labels=labels, num_items_in_batch=10).loss
+    torch.testing.assert_close(of_ten, some * 2 * 19 / 10)
+    assert wrapped(tokens, labels=torch.full_like(tokens, -100)).loss == 0
 
 
-@needs_transformers
-@pytest.mark.parametrize("name", NAMES)
-def test_it_generates_the_likeliest_its_loss_is_that_of_next_tokens_and_padding_changes_nothing(
-    name, found
-):
-    generated = found[name]["generated"]
-    assert generated.shape == (1, 38)
-    assert torch.equal(generated[0, 33:], found[name]["next"][0, 32:37])
-    logits = found[name]["float32-33"]
-    track, recipe = name.split("-")
-    tokens = tokens_of(small(track, recipe, **SIZES), 33)
-    chosen = logits[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
-    expected = (logits[:, :-1].exp().sum(-1).log() - chosen).mean()
-    torch.testing.assert_close(found[name]["loss"], expected)
-    torch.testing.assert_close(found[name]["padded"], logits, rtol=1e-4, atol=1e-4)
+def test_copies_of_an_export_and_the_trainer_work_side_by_side(wrapped, tmp_path):
+    """Each has operators of its own; torch crashes if a second one takes the name of the first."""
+    model, tokens = trained(SMALL), tokens_of(SMALL, 33)
+    exact = model.logits(tokens, 33)
+    for each in (exported_again(model, tmp_path), wrapped):
+        torch.testing.assert_close(each(tokens).logits, exact, **EXACT)
+    torch.testing.assert_close(model.logits(tokens, 33), exact, **EXACT)
 
 
-@pytest.fixture(scope="module")
-def vocabulary():
-    return PROSE
+def test_padding_on_the_right_changes_nothing(wrapped):
+    tokens = tokens_of(SMALL, 33)
+    padded, mask = F.pad(tokens, (0, 4), value=SMALL.bos), torch.ones(2, 37)
+    mask[:, 33:] = 0
+    logits = wrapped(padded, attention_mask=mask).logits[:, :33]
+    torch.testing.assert_close(logits, wrapped(tokens).logits)
 
 
-@pytest.fixture(scope="module")
-def exported(vocabulary, tmp_path_factory):
-    """An export of a model that brings its vocabulary along."""
-    place, size = tmp_path_factory.mktemp("place"), read_tokenizer(vocabulary).n_vocab
-    model = trained(small("tiny", "muon", vocab_size=size, bos=size - 1))
-    export(keep(model, place / "kept", vocabulary), place / "my-model")
-    return place / "my-model"
+def test_logits_are_kept_by_number_or_by_place(wrapped):
+    tokens = tokens_of(SMALL, 33)
+    everything = wrapped(tokens).logits
+    torch.testing.assert_close(wrapped(tokens, logits_to_keep=5).logits, everything[:, -5:])
+    places = torch.tensor([3, 17])
+    torch.testing.assert_close(wrapped(tokens, logits_to_keep=places).logits, everything[:, places])
 
 
-@needs_transformers
-def test_the_example_of_the_docs_writes_on_from_its_prompt(exported):
-    page = Path(__file__).parents[1] / "docs" / "export.md"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    done = as_a_user(code, exported.parent)
-    prompt = "def multiply(a, b):\n"
-    assert done.stdout.startswith(prompt), done.stderr[-3000:]
-    assert len(done.stdout) > len(prompt) + 10
+def test_what_the_exported_model_cannot_take_is_refused_in_a_sentence(wrapped):
+    tokens = tokens_of(SMALL, 33)
+    for mask in ([0] * 4 + [1] * 29, [1] * 20 + [0] * 12 + [1]):
+        with pytest.raises(ValueError, match="pad on the right"):
+            wrapped(tokens, attention_mask=torch.tensor([mask, mask]))
+    with pytest.raises(ValueError, match="Give input_ids"):
+        wrapped(inputs_embeds=torch.zeros(2, 33, 32))
+    with pytest.raises(ValueError, match="71 tokens: the model reads at most 70"):
+        wrapped(tokens_of(SMALL, 71))
+    with pytest.raises(ValueError, match="its size cannot change"):
+        wrapped.resize_token_embeddings(101)
 
 
-@needs_transformers
-def test_the_exported_tokenizer_splits_text_as_tiktoken_does(exported, vocabulary):
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(exported)
-    known = read_tokenizer(vocabulary)
-    texts = ["", " ", "a  b\t\t\r\n c", "ünï\u00a0 \u2028 🙂", "  \n  x"]
-    texts += [Path(__file__).read_text(encoding="utf-8"), "0123 4567  89", "x" * 50, "\n" * 9]
-    for text in texts:
-        ids = tokenizer(text)["input_ids"]
-        assert ids == [known.eot_token, *known.encode_ordinary(text)]
-        assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-@needs_transformers
-def test_a_vocabulary_that_has_changed_is_not_exported(exported, tmp_path):
-    kept = shutil.copytree(exported.parent / "kept", tmp_path / "kept") / "final"
-    with (kept / VOCABULARY).open("ab") as file:
-        file.write(b"\n")
-    with pytest.raises(Refused, match=VOCABULARY):
-        export(kept, tmp_path / "exported")
-
-
-def another_trainer(patch):
-    patch.setattr(train_gpt, "offset_keys", lambda k_BTHD, begins_BT11: k_BTHD)
-
-
-def another_window(patch):
-    longer = [layer | {"window": layer["window"] + 1} for layer in exported_layers(trained(SMALL))]
-    patch.setattr(inference.export, "exported_layers", lambda model: longer)
-
-
-@needs_transformers
-@pytest.mark.parametrize("change", [another_trainer, another_window])
-def test_an_export_that_computes_something_else_is_refused(change, tmp_path, monkeypatch):
-    kept = keep(trained(SMALL), tmp_path)
-    change(monkeypatch)
-    with pytest.raises(Refused, match=r"logits of the export differ by .* from those of train_gpt"):
-        export(kept, tmp_path / "exported")
-    assert sorted(tmp_path.iterdir()) == [kept], "nothing of it is left"
-
-
-# ---- Without transformers
-
-
-def written(config, folder):
-    """The weights and the facts of an export that is not compared."""
-    model = load_model(keep(trained(config), folder / "kept"), "cpu", torch.float32)
-    write_model(model, folder)
-    facts = json.loads((folder / "config.json").read_text())
-    return load_file(folder / "model.safetensors"), facts
-
-
-def test_an_export_is_the_weights_the_facts_and_the_forward_pass(tmp_path):
-    weights, facts = written(SMALL, tmp_path)
-    assert (tmp_path / MODELING.name).read_bytes() == MODELING.read_bytes()
-    for name in ("embed", "value_embeds.0", "lm_head"):
-        assert weights[name].shape == (100, 32), "100 tokens, without the 28 rows of padding"
-    windows = [row["window"] for row in facts["layers"]]
-    assert windows == [12, 12, 12, 20, *[12] * 6, 20]
-    assert [row["key_offset"] for row in facts["layers"]] == [count == 20 for count in windows]
+def test_an_export_holds_the_trained_weights_and_the_facts_of_its_run(tmp_path):
+    model = trained(SMALL)
+    exported_again(model, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.pop(f"gpt.{name}"), parameter)
+    assert not weights
+    facts = json.loads((tmp_path / "config.json").read_text())
+    assert (facts["vocab_size"], facts["hidden_size"], facts["num_hidden_layers"]) == (100, 32, 11)
     assert facts["trained"]["tokenizer"] == "gpt2"
-
-
-def test_the_exported_head_is_that_of_the_last_step(tmp_path, monkeypatch):
-    early, late = Stage(0.7, short=10, long=20, tied=True), Stage(0.3, short=10, long=20)
-    monkeypatch.setitem(STAGES, "tied at last", [early, replace(late, tied=True)])
-    weights, _ = written(small("tiny", "muon", stages="tied at last"), tmp_path / "tied")
-    assert torch.equal(weights["lm_head"], weights["embed"])
-    monkeypatch.setitem(STAGES, "tied at first", [early, late])
-    weights, _ = written(small("tiny", "muon", stages="tied at first"), tmp_path / "untied")
-    assert not torch.equal(weights["lm_head"], weights["embed"])
 
 
 def refusal(kept, tmp_path, capsys):
@@ -312,3 +285,116 @@ def test_what_cannot_be_exported_is_refused(tmp_path, capsys, monkeypatch):
         assert "python -m pip install transformers" in refusal(kept, tmp_path, capsys)
     (tmp_path / "exported").mkdir()
     assert "exported exists: an export begins with a new folder" in refusal(kept, tmp_path, capsys)
+
+
+# ---- Loaded by transformers, in a process that knows nothing of this repository
+
+USER = """
+import importlib.util
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+assert importlib.util.find_spec("train_gpt") is None
+
+def load(folder, **options):
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, **options
+    )
+    assert not any(info.values()), info
+    return model
+
+tokens, exact, rounded = load_file("computed.safetensors").values()
+model = load("exported").requires_grad_(False)
+logits = model(tokens).logits
+torch.testing.assert_close(logits, exact, rtol=0, atol=5e-6)
+rounding = (rounded - exact).abs().mean()
+assert 0 < rounding < 0.5, "of logits that are some 10 apart"
+assert (load("exported", dtype=torch.bfloat16)(tokens).logits - rounded).abs().mean() < rounding
+
+loss, _ = model(tokens, labels=tokens, return_dict=False)
+text = model.generate(tokens[:1], max_new_tokens=5, do_sample=False, eos_token_id=None)
+assert text.shape == (1, 38)
+assert torch.equal(text[0, 33:], model(text).logits[0, 32:37].argmax(-1))
+
+model.requires_grad_(True)
+model(tokens, labels=tokens).loss.backward()
+with torch.no_grad():
+    model.gpt.embed -= 0.1 * model.gpt.embed.grad
+assert model(tokens, labels=tokens).loss < loss
+model.save_pretrained("tuned")
+torch.testing.assert_close(load("tuned")(tokens).logits, model(tokens).logits)
+"""
+
+
+def as_a_user(code, place):
+    """Run code in a folder, in a process that cannot import this repository or reach a hub."""
+    env = {"HF_HOME": str(place / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env["PATH"] = os.environ["PATH"]
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, cwd=place, env=env, capture_output=True, text=True)
+
+
+@needs_transformers
+@pytest.mark.parametrize(("track", "recipe"), [("short", "record89"), ("steps", "record42")])
+def test_transformers_loads_the_trained_model_and_generates_and_tunes_it(track, recipe, tmp_path):
+    config = small(track, recipe, **SIZES)
+    model, rounded = trained(config), trained(config, torch.bfloat16)
+    export(keep(model, tmp_path / "kept"), tmp_path / "exported")
+    tokens = tokens_of(config, 33)
+    computed = [tokens, model.logits(tokens, 33), rounded.logits(tokens, 33)]
+    named = {str(number): tensor.contiguous() for number, tensor in enumerate(computed)}
+    save_file(named, tmp_path / "computed.safetensors")
+    done = as_a_user(USER, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """An export of a model that brings its vocabulary along."""
+    place, size = tmp_path_factory.mktemp("place"), read_tokenizer(PROSE).n_vocab
+    model = trained(small("short", vocab_size=size, bos=size - 1))
+    export(keep(model, place / "kept", PROSE), place / "my-model")
+    return place / "my-model"
+
+
+@needs_transformers
+def test_the_example_of_the_docs_writes_on_from_its_prompt(exported):
+    page = ROOT / "docs" / "export.md"
+    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    done = as_a_user(code, exported.parent)
+    prompt = code.split('tokenizer("')[1].split('"')[0]
+    assert done.stdout.startswith(prompt), done.stderr[-3000:]
+    assert len(done.stdout) > len(prompt) + 10
+
+
+@needs_transformers
+def test_the_exported_tokenizer_splits_text_as_tiktoken_does(exported):
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(exported)
+    known = read_tokenizer(PROSE)
+    texts = ["", " ", "a  b\t\t\r\n c", "ünï\u00a0 \u2028 🙂", "  \n  x"]
+    texts += [Path(__file__).read_text(encoding="utf-8"), "0123 4567  89", "x" * 50, "\n" * 9]
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [known.eot_token, *known.encode_ordinary(text)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+@needs_transformers
+def test_a_vocabulary_that_has_changed_is_not_exported(exported, tmp_path):
+    kept = shutil.copytree(exported.parent / "kept", tmp_path / "kept") / "final"
+    with (kept / VOCABULARY).open("ab") as file:
+        file.write(b"\n")
+    with pytest.raises(Refused, match=VOCABULARY):
+        export(kept, tmp_path / "exported")
+
+
+@needs_transformers
+def test_an_export_that_computes_something_else_is_refused(tmp_path, monkeypatch):
+    kept = keep(trained(SMALL), tmp_path)
+    monkeypatch.setattr(train_gpt, "offset_keys", lambda k_BTHD, begins_BT11: k_BTHD)
+    with pytest.raises(Refused, match=r"logits of the export differ by .* from those of train_gpt"):
+        export(kept, tmp_path / "exported")
+    assert sorted(tmp_path.iterdir()) == [kept], "nothing of it is left"
