@@ -42,14 +42,7 @@ from data.shards import ShardError, audit
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.eager import lookup, rms_norm, squared_relu
-from kernels.head import (
-    HEADS,
-    capped,
-    choose_head,
-    linear_cross_entropy,
-    plain_cross_entropy,
-    sum_losses,
-)
+from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
 from runtime.checkpoint import plan_runs
@@ -1222,11 +1215,11 @@ class Trainer:
         # float64: adding ten million token losses in float32 would cost digits.
         device = self.machine.device
         total, scored = torch.zeros((), dtype=optim.widest(device), device=device), 0
-        eager = self.loss is self.model and self.model.head == "plain"  # adds up losses of tokens
+        eager = self.loss is self.model and self.model.head == "plain"
         for batch in self.data.validation if batches is None else batches:
             if eager:
                 self.val_losses.append(self.token_losses(batch))
-                total += sum_losses(self.val_losses[-1])
+                total += self.val_losses[-1].sum(dtype=total.dtype)
             else:
                 total += self.batch_loss(batch, self.data.val_longest)
             scored += batch.targets.numel()

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from data.copied import pair_distances
 from data.shards import Settings, Shard, ShardError, Tokens, find_shards
 
-# The last tokens of the race's text, as many as it validates on, are no training data: each run is
-# scored on them at its end, and nothing is ever chosen by that loss. Counted from the end of the
-# last training shard, so that no hash of the data changes. Other texts have no such slice.
-HELD_OUT = 262_144
+# The last tokens of the race's text, a quarter of what it validates on, are no training data: each
+# run is scored on them at its end, and nothing is ever chosen by that loss. Counted from the end of
+# the last training shard, so that no hash of the data changes. Other texts have no such slice.
+HELD_OUT = 65_536
 PROSE = "be27130d408f4ce8"  # how the hash of the text's validation tokens begins
 
 Files = Sequence[str | Path]
@@ -294,7 +294,7 @@ def validation_tokens(files: Files, tokens: int) -> Tokens:
 def held_out_tokens(files: Files, settings: Settings) -> tuple[Tokens, int]:
     """Return the held-out tokens to score, and how many the training data must leave out.
 
-    The tokens are as many as in validation, with the one before them; none for another text.
+    The tokens are at most as many as in validation, with the one before them; none for other texts.
     """
     shard = Shard(files[-1])
     known = settings["val_sha256"] and PROSE.startswith(settings["val_sha256"])

@@ -245,16 +245,6 @@ def plain_cross_entropy(
     return torch.stack(losses).sum(0) if reduction == "sum" else torch.cat(losses)
 
 
-def sum_losses(losses: Tensor) -> Tensor:
-    """The sum of token losses (N,), to the bit as `plain_cross_entropy` without gradients has it.
-
-    Its sum of a chunk is that of nll_loss, whose order of additions is not that of `Tensor.sum`.
-    """
-    parts = [F.nll_loss(-part.unsqueeze(1), torch.zeros_like(part, dtype=torch.int64),
-                        reduction="sum") for part in losses.split(SCORING_CHUNK)]  # fmt: skip
-    return torch.stack(parts).sum(0)
-
-
 def fp8_obstacle(device: torch.device, dtype: torch.dtype, dim: int, vocab: int) -> str | None:
     """Why the FP8 head cannot run here; None if it can."""
     nvidia = device.type == "cuda" and not torch.version.hip
