@@ -33,7 +33,7 @@ MOST_PAIRS = 100
 JUDGEMENTS = "judgements.jsonl"
 UNITS = {"loss": "nats per token", "time": "seconds"}
 # What both arms must share, else their figures do not mean the same.
-SHARED = {"loss": ("steps", "minutes"), "time": ()}
+SHARED = {"loss": ("steps",), "time": ()}
 ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "val_window",
                  "val_sha256", "data_dir")  # fmt: skip
 
@@ -114,8 +114,7 @@ def require_comparable(arms: Sequence[Arm], metric: str) -> None:
     a, b = arms
     for name in (*ALWAYS_SHARED, *SHARED[metric]):
         mine, other = a.config.get(name), b.config.get(name)
-        timed = name == "steps" and a.config.get("minutes")  # a timing sets them
-        if mine != other and None not in (mine, other) and not timed:  # older sources lack some
+        if mine != other and None not in (mine, other):  # older sources lack some
             raise Refused(f"{name} is {mine} in A and {other} in B: judge {metric} with the same.")
 
 

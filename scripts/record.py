@@ -45,7 +45,7 @@ def claim(arguments: argparse.Namespace) -> int:
         judged = find_judged(arguments.judgements, arguments.from_judgement, sha256)
         flags = judged["B"]["flags"] + flags
     seeds = fresh_seeds(arguments.seed, arguments.n, Path("logs"), arguments.judgements, RECORDS)
-    if named := {word.partition("=")[0] for word in flags} & {"--seed", "--trials", "--minutes"}:
+    if named := {word.partition("=")[0] for word in flags} & {"--seed", "--trials"}:
         raise Refused(f"{', '.join(sorted(named))}: a claim fixes steps, runs and seeds. Omit it.")
     config = ask_trainer(ROOT, flags)
     for name in ("recipe", "track"):  # their defaults may change, or depend on the machine
