@@ -106,20 +106,20 @@ def try_largest_micro_batch(trainer: Any) -> None:
 
 
 def rehearse(trainer: Any) -> None:
-    """Take steps of every stage and validate batches of every shape: all graphs compile here.
+    """Take steps of every stage and validate batches of every shape.
 
-    Eager code on a CPU has no graphs. One step of each optimizer touches its memory.
+    All graphs compile here, and what cannot run fails now. Eager code on a CPU has no graphs, so
+    one update of each optimizer and the last validation are enough.
     """
     config = trainer.config
-    if trainer.machine.device.type == "cpu" and trainer.loss is trainer.model:
-        take_steps(trainer, 0, min(config.adam_accum_steps, config.steps))
-        return
+    eager = trainer.machine.device.type == "cpu" and trainer.loss is trainer.model
     # Some gradients are 0 until the head has moved.
-    take_steps(trainer, 0, min(2 * config.adam_accum_steps, config.steps))
+    updates = 1 if eager else 2
+    take_steps(trainer, 0, min(updates * config.adam_accum_steps, config.steps))
     shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
-    for first, *_ in trainer.changes:
+    for first, *_ in trainer.changes[1:] if eager else trainer.changes:
         take_steps(trainer, first, 1)
-    for step in (0, config.steps):  # the head may be tied at first
+    for step in (config.steps,) if eager else (0, config.steps):  # the head may be tied at first
         trainer.validate(step, list(shapes.values()))
     if not trainer.val_losses:  # the loss is compiled, and `score` will run the model that is not
         with torch.no_grad():

@@ -198,7 +198,7 @@ def test_a_plan_that_cannot_work_is_refused_before_anything_runs(project, capsys
 def test_two_runs_go_side_by_side_and_a_signal_ends_both(number, project):
     plan = {"flags": "--sleep", "seeds": [0], "arms": {"a": "", "b": "--x", "c": "--y"}}
     Path("plan.json").write_text(json.dumps(plan))
-    words = [sys.executable, sweep.__file__, "plan.json", "--source", "."]
+    words = [sys.executable, sweep.__file__, "plan.json", "--source", ".", "--jobs", "2"]
     with subprocess.Popen(words) as process:
         for _ in range(600):
             if len(list(Path("logs").rglob("asleep"))) == 2:
