@@ -8,6 +8,7 @@ as the guard's flag says. A step is `launch` (send gradients), `measure` (their 
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, wh
 from .state import State, names_of, params_of
 
 Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
+HEARD = ("cpu", "cuda")  # devices whose copies to the host arrive without a wait
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -32,6 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
     that are already reduced: these are only divided. compiled: whether to compile `new_values`;
     None: only on CUDA. State is kept in buckets: read it with `named_state` or `state_dict`.
+    `failed` (parameters,) counts the matrices that the last step left as they were, see
+    `new_values`; the first one of all steps is a warning on rank 0.
     """
 
     RANGES: ClassVar[dict[str, tuple[float, float]]] = dict.fromkeys(
@@ -128,6 +132,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             alike.setdefault(param.dtype, []).extend(self._parts[param])
         for parts in alike.values():
             self._share(parts)
+        self.failed = torch.zeros(len(names), dtype=torch.float32, device=first.device)
+        self._failed_ever, self._warned = torch.zeros_like(self.failed), False
+        pinned = first.device.type == "cuda"  # to be copied into without a wait
+        self._heard = torch.zeros(len(names), dtype=torch.float32, pin_memory=pinned)
 
     def _members(self) -> list[tuple[Any, ...]]:
         """What parts are cut by: the groups, and how their parameters are stored."""
@@ -232,7 +240,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def commit(self, ok: Tensor | bool) -> None:
         """Step all buckets where `ok` is true and send the new weights."""
-        self._gathers: list[Callable[[], None]] = []
+        self._gathers: list[Callable[[], Any]] = []
+        self.failed = torch.zeros_like(self.failed)
         if self._device.type in READ_AT_ONCE and not ok:
             return
         taken = self._present & ok  # which parameters to step
@@ -243,6 +252,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for bucket in message.buckets:
                 self._step(bucket, taken)
             self._gathers.append(message.gather(segment))
+        if self.ranks.size > 1 and not self.elementwise:
+            work = dist.all_reduce(self.failed, group=self.ranks.group, async_op=True)
+            self._gathers.append(work.wait)
 
     def finish(self) -> None:
         """Receive the weights that other ranks own, and write them into the parameters."""
@@ -251,6 +263,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gathers = []
         for bucket in self.buckets:
             bucket.sums = bucket.fresh = bucket.old = None
+        self._warn()
+
+    def _warn(self) -> None:
+        """Once, on rank 0, say that a matrix kept its weights. On a GPU some steps late."""
+        if self.elementwise or self._warned or self._device.type not in HEARD:
+            return
+        self._failed_ever += self.failed
+        # Read whatever has arrived: the counts only grow.
+        self._heard.copy_(self._failed_ever, non_blocking=True)
+        if not self._heard.any():
+            return
+        self._warned = True
+        alone = self.ranks.size == 1 and dist.is_available() and dist.is_initialized()
+        if (dist.get_rank() if alone else self.ranks.rank) == 0:  # alone: DDP has equal ranks
+            name = [*self._names.values()][int(self._heard.argmax())]
+            what = f"{type(self).__name__} orthogonalized parameter {name} to values not finite"
+            fix = "if that happens often, give it dtype=torch.float32 or backend='plain'"
+            warnings.warn(f"{what}, so its weights stay; {fix}. Said once.", stacklevel=2)
 
     def _step(self, bucket: Bucket, taken: Tensor) -> None:
         flagged = taken[bucket.numbers]  # of each matrix
@@ -274,7 +304,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 given["t"] = counter[matrices] + 1
             flag = None if flags is None else flags[matrices]
             stacks = stack(gradients), stack(weights)
-            new, *fresh = stepped(method, *stacks, state, flag, divisor, given)
+            new, *rest = stepped(method, *stacks, state, flag, divisor, given)
+            fresh, failed = rest[: len(state)], rest[len(state) :]
+            for each in failed:  # of matrices; elementwise methods have none
+                self.failed.index_add_(0, bucket.numbers[matrices], each.to(self.failed.dtype))
             if target is None:
                 copy_all(weights, new.split([len(part) for part in weights]))
             else:
@@ -393,13 +426,17 @@ def new_values(
     method: Callable[..., tuple[Tensor, ...]], gradients: Tensor, weights: Tensor,
     state: list[Tensor], taken: Tensor | None, divisor: float | Tensor, rates: dict[str, Any],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """New weights and state by a method on stacks. Computes in float32 at least.
+    """New weights and state by a method on stacks; of matrices also which it failed to step (k,).
 
     A method updates state in place. taken: a flag for each matrix; where it is false, old values
     stay, so the method gets a copy of the state. Without `taken` it gets the state itself where
     that has the dtype of the computation, which is the dtype of the results. This function is
     compiled, always with `taken`. Trap: it must then write to no input. A compiled kernel could
     read state that it overwrites elsewhere.
+
+    A matrix has failed if its new weights are not finite though its momentum, the first of its
+    state, is: a product overflowed, or a kernel has a fault. It keeps its weights. A gradient that
+    is not finite makes none, so it stays visible where no guard skips the step.
     """
     wide = torch.promote_types(weights.dtype, torch.float32)
     sums, old = gradients.to(wide), [weights, *state]
@@ -407,11 +444,22 @@ def new_values(
         sums = sums / divisor  # once, in float32: dividing each bf16 gradient would lose bits
     moving = [tensor.to(wide, copy=taken is not None) for tensor in state]
     new = method(sums, weights.to(wide), *moving, **rates)
+    failed = []
+    if weights.ndim == 3:
+        failed = [~finite(new[0]) & finite(moving[0])]
+        if taken is not None or failed[0].any():
+            new = torch.where(failed[0].view(-1, 1, 1), weights.to(wide), new[0]), *new[1:]
     if taken is None:
-        return new
+        return *new, *failed
     flag = taken.view(-1, *[1] * (weights.ndim - 1))
     pairs = zip(new, old, strict=True)
-    return tuple(torch.where(flag, value.to(kept.dtype), kept) for value, kept in pairs)
+    new = tuple(torch.where(flag, value.to(kept.dtype), kept) for value, kept in pairs)
+    return *new, *(each & taken for each in failed)
+
+
+def finite(matrices: Tensor) -> Tensor:
+    """Whether each matrix of a stack (k, rows, cols) is finite (k,): its sum is not otherwise."""
+    return matrices.sum((-2, -1)).isfinite()
 
 
 @functools.cache

@@ -45,16 +45,18 @@ def normuon(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One step of NorMuon. Returns (new weights, momentum, variance); state is updated in place.
 
-    variance: running mean square along `axis`, (k, rows, 1) for -1 and (k, 1, cols) for -2.
+    variance: running mean square along `axis`, (k, rows, 1) for -1 and (k, 1, cols) for -2. It
+    stays where a direction is not finite; `new_values` then keeps the weights.
     """
     momentum.lerp_(gradients, 1 - beta)
     update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
     direction = orthogonalized(update, choice)
     squares = direction.to(update.dtype).square().sum(axis, keepdim=True)
-    variance.lerp_(squares / direction.shape[axis], 1 - beta2)
-    factor = variance.clamp_min(1e-10).rsqrt()  # 1e-10: rows that never had a gradient
     # The norm is kept. Both Frobenius norms follow from the sums of squares: no second pass.
     before = squares.sum((-2, -1), keepdim=True).sqrt()
+    means = torch.where(before.isfinite(), squares / direction.shape[axis], variance)
+    variance.lerp_(means, 1 - beta2)
+    factor = variance.clamp_min(1e-10).rsqrt()  # 1e-10: rows that never had a gradient
     after = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
     factor = factor * (rate * before / after.clamp_min(1e-10))
     # Trap: a float32 factor keeps the step float32. Rounded to bf16, the step cost loss.

@@ -83,6 +83,19 @@ def test_skips_in_a_row_end_the_run(tmp_path, monkeypatch, capsys):
     assert (end["status"], end["steps"], saved_in(tmp_path)) == ("nonfinite", 7, [4])
 
 
+def test_matrices_that_kept_their_weights_are_an_event_and_a_warning_and_the_run_continues(
+    tmp_path, capsys
+):
+    def hold(trainer, step):
+        trainer.hold = True
+
+    assert run(tmp_path, {4: hold}) == 0
+    (event,) = events(tmp_path, "held")
+    assert event | {"step": 4, "matrices": 3, "tensor": "weights"} == event
+    assert not any(each["skipped"] for each in events(tmp_path, "step"))
+    assert capsys.readouterr().out.count("warning: at step 4 3 matrices kept their weights") == 1
+
+
 def test_a_training_loss_that_is_not_finite_in_a_step_that_was_taken_ends_the_run(tmp_path, capsys):
     assert run(tmp_path, spoil(4, by=math.nan), checkpoint_every=2, trials=3) == 3
     assert len(logs_of(tmp_path)) == 1, "later trials would diverge too"
