@@ -53,6 +53,8 @@ def assert_same(tensors, others):
 def assert_follows(optimizer, twin):
     """Step both side by side; `twin(index, weight, grad, state)` returns the expected weight.
 
+    Then the state must be the twin's. The step alone would not show a variance times a constant.
+
     The divisor changes, so a state that saw gradients before they were divided would differ.
     """
     params = members(optimizer)
@@ -68,6 +70,14 @@ def assert_follows(optimizer, twin):
         assert_same([param.grad for param in params], gradients)
         for weight, param in zip(weights, params, strict=True):
             torch.testing.assert_close(param.detach().double(), weight, rtol=1e-9, atol=1e-9)
+    found = dict(named_state(optimizer))
+    for index, state in enumerate(states):
+        blocks = [value for kind, value in state.items() if kind.startswith("variance")]
+        kinds = {kind: value for kind, value in state.items() if not kind.startswith("variance")}
+        for kind, value in (kinds | ({"variance": torch.stack(blocks)} if blocks else {})).items():
+            ours = found.pop(f"{index}.{kind}").to(value.dtype)
+            torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-12)
+    assert not found
 
 
 # ---- the methods

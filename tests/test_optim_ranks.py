@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from contextlib import nullcontext
+from datetime import timedelta
 from itertools import pairwise
 from multiprocessing import set_forkserver_preload
 from unittest import mock
@@ -26,6 +27,7 @@ GROUPS = {"ranks 2": 2, "ranks 3": 3, "ranks 4": 4}  # each sums the gradients o
 MESHES = {"shards 1": [0], "shards 2": [0, 1], "shards 3": [0, 1, 2], "shards 4": [0, 1, 2, 3]}
 LAYOUTS = [*GROUPS, *MESHES]
 SELECTING = {"ranks 3", "shards 1", "shards 4"}  # by the flag, as on a GPU, instead of reading it
+PATIENCE = timedelta(seconds=60)  # with a rank that is silent, as one that judges alone
 MICRO_BATCHES = 24  # divided by all numbers of ranks
 STEPS, FAULT, SPIKE, LAST = 6, 3, 4, 5  # NaN on one rank; large gradients; some unused
 
@@ -278,11 +280,13 @@ def process(rank, folder):
     from torch.distributed.device_mesh import DeviceMesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    store = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": 4}
+    dist.init_process_group("gloo", **store, timeout=PATIENCE)
     results, meshes = {}, {}
     for name, ranks in MESHES.items():  # all ranks help to make each
-        meshes[name] = DeviceMesh("cpu", ranks)
+        group = dist.new_group(ranks, timeout=PATIENCE)
         if rank in ranks:
+            meshes[name] = DeviceMesh.from_group(group, "cpu")
             for method in METHODS:
                 walked = walk(method, mesh=meshes[name], selecting=name in SELECTING)
                 results[method, name] = walked
@@ -290,7 +294,7 @@ def process(rank, folder):
                 found = failed(method, rank, mesh=meshes[name], selecting=name in SELECTING)
                 results["failed", method, name] = found
     for name, size in GROUPS.items():
-        group = dist.new_group(list(range(size)))
+        group = dist.new_group(list(range(size)), timeout=PATIENCE)
         if rank < size:
             for method in METHODS:
                 walked = walk(method, rank, size, group, selecting=name in SELECTING)

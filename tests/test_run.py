@@ -57,6 +57,18 @@ def test_losses_are_read_late_as_on_a_gpu_and_all_when_the_clock_stops(tmp_path,
     assert len(events(tmp_path, "step")) == STEPS
 
 
+def test_a_logged_norm_is_that_of_the_gradient_of_the_mean_loss_of_a_token(tmp_path):
+    norms = []
+
+    def keep(trainer, step):  # of the step before
+        norms.append(trainer.gradient.norm().item())
+
+    assert run(tmp_path, {3: keep}) == 0  # the stub's loss is that of rows of two tokens
+    event = events(tmp_path, "step")[1]
+    assert event["grad_norms"] == {"sgd": pytest.approx(norms[0] / 2)}
+    assert event["grad_norm"] == pytest.approx(norms[0] / 2)
+
+
 # ---- Bad steps
 
 

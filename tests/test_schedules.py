@@ -219,6 +219,16 @@ def test_the_guard_starts_anew_where_batch_losses_or_windows_change_and_nowhere_
     assert new_scales(configure("short", "record42", window_block=0)) == []
 
 
+@pytest.mark.parametrize("track", ["short", "small"])
+def test_record_89_ties_its_head_for_two_stages_and_unties_it_once(track):
+    config = configure(track, "record89")
+    first, second, third, _ = spans(config)
+    tied = [step for step in range(config.steps) if at(config, step).stage.tied]
+    assert tied == [*range(third.first)]
+    assert first.first < second.first < third.first
+    assert [step for step in range(config.steps) if at(config, step).unties] == [third.first]
+
+
 def test_a_loss_on_prefixes_that_a_stage_adds_is_a_new_scale_for_the_guard(monkeypatch):
     plain = train_gpt.Stage(0.5, short=1, long=2)
     stages = [plain, replace(plain, prefix=(0.5, 0.5))]
