@@ -75,6 +75,10 @@ class AdamW(ShardedOptimizer):
         moment, counter = State(param.shape, (-1,), param.dtype), State((), (1,), torch.int64)
         return {"step": counter, "exp_avg": moment, "exp_avg_sq": moment}
 
+    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        decoupled = (True,) if group.get("weight_decay") else (True, False)  # torch's Adam: False
+        return super()._means_the_same(group) | {"decoupled_weight_decay": decoupled}
+
     def _method(self, bucket: Bucket) -> Method:
         group = bucket.group
         beta1, beta2 = group["betas"]

@@ -41,6 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     RANGES: ClassVar[dict[str, tuple[float, float]]] = dict.fromkeys(
         ("lr", "lr_mul", "weight_decay", "wd_mul"), (0, math.inf)
     )  # smallest value, first one too large
+    RENAMED: ClassVar[dict[str, str]] = {}  # state of other optimizers: their names and ours
     elementwise: ClassVar[bool] = False  # a shard can be stepped in place
     at_once: int  # elements that a CPU steps in one call; more would not fit its caches
 
@@ -72,6 +73,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _method(self, bucket: Bucket) -> Method:
         """The method, its fixed options, and its rates, which may change at every step."""
         raise NotImplementedError
+
+    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        """Keys of other optimizers' groups, with the values under which they step as this one."""
+        return {"maximize": (False,), "amsgrad": (False,), "use_muon": (True, False)}
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Raise ValueError for a parameter or a setting of its group that cannot work."""
@@ -396,22 +401,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any world size: state and group keys, by position.
 
-        backend and split stay as built, and so does what is no group key, such as scale.
-        ValueError, with nothing changed, if it does not fit.
+        Those of torch's AdamW or Muon load too, and from KellerJordan's MuonWithAuxAdam the groups
+        of this kind. A parameter without state starts at zero, as there. backend and split stay as
+        built, and so does what is no group key, such as scale.
+        ValueError, with nothing changed, if it does not fit, or if a saved setting means another
+        step.
         """
-        groups = copy.deepcopy(state_dict["param_groups"])
+        matrices = not self.elementwise
+        groups, saved = [], state_dict["param_groups"]
+        for group in saved:
+            if group.get("use_muon", matrices) == matrices:
+                groups.append(copy.deepcopy(group))
         sizes, own = ([len(each["params"]) for each in of] for of in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
-        saved_keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
-        names = dict(zip(saved_keys, self._names.values(), strict=True))
-        tensors: dict[str, Tensor] = {}
+        for group in groups:
+            for key, allowed in self._means_the_same(group).items():
+                if key in group and (value := group.pop(key)) not in allowed:
+                    need = f"one of {allowed}" if allowed else "absent"
+                    what = f"the state has {key}={value!r}, which {type(self).__name__} does not do"
+                    raise ValueError(f"{what}; to load it, {key} must be {need}")
+        # Keys are numbers, or DCP's names.
+        keys, others = ([key for each in of for key in each["params"]] for of in (groups, saved))
+        names = dict(zip(keys, self._names.values(), strict=True))
+        left_out, tensors = set(others) - set(keys), {}
         for key, kinds in state_dict["state"].items():
-            tensors |= {f"{names.get(key, key)}.{kind}": tensor for kind, tensor in kinds.items()}
+            for kind, value in kinds.items() if key not in left_out else ():
+                name = f"{names.get(key, key)}.{self.RENAMED.get(kind, kind)}"
+                tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value)
+        stepped = {names.get(key) for key, kinds in state_dict["state"].items() if kinds}
+        for param, kind, state in self._shapes():
+            if (name := self._names[param]) not in stepped:
+                tensors[f"{name}.{kind}"] = torch.zeros(state.shape, dtype=state.dtype)
         self.load_named_state(tensors)
         built = {"params", "param_names", "backend", "split"}
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in built})
+        for group, given in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in given.items() if key not in built})
 
 
 def decay_of(group: dict[str, Any]) -> Any:

@@ -106,6 +106,7 @@ class Muon(ShardedOptimizer):
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "momentum": (0, 1)}
+    RENAMED: ClassVar = {"momentum_buffer": "momentum"}  # torch's Muon and KellerJordan's
     more_defaults: Mapping[str, Any] = {}  # group keys that a subclass adds
 
     def __init__(
@@ -140,6 +141,13 @@ class Muon(ShardedOptimizer):
         require_split(group["split"], shape[-2], max(shape[-2:]), name)
         for _, rows, cols in matrix_shapes(shape, group["split"]):
             self._choice(param, group, rows, cols)
+
+    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        scales = {"spectral": (None, "original"), "rms": ("match_rms_adamw",)}
+        same = {"nesterov": (self.nesterov,), "adjust_lr_fn": scales[self.scale]}
+        # The method stays as built. SGD, which has a dampening, does not average its momentum.
+        methods = {key: (group.get(key),) for key in ("ns_coefficients", "ns_steps", "eps")}
+        return {"dampening": ()} | super()._means_the_same(group) | same | methods
 
     def _choice(self, param: Tensor, group: dict[str, Any], rows: int, cols: int) -> Choice:
         dtype = self.dtype or native_dtype(param.device)
