@@ -402,8 +402,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load a `state_dict` of any world size: state and group keys, by position.
 
         Those of torch's AdamW or Muon load too, and from KellerJordan's MuonWithAuxAdam the groups
-        of this kind. A parameter without state starts at zero, as there. backend and split stay as
-        built, and so does what is no group key, such as scale.
+        of this kind. A parameter without state starts at zero, as there. backend, split and flatten
+        stay as built, and so does what is no group key, such as scale.
         ValueError, with nothing changed, if it does not fit, or if a saved setting means another
         step.
         """
@@ -434,7 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if (name := self._names[param]) not in stepped:
                 tensors[f"{name}.{kind}"] = torch.zeros(state.shape, dtype=state.dtype)
         self.load_named_state(tensors)
-        built = {"params", "param_names", "backend", "split"}
+        built = {"params", "param_names", "backend", "split", "flatten"}
         for group, given in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in given.items() if key not in built})
 

@@ -63,6 +63,13 @@ def normuon(
     return descend(weights, direction * factor, decay, cautious), momentum, variance
 
 
+def stored_shape(param: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape as which a parameter holds matrices: flattened, (outputs, all others)."""
+    shape = tuple(param.shape)
+    flat = group["flatten"] and len(shape) > 2
+    return (shape[0], math.prod(shape[1:])) if flat else shape
+
+
 def matrix_shapes(shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
     """How a parameter's memory is viewed: stacks of equal matrices (matrices, rows, cols)."""
     *batch, rows, cols = shape
@@ -94,10 +101,11 @@ class Muon(ShardedOptimizer):
 
     For hidden weights (rows, cols) or stacks of them (k, rows, cols); give embeddings, heads, gains
     and biases to AdamW. Group keys: lr, lr_mul, momentum, weight_decay, wd_mul, method and backend
-    (see `choose`), split (matrices packed in one, below). scale: "spectral" or "rms". cautious: no
-    decay where it works against the step. dtype of the products; None: bf16 where native. State,
-    on the owning rank only: momentum, shaped as the parameter. ValueError for an impossible setting
-    or a backend that cannot run.
+    (see `choose`), split (matrices packed in one, below), flatten (filters of convolutions
+    (outputs, inputs, ...) are stepped as matrices (outputs, all others)). scale: "spectral" or
+    "rms". cautious: no decay where it works against the step. dtype of the products; None: bf16
+    where native. State, on the owning rank only: momentum, shaped as the parameter. ValueError for
+    an impossible setting or a backend that cannot run.
 
     split is the number of equal matrices, 4 for Q, K, V, O as (C, 4C), or a tuple of their rows,
     (768, 128, 128) for Q, K and V of unequal heights. A tuple that adds up to the longer side
@@ -119,6 +127,7 @@ class Muon(ShardedOptimizer):
         weight_decay: float = 0.0,
         scale: str = "spectral",
         split: Split = None,
+        flatten: bool = False,
         method: str = "polar_express",
         backend: str = "auto",
         dtype: torch.dtype | None = None,
@@ -129,14 +138,15 @@ class Muon(ShardedOptimizer):
         self.nesterov, self.scale, self.dtype = nesterov, scale, dtype
         self.at_once = CPU_BATCH_BYTES // (dtype or native_dtype(torch.device("cpu"))).itemsize
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        defaults |= {"split": split, "method": method, "backend": backend}
+        defaults |= {"split": split, "flatten": flatten, "method": method, "backend": backend}
         super().__init__(params, {**defaults, **self.more_defaults}, **options)
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         super()._check(name, param, group)
-        shape = tuple(param.shape)
+        shape = stored_shape(param, group)
         if len(shape) not in (2, 3):
             rule = "Muon needs (rows, cols) or (k, rows, cols); give it to AdamW"
+            rule += ", or flatten=True if these are filters" if len(shape) > 3 else ""
             raise ValueError(f"parameter {name} has shape {shape}, {rule}")
         require_split(group["split"], shape[-2], max(shape[-2:]), name)
         for _, rows, cols in matrix_shapes(shape, group["split"]):
@@ -156,7 +166,7 @@ class Muon(ShardedOptimizer):
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         # Several ranks can share the matrices of a parameter. One rank alone handles fewer tensors.
         cuts: list[tuple[int, ...]] = []
-        for count, rows, cols in matrix_shapes(param.shape, group["split"]):
+        for count, rows, cols in matrix_shapes(stored_shape(param, group), group["split"]):
             cuts += [(count, rows, cols)] if ranks == 1 else [(1, rows, cols)] * count
         return cuts
 
@@ -165,7 +175,7 @@ class Muon(ShardedOptimizer):
 
     def _method(self, bucket: Bucket) -> Method:
         group = bucket.group
-        scale = SCALES[self.scale](*bucket.param.shape[-2:])
+        scale = SCALES[self.scale](*stored_shape(bucket.param, group)[-2:])
         rates = {"rate": group["lr"] * group["lr_mul"] * scale, "beta": group["momentum"]}
         choice = self._choice(bucket.param, group, *bucket.shape[1:])
         fixed = {"nesterov": self.nesterov, "cautious": self.cautious, "choice": choice}
@@ -175,7 +185,7 @@ class Muon(ShardedOptimizer):
         """The line of `ShardedOptimizer`, then one a shape: method, backend, dtype."""
         lines = {super().describe(): None}
         for param, group in self._group_of.items():
-            for _, rows, cols in matrix_shapes(param.shape, group["split"]):
+            for _, rows, cols in matrix_shapes(stored_shape(param, group), group["split"]):
                 method, dtype, backend = self._choice(param, group, rows, cols)
                 lines[f"{rows} x {cols}: {method}, {backend} products in {dtype}"] = None
         return "\n".join(lines)
@@ -199,11 +209,11 @@ class NorMuon(Muon):
         super().__init__(params, lr, **options)
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        shapes = matrix_shapes(param.shape, group["split"])
+        shapes = matrix_shapes(stored_shape(param, group), group["split"])
         count = sum(matrices for matrices, _, _ in shapes)
         _, rows, cols = shapes[0]
         variance = State((count, 1, cols), (1, -1), param.dtype)
-        if mean_axis(param) == -1:
+        if mean_axis(param, group) == -1:
             whole: tuple[int, ...] = (count, rows, 1)
             if isinstance(group["split"], tuple):
                 whole = (sum(matrices * height for matrices, height, _ in shapes), 1)
@@ -213,10 +223,11 @@ class NorMuon(Muon):
     def _method(self, bucket: Bucket) -> Method:
         _, fixed, rates = super()._method(bucket)
         fixed["beta2"] = bucket.group["beta2"]
-        fixed["axis"] = mean_axis(bucket.param)
+        fixed["axis"] = mean_axis(bucket.param, bucket.group)
         return normuon, fixed, rates
 
 
-def mean_axis(param: Tensor) -> int:
+def mean_axis(param: Tensor, group: Mapping[str, Any]) -> int:
     """The axis that NorMuon's mean squares run along: -1 gives one number a row."""
-    return -1 if param.shape[-2] >= param.shape[-1] else -2
+    rows, cols = stored_shape(param, group)[-2:]
+    return -1 if rows >= cols else -2
