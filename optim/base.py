@@ -407,11 +407,35 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ValueError, with nothing changed, if it does not fit, or if a saved setting means another
         step.
         """
-        matrices = not self.elementwise
-        groups, saved = [], state_dict["param_groups"]
-        for group in saved:
-            if group.get("use_muon", matrices) == matrices:
-                groups.append(copy.deepcopy(group))
+        saved = state_dict["param_groups"]
+        groups = self._own_groups(saved)
+        # Keys of parameters are numbers, or DCP's names.
+        keys, others = ([key for each in of for key in each["params"]] for of in (groups, saved))
+        names = dict(zip(keys, self._names.values(), strict=True))
+        tensors: dict[str, Tensor] = {}
+        stepped = set()
+        for key, kinds in state_dict["state"].items():
+            if key in others and key not in names:
+                continue  # of a group that is not of this kind
+            for kind, value in kinds.items():
+                name = f"{names.get(key, key)}.{self.RENAMED.get(kind, kind)}"
+                tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value)
+                stepped.add(names.get(key))
+        for param, kind, state in self._shapes():
+            if (name := self._names[param]) not in stepped:
+                tensors[f"{name}.{kind}"] = torch.zeros(state.shape, dtype=state.dtype)
+        self.load_named_state(tensors)
+        built = {"params", "param_names", "backend", "split", "flatten"}
+        for group, given in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in given.items() if key not in built})
+
+    def _own_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Copies of the saved groups of this kind, without keys of other optimizers.
+
+        ValueError if they are not grouped as here, or if a key means another step.
+        """
+        kind = not self.elementwise
+        groups = [copy.deepcopy(each) for each in saved if each.get("use_muon", kind) == kind]
         sizes, own = ([len(each["params"]) for each in of] for of in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
@@ -421,22 +445,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     need = f"one of {allowed}" if allowed else "absent"
                     what = f"the state has {key}={value!r}, which {type(self).__name__} does not do"
                     raise ValueError(f"{what}; to load it, {key} must be {need}")
-        # Keys are numbers, or DCP's names.
-        keys, others = ([key for each in of for key in each["params"]] for of in (groups, saved))
-        names = dict(zip(keys, self._names.values(), strict=True))
-        left_out, tensors = set(others) - set(keys), {}
-        for key, kinds in state_dict["state"].items():
-            for kind, value in kinds.items() if key not in left_out else ():
-                name = f"{names.get(key, key)}.{self.RENAMED.get(kind, kind)}"
-                tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value)
-        stepped = {names.get(key) for key, kinds in state_dict["state"].items() if kinds}
-        for param, kind, state in self._shapes():
-            if (name := self._names[param]) not in stepped:
-                tensors[f"{name}.{kind}"] = torch.zeros(state.shape, dtype=state.dtype)
-        self.load_named_state(tensors)
-        built = {"params", "param_names", "backend", "split", "flatten"}
-        for group, given in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in given.items() if key not in built})
+        return groups
 
 
 def decay_of(group: dict[str, Any]) -> Any:
@@ -461,7 +470,7 @@ def new_values(
 
     A matrix has failed if its new weights are not finite though its momentum, the first of its
     state, is: a product overflowed, or a kernel has a fault. It keeps its weights. A gradient that
-    is not finite makes none, so it stays visible where no guard skips the step.
+    is not finite is no such failure: where no guard skips the step, it must show.
     """
     wide = torch.promote_types(weights.dtype, torch.float32)
     sums, old = gradients.to(wide), [weights, *state]
@@ -471,7 +480,7 @@ def new_values(
     new = method(sums, weights.to(wide), *moving, **rates)
     failed = []
     if weights.ndim == 3:
-        failed = [~finite(new[0]) & finite(moving[0])]
+        failed = [~finite(new[0]) & finite(moving[0] if moving else sums)]
         if taken is not None or failed[0].any():
             new = torch.where(failed[0].view(-1, 1, 1), weights.to(wide), new[0]), *new[1:]
     if taken is None:
