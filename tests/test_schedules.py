@@ -229,11 +229,15 @@ def test_record_89_ties_its_head_for_two_stages_and_unties_it_once(track):
     assert [step for step in range(config.steps) if at(config, step).unties] == [third.first]
 
 
-def test_a_loss_on_prefixes_that_a_stage_adds_is_a_new_scale_for_the_guard(monkeypatch):
+@pytest.mark.parametrize(("changed", "steps"), [
+    ({"prefix": (0.5, 0.5)}, [5]), ({"document": 48}, [5]), ({"lr": 0.5, "extension": True}, []),
+], ids=str)  # fmt: skip
+def test_a_loss_on_prefixes_and_longer_documents_are_a_new_scale_and_a_rate_is_none(
+    changed, steps, monkeypatch
+):
     plain = train_gpt.Stage(0.5, short=1, long=2)
-    stages = [plain, replace(plain, prefix=(0.5, 0.5))]
-    config = small("tiny", prefixes=True, stages=add_stages(monkeypatch, stages), steps=10)
-    assert new_scales(config) == [5]
+    stages = add_stages(monkeypatch, [plain, replace(plain, **changed)])
+    assert new_scales(small("tiny", prefixes=True, stages=stages, steps=10)) == steps
 
 
 def add_stages(monkeypatch, stages):
