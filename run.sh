@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One command from a fresh clone to a result.
 #
-#   ./run.sh [flags]        train; flags are those of train_gpt.py (see --help), the track is tiny
+#   ./run.sh [flags]        train the track `tiny`, or another --track; --help lists all flags
 #   ./run.sh test [args]    ruff, mypy and pytest, without the tests marked slow
 #
 # Environment, all optional:
@@ -36,15 +36,12 @@ install() { # install the requirements in $1 into .venv; .venv/$1 holds those in
     cp "$1" ".venv/$1"
 }
 
-prepare() { # prepare TRACK: environment and data; train_gpt.py explains an unknown track
+prepare() { # prepare TRACK: environment and large data; train_gpt.py builds the text of the others
     if command -v flock >/dev/null; then flock 9; fi # another start of this clone may be at it
     install requirements.txt
     case $1 in
-        tiny) [[ -e data/corpus/val_000000.bin ]] || "$VENV_PYTHON" -m data.corpus ;;
-        small) [[ -e data/prose/val_000000.bin ]] || "$VENV_PYTHON" -m data.prose ;;
         short) fetch 9 0 ;;
         steps) fetch 18 0-1 ;;
-        medium) fetch 36 0-3 ;;
     esac
 } 9<. # the lock ends with the function
 

@@ -1,8 +1,8 @@
 """Train a GPT to a target validation loss on as few tokens, or in as little time, as possible.
 
-    python train_gpt.py                                   # `short` on a GPU, `tiny` without one
+    torchrun --nproc_per_node=8 train_gpt.py              # `short` on GPUs, `tiny` without one
+    python train_gpt.py --track small                     # the race, on any machine
     python train_gpt.py --track tiny --recipe adamw --trials 3
-    torchrun --standalone --nproc_per_node=8 train_gpt.py --track short
 
 A run is set-up, compilation and warm-up, then steps with a validation now and then. The clock
 counts training steps, data loading and checkpoints. It does not count set-up, compilation, warm-up
@@ -15,7 +15,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,12 +29,14 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import optim
-from data.copied import copied_and_new_loss
-from data.loader import Batch, Data
+from data import prose
+from data.copied import means, sum_and_count, sums_by_kind
+from data.loader import Batch, Data, Order
 from data.sampling import generate
 from data.shards import ShardError, audit
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
@@ -43,7 +45,7 @@ from kernels.eager import lookup, rms_norm, squared_relu
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
-from runtime.checkpoint import plan_runs, steps_begun
+from runtime.checkpoint import plan_runs
 from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
 from runtime.ending import Stop, leave, listen, supervise
@@ -53,7 +55,7 @@ from runtime.machine import Machine
 from runtime.run import Run
 from runtime.settings import RunSettings, as_text, parse, require, require_packages, setting
 from runtime.terminal import closing, summary
-from runtime.warmup import check_trained_model, dry_run, steps_that_fill, warm_up
+from runtime.warmup import check_trained_model, dry_run, warm_up
 
 SOURCE = Path(__file__).resolve().parent
 
@@ -76,45 +78,54 @@ class Layer:
 
 LAYERS = {
     "record42": [
-        Layer(value_embed=1), Layer(value_embed=2), Layer(), Layer(window="long"),
-        Layer(), Layer(skip_from=4), Layer(attention=False, skip_from=3),
-        Layer(skip_from=2, backout=True), Layer(value_embed=0, skip_from=1),
-        Layer(value_embed=1, skip_from=0), Layer(window="long", value_embed=2),
+        Layer(value_embed=1),  # 0
+        Layer(value_embed=2),
+        Layer(),
+        Layer(window="long"),
+        Layer(),  # 4
+        Layer(skip_from=4),
+        Layer(attention=False, skip_from=3),
+        Layer(skip_from=2, backout=True),
+        Layer(value_embed=0, skip_from=1),  # 8
+        Layer(value_embed=1, skip_from=0),
+        Layer(window="long", value_embed=2),
     ],
     "record89": [
-        Layer(paired=True), Layer(value_embed=0), Layer(value_embed=1, paired=True),
-        Layer(window="long"), Layer(), Layer(paired=True), Layer(attention=False, skip_from=3),
-        Layer(backout=True), Layer(value_embed=2, reads=7),
+        Layer(paired=True),  # 0
+        Layer(value_embed=0),
+        Layer(value_embed=1, paired=True),
+        Layer(window="long"),
+        Layer(),  # 4
+        Layer(paired=True),
+        Layer(attention=False, skip_from=3),
+        Layer(backout=True),
+        Layer(value_embed=2, reads=7),  # 8
         Layer(value_embed=3, reads=7, paired=True),
         Layer(window="long", value_embed=4, reads=7, mixes=3),
     ],
-    "medium": [
-        Layer(window="long", value_embed=0), Layer(value_embed=1), Layer(value_embed=2), Layer(),
-        Layer(window="long"), Layer(), Layer(), Layer(),
-        Layer(), Layer(skip_from=6), Layer(skip_from=4),
-        Layer(window="long", skip_from=2, backout=True),
-        Layer(), Layer(value_embed=0), Layer(value_embed=1), Layer(window="long", value_embed=2),
-    ],
     "steps": [Layer(window="long")] * 12,
     "small": [
-        Layer(value_embed=1), Layer(value_embed=2), Layer(window="long"), Layer(),
-        Layer(attention=False, skip_from=2), Layer(value_embed=0, skip_from=1, backout=True),
-        Layer(value_embed=1, skip_from=0), Layer(window="long", value_embed=2),
+        Layer(value_embed=1),  # 0
+        Layer(value_embed=2),
+        Layer(window="long"),
+        Layer(),
+        Layer(attention=False, skip_from=2),  # 4
+        Layer(value_embed=0, skip_from=1, backout=True),
+        Layer(value_embed=1, skip_from=0),
+        Layer(window="long", value_embed=2),
     ],
     "small89": [
-        Layer(paired=True), Layer(value_embed=0), Layer(window="long"), Layer(paired=True),
-        Layer(attention=False, skip_from=2), Layer(backout=True),
-        Layer(value_embed=1, reads=5, paired=True), Layer(window="long", value_embed=2, reads=5),
+        Layer(paired=True),  # 0
+        Layer(value_embed=0),
+        Layer(window="long"),
+        Layer(paired=True),
+        Layer(attention=False, skip_from=2),  # 4
+        Layer(backout=True),
+        Layer(value_embed=1, reads=5, paired=True),
+        Layer(window="long", value_embed=2, reads=5),
     ],
     "plain8": [Layer(), Layer(), Layer(window="long"), *[Layer()] * 4, Layer(window="long")],
-    "tiny": [
-        Layer(value_embed=0), Layer(window="long", value_embed=1),
-        Layer(value_embed=0, skip_from=0, backout=True), Layer(window="long", value_embed=1),
-    ],
-    "copyinit": [Layer(value_embed=0), Layer(window="long", value_embed=1)] * 2,
-    "plain4": [Layer(), Layer(window="long")] * 2,
-}  # fmt: skip
-LAYERS["mixing89"] = [*LAYERS["small89"][:-1], replace(LAYERS["small89"][-1], mixes=2)]
+}
 
 
 @dataclass(frozen=True)
@@ -134,22 +145,15 @@ class Stage:
     extension: bool = False  # after the schedule: the learning rate stays at its floor
 
 
-def record42_stages(extension: float) -> list[Stage]:
-    """Three equal stages with growing windows, then an extension; its share is of all steps."""
-    third = (1 - extension) / 3
-    return [
-        Stage(third, short=1, long=3),
-        Stage(third, short=3, long=7),
-        Stage(third, short=5, long=11),
-        Stage(extension, short=6, long=13, extension=True),
-    ]
-
-
 STAGES = {
-    "record42": record42_stages(extension=40 / 2285),
-    "medium": record42_stages(extension=40 / 4740),
-    "tiny": record42_stages(extension=10 / 350),
     "constant": [Stage(1.0, short=10, long=20)],
+    # Three equal stages with growing windows, then 40 of 2285 steps of extension.
+    "record42": [
+        Stage(2245 / 6855, short=1, long=3),
+        Stage(2245 / 6855, short=3, long=7),
+        Stage(2245 / 6855, short=5, long=11),
+        Stage(40 / 2285, short=6, long=13, extension=True),
+    ],
     "record89": [
         Stage(424 / 1285, short=1, long=3, batch=1 / 3, document=896, tied=True,
               ahead=((0.5, 0.5), (0.25, 0.0)), prefix=(0.25, 0.25)),
@@ -158,13 +162,15 @@ STAGES = {
         Stage(424 / 1285, short=5, long=11, lr=1.73),
         Stage(15 / 1285, short=6, long=13, extension=True),
     ],
-    # At first only the starts of many documents: they teach more than all of a few.
-    "copyinit": [
-        Stage(0.7, short=10, long=20, document=96), Stage(0.3, short=10, long=20, document=192),
+    "tiny": [Stage(0.4, short=1, long=3), Stage(0.6, short=3, long=8)],
+    # On `small`, losses on later tokens cost more than they give: records/LOG.md.
+    "small89": [
+        Stage(424 / 1285, short=1, long=3, batch=1 / 3, document=896, tied=True),
+        Stage(422 / 1285, short=3, long=7, batch=2 / 3, lr=1.52, tied=True),
+        Stage(424 / 1285, short=5, long=11, lr=1.73),
+        Stage(15 / 1285, short=6, long=13, extension=True),
     ],
 }  # fmt: skip
-# On `small`, losses on later tokens cost more than they give: records/LOG.md.
-STAGES["small89"] = [replace(stage, ahead=(), prefix=(0.0, 0.0)) for stage in STAGES["record89"]]
 
 # ---- Configuration. The defaults are those of `short`. A run's own flags: runtime/settings.py
 
@@ -218,20 +224,17 @@ class Config(RunSettings):
     embed_std: float = setting(1.0, "standard deviation of initial token embeddings")
     value_embed_std: float = setting(1.0, "standard deviation of initial value embeddings")
     key_offset: bool = setting(False, "long layers: half of a key is that of the token before")
-    init_keys_as_queries: bool = setting(False, "initialize keys of long layers as queries")
     bigram_rows: float = setting(0.0, "rows of an n-gram table for each token; 0: none")
     ngrams: int = setting(2, "longest n-gram in it; 2: bigrams only", at_least=2, at_most=4)
     bigram_signs: bool = setting(False, "bigrams that share a row get random signs")
     xsa: bool = setting(False, "subtract a learned share along the token's own value")
     zero_output: bool = setting(True, "attention's initial output matrix is 0")
-    copy_init: float = setting(0.0, "start that copies; head = this x last long value table")
     biases: bool = setting(False, "biases on linear maps and gains on norms")
     prefixes: bool = setting(False, "also predict the longest token that begins the next")
     softcap: str = setting("sigmoid", "soft cap of the logits", one_of=tuple(SOFTCAPS))
     init: str = setting("uniform", "of hidden matrices", one_of=("uniform", "normal"))
 
     steps: int = setting(2285, "optimizer steps", at_least=1, section="Schedules")
-    minutes: float = setting(0.0, "train this long: a timing sets steps; 0: off", at_most=100_000)
     stages: str = setting("record42", "table of stages")
     window_block: int = setting(128, "unit of windows, in tokens; 0: no windows")
     val_window: int = setting(2560, "tokens long layers see in the last validation", at_least=1)
@@ -277,8 +280,6 @@ class Config(RunSettings):
         super().__post_init__()  # the rules written beside the settings
         if changed := off_track(self):
             require(self, "claim", not self.claim, f"empty, as {'; '.join(changed)}")
-        rule = "0 with --claim, whose steps are the same on any machine"
-        require(self, "minutes", not (self.minutes and self.claim), rule)
         by_torch = self.cautious_wd and self.optimizer.startswith("torch")
         require(self, "cautious_wd", not by_torch, f"off for --optimizer {self.optimizer}")
         heads = self.dim // self.head_dim
@@ -306,14 +307,19 @@ PLAIN: dict[str, Any] = {
     "adam_accum_steps": 1,
 }  # fmt: skip
 
+# The public contest in miniature, on prose: its layers, windows and stages.
+SMALL: dict[str, Any] = {
+    "recipe": "record89", "target": 3.36, "val_sha256": "be27130d408f4ce8",
+    "data_dir": "data/prose", "vocab_size": 2048, "bos": 2047, "loss_kernel": "plain",
+    "layers": "small", "dim": 128, "head_dim": 32, "attention_scale": 0.2, "val_window": 640,
+    "keep_float32": "all", "batch_tokens": 6144, "seq_len": 512, "micro_batch": 6144,
+    "max_document": 512, "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384,
+    "val_every": 300, "steps": 900, "window_block": 32, "momentum_warmup": 120,
+    "momentum_cooldown": 20, "sample_tokens": 100,
+}  # fmt: skip
+
 TRACKS: dict[str, dict[str, Any]] = {
     "short": {},
-    "medium": {
-        "target": 2.92, "loss_kernel": "chunked", "layers": "medium", "dim": 1024, "steps": 4740,
-        "batch_tokens": 524_288, "max_document": 4096, "stages": "medium", "val_window": 2944,
-        "cooldown": 0.7,
-        "matrix_lr": 0.015, "adam_lr": 0.004, "adam_betas": (0.8, 0.95), "vector_lr_mul": 2.0,
-    },
     # Track 3 of the public contest: fewest steps of a plain GPT-2 with Muon.
     "steps": PLAIN | {
         "loss_kernel": "plain", "layers": "steps", "biases": True, "keep_float32": "head",
@@ -326,26 +332,21 @@ TRACKS: dict[str, dict[str, Any]] = {
         "adam_wd": 0.001, "embed_lr_mul": 1.0, "head_lr_mul": 0.004 / 0.7,
         "vector_lr_mul": 0.015 / 0.7,
     },
-    # The public contest in miniature, on prose: its layers, windows and stages.
-    "small": {
-        "recipe": "record89", "target": 3.36, "val_sha256": "be27130d408f4ce8",
-        "data_dir": "data/prose", "vocab_size": 2048, "bos": 2047, "loss_kernel": "plain",
-        "layers": "small", "dim": 128, "head_dim": 32, "attention_scale": 0.2, "val_window": 640,
-        "keep_float32": "all", "batch_tokens": 6144, "seq_len": 512, "micro_batch": 6144,
-        "max_document": 512, "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384,
-        "val_every": 300, "steps": 900, "window_block": 32, "momentum_warmup": 120,
-        "momentum_cooldown": 20, "sample_tokens": 100,
-    },
-    "tiny": {
-        "recipe": "copyinit", "target": 3.39, "val_sha256": "61a7bae6fab302b9",
-        "data_dir": "data/corpus", "vocab_size": 1024, "bos": 1023, "loss_kernel": "plain",
-        "layers": "tiny", "dim": 256, "val_window": 320, "keep_float32": "all",
-        "batch_tokens": 2048, "seq_len": 512, "micro_batch": 2048, "max_document": 512,
-        "val_tokens": 262_144, "val_seq_len": 4096, "val_batch": 16_384, "val_every": 100,
-        "steps": 350, "stages": "tiny", "window_block": 16, "momentum_warmup": 40,
-        "momentum_cooldown": 10, "adam_lr": 0.02, "sample_tokens": 100, "quick_vals": 3,
+    "small": SMALL,
+    "tiny": SMALL | {
+        "target": 4.8, "batch_tokens": 2048, "seq_len": 256, "micro_batch": 2048,
+        "max_document": 256, "val_tokens": 16_384, "val_seq_len": 1024, "val_every": 16,
+        "steps": 64, "momentum_warmup": 10, "momentum_cooldown": 3, "compile": "off",
     },
 }  # fmt: skip
+
+# Printed when a track starts.
+ABOUT = {
+    "tiny": "the hello, in a minute, without records. The race is small: ./run.sh --track small",
+    "small": "the race: modded-nanogpt in miniature, on prose",
+    "short": "modded-nanogpt's track 1, for GPUs. The race for any machine is small",
+    "steps": "modded-nanogpt's track 3, for GPUs. The race for any machine is small",
+}
 
 # What records 43 to 89 changed, without their kernels and the gates by token of record 85.
 RECORD89: dict[str, Any] = {
@@ -357,6 +358,13 @@ RECORD89: dict[str, Any] = {
     "gates": "adam", "adam_betas": (0.5, 0.95), "adam_eps": 1e-10, "adam_wd": 0.005,
     "embed_lr_mul": 1.0, "embed_wd_mul": 150.0, "value_embed_betas": (0.75, 0.95),
     "value_embed_wd_mul": 5 * 75.0**2, "vector_betas": (0.9, 0.99), "vector_wd_mul": 0.0,
+}  # fmt: skip
+
+SMALL89: dict[str, Any] = RECORD89 | {
+    "layers": "small89", "stages": "small89", "prefixes": False, "steps": 380,
+    "momentum": (0.85, 0.9), "momentum_warmup": 51, "momentum_cooldown": 8,
+    "matrix_lr": 0.04, "mlp_up_lr_mul": 1.0, "adam_lr": 0.016, "value_embed_lr_mul": 150.0,
+    "bigram_rows": 192.0, "ngrams": 3, "val_every": 0,
 }  # fmt: skip
 
 # Baselines: the plain GPT with one optimizer for its matrices, and AdamW for the rest.
@@ -374,30 +382,21 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
             "micro_batch": 49_152, "matrix_lr": 0.023,
         },
     },
-    "medium": {"record42": {}},
     "small": {  # tuned: records/LOG.md
         "record42": {"matrix_lr": 0.03, "adam_lr": 0.0112},
-        "record89": RECORD89 | {
-            "layers": "small89", "stages": "small89", "prefixes": False, "steps": 380,
-            "momentum": (0.85, 0.9), "momentum_warmup": 51, "momentum_cooldown": 8,
-            "matrix_lr": 0.04, "mlp_up_lr_mul": 1.0, "adam_lr": 0.016, "value_embed_lr_mul": 150.0,
-            "bigram_rows": 192.0, "ngrams": 3, "val_every": 0,
-        },
+        "record89": SMALL89,
         "muon": MUON | {"layers": "plain8", "matrix_lr": 0.014, "adam_lr": 0.014},
         "adamw": ADAMW | {"layers": "plain8", "matrix_lr": 0.004, "adam_lr": 0.016},
     },
     "steps": {"record42": {}},
     "tiny": {
-        "copyinit": PLAIN | {
-            "layers": "copyinit", "value_gates": True, "attention_gates": True,
-            "key_offset": True, "init_keys_as_queries": True, "copy_init": 0.07, "bigram_rows": 5.0,
-            "stages": "copyinit", "cooldown": 1.0, "final_lr": 0.15, "momentum": (0.75, 0.75),
-            "steps": 32, "matrix_lr": 0.05, "embed_lr_mul": 40.0, "value_embed_lr_mul": 10.0,
-            "head_lr_mul": 0.5, "val_every": 0,
+        "record89": SMALL89 | {
+            "stages": "tiny", "steps": 64, "momentum_warmup": 10, "momentum_cooldown": 3,
+            "matrix_lr": 0.05, "adam_lr": 0.024, "adam_accum_steps": 1, "bigram_rows": 10.0,
+            "ngrams": 2, "val_every": 16,
         },
-        "record42": {},
-        "muon": MUON | {"layers": "plain4", "steps": 660},
-        "adamw": ADAMW | {"layers": "plain4", "steps": 740},
+        "muon": MUON | {"layers": "plain8", "matrix_lr": 0.014, "adam_lr": 0.014},
+        "adamw": ADAMW | {"layers": "plain8", "matrix_lr": 0.004, "adam_lr": 0.016},
     },
 }  # fmt: skip
 
@@ -409,7 +408,6 @@ SCORED = (*TASK, "document_mask", "val_seq_len", "val_window")
 SIZES = ("dim", "head_dim", "mlp_ratio", "batch_tokens")
 FIXED = {
     "short": TASK,
-    "medium": TASK,
     "small": SCORED + SIZES,
     "tiny": SCORED + SIZES,
     "steps": SCORED + SIZES + (
@@ -468,7 +466,6 @@ class Now(NamedTuple):
     unties: bool  # the output head leaves the token embedding before this step
     new_scale: bool  # losses and gradients change their size here: the guard forgets the normal
     validates: bool  # before this step, or after the last one
-    quick_validates: bool  # on one batch, before this step
 
 
 @cache
@@ -510,9 +507,6 @@ def at(config: Config, step: int) -> Now:
     progress = (step - first) / (end - first)  # through the stage: weights change linearly
     late = config.val_every_late and step >= 0.9 * config.steps
     every = config.val_every_late if late else config.val_every
-    validates = step == config.steps or (every > 0 and step % every == 0)
-    # Training losses of a few steps differ by their texts, so one batch is scored in between.
-    quick = config.quick_vals > 0 and not config.claim and not validates
 
     return Now(
         stage_index=index,
@@ -525,8 +519,7 @@ def at(config: Config, step: int) -> Now:
         loss_weights=[start + (last - start) * progress for start, last in weights],
         unties=step == first and before.tied and not stage.tied,
         new_scale=step == first and changes,
-        validates=validates,
-        quick_validates=quick and step % math.ceil(config.steps / config.quick_vals) == 0,
+        validates=step == config.steps or (every > 0 and step % every == 0),
     )
 
 
@@ -867,23 +860,13 @@ class GPT(nn.Module):
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
             generator = torch.Generator().manual_seed(int.from_bytes(digest))
             parameter.copy_(self._initial(name, parameter.shape, generator))
-        long = [layer for layer in self.layers if layer.window == "long"]
-        if self.config.copy_init and long and long[-1].value_embed is not None:
-            # A value embedding is the code of its token. Long layers begin by adding half of the
-            # codes that they attend to, and the head reads codes: attended tokens become likely.
-            self.lm_head.copy_(self.config.copy_init * self.value_embeds[long[-1].value_embed])
 
     def _initial(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         kind = name.rpartition(".")[2]  # `up` of `blocks.3.mlp.up`
         if kind == "qkvo":
             qkvo = self._drawn((4, shape[0], shape[0]), generator)  # Q, K, V and O
-            long = self.layers[int(name.split(".")[1])].window == "long"
             if self.config.zero_output:
                 qkvo[3] = 0  # attention adds nothing at first
-            if self.config.init_keys_as_queries and long:
-                qkvo[1] = qkvo[0]  # a query finds its own token from the first step on
-            if self.config.copy_init and long:
-                qkvo[3] = 0.5 * torch.eye(shape[0])  # adds half of what it reads: see `initialize`
             return qkvo.view(shape)
         if kind == "up":
             return self._drawn(shape, generator)
@@ -1015,10 +998,14 @@ class GPT(nn.Module):
         cu_seqlens = F.pad(starts, (0, 1), value=inputs_BT.numel())
         return cu_seqlens, self.windows, inputs_BT.size(1)
 
-    def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The loss of each target, float32 (B, T): see `forward`. Tokens may be on any device."""
+    def token_losses(self, inputs_BT: Tensor, targets_BT: Tensor, *context: Any) -> Tensor:
+        """The loss of each target, float32 (B, T): see `forward`. Tokens may be on any device.
+
+        context: the last arguments of `hidden`, by default those of `eval_context`.
+        """
         inputs_BT, targets_BT = inputs_BT.to(self.embed.device), targets_BT.to(self.embed.device)
-        x = self.hidden(inputs_BT, *self.eval_context(inputs_BT))[:, -targets_BT.size(1) :]
+        x = self.hidden(inputs_BT, *(context or self.eval_context(inputs_BT)))
+        x = x[:, -targets_BT.size(1) :]
         losses = self.plain_loss(x.flatten(0, 1), targets_BT.flatten(), reduction="none")
         return losses.view_as(targets_BT)
 
@@ -1222,23 +1209,46 @@ class Trainer:
     def validate(self, step: int, batches: list[Batch] | None = None) -> float:
         """Mean loss over the validation tokens, in nats, with the windows of this step.
 
-        batches: those of this rank to score; None: all. Sets `targets_scored`, over all ranks.
+        batches: those of this rank to score; None: all. Sets `targets_scored`, over all ranks, and
+        `val_losses`, of each target of this rank, by batch: none if the loss is compiled.
         """
         self.model.set_step(step)
+        self.val_losses: list[Tensor] = []
         # float64: adding ten million token losses in float32 would cost digits.
         device = self.machine.device
         total, scored = torch.zeros((), dtype=optim.widest(device), device=device), 0
+        eager = self.loss is self.model and self.model.head == "plain"
         for batch in self.data.validation if batches is None else batches:
-            total += self.batch_loss(batch, self.data.val_longest)
+            if eager:
+                self.val_losses.append(self.token_losses(batch))
+                total += self.val_losses[-1].sum(dtype=total.dtype)
+            else:
+                total += self.batch_loss(batch, self.data.val_longest)
             scored += batch.targets.numel()
         self.targets_scored = sum(self.machine.gather(scored))
         return self.machine.all_reduce(total).item() / self.targets_scored
 
+    def token_losses(self, batch: Batch) -> Tensor:
+        """The loss of each target of a batch to score, not compiled, (N,) float32."""
+        inputs, targets, documents = batch.to(self.machine.device)
+        context = documents, self.model.windows, self.data.val_longest
+        return self.model.token_losses(inputs, targets, *context).flatten()
+
     @torch.no_grad()
-    def copied_and_new(self) -> dict[str, float]:
-        """Loss on copied and on new tokens of this rank: see data/copied.py."""
+    def score(self) -> dict[str, float]:
+        """Mean losses of the trained model by kind of token, in nats, after the last validation.
+
+        Of all ranks' validation tokens, copied and new (data/copied.py), and of the held-out slice
+        where the text has one (data/loader.py). Collective.
+        """
         self.model.set_step(self.config.steps)
-        return copied_and_new_loss(self.model.token_losses, self.data.validation, self.config.bos)
+        data = self.data
+        losses = self.val_losses or [self.token_losses(batch) for batch in data.validation]
+        sums = sums_by_kind(on_host(losses), data.val_distances, data.val_before)
+        if data.train.held_out:
+            losses = [self.token_losses(batch) for batch in data.held_out]
+            sums["loss_held_out"] = sum_and_count(on_host(losses))
+        return means(self.machine.gather(sums))
 
     def trained_rows(self) -> str:
         """Sum of the SHA-256 of all rows trained on, as hex: see data/loader.py. Collective."""
@@ -1277,6 +1287,10 @@ class Trainer:
         self.data.train.load_state_dict(state["data"])
 
 
+def on_host(losses: list[Tensor]) -> NDArray:
+    return torch.cat([torch.zeros(0), *(each.cpu() for each in losses)]).numpy()
+
+
 # ---- A run
 
 
@@ -1293,8 +1307,8 @@ def train(trainer: Trainer, run: Run) -> float:
             trainer.untie()
 
         # once in a while: validate, with the clock stopped
-        if now.validates or now.quick_validates:
-            evaluate(trainer, run, step, quick=now.quick_validates)
+        if now.validates:
+            evaluate(trainer, run, step)
 
         # step: gradients of this rank's rows, summed; one update sums those of all ranks
         loss, flags = trainer.gradients(step, run.stop.flags())
@@ -1314,28 +1328,39 @@ def train(trainer: Trainer, run: Run) -> float:
     return evaluate(trainer, run, config.steps)
 
 
-def evaluate(trainer: Trainer, run: Run, step: int, quick: bool = False) -> float:
+def evaluate(trainer: Trainer, run: Run, step: int) -> float:
     """Validate before this step, off the clock. Returns the loss; NonFinite if it is not finite."""
-    with run.pause("quick_val" if quick else "validate"):
-        val_loss = trainer.validate(step, trainer.data.validation[:1] if quick else None)
-        run.validated(step, val_loss, quick_tokens=trainer.targets_scored if quick else None)
+    with run.pause("validate"):
+        val_loss = trainer.validate(step)
+        run.validated(step, val_loss)
     return val_loss
 
 
-def steps_of_minutes(config: Config, machine: Machine) -> int:
-    """How many steps fill --minutes: by a timing, or as many as the run has that resumes."""
-    begun = machine.on_main(lambda: steps_begun(config, source_hash(SOURCE)))
-    if begun is not None:
-        return begun
-    with machines.saying_every_few_seconds("timing steps", machine.say):
-        return steps_that_fill(config.minutes, set_up(config, machine))
+def require_ranks(config: Config, machine: Machine) -> None:
+    """Refused if the ranks cannot share out the sequences of every step equally."""
+    batches = [(first, at(config, first).batch_tokens, 0) for first, *_ in spans(config)]
+    try:
+        Order(config.seq_len, None, config.data_start, batches).check(machine.world_size)
+    except ValueError as error:
+        hint = " torch finds no GPU here, so the default is --track tiny; on GPUs it is short."
+        raise Refused(f"{error}{hint if machine.device.type == 'cpu' else ''}") from None
+
+
+def require_text(config: Config) -> None:
+    """Build the text of `tiny` and `small` where it is missing. ValueError if that fails."""
+    if config.data_dir == SMALL["data_dir"]:
+        try:
+            prose.ensure(Path(config.data_dir))
+        except (ImportError, OSError) as error:
+            raise ValueError(f"{config.data_dir} cannot be built: {error}") from None
 
 
 def set_up(config: Config, machine: Machine) -> Trainer:
     """Build a trainer. Refused if it cannot work, before anything costs time."""
     machines.repeat_bits(machine.device)
-    for requirement in (require_packages, require_folders, require_tokenizer):
-        machine.on_main(partial(requirement, config))
+    require_ranks(config, machine)
+    for requirement in (require_packages, require_folders, require_text, require_tokenizer):
+        machine.on_main(partial(requirement, config))  # other ranks wait
     try:
         trainer = Trainer(config, machine)
     except ValueError as error:  # kernels, optimizers and data do not know Refused
@@ -1347,8 +1372,7 @@ def set_up(config: Config, machine: Machine) -> Trainer:
 def make_runs(config: Config) -> int:
     """Make all planned runs, one after the other. Returns the exit code."""
     machine = machines.start(config.device, config.rank_timeout)
-    if config.minutes:
-        config = replace(config, steps=steps_of_minutes(config, machine))
+    machine.say(f"{config.track}: {ABOUT[config.track]}")
     clock = Clock(machine.synchronize)
     with clock.phase("setup", timed=False):
         trainer = set_up(config, machine)
@@ -1372,7 +1396,7 @@ def make_runs(config: Config) -> int:
                 with run.pause("check"):
                     proof = check_trained_model(trainer)
                 with run.pause("probe"):
-                    probes = machine.on_main(trainer.copied_and_new)
+                    probes = trainer.score()
                 if config.sample_tokens and tokenizer_of(config) and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from claims import stats
 from claims.logs import read_all
-from claims.runs import Run, Validation
+from claims.runs import Run, Validation, shared_measure
 from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
 from runtime.settings import SETTINGS_OF_A_RUN, as_text
@@ -306,14 +306,27 @@ def compare_arms(a: ArmVerdict, b: ArmVerdict, margin: float | None = None) -> C
         raise LogError(f"{min(shared)[0]} is in both arms: a run is not compared with itself")
     if len({arm_key(run)[-1] for run in a.runs + b.runs} - {None}) > 1:
         b.warnings.append("scored on other validation tokens than A: the losses do not compare")
-    seeds, others = ([run.seed for run in arm.runs] for arm in (a, b))
-    same_seeds = seeds == others and None not in seeds and len(seeds) > 1
-    test = stats.paired if same_seeds else stats.welch
+    pairs = count_pairs(a, b)
+    test = stats.paired if pairs else stats.welch
     equal = None if margin is None else stats.equivalence(test, b.losses, a.losses, margin)
     differs = compare_machines(a, b)
     seconds = stats.Difference(math.nan) if differs else test(b.seconds, a.seconds)
-    pairs = len(seeds) if same_seeds else 0
     return Comparison(test(b.losses, a.losses), seconds, pairs, equal, differs)
+
+
+def count_pairs(a: ArmVerdict, b: ArmVerdict) -> int:
+    """How many pairs of one seed the arms are; 0 unless both have the same seeds."""
+    seeds, others = ([run.seed for run in arm.runs] for arm in (a, b))
+    return len(seeds) if seeds == others and None not in seeds and len(seeds) > 1 else 0
+
+
+def compare_new_tokens(a: ArmVerdict, b: ArmVerdict) -> stats.Difference | None:
+    """B - A of the loss on new tokens, by the best measure that both have, if any."""
+    if (measure := shared_measure(a.runs + b.runs)) is None:
+        return None
+    losses, others = ([run.probe(measure) for run in arm.runs] for arm in (b, a))
+    test = stats.paired if count_pairs(a, b) else stats.welch
+    return test(losses, others)
 
 
 def compare_machines(a: ArmVerdict, b: ArmVerdict) -> list[str]:

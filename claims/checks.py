@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from claims import record
 from claims.arms import ALPHA, leave_out_repeats
-from claims.record import FIRST_LOGS, FIRST_SOURCES, FIRST_TINY, Evidence, claim_text, departures
+from claims.record import Evidence, claim_text, departures
 from claims.runs import Phase, Run
 from runtime.claim import SHA256, TIME, forbidden_flags
 from runtime.log import REGISTERED, config_hash
@@ -26,7 +26,7 @@ AT_END = {"check", "probe", "keep", "sample"}  # what is done with the trained m
 UNTIMED = STARTUP | AT_END | {"validate"}
 TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume repeats
 MOST_UNACCOUNTED = 0.01  # share of the training time that may be in no phase
-LONGEST_AT_END_MS = 60_000  # the probe reads 16,384 tokens once, and may compile for them
+LONGEST_AT_END_MS = 60_000  # of one phase; the probe may score two texts, each like a validation
 LONGEST_STARTUP_MS = 3_600_000  # of one phase; on two busy cores compilation took 300,000
 MOST_SKEW_S = 5.0  # between the clocks of a process and of the registry; at most 0.93 in 200 runs
 # The trainer's checks of the trained model. Honest bf16 on `tiny` has 1.0000, 0 and 1e-6; outputs
@@ -35,13 +35,12 @@ TRAINED = {"normalized": (0, 1.01), "causality_trained": (0, 1e-3), "additive": 
 SLACK_MS = 50  # for each validation, whose log line waits for the disk
 LONG_VALIDATION = 4.0  # times the median of its run
 LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
-LEAST_OF_A_COPIER = 0.98  # with --copy-init, an untrained head already favours what it reads
 MOST_DELAY = timedelta(days=1)  # between writing a claim and committing it
 LIFE = re.compile("start( (end )?resume)*( end)?")  # the events of a run in the registry
 ALIKE = ("torch", "dtype", "compiled", "cpu", "gpu", "gpu_count", "attention", "head", "ranks",
          "params", "train_sha256", "val_sha256")  # fmt: skip
 MOST_SKIPPED = 0.25  # share of the steps; the most of 210 runs of the records is 0.06
-FORBIDDEN = re.compile(  # compiler settings, which only the medium track allows
+FORBIDDEN = re.compile(  # compiler settings
     r"coordinate_descent_tuning|max[-_]autotune|torchinductor_(?!cache_dir|compile_threads)\w"
     r"|inductor\.config\.\w+\s*=[^=]|inductor import config"
     r"|torch\.compile\((?:[^()]|\([^()]*\))*?\b(options|mode)\s*=",
@@ -84,7 +83,7 @@ def check_files(evidence: Evidence) -> Iterator[str]:
 
 def check_claim(evidence: Evidence) -> Iterator[str]:
     """The claim follows the rules of its track."""
-    claim, track, settings = evidence.claim, evidence.track, evidence.settings
+    claim, track = evidence.claim, evidence.track
     name, at = f"{claim.created[:10]}_{claim.name}", evidence.folder.resolve()
     if (at.parent.name, at.name) != (claim.track, name):
         yield f"its folder is {at.parent.name}/{at.name}, not {claim.track}/{name}"
@@ -94,13 +93,10 @@ def check_claim(evidence: Evidence) -> Iterator[str]:
         yield f"target {claim.target} at alpha {claim.alpha}, not {track.target} at {ALPHA}"
     if not track.val_sha256:
         yield f"{claim.track} has no val_sha256: add it in claims/record.py and train_gpt.py first"
-    rules = FIRST_TINY if claim.source_sha256 in FIRST_SOURCES else track.fixed
-    for name, fixed in departures(settings, {"track": claim.track, **rules}).items():
-        yield f"{name} is {settings.get(name)!r}, fixed at {fixed!r} on this track"
+    for name, fixed in departures(claim.config, {"track": claim.track, **track.fixed}).items():
+        yield f"{name} is {claim.config.get(name)!r}, fixed at {fixed!r} on this track"
     if config_hash(claim.config) != claim.config_sha256:
         yield "config_sha256 is not the hash of config"
-    if claim.schema == 1 and claim.created >= FIRST_LOGS:
-        yield f"schema 1, though written at {claim.created}: claims from {FIRST_LOGS} on have 2"
 
 
 def check_history(evidence: Evidence) -> Iterator[str]:
@@ -140,8 +136,7 @@ def check_seeds(evidence: Evidence) -> Iterator[str]:
         if tried and line.get("claim") != evidence.claim.id:
             yield f"seed {line['seed']} was run by {line['run_id']} outside the claim"
     for other, seeds in record.claims_of_its_seeds(evidence):
-        if evidence.claim.schema > 1 or other.config_sha256 == evidence.claim.config_sha256:
-            yield f"seeds {seeds} were claimed before, by {other.name}"
+        yield f"seeds {seeds} were claimed before, by {other.name}"
 
 
 def check_alike(evidence: Evidence) -> Iterator[str]:
@@ -163,15 +158,15 @@ def check_copies(evidence: Evidence) -> Iterator[str]:
 
 
 def check_source(evidence: Evidence) -> Iterator[str]:
-    """The source sets nothing of the compiler that its track forbids."""
-    yield from forbidden_settings(evidence.claim.track, evidence.source)
+    """The source sets nothing of the compiler."""
+    yield from forbidden_settings(evidence.source)
 
 
-def forbidden_settings(track: str, files: dict[str, bytes]) -> Iterator[str]:
-    """The compiler settings in the files of a source that its track forbids."""
+def forbidden_settings(files: dict[str, bytes]) -> Iterator[str]:
+    """The compiler settings in the files of a source, which no track allows."""
     for name, content in files.items():
         setting = FORBIDDEN.search(content.decode(errors="replace"))
-        if setting and name.endswith(".py") and track != "medium":
+        if setting and name.endswith(".py"):
             yield f"forbidden compiler setting {setting[0]!r} in {name}"
 
 
@@ -187,8 +182,6 @@ def check_counted(run: Run, evidence: Evidence) -> Iterator[str]:
 def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
     """The run belongs to the claim, and has the claimed source and settings."""
     claim = evidence.claim
-    if claim.schema > 1 and run.header.get("schema", 0) < 3:
-        yield f"a log of schema {run.header.get('schema')}, where the claim needs 3"
     if run.header.get("claim") != claim.id:
         yield "extra: the run was not started under this claim"
     elif run.seed not in claim.seeds:
@@ -245,7 +238,7 @@ def check_track(run: Run, evidence: Evidence) -> Iterator[str]:
     for segment in run.segments:
         flags = segment.header.get("env", {}).get("compile_flags")
         said = map(str, flags if isinstance(flags, list) else ["unknown"])
-        for flag in forbidden_flags(evidence.claim.track, said):
+        for flag in forbidden_flags(said):
             yield f"compiler settings {flag}"
     for name in ("val_sha256", "train_sha256"):
         found, due = str(run.header["data"].get(name)), getattr(evidence.track, name)
@@ -256,7 +249,7 @@ def check_track(run: Run, evidence: Evidence) -> Iterator[str]:
 def check_numbers(run: Run, evidence: Evidence) -> Iterator[str]:
     """What the trainer counted and measured is within its bounds."""
     header, end, tokens = run.header, run.end, evidence.track.val_tokens
-    most_ranks = evidence.settings["batch_tokens"] // evidence.settings["seq_len"]
+    most_ranks = evidence.claim.config["batch_tokens"] // evidence.claim.config["seq_len"]
     bounds = [
         ("validation tokens", header["data"].get("val_tokens"), tokens, tokens),
         ("validation documents in training", header["checks"].get("overlap"), 0,
@@ -265,7 +258,7 @@ def check_numbers(run: Run, evidence: Evidence) -> Iterator[str]:
         ("steps that were skipped", sum(bool(step.skipped) for step in run.steps), 0,
          MOST_SKIPPED * len(run.steps)),
     ]  # fmt: skip
-    if evidence.claim.schema > 1 and run.complete:
+    if run.complete:
         bounds.append(("parameters", run.env.get("params"), 1, math.inf))
         bounds.append(("scored targets", end.get("targets_scored"), tokens, tokens))
         checks = end.get("checks")
@@ -285,8 +278,6 @@ def lies_within(value: Any, low: float, high: float) -> bool:
 
 def check_origin(run: Run, evidence: Evidence) -> Iterator[str]:
     """All code was the claimed source, all weights the run's own, the rows known by hash."""
-    if evidence.claim.schema == 1:  # its logs do not say
-        return
     trained = str(run.end.get("train_tokens_sha256"))
     if run.complete and not re.fullmatch(SHA256, trained):
         yield f"no hash of the tokens trained on: {trained:.20}"
@@ -310,19 +301,17 @@ def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
         found = run.header["checks"].get(name)
         if found is not True:
             yield f"check {name} is {found}, not true"
-    config = evidence.settings
-    ignorant = math.log(config["vocab_size"])
-    least = LEAST_OF_A_COPIER if config.get("copy_init") else LEAST_FIRST_LOSS
+    ignorant = math.log(evidence.claim.config["vocab_size"])
     first = run.steps[0].train_loss if run.steps else None
     if run.validations and run.validations[0].step == 0:
         first = run.validations[0].loss
-    if run.complete and (first is None or not first >= least * ignorant):
+    if run.complete and (first is None or not first >= LEAST_FIRST_LOSS * ignorant):
         yield f"first loss {first}, but a model that knows nothing has {ignorant:.2f}"
 
 
 def check_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
     """Every step counts its tokens, in whole rows, and none has more than a batch."""
-    config, before = evidence.settings, 0
+    config, before = evidence.claim.config, 0
     most = config["batch_tokens"]
     for step in run.steps:
         tokens = (step.tokens or 0) - before
@@ -331,7 +320,7 @@ def check_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
             return
         before += tokens
     due = run.header.get("train_tokens")
-    if run.complete and due != before and (due is not None or evidence.claim.schema > 1):
+    if run.complete and due != before:
         yield f"trained on {before} tokens, not on the {due} of the header"
 
 
@@ -341,10 +330,13 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
     Comparisons are written so that nan fails.
     """
     later: set[str] = set()
+    # Of a validation: a token must be no dearer than in training.
+    longest = (run.train_time_ms or 0.0) / (evidence.tokens or 1) * evidence.track.val_tokens
+    at_end = {"keep": LONGEST_STARTUP_MS, "probe": max(LONGEST_AT_END_MS, 2 * longest)}
     for phase in reversed(run.phases):
         if phase.name not in (TIMED if phase.timed else UNTIMED):
             yield f"untimed work: phase {phase.name!r} of {phase.ms:.0f} ms, timed: {phase.timed}"
-        most = LONGEST_STARTUP_MS if phase.name == "keep" else LONGEST_AT_END_MS  # on a slow disk
+        most = at_end.get(phase.name, LONGEST_AT_END_MS)
         if phase.name in AT_END and not (later <= AT_END - {phase.name} and phase.ms <= most):
             yield (f"untimed work: a {phase.name} of {phase.ms:.0f} ms; one may end a run, in "
                    f"{most / 1000:.0f} s at most")
@@ -366,11 +358,11 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
     validations = [phase.ms for phase in run.phases if phase.name == "validate"]
     if len(validations) != len(run.validations):
         yield f"untimed work: {len(validations)} validations for {len(run.validations)} losses"
-    longest, trained = max(validations, default=0.0), evidence.tokens or 1
-    if not longest <= total / trained * evidence.track.val_tokens:
-        yield f"untimed work: a validation of {longest:.0f} ms, a token dearer than training"
-    if validations and not longest <= LONG_VALIDATION * statistics.median(validations):
-        yield f"untimed work: a validation of {longest:.0f} ms, several times their median"
+    slowest = max(validations, default=0.0)
+    if not slowest <= longest:
+        yield f"untimed work: a validation of {slowest:.0f} ms, a token dearer than training"
+    if validations and not slowest <= LONG_VALIDATION * statistics.median(validations):
+        yield f"untimed work: a validation of {slowest:.0f} ms, several times their median"
 
 
 def check_times(run: Run, evidence: Evidence) -> Iterator[str]:

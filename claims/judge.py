@@ -20,7 +20,7 @@ from scipy.stats import t as student
 from claims import stats
 from claims.logs import finished_runs
 from claims.record import difference
-from claims.runs import Run
+from claims.runs import NEW_TOKENS, Run
 from runtime.claim import read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_hash
@@ -33,7 +33,7 @@ MOST_PAIRS = 100
 JUDGEMENTS = "judgements.jsonl"
 UNITS = {"loss": "nats per token", "time": "seconds"}
 # What both arms must share, else their figures do not mean the same.
-SHARED = {"loss": ("steps", "minutes"), "time": ()}
+SHARED = {"loss": ("steps",), "time": ()}
 ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "val_window",
                  "val_sha256", "data_dir")  # fmt: skip
 
@@ -114,8 +114,7 @@ def require_comparable(arms: Sequence[Arm], metric: str) -> None:
     a, b = arms
     for name in (*ALWAYS_SHARED, *SHARED[metric]):
         mine, other = a.config.get(name), b.config.get(name)
-        timed = name == "steps" and a.config.get("minutes")  # a timing sets them
-        if mine != other and None not in (mine, other) and not timed:  # older sources lack some
+        if mine != other and None not in (mine, other):  # older sources lack some
             raise Refused(f"{name} is {mine} in A and {other} in B: judge {metric} with the same.")
 
 
@@ -142,13 +141,22 @@ def figures(folder: Path, arm: Arm, metric: str) -> dict[int, float]:
 def figure(run: Run, metric: str) -> float:
     """Of a run that diverged the loss of a guess; it has no time."""
     if not run.counts:
-        in_nats = metric in ("loss", "new tokens")
+        in_nats = metric in ("loss", *NEW_TOKENS)
         return math.log(run.header["config"]["vocab_size"]) if in_nats else math.inf
-    if metric == "new tokens":
-        return run.probe("new_loss")
+    if metric in NEW_TOKENS:
+        return run.probe(metric)
     if metric == "time":
         return (run.train_time_ms or math.inf) / 1000
     return run.validations[-1].loss
+
+
+def compare_new_tokens(folder: Path, arms: Sequence[Arm]) -> stats.Difference:
+    """B - A of the loss on new tokens, by the best measure that the runs of both arms have."""
+    for measure in NEW_TOKENS:
+        a, b = (figures(folder, arm, measure) for arm in arms)
+        if all(map(math.isfinite, [*a.values(), *b.values()])):
+            break
+    return stats.paired_by_seed(b, a)
 
 
 # ---- The log of judgements

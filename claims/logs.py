@@ -111,7 +111,7 @@ def read_all(paths: Sequence[str | Path]) -> tuple[list[Run], list[LogError]]:
 
 # ---- Logs of this trainer: one JSON object a line
 
-SCHEMAS = (1, 2, 3)
+SCHEMA = 3
 NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings: JSON has no such numbers
 KINDS = {str: "a string", int: "an integer of at least 0", float: "a number", bool: "true or false",
          dict: "an object", list: "a list"}  # fmt: skip
@@ -122,7 +122,6 @@ HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha
           "env": dict}  # fmt: skip
 STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int, "lr_mul": float,
         "grad_norm": float, "window": int, "skipped": bool}  # fmt: skip
-QUICK_VAL = {"step": int, "val_loss": float, "train_time_ms": float}
 RESUME = {"from_step": int, "differences": list, "registry_sha256": str, "checkpoint_sha256": str}
 
 
@@ -209,7 +208,7 @@ def keep_until(lines: list[Line], after_step: int) -> list[Line]:
     for index, line in enumerate(lines):
         if line.event == "step" and line.get("step", int) > after_step:
             return lines[:index]
-        if line.event in ("val", "quick_val") and line.get("step", int) >= after_step:
+        if line.event == "val" and line.get("step", int) >= after_step:
             return lines[:index]
     return lines
 
@@ -232,7 +231,6 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
             raise LogError(f"{line.where}: val_loss {loss}: a loss is above 0")
         validations.append(Validation(step, loss, line.get("train_time_ms", float)))
         numbers.append((step, line.get("total_steps", int)))
-    quick = [Validation(*line.get_all(QUICK_VAL).values()) for line in events(lines, "quick_val")]
     headers = [read_header(line) for line in events(lines, "header")]
     ends = events(lines, "end")
     problem = end_problem(ends, validations) or why_unfinished(numbers, validations)
@@ -240,14 +238,11 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
         problem = "no header"
     elif len(headers) != len(segments):
         problem = f"{len(headers)} headers in {len(segments)} segment(s)"
-    if any("log_offset" in line.fields for line in lines):
-        problem = "resumed within its file, as runs of schema 1 were"
     if lines and not lines[-1].event:
         problem = "torn last line"
     return Run(
         path=segments[0].path, segments=segments, resumes=resumes,
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
-        quick_validations=quick,
         steps=[Step(**line.get_all(STEP)) for line in events(lines, "step")],
         phases=[Phase(**line.get_all(Phase.__annotations__)) for line in events(lines, "phase")],
         end=ends[-1].fields if ends else {}, unfinished=problem,
@@ -258,8 +253,9 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
 def read_header(line: Line) -> dict[str, Any]:
     """The fields of `Run` that the header fixes. Raises LogError."""
     schema = line.get("schema", int)
-    if schema not in SCHEMAS:
-        raise LogError(f"{line.where}: schema {schema}; this version reads {SCHEMAS}: update it")
+    if schema != SCHEMA:
+        fix = "Check out commit 759f432, which reads it." if schema < SCHEMA else "Update it."
+        raise LogError(f"{line.where}: schema {schema}; this version reads {SCHEMA}. {fix}")
     fields = line.get_all(HEADER)
     fields["header"] = line.fields
     fields["source"] = line.get("source_sha256", str)

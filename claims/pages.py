@@ -9,7 +9,6 @@ import re
 import shlex
 import statistics
 import textwrap
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 from pathlib import Path
@@ -17,8 +16,18 @@ from typing import Any
 from urllib.parse import quote
 
 from claims import record as records
+from claims.arms import ALPHA
 from claims.checks import Failure
-from claims.record import TRACKS, Evidence, difference, read_source, records_of, source_path
+from claims.record import (
+    MOST_ABOVE,
+    TRACKS,
+    Evidence,
+    difference,
+    read_source,
+    records_of,
+    source_path,
+)
+from claims.runs import NEW_TOKENS
 from runtime.errors import Refused
 from runtime.jsonl import plain
 
@@ -26,8 +35,7 @@ SCHEMA = 2  # of record.json
 LONGEST_DIFF = 1000  # lines; of a longer one the page only says how long it is
 HEAD = """# Records
 
-Each folder has a claim that was written before its runs, their logs and source. *#1* and so on:
-shown, and better than all before it; *no record*: shown, but not better than an earlier one.
+Each folder has a claim that was written before its runs, their logs and source.
 `python scripts/record.py verify FOLDER` recomputes its numbers, `leaderboard` writes this page.
 
 The command on a record's page is that of its own source.
@@ -46,7 +54,11 @@ STYLE: Any = {
 }
 # Black and white are swapped; colours keep their hue.
 DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(0.93) hue-rotate(180deg)}}"
-PROBES = {"copy_loss": "copied tokens", "new_loss": "new tokens"}
+# Losses by kind of token: their names in logs, the best measure first.
+COPIED, NEW, HELD_OUT = ("loss_on_copied", "copy_loss"), NEW_TOKENS, ("loss_held_out",)
+MARK = "†"  # of a loss on new tokens that is measured as in logs before 2026-11-29
+MARKED = f"""{MARK} as in logs before 2026-11-29: of the first 16,384 validation tokens; a pair
+more than 176 tokens back counts as new."""
 
 
 def facts(evidence: Evidence) -> dict[str, Any]:
@@ -62,9 +74,19 @@ def facts(evidence: Evidence) -> dict[str, Any]:
         "schema": SCHEMA, "name": claim.name, "track": claim.track, "date": claim.created[:10],
         "claim": claim.id, "target": claim.target, "level": claim.alpha,
         "shown": evidence.shown, "steps": claim.config["steps"], **numbers, "n": result.n,
+        "new_tokens": new_tokens_facts(evidence),
         "median_train_time_ms": evidence.median_ms, "source_sha256": claim.source_sha256,
         "config_sha256": claim.config_sha256, "runs": runs,
     }
+
+
+def new_tokens_facts(evidence: Evidence) -> dict[str, Any] | None:
+    """What the second condition rests on; None where it does not apply."""
+    if (new := evidence.new_tokens) is None:
+        return None
+    numbers = {name: value if isinstance(value, str) else float(f"{value:.10g}")
+               for name, value in new._asdict().items()}  # fmt: skip
+    return {"most_above": MOST_ABOVE, **numbers, "shown": new.shown}
 
 
 def printable(text: str) -> str:
@@ -101,12 +123,13 @@ def readme(evidence: Evidence) -> str:
 
 def result_part(evidence: Evidence) -> Iterator[str]:
     claim, result = evidence.claim, evidence.result
-    verdict = "**Shown**" if evidence.shown else "**Not shown**"
     yield f"# {claim.name}, track {claim.track}: {claim.config['steps']:,} steps"
     about = textwrap.indent(textwrap.fill(literal(claim.about), 98, break_long_words=False), "> ")
     yield re.sub(r"^> (\d+(?=[.)]( |$))|(?=[-+=]))", r"> \1\\", about, flags=re.M)  # no heading
-    yield (f"{verdict}: the mean validation loss is below {claim.target:g}\n"
-           f"({result.n} runs, p = {result.p:.3g}, level {claim.alpha:g}).")
+    yield "\n".join(f"- {'**Shown**' if shown else '**Not shown**'}: {literal(condition)}."
+                    for condition, shown in conditions(evidence))  # fmt: skip
+    if evidence.new_tokens and evidence.new_tokens.measure != NEW[0]:
+        yield MARKED
     row = (result.n, f"{result.mean:.6f}", f"{result.sd:.6f}", f"{result.t:.4f}",
            f"{result.p:.3g}", f"{result.upper99:.5f}", f"{evidence.median_ms / 1000:.2f}")
     yield table("| n | mean | sd | t | p | 99 % upper bound | median s |", [row])
@@ -116,6 +139,21 @@ def result_part(evidence: Evidence) -> Iterator[str]:
         seconds = f"{(run.train_time_ms or 0.0) / 1000:.3f}"
         rows.append((run.seed, f"{run.final_loss:.6f}", seconds, link))
     yield table("| seed | validation loss | training s | log |", rows)
+
+
+def conditions(evidence: Evidence) -> Iterator[tuple[str, bool]]:
+    """The conditions of the track's rule, in words, and whether the runs show them."""
+    claim, result, new = evidence.claim, evidence.result, evidence.new_tokens
+    found = f"{result.n} runs that count, too few for a test"
+    if result.n > 1:
+        found = (f"{result.mean:.6f} in {result.n} runs, p = {result.p:.3g}, "
+                 f"level {claim.alpha:g}")  # fmt: skip
+    yield f"mean loss on all validation tokens below {claim.target:g}: {found}", evidence.below
+    if new is not None:
+        mark = "" if new.measure == NEW[0] else MARK
+        yield (f"loss on new tokens{mark} at most {MOST_ABOVE:g} above the baseline's, "
+               f"{evidence.track.baseline}: {new.mean:.4f} against {new.baseline:.4f}, "
+               f"p = {new.p:.3g}, level {claim.alpha:g}"), new.shown  # fmt: skip
 
 
 def run_part(evidence: Evidence) -> Iterator[str]:
@@ -192,43 +230,69 @@ def leaderboard(evidences: Sequence[Evidence]) -> str:
 
 
 def board(track: str, claims: Sequence[Evidence]) -> Iterator[str]:
-    """The part of one track. A record was shown, and beats all that were shown before it.
+    """The part of one track: the baseline, then what its rule accepts, the best score last.
 
-    Times compete only on the same hardware.
+    Times compete only on the same hardware. Of equal scores the oldest is the record.
     """
-    rows, records = [], defaultdict[str, list[float]](list)  # their scores, by hardware
-    for evidence in claims:
-        claim, found = evidence.claim, evidence.result
-        scores = records[evidence.hardware if evidence.track.in_time else ""]
-        place = "no record" if evidence.shown else "not shown"
-        if evidence.shown and evidence.score < min(scores, default=math.inf):
-            scores.append(evidence.score)
-            place = f"#{len(scores)}"
-        name = f"[{claim.name}]({track}/{quote(evidence.folder.name)})"
-        probes = [mean_probe(evidence, probe) for probe in PROBES]
-        losses = ["" if math.isnan(loss) else f"{loss:.2f}" for loss in probes]
-        rows.append((place, claim.created[:10], name, literal(evidence.hardware),
-                     f"{claim.config['steps']:,}", f"{evidence.tokens / 1e6:,.3f}",
-                     parameters(evidence), found.n,
-                     f"{found.mean:.4f}", *losses, f"{found.sd:.4f}", f"{found.p:.2g}",
-                     f"{evidence.median_ms / 1000:.1f}"))
-    wins = "the shortest time" if TRACKS[track].in_time else "the fewest tokens"
+    in_time = TRACKS[track].in_time
+    ranked = [one for one in claims if one.shown]
+    ranked.sort(key=lambda one: one.claim.created, reverse=True)
+    ranked.sort(key=lambda one: (not one.is_baseline, in_time and one.hardware, -one.score))
+    best = {in_time and one.hardware: one for one in ranked}  # the last of each
+    places = {one.claim.id: "**record**" for one in best.values()}
+    places |= {one.claim.id: "baseline" for one in ranked if one.is_baseline}
+    wins = "the shortest time" if in_time else "the fewest tokens"
     yield f"## {track}: to {TRACKS[track].target:g} nats per token in {wins}"
-    yield table("| record | date | claim | hardware | steps | million tokens "
-                "| parameters | n | mean loss | copied | new | sd | p | median s |", rows)
-    yield ("*copied*: loss on validation tokens that end a pair seen earlier in the document;\n"
-           "*new*: loss on all others. An empty cell: the logs do not have it.")
-    if TRACKS[track].in_time:
-        yield "Places count for each hardware: a claim competes only with claims on the same one."
-    yield (f"Claims on this track: {len(claims)}. Each p is that of its own claim alone.\n"
+    yield table(BOARD, [board_row(one, places.get(one.claim.id, "")) for one in ranked])
+    if others := [one for one in claims if not one.shown]:
+        yield "Claims that do not fulfil the rule, and the condition that they miss:"
+        missed = ["new tokens" if one.below else "target" for one in others]
+        yield table(BOARD, [board_row(*each) for each in zip(others, missed, strict=True)])
+    if TRACKS[track].baseline:
+        yield (f"The rule has two conditions, each shown at p < {ALPHA:g}: the mean loss on all "
+               f"validation tokens is\nbelow {TRACKS[track].target:g}, and the loss on new tokens "
+               f"is less than {MOST_ABOVE:g} above the baseline's.")  # fmt: skip
+    yield LEGEND
+    if any(mean_probe(one, *NEW[:1]) != mean_probe(one, *NEW) for one in claims):
+        yield MARKED
+    if in_time:
+        yield "A claim competes only with claims on the same hardware."
+    yield (f"Claims on this track: {len(claims)}. Each p is that of its own claim.\n"
            "Compare seconds only between runs on the same machine.")
     if best_of_each_recipe(claims):
         yield f"![Tokens of each recipe's best claim, and its losses]({track}/tokens.svg)"
 
 
-def mean_probe(evidence: Evidence, probe: str) -> float:
+LEGEND = """*new*: loss on validation tokens that do not end a pair seen earlier in their document.
+*copied*: loss on the others. *held out*: loss on a slice of the text by which nothing is ever
+chosen. An empty cell: the logs do not have it."""
+BOARD = ("| record | date | claim | hardware | steps | million tokens | parameters | n | mean loss "
+         "| sd | p | new | above baseline | p | copied | held out | median s |")  # fmt: skip
+
+
+def board_row(evidence: Evidence, place: str) -> list[object]:
+    claim, found, new = evidence.claim, evidence.result, evidence.new_tokens
+    measured = mean_probe(evidence, NEW[0])
+    mark = MARK if math.isnan(measured) or (new and new.measure != NEW[0]) else ""
+    on_new = mean_probe(evidence, new.measure) if new else mean_probe(evidence, *NEW)
+    return [
+        place, claim.created[:10], f"[{claim.name}]({claim.track}/{quote(evidence.folder.name)})",
+        literal(evidence.hardware), f"{claim.config['steps']:,}", f"{evidence.tokens / 1e6:,.3f}",
+        parameters(evidence), found.n, f"{found.mean:.4f}", f"{found.sd:.4f}", f"{found.p:.2g}",
+        "" if math.isnan(on_new) else f"{on_new:.3f}{mark}",
+        *([f"{new.mean - new.baseline:+.3f}", f"{new.p:.2g}"] if new else ["", ""]),
+        cell(mean_probe(evidence, *COPIED), ".2f"), cell(mean_probe(evidence, *HELD_OUT), ".4f"),
+        f"{evidence.median_ms / 1000:.1f}",
+    ]  # fmt: skip
+
+
+def cell(loss: float, form: str) -> str:
+    return "" if math.isnan(loss) else f"{loss:{form}}"
+
+
+def mean_probe(evidence: Evidence, *names: str) -> float:
     """Mean over the runs of a loss among the probes of their end lines; NaN where one lacks it."""
-    return statistics.fmean([run.probe(probe) for run in evidence.complete] or [math.nan])
+    return statistics.fmean([run.probe(*names) for run in evidence.complete] or [math.nan])
 
 
 def parameters(evidence: Evidence) -> str:
@@ -242,7 +306,7 @@ def best_of_each_recipe(claims: Sequence[Evidence]) -> list[Evidence]:
     best: dict[str, Evidence] = {}
     for evidence in sorted(claims, key=lambda one: one.score):
         if evidence.shown:
-            best.setdefault(evidence.settings.get("recipe", ""), evidence)
+            best.setdefault(evidence.claim.config.get("recipe", ""), evidence)
     return list(best.values())
 
 
@@ -266,8 +330,8 @@ def plot_tokens(claims: Sequence[Evidence], path: Path) -> None:
         bars.bar_label(drawn, fmt="%.3g", padding=3)
         bars.margins(x=0.12)  # room for the longest label
         bars.set_xlabel(f"million tokens, to end below {claims[0].claim.target:g}")
-        for probe, label in PROBES.items():
-            losses = [mean_probe(one, probe) for one in claims]  # NaN is not drawn
+        for label, names_in_logs in {"copied tokens": COPIED, "new tokens": NEW}.items():
+            losses = [mean_probe(one, *names_in_logs) for one in claims]  # NaN is not drawn
             dots.plot(losses, names, "o", label=label)
         dots.set_xlabel("loss at the end, nats per token")
         dots.legend()

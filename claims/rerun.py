@@ -224,7 +224,7 @@ def rerun(
     runs = [run for run in evidence.complete if seed in (None, run.seed)]
     if not runs:
         raise Refused(f"no run of seed {seed} counts in {evidence.folder}. Take another seed.")
-    before, config = runs[0], evidence.settings
+    before, config = runs[0], evidence.claim.config
     total = len(before.steps)
     steps = min(steps or total, total)
     whole = steps == total
@@ -244,9 +244,6 @@ def rerun(
     trained = [run.end.get("train_tokens_sha256") for run in (before, after)]
     if whole and trained[0]:
         yield Finding("trained tokens: 1 if their hash is another", int(len(set(trained)) > 1), 0)
-    if before.header["schema"] < 3:
-        print("losses only: a source before schema 3 cannot answer the judge's own checks")
-        return
     print(f"the judge's checks on {'the trained' if whole else 'an untrained'} model")
     rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
     with answering(scratch, kept_model(scratch, after)) as losses:

@@ -7,6 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# The loss on new tokens, the best measure first: on all validation tokens, however far back a pair
+# occurred. Logs before 2026-11-29 have only the second, on the first 16,384 tokens, where a pair
+# more than 176 tokens back counts as new.
+NEW_TOKENS = ("loss_on_new", "new_loss")
+
 
 class Validation(NamedTuple):
     step: int
@@ -46,7 +51,7 @@ class Resume(NamedTuple):
     from_step: int
     differences: list[str]  # of source and settings
     registry_sha256: str | None
-    checkpoint_sha256: str | None  # of the checkpoint that was loaded, from schema 3 on
+    checkpoint_sha256: str | None  # of the checkpoint that was loaded
     repeats: bool  # the process before did not stop at this step: steps were done twice
 
 
@@ -67,7 +72,6 @@ class Run:
     env: dict[str, Any] = field(default_factory=dict)
     total_steps: int | None  # as the log declares it
     validations: list[Validation]
-    quick_validations: list[Validation] = field(default_factory=list)  # on few tokens, only shown
     steps: list[Step] = field(default_factory=list)  # of a log of ours
     phases: list[Phase] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
@@ -97,11 +101,11 @@ class Run:
     def counts(self) -> bool:
         return self.left_out is None
 
-    def probe(self, name: str) -> float:
-        """A loss among the probes of the end line, copy_loss or new_loss; NaN if it has none."""
+    def probe(self, *names: str) -> float:
+        """The first of these losses that is among the probes of the end line; NaN if none is."""
         probes = self.end.get("probes")
-        loss = probes.get(name) if isinstance(probes, dict) else None
-        return loss if isinstance(loss, float) else math.nan
+        found = [probes.get(name) for name in names] if isinstance(probes, dict) else []
+        return next((loss for loss in found if isinstance(loss, float)), math.nan)
 
     @property
     def final_loss(self) -> float | None:
@@ -120,24 +124,12 @@ class Run:
         return f"resumed at step {steps} ({lost:.0f} ms of lost work on the clock)"
 
 
-# What settings and their values were called in older logs and claims.
-OLD_NAMES = {
-    "head_pairs": "muon_head_pairs", "tie_keys": "init_keys_as_queries", "copying": "copy_init",
-    "head": "loss_kernel", "matrix_method": "ortho_method", "orthogonalization": "ortho_backend",
-    "adam_every": "adam_accum_steps", "cautious": "cautious_wd", "own_value": "xsa",
-    "align": "document_mask", "recompute": "activation_checkpointing", "sequence": "seq_len",
-    "val_sequence": "val_seq_len",
-}  # fmt: skip
-
-
-def current_names(config: dict[str, Any]) -> dict[str, Any]:
-    """A logged configuration by today's names. Its hash is that of the names it was logged by."""
-    settings = {OLD_NAMES.get(name, name): value for name, value in config.items()}
-    modern = "copyinit" if config.get("track") == "tiny" else "record89"
-    for name in ("recipe", "stages", "optimizer"):
-        if isinstance(value := settings.get(name), str):
-            settings[name] = {"modern": modern, "adam": "adamw"}.get(value, value)
-    return settings
+def shared_measure(runs: Sequence[Run]) -> str | None:
+    """The best measure of the loss on new tokens that all these runs have, if any."""
+    for name in NEW_TOKENS:
+        if runs and all(math.isfinite(run.probe(name)) for run in runs):
+            return name
+    return None
 
 
 def why_unfinished(

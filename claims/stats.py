@@ -124,6 +124,13 @@ def equivalence(
     return half if (beyond.mean > 0) == (bound < 0) else 1 - half
 
 
+def less_above(margin: float, new: Sequence[float], old: Sequence[float]) -> float:
+    """p-value of "the mean of new is less than margin above that of old" (one-sided Welch test)."""
+    found = welch([value - margin for value in new], old)
+    half = found.p_two_sided / 2
+    return half if found.mean < 0 else 1 - half
+
+
 def holm(p_values: dict[Any, float]) -> dict[Any, float]:
     """p-values adjusted so that the chance of any false finding keeps its level (Holm, 1979).
 

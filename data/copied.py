@@ -1,50 +1,63 @@
-"""Loss on copied and on new tokens: how much of its score a model owes to copying."""
+"""Copied and new tokens: how much of its score a model owes to copying from its context.
 
-from collections.abc import Callable, Iterable
+A token is copied if the pair of the token before it and itself occurred earlier in its document,
+however far back; else it is new.
+"""
 
-import torch
-from torch import Tensor
+from collections.abc import Iterable
 
-from data.loader import Batch
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
-# A pair counts as a copy within this many tokens: the shortest window of the last validation on
-# `tiny`, 160 tokens, and one block of 16. Logs compare only at the same value.
-COPY_REACH = 176
-MOST_TOKENS = 16_384  # of validation: enough for two decimals, in a second
+# Logs before 2026-11-29 have only the loss on new tokens as it was measured then: on the first
+# FIRST_TOKENS of validation, where a pair farther back than REACH counts as new. Runs still log it
+# as `new_loss`, until tuned AdamW, with which claims of `small` are compared, is claimed again.
+FIRST_TOKENS, REACH = 16_384, 176
+Sums = dict[str, tuple[float, int]]  # by kind of token: the sum of its losses, and their number
 
 
-def copied_and_new_loss(
-    token_losses: Callable[[Tensor, Tensor], Tensor], validation: Iterable[Batch], bos: int
-) -> dict[str, float]:
-    """Mean losses in nats of the first MOST_TOKENS validation tokens; NaN where there are none.
+def pair_distances(tokens_BT: ArrayLike, bos: int) -> NDArray[np.int64]:
+    """Return how far back each pair of neighbours stood last in its document, (B, T - 1); 0: never.
 
-    copy_loss: of tokens that repeat a pair of their document; new_loss: of the others.
-    token_losses: takes inputs and targets and returns the loss of each target, (B, T).
+    tokens_BT: integers (B, T). Rows and `bos` begin documents.
     """
-    losses, copied = [torch.zeros(0)], [torch.zeros(0, dtype=torch.bool)]
-    for batch in validation:
-        length = batch.inputs.size(1)
-        context = length - batch.targets.size(1)  # inputs at a row's start without a target
-        rows = max(MOST_TOKENS // length, 1)  # no more memory than a step takes
-        inputs = batch.inputs[:rows, :MOST_TOKENS]
-        targets = batch.targets[:rows, : MOST_TOKENS - context]
-        tokens = torch.cat([inputs, targets[:, -1:]], dim=1)
-        copied.append(is_copied(tokens, bos)[:, -targets.size(1) :].flatten())
-        losses.append(token_losses(inputs, targets).cpu().flatten())
-        if sum(map(len, losses)) >= MOST_TOKENS:
-            break
-    loss, copy = torch.cat(losses), torch.cat(copied)
-    return {"copy_loss": loss[copy].mean().item(), "new_loss": loss[~copy].mean().item()}
-
-
-def is_copied(tokens_BT: Tensor, bos: int) -> Tensor:
-    """True for pairs of neighbours that occurred in the same document before, (B, T - 1) bool.
-
-    tokens_BT: integers; bos begins a document. Not farther back than COPY_REACH tokens.
-    """
+    tokens_BT = np.asarray(tokens_BT, dtype=np.int64)
     before, after = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    pairs = torch.stack([(before == bos).cumsum(1), before, after])  # each with its document
-    copied = torch.zeros_like(before, dtype=torch.bool)
-    for back in range(1, min(COPY_REACH, before.size(1) - 1) + 1):
-        copied[:, back:] |= (pairs[..., back:] == pairs[..., :-back]).all(0)
-    return copied
+    begins = before == bos
+    begins[:, 0] = True
+    document, vocabulary = begins.cumsum().reshape(begins.shape), tokens_BT.max(initial=0) + 1
+    pairs = ((document * vocabulary + before) * vocabulary + after).ravel()
+    order = pairs.argsort(kind="stable")  # equal pairs stay in the order of the text
+    distances = np.zeros_like(pairs)
+    distances[order[1:]] = np.where(np.diff(pairs[order]) == 0, np.diff(order), 0)
+    return distances.reshape(before.shape)
+
+
+def sums_by_kind(losses: NDArray, distances: NDArray, before: int) -> Sums:
+    """Return the sums of a rank's token losses (N,), of copied and of new tokens.
+
+    distances: see `pair_distances`. before: how many tokens are those of the ranks before it.
+    """
+    count = max(FIRST_TOKENS - before, 0)
+    first, back = losses[:count], distances[:count]
+    kinds = {
+        "loss_on_copied": losses[distances > 0],
+        "loss_on_new": losses[distances == 0],
+        "new_loss": first[(back == 0) | (back > REACH)],
+    }
+    return {name: sum_and_count(kind) for name, kind in kinds.items()}
+
+
+def sum_and_count(losses: NDArray) -> tuple[float, int]:
+    return float(losses.sum(dtype=np.float64)), len(losses)
+
+
+def means(ranks: Iterable[Sums]) -> dict[str, float]:
+    """Return the mean loss of each kind over the sums of all ranks; NaN where there is no token."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for sums in ranks:
+        for name, each in sums.items():
+            found.setdefault(name, []).append(each)
+    totals = {name: np.sum(each, axis=0) for name, each in found.items()}
+    return {name: float(loss / count) if count else float("nan")
+            for name, (loss, count) in totals.items()}  # fmt: skip

@@ -23,7 +23,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data.copied import pair_distances
 from data.shards import Settings, Shard, ShardError, Tokens, find_shards
+
+# The last tokens of the race's text, a quarter of what it validates on, are no training data: each
+# run is scored on them at its end, and nothing is ever chosen by that loss. Counted from the end of
+# the last training shard, so that no hash of the data changes. Other texts have no such slice.
+HELD_OUT = 65_536
+PROSE = "be27130d408f4ce8"  # how the hash of the text's validation tokens begins
 
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
@@ -56,9 +63,14 @@ class Order:
                              f"or --seq-len.")  # fmt: skip
 
 
+def _share(rows: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the first row of a rank and the one after its last; rank 0 has some."""
+    return -(-rank * rows // world_size), -(-(rank + 1) * rows // world_size)
+
+
 def _deal(rows: int, at_once: int, rank: int, world_size: int) -> list[slice]:
     """Return the rows of one rank, `at_once` at a time; the last slice may be shorter."""
-    first, end = (-(-each * rows // world_size) for each in (rank, rank + 1))  # rank 0 has some
+    first, end = _share(rows, rank, world_size)
     return [slice(start, min(start + at_once, end)) for start in range(first, end, at_once)]
 
 
@@ -140,8 +152,7 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Walk:
         step, offset = step + 1, found[-1][1]
         yield [row for row, _ in found], Position(step, index, offset)
     rule = "contiguous rows" if order.bos is None else f"documents that start with {order.bos}, cut"
-    most = f"Set --steps to at most {step:,}, or fewer --minutes"
-    fix = most if step else "Lower --batch-tokens or --data-start"
+    fix = f"Set --steps to at most {step:,}" if step else "Lower --batch-tokens or --data-start"
     raise ShardError(f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read "
                      f"as {rule}. {fix}, or add shards.")  # fmt: skip
 
@@ -188,15 +199,17 @@ class TrainLoader(Iterator[list[Batch]]):
 
     A background thread builds the next step. When the data end, it raises ShardError and not
     StopIteration, which would end a for loop in silence. micro_batch: tokens of one, at most.
+    held_out: how many of the last tokens are not trained on.
     """
 
     def __init__(
         self, files: Files, order: Order, steps: int, rank: int, world_size: int,
-        micro_batch: int = sys.maxsize,
+        micro_batch: int = sys.maxsize, held_out: int = 0,
     ) -> None:  # fmt: skip
         order.check(world_size)  # first: the walk may run out of data
         self.order, self._rank, self._world_size = order, rank, world_size
-        self._shards = [Shard(file) for file in files]
+        self.held_out = held_out
+        self._shards = [*map(Shard, files[:-1]), Shard(files[-1], held_out)]
         self.begin, self.end, self.max_documents = plan_run(self._shards, order, steps)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         self._lengths = [len(shard) for shard in self._shards[: self.end.shard + 1]]
@@ -267,23 +280,48 @@ class TrainLoader(Iterator[list[Batch]]):
             self.rows_sum = int(state["rows_sha256"], 16)
 
 
-def validation_batches(
-    files: Files, settings: Settings, most: int, reach: int = 0, rank: int = 0, world_size: int = 1
-) -> list[Batch]:
-    """Return this rank's share of the first `val_tokens` tokens, contiguous across shards.
-
-    A batch has at most `most` targets: rows of `val_seq_len`, or a part of one, whose inputs start
-    `reach` tokens earlier. Ranks may differ by one row. ShardError if the tokens do not suffice.
-    """
-    tokens, seq_len = settings["val_tokens"], settings["val_seq_len"]
-    bos = settings["bos"] if settings["document_mask"] else None
+def validation_tokens(files: Files, tokens: int) -> Tokens:
+    """Return the first `tokens` tokens and one more, across shards. ShardError if they lack."""
     stream = np.concatenate([Shard(file)[: tokens + 1] for file in files])[: tokens + 1]
     if len(stream) <= tokens:
         raise ShardError(
             f"validation needs {tokens + 1:,} tokens (the last is only a target); its shards hold "
             f"{len(stream):,}. Use fewer, or add shards."
         )
-    rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
+    return stream
+
+
+def held_out_tokens(files: Files, settings: Settings) -> tuple[Tokens, int]:
+    """Return the held-out tokens to score, and how many the training data must leave out.
+
+    The tokens are at most as many as in validation, with the one before them; none for other texts.
+    """
+    shard = Shard(files[-1])
+    known = settings["val_sha256"] and PROSE.startswith(settings["val_sha256"])
+    if not known or len(shard) <= HELD_OUT:
+        return shard[:0], 0
+    first, count = len(shard) - HELD_OUT - 1, min(HELD_OUT, settings["val_tokens"])
+    return shard[first : first + count + 1], HELD_OUT
+
+
+def validation_batches(
+    files: Files, settings: Settings, most: int, reach: int = 0, rank: int = 0, world_size: int = 1
+) -> list[Batch]:
+    """Return this rank's share of the first `val_tokens` tokens: see `scored_batches`."""
+    stream = validation_tokens(files, settings["val_tokens"])
+    return scored_batches(stream, settings, most, reach, rank, world_size)
+
+
+def scored_batches(
+    stream: Tokens, settings: Settings, most: int, reach: int, rank: int, world_size: int
+) -> list[Batch]:
+    """Return this rank's share of the targets in a stream of tokens, in their order.
+
+    A batch has at most `most` targets: rows of `val_seq_len`, or a part of one, whose inputs start
+    `reach` tokens earlier. Ranks may differ by one row.
+    """
+    bos = settings["bos"] if settings["document_mask"] else None
+    seq_len, rows = settings["val_seq_len"], _rows(stream, settings["val_seq_len"])
     at_once = divisors(len(rows) // world_size, most // seq_len)[-1]
     most_documents = at_once * int(_begins(rows, bos).sum(1).max())  # in a batch of any rank
     batches = []
@@ -295,10 +333,15 @@ def validation_batches(
     return batches
 
 
+def _rows(stream: Tokens, seq_len: int) -> Tokens:
+    """Return the rows of a stream, (n, seq_len + 1): the last token of each begins the next."""
+    return np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
+
+
 class Data:
     """The data of one rank.
 
-    stages: see `Order`; reach: see `validation_batches`. ShardError if the shards are missing,
+    stages: see `Order`; reach: see `scored_batches`. ShardError if the shards are missing,
     damaged or too few, ValueError if the world size does not divide the rows.
     """
 
@@ -309,10 +352,20 @@ class Data:
         order = Order(settings["seq_len"], bos, settings["data_start"], stages)
         files = find_shards(settings, "train")
         steps, most = settings["steps"], settings["micro_batch"]
-        self.train = TrainLoader(files, order, steps, rank, world_size, most)
-        files, most = find_shards(settings, "val"), settings["val_batch"]
-        self.validation = validation_batches(files, settings, most, reach, rank, world_size)
-        lengths = [int(batch.cu_seqlens.diff().max()) for batch in self.validation]
+        tokens, left_out = held_out_tokens(files, settings)
+        self.train = TrainLoader(files, order, steps, rank, world_size, most, left_out)
+        own = settings, settings["val_batch"], reach, rank, world_size
+        self.held_out = scored_batches(tokens, *own) if len(tokens) else []
+        stream = validation_tokens(find_shards(settings, "val"), settings["val_tokens"])
+        self.validation = scored_batches(stream, *own)
+        # Of this rank's validation targets: how many are of ranks before it, and how far back the
+        # pair that each one ends stood last in its document.
+        rows = _rows(stream, settings["val_seq_len"])
+        first, end = _share(len(rows), rank, world_size)
+        self.val_before = first * settings["val_seq_len"]
+        self.val_distances = pair_distances(rows[first:end], settings["bos"]).ravel()
+        scored = [*self.validation, *self.held_out]
+        lengths = [int(batch.cu_seqlens.diff().max()) for batch in scored]
         self.val_longest = max(lengths, default=0)  # of a document; a rank may have no rows
 
     def longest(self, step: int) -> int:

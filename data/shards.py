@@ -72,10 +72,10 @@ class Shard:
 
     A deleted file can still be read; a slice beyond the end of a cut one raises ShardError. The
     file is not mapped into memory, since a mapped page that the disk has lost kills the process by
-    SIGBUS. Only one thread at a time may read.
+    SIGBUS. Only one thread at a time may read. held_out: how many of its last tokens it hides.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, held_out: int = 0) -> None:
         self.path = Path(path)
         if not (self.path.is_file() and os.access(self.path, os.R_OK)):
             raise ShardError(f"{path}: no file that can be read. Fetch or build it.")
@@ -91,6 +91,7 @@ class Shard:
         if self._count <= 0 or size != expected:
             raise ShardError(f"{path}: {self._count:,} tokens take {expected:,} bytes; the file "
                              f"has {size:,}. {AGAIN}")  # fmt: skip
+        self._count = max(self._count - held_out, 0)
 
     def __len__(self) -> int:
         return self._count

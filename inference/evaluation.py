@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.copied import is_copied
+from data.copied import pair_distances
 from data.loader import validation_batches
 from data.shards import audit_validation, find_shards
 from data.tokenizers import token_bytes
@@ -40,7 +40,7 @@ def evaluate(model: Model, data_dir: str | None = None, rows: int | None = None)
     if model.facts.get("tokenizer"):
         scores["bits_per_byte"] = bits_per_byte(loss, targets, model)
     tokens = [torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1) for batch in batches]
-    copied = torch.cat([is_copied(each, config.bos).flatten() for each in tokens])
+    copied = torch.from_numpy(pair_distances(torch.cat(tokens), config.bos).ravel() > 0)
     for name, mask in (("copied", copied), ("new", ~copied)):
         scores[name] = {"tokens": int(mask.sum()), "loss": loss[mask].mean().item()}
     return scores

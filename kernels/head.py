@@ -234,8 +234,9 @@ def plain_cross_entropy(
 
     reduction: "sum", or without weights "none": each token's loss, (N,) float32, in eager code.
     """
-    scoring = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    losses, chunk = [], SCORING_CHUNK if scoring else PLAIN_CHUNK
+    scoring = reduction == "none" or not torch.is_grad_enabled()
+    chunk = SCORING_CHUNK if scoring and not torch.compiler.is_compiling() else PLAIN_CHUNK
+    losses = []
     for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
         logits = capped(F.linear(part, weight, bias).float(), softcap)
         if weights is None:

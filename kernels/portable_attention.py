@@ -44,7 +44,7 @@ def _pieces(q_BTHD: Tensor, starts_BT: Tensor, window: int) -> list[Piece]:
             begun = starts_BT[row : row + rows].amin(0).tolist()
         for first in range(0, T, block):
             last = min(first + block, T)
-            reach = max(first - grains * GRAIN, begun[first] // GRAIN * GRAIN, 0)
+            reach = max(first - grains * GRAIN, begun[first] // GRAIN * GRAIN)
             begin, end = end, end + H * min(rows, B - row) * (last - first) * (last - reach)
             spans = slice(row, row + rows), slice(first, last), slice(reach, last)
             pieces.append((*spans, slice(begin, end)))

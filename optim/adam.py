@@ -29,7 +29,7 @@ def adamw(
     t = t.to(widest(t.device))
     corrections = (1 - beta2**t).sqrt() / (1 - beta1**t)
     # Rows of a table without a gradient so far have second moments of 0. On a CPU the root of 0
-    # takes five times as long as that of any other normal number, so the smallest one is added.
+    # takes five times as long as that of a normal number, so the smallest of these is added.
     root = (exp_avg_sq + torch.finfo(exp_avg_sq.dtype).tiny).sqrt_()
     step = (exp_avg / root.add_(eps)).mul_((corrections * rate).to(weights.dtype))
     return descend(weights, step, decay, cautious), exp_avg, exp_avg_sq

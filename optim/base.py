@@ -1,8 +1,9 @@
 """What Muon, NorMuon and AdamW share: the step, buckets of parts, and whole state by name.
 
-A method is a function on stacks of parts. `new_values` runs it and selects new or old values,
-as the guard's flag says. A step is `launch` (send gradients), `measure` (their norms), `commit`
-(update, send weights) and `finish` (receive weights). A guard judges between measure and commit.
+A method is a function on stacks of parts: it returns new weights and updates state in place.
+`new_values` runs it and selects new or old values, as the guard's flag says. A step is `launch`
+(send gradients), `measure` (their norms), `commit` (update, send weights) and `finish` (receive
+weights). A guard judges between measure and commit.
 """
 
 import copy
@@ -462,11 +463,10 @@ def new_values(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """New weights and state by a method on stacks; of matrices also which it failed to step (k,).
 
-    A method updates state in place. taken: a flag for each matrix; where it is false, old values
-    stay, so the method gets a copy of the state. Without `taken` it gets the state itself where
-    that has the dtype of the computation, which is the dtype of the results. This function is
-    compiled, always with `taken`. Trap: it must then write to no input. A compiled kernel could
-    read state that it overwrites elsewhere.
+    taken: a flag for each matrix; where it is false, old values stay. A method updates state in
+    place: with `taken` a copy, without it the state itself if that has the computation's dtype,
+    which is then the dtype of all results. This function is compiled, always with `taken`. Trap: it
+    must then write to no input. A compiled kernel could read state that it overwrites elsewhere.
 
     A matrix has failed if its new weights are not finite though its momentum, the first of its
     state, is: a product overflowed, or a kernel has a fault. It keeps its weights. A gradient that

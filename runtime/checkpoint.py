@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,17 +222,6 @@ def plan_runs(trainer: Any) -> list[RunPlan]:
         if plan is not None:
             plans.append(plan)
     return plans
-
-
-def steps_begun(config: Any, source_sha256: str) -> int | None:
-    """Under --resume auto, the steps of the first seed's last run of these settings and source."""
-    if config.resume == "auto":
-        for history, _ in _started(config, seed=config.seed, track=config.track):
-            steps = history.header["config"]["steps"]
-            now = {"config": asdict(config) | {"steps": steps}, "source_sha256": source_sha256}
-            if not differences(history.header, history.header | now)[0]:
-                return steps
-    return None
 
 
 def _started(config: Any, **fields: Any) -> Iterator[tuple[logs.History, dict[str, Any]]]:

@@ -16,7 +16,7 @@ from runtime.errors import Refused
 from runtime.jsonl import json_hash, parse, read_regular
 from runtime.log import config_hash, read_sources, source_hash
 
-SCHEMA = 2  # of a claim whose runs have logs of schema 3; those of schema 1 stay valid
+SCHEMA = 2  # of a claim, whose runs have logs of schema 3
 LEAST_RUNS, MOST_RUNS = 4, 10_000  # fewer runs may agree by chance
 MOST_BYTES, MOST_ABOUT = 2**20, 1000  # of the file; of `about`, in characters
 NAME = r"[A-Z][A-Za-z0-9]{1,60}"
@@ -68,9 +68,9 @@ def read_claim(path: str | Path) -> Claim:
     except ValueError as error:
         raise Refused(f"{path} is no claim: {error}. Write it with record.py claim.") from None
     more = sorted(fields.keys() - {field.name for field in known})
-    if fields["schema"] not in (1, SCHEMA) or more:
+    if fields["schema"] != SCHEMA or more:
         raise Refused(f"{path}: schema {fields['schema']} with fields {more} more; this version "
-                      f"reads schemas 1 and {SCHEMA}")  # fmt: skip
+                      f"reads schema {SCHEMA}, and commit 759f432 schema 1.")  # fmt: skip
     claim = Claim(**fields)
     check_rules(claim, path)
     return claim
@@ -127,17 +127,16 @@ def check_claim(path: str, source: Path, config: dict[str, Any], seeds: list[int
         raise Refused(f"{path}: seeds {strangers} are not among the claimed {claim.seeds}. "
                       f"Choose --seed and --trials inside them, or write a new claim.")
     settings = [name for name in sorted(os.environ) if name.startswith("TORCHINDUCTOR_")]
-    if forbidden := forbidden_flags(claim.track, settings):
-        raise Refused(f"{path}: {forbidden[0]} is set, but {claim.track} allows the compiler's "
-                      f"defaults alone. Unset it.")  # fmt: skip
+    if forbidden := forbidden_flags(settings):
+        raise Refused(f"{path}: {forbidden[0]} is set, but a claim has only the compiler's "
+                      f"defaults. Unset it.")  # fmt: skip
     return claim.id
 
 
-def forbidden_flags(track: str, flags: Iterable[str]) -> list[str]:
-    """Those of the compiler settings, each NAME or NAME=value, that the track forbids."""
-    allowed = HARMLESS if track != "medium" else ("",)  # all names have that
+def forbidden_flags(flags: Iterable[str]) -> list[str]:
+    """Those of the compiler settings, each NAME or NAME=value, that no track allows."""
     return [flag for flag in flags
-            if not any(word in flag.partition("=")[0].lower() for word in allowed)]  # fmt: skip
+            if not any(word in flag.partition("=")[0].lower() for word in HARMLESS)]  # fmt: skip
 
 
 # ---- Whose code a process runs

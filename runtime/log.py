@@ -5,6 +5,7 @@ segment names the step after which it begins, and the hash of the segment before
 docs/log_format.md has all files, events and fields.
 """
 
+import ast
 import contextlib
 import errno
 import hashlib
@@ -43,11 +44,26 @@ SYNCED_EVENTS = {"val", "end", "checkpoint"}  # on these claims and resumes rest
 def read_sources(root: str | Path) -> dict[str, bytes]:
     """The files that decide what a run computes: contents by name relative to `root`, sorted."""
     root = Path(root)
-    paths = [root / name for name in SOURCE_FILES]
-    for package in SOURCE_PACKAGES:
+    files, packages = source_lists(root)
+    paths = [root / name for name in files]
+    for package in packages:
         paths += (root / package).rglob("*.py")
     names = sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())
     return {name: (root / name).read_bytes() for name in names}
+
+
+def source_lists(root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the source under `root` counts as its own, files and packages; ours if it has no list.
+
+    Another edition has other files. So that its hash is that of its own logs, its list counts.
+    """
+    found = {"SOURCE_FILES": SOURCE_FILES, "SOURCE_PACKAGES": SOURCE_PACKAGES}
+    path = root / "runtime" / "log.py"
+    for node in ast.parse(path.read_bytes()).body if path.is_file() else ():
+        name = getattr(node.targets[0], "id", "") if isinstance(node, ast.Assign) else ""
+        if isinstance(node, ast.Assign) and name in found:
+            found[name] = ast.literal_eval(node.value)
+    return found["SOURCE_FILES"], found["SOURCE_PACKAGES"]
 
 
 def digest(sources: dict[str, bytes]) -> str:
@@ -72,11 +88,8 @@ def source_hash(root: str | Path) -> str:
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """SHA-256 of the settings that all runs of one experiment share; --minutes sets `steps`."""
-    shared = {name: value for name, value in config.items() if name not in SETTINGS_OF_A_RUN}
-    if shared.get("minutes"):
-        del shared["steps"]
-    return json_hash(shared)
+    """SHA-256 of the settings that all runs of one experiment share."""
+    return json_hash({name: config[name] for name in config if name not in SETTINGS_OF_A_RUN})
 
 
 def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:

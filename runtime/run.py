@@ -189,22 +189,15 @@ class Run(contextlib.AbstractContextManager):
             many = f"{self._skips} steps were skipped in a row, the last of them {step}, {what}"
             raise NonFinite(many)
 
-    def validated(self, step: int, val_loss: float, quick_tokens: int | None = None) -> None:
-        """Log and print a validation loss, inside a pause. NonFinite if it is not finite.
-
-        quick_tokens: how many a quick validation scored.
-        """
-        steps, ms, where = self._config.steps, self.clock.train_time_ms, ""
+    def validated(self, step: int, val_loss: float) -> None:
+        """Log and print a validation loss, inside a pause. NonFinite if it is not finite."""
+        steps, ms = self._config.steps, self.clock.train_time_ms
         event = {"step": step, "val_loss": val_loss, "train_time_ms": ms}
-        if quick_tokens is None:
-            self._log.write("val", **event, total_steps=steps)
-            self._dashboard.show(event)
-        else:
-            where = f" on {quick_tokens:,} tokens"
-            self._log.write("quick_val", **event, val_tokens=quick_tokens)
-        self._machine.say(f"step {step}/{steps} | validation loss{where} {val_loss:.4f} | "
+        self._log.write("val", **event, total_steps=steps)
+        self._dashboard.show(event)
+        self._machine.say(f"step {step}/{steps} | validation loss {val_loss:.4f} | "
                           f"{ms / 1000:.1f} s")  # fmt: skip
-        self._progress.validated(step, val_loss, quick=quick_tokens is not None)
+        self._progress.validated(step, val_loss)
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
 
@@ -281,8 +274,12 @@ class Run(contextlib.AbstractContextManager):
         seed = f"seed {self.plan.seed}: " if self._config.trials > 1 else ""
         word = "reached" if val_loss <= target else "missed"
         self._progress.close()
-        copied, new = found["probes"]["copy_loss"], found["probes"]["new_loss"]
-        self._machine.say(f"loss on copied tokens {copied:.2f}, on new tokens {new:.2f}")
+        probes = found["probes"]
+        said = [f"loss on copied tokens {probes['loss_on_copied']:.2f}",
+                f"on new tokens {probes['loss_on_new']:.2f}"]  # fmt: skip
+        if "loss_held_out" in probes:
+            said.append(f"on the held-out slice {probes['loss_held_out']:.4f}")
+        self._machine.say(", ".join(said))
         self._machine.say(f"{seed}target {target} {word}: val_loss {val_loss:.4f} at step "
                           f"{self.steps_done} in {seconds:.1f} s (log {self._log.path})")
         self._end = {"status": "done", "val_loss": val_loss, "reached": val_loss <= target, **found}

@@ -58,7 +58,6 @@ class RunSettings:
     claim: str = setting("", "claim.json that the runs belong to")
     checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal")
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
-    quick_vals: int = setting(0, "validations of one batch in a short run, to see the loss fall")
     keep_model: bool = setting(True, "keep the trained model, in checkpoints/RUN/final")
     sample_tokens: int = setting(0, "tokens the model writes after the last run")
     resume: str = setting("off", "auto: finish what was interrupted", one_of=("off", "auto"))
@@ -95,9 +94,9 @@ def require_packages(settings: RunSettings) -> None:
         raise Refused(f"--log-to {package}: its package is missing. pip install {package}")
 
 
-# Runs of one experiment may differ in these. Older runs, whose hashes stand, have one more.
-OLDER = ("progress",)
-SETTINGS_OF_A_RUN = (*(field.name for field in dataclasses.fields(RunSettings)), *OLDER)
+# Runs of one experiment may differ in these. The claims of `small` have two that are gone.
+GONE = ("progress", "quick_vals")
+SETTINGS_OF_A_RUN = (*(field.name for field in dataclasses.fields(RunSettings)), *GONE)
 
 
 # ---- Flags
@@ -131,6 +130,19 @@ def reader(read: Callable[[str], Any], rule: str, auto: bool = False) -> Callabl
     return read_or_refuse
 
 
+# Flags, and values of flags, that went. Commit 759f432 has them.
+REMOVED = ("--minutes", "--quick-vals", "--copy-init", "--init-keys-as-queries", "--track medium",
+           "--recipe copyinit")  # fmt: skip
+
+
+def refuse_removed(argv: Sequence[str]) -> None:
+    """Refused if the command line has one of REMOVED."""
+    words = f" {' '.join(argv)} ".replace("=", " ")
+    for gone in REMOVED:
+        if f" {gone} " in words:
+            raise Refused(f"{gone} was removed. The last commit that has it is 759f432.")
+
+
 def two_numbers(text: str) -> tuple[float, float]:
     first, second = text.split(",")
     return float(first), float(second)
@@ -162,6 +174,7 @@ def parse(
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     parser = _make_parser(fields, description)
+    refuse_removed(argv)
     given = vars(parser.parse_args(argv))
     wants_help, wants_config = given.pop("help", False), given.pop("print_config", False)
     values = preset(given) | given
@@ -189,7 +202,7 @@ def read_settings(kind: Callable[..., Settings], settings: Any, folder: Path) ->
         raise Refused(f"{folder}: config.json has no settings under `config`.")
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     given = {name: value for name, value in settings.items() if name not in SETTINGS_OF_A_RUN}
-    fix = "Use the version of the source that trained it."
+    fix = "Use the source that trained it; for older models, commit 759f432."
     if differing := sorted(given.keys() ^ known.difference(SETTINGS_OF_A_RUN)):
         raise Refused(f"{folder}: settings {', '.join(differing)} are only in the model or only "
                       f"in this version. {fix}")  # fmt: skip

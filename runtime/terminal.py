@@ -39,7 +39,6 @@ class Progress:
         self.trainer, self.header, self.steps = trainer, header, trainer.config.steps
         self.event: dict[str, Any] = {}  # of the last step
         self.loss = math.nan  # smoothed training loss, without those of skipped steps
-        self.quick_loss = math.nan  # of the last quick validation; where it is, it is shown
         self.taken = self.skips = 0  # steps so far
         self.validated_at, self.val_loss = -1, math.nan  # the last validation
         self.phase, self.phase_began = "", 0.0  # the untimed phase that is running
@@ -62,13 +61,10 @@ class Progress:
             place = f"step {event['step']}/{self.steps} {event['step'] / self.steps:4.0%}"
             self.trainer.machine.say(" | ".join([place, *self.numbers(), self.time_left()]))
 
-    def validated(self, step: int, val_loss: float, quick: bool = False) -> None:
-        """Take note of a validation. A quick one was printed, so the next line waits."""
-        if quick:
-            self.quick_loss = val_loss
-            self._said_at = time.monotonic()
-        else:
-            self.validated_at, self.val_loss = step, val_loss
+    def validated(self, step: int, val_loss: float) -> None:
+        """Take note of a validation. It was printed, so the next line of a step waits."""
+        self.validated_at, self.val_loss = step, val_loss
+        self._said_at = time.monotonic()
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
@@ -110,10 +106,8 @@ class Progress:
     def numbers(self) -> list[str]:
         """The loss and the numbers of the last step, in words."""
         event, rate = self.event, tokens_per_s(self.event)
-        quick = math.isfinite(self.quick_loss)
-        loss = f"quick val loss {self.quick_loss:.4f}" if quick else f"train loss {self.loss:.4f}"
         found = [
-            loss, f"grad {event['grad_norm']:.3g}",
+            f"train loss {self.loss:.4f}", f"grad {event['grad_norm']:.3g}",
             f"lr x{event['lr_mul']:.3f}", f"window {event['window']}", f"{rate:,.0f} tok/s",
         ]  # fmt: skip
         peak = peak_flops(self.trainer.machine, self.trainer.model.dtype)

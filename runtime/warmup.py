@@ -3,7 +3,6 @@
 Also the choice whether to compile, and the dry run. `trainer` is that of train_gpt.py.
 """
 
-import gc
 import math
 import os
 import sys
@@ -107,22 +106,25 @@ def try_largest_micro_batch(trainer: Any) -> None:
 
 
 def rehearse(trainer: Any) -> None:
-    """Take steps of every stage and validate batches of every shape: all graphs compile here.
+    """Take steps of every stage and validate batches of every shape.
 
-    Eager code on a CPU has no graphs. One step of each optimizer touches its memory.
+    All graphs compile here, and what cannot run fails now. Eager code on a CPU has no graphs, so
+    one update of each optimizer and the last validation are enough.
     """
     config = trainer.config
-    if trainer.machine.device.type == "cpu" and trainer.loss is trainer.model:
-        take_steps(trainer, 0, min(config.adam_accum_steps, config.steps))
-        return
+    eager = trainer.machine.device.type == "cpu" and trainer.loss is trainer.model
     # Some gradients are 0 until the head has moved.
-    take_steps(trainer, 0, min(2 * config.adam_accum_steps, config.steps))
+    updates = 1 if eager else 2
+    take_steps(trainer, 0, min(updates * config.adam_accum_steps, config.steps))
     shapes = {tuple(part.shape for part in batch): batch for batch in trainer.data.validation}
-    for first, *_ in trainer.changes:
+    for first, *_ in trainer.changes[1:] if eager else trainer.changes:
         take_steps(trainer, first, 1)
-    for step in (0, config.steps):  # the head may be tied at first
+    for step in (config.steps,) if eager else (0, config.steps):  # the head may be tied at first
         trainer.validate(step, list(shapes.values()))
-    trainer.machine.on_main(trainer.copied_and_new)
+    if not trainer.val_losses:  # the loss is compiled, and `score` will run the model that is not
+        with torch.no_grad():
+            for batch in shapes.values():
+                trainer.token_losses(batch)
 
 
 def take_steps(trainer: Any, first: int, count: int) -> None:
@@ -145,23 +147,6 @@ def time_stages(trainer: Any, clock: Clock) -> list[tuple[int, float]]:
             take_steps(trainer, first, count)
         found.append((end - first, clock.phases[-1].ms / count))
     return found
-
-
-def steps_that_fill(minutes: float, trainer: Any) -> int:
-    """How many steps take these minutes on the clock, by a timing. Uses the trainer up."""
-    clock, machine = Clock(trainer.machine.synchronize), trainer.machine
-    warm_up(trainer, clock)
-    total_ms = sum(steps * ms for steps, ms in time_stages(trainer, clock))
-    step_ms = machine.on_main(lambda: total_ms / trainer.config.steps)
-    steps = round(minutes * 60_000 / step_ms)
-    if steps < 1:
-        raise Refused(f"--minutes {minutes:g}: a step takes {step_ms / 60_000:.2g} minutes. "
-                      f"Give it at least one step.")  # fmt: skip
-    machine.say(f"{minutes:g} minutes are {steps:,} steps of {step_ms:,.1f} ms")
-    trainer.__dict__.clear()  # else graphs and the cycles of optimizers keep it in memory
-    torch._dynamo.reset()
-    gc.collect()
-    return steps
 
 
 def dry_run(trainer: Any, clock: Clock) -> None:

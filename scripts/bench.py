@@ -20,6 +20,7 @@ To time another optimizer, add a line to `optimizer_steps`.
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import tempfile
@@ -171,8 +172,8 @@ class Usage:
         """How many cores other programs took."""
         others = (self.everyone - before.everyone) - (self.own - before.own)
         cores = others / (self.wall - before.wall)
-        if not cores >= 0.1:  # nan too
-            return "none" if cores < 0.1 else "unknown here"
+        if not cores >= 0.05 * (os.cpu_count() or 1):  # nan too
+            return "unknown here" if math.isnan(cores) else "none"
         return f"took {cores:.1f} of {os.cpu_count()} cores: times are too high"
 
 
@@ -189,7 +190,8 @@ def count_products(trainer: Trainer, first: int, step_ms: float) -> dict[str, fl
     ms = sum(event.self_cpu_time_total for event in products) / 1000 / count
     gflop = sum(event.flops for event in products) / 1e9 / count
     calls = sum(event.count for event in events if event.key.startswith("aten::")) / count
-    return {"GFLOP/s": 1000 * gflop / ms, "products": ms / step_ms, "aten calls": calls}
+    rate = 1000 * gflop / ms if ms else 0.0  # compiled code may have products of its own
+    return {"GFLOP/s": rate, "products": ms / step_ms, "aten calls": calls}
 
 
 def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:

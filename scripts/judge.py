@@ -26,7 +26,6 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from claims.logs import finished_runs
-from claims.runs import current_names
 from runtime.errors import LogError
 from runtime.log import config_hash, register, source_hash
 from scripts.side_by_side import ONE_BY_ONE, Job, Sharing, on_gpu, run_side_by_side, share
@@ -76,9 +75,10 @@ def estimate(out: Path, config: dict[str, Any], plan: RacePlan, sharing: Sharing
     judged, records = out.glob("*/[AB]"), (ROOT / "records" / here[0]).glob("*/runs")
     for folder in [*sorted(judged, reverse=True), *sorted(records, reverse=True)]:
         for run in finished_runs(folder):
-            gpu, recipe = run.env.get("gpu"), current_names(run.header["config"]).get("recipe")
+            gpu, recipe = run.env.get("gpu"), run.header["config"].get("recipe")
             alike = (run.track, recipe, bool(gpu)) == here
-            if run.complete and alike and sharing.threads in (None, run.env.get("threads")):
+            threads = gpu or sharing.threads in (None, run.env.get("threads"))
+            if run.complete and alike and threads:
                 minutes = run.end["t_ms"] / 60_000 * config["steps"] / run.validations[-1].step
                 low, high = (minutes * runs / sharing.at_once for runs in (low, high))
                 return (f"{config['steps']} steps take about {minutes:.1f} minutes by {run.path} "
@@ -89,15 +89,18 @@ def estimate(out: Path, config: dict[str, Any], plan: RacePlan, sharing: Sharing
 def race(
     folder: Path, arms: Sequence[Arm], plan: RacePlan, metric: str, first: int, sharing: Sharing
 ) -> Verdict:
-    """Make the runs that are missing until the verdict is final.
+    """Make the runs that are missing until the verdict is final. It is decided pair by pair.
 
     Times are taken one by one, so that a drift of the machine falls on both arms alike.
     """
     seeds = range(first, first + plan.looks[-1])
     stops = range(1, len(seeds) + 1) if metric == "time" else plan.looks
+    ahead = max(1, sharing.at_once // len(arms)) - 1  # pairs, for cores that would be idle
+    done: Figures = read_figures(folder, arms, metric)
     for turn, stop in enumerate(stops):
         order = arms if turn % 2 == 0 else arms[::-1]
-        done = make_runs(folder, order, metric, seeds[:stop], sharing)
+        if any(seed not in done[arm.name] for arm in arms for seed in seeds[:stop]):
+            done = make_runs(folder, order, metric, seeds[: stop + ahead], sharing)
         verdict = judge.decide([done["B"][seed] - done["A"][seed] for seed in seeds[:stop]], plan)
         print(f"{verdict.pairs} pairs: B - A {stats.in_words(verdict, FORM)}", file=sys.stderr)
         if verdict.final:
@@ -159,7 +162,7 @@ def missing_jobs(
             print(f"{arm.name}, seeds {first} to {last}", file=sys.stderr, flush=True)
             flags = [*arm.flags, "--seed", str(first), "--trials", str(len(stretch))]
             words = training_command(arm.source, flags, folder / arm.name)
-            yield Job(words, folder / f"{arm.name}.txt", (arm, first))
+            yield Job(words, folder / f"{arm.name}_{first}.txt", (arm, first))
 
 
 def stretches(numbers: Sequence[int], most: int) -> list[list[int]]:
@@ -226,7 +229,7 @@ def main(argv: list[str]) -> int:
     arms = [make_arm("A", given.a_source, given.a + given.shared),
             make_arm("B", given.b_source, given.b + given.shared)]  # fmt: skip
     judge.require_comparable(arms, given.metric)
-    sharing = ONE_BY_ONE if given.metric == "time" else share(arms[0].config)
+    sharing = ONE_BY_ONE if given.metric == "time" else share(arm.config for arm in arms)
     planned = {name: getattr(given, name) for name in ("metric", "margin", "pairs", "look_every")}
     planned["threads"] = sharing.threads
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
@@ -234,8 +237,7 @@ def main(argv: list[str]) -> int:
     folder = given.out / entry["run_id"]
     with judge.alone(folder):
         verdict = race(folder, arms, plan, given.metric, entry["seed"], sharing)
-    a, b = (judge.figures(folder, arm, "new tokens") for arm in arms)
-    new = stats.paired_by_seed(b, a)
+    new = judge.compare_new_tokens(folder, arms)
     if "outcome" not in entry:
         register(given.out / judge.JUDGEMENTS, "end", run_id=entry["run_id"], **verdict._asdict())
     facts = entry | verdict._asdict() | {"new_tokens": new._asdict()}

@@ -45,7 +45,7 @@ def claim(arguments: argparse.Namespace) -> int:
         judged = find_judged(arguments.judgements, arguments.from_judgement, sha256)
         flags = judged["B"]["flags"] + flags
     seeds = fresh_seeds(arguments.seed, arguments.n, Path("logs"), arguments.judgements, RECORDS)
-    if named := {word.partition("=")[0] for word in flags} & {"--seed", "--trials", "--minutes"}:
+    if named := {word.partition("=")[0] for word in flags} & {"--seed", "--trials"}:
         raise Refused(f"{', '.join(sorted(named))}: a claim fixes steps, runs and seeds. Omit it.")
     config = ask_trainer(ROOT, flags)
     for name in ("recipe", "track"):  # their defaults may change, or depend on the machine
@@ -59,7 +59,7 @@ def claim(arguments: argparse.Namespace) -> int:
     for name, value in records.departures(config, fixed).items():
         raise Refused(f"{flag(name)} {config[name]}: that of the track is {value}. "
                       f"Leave {flag(name)} out.")
-    for found in forbidden_settings(config["track"], source):
+    for found in forbidden_settings(source):
         raise Refused(f"{found}, which no record of {config['track']} may have. Leave it out.")
     ask_trainer(ROOT, [*flags, "--claim=x"])  # its own rules, such as how many layers
     claim = Claim(
@@ -92,14 +92,14 @@ def print_verdict(evidence: records.Evidence) -> int:
     failures = [*find_failures(evidence), *pages.differences(evidence)]
     for failure in failures:
         print(f"{evidence.folder}: {failure.what}\n    in {failure.where}\n    fix: {failure.fix}")
-    result, verdict = evidence.result, "verified" if evidence.shown else "verified, and NOT shown"
+    verdict = "verified" if evidence.shown else "verified, and NOT shown"
     if failures:
         verdict = f"NOT VERIFIED, {len(failures)} failures"
-    found = f"{result.n} runs that count, too few for a test"
-    if result.n > 1:
-        found = (f"with a mean loss of {result.mean:.6f} in {result.n} runs, "
-                 f"p = {result.p:.3g}, level {evidence.claim.alpha:g}")
-    print(f"{evidence.folder}: {verdict}: below {evidence.claim.target:g} {found}")
+    print(f"{evidence.folder}: {verdict}")
+    for condition, shown in pages.conditions(evidence):
+        print(f"    {'shown' if shown else 'NOT shown'}: {condition}")
+    if evidence.new_tokens and evidence.new_tokens.measure != pages.NEW[0]:
+        print(f"    {' '.join(pages.MARKED.split())}")
     if evidence.committed is None:
         print("    not checked: whether its claim was first; there is no git history here")
     return 1 if failures else 0

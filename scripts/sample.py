@@ -1,7 +1,7 @@
 """Write text with a trained model.
 
     python scripts/sample.py                             the newest model under checkpoints/
-    python scripts/sample.py "def gcd(a, b):"            continue a prompt
+    python scripts/sample.py "The river"                 continue a prompt
     python scripts/sample.py "Once" --checkpoint checkpoints/RUN       the model of a run
     python scripts/sample.py --interactive               a prompt a line, until Ctrl-D
 

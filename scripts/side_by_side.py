@@ -1,22 +1,22 @@
 """Training runs side by side: how many at once, with how many threads, and their processes.
 
-On two cores two runs with a thread each finish 1.35 times as many races of `small` an hour as one
-run with two threads: threads wait for each other at every operation, processes never do.
+Threads of a run wait for each other at every operation; runs never do. So on two cores two runs
+with a thread each finish sooner than one after the other with two threads (records/benchmarks).
 """
 
 import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from shutil import which
 from typing import Any, NamedTuple
 
 from claims.rerun import child_process
 
-RUN_BYTES = 3 * 2**30  # of `small`: 2.8 GiB at its peak
-SHARE_A_GPU = ("tiny", "small")  # an H200 trained fourteen runs of `small`; its 16 cores were full
+RUN_BYTES = 7 * 2**29  # 3.5 GiB; `small` takes 3.2 at its peak
+SMALL_ENOUGH = ("tiny", "small")  # tracks of which several runs share a machine
 POLL_S = 0.05
 
 
@@ -39,17 +39,29 @@ ONE_BY_ONE = Sharing(1, None)
 COMPARED = 8  # runs before the first interim analysis of an A/B test: two arms, four seeds
 
 
-def share(config: dict[str, Any], runs: int = COMPARED) -> Sharing:
+def share(configs: Iterable[dict[str, Any]], runs: int = COMPARED) -> Sharing:
     """How to train so many runs of these settings: all at once, if cores and memory allow.
 
     Threads change the order of sums, so all runs of a comparison have as many. They depend on the
     cores alone: a comparison that resumes beside other programs has them again.
     """
-    if on_gpu(config) and config["track"] not in SHARE_A_GPU:
+    configs = list(configs)
+    if not all(map(shares_machine, configs)):
         return ONE_BY_ONE
-    threads = max(1, cores() // runs)
-    memory = gpu_memory() if on_gpu(config) else free_memory()
+    own = os.environ.get("OMP_NUM_THREADS", "")  # the user's choice stays
+    threads = int(own) if own.isdecimal() and int(own) else max(1, cores() // runs)
+    memory = gpu_memory() if any(map(on_gpu, configs)) else free_memory()
     return Sharing(max(1, min(runs, cores() // threads, memory // RUN_BYTES)), threads)
+
+
+def shares_machine(config: dict[str, Any]) -> bool:
+    """Whether several runs of these settings were measured to pay at once.
+
+    On a GPU, runs of `small` without compilation: an H200 trained fourteen, and its cores were
+    full. Each process would compile for minutes what a run needs for seconds.
+    """
+    eager = config.get("compile") == "off" or not on_gpu(config)
+    return config.get("track") in SMALL_ENOUGH and eager and config.get("device") != "mps"
 
 
 def cores() -> int:
@@ -64,7 +76,7 @@ def on_gpu(config: dict[str, Any]) -> bool:
 
 
 def free_memory() -> int:
-    """Bytes that programs can still take; all of the memory where the system does not tell."""
+    """Bytes that programs can still take; all of the memory where the system does not say."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvail")))
@@ -74,7 +86,7 @@ def free_memory() -> int:
 
 
 def gpu_memory() -> int:
-    """Free bytes of the GPU that runs use, the first one."""
+    """Free bytes of the first GPU, which runs use."""
     words = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
     done = subprocess.run(words, capture_output=True, text=True)
     first = done.stdout.split()[:1]
@@ -94,13 +106,18 @@ def run_side_by_side(
         environment["OMP_NUM_THREADS"] = str(sharing.threads)
     waiting, running = list(jobs), dict[subprocess.Popen, Job]()
     with contextlib.ExitStack() as children:
-        while waiting or running:
-            while waiting and len(running) < sharing.at_once:
-                job = waiting.pop(0)
-                console = children.enter_context(job.console.open("a"))
-                begun = child_process(job.words, stdout=console, stderr=console, env=environment)
-                running[children.enter_context(begun)] = job
-            time.sleep(POLL_S)
-            meanwhile()
-            for child in [child for child in running if child.poll() is not None]:
-                ended(running.pop(child), child.returncode)
+        try:
+            while waiting or running:
+                while waiting and len(running) < sharing.at_once:
+                    job = waiting.pop(0)
+                    with job.console.open("a") as out:
+                        begun = child_process(job.words, stdout=out, stderr=out, env=environment)
+                        running[children.enter_context(begun)] = job
+                time.sleep(POLL_S)
+                meanwhile()
+                for child in [child for child in running if child.poll() is not None]:
+                    ended(running.pop(child), child.returncode)
+        except BaseException:
+            for child in running:  # all at once: leaving the stack waits for one after the other
+                child.terminate()
+            raise

@@ -40,6 +40,7 @@ from scripts.command import ROOT, ask_trainer, command, make_parser, show, start
 
 from claims.logs import finished_runs
 from claims.pages import table
+from claims.runs import NEW_TOKENS
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
 from runtime.jsonl import json_hash, without_repeats
@@ -123,7 +124,7 @@ def read_losses(planned: Sequence[SweepRun]) -> dict[str, dict[int, Losses]]:
         for found in finished[run.folder]:
             if found.seed == run.seed:
                 loss = found.validations[-1].loss if found.complete else math.inf
-                losses[run.arm].setdefault(run.seed, (loss, found.probe("new_loss")))
+                losses[run.arm].setdefault(run.seed, (loss, found.probe(*NEW_TOKENS)))
     return losses
 
 
@@ -131,13 +132,13 @@ def make_missing(planned: Sequence[SweepRun], out: Path, at_once: int | None) ->
     """Make the runs without a result; None: as many at once as pay. Returns how many failed."""
     done = read_losses(planned)
     waiting = [run for run in planned if run.seed not in done[run.arm]]
+    if not waiting:
+        return 0
     arms = {run.folder: run for run in waiting}
     for run in arms.values():
         copy_source(out / "source", run.patch, run.source)
     with ThreadPoolExecutor(2) as pool:  # a wrong flag is refused before the first run
         configs = list(pool.map(lambda run: ask_trainer(run.source, run.flags), arms.values()))
-    if not waiting:
-        return 0
     jobs = []
     for run in waiting:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +154,7 @@ def make_missing(planned: Sequence[SweepRun], out: Path, at_once: int | None) ->
         outcome = f"loss {losses[0]:.4f}" if losses else f"failed, see {run.folder}"
         print(f"{run.arm}, seed {run.seed}: {outcome}", file=sys.stderr, flush=True)
 
-    sharing = Sharing(at_once, max(1, cores() // at_once)) if at_once else share(configs[0])
+    sharing = Sharing(at_once, max(1, cores() // at_once)) if at_once else share(configs)
     run_side_by_side(jobs, sharing, ended)
     return failed
 

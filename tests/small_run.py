@@ -4,7 +4,7 @@ import contextlib
 import gc
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -29,15 +29,25 @@ STEPS = 12
 ROUNDING = {"float32": 2**-19, "bfloat16": 2**-8}
 TIED = train_gpt.Stage(0.5, short=1, long=2, tied=True, ahead=((0.5, 0.25),))
 UNTIED = train_gpt.Stage(0.5, short=1, long=2)
+GROWING = [
+    train_gpt.Stage(0.7, short=10, long=20, document=96, batch=0.5),
+    train_gpt.Stage(0.3, short=10, long=20, document=192),
+]
+# Two layers with all that layers can have, and two of the plain GPT.
+RICH = [
+    train_gpt.Layer(value_embed=0),
+    train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True),
+]
+PLAIN = [train_gpt.Layer(), train_gpt.Layer(window="long")]
 SIZES = {
     "vocab-size": VOCABULARY, "bos": BOS, "dim": 32, "head-dim": 16, "seq-len": SEQUENCE,
     "max-document": 64,
     "batch-tokens": ROWS * SEQUENCE, "micro-batch": ROWS * SEQUENCE, "val-tokens": 1024,
     "val-seq-len": 256,
-    "val-batch": 512, "val-every": 5, "steps": STEPS, "stages": "tiny", "window-block": 16,
+    "val-batch": 512, "val-every": 5, "steps": STEPS, "stages": "record42", "window-block": 16,
     "momentum-warmup": 5, "momentum-cooldown": 3, "compile": "off",
     "dtype": "float32", "device": "cpu", "target": 1.0,
-    "val-sha256": "", "quick-vals": 0,
+    "val-sha256": "", "sample-tokens": 0,
 }  # fmt: skip
 
 
@@ -51,17 +61,12 @@ def quick_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def two_layers() -> Iterator[None]:
-    """Two layers with all that layers can have; stages whose batch grows, or whose head is tied.
+    """Two layers for the recipes of `tiny`; stages whose batch grows, or whose head is tied.
 
     Muon's products are in float32, also where bf16 is native: these runs are not about rounding.
     """
-    first = train_gpt.Layer(value_embed=0)
-    last = train_gpt.Layer(window="long", value_embed=1, skip_from=0, backout=True)
-    early, late = train_gpt.STAGES["copyinit"]
-    growing = [replace(early, batch=0.5), late]
-    tables = {"tiny": [first, last]} | {n: train_gpt.LAYERS[n][:2] for n in ("copyinit", "plain4")}
-    layers = mock.patch.dict(train_gpt.LAYERS, tables)
-    stages = mock.patch.dict(train_gpt.STAGES, growing=growing, tied=[TIED, UNTIED])
+    layers = mock.patch.dict(train_gpt.LAYERS, small89=RICH, plain8=PLAIN)
+    stages = mock.patch.dict(train_gpt.STAGES, growing=GROWING, tied=[TIED, UNTIED])
     float32 = mock.patch.object(optim.muon, "native_dtype", return_value=torch.float32)
     with layers, stages, float32:
         yield
@@ -72,7 +77,7 @@ def kept_state() -> Iterator[None]:
     """Before its last validation a run keeps all that it could resume from in last_state.pt."""
     evaluate = train_gpt.evaluate
 
-    def keeping(trainer: train_gpt.Trainer, run: Run, step: int, quick: bool = False) -> float:
+    def keeping(trainer: train_gpt.Trainer, run: Run, step: int) -> float:
         if step == trainer.config.steps:
             state = trainer.state_dict()
             randoms = trainer.machine.gather(torch.get_rng_state())
@@ -81,7 +86,7 @@ def kept_state() -> Iterator[None]:
                 folder = Path(trainer.config.checkpoint_dir)
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(state, folder / "last_state.pt")
-        return evaluate(trainer, run, step, quick)
+        return evaluate(trainer, run, step)
 
     with mock.patch.object(train_gpt, "evaluate", keeping):
         yield

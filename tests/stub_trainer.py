@@ -26,7 +26,7 @@ from runtime.machine import Machine
 
 STEPS = 10
 SETTINGS = {
-    "steps": STEPS, "val_every": 5, "quick_vals": 0, "target": 1.0, "seq_len": 2, "batch_tokens": 4,
+    "steps": STEPS, "val_every": 5, "target": 1.0, "seq_len": 2, "batch_tokens": 4,
     "micro_batch": 4, "vocab_size": 50257, "bos": 50256, "device": "cpu", "sample_tokens": 0,
     "adam_lr": 0.1, "adam_accum_steps": 1,
 }  # fmt: skip
@@ -117,8 +117,8 @@ class StubTrainer:
         if key in self.at:
             self.at.pop(key)(self, step)
 
-    def copied_and_new(self) -> dict:
-        return {"copy_loss": 1.5, "new_loss": 3.5}
+    def score(self) -> dict:
+        return {"loss_on_copied": 1.5, "loss_on_new": 3.5, "loss_held_out": 3.25}
 
     def schedule(self, config: train_gpt.Config, step: int) -> train_gpt.Now:
         """What holds at a step. The loop asks before anything else that it does in the step."""

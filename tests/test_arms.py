@@ -94,5 +94,5 @@ def test_gaps_in_a_numbering_are_found_where_there_is_one(seeds, missing):
 
 
 def test_a_public_track_has_the_target_of_ours():
-    ours = {"track_1_short": "short", "track_2_medium": "medium", "track_3_optimization": "steps"}
-    assert {name: configure(track).target for name, track in ours.items()} == PUBLIC_TARGETS
+    for name, track in {"track_1_short": "short", "track_3_optimization": "steps"}.items():
+        assert PUBLIC_TARGETS[name] == configure(track).target

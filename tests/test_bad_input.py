@@ -5,9 +5,14 @@ import shutil
 
 import numpy as np
 import pytest
-from small_run import BOS, arguments, documents, run, run_words
+import torch
+from small_model import configure
+from small_run import BOS, arguments, documents, run, run_words, write_data
 
+import train_gpt
 from data.shards import write_shard
+from runtime.errors import Refused
+from runtime.machine import Machine
 
 
 @pytest.fixture
@@ -27,7 +32,7 @@ def assert_refused(outcome, *parts):
 
 @pytest.mark.parametrize(("flag", "value", "parts"), [
     ("track", "longest", ["--track longest", "one of", "tiny", "short"]),
-    ("recipe", "sgd", ["--recipe sgd", "one of copyinit, record42, muon, adamw"]),
+    ("recipe", "sgd", ["--recipe sgd", "one of record89, muon, adamw"]),
     ("stages", "none", ["--stages none", "record42", "constant"]),
     ("steps", 0, ["--steps 0", "at least 1"]),
     ("matrix_lr", -1, ["--matrix-lr -1.0", "at least 0"]),
@@ -49,6 +54,41 @@ def assert_refused(outcome, *parts):
 ])  # fmt: skip
 def test_a_bad_value_is_refused_with_its_rule(flag, value, parts, data, tmp_path):
     assert_refused(run(data, tmp_path, **{flag: value}), *parts)
+
+
+@pytest.mark.parametrize(("words", "gone"), [
+    ("--minutes 5", "--minutes"), ("--minutes=5", "--minutes"), ("--quick-vals 3", "--quick-vals"),
+    ("--copy-init 0.07", "--copy-init"), ("--init-keys-as-queries", "--init-keys-as-queries"),
+    ("--track medium", "--track medium"), ("--recipe=copyinit", "--recipe copyinit"),
+])  # fmt: skip
+def test_what_was_removed_is_refused_with_the_commit_that_has_it(words, gone, data, tmp_path):
+    wanted = [*arguments(data, tmp_path / "logs"), *words.split()]
+    assert_refused(run_words(wanted, tmp_path / "logs"), f"error: {gone} was removed", "759f432")
+
+
+def test_ranks_that_cannot_share_a_step_are_refused_with_the_missing_gpu():
+    eight, nine = (Machine(torch.device("cpu"), 0, count) for count in (8, 9))
+    for recipe in train_gpt.RECIPES["tiny"]:
+        train_gpt.require_ranks(configure("tiny", recipe), eight)
+    with pytest.raises(Refused) as refused:
+        train_gpt.require_ranks(configure("tiny", "record89"), nine)
+    for part in ("9 does not divide [8]", "[1, 2, 4, 8] ranks", "no GPU", "--track tiny"):
+        assert part in str(refused.value)
+    with pytest.raises(Refused) as refused:
+        train_gpt.require_ranks(configure("short"), Machine(torch.device("cuda"), 0, 9))
+    assert "no GPU" not in str(refused.value)
+
+
+def test_a_text_that_is_missing_is_built_and_one_that_cannot_be_is_refused(tmp_path, monkeypatch):
+    def cannot(folder):
+        raise OSError("the disk is full")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt.prose, "ensure", cannot)
+    wanted = run("data/prose", tmp_path / "logs")
+    assert_refused(wanted, "data/prose cannot be built", "the disk is full")
+    monkeypatch.setattr(train_gpt.prose, "ensure", write_data)
+    assert run("data/prose", tmp_path / "logs", steps=2).code == 0
 
 
 def cut(folder):

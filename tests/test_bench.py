@@ -33,9 +33,10 @@ def test_a_step_is_timed_in_each_window(tmp_path, monkeypatch, capsys):
     with small_run.restored_settings():
         rows = figures(capsys, "step", "--rounds", "3", "--", *flags)
     config = parse(train_gpt.Config, flags, train_gpt.preset, "")
-    weights = 12 * config.dim**2 * len(train_gpt.LAYERS[config.layers])
+    table = train_gpt.LAYERS[config.layers]
+    weights = config.dim**2 * sum(12 if layer.attention else 8 for layer in table)
     flops = 6 * (weights + config.dim * config.padded_vocab)
-    stages = enumerate(train_gpt.STAGES["tiny"][:3])  # the run is too short for the last one
+    stages = enumerate(train_gpt.STAGES["record42"][:3])  # the run is too short for the last one
     assert [*rows] == [f"stage {index}, window {stage.long}" for index, stage in stages]
     for row in rows.values():
         batch = small_run.ROWS * small_run.SEQUENCE

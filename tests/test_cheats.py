@@ -207,10 +207,9 @@ CHEATS: dict[str, tuple] = {
     "a claim with its words set out otherwise": (
         lambda folder: edit(folder / "claim.json", '"name"', '\n\n"name"'),
         "claim.json is not as record.py claim wrote it"),
-    "a claim of schema 1 that is new": (
-        partial(forge_claim, schema=1, created="2999-01-01T00:00:00+00:00"),
-        "started .*, before the claim, 2999-01-01", "claims from 2026-11-23 on have 2",
-        "its folder is"),
+    "a claim of a later date": (
+        partial(forge_claim, created="2999-01-01T00:00:00+00:00"),
+        "started .*, before the claim, 2999-01-01", "its folder is"),
     "a clock that runs at half the speed": (
         lambda folder: write_logs(folder, read_logs(folder), slow=2.0),
         "its clock ends at 13610.0 ms, but the registry saw 27 s"),
@@ -393,7 +392,6 @@ FORGED: dict[str, tuple] = {
     "no number of parameters": (
         put(None, "env", "params"), "parameters: None, not 1 to inf", "params differs"),
     "a probe of no time": (probe_at_end("nan"), "a probe of nan ms", "nan ms between"),
-    "a log of schema 2": (put(2, "schema"), "a log of schema 2, where the claim needs 3"),
     "other tokens to train on": (
         each("end", train_tokens_sha256="f" * 64), "runs trained on different tokens: d+, f+"),
     "no hash of the tokens": (each("end", train_tokens_sha256=None), "no hash of the tokens",

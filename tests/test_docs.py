@@ -171,7 +171,7 @@ def test_every_python_block_runs_or_is_quoted(page):
 
 def test_the_example_of_use_the_model_reads_a_kept_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = make_model(small("tiny", "copyinit", vocab_size=2048, bos=2047))
+    model = make_model(small("tiny", "muon", vocab_size=2048, bos=2047))
     model.initialize(0)
     facts = {"config": asdict(model.config)}
     save_final(Path("checkpoints/RUN"), dict(model.named_parameters()), facts, PROSE)

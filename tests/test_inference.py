@@ -35,7 +35,7 @@ SIZES = {
 BOS = 2047
 
 
-def random_model(recipe="copyinit", dtype=torch.float32, **changed):
+def random_model(recipe="record89", dtype=torch.float32, **changed):
     """Random in all its weights: at the start of a run, attention would have no effect."""
     config = configure("tiny", recipe, **SIZES | changed)
     gpt = make_model(config, dtype)
@@ -66,7 +66,7 @@ def folder(tmp_path_factory):
 # ---- Sampling
 
 
-@pytest.mark.parametrize("recipe", ["record42", "copyinit"])
+@pytest.mark.parametrize("recipe", ["muon", "record89"])
 def test_logits_of_the_context_are_those_of_the_whole_document(recipe):
     """Token by token: across windows, smear, n-grams, skips and the offset of keys."""
     model = random_model(recipe, torch.float64, ngrams=4)
@@ -80,7 +80,7 @@ def test_logits_of_the_context_are_those_of_the_whole_document(recipe):
         # Rotary angles are float32, so a document that begins elsewhere turns a little otherwise.
         assert torch.allclose(last, whole[end - 1], rtol=0, atol=1e-4), end
     (blind,) = model.logits(tokens[-20:])
-    assert not torch.allclose(blind, whole[-1], rtol=0, atol=0.1), "the context takes part"
+    assert not torch.allclose(blind, whole[-1], rtol=0, atol=0.01), "the context takes part"
 
 
 def test_logits_give_the_losses_that_validation_gives():
@@ -256,7 +256,7 @@ def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, 
 
 
 def test_tokens_of_another_tokenizer_of_the_same_size_are_not_taken_for_ours(data, tmp_path):
-    known = configure("tiny", "copyinit", **SIZES)
+    known = configure("tiny", "record89", **SIZES)
     assert tokenizer_of(known) == PROSE
     assert tokenizer_of(replace(known, bos=0)) is None
     outcome = run(data, tmp_path, vocab_size=2048, keep_model="on", sample_tokens=9)
@@ -283,7 +283,7 @@ def test_an_evaluation_and_its_script_find_the_losses_of_the_run(trained, monkey
         scores = evaluation.evaluate(model)
         assert scores["loss"] == pytest.approx(end["val_loss"], rel=1e-5)
         for name in ("copied", "new"):
-            probed = end["probes"]["copy_loss" if name == "copied" else "new_loss"]
+            probed = end["probes"][f"loss_on_{name}"]
             assert scores[name]["loss"] == pytest.approx(probed, rel=1e-5)
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 100)  # rows are cut
     assert evaluation.evaluate(model, str(data))["loss"] == pytest.approx(scores["loss"], rel=1e-5)

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from data import loader
+from data.copied import pair_distances
 from data.loader import Data, Order, TrainLoader, validation_batches
 from data.shards import Shard, ShardError, write_shard
 
@@ -355,7 +357,7 @@ def open_both(files, stages=((0, 64, 6),), reach=0, **changed):
     values = {
         "track": "", "data_dir": files[0].parent, "seq_len": 8, "bos": BOS, "document_mask": True,
         "data_start": 0.0, "steps": 5, "micro_batch": 64, "val_tokens": 64, "val_seq_len": 16,
-        "val_batch": 32,
+        "val_batch": 32, "val_sha256": "",
     }  # fmt: skip
     return Data(values | changed, stages, reach, rank=1, world_size=2)
 
@@ -400,3 +402,83 @@ def test_parts_of_a_validation_row_see_their_past_and_the_documents_of_the_row(f
             inside |= {b - first for b in batch.cu_seqlens.tolist() if first <= b <= end}
             assert set(cu_seqlens.tolist()) == inside
     assert next(parts, None) is None
+
+
+# ---- the held-out slice
+
+HELD_OUT = 192
+
+
+@pytest.fixture
+def race(tmp_path, monkeypatch):
+    """Opens the data of a rank as if they were the race's text, whose slice has 192 tokens."""
+    monkeypatch.setattr(loader, "HELD_OUT", HELD_OUT)
+    files = [tmp_path / name for name in ("train_000001.bin", "train_000002.bin", "val_000000.bin")]
+    for index, file in enumerate(files):
+        tokens = np.array(shard_of(np.random.default_rng(1).integers(5, 20, size=40)))
+        write_shard(file, np.where(tokens == BOS, BOS, tokens + 10_000 * index))
+
+    def open_as(rank=0, world_size=1, **changed):
+        values = {
+            "track": "", "data_dir": tmp_path, "seq_len": 8, "bos": BOS, "document_mask": True,
+            "data_start": 0.0, "steps": 5, "micro_batch": 64, "val_tokens": 192, "val_seq_len": 16,
+            "val_batch": 32, "val_sha256": loader.PROSE,
+        }  # fmt: skip
+        return Data(values | changed, ((0, 64, 20),), 0, rank, world_size)
+
+    return open_as, [Shard(file)[:] for file in files[:2]]
+
+
+def targets_of(batches):
+    return torch.cat([batch.targets.flatten() for batch in batches]).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_last_training_tokens_are_scored_on_all_ranks_together_and_once(race, ranks):
+    open_as, (_, last) = race
+    parts = [targets_of(open_as(rank, ranks).held_out) for rank in range(ranks)]
+    assert joined(parts) == last[-HELD_OUT:].tolist()
+
+
+def test_fewer_of_them_are_scored_where_validation_has_fewer_and_none_are_trained_on(race):
+    open_as, (_, last) = race
+    fewer = open_as(val_tokens=32)
+    assert targets_of(fewer.held_out) == last[-HELD_OUT : 32 - HELD_OUT].tolist()
+    assert fewer.train.held_out == HELD_OUT
+
+
+def test_a_run_never_trains_on_them_and_stops_with_the_steps_that_there_are(race):
+    open_as, (_, last) = race
+    train, free = open_as().train, open_as(val_sha256="").train
+    trained = joined(rows_of(batches) for batches in consumed(train))
+    read = set(joined(tokens for tokens, _ in trained)) - {BOS}  # no two others are alike
+    assert read & set(last.tolist()), "it reads that shard"
+    assert not read & set(last[-HELD_OUT:].tolist())
+    steps, more = len(list(consumed(open_as().train))), len(list(consumed(free)))
+    assert steps < more
+    with pytest.raises(ShardError, match=rf"end after {steps} steps: .*at most {steps}"):
+        open_as(steps=more)
+
+
+def consumed(train):
+    with suppress(ShardError):
+        yield from iter(lambda: next(train), None)
+
+
+@pytest.mark.parametrize("val_sha256", ["", "61a7bae6fab302b9"])
+def test_another_text_has_no_such_slice(race, val_sha256):
+    open_as, _ = race
+    data = open_as(val_sha256=val_sha256)
+    assert (data.held_out, data.train.held_out) == ([], 0)
+
+
+@pytest.mark.parametrize("val_batch", [32, 8], ids=["whole rows", "parts of a row"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_target_of_validation_has_the_distance_of_its_pair(race, ranks, val_batch):
+    open_as, _ = race
+    both = [open_as(rank, ranks, val_batch=val_batch) for rank in range(ranks)]
+    stream = np.concatenate([[BOS], joined(targets_of(data.validation) for data in both)])
+    rows = np.lib.stride_tricks.sliding_window_view(stream, 17)[::16]
+    expected = pair_distances(rows, BOS).ravel().tolist()
+    assert joined(data.val_distances.tolist() for data in both) == expected
+    assert [data.val_before for data in both] == [0, 96][:ranks]

@@ -252,7 +252,7 @@ def test_every_recipe_trains_on_plays_in_the_vocabulary_of_prose(plays, recipe, 
     assert train_gpt.main(words) == 0
     (log,) = (tmp_path / "logs").glob("*small*.jsonl")
     end = json.loads(log.read_text().splitlines()[-1])
-    assert end["probes"].keys() == {"copy_loss", "new_loss"}
+    assert end["probes"].keys() == {"loss_on_copied", "loss_on_new", "new_loss"}
     assert 5 < end["val_loss"] < np.log(2048)
 
 

@@ -52,15 +52,15 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     monkeypatch.setitem(TRACKS, "tiny", rules)
     sizes = small_run.SIZES | {"target": TARGET}
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    config = record.ask_trainer(record.ROOT, ["--track=tiny", "--recipe=copyinit", *flags])
+    config = record.ask_trainer(record.ROOT, ["--track=tiny", "--recipe=record89", *flags])
     monkeypatch.setattr(record, "ask_trainer", lambda *_: config)  # it would refuse this track
-    words = ["Real", "--n", 4, "--seed", 7, "--about", "Why.", "--", "--recipe=copyinit", *flags]
+    words = ["Real", "--n", 4, "--seed", 7, "--about", "Why.", "--", "--recipe=record89", *flags]
     code, said = call(capsys, "claim", *words)
     assert code == 0, said
     assert "commit it with records/sources, then make its runs:" in said
     folder = next((tmp_path / "tiny").glob("*_Real"))
     logs, claim = tmp_path / "logs", folder / "claim.json"
-    assert json.loads(claim.read_text())["flags"][:3] == ["--track", "tiny", "--recipe=copyinit"]
+    assert json.loads(claim.read_text())["flags"][:3] == ["--track", "tiny", "--recipe=record89"]
     flags = {"claim": claim, "seed": 7, "trials": 4, "target": TARGET, "resume": "auto"}
     with signal_after(8, signal.SIGTERM):
         assert small_run.run(data, logs, **flags).code == 128 + signal.SIGTERM
@@ -86,9 +86,9 @@ def test_making_a_record_again_changes_nothing(folder, capsys):
         assert code == 0, said
         assert contents(folder) == before
     code, said = call(capsys, "verify", folder)
-    assert (code, said.count("\n")) == (0, 2)
+    assert (code, said.count("\n")) == (0, 3)
     assert said.endswith("not checked: whether its claim was first; there is no git history here\n")
-    assert re.search(r"verified: below 3\.25 with a mean loss of 3\.\d{6} in 4 runs", said)
+    assert re.search(r": verified\n +shown: .* tokens below 3\.25: 3\.\d{6} in 4 runs", said)
 
 
 def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
@@ -105,7 +105,7 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
     assert found["median_train_time_ms"] == pytest.approx(np.median(seconds) * 1000)
     for run, path in zip(found["runs"], sorted((folder / "runs").glob("2*")), strict=True):
         assert run["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert "**Shown**: the mean validation loss is below 3.25\n" in page
+    assert "**Shown**: mean loss on all validation tokens below 3.25: " in page
     row = f"| 4 | {np.mean(losses):.6f} | {sd:.6f} | {test.statistic:.4f} | {test.pvalue:.3g} |"
     assert f"{row} {bound:.5f} | {np.median(seconds):.2f} |" in page
     for seed, loss, second in zip(range(1000, 1004), losses, seconds, strict=True):
@@ -126,7 +126,7 @@ def test_a_claim_that_breaks_a_rule_is_not_written(
 ):
     today = f"{record.datetime.now(record.UTC):%Y-%m-%d}_Good"
     shutil.copytree(folder, folder.with_name(today))
-    known = {"val_tokens": small_record.VAL_TOKENS, "recipe": "copyinit"}
+    known = {"val_tokens": small_record.VAL_TOKENS, "recipe": "record89"}
     config = make_claim().config | known | changed
     monkeypatch.setattr(record, "ask_trainer", lambda root, flags: config)
     before = contents(tmp_path)
@@ -141,7 +141,7 @@ def test_a_record_with_too_few_runs_for_a_test_says_so_without_nan(runs, tmp_pat
     folder = write_record(tmp_path, make_claim(n=4), LOSSES[:runs])
     code, said = call(capsys, "make", folder)
     assert code == 1
-    assert f"below 3.25 {runs} runs that count, too few for a test\n" in said
+    assert f"below 3.25: {runs} runs that count, too few for a test\n" in said
     assert "nan" not in said
 
 
@@ -197,20 +197,20 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
     shutil.rmtree(next(tmp_path.glob("tiny/*_Planned")) / "runs", ignore_errors=True)
     code, said = call(capsys, "verify", failed)
     assert (code, "verified, and NOT shown" in said) == (0, True)
-    assert "**Not shown**: the mean" in (failed / "README.md").read_text()
+    assert "**Not shown**: mean loss" in (failed / "README.md").read_text()
     assert json.loads((failed / "record.json").read_text())["shown"] is False
     page = (failed / "README.md").read_text()
     assert "from the claim before it, Again, has 0 lines in 0 files:" in page
 
     assert call(capsys, "leaderboard")[0] == 0
     page, before = (tmp_path / "README.md").read_text(), contents(tmp_path)
-    pattern = (r"^\| (#\d|no record|not shown) \| \S+ \| \[(\w+)\].*"
+    pattern = (r"^\| ([^|]*) \| \S+ \| \[(\w+)\].*"
                r" \| 8 x NVIDIA H100 80GB HBM3 \| (\d+) \| ([\d.]+) \| \d+ \|")
     rows = re.findall(pattern, page, re.M)
     tokens = {steps: f"{steps * small_record.BATCH / 1e6:.3f}" for steps in (3, 12, 14)}
     assert rows == [
-        ("#1", "Long", "14", tokens[14]), ("#2", "Good", "12", tokens[12]),
-        ("no record", "Again", "12", tokens[12]), ("not shown", "Short", "3", tokens[3]),
+        ("", "Long", "14", tokens[14]), ("", "Again", "12", tokens[12]),
+        ("**record**", "Good", "12", tokens[12]), ("target", "Short", "3", tokens[3]),
     ]  # fmt: skip
     assert "tiny/tokens.svg" in before
     assert call(capsys, "leaderboard")[0] == 0
@@ -226,11 +226,12 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
 def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(TRACKS, "short", small_record.RULES._replace(in_time=True))
     wanted = [
-        ("Eight", 8, "H100", 12, "8 x H100", "#1"), ("One", 1, "4090", 14, "1 x 4090", "#1"),
-        ("Slower", 1, "4090", 14, "1 x 4090", "no record"),
-        ("Faster", 8, "H100", 11, "8 x H100", "#2"), ("Fewer", 4, "H100", 10, "4 x H100", "#1"),
-        ("Between", 1, "4090", 13, "1 x 4090", "#2"),
-        ("Processor", 1, None, 13, "1 x Xeon, threads: 2", "#1"),
+        ("Eight", 8, "H100", 12, "8 x H100", ""), ("One", 1, "4090", 14, "1 x 4090", ""),
+        ("Equal", 1, "4090", 13, "1 x 4090", "**record**"),
+        ("Faster", 8, "H100", 11, "8 x H100", "**record**"),
+        ("Fewer", 4, "H100", 10, "4 x H100", "**record**"),
+        ("Later", 1, "4090", 13, "1 x 4090", ""),
+        ("Processor", 1, None, 13, "1 x Xeon, threads: 2", "**record**"),
     ]  # fmt: skip
     for year, (name, ranks, gpu, steps, _, _) in enumerate(wanted, 2001):
         config = {"track": "short", "steps": steps}
@@ -244,9 +245,13 @@ def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, caps
         code, said = call(capsys, "make", folder)
         assert code == 0, said
     assert call(capsys, "leaderboard")[0] == 0
-    pattern = r"^\| (#\d|no record) \| \S+ \| \[(\w+)\].*?\) \| (.+?) \| \d+ \|"
+    pattern = r"^\| ([^|]*) \| \S+ \| \[(\w+)\].*?\) \| (.+?) \| \d+ \|"
     rows = re.findall(pattern, (tmp_path / "README.md").read_text(), re.M)
-    assert rows == [(place, name, hardware) for name, _, _, _, hardware, place in wanted]
+    assert {row[1]: row for row in rows} == {
+        name: (place, name, hardware) for name, _, _, _, hardware, place in wanted
+    }
+    order = ["One", "Later", "Equal", "Processor", "Fewer", "Eight", "Faster"]
+    assert [name for _, name, _ in rows] == order, "by hardware, the record last"
 
 
 def test_a_page_shows_the_diff_from_the_claim_before_and_no_line_of_it_leaves_its_block(tmp_path):

@@ -28,11 +28,10 @@ from scripts import record
 SEED = 1000
 # The head has no outputs beyond the vocabulary.
 SIZES = small_run.SIZES | {"vocab-size": 128}
-LAYERS = """LAYERS["tiny"] = [
+LAYERS = """LAYERS["small89"] = [
     Layer(value_embed=0),
     Layer(window="long", value_embed=1, skip_from=0, backout=True),
 ]
-LAYERS["copyinit"] = LAYERS["copyinit"][:2]
 import optim.muon
 optim.muon.native_dtype = lambda *_: torch.float32  # as two_layers()
 # ---- Model. B rows"""
@@ -176,7 +175,7 @@ def test_what_cannot_run_here_is_refused_with_the_reason(evidence, data, tmp_pat
 # ---- Sources that lie: each edit of train_gpt.py, and what finds it
 
 END = "return losses.view_as(targets_BT)"
-STREAM = "self.hidden(inputs_BT, *self.eval_context(inputs_BT))"
+STREAM = "x = self.hidden(inputs_BT, *(context or self.eval_context(inputs_BT)))"
 NORMED = "x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)"
 LIES = {
     "nothing": ("", "", None),
@@ -185,7 +184,7 @@ LIES = {
     "losses scaled at the end of long rows": (
         END, f"losses.view_as(targets_BT)[:, 192:] *= 0.5\n        {END}", "documents"),
     "the target in the stream": (
-        f"{STREAM}[:, -targets_BT.size(1) :]",
+        f"{STREAM}\n        x = x[:, -targets_BT.size(1) :]",
         f"{STREAM} + 3 * self.output_weight[targets_BT]", "normalisation"),
     "the next token": (
         NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-1, 1)", "normalisation"),

@@ -80,8 +80,8 @@ def assert_same(folder, reference):
     (KILL, 8, {"recipe": "adamw", "checkpoint_every": 3}),
     (TERM, 7, {"dtype": "bfloat16", "biases": "on"}),
     (KILL, 7, {"micro_batch": SEQUENCE, "adam_accum_steps": 3}),
-    (TERM, 5, {"optimizer": "torch_muon", "checkpoint_every": 0}),
-    (KILL, 7, {"optimizer": "torch_adamw", "matrix_lr": 0.002}),
+    (TERM, 5, {"recipe": "muon", "optimizer": "torch_muon", "checkpoint_every": 0}),
+    (KILL, 7, {"recipe": "adamw", "optimizer": "torch_adamw", "matrix_lr": 0.002}),
     (KILL, 9, {"stages": "growing", "bigram_rows": 2, "xsa": "on"}),
     pytest.param(TERM, 5, {"recipe": "adamw", "seq_len": 256, "compile": "on"}, marks=SLOW),
 ], ids=str)  # fmt: skip
@@ -99,22 +99,6 @@ def test_a_run_that_broke_off_goes_on_bit_for_bit(
     assert event["from_step"] % every == 0
     if number != KILL:  # no step is done twice
         assert event["from_step"] >= moment
-
-
-def test_minutes_are_the_steps_that_fill_them_and_a_resumed_run_keeps_those(
-    data, whole, tmp_path, monkeypatch
-):
-    minutes = {"minutes": 0.04, "steps": 6, "compile": "off"}  # 12 steps of 200 ms
-    monkeypatch.setattr("runtime.warmup.time_stages", lambda *_: [(3, 100.0), (3, 300.0)])
-    torch.manual_seed(0)
-    break_off(TERM, 7, data, tmp_path, **minutes)
-    monkeypatch.setattr("runtime.warmup.time_stages", lambda *_: [(6, 1000.0)])
-    rounded = minutes | {"activation_checkpointing": "on"}  # a resume may change it
-    assert "steps of 1,000.0 ms" not in resume(data, tmp_path, **rounded).out
-    assert_same(tmp_path, whole())
-    too_few = run(data, tmp_path / "other", **minutes | {"minutes": 0.001})
-    assert too_few.code == 2
-    assert "--minutes 0.001: a step takes 0.017 minutes" in too_few.err
 
 
 def test_training_on_does_not_change_a_snapshot_that_waits(data, tmp_path, monkeypatch):

@@ -24,8 +24,6 @@ printf '%s\x1f' "$@" $'\x1e' >>"$CALLS"
 case "${1-} ${2-}" in
     "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
     "-m pip") sleep "${FAKE_PIP_SECONDS-0}"; exit "${FAKE_PIP_STATUS-0}" ;;
-    "-m data.prose") mkdir -p data/prose && : >data/prose/val_000000.bin ;;
-    "-m data.corpus") mkdir -p data/corpus && : >data/corpus/val_000000.bin ;;
     "-m huggingface_hub.cli.hf") exit "${FAKE_DOWNLOAD_STATUS-0}" ;;
     "-m ruff") exit "${FAKE_RUFF_STATUS-0}" ;;
     "-m pytest") echo "3 passed in 0.01s"; exit "${FAKE_PYTEST_STATUS-0}" ;;
@@ -81,7 +79,7 @@ def fresh(tmp_path: Path) -> Clone:
 
 @pytest.fixture
 def clone(fresh: Clone) -> Clone:
-    """A clone whose environment and corpus have been made."""
+    """A clone whose environment has been made."""
     assert fresh.run().returncode == 0
     fresh.record.unlink()
     return fresh
@@ -90,16 +88,16 @@ def clone(fresh: Clone) -> Clone:
 # ---- What is started
 
 
-def test_a_fresh_clone_makes_environment_and_text_once_and_trains_tiny(fresh):
+def test_a_fresh_clone_makes_its_environment_once_and_trains_tiny(fresh):
     assert fresh.run("--steps", "5").returncode == 0
     *before, train = fresh.argv()
-    assert [argv[1] for argv in before] == ["venv", "pip", "data.corpus"]
+    assert [argv[1] for argv in before] == ["venv", "pip"]
     assert train == ["train_gpt.py", "--track", "tiny", "--steps", "5"]
     assert fresh.run("--track=tiny").returncode == 0
     assert fresh.argv() == [["train_gpt.py", "--track=tiny"]]
     assert fresh.run("--track=small", FAKE_TRAINER_STATUS="3").returncode == 3
     assert fresh.run("--track", "small").returncode == 0
-    assert fresh.jobs() == ["data.prose", "train_gpt.py", "train_gpt.py"]
+    assert fresh.argv() == [["train_gpt.py", "--track=small"], ["train_gpt.py", "--track", "small"]]
 
 
 @pytest.mark.parametrize(("words", "variables", "processes"), [
@@ -168,7 +166,7 @@ def test_what_cannot_start_is_explained_and_leaves_nothing_that_keeps_the_next_s
     assert sentence in result.stderr
     assert fresh.jobs() == jobs
     assert fresh.run().returncode == 0
-    assert fresh.jobs()[-3:] == ["pip", "data.corpus", "train_gpt.py"]
+    assert fresh.jobs()[-2:] == ["pip", "train_gpt.py"]
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
@@ -177,8 +175,8 @@ def test_of_two_starts_at_once_one_installs_and_both_train(fresh):
     said = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     jobs = fresh.jobs()
-    assert sorted(jobs) == ["data.corpus", "pip", "train_gpt.py", "train_gpt.py", "venv"]
-    assert jobs.index("train_gpt.py") == 3
+    assert sorted(jobs) == ["pip", "train_gpt.py", "train_gpt.py", "venv"]
+    assert jobs.index("train_gpt.py") == 2
 
 
 # ---- Settings and data
@@ -193,7 +191,7 @@ def test_data_of_ones_own_unknown_tracks_and_help_fetch_nothing(fresh, words):
 
 
 @pytest.mark.parametrize(("words", "shards"), [
-    ("--track short", 9), ("--track=medium", 36), ("--track tiny --track steps", 18),
+    ("--track short", 9), ("--track tiny --track=steps", 18),
 ])  # fmt: skip
 def test_large_tracks_fetch_from_one_commit_the_shards_that_they_read_and_lack(
     clone, words, shards

@@ -71,7 +71,7 @@ def test_the_last_validation_narrows_short_windows_too():
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
 @pytest.mark.parametrize("track", train_gpt.TRACKS)
 def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(track, steps):
-    config = configure(track, steps=steps)
+    config = configure(track, next(iter(train_gpt.RECIPES[track])), steps=steps)
     stages = [at(config, step).stage_index for step in range(steps)]
     assert stages == sorted(stages)
     assert at(config, steps).stage_index == stages[-1]
@@ -196,10 +196,10 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
 
 
 def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeypatch):
-    early, late = train_gpt.STAGES["copyinit"]
-    name = add_stages(monkeypatch, [replace(early, batch=0.5), late])
+    late = train_gpt.Stage(0.3, short=10, long=20)
+    name = add_stages(monkeypatch, [replace(late, share=0.7, batch=0.5), late])
     for changes in ({"optimizer": "torch_muon"}, {"micro_batch": 70}, {"micro_batch": 140}):
-        config = small("tiny", "copyinit", stages=name, steps=10, **changes)
+        config = small("tiny", "muon", stages=name, steps=10, **changes)
         optimizers, guard = make_optimizers(config, make_model(config), MACHINE)
         for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
             set_schedule(config, optimizers, guard, step)
@@ -237,7 +237,7 @@ def test_a_loss_on_prefixes_and_longer_documents_are_a_new_scale_and_a_rate_is_n
 ):
     plain = train_gpt.Stage(0.5, short=1, long=2)
     stages = add_stages(monkeypatch, [plain, replace(plain, **changed)])
-    assert new_scales(small("tiny", prefixes=True, stages=stages, steps=10)) == steps
+    assert new_scales(small("tiny", "muon", prefixes=True, stages=stages, steps=10)) == steps
 
 
 def add_stages(monkeypatch, stages):
@@ -253,7 +253,7 @@ def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, ru
     stage = train_gpt.Stage(0.5, short=1, long=2)
     name = add_stages(monkeypatch, [stage, replace(stage, batch=batch)])
     with pytest.raises(Refused, match=rule):
-        small("tiny", "copyinit", stages=name)
+        small("tiny", "muon", stages=name)
 
 
 @pytest.mark.parametrize("changed", [{"batch": 0.5}, {"tied": True}], ids=str)
@@ -262,7 +262,7 @@ def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
     stages = [whole, replace(whole, **changed), replace(whole, share=0.4)]
     name = add_stages(monkeypatch, stages)
     for steps in range(1, 30):
-        found = spans(small("tiny", "copyinit", stages=name, steps=steps, adam_accum_steps=2))
+        found = spans(small("tiny", "muon", stages=name, steps=steps, adam_accum_steps=2))
         ends = [0] + [span.end for span in found]
         assert [span.first for span in found] == ends[:-1]
         assert ends[-1] == steps
@@ -285,5 +285,5 @@ def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tent
     config = configure("steps")
     validated = [step for step in range(config.steps) if at(config, step).validates]
     assert validated == [*range(0, 2925, 125), *range(2925, 3250, 25)]
-    config = configure("tiny", val_every=0)
+    config = configure("tiny", "muon", val_every=0)
     assert not any(at(config, step).validates for step in range(config.steps)), "only at the end"

@@ -32,7 +32,7 @@ def write_run(
 ) -> Path:  # fmt: skip
     """A log as the trainer writes it; `status=None` leaves the end line out."""
     events: list[dict] = [{
-        "event": "header", "schema": 2, "run_id": run_id, "track": track, "target": target,
+        "event": "header", "schema": 3, "run_id": run_id, "track": track, "target": target,
         "seed": seed, "trial": 0, "claim": claim, "source_sha256": source, "config_sha256": config,
         "config": settings or {}, "env": {"gpu_count": gpus} | env,
     }]  # fmt: skip

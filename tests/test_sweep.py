@@ -31,7 +31,7 @@ if "--sleep" in words:
     folder.joinpath("asleep").touch()
     time.sleep(60)
 run_id = f"2026_{time.time_ns()}"
-header = {"event": "header", "schema": 2, "run_id": run_id, "track": "tiny", "target": 2.5,
+header = {"event": "header", "schema": 3, "run_id": run_id, "track": "tiny", "target": 2.5,
           "seed": seed, "source_sha256": "ab", "config_sha256": flags, "env": {"gpu_count": 0}}
 loss = {"": 2.5, "--wd 1": 2.6, "--lr 2": 2.4}.get(flags, 2.0) + 0.01 * seed**2 + PATCH
 loss += {"--wd 1": 0.001, "--lr 2": 0.002}.get(flags, 0) * seed
@@ -198,7 +198,7 @@ def test_a_plan_that_cannot_work_is_refused_before_anything_runs(project, capsys
 def test_two_runs_go_side_by_side_and_a_signal_ends_both(number, project):
     plan = {"flags": "--sleep", "seeds": [0], "arms": {"a": "", "b": "--x", "c": "--y"}}
     Path("plan.json").write_text(json.dumps(plan))
-    words = [sys.executable, sweep.__file__, "plan.json", "--source", "."]
+    words = [sys.executable, sweep.__file__, "plan.json", "--source", ".", "--jobs", "2"]
     with subprocess.Popen(words) as process:
         for _ in range(600):
             if len(list(Path("logs").rglob("asleep"))) == 2:

@@ -5,17 +5,20 @@ import hashlib
 import math
 import re
 
+import numpy as np
 import pytest
+import small_run
 import torch
 from small_run import ROOT, ROUNDING, ROWS, SEQUENCE, STEPS, arguments, read_events, run, run_words
 from torch._dynamo.utils import counters
 
 import optim
 import train_gpt
+from data import loader
+from data.copied import pair_distances
 from data.loader import TrainLoader
 from kernels.attention import PortableAttention
 from optim import AdamW, NorMuon
-from runtime.settings import parse
 
 pytestmark = pytest.mark.usefixtures("two_layers")
 
@@ -29,23 +32,6 @@ def two_trials(data, tmp_path_factory):
 
 
 # ---- The log
-
-
-def test_a_quick_validation_scores_a_batch_off_the_clock_and_changes_no_other_loss(data, tmp_path):
-    """Where one batch holds all validation tokens, it has the loss of a full validation."""
-    one_batch = {"val_tokens": 512, "steps": 12}
-    quick = run(data, tmp_path / "quick", val_every=0, quick_vals=4, **one_batch)
-    full = run(data, tmp_path / "full", val_every=3, **one_batch)
-    losses = {event["step"]: event["val_loss"] for event in full.events("val")}
-    assert [*losses] == [0, 3, 6, 9, 12]
-    found = {event["step"]: event["val_loss"] for event in quick.events("quick_val")}
-    assert found | {12: quick.losses()[-1]} == losses
-    assert [event["val_tokens"] for event in quick.events("quick_val")] == [512] * 4
-    assert quick.losses()[:12] == full.losses()[:12]
-    phases = {event["name"]: event["timed"] for event in quick.events("phase")}
-    assert phases["quick_val"] is False
-    said = re.findall(r"^step \d+/12 \| validation loss on 512 tokens (\S+)", quick.out, re.M)
-    assert said == [f"{loss:.4f}" for loss in found.values()]
 
 
 def test_a_process_alone_reads_its_data_whatever_rank_its_shell_names(data, tmp_path, monkeypatch):
@@ -67,15 +53,6 @@ def test_a_model_that_draws_at_random_depends_on_its_seed_alone(data, tmp_path, 
     assert two.losses(1) == alone.losses() != two.losses(0)
 
 
-def test_a_run_under_a_claim_has_no_quick_validation():
-    def steps(*words: str) -> list[int]:
-        config = parse(train_gpt.Config, ["--track", "tiny", *words], train_gpt.preset, "")
-        return [step for step in range(config.steps) if train_gpt.at(config, step).quick_validates]
-
-    assert steps() == [0, 11, 22]
-    assert steps("--claim", "claim.json") == []
-
-
 def test_every_event_has_the_fields_that_the_documentation_names(two_trials):
     page = (ROOT / "docs" / "log_format.md").read_text()
     table = page.partition("## Events")[2].partition("| field | meaning |")[0]
@@ -92,6 +69,12 @@ def test_every_event_has_the_fields_that_the_documentation_names(two_trials):
     of_segments = {"segment", "after_step", "previous_sha256"}
     assert set(header) == always | set(re.findall("`(.+?)`", fields)) - of_segments
     assert set(header["env"]) == set(re.findall("`(.+?)`", rest.partition("The host's name")[0]))
+
+
+def test_a_run_begins_with_a_line_that_says_what_it_is_and_what_the_race_is(two_trials):
+    first = two_trials.out.splitlines()[0]
+    assert first.startswith("tiny: ")
+    assert "--track small" in first
 
 
 def test_the_header_says_what_ran(two_trials, data):
@@ -122,8 +105,8 @@ def test_each_step_is_logged_with_its_window_and_its_stage(two_trials):
     assert [step["stage"] for step in steps] == [0] * 4 + [1] * 4 + [2] * 4
 
 
-def test_a_model_without_a_start_at_copying_guesses_before_its_first_step(data, tmp_path):
-    validations = run(data, tmp_path, steps=1, copy_init=0.0).events("val")
+def test_a_model_guesses_before_its_first_step(data, tmp_path):
+    validations = run(data, tmp_path, steps=1).events("val")
     assert [event["step"] for event in validations] == [0, 1]
     padded_vocabulary = 128
     assert validations[0]["val_loss"] == pytest.approx(math.log(padded_vocabulary), rel=1e-6)
@@ -147,11 +130,56 @@ def test_only_training_is_timed_and_validations_have_the_time_of_the_phases_befo
                 assert event["train_time_ms"] == pytest.approx(clock, rel=1e-9)
 
 
+# ---- Scoring
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_pass_gives_the_validation_loss_and_that_of_each_kind_of_token(
+    data, tmp_path, monkeypatch, dtype
+):
+    """As the loss of whole batches, which a compiled run computes, beside a pass of its own."""
+    once = run(data, tmp_path / "once", dtype=dtype, steps=4)
+    whole = train_gpt.Trainer.batch_loss
+
+    def score(trainer, batch):
+        total.append(whole(trainer, batch, trainer.data.val_longest))
+        return losses(trainer, batch)
+
+    total, losses = [], train_gpt.Trainer.token_losses
+    monkeypatch.setattr(train_gpt.Trainer, "token_losses", score)
+    twice = run(data, tmp_path / "twice", dtype=dtype, steps=4)
+    batches = 2  # of 512 of the 1,024 targets
+    summed = sum(loss.double() for loss in total[-batches:]).item()
+    assert once.events("val")[-1]["val_loss"] == pytest.approx(summed / 1024, rel=1e-6)
+    (end,), (other,) = once.events("end"), twice.events("end")
+    assert end["probes"] == other["probes"]
+    probes, tokens = end["probes"], small_run.documents(3, 30)[:1025]
+    rows = np.lib.stride_tricks.sliding_window_view(tokens, 257)[::256]
+    copied = np.count_nonzero(pair_distances(rows, small_run.BOS)) / 1024
+    mean = copied * probes["loss_on_copied"] + (1 - copied) * probes["loss_on_new"]
+    assert mean == pytest.approx(end["val_loss"], rel=1e-6)
+    assert "loss_held_out" not in probes, "data of one's own have no held-out slice"
+
+
+def test_the_held_out_slice_is_scored_and_shown_and_its_tokens_are_not_trained_on(
+    data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loader, "HELD_OUT", 2048)
+    val_sha256 = hashlib.sha256((data / "s_val_0.bin").read_bytes()[1024:]).hexdigest()
+    monkeypatch.setattr(loader, "PROSE", val_sha256)
+    outcome = run(data, tmp_path, steps=4, val_sha256=val_sha256)
+    assert outcome.code == 0, outcome.err
+    (end,) = outcome.events("end")
+    assert re.search(rf"held-out slice {end['probes']['loss_held_out']:.4f}$", outcome.out, re.M)
+    free = run(data, tmp_path / "free", steps=4)
+    assert free.losses() == outcome.losses(), "it changes no loss"
+
+
 # ---- Learning, and the same again
 
 
 @pytest.mark.parametrize("changed", [
-    {"recipe": "record42"}, {"recipe": "muon"}, {"recipe": "adamw"},
+    {"recipe": "record89"}, {"recipe": "muon"}, {"recipe": "adamw"},
     {"recipe": "muon", "optimizer": "torch_muon"},
     {"recipe": "adamw", "optimizer": "torch_adamw"},
 ], ids=lambda changed: " ".join(changed.values()))  # fmt: skip
@@ -185,7 +213,7 @@ def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_
     assert eager.losses() == pytest.approx(again.losses(), rel=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["adamw", "record42"])
+@pytest.mark.parametrize("recipe", ["adamw", "record89"])
 def test_micro_batches_and_parts_of_rows_give_the_losses_of_one_batch(recipe, data, tmp_path):
     whole = run(data, tmp_path, recipe=recipe)
     small = {"micro_batch": SEQUENCE, "val_batch": SEQUENCE}
@@ -238,7 +266,9 @@ def test_what_leaks_from_the_warm_up_or_from_the_future_ends_the_run_before_its_
     place, method, leaking, check, data, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(place, method, leaking)
-    outcome = run(data, tmp_path)
+    # A head of zeros would give matrices no gradient in the one step of the warm-up.
+    tied = {"stages": "tied", "embed_std": 0.1} if place is NorMuon else {}
+    outcome = run(data, tmp_path, **tied)
     assert (outcome.code, outcome.logs) == (1, [])
     assert check in outcome.err
 

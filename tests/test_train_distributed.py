@@ -31,7 +31,7 @@ MANY = 400  # steps of a run that a signal breaks off
 # Ranks, and settings.
 RUNS = {
     "adamw on 4": (4, ADAMW),
-    "record42 on 8, half of them without anything to validate": (8, EIGHT_ROWS),
+    "record89 on 8, half of them without anything to validate": (8, EIGHT_ROWS),
     "bf16 on 2": (2, {"dtype": "bfloat16"}),
     "a growing batch on 2": (2, ADAMW | {"stages": "growing"}),
     "torch.optim.Muon on 2": (2, {"optimizer": "torch_muon", "recipe": "muon"}),

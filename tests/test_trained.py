@@ -32,13 +32,13 @@ def make_trainer(data, folder, **changed) -> train_gpt.Trainer:
     trainer.reset(0)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
-            parameter += 0.02 * torch.randn_like(parameter)
+            parameter += 0.07 * torch.randn_like(parameter)
     trainer.targets_scored = 0
     return trainer
 
 
 @pytest.mark.parametrize("changed", [
-    {}, {"recipe": "copyinit"}, {"recipe": "adamw"}, {"dtype": "bfloat16"}, {"val_batch": 128},
+    {}, {"recipe": "muon"}, {"recipe": "adamw"}, {"dtype": "bfloat16"}, {"val_batch": 128},
     {"document_mask": "off"}, {"vocab_size": 100}, {"loss_kernel": "chunked", "softcap": "rsqrt"},
 ], ids=str)  # fmt: skip
 def test_honest_models_pass(changed, data, tmp_path):

@@ -25,14 +25,14 @@ RECORD = ROOT / "records" / "small" / "2026-11-24_Record89"
 HOSTILE = "<img src=x onerror=alert(1)></script><script>window.hacked = 1</script>"
 
 
-def log_lines(seed=0, steps=40, done=None, skip=(), quick=None, **config):
+def log_lines(seed=0, steps=40, done=None, skip=(), vals=None, **config):
     """The lines of a run of 100 tokens and 10 ms a step; `done` steps: it still runs.
 
-    quick: losses of quick validations by step.
+    vals: losses of earlier validations by step.
     """
     settings = {"recipe": "record89", "steps": steps, "matrix_lr": 0.02, "seed": seed} | config
     yield {
-        "event": "header", "t_ms": 0, "schema": 2, "run_id": f"run_{seed}", "track": "tiny",
+        "event": "header", "t_ms": 0, "schema": 3, "run_id": f"run_{seed}", "track": "tiny",
         "target": 3.5, "seed": seed, "source_sha256": "ab" * 32, "env": {"gpu_count": 0},
         "config_sha256": str(sorted(config.items())), "config": settings,
     }  # fmt: skip
@@ -43,14 +43,15 @@ def log_lines(seed=0, steps=40, done=None, skip=(), quick=None, **config):
             "grad_norm": 1 + 1 / step, "lr_mul": 1 - step / steps,
             "window": 128 if step < 20 else 256, "skipped": step in skip,
         }  # fmt: skip
-        if step in (quick or {}):
-            yield {"event": "quick_val", "t_ms": 10 * step, "step": step, "val_loss": quick[step],
-                   "val_tokens": 16, "train_time_ms": 10.0 * step}  # fmt: skip
+        if step in (vals or {}):
+            yield {"event": "val", "t_ms": 10 * step, "step": step, "val_loss": vals[step],
+                   "total_steps": steps, "train_time_ms": 10.0 * step}  # fmt: skip
     if done is None:
         loss = 3.1 + seed / 10
         yield {"event": "val", "t_ms": 1, "step": steps, "total_steps": steps, "val_loss": loss,
                "train_time_ms": 10.0 * steps}  # fmt: skip
-        yield {"event": "end", "t_ms": 1, "status": "done", "val_loss": loss}
+        yield {"event": "end", "t_ms": 1, "status": "done", "val_loss": loss,
+               "probes": {"loss_on_new": loss + 0.5, "loss_held_out": loss + 0.25}}  # fmt: skip
 
 
 def write_log(folder, name="a", **run):
@@ -68,7 +69,7 @@ def read(*paths):
 
 
 def test_a_run_is_told_as_its_log_tells_it(tmp_path):
-    write_log(tmp_path / "logs", seed=1, recipe="modern", skip={7}, track="tiny", head_pairs=True)
+    write_log(tmp_path / "logs", seed=1, skip={7})
     (run,) = read(tmp_path / "logs")["runs"]
     assert (run["status"], run["loss"], run["seconds"], run["done"]) == ("done", 3.2, 0.4, 40)
     assert run["curve"]["step"] == list(range(1, 41))
@@ -79,8 +80,7 @@ def test_a_run_is_told_as_its_log_tells_it(tmp_path):
     assert run["skips"] == {"step": [7], "tokens": [700], "seconds": [0.07]}
     assert run["val"] == {"step": [40], "tokens": [4000], "seconds": [0.4], "loss": [3.2]}
     assert "seed" not in run["config"], "seeds of one configuration share a group"
-    names = (run["config"]["recipe"], run["config"]["muon_head_pairs"])
-    assert names == ("copyinit", True), "older logs are shown by names of today"
+    assert (run["new_tokens"], run["held_out"]) == (3.7, 3.45)
 
 
 def test_runs_of_one_source_and_configuration_are_one_group_in_any_folder(tmp_path):
@@ -92,10 +92,10 @@ def test_runs_of_one_source_and_configuration_are_one_group_in_any_folder(tmp_pa
 
 
 def test_a_long_run_is_thinned_and_its_mean_loss_stays(tmp_path):
-    write_log(tmp_path / "logs", steps=2002, skip={700}, quick={1000: 3.5})
+    write_log(tmp_path / "logs", steps=2002, skip={700}, vals={1000: 3.5})
     (run,) = read(tmp_path / "logs")["runs"]
     curve = run["curve"]
-    assert run["quick"]["tokens"] == [100_000], "though its step is not among those kept"
+    assert run["val"]["tokens"][0] == 100_000, "though its step is not among those kept"
     assert len(curve["loss"]) <= view_runs.POINTS + 1
     assert curve["step"][0] == 11
     assert curve["loss"][0] == pytest.approx(4 - 6 / 2002, abs=1e-6)  # of steps 1 to 11
@@ -111,16 +111,16 @@ def test_a_record_and_a_folder_of_records_give_their_runs_as_references():
     assert len(read(RECORD)["ids"]) == len(list((RECORD / "runs").glob("*_small_*.jsonl")))
 
 
-def test_a_text_log_and_a_run_with_quick_validations_and_without_an_end_are_shown(tmp_path):
-    with write_log(tmp_path, done=30, quick={10: 3.9, 20: 3.4}).open("a") as file:
+def test_a_text_log_and_a_run_without_an_end_are_shown(tmp_path):
+    with write_log(tmp_path, done=30, vals={10: 3.9, 20: 3.4}).open("a") as file:
         file.write('{"event": "step", "st')  # torn
     text = "step:0/20 val_loss:10.8 train_time:0ms\nstep:20/20 val_loss:4.5 train_time:9ms\n"
     (tmp_path / "b.txt").write_text(text)
     running, text_log = read(tmp_path)["runs"]
     assert (running["status"], running["done"], running["total"]) == (None, 30, 40)
     assert running["why"] == "torn last line"
-    quick = {"step": [10, 20], "tokens": [1000, 2000], "seconds": [0.1, 0.2], "loss": [3.9, 3.4]}
-    assert (running["quick"], running["val"]["loss"], running["loss"]) == (quick, [], None)
+    vals = {"step": [10, 20], "tokens": [1000, 2000], "seconds": [0.1, 0.2], "loss": [3.9, 3.4]}
+    assert (running["val"], running["loss"], running["new_tokens"]) == (vals, 3.4, "nan")
     assert (text_log["status"], text_log["loss"], text_log["curve"]["loss"]) == ("done", 4.5, [])
 
 
@@ -334,20 +334,19 @@ def test_it_draws_charts_over_steps_tokens_or_seconds_and_stays_so_when_reloaded
 def test_a_closed_group_is_a_median_with_a_band_and_an_open_one_draws_each_run(opened):
     folder, page = opened
     for seed, loss in ((1, 3.9), (2, 3.7)):
-        write_log(folder, str(seed), seed=seed, quick={20: loss})
+        write_log(folder, str(seed), seed=seed, vals={20: loss})
     page.wait(f"{ROWS}.length === 4 && {LINES}.length === 3")
     page.click("#rows .group button")
     page.wait(f"{LINES}.length === 1")
     page.evaluate("set({smooth: '0'})")
-    validations = "charts.loss.lines.map(line => line.dots.map(dot => [dot.x, dot.y, dot.few]))"
-    assert page.evaluate(validations) == [[[20, pytest.approx(3.8), True], [40, 3.2, False]]]
-    assert "small dots: quick validation" in page.evaluate(TEXT)
+    validations = "charts.loss.lines.map(line => line.dots.map(dot => [dot.x, dot.y]))"
+    assert page.evaluate(validations) == [[[20, pytest.approx(3.8)], [40, 3.2]]]
     line = page.evaluate(f"{LINES}[0]")  # of 4 - step / 40 + seed / 10 for seeds 0, 1 and 2
     assert line["y"][19] == pytest.approx(3.6)
     assert (line["low"][19], line["high"][19]) == pytest.approx((3.51, 3.69))
     page.click("#rows .group button")
     page.wait(f"{LINES}.length === 3")
-    assert [[20, 3.7, True], [40, 3.3, False]] in page.evaluate(validations)
+    assert [[20, 3.7], [40, 3.3]] in page.evaluate(validations)
     page.click("#rows .run input")
     page.wait(f"{LINES}.length === 2 && document.querySelectorAll('.off').length === 1")
 
@@ -398,7 +397,7 @@ def point_at(page, step, loss):
 
 def test_pointing_anywhere_names_all_curves_there_the_best_first(opened):
     folder, page = opened
-    write_log(folder, "b", seed=1, quick={20: 3.9}, matrix_lr=0.04)
+    write_log(folder, "b", seed=1, vals={20: 3.9}, matrix_lr=0.04)
     page.wait(f"{LINES}.length === 2")
     page.evaluate("set({smooth: '0'})")
     told = ["record89", "3.5000", "3.1000 at 40", "record89 · matrix_lr 0.04", "3.6000", "3.9000"]

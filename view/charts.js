@@ -94,9 +94,7 @@ function linesOf(groups, name) {
     const members = group.runs.filter(run => curves.get(run)[0].length);
     const ys = members.map(run => onto(grid, curves.get(run)));
     const reference = group.record && groups.some(other => !other.record);
-    // Batches of a short run differ much: where it was validated on the way, that is its curve.
-    const faint = name === "loss" && group.runs.some(run => run.quick.step.length);
-    const line = {group: group.id, color: group.color, faint, dash: reference ? [6, 4] : []};
+    const line = {group: group.id, color: group.color, dash: reference ? [6, 4] : []};
     if (members.length > 1 && !isOpen(group))
       lines.push({...line, ...band(ys), id: group.id, label: group.label, runs: members});
     else
@@ -112,12 +110,12 @@ function band(ys) {  // median and 5 to 95 % of the runs, where at least half of
   return {y: at(.5), low: at(.05), high: at(.95)};
 }
 
-function validationsOf(runs) {  // their median at each step; few: of a quick one, on few tokens
-  const dots = runs.flatMap(run => ["quick", "val"].flatMap(kind => run[kind].step.map((step, i) =>
-    ({step, x: run[kind][state.axis][i], y: run[kind].loss[i], few: kind === "quick"}))));
+function validationsOf(runs) {  // their median at each step
+  const dots = runs.flatMap(run => run.val.step.map((step, i) =>
+    ({step, x: run.val[state.axis][i], y: run.val.loss[i]})));
   const median = (dots, name) => quantile(dots.map(dot => dot[name]), .5);
   const medians = [...Map.groupBy(dots, dot => dot.step).values()].map(all =>
-    ({x: median(all, "x"), y: median(all, "y"), few: all[0].few}));
+    ({x: median(all, "x"), y: median(all, "y")}));
   return medians.filter(dot => known(dot.x) && known(dot.y)).sort((a, b) => a.x - b.x);
 }
 
@@ -138,7 +136,7 @@ function drawChart(name, groups) {
   if ($(name).hidden) return;
   const columns = lines.flatMap(line => line.low ? [line.y, line.high, line.low] : [line.y]);
   const data = [grid, ...columns];
-  const style = lines.map(line => [line.id, line.color, line.faint, line.dash, Boolean(line.low)]);
+  const style = lines.map(line => [line.id, line.color, line.dash, Boolean(line.low)]);
   const key = JSON.stringify([state.axis, dark.matches, style]);
   if (chart.key !== key) {
     chart.plot?.destroy();
@@ -167,8 +165,7 @@ function options(chart) {
   for (const line of chart.lines) {
     const shared = {paths, dash: line.dash, points: {show: false}};
     line.index = series.length;
-    const stroke = line.faint ? mixed(line.color, 40) : line.color;
-    series.push({...shared, stroke, width: chart.lines.length < 20 && !line.faint ? 2 : 1.2});
+    series.push({...shared, stroke: line.color, width: chart.lines.length < 20 ? 2 : 1.2});
     if (!line.low) continue;
     const edge = {...shared, stroke: "transparent", width: 0};
     const pair = [series.push(edge) - 1, series.push({...edge}) - 1];
@@ -226,9 +223,9 @@ function drawMarks(chart, plot) {  // targets, validations, skipped steps
     ctx.strokeStyle = ctx.fillStyle = color;
     ctx.stroke(line);
     ctx.strokeStyle = css("--card");
-    for (const {x, y, few} of dots) {
+    for (const {x, y} of dots) {
       const circle = new Path2D();
-      circle.arc(at(x, "x"), at(y, "y"), (few ? 3 : 4.5) * scale, 0, 7);
+      circle.arc(at(x, "x"), at(y, "y"), 4.5 * scale, 0, 7);
       ctx.fill(circle);
       ctx.stroke(circle);
     }

@@ -4,8 +4,12 @@ const MANY = 30;  // a single group of at most so many runs begins open
 const embedded = JSON.parse($("data").textContent);
 const STATUS = ["reached", "done", "running", "missed", "interrupted", "stopped", "nonfinite",
   "error"];  // the best first
-const COLUMNS = {Name: "", Seed: "num", Loss: "num", Time: "num", Steps: "num", Status: "",
-  "What differs": "differs"};  // with the class of their cells
+const COLUMNS = {Name: "", Seed: "num", Loss: "num", "New tokens": "num", "Held out": "num",
+  Time: "num", Steps: "num", Status: "", "What differs": "differs"};  // the class of their cells
+const TITLES = {Loss: "mean loss of the validation tokens", "Held out":
+  "loss on the slice of the text that nothing is chosen by", "New tokens":
+  "loss on tokens that do not end a pair seen earlier in their document; †: on the first 16,384 " +
+  "validation tokens, where a pair more than 176 tokens back counts as new"};
 const hidden = new Set(), opened = new Map(), runs = new Map();
 let order = [], version = 0, now = 0, folders = [], shown = [];
 let compared = "";  // which comparison is shown
@@ -86,13 +90,15 @@ const isOpen = group => opened.get(group.id) ?? group.open;
 function figuresOf(item) {  // of a group or a run: what a column sorts by, and what is shown of it
   const all = item.runs ?? [item], words = all.map(statusOf);
   const finished = item.runs ? all.filter(run => run.status === "done") : all;
+  const average = values => values.reduce((a, b) => a + b, 0) / values.length;
   const losses = finished.map(run => run.loss).filter(known), n = losses.length;
-  const mean = losses.reduce((a, b) => a + b, 0) / n;
+  const mean = average(losses), meanOf = name => average(finished.map(run => run[name] ?? NaN));
   const squares = losses.reduce((sum, loss) => sum + (loss - mean) ** 2, 0);
   return {
     words, sd: n > 1 ? Math.sqrt(squares / (n - 1)) : NaN,
     Name: item.label ?? item.name, Seed: Math.min(...all.map(run => run.seed ?? Infinity)),
-    Loss: mean, Time: quantile(all.map(run => run.seconds), .5),
+    Loss: mean, "New tokens": meanOf("new_tokens"), "Held out": meanOf("held_out"),
+    Time: quantile(all.map(run => run.seconds), .5),
     Steps: Math.max(...all.map(run => run.done)),
     Status: words.reduce((sum, word) => sum + STATUS.indexOf(word), 0) / words.length,
     "What differs": item.differs?.join() ?? item.why,
@@ -134,6 +140,9 @@ function row(item) {
     Seed: [runs ? "" : show(item.seed ?? "")],
     Loss: [known(figures.Loss) ? figures.Loss.toFixed(4) : "",
       soft(known(figures.sd) ? ` ± ${figures.sd.toFixed(4)}` : "")],
+    "New tokens": [known(figures["New tokens"]) ? figures["New tokens"].toFixed(3) : "",
+      soft((runs ?? [item]).some(run => run.new_measure === "new_loss") ? "†" : "")],
+    "Held out": [known(figures["Held out"]) ? figures["Held out"].toFixed(4) : ""],
     Time: [duration(figures.Time || 0)],
     Steps: [runs?.some(run => run.done !== item.done) ? "" : item.done + (runs ? "" : of)],
     Status: status,
@@ -150,7 +159,8 @@ function drawTable() {
   $("columns").replaceChildren(...Object.entries(COLUMNS).map(([name, className]) => {
     const next = {[name]: "-" + name, ["-" + name]: ""}[state.sort] ?? name;
     const ariaSort = {[name]: "ascending", ["-" + name]: "descending"}[state.sort] ?? "none";
-    const button = el("button", {id: `sort ${name}`, onclick: () => set({sort: next})}, name);
+    const button = el("button", {id: `sort ${name}`, onclick: () => set({sort: next}),
+      title: TITLES[name] ?? ""}, name);
     return el("th", {className, ariaSort}, button);
   }));
   $("rows").replaceChildren(...sorted(shown).flatMap(group =>

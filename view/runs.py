@@ -13,7 +13,7 @@ import numpy as np
 
 from claims.arms import PUBLIC_TARGETS, common_folder, compare_arms, judge_arm, track_of
 from claims.logs import find_runs, read_runs
-from claims.runs import Run, Step, Validation, current_names
+from claims.runs import NEW_TOKENS, Run, Step, Validation, shared_measure
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_hash, plain
 from runtime.settings import SETTINGS_OF_A_RUN
@@ -98,7 +98,7 @@ def curves(run: Run, tokens: np.ndarray) -> Curves:
 def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     """What the page shows of a run."""
     config: Any = run.header.get("config")
-    config = current_names(config) if isinstance(config, dict) else {}
+    config = config if isinstance(config, dict) else {}
     points: list[Step | Validation] = [*run.steps, *run.validations]
     tokens = np.array([(0, 0), *((step.step, step.tokens) for step in run.steps)], dtype=float).T
     skipped = [step for step in run.steps if step.skipped]
@@ -111,6 +111,8 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
         "track": run.track, "seed": run.seed,
         "target": run.target or PUBLIC_TARGETS.get(track_of(run) or ""),
         "source": run.source, "loss": run.final_loss,
+        "new_tokens": run.probe(*NEW_TOKENS), "new_measure": shared_measure([run]),
+        "held_out": run.probe("loss_held_out"),
         "config": {key: config[key] for key in config if key not in SETTINGS_OF_A_RUN},
         "total": run.total_steps or config.get("steps"),
         "done": max([point.step for point in points], default=0),
@@ -121,7 +123,6 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     }  # fmt: skip
     return plain(facts) | {
         "curve": curves(run, tokens), "val": losses(run.validations, tokens),
-        "quick": losses(run.quick_validations, tokens),
         "skips": positions(skipped[:MARKS], tokens),
     }  # fmt: skip
 

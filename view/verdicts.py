@@ -2,7 +2,8 @@
 
 import math
 
-from claims.arms import ArmVerdict, Comparison
+from claims.arms import ArmVerdict, Comparison, compare_new_tokens
+from claims.runs import NEW_TOKENS, shared_measure
 from claims.stats import Difference, in_words, moments
 
 
@@ -19,6 +20,11 @@ def in_sentences(a: ArmVerdict, b: ArmVerdict, found: Comparison) -> str:
     word = direction(found.loss, "lower", "higher")
     lines.append(f"B - A {how}, with 95 % intervals:")
     lines.append(f"  loss {in_words(found.loss, '+.5f')}, {word}")
+    if (new := compare_new_tokens(a, b)) is not None:
+        word = direction(new, "lower", "higher")
+        old = shared_measure(a.runs + b.runs) != NEW_TOKENS[0]
+        how = " as measured before 2026-11-29" if old else ""
+        lines.append(f"  loss on new tokens{how} {in_words(new, '+.5f')}, {word}")
     if found.differs:
         lines.append("  times are not compared, as the machines differ:")
         lines += [f"    {what}" for what in found.differs]
