@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Method, ShardedOptimizer, State, decay_of, descend
+from .base import Method, ShardedOptimizer, State, decay_of
 from .buckets import Bucket, widest
 from .sharded import is_sharded, shard_length
+from .update import descend
 
 LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Method, ShardedOptimizer, State, decay_of, descend
+from .base import Method, ShardedOptimizer, State, decay_of
 from .buckets import Bucket
 from .orthogonalize import CPU_BATCH_BYTES, Choice, choose, native_dtype, orthogonalized
+from .update import descend
 
 # Factor on the step of a matrix, by its stored shape (rows, cols).
 SCALES: dict[str, Callable[[int, int], float]] = {

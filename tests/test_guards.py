@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import optim.muon
 from optim import AdamW, Guard, Held, Muon, NorMuon, Skip, SpikeRule
-from optim.base import new_values
+from optim.update import new_values
 
 NAN, INF = math.nan, math.inf
 
