@@ -1,4 +1,4 @@
-"""The update of stacked parts: runs a method, and keeps old values where a flag or fault says so."""
+"""The update of stacked parts: runs a method; a flag or a fault keeps old values."""
 
 import functools
 from collections.abc import Callable
