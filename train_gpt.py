@@ -464,7 +464,7 @@ class Now(NamedTuple):
     windows: dict[str, int]  # tokens that "short" and "long" layers see
     loss_weights: list[float]  # of the next token, of those after it, and of its prefix if used
     unties: bool  # the output head leaves the token embedding before this step
-    new_scale: bool  # batch, head or losses change before this step: the guard forgets the normal
+    new_scale: bool  # losses and gradients change their size here: the guard forgets the normal
     validates: bool  # before this step, or after the last one
 
 
@@ -491,8 +491,10 @@ def at(config: Config, step: int) -> Now:
     index = sum(step >= span.first for span in spans(config)) - 1  # the last that has begun
     first, end, stage = spans(config)[index]
     before = spans(config)[max(index - 1, 0)].stage  # of the first span: itself
-    old = before.batch, before.tied, before.ahead, before.prefix
-    new = stage.batch, stage.tied, stage.ahead, stage.prefix
+    # Not share, lr and extension: these move no loss by themselves.
+    fields = ["batch", "document", "tied", "ahead", "prefix"]
+    fields += ["short", "long"] if config.window_block else []
+    changes = any(getattr(stage, name) != getattr(before, name) for name in fields)
 
     short, long = stage.short * config.window_block, stage.long * config.window_block
     if not config.window_block:  # no windows, but in the last validation
@@ -516,7 +518,7 @@ def at(config: Config, step: int) -> Now:
         windows={"short": short, "long": long},
         loss_weights=[start + (last - start) * progress for start, last in weights],
         unties=step == first and before.tied and not stage.tied,
-        new_scale=step == first and new != old,
+        new_scale=step == first and changes,
         validates=step == config.steps or (every > 0 and step % every == 0),
     )
 

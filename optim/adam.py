@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Method, ShardedOptimizer, State, decay_of, descend
+from .base import Method, ShardedOptimizer, State, decay_of
 from .buckets import Bucket, widest
 from .sharded import is_sharded, shard_length
+from .update import descend
 
 LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 
@@ -74,6 +75,10 @@ class AdamW(ShardedOptimizer):
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
         moment, counter = State(param.shape, (-1,), param.dtype), State((), (1,), torch.int64)
         return {"step": counter, "exp_avg": moment, "exp_avg_sq": moment}
+
+    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        decoupled = (True,) if group.get("weight_decay") else (True, False)  # torch's Adam: False
+        return super()._means_the_same(group) | {"decoupled_weight_decay": decoupled}
 
     def _method(self, bucket: Bucket) -> Method:
         group = bucket.group

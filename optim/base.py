@@ -7,8 +7,8 @@ weights). A guard judges between measure and commit.
 """
 
 import copy
-import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -21,8 +21,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
 from .state import State, names_of, params_of
+from .update import compiled_values, new_values, stack
 
 Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
+HEARD = ("cpu", "cuda")  # devices whose copies to the host arrive without a wait
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -33,11 +35,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
     that are already reduced: these are only divided. compiled: whether to compile `new_values`;
     None: only on CUDA. State is kept in buckets: read it with `named_state` or `state_dict`.
+    `failed` (parameters,) counts the matrices that the last step left as they were, see
+    `new_values`; the first one of all steps is a warning on rank 0.
     """
 
     RANGES: ClassVar[dict[str, tuple[float, float]]] = dict.fromkeys(
         ("lr", "lr_mul", "weight_decay", "wd_mul"), (0, math.inf)
     )  # smallest value, first one too large
+    RENAMED: ClassVar[dict[str, str]] = {}  # state of other optimizers: their names and ours
     elementwise: ClassVar[bool] = False  # a shard can be stepped in place
     at_once: int  # elements that a CPU steps in one call; more would not fit its caches
 
@@ -69,6 +74,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _method(self, bucket: Bucket) -> Method:
         """The method, its fixed options, and its rates, which may change at every step."""
         raise NotImplementedError
+
+    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        """Keys of other optimizers' groups, with the values under which they step as this one."""
+        return {"maximize": (False,), "amsgrad": (False,), "use_muon": (True, False)}
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Raise ValueError for a parameter or a setting of its group that cannot work."""
@@ -129,6 +138,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             alike.setdefault(param.dtype, []).extend(self._parts[param])
         for parts in alike.values():
             self._share(parts)
+        self.failed = torch.zeros(len(names), dtype=torch.float32, device=first.device)
+        self._failed_ever, self._warned = torch.zeros_like(self.failed), False
+        pinned = first.device.type == "cuda"  # to be copied into without a wait
+        self._heard = torch.zeros(len(names), dtype=torch.float32, pin_memory=pinned)
 
     def _members(self) -> list[tuple[Any, ...]]:
         """What parts are cut by: the groups, and how their parameters are stored."""
@@ -233,7 +246,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def commit(self, ok: Tensor | bool) -> None:
         """Step all buckets where `ok` is true and send the new weights."""
-        self._gathers: list[Callable[[], None]] = []
+        self._gathers: list[Callable[[], Any]] = []
+        self.failed = torch.zeros_like(self.failed)
         if self._device.type in READ_AT_ONCE and not ok:
             return
         taken = self._present & ok  # which parameters to step
@@ -244,6 +258,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for bucket in message.buckets:
                 self._step(bucket, taken)
             self._gathers.append(message.gather(segment))
+        if self.ranks.size > 1 and not self.elementwise:
+            work = dist.all_reduce(self.failed, group=self.ranks.group, async_op=True)
+            self._gathers.append(work.wait)
 
     def finish(self) -> None:
         """Receive the weights that other ranks own, and write them into the parameters."""
@@ -252,6 +269,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gathers = []
         for bucket in self.buckets:
             bucket.sums = bucket.fresh = bucket.old = None
+        self._warn()
+
+    def _warn(self) -> None:
+        """Once, on rank 0, say that a matrix kept its weights. On a GPU some steps late."""
+        if self.elementwise or self._warned or self._device.type not in HEARD:
+            return
+        self._failed_ever += self.failed
+        # Read whatever has arrived: the counts only grow.
+        self._heard.copy_(self._failed_ever, non_blocking=True)
+        if not self._heard.any():
+            return
+        self._warned = True
+        alone = self.ranks.size == 1 and dist.is_available() and dist.is_initialized()
+        if (dist.get_rank() if alone else self.ranks.rank) == 0:  # alone: DDP has equal ranks
+            name = [*self._names.values()][int(self._heard.argmax())]
+            what = f"{type(self).__name__} orthogonalized parameter {name} to values not finite"
+            fix = "if that happens often, give it dtype=torch.float32 or backend='plain'"
+            warnings.warn(f"{what}, so its weights stay; {fix}. Said once.", stacklevel=2)
 
     def _step(self, bucket: Bucket, taken: Tensor) -> None:
         flagged = taken[bucket.numbers]  # of each matrix
@@ -275,7 +310,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 given["t"] = counter[matrices] + 1
             flag = None if flags is None else flags[matrices]
             stacks = stack(gradients), stack(weights)
-            new, *fresh = stepped(method, *stacks, state, flag, divisor, given)
+            new, *rest = stepped(method, *stacks, state, flag, divisor, given)
+            fresh, failed = rest[: len(state)], rest[len(state) :]
+            for each in failed:
+                self.failed.index_add_(0, bucket.numbers[matrices], each.to(self.failed.dtype))
             if target is None:
                 copy_all(weights, new.split([len(part) for part in weights]))
             else:
@@ -364,79 +402,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any world size: state and group keys, by position.
 
-        backend and split stay as built, and so does what is no group key, such as scale.
-        ValueError, with nothing changed, if it does not fit.
+        Those of torch's AdamW or Muon load too, and from KellerJordan's MuonWithAuxAdam the groups
+        of this kind. A parameter without state starts at zero, as there. backend, split and flatten
+        stay as built, and so does what is no group key, such as scale.
+        ValueError, with nothing changed, if it does not fit, or if a saved setting means another
+        step.
         """
-        groups = copy.deepcopy(state_dict["param_groups"])
+        saved = state_dict["param_groups"]
+        groups = self._own_groups(saved)
+        # Keys of parameters are numbers, or DCP's names.
+        keys, others = ([key for each in of for key in each["params"]] for of in (groups, saved))
+        names = dict(zip(keys, self._names.values(), strict=True))
+        tensors: dict[str, Tensor] = {}
+        stepped = set()
+        for key, kinds in state_dict["state"].items():
+            if key in others and key not in names:
+                continue  # of a group that is not of this kind
+            for kind, value in kinds.items():
+                name = f"{names.get(key, key)}.{self.RENAMED.get(kind, kind)}"
+                tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value)
+                stepped.add(names.get(key))
+        for param, kind, state in self._shapes():
+            if (name := self._names[param]) not in stepped:
+                tensors[f"{name}.{kind}"] = torch.zeros(state.shape, dtype=state.dtype)
+        self.load_named_state(tensors)
+        built = {"params", "param_names", "backend", "split", "flatten"}
+        for group, given in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in given.items() if key not in built})
+
+    def _own_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Copies of the saved groups of this kind, without keys of other optimizers.
+
+        ValueError if they are not grouped as here, or if a key means another step.
+        """
+        kind = not self.elementwise
+        groups = [copy.deepcopy(each) for each in saved if each.get("use_muon", kind) == kind]
         sizes, own = ([len(each["params"]) for each in of] for of in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
-        saved_keys = [key for group in groups for key in group["params"]]  # numbers, or DCP's names
-        names = dict(zip(saved_keys, self._names.values(), strict=True))
-        tensors: dict[str, Tensor] = {}
-        for key, kinds in state_dict["state"].items():
-            tensors |= {f"{names.get(key, key)}.{kind}": tensor for kind, tensor in kinds.items()}
-        self.load_named_state(tensors)
-        built = {"params", "param_names", "backend", "split"}
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key not in built})
+        for group in groups:
+            for key, allowed in self._means_the_same(group).items():
+                if key in group and (value := group.pop(key)) not in allowed:
+                    need = f"one of {allowed}" if allowed else "absent"
+                    what = f"the state has {key}={value!r}, which {type(self).__name__} does not do"
+                    raise ValueError(f"{what}; to load it, {key} must be {need}")
+        return groups
 
 
 def decay_of(group: dict[str, Any]) -> Any:
     """The share of the weights that a step takes away, or None."""
     return group["lr"] * group["weight_decay"] * group["wd_mul"] if group["weight_decay"] else None
-
-
-# ---- The update of stacked parts
-
-
-def new_values(
-    method: Callable[..., tuple[Tensor, ...]], gradients: Tensor, weights: Tensor,
-    state: list[Tensor], taken: Tensor | None, divisor: float | Tensor, rates: dict[str, Any],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """New weights and state by a method on stacks. Computes in float32 at least.
-
-    taken: a flag for each matrix; where it is false, old values stay. A method updates state in
-    place: with `taken` a copy, without it the state itself if that has the computation's dtype,
-    which is then the dtype of all results. This function is compiled, always with `taken`. Trap: it
-    must then write to no input. A compiled kernel could read state that it overwrites elsewhere.
-    """
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    sums, old = gradients.to(wide), [weights, *state]
-    if isinstance(divisor, Tensor) or divisor != 1:
-        sums = sums / divisor  # once, in float32: dividing each bf16 gradient would lose bits
-    moving = [tensor.to(wide, copy=taken is not None) for tensor in state]
-    new = method(sums, weights.to(wide), *moving, **rates)
-    if taken is None:
-        return new
-    flag = taken.view(-1, *[1] * (weights.ndim - 1))
-    pairs = zip(new, old, strict=True)
-    return tuple(torch.where(flag, value.to(kept.dtype), kept) for value, kept in pairs)
-
-
-@functools.cache
-def compiled_values() -> Callable[..., Any]:
-    """`new_values`, compiled once for each kind of bucket; torch's own limit would be 8 graphs.
-
-    If compiling fails, the compiler logs why and the function stays eager.
-    """
-    settings = torch._dynamo.config.patch(recompile_limit=256, suppress_errors=True)
-    return settings(torch.compile(new_values, dynamic=False))
-
-
-def stack(tensors: list[Tensor]) -> Tensor:
-    """Join parts (n, ...) along their first dimension. A single part is not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def descend(weights: Tensor, step: Tensor, decay: Any, cautious: bool) -> Tensor:
-    """The weights after decoupled decay and the step.
-
-    decay: a share of the weights, or None. cautious: decay only where it works with the step
-    (Liang et al., arXiv:2411.16085), so not in rows without a gradient.
-    """
-    if decay is None:
-        return weights - step
-    if cautious:
-        return (weights - (weights * step).gt_(0).mul_(weights).mul_(decay)).sub_(step)
-    return (weights * (1 - decay)).sub_(step)

@@ -68,23 +68,34 @@ def _fold(group: dict[str, Any]) -> None:
 
 # ---- A rule for any model
 
-# A Linear of one of these names that is in no numbered layer.
-HEAD = r"([a-z_]\w*\.)*(lm_head|head|output|classifier|score|unembed|embed_out|logits)"
+# A Linear or a bare parameter of one of these names that is in no numbered layer.
+HEAD = (
+    r"([a-z_]\w*\.)*(\w+_head|head|output|\w+_outputs|classifier|score|unembed|embed_out|logits|"
+    r"policy|actor|critic|vocab_\w+)"
+)
+# Matrices that are often packed in one parameter: pattern of its name, how many, which.
+PACKED = (
+    (r"c_attn|\w*qkv\w*|query_key_value|in_proj_weight", 3, "Q, K and V"),
+    (r"gate_up(_proj)?|w12", 2, "gate and up"),
+)
 
 
 def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[str, Any]]]:
     """Return {"muon": groups, "adamw": groups} for all parameters that require a gradient.
 
-    Hidden matrices and stacks of them (k, rows, cols) go to Muon; embeddings, heads, norms, biases,
-    vectors and convolutions to AdamW. A row overrides the rule for the parameters that it matches,
-    by any of the names of a tied one. `group_table` prints the groups; group["name"] is the reason.
+    Hidden matrices and stacks of them (k, rows, cols) go to Muon; embeddings, codebooks, heads,
+    norms, biases, vectors and convolutions to AdamW. A row overrides the rule for the parameters
+    that it matches, by any of the names of a tied one. `group_table` prints the groups;
+    group["name"] is the reason.
     ValueError if a row matches no parameter or names another optimizer, or a parameter two rows.
     """
     places: dict[Tensor, list[tuple[str, Module]]] = {}
     for path, module in model.named_modules():
+        # A parametrization, such as torch's weight_norm, belongs to the layer that it changes.
+        owner = model.get_submodule(re.sub(r"(^|\.)parametrizations\..*", "", path))
         for leaf, param in module.named_parameters(recurse=False):
             if param.requires_grad:
-                places.setdefault(param, []).append((f"{path}.{leaf}".lstrip("."), module))
+                places.setdefault(param, []).append((f"{path}.{leaf}".lstrip("."), owner))
     heads, table, used = heads_of(model), list(rows), set()
     together: dict[tuple[str, str], dict[str, Any]] = {}
     for param, found in places.items():
@@ -118,13 +129,19 @@ def kind_of(
     leaf, types = name.rpartition(".")[2], " ".join(type(module).__name__ for module in modules)
     if "Embed" in types or re.search("(^|_)emb|embed|token|position|wte|wpe", leaf):
         return "adamw", "embedding"
+    if re.search("code(book|vector|word)", leaf):
+        return "adamw", "codebook"
     if "Conv" in types and param.ndim > 2:
         return "adamw", "convolution"
+    if leaf.endswith("_log"):  # Mamba's A_log
+        return "adamw", "elementwise"
     matrices = param.ndim in (2, 3) and min(param.shape[-2:]) > 1
     if not matrices or "bias" in leaf or re.search(r"Norm\b", types):  # no LayerNormLinear
         return "adamw", "norm, bias or vector"
     for module in heads.keys() & modules:
         return "adamw", heads[module]
+    if re.fullmatch(HEAD, name):  # a bare parameter
+        return "adamw", "head, by its name"
     return "muon", "hidden matrix" if param.ndim == 2 else "stack of hidden matrices"
 
 
@@ -132,22 +149,49 @@ def heads_of(model: Module) -> dict[Module, str]:
     """The output heads, each with the reason.
 
     If no name says so, the last Linear is one: if its outputs are the vocabulary, which is the
-    number of rows of the largest embedding, or if there is no embedding.
+    number of rows of the largest embedding, or if there is no embedding. Then so are the Linears
+    right before it that read the same and put out less.
     """
     linears = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
     named = [module for path, module in linears.items() if re.fullmatch(HEAD, path)]
     heads: dict[Module, str] = dict.fromkeys(named, "head, by its name")
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, Embedding)]
-    if linears and not heads:
-        last = list(linears.values())[-1]
+    bare = any(re.fullmatch(HEAD, name) for name, _ in model.named_parameters())
+    if linears and not heads and not bare:
+        (path, last), *others = reversed(linears.items())
         if not sizes or last.out_features == max(sizes):
             heads[last] = "head, the last Linear"
+            for other_path, other in others:  # as a policy before a value
+                beside = other_path.rpartition(".")[0] == path.rpartition(".")[0]
+                numbered = re.search(r"\b\d+\b", other_path)
+                if not beside or numbered or other.in_features != last.in_features:
+                    break
+                if other.out_features >= other.in_features:
+                    break
+                heads[other] = "head, beside the last Linear"
     return heads
+
+
+def packing(name: str, shape: tuple[int, ...]) -> str:
+    """The `split` of a parameter whose name says that it packs several matrices, or nothing."""
+    rows, cols = shape[-2:]
+    leaf = name.removesuffix(".weight").rpartition(".")[2]
+    for pattern, count, which in PACKED:
+        if not re.fullmatch(pattern, leaf):
+            continue
+        split: Any = count  # it cuts the longer side
+        if count == 3 and max(rows, cols) != 3 * min(rows, cols):
+            split = "their rows"
+        elif rows < cols and cols % rows:
+            split = (rows // count,) * count
+        return f", packs {which}: split={split}"
+    return ""
 
 
 def group_table(groups: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
     """Lines of optimizer, reason, how many of which shape, name. "*" is a layer's number.
 
+    A name such as c_attn tells of packed matrices: the line ends with the `split` to give to them.
     Print it before you build the optimizers: they change the groups.
     """
     lines: Counter[tuple[str, str]] = Counter()
@@ -155,5 +199,7 @@ def group_table(groups: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
         for group in found:
             for name, param in group["params"]:
                 pattern = re.sub(r"\b\d+\b", "*", name)
+                if optimizer == "muon" and "split" not in group:
+                    pattern += packing(name, tuple(param.shape))
                 lines[f"{optimizer:5} {group['name']:34}", f"{tuple(param.shape)} {pattern}"] += 1
     return "\n".join(f"{reason} {count:4} x {rest}" for (reason, rest), count in lines.items())

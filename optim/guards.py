@@ -28,6 +28,13 @@ class Skip(NamedTuple):
     tensor: str | None  # parameter of that gradient
 
 
+class Held(NamedTuple):
+    """Matrices that kept their weights in a step that was taken."""
+
+    matrices: int
+    tensor: str  # the first parameter with such a matrix
+
+
 @dataclass(frozen=True)
 class SpikeRule:
     """A value is a spike if it is above centre + sigma * spread of its window, or not finite.
@@ -55,6 +62,7 @@ class SpikeRule:
 class Guard:
     """Steps several optimizers if loss and gradients are sound, on all ranks or on none.
 
+    A matrix whose orthogonalization fails keeps its weights, and the others step: see `held`.
     nonfinite: skip a step if the square of a gradient's norm is not finite in float32. spike: rule
     for the loss and for each optimizer's gradient norm, over all ranks.
     For torch's own optimizers (see `TorchOptimizer`) the guard sums gradients over process_group
@@ -110,7 +118,7 @@ class Guard:
     ) -> Tensor:
         """Step all optimizers, or `only` some, if all is sound.
 
-        Returns a verdict for `explain` and `gradient_norms`.
+        Returns a verdict for `explain`, `gradient_norms` and `held`.
 
         loss: a scalar for the spike rule, the same on all ranks. An optimizer that is left out sums
         gradients over several steps; if one of these steps is skipped, it drops the whole sum.
@@ -124,7 +132,7 @@ class Guard:
         self.commit(numbers, ok)
         for number, spoiled in enumerate(self._spoiled):
             spoiled.copy_((spoiled | ~ok) & (number not in numbers))
-        return verdict
+        return torch.cat([verdict, self._failures(numbers)])
 
     def measure(self, numbers: Sequence[int]) -> list[Tensor]:
         """Gradient norms (parameters,) of each optimizer over all ranks; zeros if left out."""
@@ -139,7 +147,7 @@ class Guard:
     def judge(
         self, numbers: Sequence[int], norms: list[Tensor], totals: Tensor, loss: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Whether to take the step, and the verdict (3 + optimizers,).
+        """Whether to take the step, and the verdict (3 + optimizers,) but for what `commit` finds.
 
         It is code, value, first bad gradient, and the norm of each optimizer's gradient.
         """
@@ -180,6 +188,16 @@ class Guard:
         for number in numbers:  # the update of one overlaps the messages of the others
             self._parts[number].finish()
 
+    def _failures(self, numbers: Sequence[int]) -> Tensor:
+        """How many matrices failed to step, and the first parameter with one (2,)."""
+        counts = map(len, map(names_of, self.optimizers))
+        failed = [torch.zeros(count, device=self._device).float() for count in counts]
+        for number in numbers:
+            failed[number] = self._parts[number].failed
+        each = torch.cat(failed)
+        found = each.sum(), each.gt(0).to(torch.int8).argmax()  # torch has no argmax of bool
+        return torch.stack([value.to(widest(self._device)) for value in found])
+
     # ---- read afterwards
 
     def explain(self, verdict: Tensor) -> Skip | None:
@@ -189,12 +207,22 @@ class Guard:
             return None
         if code == SPIKE:
             return Skip("spike", value, None)
-        names = [name for optimizer in self.optimizers for name in names_of(optimizer)]
-        return Skip("nonfinite", value, names[int(number)])
+        return Skip("nonfinite", value, self._name(int(number)))
+
+    def _name(self, number: int) -> str:
+        return [name for each in self.optimizers for name in names_of(each)][number]
 
     def gradient_norms(self, verdict: Tensor) -> list[float]:
         """Norm of each optimizer's gradient; 0 if it was left out. Waits for the device."""
-        return verdict[3:].tolist()
+        return verdict[3:-2].tolist()
+
+    def held(self, verdict: Tensor) -> Held | None:
+        """Matrices whose orthogonalization was not finite, or None. Waits for the device.
+
+        Their weights and NorMuon's variance keep every bit; the momentum has the gradient.
+        """
+        count, number = map(int, verdict[-2:].tolist())
+        return Held(count, self._name(number)) if count else None
 
     def describe(self) -> str:
         """What each optimizer steps and costs, and what is guarded."""

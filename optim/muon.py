@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Method, ShardedOptimizer, State, decay_of, descend
+from .base import Method, ShardedOptimizer, State, decay_of
 from .buckets import Bucket
 from .orthogonalize import CPU_BATCH_BYTES, Choice, choose, native_dtype, orthogonalized
+from .update import descend
 
 # Factor on the step of a matrix, by its stored shape (rows, cols).
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -45,20 +46,29 @@ def normuon(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One step of NorMuon. Returns (new weights, momentum, variance); state is updated in place.
 
-    variance: running mean square along `axis`, (k, rows, 1) for -1 and (k, 1, cols) for -2.
+    variance: running mean square along `axis`, (k, rows, 1) for -1 and (k, 1, cols) for -2. It
+    stays where a direction is not finite; `new_values` then keeps the weights.
     """
     momentum.lerp_(gradients, 1 - beta)
     update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
     direction = orthogonalized(update, choice)
     squares = direction.to(update.dtype).square().sum(axis, keepdim=True)
-    variance.lerp_(squares / direction.shape[axis], 1 - beta2)
-    factor = variance.clamp_min(1e-10).rsqrt()  # 1e-10: rows that never had a gradient
     # The norm is kept. Both Frobenius norms follow from the sums of squares: no second pass.
     before = squares.sum((-2, -1), keepdim=True).sqrt()
+    means = torch.where(before.isfinite(), squares / direction.shape[axis], variance)
+    variance.lerp_(means, 1 - beta2)
+    factor = variance.clamp_min(1e-10).rsqrt()  # 1e-10: rows that never had a gradient
     after = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
     factor = factor * (rate * before / after.clamp_min(1e-10))
     # Trap: a float32 factor keeps the step float32. Rounded to bf16, the step cost loss.
     return descend(weights, direction * factor, decay, cautious), momentum, variance
+
+
+def stored_shape(param: Tensor, group: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape as which a parameter holds matrices: flattened, (outputs, all others)."""
+    shape = tuple(param.shape)
+    flat = group["flatten"] and len(shape) > 2
+    return (shape[0], math.prod(shape[1:])) if flat else shape
 
 
 def matrix_shapes(shape: tuple[int, ...], split: Split) -> list[tuple[int, int, int]]:
@@ -92,10 +102,11 @@ class Muon(ShardedOptimizer):
 
     For hidden weights (rows, cols) or stacks of them (k, rows, cols); give embeddings, heads, gains
     and biases to AdamW. Group keys: lr, lr_mul, momentum, weight_decay, wd_mul, method and backend
-    (see `choose`), split (matrices packed in one, below). scale: "spectral" or "rms". cautious: no
-    decay where it works against the step. dtype of the products; None: bf16 where native. State,
-    on the owning rank only: momentum, shaped as the parameter. ValueError for an impossible setting
-    or a backend that cannot run.
+    (see `choose`), split (matrices packed in one, below), flatten (filters of convolutions
+    (outputs, inputs, ...) are stepped as matrices (outputs, all others)). scale: "spectral" or
+    "rms". cautious: no decay where it works against the step. dtype of the products; None: bf16
+    where native. State, on the owning rank only: momentum, shaped as the parameter. ValueError for
+    an impossible setting or a backend that cannot run.
 
     split is the number of equal matrices, 4 for Q, K, V, O as (C, 4C), or a tuple of their rows,
     (768, 128, 128) for Q, K and V of unequal heights. A tuple that adds up to the longer side
@@ -104,6 +115,7 @@ class Muon(ShardedOptimizer):
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "momentum": (0, 1)}
+    RENAMED: ClassVar = {"momentum_buffer": "momentum"}  # torch's Muon and KellerJordan's
     more_defaults: Mapping[str, Any] = {}  # group keys that a subclass adds
 
     def __init__(
@@ -116,6 +128,7 @@ class Muon(ShardedOptimizer):
         weight_decay: float = 0.0,
         scale: str = "spectral",
         split: Split = None,
+        flatten: bool = False,
         method: str = "polar_express",
         backend: str = "auto",
         dtype: torch.dtype | None = None,
@@ -126,18 +139,26 @@ class Muon(ShardedOptimizer):
         self.nesterov, self.scale, self.dtype = nesterov, scale, dtype
         self.at_once = CPU_BATCH_BYTES // (dtype or native_dtype(torch.device("cpu"))).itemsize
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        defaults |= {"split": split, "method": method, "backend": backend}
+        defaults |= {"split": split, "flatten": flatten, "method": method, "backend": backend}
         super().__init__(params, {**defaults, **self.more_defaults}, **options)
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         super()._check(name, param, group)
-        shape = tuple(param.shape)
+        shape = stored_shape(param, group)
         if len(shape) not in (2, 3):
             rule = "Muon needs (rows, cols) or (k, rows, cols); give it to AdamW"
+            rule += ", or flatten=True if these are filters" if len(shape) > 3 else ""
             raise ValueError(f"parameter {name} has shape {shape}, {rule}")
         require_split(group["split"], shape[-2], max(shape[-2:]), name)
         for _, rows, cols in matrix_shapes(shape, group["split"]):
             self._choice(param, group, rows, cols)
+
+    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+        scales = {"spectral": (None, "original"), "rms": ("match_rms_adamw",)}
+        same = {"nesterov": (self.nesterov,), "adjust_lr_fn": scales[self.scale]}
+        # The method stays as built. SGD, which has a dampening, does not average its momentum.
+        methods = {key: (group.get(key),) for key in ("ns_coefficients", "ns_steps", "eps")}
+        return {"dampening": ()} | super()._means_the_same(group) | same | methods
 
     def _choice(self, param: Tensor, group: dict[str, Any], rows: int, cols: int) -> Choice:
         dtype = self.dtype or native_dtype(param.device)
@@ -146,7 +167,7 @@ class Muon(ShardedOptimizer):
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         # Several ranks can share the matrices of a parameter. One rank alone handles fewer tensors.
         cuts: list[tuple[int, ...]] = []
-        for count, rows, cols in matrix_shapes(param.shape, group["split"]):
+        for count, rows, cols in matrix_shapes(stored_shape(param, group), group["split"]):
             cuts += [(count, rows, cols)] if ranks == 1 else [(1, rows, cols)] * count
         return cuts
 
@@ -155,7 +176,7 @@ class Muon(ShardedOptimizer):
 
     def _method(self, bucket: Bucket) -> Method:
         group = bucket.group
-        scale = SCALES[self.scale](*bucket.param.shape[-2:])
+        scale = SCALES[self.scale](*stored_shape(bucket.param, group)[-2:])
         rates = {"rate": group["lr"] * group["lr_mul"] * scale, "beta": group["momentum"]}
         choice = self._choice(bucket.param, group, *bucket.shape[1:])
         fixed = {"nesterov": self.nesterov, "cautious": self.cautious, "choice": choice}
@@ -165,7 +186,7 @@ class Muon(ShardedOptimizer):
         """The line of `ShardedOptimizer`, then one a shape: method, backend, dtype."""
         lines = {super().describe(): None}
         for param, group in self._group_of.items():
-            for _, rows, cols in matrix_shapes(param.shape, group["split"]):
+            for _, rows, cols in matrix_shapes(stored_shape(param, group), group["split"]):
                 method, dtype, backend = self._choice(param, group, rows, cols)
                 lines[f"{rows} x {cols}: {method}, {backend} products in {dtype}"] = None
         return "\n".join(lines)
@@ -189,11 +210,11 @@ class NorMuon(Muon):
         super().__init__(params, lr, **options)
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:
-        shapes = matrix_shapes(param.shape, group["split"])
+        shapes = matrix_shapes(stored_shape(param, group), group["split"])
         count = sum(matrices for matrices, _, _ in shapes)
         _, rows, cols = shapes[0]
         variance = State((count, 1, cols), (1, -1), param.dtype)
-        if mean_axis(param) == -1:
+        if mean_axis(param, group) == -1:
             whole: tuple[int, ...] = (count, rows, 1)
             if isinstance(group["split"], tuple):
                 whole = (sum(matrices * height for matrices, height, _ in shapes), 1)
@@ -203,10 +224,11 @@ class NorMuon(Muon):
     def _method(self, bucket: Bucket) -> Method:
         _, fixed, rates = super()._method(bucket)
         fixed["beta2"] = bucket.group["beta2"]
-        fixed["axis"] = mean_axis(bucket.param)
+        fixed["axis"] = mean_axis(bucket.param, bucket.group)
         return normuon, fixed, rates
 
 
-def mean_axis(param: Tensor) -> int:
+def mean_axis(param: Tensor, group: Mapping[str, Any]) -> int:
     """The axis that NorMuon's mean squares run along: -1 gives one number a row."""
-    return -1 if param.shape[-2] >= param.shape[-1] else -2
+    rows, cols = stored_shape(param, group)[-2:]
+    return -1 if rows >= cols else -2

@@ -50,6 +50,7 @@ class TorchOptimizer:
         for work in self._sums:
             work.wait()
         norms = torch.zeros(len(self.params), device=self.params[0].device).float()
+        self.failed = torch.zeros_like(norms)  # it orthogonalizes nothing that could fail apart
         for norm, param in zip(norms, self.params, strict=True):
             if param.grad is not None:
                 param.grad.div_(self.grad_divisor)

@@ -168,6 +168,10 @@ class Run(contextlib.AbstractContextManager):
         event["grad_norms"] = dict(zip(self.trainer.optimizers, norms, strict=True))
         event |= {"skipped": skip is not None, "train_loss": loss}
         self._log.write("step", **event)
+        if (held := guard.held(verdict)) is not None:
+            self._log.write("held", step=step, **held._asdict())
+            what = f"kept their weights, {held.tensor} first: their updates were not finite"
+            self._machine.say(f"warning: at step {step} {held.matrices} matrices {what}")
         self._dashboard.show(event)
         self._progress.step(event)
         if skip is None and math.isfinite(loss):

@@ -19,7 +19,7 @@ import torch
 from small_model import configure
 
 import train_gpt
-from optim import Skip
+from optim import Held, Skip
 from runtime import run as runs
 from runtime.log import source_hash
 from runtime.machine import Machine
@@ -40,7 +40,10 @@ class Guard:
         return Skip("nonfinite", math.inf, "weights") if verdict[0].item() else None
 
     def gradient_norms(self, verdict: torch.Tensor) -> list[float]:
-        return verdict[1:].tolist()
+        return verdict[1:2].tolist()
+
+    def held(self, verdict: torch.Tensor) -> Held | None:
+        return Held(3, "weights") if verdict[2].item() else None
 
 
 Hook = Callable[["StubTrainer", int], object]
@@ -73,6 +76,7 @@ class StubTrainer:
         self.weights, self.momentum = torch.full((8,), float(seed)), torch.zeros(8)
         self.position = 0
         self.spoil = 0.0  # added to the next loss
+        self.hold = False  # the next step leaves matrices as they were
 
     def model_state(self) -> dict:
         return {"weights": self.weights.clone()}
@@ -102,7 +106,8 @@ class StubTrainer:
         if loss != math.inf:
             self.momentum.mul_(0.9).add_(self.gradient)
             self.weights -= self.config.adam_lr * self.momentum
-        return torch.stack([(loss == math.inf).double(), self.gradient.norm().double()])
+        hold, self.hold = self.hold, False
+        return torch.stack([loss == math.inf, self.gradient.norm(), torch.tensor(hold)]).double()
 
     def validate(self, step: int, batches: object = None) -> float:
         self.act(f"validate {step}", step)

@@ -1,6 +1,7 @@
 """Guards: which steps are skipped, and that a skipped one leaves no trace, bit for bit."""
 
 import math
+import warnings
 from collections.abc import Mapping
 
 import pytest
@@ -9,8 +10,9 @@ from safetensors.torch import load, save
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
-from optim import AdamW, Guard, Muon, NorMuon, Skip, SpikeRule
-from optim.base import new_values
+import optim.muon
+from optim import AdamW, Guard, Held, Muon, NorMuon, Skip, SpikeRule
+from optim.update import new_values
 
 NAN, INF = math.nan, math.inf
 
@@ -155,6 +157,120 @@ def test_a_verdict_gives_the_norm_and_the_first_bad_tensor():
     for name in ("adam.1", "normuon.2", "muon.1"):  # each comes before the last
         FAULTS["inf"](params[name].grad)
         assert guard.explain(guard.step()) == Skip("nonfinite", INF, name)
+
+
+# ---- an orthogonalization that fails though the gradient is clean
+
+
+@pytest.fixture(params=["nan", "inf", "all"])
+def failing(request, monkeypatch):
+    """A list; while it holds anything, matrices with an element beyond 1e4 get a bad direction."""
+    real, on = optim.muon.orthogonalized, []
+
+    def orthogonalized(G, choice):
+        X = real(G, choice)
+        marked = (G.abs() > 1e4).flatten(1).any(1) & bool(on)
+        fault = {"nan": NAN, "inf": INF, "all": NAN}[request.param]
+        places = slice(None) if request.param == "all" else slice(1, 2)
+        X[marked, 0, places] = fault
+        return X
+
+    monkeypatch.setattr("optim.muon.orthogonalized", orthogonalized)
+    return on
+
+
+# Parameters whose last matrix fails, and how many matrices they have.
+FAILED = {"muon": {"muon.1": 1}, "normuon": {"normuon.0": 2, "normuon.2": 4}}
+
+
+def mark(params, kind):
+    for name in FAILED[kind]:
+        params[name].grad.view(-1)[-1] = 1e6
+
+
+def with_failures(kind, failing, guarded=True, **options):
+    """Parameters and state before and after a step in which some last matrices fail, and verdict.
+
+    Without `failing`, the last matrices get the same gradients and are stepped.
+    """
+    params, optimizers = model((kind, "adam"), **options)
+    guard, verdict = Guard(optimizers, spike=SpikeRule()), None
+    for step in range(3):
+        give_gradients(params, step)
+        before = [{n: p.detach().clone() for n, p in params.items()}, state_of(optimizers)]
+        if step == 2:
+            mark(params, kind)
+            failing.append("on")
+        if guarded:
+            verdict = guard.step(torch.tensor(3.0))
+        else:
+            for optimizer in optimizers:
+                optimizer.step()
+    failing.clear()
+    return before, [dict(params), state_of(optimizers)], guard, verdict
+
+
+def state_of(optimizers):
+    return {name: tensor for each in optimizers for name, tensor in each.named_state()}
+
+
+@pytest.mark.filterwarnings("ignore:.* orthogonalized parameter")
+@pytest.mark.parametrize("kind", FAILED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("at_once", [("cpu",), ()])  # or selecting by the flag, as on a GPU
+def test_a_matrix_that_fails_keeps_weights_and_variance_to_the_bit_and_all_else_steps(
+    kind, dtype, cautious, at_once, failing, monkeypatch
+):
+    monkeypatch.setattr("optim.base.READ_AT_ONCE", at_once)
+    options = {"dtype": dtype, "cautious": cautious}
+    before, after, guard, verdict = with_failures(kind, failing, **options)
+    _, sound, _, none = with_failures(kind, [], **options)
+    assert guard.explain(verdict) is None
+    assert guard.held(verdict) == Held(len(FAILED[kind]), next(iter(FAILED[kind])))
+    assert guard.held(none) is None
+    for old, new, other in zip(before, after, sound, strict=True):
+        for name in new:
+            was, now, healthy = (bits(each[name]) for each in (old, new, other))
+            matrices = FAILED[kind].get(name.removesuffix(".variance"))
+            last = len(was) // matrices if matrices else 0
+            first = len(was) - last
+            assert now[:first] == healthy[:first]
+            assert now[first:] == was[first:]
+            assert not last or healthy[first:] != was[first:]
+
+
+@pytest.mark.parametrize("kind", FAILED)
+def test_matrices_that_fail_are_one_warning_of_the_optimizer_alone(kind, failing):
+    params, (optimizer,) = model((kind,))
+    failing.append("on")
+    with pytest.warns(UserWarning, match=f"parameter {next(iter(FAILED[kind]))} to") as found:
+        optimizer.step(lambda: give_gradients(params, 0) or mark(params, kind))
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert optimizer.failed.sum() == len(FAILED[kind])
+
+
+def test_of_ranks_with_ddp_only_the_first_warns(failing, monkeypatch, recwarn):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    with_failures("muon", failing, guarded=False)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("kind", FAILED)
+def test_a_gradient_that_is_not_finite_is_no_failure_of_a_matrix_and_stays_visible(kind, recwarn):
+    params, optimizers = model((kind,))
+    guard = Guard(optimizers, nonfinite=False)
+    for step in range(3):
+        give_gradients(params, step)
+        if step == 1:
+            params[f"{kind}.1"].grad.view(-1)[0] = NAN
+        assert guard.held(guard.step()) is None
+    assert params[f"{kind}.1"].isnan().any()
+    assert not recwarn.list
 
 
 # ---- gradients that are summed over several steps

@@ -281,3 +281,12 @@ def test_a_phase_waits_for_the_device_at_both_ends_unless_the_run_broke_off():
         ledger.stop(wait=wait)
     assert waits == [False, True, False]
     assert not ledger.running
+
+
+@pytest.mark.parametrize(("lost", "charged"), [(250.0, 250.0), (0.0, 0.0), (-250.0, 0.0)])
+def test_lost_steps_are_charged_and_a_checkpoint_later_than_the_log_lost_none(lost, charged):
+    clock = Clock()
+    clock.begin_run()
+    clock.resume_run(1000.0, lost_ms=lost)
+    assert clock.train_time_ms == 1000.0 + charged
+    assert [tuple(phase) for phase in clock.phases] == [("lost", True, charged)]

@@ -9,7 +9,17 @@ import pytest
 import reference
 import torch
 
-from optim import AdamW, Guard, Muon, NorMuon, SpikeRule, load_named_state, named_state
+from optim import (
+    AdamW,
+    Guard,
+    Muon,
+    NorMuon,
+    Row,
+    SpikeRule,
+    groups_for,
+    load_named_state,
+    named_state,
+)  # fmt: skip
 
 BETAS = (0.65, 0.95)
 KINDS = pytest.mark.parametrize("kind", [Muon, NorMuon, AdamW])
@@ -53,6 +63,8 @@ def assert_same(tensors, others):
 def assert_follows(optimizer, twin):
     """Step both side by side; `twin(index, weight, grad, state)` returns the expected weight.
 
+    Then the state must be the twin's. The step alone would not show a variance times a constant.
+
     The divisor changes, so a state that saw gradients before they were divided would differ.
     """
     params = members(optimizer)
@@ -68,6 +80,14 @@ def assert_follows(optimizer, twin):
         assert_same([param.grad for param in params], gradients)
         for weight, param in zip(weights, params, strict=True):
             torch.testing.assert_close(param.detach().double(), weight, rtol=1e-9, atol=1e-9)
+    found = dict(named_state(optimizer))
+    for index, state in enumerate(states):
+        blocks = [value for kind, value in state.items() if kind.startswith("variance")]
+        kinds = {kind: value for kind, value in state.items() if not kind.startswith("variance")}
+        for kind, value in (kinds | ({"variance": torch.stack(blocks)} if blocks else {})).items():
+            ours = found.pop(f"{index}.{kind}").to(value.dtype)
+            torch.testing.assert_close(ours, value, rtol=1e-9, atol=1e-12)
+    assert not found
 
 
 # ---- the methods
@@ -157,6 +177,60 @@ def test_packed_matrices_step_as_parameters_of_their_own_at_the_scale_of_the_who
     assert {name: tuple(state.shape) for name, state in named_state(together)} == shapes
 
 
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+@pytest.mark.parametrize("scale", ["spectral", "rms"])
+@pytest.mark.parametrize(("shape", "split"), [
+    ((8, 3, 2, 2), None), ((24, 2, 3), None), ((8, 3, 2, 2, 2), None), ((6, 8), None),
+    ((4, 4, 2, 2), 4),
+])  # fmt: skip
+def test_flattened_filters_step_as_the_matrix_of_the_same_memory_to_the_bit(
+    kind, scale, shape, split
+):
+    options = {"weight_decay": 0.1, "scale": scale, "split": split, "dtype": torch.float64}
+    filters, matrix = (parameters(shape)[0] for _ in range(2))
+    matrix = torch.nn.Parameter(matrix.detach().flatten(1))
+    by_key = kind([{"params": [filters], "flatten": True}], 0.1, **options)
+    plain = kind([matrix], 0.1, **options)
+    for step in range(4):
+        give_gradients([filters], step)
+        matrix.grad = filters.grad.flatten(1)
+        by_key.step()
+        plain.step()
+        if step == 1:  # state in the shape of the parameter, which loads
+            saved = by_key.state_dict()
+            assert saved["state"][0]["momentum"].shape == shape
+            by_key = kind([filters], 0.2, flatten=True, **options)
+            by_key.load_state_dict(saved)
+    assert torch.equal(filters.flatten(1), matrix)
+
+
+def test_a_small_network_of_convolutions_learns_by_muon_what_it_does_not_see_by_its_head_alone():
+    """Where a cross of 3 x 3 pixels is among noise: left or right half."""
+    torch.manual_seed(0)
+    images, right = torch.randn(256, 1, 8, 8), torch.randint(2, (256,))
+    cross = 3.0 * torch.tensor([[0, 1, 0], [1, -1, 1], [0, 1, 0]])
+    for image, half in zip(images, right.tolist(), strict=True):
+        image[0, 2:5, 4 * half : 4 * half + 3] += cross
+    losses = []
+    for steps_filters in (False, True):
+        torch.manual_seed(1)
+        layers = [torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.GELU()]
+        layers += [torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.GELU(), torch.nn.AvgPool2d(4)]
+        model = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(32, 2))
+        rows = [Row("*.weight", "muon", {"flatten": True})]
+        filters = groups_for(model[:3], rows)["muon"]
+        optimizers = [AdamW(model[-1].parameters(), 0.003)]
+        optimizers += [Muon(filters, 0.05)] if steps_filters else []
+        for _ in range(30):
+            loss = torch.nn.functional.cross_entropy(model(images), right)
+            model.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < 0.1 < 0.5 < losses[0]
+
+
 EXACT = {"betas": (0.9, 0.999), "eps": 1e-20}
 
 
@@ -222,7 +296,7 @@ def test_the_technique_of_the_page_keeps_each_norm_and_steps_by_a_share_of_it():
     (lambda p: Muon(p, 0.1, split=[4, 4]), r"split must .* tuple of rows, got \[4, 4\]"),
     (lambda p: Muon(p, 0.1, backend="x"), r"unknown backend 'x'; choose one of auto"),
     (lambda p: Muon([("g", p[0].detach()[0])], 0.1), r"g has shape \(8,\).* to AdamW"),
-    (lambda p: Muon([torch.ones(8, 3, 4, 4)], 0.1), r"shape \(8, 3, 4, 4\), Muon needs"),
+    (lambda p: Muon([torch.ones(8, 3, 4, 4)], 0.1), r"shape \(8, 3, 4, 4\), Muon .* flatten=True"),
     (lambda p: NorMuon(p, 0.1, beta2=1.5), r"beta2 must be in \[0, 1\), got 1.5"),
     (lambda p: AdamW(p, 0.1, betas=(0.9, 1.0)), r"betas must be in \[0, 1\), got \(0.9, 1.0\)"),
     (lambda p: AdamW([p[0].detach().T], 0.1), r"not contiguous; undo channels_l"),

@@ -7,7 +7,9 @@ micro-batches of whole numbers, so that they are exact in any order; some are mi
 import math
 import os
 import sys
+import warnings
 from contextlib import nullcontext
+from datetime import timedelta
 from itertools import pairwise
 from multiprocessing import set_forkserver_preload
 from unittest import mock
@@ -18,12 +20,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from optim import AdamW, Guard, Muon, NorMuon, SpikeRule, load_named_state, named_state, reset
+import optim.muon
+from optim import AdamW, Guard, Held, Muon, NorMuon, SpikeRule, load_named_state, named_state, reset
 
 GROUPS = {"ranks 2": 2, "ranks 3": 3, "ranks 4": 4}  # each sums the gradients of its own batches
 MESHES = {"shards 1": [0], "shards 2": [0, 1], "shards 3": [0, 1, 2], "shards 4": [0, 1, 2, 3]}
 LAYOUTS = [*GROUPS, *MESHES]
 SELECTING = {"ranks 3", "shards 1", "shards 4"}  # by the flag, as on a GPU, instead of reading it
+PATIENCE = timedelta(seconds=60)  # with a rank that is silent, as one that judges alone
 MICRO_BATCHES = 24  # divided by all numbers of ranks
 STEPS, FAULT, SPIKE, LAST = 6, 3, 4, 5  # NaN on one rank; large gradients; some unused
 
@@ -47,6 +51,7 @@ METHODS = {  # kind, options, and of each parameter the shape and group keys
     "cautious": (AdamW, {"weight_decay": 0.1, "cautious": True}, [((5, 4), {}), ((3,), {})]),
     "torch": (torch.optim.AdamW, {}, [((5, 4), {}), ((3,), {})]),
 }  # fmt: skip
+CAN_FAIL = {"muon": 64, "normuon": 32}  # elements of the first matrix of p0
 UNUSED = {"muon": {"p1"}, "normuon": {"p2"}, "adamw": {"p1", "p4"}}  # by any rank, in the last step
 PARTLY = {(1, "p0"): {0, 5}, (1, "p1"): {1, 2}}  # micro-batches of a step that lack a gradient
 
@@ -136,6 +141,39 @@ def walk(method, rank=0, size=1, group=None, mesh=None, selecting=False):
     guard.step()  # what was loaded can be stepped
     seen.append({name: whole(param) for name, param in params.items()})
     return found | {"returned": kept}
+
+
+ORTHOGONALIZED = optim.muon.orthogonalized
+
+
+def fail_where_marked(G, choice):
+    """NaN in the direction of each matrix with a large element."""
+    X = ORTHOGONALIZED(G, choice)
+    X[(G.abs() > 1e3).flatten(1).any(1), 0, :1] = math.nan
+    return X
+
+
+def failed(method, rank=0, size=1, group=None, mesh=None, selecting=False):
+    """What two steps leave, in the second of which the first matrix fails; who was warned."""
+    params, optimizer = build(method, group, mesh)
+    guard, seen, held = Guard([optimizer]), [], []
+    with (
+        mock.patch("optim.base.READ_AT_ONCE", ()) if selecting else nullcontext(),
+        mock.patch("optim.muon.orthogonalized", fail_where_marked),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
+        for step in range(2):
+            give_gradients(method, params, 0, rank, size, mesh)
+            first = next(iter(params.values())).grad
+            first = first.to_local() if mesh is not None else first
+            if step and (mesh is None or rank == 0):  # the rank with element 0 of the shards
+                first.view(-1)[:1] = 0.0 if rank else 1e6
+            held.append(guard.held(guard.step()))
+            weights = {name: whole(param) for name, param in params.items()}
+            seen.append(weights | state_of([optimizer]))
+    said = [str(each.message) for each in warned if "orthogonalized" in str(each.message)]
+    return {"seen": seen, "held": held, "said": said}
 
 
 def hooked(group):
@@ -242,20 +280,28 @@ def process(rank, folder):
     from torch.distributed.device_mesh import DeviceMesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    store = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": 4}
+    dist.init_process_group("gloo", **store, timeout=PATIENCE)
     results, meshes = {}, {}
     for name, ranks in MESHES.items():  # all ranks help to make each
-        meshes[name] = DeviceMesh("cpu", ranks)
+        group = dist.new_group(ranks, timeout=PATIENCE)
         if rank in ranks:
+            meshes[name] = DeviceMesh.from_group(group, "cpu")
             for method in METHODS:
                 walked = walk(method, mesh=meshes[name], selecting=name in SELECTING)
                 results[method, name] = walked
+            for method in CAN_FAIL:
+                found = failed(method, rank, mesh=meshes[name], selecting=name in SELECTING)
+                results["failed", method, name] = found
     for name, size in GROUPS.items():
-        group = dist.new_group(list(range(size)))
+        group = dist.new_group(list(range(size)), timeout=PATIENCE)
         if rank < size:
             for method in METHODS:
                 walked = walk(method, rank, size, group, selecting=name in SELECTING)
                 results[method, name] = walked
+            for method in CAN_FAIL:
+                found = failed(method, rank, size, group, selecting=name in SELECTING)
+                results["failed", method, name] = found
             results["hooked", name] = hooked(group)
     if rank < 2:
         results["saved"] = save(folder, meshes["shards 2"])
@@ -329,6 +375,26 @@ def test_a_nan_and_a_spike_of_one_rank_leave_every_bit_and_an_unused_parameter_s
         if tensor.numel() and seen[0][name.partition(".")[0]].numel():
             still = name.partition(".")[0] in unused
             assert torch.equal(tensor, seen[SPIKE][name]) == still, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", CAN_FAIL)
+def test_a_matrix_that_fails_stays_on_all_ranks_which_agree_and_the_first_alone_warns(
+    ranks, method, layout
+):
+    expected = failed(method)
+    cells = [each["failed", method, layout] for each in ranks if (method, layout) in each]
+    for cell in cells:
+        assert cell["held"] == [None, Held(1, "p0")]
+        for ours, theirs in zip(cell["seen"], expected["seen"], strict=True):
+            assert ours.keys() == theirs.keys()
+            close(ours, theirs)
+        assert all(map(same, cell["seen"], cells[0]["seen"]))
+        before, after = (each["p0"].view(-1) for each in cell["seen"])
+        elements = CAN_FAIL[method]
+        assert torch.equal(before[:elements], after[:elements])
+        assert (before[elements:] != after[elements:]).all()
+    assert [len(cell["said"]) for cell in cells] == [1] + [0] * (len(cells) - 1)
 
 
 def test_a_hook_after_a_step_has_the_last_word_in_the_new_weights(ranks):

@@ -57,6 +57,18 @@ def test_losses_are_read_late_as_on_a_gpu_and_all_when_the_clock_stops(tmp_path,
     assert len(events(tmp_path, "step")) == STEPS
 
 
+def test_a_logged_norm_is_that_of_the_gradient_of_the_mean_loss_of_a_token(tmp_path):
+    norms = []
+
+    def keep(trainer, step):  # of the step before
+        norms.append(trainer.gradient.norm().item())
+
+    assert run(tmp_path, {3: keep}) == 0  # the stub's loss is that of rows of two tokens
+    event = events(tmp_path, "step")[1]
+    assert event["grad_norms"] == {"sgd": pytest.approx(norms[0] / 2)}
+    assert event["grad_norm"] == pytest.approx(norms[0] / 2)
+
+
 # ---- Bad steps
 
 
@@ -81,6 +93,19 @@ def test_skips_in_a_row_end_the_run(tmp_path, monkeypatch, capsys):
     assert skipped == [2, *(other["step"] for other in others)] == [2, 3, 5, 6, 7]
     (end,) = events(tmp_path, "end")
     assert (end["status"], end["steps"], saved_in(tmp_path)) == ("nonfinite", 7, [4])
+
+
+def test_matrices_that_kept_their_weights_are_an_event_and_a_warning_and_the_run_continues(
+    tmp_path, capsys
+):
+    def hold(trainer, step):
+        trainer.hold = True
+
+    assert run(tmp_path, {4: hold}) == 0
+    (event,) = events(tmp_path, "held")
+    assert event | {"step": 4, "matrices": 3, "tensor": "weights"} == event
+    assert not any(each["skipped"] for each in events(tmp_path, "step"))
+    assert capsys.readouterr().out.count("warning: at step 4 3 matrices kept their weights") == 1
 
 
 def test_a_training_loss_that_is_not_finite_in_a_step_that_was_taken_ends_the_run(tmp_path, capsys):

@@ -208,17 +208,36 @@ def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeyp
         assert tokens_before(config, 10) == 13 * config.seq_len
 
 
-def test_the_guard_starts_anew_where_batch_or_losses_change_and_nowhere_else():
-    changed = [step for step in range(1285) if at(configure("short", "record89"), step).new_scale]
-    assert changed == [424, 846]  # not at 1270, where only the windows change
-    assert not any(at(SHORT, step).new_scale for step in range(2285))
+def new_scales(config):
+    return [step for step in range(config.steps) if at(config, step).new_scale]
 
 
-def test_a_loss_on_prefixes_that_a_stage_adds_is_a_new_scale_for_the_guard(monkeypatch):
+def test_the_guard_starts_anew_where_batch_losses_or_windows_change_and_nowhere_else():
+    # Wider windows alone double the gradients of `small`: the guard skipped half the steps there.
+    assert new_scales(configure("short", "record89")) == [424, 846, 1270]
+    assert new_scales(SHORT) == [749, 1497, 2245]
+    assert new_scales(configure("short", "record42", window_block=0)) == []
+
+
+@pytest.mark.parametrize("track", ["short", "small"])
+def test_record_89_ties_its_head_for_two_stages_and_unties_it_once(track):
+    config = configure(track, "record89")
+    first, second, third, _ = spans(config)
+    tied = [step for step in range(config.steps) if at(config, step).stage.tied]
+    assert tied == [*range(third.first)]
+    assert first.first < second.first < third.first
+    assert [step for step in range(config.steps) if at(config, step).unties] == [third.first]
+
+
+@pytest.mark.parametrize(("changed", "steps"), [
+    ({"prefix": (0.5, 0.5)}, [5]), ({"document": 48}, [5]), ({"lr": 0.5, "extension": True}, []),
+], ids=str)  # fmt: skip
+def test_a_loss_on_prefixes_and_longer_documents_are_a_new_scale_and_a_rate_is_none(
+    changed, steps, monkeypatch
+):
     plain = train_gpt.Stage(0.5, short=1, long=2)
-    stages = [plain, replace(plain, prefix=(0.5, 0.5))]
-    config = small("tiny", "muon", prefixes=True, stages=add_stages(monkeypatch, stages), steps=10)
-    assert [step for step in range(10) if at(config, step).new_scale] == [5]
+    stages = add_stages(monkeypatch, [plain, replace(plain, **changed)])
+    assert new_scales(small("tiny", "muon", prefixes=True, stages=stages, steps=10)) == steps
 
 
 def add_stages(monkeypatch, stages):

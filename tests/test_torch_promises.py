@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from itertools import product
 
 import pytest
@@ -216,11 +217,89 @@ def test_a_guard_sees_a_group_that_was_added_to_an_optimizer_of_torch_after_it_w
     assert torch.equal(early, before)
 
 
-def test_a_state_of_torchs_muon_is_refused():
-    muon = torch.optim.Muon(parameters((4, 8)), 0.1)
-    train(muon, [0])
-    with pytest.raises(ValueError, match=r"lacks 0\.momentum; has an unknown 0\.momentum_buffer"):
-        Muon(parameters((4, 8)), 0.1).load_state_dict(muon.state_dict())
+# ---- states of other optimizers
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.Muon])
+def test_a_state_of_torch_loads_and_the_next_steps_are_those_of_torch(kind):
+    """After its own loss of a parameter: one that had no gradient yet has no state there."""
+    options = {"weight_decay": 0.0}
+    if kind is torch.optim.Muon:
+        ours, near = partial(Muon, method="newton_schulz", dtype=torch.bfloat16, **options), 0.03
+    else:
+        ours, near = partial(AdamW, eps=1e-12, **options), 1e-5
+        options = options | {"eps": 1e-12}
+    theirs = parameters((16, 48), (16, 48), dtype=torch.float32)
+    other = kind(theirs, 0.02, **options)
+    for step in range(3):
+        give_gradients(theirs[:1], step)
+        other.step()
+    start = [param.detach().clone() for param in theirs]
+    params = [torch.nn.Parameter(param.clone()) for param in start]
+    optimizer = ours(params, 0.5)
+    optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    assert "nesterov" not in optimizer.param_groups[0]  # it is no group key of ours
+    train(other, range(3, 6))
+    train(optimizer, range(3, 6))
+    for a, b, before in zip(params, theirs, start, strict=True):
+        assert (a - b).norm() <= near * (b - before).norm()
+
+
+def test_a_state_of_torch_before_its_first_step_is_zero_state():
+    optimizer = AdamW(parameters((4, 8)), 0.1)
+    train(optimizer, range(2))
+    optimizer.load_state_dict(torch.optim.AdamW(parameters((4, 8)), 0.1).state_dict())
+    assert not any(tensor.any() for _, tensor in optimizer.named_state())
+
+
+def of_muon_with_aux_adam():
+    """A state as KellerJordan/Muon saves it: both kinds of groups, and plain numbers of steps."""
+    random = dict(enumerate(parameters((9,), (4, 8), (8, 4), (3,), seed=5)))
+    state = {key: {"momentum_buffer": random[key].detach()} for key in (1, 2)}
+    state |= {0: {"exp_avg": random[0].detach(), "exp_avg_sq": random[0].square(), "step": 7}}
+    adam = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0, "use_muon": False}
+    muon = {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "use_muon": True}
+    groups = [adam | {"params": [0, 3]}, muon | {"params": [1, 2]}]
+    return {"state": state, "param_groups": groups}, random
+
+
+def test_the_groups_of_each_kind_load_from_a_state_of_muon_with_aux_adam():
+    saved, random = of_muon_with_aux_adam()
+    muon, adam = Muon(parameters((4, 8), (8, 4)), 0.1), AdamW(parameters((9,), (3,)), 0.1)
+    for optimizer in (muon, adam):
+        train(optimizer, range(2))  # what had state before has none of it after
+        optimizer.load_state_dict(saved)
+        assert "use_muon" not in optimizer.param_groups[0]
+    found = dict(muon.named_state()) | {f"adam.{n}": t for n, t in adam.named_state()}
+    assert_same(
+        [found["0.momentum"], found["1.momentum"], found["adam.0.exp_avg"]],
+        [random[1], random[2], random[0]],
+    )
+    assert (found["adam.0.step"], found["adam.1.step"]) == (7, 0)
+    assert not found["adam.1.exp_avg_sq"].any()
+    assert (muon.param_groups[0]["momentum"], adam.param_groups[0]["eps"]) == (0.9, 1e-10)
+
+
+@pytest.mark.parametrize(("other", "ours", "message"), [
+    (partial(torch.optim.AdamW, maximize=True), AdamW, r"maximize=True, .* AdamW .*\(False,\)"),
+    (partial(torch.optim.Adam, weight_decay=0.1), AdamW, "decoupled_weight_decay=False"),
+    (partial(torch.optim.AdamW, amsgrad=True), AdamW, "amsgrad=True"),
+    (partial(torch.optim.Muon, nesterov=False), Muon, "nesterov=False"),
+    (torch.optim.Muon, partial(Muon, scale="rms"), r"adjust_lr_fn=None.* \('match_rms_adamw',\)"),
+    (partial(torch.optim.SGD, momentum=0.9), Muon, "has dampening=0, .*dampening must be absent"),
+])  # fmt: skip
+def test_a_state_whose_settings_mean_another_step_is_refused_and_changes_nothing(
+    other, ours, message
+):
+    theirs, optimizer = other(parameters((4, 8)), lr=0.1), ours(parameters((4, 8)), 0.2)
+    for each in (theirs, optimizer):
+        train(each, range(2))
+    before = dict(optimizer.named_state())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert_same(dict(optimizer.named_state()), before)
+    assert optimizer.param_groups[0]["lr"] == 0.2
 
 
 # ---- rates, compilation, state
