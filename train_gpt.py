@@ -401,15 +401,15 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# What a claim may not change, beside its data; with SIZES the number of layers too. The judge has a
+# What a claim may not change; with SIZES the number of layers too. The judge has a
 # list of its own. Stages may use smaller batches; training windows, lookups, gates are free.
 TASK = ("target", "vocab_size", "bos", "val_tokens")
 SCORED = (*TASK, "document_mask", "val_seq_len", "val_window")
 SIZES = ("dim", "head_dim", "mlp_ratio", "batch_tokens")
 FIXED = {
     "short": TASK,
-    "small": SCORED + SIZES,
-    "tiny": SCORED + SIZES,
+    "small": (*SCORED, *SIZES, "val_sha256"),
+    "tiny": (*SCORED, *SIZES, "val_sha256"),
     "steps": SCORED + SIZES + (
         "layers", "seq_len", "window_block", "stages", "biases", "softcap", "attention_scale",
         "smear", "x0_mixing", "attention_gates", "key_offset", "bigram_rows", "xsa",

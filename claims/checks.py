@@ -34,6 +34,7 @@ MOST_SKEW_S = 5.0  # between the clocks of a process and of the registry; at mos
 TRAINED = {"normalized": (0, 1.01), "causality_trained": (0, 1e-3), "additive": (0, 1e-3)}
 SLACK_MS = 50  # for each validation, whose log line waits for the disk
 LONG_VALIDATION = 4.0  # times the median of its run
+MOST_OFF_MEAN = 1e-3  # nats; a compiled validation and the eager probe differ by less than 2e-4
 LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
 MOST_DELAY = timedelta(days=1)  # between writing a claim and committing it
 LIFE = re.compile("start( (end )?resume)*( end)?")  # the events of a run in the registry
@@ -162,6 +163,15 @@ def check_source(evidence: Evidence) -> Iterator[str]:
     yield from forbidden_settings(evidence.source)
 
 
+def check_baseline(evidence: Evidence) -> Iterator[str]:
+    """The baseline with which its loss on new tokens is compared is itself to be believed."""
+    baseline = record.read_baseline(evidence.claim.track, evidence.track.baseline)
+    if baseline is None or baseline.claim.id == evidence.claim.id:
+        return
+    for failure in find_failures(baseline)[:1]:
+        yield f"its baseline {baseline.folder.name} decides nothing, as it fails: {failure.what}"
+
+
 def forbidden_settings(files: dict[str, bytes]) -> Iterator[str]:
     """The compiler settings in the files of a source, which no track allows."""
     for name, content in files.items():
@@ -269,6 +279,21 @@ def check_numbers(run: Run, evidence: Evidence) -> Iterator[str]:
         if not lies_within(found, low, high):
             due = low if low == high else f"{low} to {high}"
             yield f"{what}: {found!s:.20}, not {due}"
+
+
+def check_new_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
+    """The losses by kind of token are losses, and their mean is that of the last validation."""
+    copied, tokens = evidence.track.copied, evidence.track.val_tokens
+    if not copied or evidence.is_older or not run.complete:
+        return
+    for name in ("loss_on_copied", "loss_on_new", "loss_held_out"):
+        if not 0 < run.probe(name) < math.inf:
+            yield f"{name} is {run.probe(name)}, not a finite loss above 0"
+    on_copied, on_new = run.probe("loss_on_copied"), run.probe("loss_on_new")
+    mean, logged = on_new + copied / tokens * (on_copied - on_new), run.validations[-1].loss
+    if abs(mean - logged) > MOST_OFF_MEAN:
+        yield (f"the losses on {copied:,} copied and {tokens - copied:,} new tokens have the mean "
+               f"{mean:.6f}, but the last validation has {logged:.6f}")
 
 
 def lies_within(value: Any, low: float, high: float) -> bool:
@@ -406,6 +431,7 @@ OF_A_RECORD = (
     (check_alike, f"make all runs alike: {ANEW}"),
     (check_copies, f"remove the copy; if runs are missing then, {ANEW}"),
     (check_source, "leave it out and run again"),
+    (check_baseline, "restore the folder of the baseline as it was committed"),
 )
 OF_A_RUN = (
     (check_counted, f"if it was interrupted, repeat its command with --resume auto; else {ANEW}"),
@@ -414,6 +440,7 @@ OF_A_RUN = (
     (check_track, "run on the track's data, with the compiler's defaults alone"),
     (check_model, "find what leaked out of the warm-up, and run with the checks in place"),
     (check_numbers, f"find what the source computes wrongly, and {ANEW}"),
+    (check_new_tokens, f"score all tokens of the track's own data at the end, and {ANEW}"),
     (check_origin, f"start the trainer without PYTHONPATH, on its own files: {ANEW}"),
     (check_times, f"do not change the clocks: {ANEW}"),
     (check_tokens, f"train on at most --batch-tokens in a step: {ANEW}"),

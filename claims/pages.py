@@ -220,11 +220,11 @@ def differences(evidence: Evidence) -> Iterator[Failure]:
 
 
 def leaderboard(evidences: Sequence[Evidence]) -> str:
-    """The page of all tracks: claims in the order of their dates."""
+    """The page of all tracks that have a board: claims in the order of their dates."""
     parts = [HEAD]
     for track in TRACKS:
         claims = [evidence for evidence in evidences if evidence.claim.track == track]
-        if claims:
+        if claims and TRACKS[track].ranked:
             parts += board(track, claims)
     return "\n\n".join(parts) + "\n"
 

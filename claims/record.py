@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from claims.arms import ALPHA, leave_out_repeats
 from claims.logs import first_segment, read_runs
-from claims.runs import NEW_TOKENS, Run, shared_measure
+from claims.runs import NEW_SINCE, NEW_TOKENS, Run
 from claims.stats import Result, less_above, moments, one_sample
 from runtime.claim import Claim, check_rules, read_claim
 from runtime.errors import LogError, Refused
@@ -109,13 +109,17 @@ class Track(NamedTuple):
     fixed: dict[str, Any]  # settings of every claim on the track
     in_time: bool  # the shortest time wins; otherwise the fewest tokens
     baseline: str = ""  # the record whose loss on new tokens others must keep; "": none
+    copied: int = 0  # validation tokens that end a pair seen earlier in their document; 0: unknown
+    ranked: bool = True  # False: claims can be verified, but there is no board and no record
 
 
 # Tracks that rank by tokens bound a step at batch_tokens. Stages may use fewer, but on `steps`.
 # So is what makes a model larger or gives the last validation more context. `small` and `tiny`
 # leave windows of training steps, lookup tables, gates and scalars free; the trainer counts layers.
+VAL, TRAIN = "be27130d408f4ce8", "731d5f2bab729778"  # how the hashes of the prose begin
 SMALL = {"vocab_size": 2048, "bos": 2047, "document_mask": True, "batch_tokens": 6144,
-         "val_seq_len": 4096, "val_window": 640, "dim": 128, "head_dim": 32, "mlp_ratio": 4}
+         "val_seq_len": 4096, "val_window": 640, "dim": 128, "head_dim": 32, "mlp_ratio": 4,
+         "val_sha256": VAL}
 TINY = SMALL | {"batch_tokens": 2048, "val_seq_len": 1024}
 FINEWEB = {"vocab_size": 50257, "bos": 50256}
 STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_tokens": 524_288,
@@ -124,10 +128,12 @@ STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_token
          "smear": False, "x0_mixing": False, "attention_gates": False, "key_offset": False,
          "bigram_rows": 0, "xsa": False, "stages": "constant", "softcap": "rsqrt",
          "attention_scale": 0.12}
-VAL, TRAIN = "be27130d408f4ce8", "731d5f2bab729778"  # how the hashes of the prose begin
+# `copied` follows from the validation tokens and the length of their rows: `new_targets` in
+# claims/rerun.py counts the others.
 TRACKS = {
-    "small": Track(3.36, 262_144, VAL, 0.02, TRAIN, SMALL, False, baseline="2026-11-27_AdamWTuned"),
-    "tiny": Track(4.8, 16_384, VAL, 0.02, TRAIN, TINY, False),
+    "small": Track(3.36, 262_144, VAL, 0.02, TRAIN, SMALL, False, baseline="2026-11-27_AdamWTuned",
+                   copied=48_090),
+    "tiny": Track(4.8, 16_384, VAL, 0.02, TRAIN, TINY, False, copied=2_907, ranked=False),
     "short": Track(3.28, 10_485_760, "", 0.01, "", FINEWEB, True),
     "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, False),
 }  # fmt: skip
@@ -208,6 +214,13 @@ class Evidence:
         return found.pop() if len(found) == 1 else "mixed"
 
     @property
+    def is_older(self) -> bool:
+        """Whether it was made before the present measure of new tokens: no run has logged that."""
+        probes = [run.end.get("probes") for run in self.runs]
+        logged = any(isinstance(each, dict) and NEW_TOKENS[0] in each for each in probes)
+        return self.claim.created < NEW_SINCE and not logged
+
+    @property
     def is_baseline(self) -> bool:
         """Whether it is the claim with which the others of its track are compared."""
         baseline = read_baseline(self.claim.track, self.track.baseline)
@@ -219,7 +232,7 @@ class Evidence:
         baseline = read_baseline(self.claim.track, self.track.baseline)
         if baseline is None or baseline.claim.id == self.claim.id:
             return None
-        measure = shared_measure(self.complete + baseline.complete) or NEW_TOKENS[0]
+        measure = NEW_TOKENS[1 if self.is_older or baseline.is_older else 0]
         ours, others = ([run.probe(measure) for run in one.complete] for one in (self, baseline))
         p = less_above(MOST_ABOVE, ours, others)
         return NewTokens(measure, moments(ours)[0], moments(others)[0], p)
@@ -235,7 +248,7 @@ class Evidence:
 
 
 class NewTokens(NamedTuple):
-    """The loss on new tokens beside that of the baseline, by the best measure that both have."""
+    """The loss on new tokens beside that of the baseline; the older measure if one is older."""
 
     measure: str
     mean: float  # nats per token

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 
 from claims.logs import find_runs, read_runs
 from claims.record import Evidence
-from claims.runs import Run
+from claims.runs import NEW_TOKENS, Run
+from claims.stats import moments
 from runtime.errors import LogError, Refused
 from runtime.log import write_files
 
@@ -117,9 +119,13 @@ def ask(child: Any, rows: Rows) -> NDArray[np.float64]:
 
 
 def check_model(
-    losses: Losses, rows: Rows, config: dict[str, Any], val_loss: float | None
+    losses: Losses, rows: Rows, config: dict[str, Any], val_loss: float | None,
+    on_new: float = math.nan,
 ) -> Iterator[Finding]:
-    """The three checks. val_loss: that of the last validation; None: training stopped early."""
+    """The judge's checks. val_loss: that of the last validation; None: training stopped early.
+
+    on_new: the logged loss on new tokens; NaN where the log has none.
+    """
     random = np.random.default_rng()  # without a seed: no source knows what will be asked
     scored = losses(rows)
     for low, high in STARTS:
@@ -132,6 +138,23 @@ def check_model(
     if val_loss is not None:
         what = f"completeness: mean of {scored.size:,} targets, less the logged one"
         yield Finding(what, abs(scored.mean() - val_loss), 1e-3)
+    if math.isfinite(on_new):
+        new = scored[new_targets(rows, config["bos"])]
+        what = f"new tokens: mean of {new.size:,} targets, less the logged one"
+        yield Finding(what, abs(new.mean() - on_new), 1e-3)
+
+
+def new_targets(rows: Rows, bos: int) -> NDArray[np.bool_]:
+    """Whether each target ends a pair that its document did not have before, (B, T)."""
+    new = []
+    for row in rows.tolist():
+        seen: set[tuple[int, int]] = set()
+        for pair in pairwise(row):
+            if pair[0] == bos:
+                seen.clear()
+            new.append(pair not in seen)
+            seen.add(pair)
+    return np.array(new).reshape(len(rows), -1)
 
 
 def check_normalisation(
@@ -207,6 +230,7 @@ MACHINE = ("cpu", "gpu", "gpu_count", "torch", "cuda", "threads", "dtype", "atte
 # Losses may differ so much in step 1; on a GPU or in another dtype so much there, and after 30.
 FIRST, GPU_FIRST, AFTER_30 = 1e-5, 1e-4, 0.05
 SPREADS = 4  # another CPU may differ so many times as much as this one does from itself
+NEW = NEW_TOKENS[0]  # older logs do not have it
 DEVIATIONS = 8  # of the last loss. The difference of two runs of ten is larger once in 3,000 times
 
 Allowed = Callable[[int], float]  # difference of losses after this many updates
@@ -241,13 +265,18 @@ def rerun(
     if whole and evidence.result.sd > 0:
         apart = abs(after.validations[-1].loss - before.validations[-1].loss) / evidence.result.sd
         yield Finding("last loss, in standard deviations of the record's", apart, DEVIATIONS)
+    sd = moments([run.probe(NEW) for run in evidence.complete])[1]
+    if whole and sd > 0:
+        apart = abs(after.probe(NEW) - before.probe(NEW)) / sd
+        yield Finding("loss on new tokens, in standard deviations", apart, DEVIATIONS)
     trained = [run.end.get("train_tokens_sha256") for run in (before, after)]
     if whole and trained[0]:
         yield Finding("trained tokens: 1 if their hash is another", int(len(set(trained)) > 1), 0)
     print(f"the judge's checks on {'the trained' if whole else 'an untrained'} model")
     rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
     with answering(scratch, kept_model(scratch, after)) as losses:
-        yield from check_model(losses, rows, config, after.final_loss if whole else None)
+        last = (after.final_loss, after.probe(NEW)) if whole else (None,)
+        yield from check_model(losses, rows, config, *last)
 
 
 def train(
@@ -331,6 +360,9 @@ def compare_runs(before: Run, after: Run, steps: int, allowed: Allowed) -> Itera
     now = {each.step: each.loss for each in after.validations}
     if was:
         yield farthest("validation losses", was, now, allowed)
+    if after.complete and math.isfinite(before.probe(NEW)):
+        was, now = {steps: before.probe(NEW)}, {steps: after.probe(NEW)}
+        yield farthest("losses on new tokens", was, now, allowed)
     other = before.config_sha256 != after.config_sha256
     yield Finding("configuration: 1 if the claim's flags mean another", int(other), 0)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 # occurred. Logs before 2026-11-29 have only the second, on the first 16,384 tokens, where a pair
 # more than 176 tokens back counts as new.
 NEW_TOKENS = ("loss_on_new", "new_loss")
+NEW_SINCE = "2026-11-29"
 
 
 class Validation(NamedTuple):

@@ -75,6 +75,9 @@ def claim(arguments: argparse.Namespace) -> int:
     chances = [f"{power(claim.n, 1, sds, ALPHA):.2f} if it is {sds}" for sds in (0.5, 1, 1.5)]
     print(f"{claim.n} runs show a mean below {claim.target:g} with a chance of\n    "
           f"{', '.join(chances)} standard deviations below")
+    if track.baseline:
+        print(f"They must also show a loss on new tokens less than {records.MOST_ABOVE:g} above "
+              f"that of {track.baseline}")  # fmt: skip
     return 0
 
 
@@ -141,7 +144,7 @@ def leaderboard(arguments: argparse.Namespace) -> int:
     for one in made:
         if find_failures(one) or list(pages.differences(one)):
             return print_verdict(one)
-    for track in {one.claim.track for one in made if one.shown}:
+    for track in {one.claim.track for one in made if one.shown and one.track.ranked}:
         claims = [one for one in made if one.claim.track == track]
         pages.plot_tokens(pages.best_of_each_recipe(claims), RECORDS / track / "tokens.svg")
     (RECORDS / "README.md").write_text(pages.leaderboard(made))

@@ -16,7 +16,9 @@ compared; 1 an arm fails; 2 bad input, a log that cannot be read among it.
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it starts from any folder
 
@@ -24,6 +26,8 @@ from scripts.command import command, make_parser, show, start
 
 from claims import arms
 from claims.logs import read_all
+from claims.record import TRACKS
+from claims.runs import NEW_SINCE, NEW_TOKENS, shared_measure
 from runtime.errors import LogError
 from runtime.settings import reader
 from view.verdicts import in_sentences
@@ -42,6 +46,8 @@ def to_text(arm: arms.ArmVerdict) -> str:
     lines = [f"{arm.name}: {facts}{step}", figures]
     below = f" below {arm.target:g}" if n else ""  # without a run there is no target
     lines.append(f"{word}: a mean loss{below} at p < {arms.ALPHA:g} is {shown}")
+    if arm.at_step is None and (run.track in TRACKS and TRACKS[run.track].baseline):
+        lines += new_tokens(arm)
     lines += [f"warning: {warning}" for warning in arm.warnings]
     for lost in arm.incomplete:
         lines.append(f"left out: {lost['path']}: {lost['reason']} (loss {lost['last_loss']})")
@@ -51,6 +57,14 @@ def to_text(arm: arms.ArmVerdict) -> str:
         time = "time unknown" if ms is None else f"{ms / 1000:10.3f} s"
         lines.append(f"  {point.loss:.6f}  {time}  {Path(arms.name_of(run)).name}")
     return "\n  ".join(lines)
+
+
+def new_tokens(arm: arms.ArmVerdict) -> Iterator[str]:
+    """The loss at the end on new tokens, for which the track has a condition of its own."""
+    if measure := shared_measure(arm.runs):
+        mean = fmean(run.probe(measure) for run in arm.runs)
+        older = "" if measure == NEW_TOKENS[0] else f", as measured before {NEW_SINCE}"
+        yield f"loss on new tokens {mean:.6f}{older}; record.py verify decides on it"
 
 
 @command

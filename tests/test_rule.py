@@ -13,12 +13,15 @@ from small_record import LOSSES, call, make_claim, read_logs, write_logs, write_
 from claims import pages
 from claims import record as records
 from claims.arms import compare_arms, read_arm
-from claims.checks import find_failures
+from claims.checks import check_new_tokens, find_failures
 from claims.record import MOST_ABOVE, TRACKS, read_evidence
+from claims.rerun import new_targets, validation_rows
 from data.copied import means, pair_distances, sums_by_kind
+from scripts import significance
 from view.verdicts import in_sentences
 
-RECORDS = Path(__file__).resolve().parents[1] / "records"
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "records"
 SMALL = {path.name.partition("_")[2]: path for path in sorted((RECORDS / "small").glob("2*_*"))}
 NOISE = 0.005 * np.random.default_rng(1).standard_normal(12)
 
@@ -85,6 +88,89 @@ def test_it_takes_the_best_measure_that_both_claims_have_and_marks_an_older_one(
 def test_without_a_loss_on_new_tokens_in_the_logs_nothing_is_shown(judge):
     evidence = judge(copy_loss=1.0 + NOISE)
     assert (evidence.below, evidence.shown) == (True, False)
+
+
+# ---- The losses on which the second condition rests
+
+COPIED, VAL_TOKENS = 300, small_record.VAL_TOKENS
+
+
+def scored(on_new: np.ndarray, **changed) -> dict[str, np.ndarray]:
+    """Probes whose mean is the last validation's, but for what is changed."""
+    on_copied = (VAL_TOKENS * np.array(LOSSES) - (VAL_TOKENS - COPIED) * on_new) / COPIED
+    return {"loss_on_copied": on_copied, "loss_on_new": on_new, "loss_held_out": on_new} | changed
+
+
+@pytest.fixture
+def pinned(judge, monkeypatch):
+    """What `verify` finds wrong with the probes of a claim of this date."""
+    rules = TRACKS["tiny"]._replace(copied=COPIED)
+    monkeypatch.setitem(TRACKS, "tiny", rules)
+
+    def found(created: str = "2026-01-01T00:00:00+00:00", **probes) -> list[str]:
+        evidence = judge(**probes)
+        evidence = replace(evidence, claim=replace(evidence.claim, created=created))
+        return [what for run in evidence.runs for what in check_new_tokens(run, evidence)]
+
+    return found
+
+
+def some(values: np.ndarray, value: float) -> np.ndarray:
+    """The values, the first of them replaced."""
+    return np.array([value, *values[1:]])
+
+
+NEW = 3.5 + NOISE
+
+
+@pytest.mark.parametrize(("probes", "words"), [
+    (scored(NEW), None),
+    (scored(NEW, loss_on_new=some(NEW, NEW[0] - 0.002)), "have the mean"),
+    (scored(NEW, loss_on_new=some(NEW, np.nan)), "loss_on_new is nan"),
+    (scored(NEW, loss_on_copied=some(NEW, 0.0)), "loss_on_copied is 0.0"),
+    (scored(some(NEW, -1.0)), "loss_on_new is -1.0"),
+    (scored(NEW, loss_held_out=some(NEW, np.nan)), "loss_held_out is nan"),
+])  # fmt: skip
+def test_losses_by_kind_of_token_must_be_losses_and_have_the_mean_of_all_tokens(
+    probes, words, pinned
+):
+    found = pinned(**probes)
+    assert bool(found) == (words is not None), found
+    assert words is None or any(words in what for what in found)
+
+
+@pytest.mark.parametrize(("day", "fails"), [("2026-11-28", False), ("2026-11-29", True)])
+def test_only_a_claim_from_before_the_measure_may_lack_it(day, fails, pinned):
+    found = pinned(f"{day}T00:00:00+00:00", new_loss=NEW)
+    assert len(found) == 3 * len(LOSSES) * fails
+
+
+def test_one_run_with_the_new_measure_binds_all_runs_and_none_falls_back_to_the_older(judge):
+    evidence = judge(new_loss=3.0 + NOISE, loss_on_new=some(np.full(12, np.nan), 3.5))
+    assert evidence.new_tokens.measure == "loss_on_new"
+    assert not evidence.shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("track", ["small", "tiny"])
+def test_the_validation_tokens_hold_as_many_copies_as_the_judge_says(track):
+    folder = ROOT / "data" / "prose"
+    if not any(folder.glob("*val_*.bin")):
+        pytest.skip("the text is not built")
+    rules = TRACKS[track]
+    rows = validation_rows(folder, rules.val_tokens, rules.fixed["val_seq_len"])
+    new = new_targets(rows, rules.fixed["bos"])
+    assert np.count_nonzero(~new) == rules.copied
+    assert np.array_equal(new, pair_distances(rows, rules.fixed["bos"]) == 0)
+
+
+def test_a_baseline_that_does_not_verify_decides_nothing(monkeypatch):
+    known = read_evidence(SMALL["AdamWTuned"])
+    worse = replace(known.runs[0], seed=1)
+    baseline = replace(known, runs=[worse, *known.runs[1:]])
+    monkeypatch.setattr(records, "read_baseline", lambda track, name: baseline)
+    (failure,) = find_failures(read_evidence(SMALL["LargeTable"]))
+    assert re.match("its baseline .*AdamWTuned decides nothing, as it fails: ", failure.what)
 
 
 # ---- The claims of `small`
@@ -180,6 +266,12 @@ def test_a_model_that_never_copies_gains_on_new_tokens_and_fails_the_first_condi
     assert evidence.new_tokens.shown
     assert (evidence.below, evidence.shown) == (False, False)
     assert max(honest) < small_record.TARGET < min(attack), "the honest one reaches the target"
+
+
+def test_the_verdict_on_runs_of_small_has_their_loss_on_new_tokens(capsys):
+    assert significance.main([str(SMALL["LargeTable"] / "runs")]) == 0
+    said = capsys.readouterr().out
+    assert "loss on new tokens 3.537821, as measured before 2026-11-29; " in said
 
 
 # ---- Two arms

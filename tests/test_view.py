@@ -416,6 +416,11 @@ def test_columns_sort_and_rows_are_shown_alone_hidden_or_filtered_and_two_groups
     assert cells(page, rows) == [usual, low, high]
     page.click("#columns th:nth-child(3) button")
     assert cells(page, rows) == [high, low, usual]
+    for way in ("", "-"):  # nobody chooses by the held-out slice
+        page.evaluate(f"set({{sort: '{way}Held out'}})")
+        assert cells(page, rows) == [usual, high, low]
+    assert page.evaluate("document.querySelectorAll('#columns button').length") == 8
+    page.evaluate("set({sort: '-Loss'})")
     page.click("#rows tr .only")
     page.wait(f"{LINES}.length === 1 && charts.loss.lines[0].label.includes('0.04')")
     focused = page.evaluate("document.activeElement.id")

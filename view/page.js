@@ -6,6 +6,7 @@ const STATUS = ["reached", "done", "running", "missed", "interrupted", "stopped"
   "error"];  // the best first
 const COLUMNS = {Name: "", Seed: "num", Loss: "num", "New tokens": "num", "Held out": "num",
   Time: "num", Steps: "num", Status: "", "What differs": "differs"};  // the class of their cells
+const UNSORTED = "Held out";  // sorting by it would choose by it
 const TITLES = {Loss: "mean loss of the validation tokens", "Held out":
   "loss on the slice of the text that nothing is chosen by", "New tokens":
   "loss on tokens that do not end a pair seen earlier in their document; †: on the first 16,384 " +
@@ -107,7 +108,7 @@ function figuresOf(item) {  // of a group or a run: what a column sorts by, and 
 
 function sorted(items) {  // by the chosen column; what is not known comes last
   const column = state.sort.replace("-", ""), sign = state.sort[0] === "-" ? -1 : 1;
-  if (!(column in COLUMNS)) return items;
+  if (!(column in COLUMNS) || column === UNSORTED) return items;
   const values = new Map(items.map(item => [item, figuresOf(item)[column]]));
   const unknown = value => typeof value === "number" && !isFinite(value);
   return [...items].sort((one, other) => {
@@ -159,8 +160,9 @@ function drawTable() {
   $("columns").replaceChildren(...Object.entries(COLUMNS).map(([name, className]) => {
     const next = {[name]: "-" + name, ["-" + name]: ""}[state.sort] ?? name;
     const ariaSort = {[name]: "ascending", ["-" + name]: "descending"}[state.sort] ?? "none";
-    const button = el("button", {id: `sort ${name}`, onclick: () => set({sort: next}),
-      title: TITLES[name] ?? ""}, name);
+    const title = TITLES[name] ?? "";
+    if (name === UNSORTED) return el("th", {className, title}, name);
+    const button = el("button", {id: `sort ${name}`, onclick: () => set({sort: next}), title}, name);
     return el("th", {className, ariaSort}, button);
   }));
   $("rows").replaceChildren(...sorted(shown).flatMap(group =>
