@@ -41,7 +41,7 @@ def small_source() -> Source:
     """The present source with two layers, and free to be small."""
     files = read_sources(small_run.ROOT)
     source = files["train_gpt.py"].decode()
-    fixed = '"tiny": SCORED + SIZES,'
+    fixed = '"tiny": (*SCORED, *SIZES, "val_sha256"),'
     for old, new in (("# ---- Model. B rows", LAYERS), (fixed, '"tiny": (),')):
         assert old in source
         source = source.replace(old, new)
@@ -101,6 +101,26 @@ def test_a_loss_edited_by_a_ten_thousandth_is_found_by_the_first_steps(evidence,
     assert re.search(r"training losses, 5 +0\.0001 +at most 0 +step 3", line)
     assert re.search("seed 1000, 5 of 12 steps(.|\n)*checks on an untrained model", said)
     assert "completeness" not in said
+
+
+def test_a_loss_on_new_tokens_that_the_log_forges_is_found(evidence, data):
+    (run,) = evidence.runs
+    honest, forged = run.end["probes"], run.end["probes"] | {"loss_on_new": 1.0}
+    for probes, holds in ((honest, True), (forged, False)):
+        before = replace(run, end=run.end | {"probes": probes})
+        _, _, on_new, _ = compare_runs(before, run, 12, lambda updates: 0.0)
+        assert (on_new.what, on_new.holds) == ("losses on new tokens, 1", holds)
+
+
+def test_a_loss_on_new_tokens_that_the_source_computes_wrongly_is_found(evidence, data):
+    (run,), config = evidence.runs, evidence.claim.config
+    (model,) = evidence.folder.glob("checkpoints/*/final")
+    rows, found = validation_rows(data, config["val_tokens"], config["val_seq_len"]), run.final_loss
+    with answers_of(("", ""), model) as losses:
+        for wrong, holds in ((0.0, True), (-0.002, False)):
+            on_new = run.probe("loss_on_new") + wrong
+            *_, last = check_model(losses, rows, config, found, on_new)
+            assert (last.what.split(":")[0], last.holds) == ("new tokens", holds)
 
 
 def test_another_machine_may_differ_as_this_one_from_itself_and_a_gpu_unchecked(evidence, capsys):
