@@ -223,6 +223,18 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
     assert (code, "NOT VERIFIED" in said, contents(tmp_path) == before) == (1, True, True)
 
 
+def test_a_claim_of_a_track_without_a_board_is_verified_and_stands_on_none(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(TRACKS, "tiny", small_record.RULES._replace(ranked=False))
+    folder = write_record(tmp_path, make_claim("Hello", 4), LOSSES[:4])
+    assert make(folder) == 0
+    assert call(capsys, "verify", folder)[0] == 0
+    assert call(capsys, "leaderboard")[0] == 0
+    assert "Hello" not in (tmp_path / "README.md").read_text()
+    assert not (tmp_path / "tiny" / "tokens.svg").exists()
+
+
 def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(TRACKS, "short", small_record.RULES._replace(in_time=True))
     wanted = [

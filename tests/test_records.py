@@ -69,6 +69,10 @@ def test_the_judge_and_the_trainer_have_the_same_rules(track):
     assert set(rules.fixed) <= known <= {*rules.fixed, "target", "val_tokens"}
 
 
+def test_only_the_hello_has_no_board():
+    assert [name for name, rules in TRACKS.items() if not rules.ranked] == ["tiny"]
+
+
 @pytest.mark.parametrize("layers", ["small", "small89", "plain8"])
 def test_a_claim_may_have_any_table_of_as_many_layers(layers):
     config = Config(**preset({"track": "small"}) | {"layers": layers})
