@@ -425,7 +425,8 @@ def off_track(config: Config) -> list[str]:
     for name in FIXED.get(config.track, ()):
         value = getattr(config, name)
         if value != track[name]:
-            found.append(f"{name} is {as_text(value)}, the track has {as_text(track[name])}")
+            now = as_text(value) or "empty"
+            found.append(f"{name} is {now}, the track has {as_text(track[name])}")
     depth, wanted = len(LAYERS[config.layers]), len(LAYERS[track["layers"]])
     if set(SIZES) <= set(FIXED.get(config.track, ())) and depth != wanted:
         found.append(f"layers is {config.layers}, {depth} layers; the track has {wanted}")

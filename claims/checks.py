@@ -286,7 +286,10 @@ def check_new_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
     copied, tokens = evidence.track.copied, evidence.track.val_tokens
     if not copied or evidence.is_older or not run.complete:
         return
-    for name in ("loss_on_copied", "loss_on_new", "loss_held_out"):
+    names = ["loss_on_copied", "loss_on_new", "loss_held_out"]
+    if evidence.new_tokens and evidence.new_tokens.measure not in names:
+        names.append(evidence.new_tokens.measure)  # decides while the baseline is older
+    for name in names:
         if not 0 < run.probe(name) < math.inf:
             yield f"{name} is {run.probe(name)}, not a finite loss above 0"
     on_copied, on_new = run.probe("loss_on_copied"), run.probe("loss_on_new")

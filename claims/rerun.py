@@ -53,6 +53,10 @@ TOKENS_AT_ONCE = 16_384  # as `tiny` validates: the source gets several rows in 
 STARTS = ((8, 32), (64, 160))  # tokens before the one that is each of the vocabulary in turn
 DOCUMENT, DOCUMENTS = 64, 64  # tokens and number of documents that are scored alone
 HEADER_BYTES = 1024  # of a shard, before its tokens
+# Of each measure of new tokens: the first tokens that it is of, and how far back a pair counts.
+MEASURED: dict[str, tuple[int | None, float]] = {
+    "loss_on_new": (None, math.inf), "new_loss": (16_384, 176),
+}  # fmt: skip
 ANSWER = """
 import os, sys
 from pathlib import Path
@@ -120,11 +124,11 @@ def ask(child: Any, rows: Rows) -> NDArray[np.float64]:
 
 def check_model(
     losses: Losses, rows: Rows, config: dict[str, Any], val_loss: float | None,
-    on_new: float = math.nan,
+    on_new: dict[str, float] | None = None,
 ) -> Iterator[Finding]:
     """The judge's checks. val_loss: that of the last validation; None: training stopped early.
 
-    on_new: the logged loss on new tokens; NaN where the log has none.
+    on_new: the logged losses on new tokens by their measure.
     """
     random = np.random.default_rng()  # without a seed: no source knows what will be asked
     scored = losses(rows)
@@ -138,22 +142,24 @@ def check_model(
     if val_loss is not None:
         what = f"completeness: mean of {scored.size:,} targets, less the logged one"
         yield Finding(what, abs(scored.mean() - val_loss), 1e-3)
-    if math.isfinite(on_new):
-        new = scored[new_targets(rows, config["bos"])]
-        what = f"new tokens: mean of {new.size:,} targets, less the logged one"
-        yield Finding(what, abs(new.mean() - on_new), 1e-3)
+    for measure, logged in (on_new or {}).items():
+        count, reach = MEASURED[measure]
+        new = new_targets(rows, config["bos"], reach).ravel()[:count]
+        mean = scored.ravel()[:count][new].mean()
+        what = f"{measure}: mean of {new.sum():,} targets, less the logged one"
+        yield Finding(what, abs(mean - logged), 1e-3)
 
 
-def new_targets(rows: Rows, bos: int) -> NDArray[np.bool_]:
-    """Whether each target ends a pair that its document did not have before, (B, T)."""
+def new_targets(rows: Rows, bos: int, reach: float = math.inf) -> NDArray[np.bool_]:
+    """Whether each target ends a pair that its document did not have in `reach` tokens, (B, T)."""
     new = []
     for row in rows.tolist():
-        seen: set[tuple[int, int]] = set()
-        for pair in pairwise(row):
+        seen: dict[tuple[int, int], int] = {}  # where each pair stood last
+        for place, pair in enumerate(pairwise(row)):
             if pair[0] == bos:
                 seen.clear()
-            new.append(pair not in seen)
-            seen.add(pair)
+            new.append(pair not in seen or place - seen[pair] > reach)
+            seen[pair] = place
     return np.array(new).reshape(len(rows), -1)
 
 
@@ -230,7 +236,6 @@ MACHINE = ("cpu", "gpu", "gpu_count", "torch", "cuda", "threads", "dtype", "atte
 # Losses may differ so much in step 1; on a GPU or in another dtype so much there, and after 30.
 FIRST, GPU_FIRST, AFTER_30 = 1e-5, 1e-4, 0.05
 SPREADS = 4  # another CPU may differ so many times as much as this one does from itself
-NEW = NEW_TOKENS[0]  # older logs do not have it
 DEVIATIONS = 8  # of the last loss. The difference of two runs of ten is larger once in 3,000 times
 
 Allowed = Callable[[int], float]  # difference of losses after this many updates
@@ -265,18 +270,20 @@ def rerun(
     if whole and evidence.result.sd > 0:
         apart = abs(after.validations[-1].loss - before.validations[-1].loss) / evidence.result.sd
         yield Finding("last loss, in standard deviations of the record's", apart, DEVIATIONS)
-    sd = moments([run.probe(NEW) for run in evidence.complete])[1]
-    if whole and sd > 0:
-        apart = abs(after.probe(NEW) - before.probe(NEW)) / sd
-        yield Finding("loss on new tokens, in standard deviations", apart, DEVIATIONS)
+    for measure in measures_of(before) if whole else ():
+        sd = moments([run.probe(measure) for run in evidence.complete])[1]
+        if sd > 0:
+            apart = abs(after.probe(measure) - before.probe(measure)) / sd
+            yield Finding(f"{measure}, in standard deviations", apart, DEVIATIONS)
     trained = [run.end.get("train_tokens_sha256") for run in (before, after)]
     if whole and trained[0]:
         yield Finding("trained tokens: 1 if their hash is another", int(len(set(trained)) > 1), 0)
     print(f"the judge's checks on {'the trained' if whole else 'an untrained'} model")
     rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
     with answering(scratch, kept_model(scratch, after)) as losses:
-        last = (after.final_loss, after.probe(NEW)) if whole else (None,)
-        yield from check_model(losses, rows, config, *last)
+        on_new = {measure: after.probe(measure) for measure in measures_of(before) if whole}
+        val_loss = after.final_loss if whole else None
+        yield from check_model(losses, rows, config, val_loss, on_new)
 
 
 def train(
@@ -360,11 +367,17 @@ def compare_runs(before: Run, after: Run, steps: int, allowed: Allowed) -> Itera
     now = {each.step: each.loss for each in after.validations}
     if was:
         yield farthest("validation losses", was, now, allowed)
-    if after.complete and math.isfinite(before.probe(NEW)):
-        was, now = {steps: before.probe(NEW)}, {steps: after.probe(NEW)}
-        yield farthest("losses on new tokens", was, now, allowed)
+    for measure in measures_of(before) if after.complete else ():
+        was, now = {steps: before.probe(measure)}, {steps: after.probe(measure)}
+        yield farthest(measure, was, now, allowed)
     other = before.config_sha256 != after.config_sha256
     yield Finding("configuration: 1 if the claim's flags mean another", int(other), 0)
+
+
+def measures_of(run: Run) -> list[str]:
+    """The losses on new tokens to compare, by their names in the log; an older log has none."""
+    known = [measure for measure in NEW_TOKENS if math.isfinite(run.probe(measure))]
+    return known if NEW_TOKENS[0] in known else []
 
 
 def farthest(what: str, was: StepLosses, now: StepLosses, allowed: Allowed) -> Finding:

@@ -19,7 +19,14 @@ from small_record import make_claim
 import train_gpt
 from claims.logs import read_runs
 from claims.record import TRACKS, Evidence, Source
-from claims.rerun import allowed_here, check_model, compare_runs, rerun, validation_rows
+from claims.rerun import (
+    MEASURED,
+    allowed_here,
+    check_model,
+    compare_runs,
+    rerun,
+    validation_rows,
+)
 from runtime.errors import Refused
 from runtime.log import config_hash, digest, read_sources
 from runtime.settings import parse
@@ -105,11 +112,11 @@ def test_a_loss_edited_by_a_ten_thousandth_is_found_by_the_first_steps(evidence,
 
 def test_a_loss_on_new_tokens_that_the_log_forges_is_found(evidence, data):
     (run,) = evidence.runs
-    honest, forged = run.end["probes"], run.end["probes"] | {"loss_on_new": 1.0}
-    for probes, holds in ((honest, True), (forged, False)):
-        before = replace(run, end=run.end | {"probes": probes})
-        _, _, on_new, _ = compare_runs(before, run, 12, lambda updates: 0.0)
-        assert (on_new.what, on_new.holds) == ("losses on new tokens, 1", holds)
+    for name in ("nothing", "loss_on_new", "new_loss"):
+        before = replace(run, end=run.end | {"probes": run.end["probes"] | {name: 1.0}})
+        found = {each.what: each.holds for each in compare_runs(before, run, 12, lambda _: 0.0)}
+        assert found["loss_on_new, 1"] == (name != "loss_on_new")
+        assert found["new_loss, 1"] == (name != "new_loss")
 
 
 def test_a_loss_on_new_tokens_that_the_source_computes_wrongly_is_found(evidence, data):
@@ -117,10 +124,11 @@ def test_a_loss_on_new_tokens_that_the_source_computes_wrongly_is_found(evidence
     (model,) = evidence.folder.glob("checkpoints/*/final")
     rows, found = validation_rows(data, config["val_tokens"], config["val_seq_len"]), run.final_loss
     with answers_of(("", ""), model) as losses:
-        for wrong, holds in ((0.0, True), (-0.002, False)):
-            on_new = run.probe("loss_on_new") + wrong
-            *_, last = check_model(losses, rows, config, found, on_new)
-            assert (last.what.split(":")[0], last.holds) == ("new tokens", holds)
+        for measure in MEASURED:
+            for wrong, holds in ((0.0, True), (-0.002, False)):
+                on_new = {measure: run.probe(measure) + wrong}
+                *_, last = check_model(losses, rows, config, found, on_new)
+                assert (last.what.split(":")[0], last.holds) == (measure, holds)
 
 
 def test_another_machine_may_differ_as_this_one_from_itself_and_a_gpu_unchecked(evidence, capsys):

@@ -15,8 +15,8 @@ from claims import record as records
 from claims.arms import compare_arms, read_arm
 from claims.checks import check_new_tokens, find_failures
 from claims.record import MOST_ABOVE, TRACKS, read_evidence
-from claims.rerun import new_targets, validation_rows
-from data.copied import means, pair_distances, sums_by_kind
+from claims.rerun import MEASURED, new_targets, validation_rows
+from data.copied import FIRST_TOKENS, REACH, means, pair_distances, sums_by_kind
 from scripts import significance
 from view.verdicts import in_sentences
 
@@ -139,6 +139,12 @@ def test_losses_by_kind_of_token_must_be_losses_and_have_the_mean_of_all_tokens(
     assert words is None or any(words in what for what in found)
 
 
+def test_while_the_baseline_is_older_the_older_measure_must_be_a_loss_too(pinned):
+    older = {"baseline": {"new_loss": NEW}}
+    assert pinned(**older, **scored(NEW, new_loss=NEW)) == []
+    assert set(pinned(**older, **scored(NEW))) == {"new_loss is nan, not a finite loss above 0"}
+
+
 @pytest.mark.parametrize(("day", "fails"), [("2026-11-28", False), ("2026-11-29", True)])
 def test_only_a_claim_from_before_the_measure_may_lack_it(day, fails, pinned):
     found = pinned(f"{day}T00:00:00+00:00", new_loss=NEW)
@@ -161,7 +167,11 @@ def test_the_validation_tokens_hold_as_many_copies_as_the_judge_says(track):
     rows = validation_rows(folder, rules.val_tokens, rules.fixed["val_seq_len"])
     new = new_targets(rows, rules.fixed["bos"])
     assert np.count_nonzero(~new) == rules.copied
-    assert np.array_equal(new, pair_distances(rows, rules.fixed["bos"]) == 0)
+    back = pair_distances(rows, rules.fixed["bos"])
+    assert np.array_equal(new, back == 0)
+    older = new_targets(rows, rules.fixed["bos"], REACH)
+    assert np.array_equal(older, (back == 0) | (back > REACH))
+    assert MEASURED["new_loss"] == (FIRST_TOKENS, REACH)
 
 
 def test_a_baseline_that_does_not_verify_decides_nothing(monkeypatch):
