@@ -34,7 +34,7 @@ MOST_SKEW_S = 5.0  # between the clocks of a process and of the registry; at mos
 TRAINED = {"normalized": (0, 1.01), "causality_trained": (0, 1e-3), "additive": (0, 1e-3)}
 SLACK_MS = 50  # for each validation, whose log line waits for the disk
 LONG_VALIDATION = 4.0  # times the median of its run
-MOST_OFF_MEAN = 1e-3  # nats; a compiled validation and the eager probe differ by less than 2e-4
+MOST_OFF_MEAN = 1e-3  # nats; of a compiled validation in bf16 and the eager probe: 7e-5
 LEAST_FIRST_LOSS = 0.99  # of log(vocabulary): a model that starts lower has learned already
 MOST_DELAY = timedelta(days=1)  # between writing a claim and committing it
 LIFE = re.compile("start( (end )?resume)*( end)?")  # the events of a run in the registry
