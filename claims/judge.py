@@ -110,8 +110,11 @@ class Arm(NamedTuple):
 
 
 def require_comparable(arms: Sequence[Arm], metric: str) -> None:
-    """Refuse arms whose figures do not mean the same."""
+    """Refuse arms whose figures do not mean the same, and arms that are one."""
     a, b = arms
+    if (a.config_sha256, a.source_sha256) == (b.config_sha256, b.source_sha256):
+        raise Refused("A and B have the same source and settings. Give --b FLAGS, or --a-source of "
+                      "the source to beat.")  # fmt: skip
     for name in (*ALWAYS_SHARED, *SHARED[metric]):
         mine, other = a.config.get(name), b.config.get(name)
         if mine != other and None not in (mine, other):  # older sources lack some
