@@ -153,10 +153,11 @@ def figure(run: Run, metric: str) -> float:
     return run.validations[-1].loss
 
 
-def compare_new_tokens(folder: Path, arms: Sequence[Arm]) -> stats.Difference:
+def compare_new_tokens(folder: Path, arms: Sequence[Arm], seeds: range) -> stats.Difference:
     """B - A of the loss on new tokens, by the best measure that the runs of both arms have."""
     for measure in NEW_TOKENS:
-        a, b = (figures(folder, arm, measure) for arm in arms)
+        found = [figures(folder, arm, measure) for arm in arms]
+        a, b = ({seed: each[seed] for seed in seeds} for each in found)
         if all(map(math.isfinite, [*a.values(), *b.values()])):
             break
     return stats.paired_by_seed(b, a)
