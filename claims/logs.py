@@ -323,6 +323,16 @@ TIME = r"(?:[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]{8,20}(?:Z|[+-][0-9]{2}:[0-9]{2}) 
 PREFIX = re.compile(f"({TIME})?({LABEL}*+)({TIME})?(?=s(?:tep)?:)")
 
 
+class StepLine(NamedTuple):
+    """A numbered line: a step, or a validation if it has `val_loss`."""
+
+    step: int
+    total: int | None  # as it declares
+    train_time_ms: float | None
+    val_loss: float | None
+    others: set[str]  # names of losses next to val_loss
+
+
 class Trace(NamedTuple):
     """The numbered lines of one run."""
 
@@ -396,22 +406,33 @@ def end_of_source(lines: Sequence[str]) -> int:
 
 
 def read_traces(path: Path, lines: list[str], source: str | None, start: int) -> list[Trace]:
-    """The runs in the lines from `start` on."""
+    """The runs in the lines from `start` on.
+
+    A step 0 begins another run. A line that lacks the total which its run declares is a note.
+    """
     traces: list[Trace] = []
     seed = None  # of the run that begins next
     for number, line in enumerate(lines[start:], start + 1):
         if line == RULE and traces:
             source = None  # another log was appended: its runs may have another source
         if line.startswith(NUMBERED):
-            before = len(traces)
             try:
-                read_line(line.split(), traces, source, seed)
+                found = read_line(line.split())
             except ValueError as error:
                 raise LogError(f"{path}, line {number}: {error}") from None
-            if len(traces) > before:
+            last, total = traces[-1].numbers[-1] if traces else (0, None)
+            if found is None or (total and found.total is None and found.val_loss is None):
+                continue  # a note
+            if not traces or (found.step == 0 and last > 0):
+                traces.append(Trace(source, seed, [], [], set()))
                 seed = None
-        elif found := SEED.search(line[:LONGEST_LINE]):
-            seed = int(found[1])
+            traces[-1].numbers.append((found.step, found.total))
+            if found.val_loss is not None:
+                point = Validation(found.step, found.val_loss, found.train_time_ms)
+                traces[-1].validations.append(point)
+                traces[-1].others.update(found.others)
+        elif named := SEED.search(line[:LONGEST_LINE]):
+            seed = int(named[1])
         elif RUNNING.match(line):
             seed = None  # what was found before stood in the source of an appended log
     if not traces:
@@ -423,44 +444,34 @@ def why_no_log(lines: Sequence[str]) -> str:
     for line in lines:
         before, found, after = line[:LONGEST_LINE].partition("step:")
         if found and NUMBER.match(found + after) and "val_loss:" in after:
-            return f"{before!r} stands before its step lines. Remove this prefix, for all lines"
+            return f"its step lines begin with {before!r}. Remove this prefix from every line"
     return "it has neither JSON events nor a line like step:0/1750 val_loss:10.8258"
 
 
-def read_line(
-    words: Sequence[str], traces: list[Trace], source: str | None, seed: int | None
-) -> None:
-    """Add a numbered line to the last run; a step 0 begins another one. Raises ValueError.
+def read_line(words: Sequence[str]) -> StepLine | None:
+    """What a line says that begins like a numbered one. Raises ValueError.
 
-    A note, with neither loss nor time or without the total that its run declares, is left out.
+    None for a note, which has neither loss nor time.
     """
     pairs = [word.split(":", 1) for word in words if ":" in word]
     named = dict(pairs)
-    val_loss = named.get("val_loss", named.get("tel"))
+    loss_text = named.get("val_loss", named.get("tel"))
     number = NUMBER.fullmatch(words[0])
-    if not number:
-        if val_loss is not None:
-            raise ValueError(f"{' '.join(words)!r:.80} is no step:N/TOTAL with whole numbers")
-        return
+    if not number and loss_text is not None:
+        raise ValueError(f"{' '.join(words)!r:.80} is no step:N/TOTAL with whole numbers")
+    if not number or not named.keys() & LOSSES_AND_TIMES:
+        return None
     if [name for name, _ in pairs].count("val_loss") > 1:
-        raise ValueError(f"{' '.join(words)!r:.80} has two val_loss: give the other its own name")
-    step, total = int(number[1]), int(number[2]) if number[2] else None
-    declared = bool(traces) and traces[-1].numbers[-1][1] is not None
-    if val_loss is None and (not named.keys() & LOSSES_AND_TIMES or (declared and total is None)):
-        return
-    if not traces or (step == 0 and traces[-1].numbers[-1][0] > 0):
-        traces.append(Trace(source, seed, [], [], set()))
-    traces[-1].numbers.append((step, total))
+        raise ValueError(f"{' '.join(words)!r:.80} has two val_loss: rename one of the losses")
+    loss = None if loss_text is None else float(loss_text)
+    if loss is not None and loss <= 0:
+        raise ValueError(f"val_loss {loss}: a loss is above 0")
     ms, time = None, named.get("train_time")
     if time is not None:  # 6009ms or 6.009s
         ms = float(time[:-2]) if time.endswith("ms") else 1000 * float(time.removesuffix("s"))
-    if val_loss is not None:
-        loss = float(val_loss)
-        if loss <= 0:
-            raise ValueError(f"val_loss {loss}: a loss is above 0")
-        traces[-1].validations.append(Validation(step, loss, ms))
-        others = {name for name in named if name.startswith("val_") and name.endswith("loss")}
-        traces[-1].others.update(others - {"val_loss"})
+    others = {name for name in named if name.startswith("val_") and name.endswith("loss")}
+    step, total = int(number[1]), int(number[2]) if number[2] else None
+    return StepLine(step, total, ms, loss, others - {"val_loss"})
 
 
 def read_environment(lines: Sequence[str]) -> dict[str, Any]:

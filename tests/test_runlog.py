@@ -348,13 +348,13 @@ def test_an_example_of_a_prefixed_line_in_a_source_takes_nothing_from_the_log():
 
 def test_a_prefix_that_is_not_known_is_named():
     lines = "".join(f"node7 | out | {line}\n" for line in LINES.splitlines())
-    with pytest.raises(LogError, match=r"'node7 \| out \| ' stands before its step lines"):
+    with pytest.raises(LogError, match=r"its step lines begin with 'node7 \| out \| '"):
         read(lines)
 
 
 @pytest.mark.parametrize("note", [
     "step:100 note val_loss_lm:3.1", "step:0 note", "step:100/100 checkpoint:saved",
-    "step:100 train_time:6009ms",
+    "step:100 train_time:6009ms", "step:0 train_time:6009ms",
 ])  # fmt: skip
 def test_a_note_after_the_last_validation_changes_nothing(note):
     assert read(f"{LOG}{note}\n") == read(LOG)
