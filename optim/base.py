@@ -10,6 +10,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     method (`_method`). process_group: None for one process. Gradients are summed over the ranks
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
     that are already reduced: these are only divided. compiled: whether to compile `new_values`;
-    None: only on CUDA. State is kept in buckets: read it with `named_state` or `state_dict`.
+    None: only on CUDA. State is kept in buckets: read it with `named_state` or `state_dict`. Groups
+    and parameters may change until the first step, see `_follow`.
     `failed` (parameters,) counts the matrices that the last step left as they were, see
     `new_values`; the first one of all steps is a warning on rank 0.
     """
@@ -106,10 +108,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise TypeError(f"{type(self).__name__} cannot be copied; copy its state_dict() instead")
 
     def _build(self) -> None:
-        """Cut parameters, give parts to ranks, allocate state. Collective.
+        """Cut parameters, give parts to ranks, allocate state. All ranks must do the same.
 
-        ValueError for what cannot be stepped.
+        ValueError, with nothing changed, for what cannot be stepped.
         """
+        members = self._members()
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         if not group_of:
             raise ValueError(f"{type(self).__name__} got groups without parameters; leave it out")
@@ -123,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("two parameters have one name; state is kept by name: rename one")
         self.ranks = ranks_of(names, self._process_group)
         self._group_of, self._names = group_of, names
-        self._built = self._members()
+        self._built, self._stepped = members, False
         first = next(iter(names))
         self._device, self._sharded = first.device, is_sharded(first)
         self.messages: list[Message] = []
@@ -131,6 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._local: list[Bucket] = []  # whose gradients and weights need no message
         self._parts: dict[Tensor, list[Part]] = {}
         alike: dict[torch.dtype, list[Part]] = {}
+        self.state.clear()
         for number, (param, group) in enumerate(group_of.items()):
             # Names alone. torch.distributed.checkpoint would step an optimizer that has no state.
             self.state[param] = dict.fromkeys(self._states(param, group))
@@ -142,14 +146,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._failed_ever, self._warned = torch.zeros_like(self.failed), False
         pinned = first.device.type == "cuda"  # to be copied into without a wait
         self._heard = torch.zeros(len(names), dtype=torch.float32, pin_memory=pinned)
-
-    def _members(self) -> list[tuple[Any, ...]]:
-        """What parts are cut by: the groups, and how their parameters are stored."""
-        return [
-            (id(group), id(p), p.shape, p.dtype, p.device, p.is_contiguous())
-            for group in self.param_groups
-            for p in group["params"]
-        ]
 
     def _cut(self, number: int, param: Tensor, group: dict[str, Any]) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
@@ -187,6 +183,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buckets += buckets
         return buckets
 
+    # ---- groups and parameters that change
+
+    def _members(self) -> list[tuple[Any, ...]]:
+        """What parts are cut by: shapes first, the groups, and how parameters are stored."""
+        return [
+            (p.shape, id(group), id(p), p.dtype, p.device, p.is_contiguous())
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+
+    def _follow(self, *, loading: bool = False) -> bool:
+        """Build again if groups or parameters changed before the first step; whether all is built.
+
+        `add_param_group` and `model.to` change them, and accelerate, which exchanges parameters for
+        those of fully_shard. loading: all state will be replaced, so steps do not matter.
+        ValueError if state belongs to a parameter that is no longer where it was.
+        """
+        if self._members() == self._built:
+            return True
+        if loading or not self._stepped:
+            self._build()
+            return True
+        now, shapes = params_of(self), [shape for shape, *_ in self._built]
+        if len(now) < len(shapes) or any(
+            new.shape != shape or (new is not old and new in self._names)
+            for new, old, shape in zip(now, self._names, shapes, strict=False)  # more are late ones
+        ):
+            what = f"parameters of {type(self).__name__} were removed, moved or reshaped"
+            fix = "put them back (without a gradient they are not stepped), or reset() it"
+            raise ValueError(f"{what} after a step; {fix}, which forgets all state")
+        return False
+
     # ---- a step
 
     @run_eagerly  # in a compiled caller, dicts keyed by parameters would go stale without a word
@@ -214,10 +242,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def launch(self) -> None:
-        """Send all gradients to their owners. Messages are the same if a gradient is missing."""
-        if self._members() != self._built:
-            what = f"{type(self).__name__} was built before its groups or parameters changed"
-            raise ValueError(f"{what}; convert a model first, then build it from all groups")
+        """Send all gradients to their owners. Messages are the same if a gradient is missing.
+
+        ValueError if groups or parameters changed after a step.
+        """
+        if not self._follow():
+            what = f"groups or parameters of {type(self).__name__} changed after a step"
+            fix = "optimizer.load_state_dict(optimizer.state_dict()) takes its state along"
+            raise ValueError(f"{what}; {fix}")
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
         self._waits = [message.reduce() for message in self.messages]
@@ -250,6 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.failed = torch.zeros_like(self.failed)
         if self._device.type in READ_AT_ONCE and not ok:
             return
+        self._stepped = True
         taken = self._present & ok  # which parameters to step
         for bucket in self._local:
             self._step(bucket, taken)
@@ -324,13 +357,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""
-        count = sum(param.numel() for param in self._names)
-        return f"{type(self).__name__}: {count:,} parameters on {self.ranks.size} rank(s)"
+        self._follow()
+        total = sum(param.numel() for param in self._names)
+        return f"{type(self).__name__}: {total:,} parameters on {self.ranks.size} rank(s)"
 
     # ---- state
 
     def reset(self) -> None:
         """Set all state to zero, in place."""
+        self._stepped = False
         for bucket in self.buckets:
             for tensor in bucket.state.values():
                 tensor.zero_()
@@ -347,6 +382,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Collective: all ranks must exhaust it.
         """
+        self._follow()
         for param, kind, state in self._shapes():
             whole = torch.zeros(state.shape, dtype=state.dtype, device=param.device)
             for part in self._parts[param]:
@@ -362,8 +398,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Load a `named_state` of any world size and grouping, converted to the dtypes here.
 
-        ValueError, with nothing changed, if names or shapes differ.
+        ValueError, with nothing loaded, if names or shapes differ.
         """
+        self._follow(loading=True)
         shapes = {f"{self._names[p]}.{kind}": tuple(s.shape) for p, kind, s in self._shapes()}
         wrong = [f"lacks {name}" for name in shapes if name not in tensors]
         wrong += [f"has an unknown {name}" for name in tensors if name not in shapes]
@@ -381,6 +418,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if given is None:
                 continue
             given = whole(given, self._device)
+            self._stepped = self._stepped or bool(given.any())
             for part in self._parts[param]:
                 if part.bucket is not None:
                     stacked = part.bucket.state[kind][part.place]
@@ -391,13 +429,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         State shaped as a sharded parameter is a DTensor, sharded alike.
         """
+        self._follow()
         numbers = {param: number for number, param in enumerate(self._names)}
         state: dict[int, dict[str, Tensor]] = {}
         for (param, kind, _), (_, tensor) in zip(self._shapes(), self.named_state(), strict=True):
             if self._sharded and tensor.shape == param.shape:
                 tensor = shards_of(tensor, param)
             state.setdefault(numbers[param], {})[kind] = tensor
-        return {"state": state, "param_groups": copy.deepcopy(super().state_dict()["param_groups"])}
+        following, groups = count(), []
+        for group in self.param_groups:  # as torch packs them
+            settings = {key: value for key, value in group.items() if key != "params"}
+            places = [next(following) for _ in group["params"]]
+            groups.append({**copy.deepcopy(settings), "params": places})
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any world size: state and group keys, by position.
@@ -405,11 +449,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Those of torch's AdamW or Muon load too, and from KellerJordan's MuonWithAuxAdam the groups
         of this kind. A parameter without state starts at zero, as there. backend, split and flatten
         stay as built, and so does what is no group key, such as scale.
-        ValueError, with nothing changed, if it does not fit, or if a saved setting means another
+        ValueError, with nothing loaded, if it does not fit, or if a saved setting means another
         step.
         """
         saved = state_dict["param_groups"]
         groups = self._own_groups(saved)
+        self._follow(loading=True)
         # Keys of parameters are numbers, or DCP's names.
         keys, others = ([key for each in of for key in each["params"]] for of in (groups, saved))
         names = dict(zip(keys, self._names.values(), strict=True))
