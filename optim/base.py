@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
+from .options import ANY, require_ranges, require_same
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
 from .state import State, names_of, params_of
 from .update import compiled_values, new_values, stack
@@ -35,8 +36,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     method (`_method`). process_group: None for one process. Gradients are summed over the ranks
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
     that are already reduced: these are only divided. compiled: whether to compile `new_values`;
-    None: only on CUDA. State is kept in buckets: read it with `named_state` or `state_dict`. Groups
-    and parameters may change until the first step, see `_follow`.
+    None: only on CUDA. others: options of torch's optimizers, see `_means_the_same`. State is kept
+    in buckets: read it with `named_state` or `state_dict`. Groups and parameters may change until
+    the first step, see `_follow`.
     `failed` (parameters,) counts the matrices that the last step left as they were, see
     `new_values`; the first one of all steps is a warning on rank 0.
     """
@@ -57,7 +59,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         grad_divisor: float = 1,
         compiled: bool | None = None,
+        **others: Any,
     ):
+        name = type(self).__name__
+        if unknown := others.keys() - self._means_the_same(defaults).keys():
+            raise TypeError(f"{name} has no option {min(unknown)}; help({name}) lists its options")
+        self._others = others
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
         self._process_group = process_group
         super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
@@ -77,18 +84,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The method, its fixed options, and its rates, which may change at every step."""
         raise NotImplementedError
 
-    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-        """Keys of other optimizers' groups, with the values under which they step as this one."""
-        return {"maximize": (False,), "amsgrad": (False,), "use_muon": (True, False)}
+    def _means_the_same(self, group: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
+        """Options of other optimizers, with the values under which these step as this one."""
+        ignored = dict.fromkeys(("fused", "foreach", "capturable"), ANY)  # ways to one result
+        only_false = dict.fromkeys(("maximize", "amsgrad", "differentiable"), (False,))
+        return {**ignored, **only_false, "use_muon": (not self.elementwise,)}
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Raise ValueError for a parameter or a setting of its group that cannot work."""
-        for setting, (least, bound) in self.RANGES.items():
-            given = group[setting]
-            values = given if isinstance(given, (tuple, list)) else [given]
-            if not all(least <= value < bound for value in values):
-                rule = f"{setting} must be in [{least}, {bound})"
-                raise ValueError(f"{rule}, got {given!r} for parameter {name}")
+        where = f"for parameter {name}"
+        require_ranges(group, self.RANGES, where)
+        given = {**self._others, **group}
+        require_same(given, self._means_the_same(group), type(self).__name__, where)
         if common := {"cautious", "dtype", "grad_divisor", "nesterov", "scale"} & group.keys():
             fix = f"give it to {type(self).__name__} itself, if it has it"
             raise ValueError(f"{min(common)} of parameter {name} is not set by group; {fix}")
@@ -219,9 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @run_eagerly  # in a compiled caller, dicts keyed by parameters would go stale without a word
     @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, ok: Tensor | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, ok: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient on any rank. Returns the closure's loss.
 
         Collective. Gradients are not changed. ok: given by a guard, which calls launch, measure and
@@ -486,14 +491,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
         for group in groups:
-            for key, allowed in self._means_the_same(group).items():
-                if key in group and (value := group.pop(key)) not in allowed:
-                    need = f"one of {allowed}" if allowed else "absent"
-                    what = f"the state has {key}={value!r}, which {type(self).__name__} does not do"
-                    raise ValueError(f"{what}; to load it, {key} must be {need}")
+            same = self._means_the_same(group)
+            require_same(group, same, type(self).__name__, "of the state")
+            for key in same.keys() & group.keys():
+                del group[key]
         return groups
-
-
-def decay_of(group: dict[str, Any]) -> Any:
-    """The share of the weights that a step takes away, or None."""
-    return group["lr"] * group["weight_decay"] * group["wd_mul"] if group["weight_decay"] else None
