@@ -4,7 +4,8 @@ accelerate exchanges the parameters for FSDP2; add_param_group and model.to chan
 ranks and fully_shard: tests/test_optim_ranks.py.
 """
 
-from functools import partial
+import gc
+import weakref
 
 import pytest
 import torch
@@ -62,6 +63,10 @@ def remove_one(optimizer):
     optimizer.param_groups[0]["params"].pop(0)
 
 
+def remove_the_last(optimizer):
+    optimizer.param_groups[0]["params"].pop()
+
+
 def reorder(optimizer):
     optimizer.param_groups[0]["params"].reverse()
 
@@ -72,7 +77,7 @@ def reshape(optimizer):
     param.data = param.data.repeat(1, 2)
 
 
-MOVES = [remove_one, reorder, reshape]
+MOVES = [remove_one, remove_the_last, reorder, reshape]
 
 
 def built_anew(optimizer, kind):
@@ -199,7 +204,17 @@ def test_a_state_that_was_loaded_before_an_exchange_is_not_lost_silently():
     assert_same(dict(optimizer.named_state()), dict(saved.named_state()))
 
 
-@pytest.mark.parametrize("kind", [Muon, partial(Muon, weight_decay=0.1)])
+@KINDS
+def test_exchanged_parameters_are_freed_by_the_first_step(kind):
+    optimizer = kind(parameters(*SHAPES), 0.1)
+    old = [weakref.ref(param) for param in members(optimizer)]
+    exchange(optimizer)
+    train(optimizer, [0])
+    gc.collect()
+    assert not any(reference() is not None for reference in old)
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
 def test_a_parameter_that_its_optimizer_cannot_step_is_refused_before_the_step(kind):
     optimizer = kind(parameters((4, 8)), 0.1)
     late = parameters((9,))
