@@ -24,7 +24,7 @@ install() { # install the requirements in $1 into .venv; .venv/$1 holds those in
     if [[ -x $VENV_PYTHON ]] && cmp -s "$1" ".venv/$1"; then return; fi
     if ! "$VENV_PYTHON" -m pip --version >/dev/null 2>&1; then
         "$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-            stop "$python is no Python 3.11 or newer with venv (Debian: python3-venv); set PYTHON"
+            stop "$python is not Python 3.11 or newer with venv (Debian: python3-venv); set PYTHON"
         "$python" -m venv --clear .venv || stop "cannot make $PWD/.venv"
     fi
     echo "installing $1, a minute or more; torch's own wheel for Linux brings CUDA, several GB:"
@@ -102,5 +102,5 @@ check_code() { # pytest comes last, so that its closing line ends the output
 case ${1:-} in
     test) check_code "${@:2}" ;;
     -* | "") train "$@" ;;
-    *) stop "$1 is no command: ./run.sh test runs the tests, flags of a run begin with --" ;;
+    *) stop "$1 is not a command: ./run.sh test runs the tests, flags of a run begin with --" ;;
 esac

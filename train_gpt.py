@@ -1344,12 +1344,13 @@ def require_ranks(config: Config, machine: Machine) -> None:
         Order(config.seq_len, None, config.data_start, batches).check(machine.world_size)
     except ValueError as error:
         hint = " torch finds no GPU here, so the default is --track tiny; on GPUs it is short."
-        raise Refused(f"{error}{hint if machine.device.type == 'cpu' else ''}") from None
+        default = config.track == "tiny" and machine.device.type == "cpu"
+        raise Refused(f"{error}{hint if default else ''}") from None
 
 
 def require_text(config: Config) -> None:
     """Build the text of `tiny` and `small` where it is missing. ValueError if that fails."""
-    if config.data_dir == SMALL["data_dir"]:
+    if Path(config.data_dir) == Path(SMALL["data_dir"]):
         try:
             prose.ensure(Path(config.data_dir))
         except (ImportError, OSError) as error:

@@ -202,7 +202,7 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
 
     Each notes Holm's p over all that was tried; an arm without a test counts as one that failed.
     """
-    sources = {run.source for run in runs if run.complete}
+    sources = {run.source for run in runs if run.complete or run.stop}
     tried: Sequence[int | None] = sorted(set(steps)) or [None]
     arms = []
     for name, group in named_arms(runs):
@@ -226,9 +226,11 @@ def judge_arm(
     target: None takes that of the logs, and is a LogError where they have none. NaN is for an arm
     that is only compared.
     """
-    counted, repeats = leave_out_repeats([run for run in runs if run.counts])
+    stop = common_stop(runs)
+    at_step = stop if at_step is None else at_step
+    counted, repeats = leave_out_repeats([run for run in runs if counts_at(run, at_step)])
     counted.sort(key=lambda run: -1 if run.seed is None else run.seed)
-    left_out = [(run, run.left_out) for run in runs if not run.counts]
+    left_out = [(run, run.left_out) for run in runs if not counts_at(run, at_step)]
     judged, points = [], []
     for run in counted:
         at = [point for point in run.validations if at_step in (None, point.step)]
@@ -246,6 +248,14 @@ def judge_arm(
     if any(run.end.get("status") == "nonfinite" for run in runs):
         arm.passes = False  # which runs count must not depend on their losses
         arm.warnings.append("a run diverged, so the mean of the others says too little")
+    stops = sorted({run.stop for run in runs if run.stop is not None})
+    if stop is not None and at_step == stop:
+        arm.warnings.append(f"all runs stop at step {stop} of {runs[0].total_steps}: judged there")
+    elif stops and not points:
+        steps = ", ".join(map(str, stops))
+        arm.warnings.append(f"runs stop at step {steps}: choose the step to judge with --at-step")
+    if others := sorted({name for run in judged for name in run.other_losses}):
+        arm.warnings.append(f"the losses are val_loss, not {' or '.join(others)}")
     if track_of(runs[0]) in STEPS_TRACKS and points:
         value, passes = stats.steps_rule(arm.losses, target)
         rule = f"(target - mean) * sqrt(n) = {value:.5f}, {'pass' if passes else 'fail'}"
@@ -253,10 +263,25 @@ def judge_arm(
     return arm
 
 
+def common_stop(runs: Sequence[Run]) -> int | None:
+    """The step before the declared total at which all these runs stop, if it is one.
+
+    Track 3 allows such a stop. If runs stop at different steps, each may have stopped where its
+    loss was low, so none is chosen here.
+    """
+    stops = {run.stop for run in runs}
+    return stops.pop() if len(stops) == 1 else None
+
+
+def counts_at(run: Run, step: int | None) -> bool:
+    """Whether a run counts at a step, or at its end: one that stopped counts up to there."""
+    return run.counts or (step is not None and run.stop is not None and step <= run.stop)
+
+
 def origin_warnings(runs: Sequence[Run]) -> list[str]:
     """Signs that runs were selected."""
     warnings = []
-    if any(run.complete and run.source is None for run in runs):
+    if any((run.complete or run.stop) and run.source is None for run in runs):
         warnings.append("the logs do not hold their source: nothing shows that it is the same")
     claims = sorted({str(run.header.get("claim")) for run in runs if run.header})
     if len(claims) > 1:
@@ -273,16 +298,16 @@ def origin_warnings(runs: Sequence[Run]) -> list[str]:
 def read_arm(path: str) -> ArmVerdict:
     """The arm in a folder or file. LogError unless it is exactly one."""
     runs, errors = read_all([path])
-    arms = named_arms([run for run in runs if run.counts])
-    if len(arms) != 1:
+    arms = named_arms([run for run in runs if run.counts] or [run for run in runs if run.stop])
+    arm = judge_arm(path, runs) if len(arms) == 1 else None
+    if arm is None or not arm.runs:
         rule = f"{path} holds no run that counts"
-        if arms:
+        if len(arms) > 1:
             rule = (f"{path} holds {len(arms)} arms where one is needed: copy the logs of one to a "
                     "folder, or make each in its own --log-dir")  # fmt: skip
         left_out = [f"{name_of(run)}: {run.left_out}" for run in runs if not run.counts]
         found = [*(name for name, _ in arms), *left_out, *map(str, errors)]
         raise LogError("\n  ".join([rule, *found]))
-    arm = judge_arm(path, runs)
     arm.warnings += [f"left out: {error}" for error in errors]
     return arm
 

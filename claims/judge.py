@@ -110,8 +110,11 @@ class Arm(NamedTuple):
 
 
 def require_comparable(arms: Sequence[Arm], metric: str) -> None:
-    """Refuse arms whose figures do not mean the same."""
+    """Refuse arms whose figures do not mean the same, and arms that are one."""
     a, b = arms
+    if (a.config_sha256, a.source_sha256) == (b.config_sha256, b.source_sha256):
+        raise Refused("A and B have the same source and settings. Give --b FLAGS, or --a-source of "
+                      "the source to beat.")  # fmt: skip
     for name in (*ALWAYS_SHARED, *SHARED[metric]):
         mine, other = a.config.get(name), b.config.get(name)
         if mine != other and None not in (mine, other):  # older sources lack some
@@ -150,10 +153,11 @@ def figure(run: Run, metric: str) -> float:
     return run.validations[-1].loss
 
 
-def compare_new_tokens(folder: Path, arms: Sequence[Arm]) -> stats.Difference:
+def compare_new_tokens(folder: Path, arms: Sequence[Arm], seeds: range) -> stats.Difference:
     """B - A of the loss on new tokens, by the best measure that the runs of both arms have."""
     for measure in NEW_TOKENS:
-        a, b = (figures(folder, arm, measure) for arm in arms)
+        found = [figures(folder, arm, measure) for arm in arms]
+        a, b = ({seed: each[seed] for seed in seeds} for each in found)
         if all(map(math.isfinite, [*a.values(), *b.values()])):
             break
     return stats.paired_by_seed(b, a)

@@ -80,6 +80,8 @@ class Run:
     checkpoints: list[tuple[int, str]] = field(default_factory=list)  # step, SHA-256 of checksums
     end: dict[str, Any] = field(default_factory=dict)  # the last end line
     unfinished: str | None  # why the run did not go to its end; None if it did
+    stop: int | None = None  # where a text log ends with a validation before its declared total
+    other_losses: tuple[str, ...] = ()  # that a text log prints next to val_loss, by their names
 
     @property
     def complete(self) -> bool:
@@ -155,3 +157,15 @@ def why_unfinished(
     if step > total:
         return f"step {step} of {total}"
     return None
+
+
+def early_stop(
+    numbers: Sequence[tuple[int, int | None]], validations: Sequence[Validation]
+) -> int | None:
+    """The step of a validation that ends an orderly log before its declared total, if one does."""
+    totals = {total for _, total in numbers}
+    if len(totals) > 1 or None in totals or not validations:
+        return None
+    step, total = validations[-1].step, numbers[-1][1]
+    shorter = [(number, step) for number, _ in numbers]
+    return step if 0 < step < (total or 0) and not why_unfinished(shorter, validations) else None

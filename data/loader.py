@@ -297,8 +297,8 @@ def held_out_tokens(files: Files, settings: Settings) -> tuple[Tokens, int]:
     The tokens are at most as many as in validation, with the one before them; none for other texts.
     """
     shard = Shard(files[-1])
-    known = settings["val_sha256"] and PROSE.startswith(settings["val_sha256"])
-    if not known or len(shard) <= HELD_OUT:
+    known = settings["val_sha256"] and PROSE.startswith(settings["val_sha256"]) and len(files) == 1
+    if not known or len(shard) <= HELD_OUT or settings["val_seq_len"] > HELD_OUT:
         return shard[:0], 0
     first, count = len(shard) - HELD_OUT - 1, min(HELD_OUT, settings["val_tokens"])
     return shard[first : first + count + 1], HELD_OUT

@@ -1,16 +1,16 @@
 """AdamW: Adam with decoupled weight decay, on one or many ranks."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import Method, ShardedOptimizer, State, decay_of
+from .base import Method, ShardedOptimizer, State
 from .buckets import Bucket, widest
 from .sharded import is_sharded, shard_length
-from .update import descend
+from .update import decay_of, descend
 
 LARGE = 2**15  # elements; from here on every rank owns a share of the parameter
 
@@ -42,7 +42,8 @@ class AdamW(ShardedOptimizer):
     lr' = lr lr_mul sqrt(1 - beta2^t) / (1 - beta1^t). Group keys: lr, lr_mul, betas, eps,
     weight_decay, wd_mul. Computes in float32 at least. cautious: no decay where it works against
     the step. State, on the owning rank only: exp_avg and exp_avg_sq, as the parameter, and step (),
-    int64. ValueError for an impossible setting.
+    int64. Options of torch's AdamW that change no step, such as fused, are ignored. ValueError for
+    an impossible setting.
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "eps": (0, float("inf")), "betas": (0, 1)}
@@ -53,7 +54,6 @@ class AdamW(ShardedOptimizer):
         self,
         params: Iterable[Any],
         lr: float,
-        *,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -76,7 +76,7 @@ class AdamW(ShardedOptimizer):
         moment, counter = State(param.shape, (-1,), param.dtype), State((), (1,), torch.int64)
         return {"step": counter, "exp_avg": moment, "exp_avg_sq": moment}
 
-    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    def _means_the_same(self, group: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
         decoupled = (True,) if group.get("weight_decay") else (True, False)  # torch's Adam: False
         return super()._means_the_same(group) | {"decoupled_weight_decay": decoupled}
 

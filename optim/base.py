@@ -10,6 +10,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from torch._compile import _disable_dynamo as run_eagerly
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
+from .options import ANY, require_ranges, require_same
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
 from .state import State, names_of, params_of
 from .update import compiled_values, new_values, stack
@@ -34,7 +36,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     method (`_method`). process_group: None for one process. Gradients are summed over the ranks
     and divided once by grad_divisor. Parameters of fully_shard bring their own ranks, and gradients
     that are already reduced: these are only divided. compiled: whether to compile `new_values`;
-    None: only on CUDA. State is kept in buckets: read it with `named_state` or `state_dict`.
+    None: only on CUDA. others: options of torch's optimizers, see `_means_the_same`. State is kept
+    in buckets: read it with `named_state` or `state_dict`. Groups and parameters may change until
+    the first step, see `_follow`.
     `failed` (parameters,) counts the matrices that the last step left as they were, see
     `new_values`; the first one of all steps is a warning on rank 0.
     """
@@ -55,7 +59,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         grad_divisor: float = 1,
         compiled: bool | None = None,
+        **others: Any,
     ):
+        name = type(self).__name__
+        if unknown := others.keys() - self._means_the_same(defaults).keys():
+            raise TypeError(f"{name} has no option {min(unknown)}; help({name}) lists its options")
+        self._others = others
         self.cautious, self.grad_divisor, self.compiled = cautious, grad_divisor, compiled
         self._process_group = process_group
         super().__init__(params, {**defaults, "lr_mul": 1.0, "wd_mul": 1.0})
@@ -75,18 +84,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The method, its fixed options, and its rates, which may change at every step."""
         raise NotImplementedError
 
-    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-        """Keys of other optimizers' groups, with the values under which they step as this one."""
-        return {"maximize": (False,), "amsgrad": (False,), "use_muon": (True, False)}
+    def _means_the_same(self, group: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
+        """Options of other optimizers, with the values under which these step as this one."""
+        ignored = dict.fromkeys(("fused", "foreach", "capturable"), ANY)  # ways to one result
+        only_false = dict.fromkeys(("maximize", "amsgrad", "differentiable"), (False,))
+        return {**ignored, **only_false, "use_muon": (not self.elementwise,)}
 
     def _check(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Raise ValueError for a parameter or a setting of its group that cannot work."""
-        for setting, (least, bound) in self.RANGES.items():
-            given = group[setting]
-            values = given if isinstance(given, (tuple, list)) else [given]
-            if not all(least <= value < bound for value in values):
-                rule = f"{setting} must be in [{least}, {bound})"
-                raise ValueError(f"{rule}, got {given!r} for parameter {name}")
+        where = f"for parameter {name}"
+        require_ranges(group, self.RANGES, where)
+        given = {**self._others, **group}
+        require_same(given, self._means_the_same(group), type(self).__name__, where)
         if common := {"cautious", "dtype", "grad_divisor", "nesterov", "scale"} & group.keys():
             fix = f"give it to {type(self).__name__} itself, if it has it"
             raise ValueError(f"{min(common)} of parameter {name} is not set by group; {fix}")
@@ -106,10 +115,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise TypeError(f"{type(self).__name__} cannot be copied; copy its state_dict() instead")
 
     def _build(self) -> None:
-        """Cut parameters, give parts to ranks, allocate state. Collective.
+        """Cut parameters, give parts to ranks, allocate state. All ranks must do the same.
 
-        ValueError for what cannot be stepped.
+        ValueError, with nothing changed, for what cannot be stepped.
         """
+        members = self._members()
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         if not group_of:
             raise ValueError(f"{type(self).__name__} got groups without parameters; leave it out")
@@ -123,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("two parameters have one name; state is kept by name: rename one")
         self.ranks = ranks_of(names, self._process_group)
         self._group_of, self._names = group_of, names
-        self._built = self._members()
+        self._built, self._stepped = members, False
         first = next(iter(names))
         self._device, self._sharded = first.device, is_sharded(first)
         self.messages: list[Message] = []
@@ -131,6 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._local: list[Bucket] = []  # whose gradients and weights need no message
         self._parts: dict[Tensor, list[Part]] = {}
         alike: dict[torch.dtype, list[Part]] = {}
+        self.state.clear()
         for number, (param, group) in enumerate(group_of.items()):
             # Names alone. torch.distributed.checkpoint would step an optimizer that has no state.
             self.state[param] = dict.fromkeys(self._states(param, group))
@@ -142,14 +153,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._failed_ever, self._warned = torch.zeros_like(self.failed), False
         pinned = first.device.type == "cuda"  # to be copied into without a wait
         self._heard = torch.zeros(len(names), dtype=torch.float32, pin_memory=pinned)
-
-    def _members(self) -> list[tuple[Any, ...]]:
-        """What parts are cut by: the groups, and how their parameters are stored."""
-        return [
-            (id(group), id(p), p.shape, p.dtype, p.device, p.is_contiguous())
-            for group in self.param_groups
-            for p in group["params"]
-        ]
 
     def _cut(self, number: int, param: Tensor, group: dict[str, Any]) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
@@ -187,13 +190,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buckets += buckets
         return buckets
 
+    # ---- groups and parameters that change
+
+    def _members(self) -> list[tuple[Any, ...]]:
+        """What parts are cut by: shapes first, the groups, and how parameters are stored."""
+        return [
+            (p.shape, id(group), id(p), p.dtype, p.device, p.is_contiguous())
+            for group in self.param_groups
+            for p in group["params"]
+        ]
+
+    def _follow(self, *, loading: bool = False) -> bool:
+        """Build again if groups or parameters changed before the first step; whether all is built.
+
+        `add_param_group` and `model.to` change them, and accelerate, which exchanges parameters for
+        those of fully_shard. loading: all state will be replaced, so steps do not matter.
+        ValueError if state belongs to a parameter that is no longer where it was.
+        """
+        if self._members() == self._built:
+            return True
+        if loading or not self._stepped:
+            self._build()
+            return True
+        now, shapes = params_of(self), [shape for shape, *_ in self._built]
+        if len(now) < len(shapes) or any(
+            new.shape != shape or (new is not old and new in self._names)
+            for new, old, shape in zip(now, self._names, shapes, strict=False)  # more are late ones
+        ):
+            what = f"parameters of {type(self).__name__} were removed, moved or reshaped"
+            fix = "put them back (without a gradient they are not stepped), or reset() it"
+            raise ValueError(f"{what} after a step; {fix}, which forgets all state")
+        return False
+
     # ---- a step
 
     @run_eagerly  # in a compiled caller, dicts keyed by parameters would go stale without a word
     @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, ok: Tensor | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, ok: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient on any rank. Returns the closure's loss.
 
         Collective. Gradients are not changed. ok: given by a guard, which calls launch, measure and
@@ -214,10 +247,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def launch(self) -> None:
-        """Send all gradients to their owners. Messages are the same if a gradient is missing."""
-        if self._members() != self._built:
-            what = f"{type(self).__name__} was built before its groups or parameters changed"
-            raise ValueError(f"{what}; convert a model first, then build it from all groups")
+        """Send all gradients to their owners. Messages are the same if a gradient is missing.
+
+        ValueError if groups or parameters changed after a step.
+        """
+        if not self._follow():
+            what = f"groups or parameters of {type(self).__name__} changed after a step"
+            fix = "optimizer.load_state_dict(optimizer.state_dict()) takes its state along"
+            raise ValueError(f"{what}; {fix}")
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
         self._waits = [message.reduce() for message in self.messages]
@@ -250,6 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.failed = torch.zeros_like(self.failed)
         if self._device.type in READ_AT_ONCE and not ok:
             return
+        self._stepped = True
         taken = self._present & ok  # which parameters to step
         for bucket in self._local:
             self._step(bucket, taken)
@@ -324,13 +362,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""
-        count = sum(param.numel() for param in self._names)
-        return f"{type(self).__name__}: {count:,} parameters on {self.ranks.size} rank(s)"
+        self._follow()
+        total = sum(param.numel() for param in self._names)
+        return f"{type(self).__name__}: {total:,} parameters on {self.ranks.size} rank(s)"
 
     # ---- state
 
     def reset(self) -> None:
         """Set all state to zero, in place."""
+        self._stepped = False
         for bucket in self.buckets:
             for tensor in bucket.state.values():
                 tensor.zero_()
@@ -347,6 +387,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Collective: all ranks must exhaust it.
         """
+        self._follow()
         for param, kind, state in self._shapes():
             whole = torch.zeros(state.shape, dtype=state.dtype, device=param.device)
             for part in self._parts[param]:
@@ -362,8 +403,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Load a `named_state` of any world size and grouping, converted to the dtypes here.
 
-        ValueError, with nothing changed, if names or shapes differ.
+        ValueError, with nothing loaded, if names or shapes differ.
         """
+        self._follow(loading=True)
         shapes = {f"{self._names[p]}.{kind}": tuple(s.shape) for p, kind, s in self._shapes()}
         wrong = [f"lacks {name}" for name in shapes if name not in tensors]
         wrong += [f"has an unknown {name}" for name in tensors if name not in shapes]
@@ -381,6 +423,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if given is None:
                 continue
             given = whole(given, self._device)
+            self._stepped = self._stepped or bool(given.any())
             for part in self._parts[param]:
                 if part.bucket is not None:
                     stacked = part.bucket.state[kind][part.place]
@@ -391,13 +434,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         State shaped as a sharded parameter is a DTensor, sharded alike.
         """
+        self._follow()
         numbers = {param: number for number, param in enumerate(self._names)}
         state: dict[int, dict[str, Tensor]] = {}
         for (param, kind, _), (_, tensor) in zip(self._shapes(), self.named_state(), strict=True):
             if self._sharded and tensor.shape == param.shape:
                 tensor = shards_of(tensor, param)
             state.setdefault(numbers[param], {})[kind] = tensor
-        return {"state": state, "param_groups": copy.deepcopy(super().state_dict()["param_groups"])}
+        following, groups = count(), []
+        for group in self.param_groups:  # as torch packs them
+            settings = {key: value for key, value in group.items() if key != "params"}
+            places = [next(following) for _ in group["params"]]
+            groups.append({**copy.deepcopy(settings), "params": places})
+        return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any world size: state and group keys, by position.
@@ -405,11 +454,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Those of torch's AdamW or Muon load too, and from KellerJordan's MuonWithAuxAdam the groups
         of this kind. A parameter without state starts at zero, as there. backend, split and flatten
         stay as built, and so does what is no group key, such as scale.
-        ValueError, with nothing changed, if it does not fit, or if a saved setting means another
+        ValueError, with nothing loaded, if it does not fit, or if a saved setting means another
         step.
         """
         saved = state_dict["param_groups"]
         groups = self._own_groups(saved)
+        self._follow(loading=True)
         # Keys of parameters are numbers, or DCP's names.
         keys, others = ([key for each in of for key in each["params"]] for of in (groups, saved))
         names = dict(zip(keys, self._names.values(), strict=True))
@@ -441,14 +491,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
         for group in groups:
-            for key, allowed in self._means_the_same(group).items():
-                if key in group and (value := group.pop(key)) not in allowed:
-                    need = f"one of {allowed}" if allowed else "absent"
-                    what = f"the state has {key}={value!r}, which {type(self).__name__} does not do"
-                    raise ValueError(f"{what}; to load it, {key} must be {need}")
+            same = self._means_the_same(group)
+            require_same(group, same, type(self).__name__, "of the state")
+            for key in same.keys() & group.keys():
+                del group[key]
         return groups
-
-
-def decay_of(group: dict[str, Any]) -> Any:
-    """The share of the weights that a step takes away, or None."""
-    return group["lr"] * group["weight_decay"] * group["wd_mul"] if group["weight_decay"] else None

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Method, ShardedOptimizer, State, decay_of
+from .base import Method, ShardedOptimizer, State
 from .buckets import Bucket
-from .orthogonalize import CPU_BATCH_BYTES, Choice, choose, native_dtype, orthogonalized
-from .update import descend
+from .options import ANY
+from .orthogonalize import CPU_BATCH_BYTES, METHODS, Choice, choose, native_dtype, orthogonalized
+from .update import decay_of, descend
 
 # Factor on the step of a matrix, by its stored shape (rows, cols).
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -105,8 +106,9 @@ class Muon(ShardedOptimizer):
     (see `choose`), split (matrices packed in one, below), flatten (filters of convolutions
     (outputs, inputs, ...) are stepped as matrices (outputs, all others)). scale: "spectral" or
     "rms". cautious: no decay where it works against the step. dtype of the products; None: bf16
-    where native. State, on the owning rank only: momentum, shaped as the parameter. ValueError for
-    an impossible setting or a backend that cannot run.
+    where native. State, on the owning rank only: momentum, shaped as the parameter. Options of
+    torch's Muon that change no step, such as ns_steps=5, are ignored. ValueError for an impossible
+    setting or a backend that cannot run.
 
     split is the number of equal matrices, 4 for Q, K, V, O as (C, 4C), or a tuple of their rows,
     (768, 128, 128) for Q, K and V of unequal heights. A tuple that adds up to the longer side
@@ -122,10 +124,10 @@ class Muon(ShardedOptimizer):
         self,
         params: Iterable[Any],
         lr: float,
-        *,
+        weight_decay: float = 0.0,
         momentum: float = 0.95,
         nesterov: bool = True,
-        weight_decay: float = 0.0,
+        *,
         scale: str = "spectral",
         split: Split = None,
         flatten: bool = False,
@@ -153,12 +155,17 @@ class Muon(ShardedOptimizer):
         for _, rows, cols in matrix_shapes(shape, group["split"]):
             self._choice(param, group, rows, cols)
 
-    def _means_the_same(self, group: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    def _means_the_same(self, group: Mapping[str, Any]) -> dict[str, tuple[Any, ...] | None]:
         scales = {"spectral": (None, "original"), "rms": ("match_rms_adamw",)}
-        same = {"nesterov": (self.nesterov,), "adjust_lr_fn": scales[self.scale]}
-        # The method stays as built. SGD, which has a dampening, does not average its momentum.
-        methods = {key: (group.get(key),) for key in ("ns_coefficients", "ns_steps", "eps")}
-        return {"dampening": ()} | super()._means_the_same(group) | same | methods
+        same: dict[str, Any] = {"nesterov": (self.nesterov,), "adjust_lr_fn": scales[self.scale]}
+        same |= dict.fromkeys(("ns_steps", "ns_coefficients"), ANY)
+        if group.get("method") in METHODS:  # a saved group of torch has none: it stays as built
+            iterations = METHODS[group["method"]].coefficients
+            same["ns_steps"] = (len(iterations),)
+            same["ns_coefficients"] = iterations[:1] if len({*iterations}) == 1 else ()
+        # Matrices are scaled before their norm is taken, which an eps then cannot change. SGD,
+        # which has a dampening, does not average its momentum.
+        return {"dampening": (), "eps": ANY} | super()._means_the_same(group) | same
 
     def _choice(self, param: Tensor, group: dict[str, Any], rows: int, cols: int) -> Choice:
         dtype = self.dtype or native_dtype(param.device)

@@ -1,7 +1,7 @@
 """The update of stacked parts: runs a method; a flag or a fault keeps old values."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ def compiled_values() -> Callable[..., Any]:
 def stack(tensors: list[Tensor]) -> Tensor:
     """Join parts (n, ...) along their first dimension. A single part is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def decay_of(group: Mapping[str, Any]) -> Any:
+    """The share of the weights that a step takes away, or None."""
+    return group["lr"] * group["weight_decay"] * group["wd_mul"] if group["weight_decay"] else None
 
 
 def descend(weights: Tensor, step: Tensor, decay: Any, cautious: bool) -> Tensor:

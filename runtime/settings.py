@@ -132,7 +132,8 @@ def reader(read: Callable[[str], Any], rule: str, auto: bool = False) -> Callabl
 
 # Flags, and values of flags, that went. Commit 759f432 has them.
 REMOVED = ("--minutes", "--quick-vals", "--copy-init", "--init-keys-as-queries", "--track medium",
-           "--recipe copyinit")  # fmt: skip
+           "--recipe copyinit", "--recipe modern", "--layers copyinit", "--layers plain4",
+           "--layers tiny", "--stages copyinit")  # fmt: skip
 
 
 def refuse_removed(argv: Sequence[str]) -> None:

@@ -201,7 +201,7 @@ def closing(trainer: Any, clock: Clock, losses: dict[int, float]) -> str:
     if config.trials > 1:
         lines.append(f"  next  {script('significance.py')} {logs} judges the runs")
     elif config.keep_model and config.checkpoint_dir == "checkpoints":  # where sample.py looks
-        lines.append(f"  next  {script('sample.py')} lets the model write")
+        lines.append(f"  next  {script('sample.py')} samples from the model")
     return "\n".join(lines)
 
 

@@ -95,11 +95,13 @@ def race(
     """
     seeds = range(first, first + plan.looks[-1])
     stops = range(1, len(seeds) + 1) if metric == "time" else plan.looks
-    ahead = max(1, sharing.at_once // len(arms)) - 1  # pairs, for cores that would be idle
+    processes = max(1, sharing.at_once // len(arms))  # of each arm
     done: Figures = read_figures(folder, arms, metric)
     for turn, stop in enumerate(stops):
         order = arms if turn % 2 == 0 else arms[::-1]
-        if any(seed not in done[arm.name] for arm in arms for seed in seeds[:stop]):
+        missing = sum(any(seed not in done[arm.name] for arm in arms) for seed in seeds[:stop])
+        if missing:  # and the next seeds, on cores that would be idle
+            ahead = -missing % processes
             done = make_runs(folder, order, metric, seeds[: stop + ahead], sharing)
         verdict = judge.decide([done["B"][seed] - done["A"][seed] for seed in seeds[:stop]], plan)
         print(f"{verdict.pairs} pairs: B - A {stats.in_words(verdict, FORM)}", file=sys.stderr)
@@ -237,7 +239,8 @@ def main(argv: list[str]) -> int:
     folder = given.out / entry["run_id"]
     with judge.alone(folder):
         verdict = race(folder, arms, plan, given.metric, entry["seed"], sharing)
-    new = judge.compare_new_tokens(folder, arms)
+    seeds = range(entry["seed"], entry["seed"] + verdict.pairs)  # a run may have come too late
+    new = judge.compare_new_tokens(folder, arms, seeds)
     if "outcome" not in entry:
         register(given.out / judge.JUDGEMENTS, "end", run_id=entry["run_id"], **verdict._asdict())
     facts = entry | verdict._asdict() | {"new_tokens": new._asdict()}

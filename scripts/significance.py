@@ -6,12 +6,16 @@
     python scripts/significance.py NEW --against OLD --margin 0.01    two arms: loss and time
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
-folder are named by what differs. A folder is read without its subfolders, but of a record its
-runs/. Logs of the track `steps` are also judged by its rule: (target - mean) * sqrt(n) reaches
-0.004. --against prints differences with 95 % intervals, of pairs where both arms have the same
-seeds, and with --margin whether the losses are equal within it; times are compared only on like
-machines. To make such runs in turn, use judge.py. Exit code: 0 every arm passes, or two are
-compared; 1 an arm fails; 2 bad input, a log that cannot be read among it.
+folder are named by what differs. A folder with run logs is read without its subfolders, but of a
+record its runs/; in a folder without any, each folder of run logs is judged by itself. Logs of the
+track `steps` are also judged by its rule: (target - mean) * sqrt(n) reaches 0.004.
+
+--against prints differences with 95 % intervals, of pairs where both arms have the same seeds, and
+with --margin whether the losses are equal within it; times are compared only on like machines. To
+make such runs in turn, use judge.py.
+
+Exit code: 0 every arm passes, or two are compared; 1 an arm fails or allows no verdict; 2 bad
+input, a log that cannot be read among it.
 """
 
 import math
@@ -25,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from scripts.command import command, make_parser, show, start
 
 from claims import arms
-from claims.logs import read_all
+from claims.logs import find_folders, read_all
 from claims.record import TRACKS
 from claims.runs import NEW_SINCE, NEW_TOKENS, shared_measure
 from runtime.errors import LogError
@@ -35,17 +39,21 @@ from view.verdicts import in_sentences
 
 def to_text(arm: arms.ArmVerdict) -> str:
     run, step = arm.first, f", at step {arm.at_step}" if arm.at_step is not None else ""
-    facts = f"source {run.source or 'unknown':.12}, steps {run.total_steps}, GPUs {run.gpu_count}"
+    steps = "not declared" if run.total_steps is None else run.total_steps
+    gpus = "unknown" if run.gpu_count is None else run.gpu_count
+    facts = f"source {run.source or 'unknown':.12}, steps {steps}, GPUs {gpus}"
     n, mean, sd, t, p, upper99 = arm.result
     figures = f"n {n}" + (f"   mean {mean:.6f}" if n else "")
     if n > 1:  # one run has no spread
         figures += f"   sd {sd:.6f}"
     if not math.isnan(p):
         figures += f"   t {t:.4f}   p {p:.3g}   99 % upper bound {upper99:.5f}"
-    word, shown = ("PASS", "shown") if arm.passes else ("FAIL", "not shown")
     lines = [f"{arm.name}: {facts}{step}", figures]
-    below = f" below {arm.target:g}" if n else ""  # without a run there is no target
-    lines.append(f"{word}: a mean loss{below} at p < {arms.ALPHA:g} is {shown}")
+    if n:
+        word, shown = ("PASS", "shown") if arm.passes else ("FAIL", "not shown")
+        lines.append(f"{word}: a mean loss below {arm.target:g} at p < {arms.ALPHA:g} is {shown}")
+    else:
+        lines.append("NO VERDICT: no run counts")
     if arm.at_step is None and (run.track in TRACKS and TRACKS[run.track].baseline):
         lines += new_tokens(arm)
     lines += [f"warning: {warning}" for warning in arm.warnings]
@@ -65,6 +73,24 @@ def new_tokens(arm: arms.ArmVerdict) -> Iterator[str]:
         mean = fmean(run.probe(measure) for run in arm.runs)
         older = "" if measure == NEW_TOKENS[0] else f", as measured before {NEW_SINCE}"
         yield f"loss on new tokens {mean:.6f}{older}; record.py verify decides on it"
+
+
+def split_families(paths: list[str]) -> tuple[list[list[Path]], list[Path]]:
+    """The paths by what is judged together, and the folders without run logs among others.
+
+    Named paths are one family. Each folder of run logs below a named one is a family of its own.
+    """
+    named: list[Path] = []
+    below: list[list[Path]] = []
+    skipped: list[Path] = []
+    for path in map(Path, paths):
+        found, without = find_folders(path) if path.is_dir() else ([path], [])
+        if found == [path]:
+            named.append(path)
+        else:
+            below += [[folder] for folder in found or [path]]
+            skipped += without if found else []
+    return [named, *below] if named else below, skipped
 
 
 @command
@@ -90,13 +116,21 @@ def main(argv: list[str]) -> int:
         facts = found._asdict() | {"loss": found.loss._asdict(), "seconds": found.seconds._asdict()}
         show(in_sentences(a, b, found), facts, given.json)
         return 0
-    runs, errors = read_all(given.paths)
-    unread = [f"not read: {error}" for error in errors]
-    if not runs:
-        raise LogError("\n".join(["no run log can be read", *map(str, errors)]))
-    verdicts = arms.judge_all(runs, given.target, given.at_step)
-    facts = {"arms": [arm.documented for arm in verdicts], "warnings": unread}
-    show("\n\n".join([*map(to_text, verdicts), *unread]), facts, given.json)
+    families, skipped = split_families(given.paths)
+    verdicts, unread = [], []
+    for family in families:
+        try:
+            runs, errors = read_all(family)
+            unread += errors
+            verdicts += arms.judge_all(runs, given.target, given.at_step)
+        except LogError as error:
+            unread.append(error)
+    if not verdicts:
+        raise LogError("\n".join(["no verdict is possible", *map(str, unread)]))
+    said = [f"not read: {error}" for error in unread]
+    said += [f"skipped: no run logs in {folder}" for folder in skipped]
+    facts = {"arms": [arm.documented for arm in verdicts], "warnings": said}
+    show("\n\n".join([*map(to_text, verdicts), *said]), facts, given.json)
     if unread:  # what a damaged log held could change the verdict
         return 2
     return 0 if all(arm.passes for arm in verdicts) else 1

@@ -211,6 +211,13 @@ def test_losses_come_side_by_side_as_cores_allow_and_times_one_by_one(
         [arm, "0"] for arm in "AB" for _ in range(4)
     ], "a process for each run"
     assert threads == ["2"] * 8
+    words = ["--b", "--gain 0.002", "--margin", "0.0001", "--pairs", "9", "--seed", "140"]
+    code, facts = judge_as_json(capsys, *words)
+    assert (code, facts["pairs"]) == (4, 9)
+    seeds = [seed for _, seed, _ in calls(project, 4)]
+    made = [{*seeds[:8]}, {*seeds[8:16]}, {*seeds[16:]}]
+    expected = [range(140, 144), range(144, 148), range(148, 149)]
+    assert made == [{str(seed) for seed in each} for each in expected], "no core is idle"
 
 
 def test_the_same_command_resumes_and_counts_once_and_fresh_seeds_are_fresh(project, capsys):
@@ -307,6 +314,8 @@ def test_a_log_that_was_planted_or_replaced_ends_the_judgement(project, capsys, 
     (["--b", "--stepz 5"], "train_gpt.py refuses --stepz 5"),
     (["--b", "--steps 20"], "steps is 10 in A and 20 in B"),
     (["--b=--help"], "train_gpt.py refuses --help"),
+    ([], "A and B have the same source and settings"),
+    (["--a", "--gain 0.1", "--b", "--gain 0.1"], "Give --b FLAGS, or --a-source"),
     (["--b", "--steps '3"], "argument --b: invalid split value: \"--steps '3\""),
     *(([f"--pairs={pairs}"], "it takes 4 to 100 pairs") for pairs in (3, 101)),
     (["--look-every", "0"], "1 or more between two looks"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+import torch.distributed as dist
 
 from optim import (
     AdamW,
@@ -345,3 +346,29 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned():
     expected = param.detach().square().sum()
     assert Muon([param], 0.1).step(closure) == expected
     assert param.detach().square().sum() != expected
+
+
+# ---- who owns what, without processes
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_padding_is_at_most_one_per_cent_of_the_bytes(size, monkeypatch):
+    """Of a model with ten packed Q, K, V, O; eleven MLPs; gates; five tables of AdamW."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: size)
+
+    def on_meta(count, *shape):
+        meta = {"device": "meta", "dtype": torch.bfloat16}
+        return [torch.nn.Parameter(torch.empty(shape, **meta)) for _ in range(count)]
+
+    matrices = [
+        {"params": on_meta(10, 768, 3072), "split": 4},
+        {"params": on_meta(22, 768, 3072), "lr_mul": 2.0},
+        {"params": on_meta(12, 6, 12)},
+    ]
+    tables = on_meta(5, 50304, 768) + on_meta(1, 60)
+    for kind, params in ((NorMuon, matrices), (AdamW, tables)):
+        optimizer = kind(params, 0.02, process_group="g")
+        total = sum(message.length * size for message in optimizer.messages)
+        elements = sum(p.numel() for each in optimizer.param_groups for p in each["params"])
+        assert elements <= total <= 1.01 * elements

@@ -196,17 +196,75 @@ def hooked(group):
 # ---- with torch's own fully_shard and checkpoints
 
 
-def sharded_model(mesh):
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 10), nn.Linear(10, 3, bias=False))
+
+
+def optimizers_of(model):
+    named = dict(model.named_parameters())
+    matrices = [(name, named.pop(name)) for name in ("1.weight", "2.weight")]
+    return [NorMuon(matrices, 0.05), AdamW(named.items(), 0.02)]
+
+
+def shard(model, mesh):
     from torch.distributed.fsdp import fully_shard
 
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 10), nn.Linear(10, 3, bias=False))
     for part in (model[1], model):
         fully_shard(part, mesh=mesh)
-    matrices, others = [], []
-    for name, param in model.named_parameters():
-        (matrices if name in ("1.weight", "2.weight") else others).append((name, param))
-    return model, [NorMuon(matrices, 0.05), AdamW(others, 0.02)]
+
+
+def sharded_model(mesh):
+    model = small_model()
+    shard(model, mesh)
+    return model, optimizers_of(model)
+
+
+def shard_with_optimizers(model, optimizers, mesh):
+    """What accelerate does for FSDP2, which it gives a model and its optimizers together."""
+    for optimizer in optimizers:  # it moves state to a device
+        optimizer.load_state_dict(optimizer.state_dict())
+    names = {param: name for name, param in model.named_parameters()}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    places = [[names[param] for param in group["params"]] for group in groups]
+    for group in groups:
+        group["params"] = [torch.empty(1) for _ in group["params"]]
+    shard(model, mesh)
+    new = dict(model.named_parameters())
+    for group, own in zip(groups, places, strict=True):
+        group["params"] = [new[name] for name in own]
+
+
+def stepped(model, optimizers, rank, steps):
+    """Whole weights and state after these steps, each on a batch of the rank's own."""
+    guard = Guard(optimizers)
+    for step in steps:
+        model.zero_grad()
+        model((torch.arange(8) + 3 * step + rank) % 11).square().mean().backward()
+        guard.step()
+    weights = {name: whole(param) for name, param in model.named_parameters()}
+    return weights | state_of(optimizers)
+
+
+def exchanged(mesh, rank):
+    """Pairs that should be equal, of optimizers built before fully_shard and others; refusals."""
+    model, plain = small_model(), small_model()
+    optimizers, others = optimizers_of(model), optimizers_of(plain)
+    shard_with_optimizers(model, optimizers, mesh)
+    late = stepped(*sharded_model(mesh), rank, range(3))
+    pairs = [(stepped(model, optimizers, rank, range(3)), late)]
+    model, said = small_model(), []  # and after two steps on one process
+    optimizers = optimizers_of(model)
+    stepped(model, optimizers, 0, range(2))
+    shard_with_optimizers(model, optimizers, mesh)
+    for optimizer in optimizers:
+        try:
+            optimizer.step()
+        except ValueError as error:
+            said.append(str(error))
+        optimizer.load_state_dict(optimizer.state_dict())
+    one_process = stepped(plain, others, 0, range(3))
+    return [*pairs, (stepped(model, optimizers, 0, [2]), one_process)], said
 
 
 def save(folder, mesh):
@@ -304,6 +362,7 @@ def process(rank, folder):
                 results["failed", method, name] = found
             results["hooked", name] = hooked(group)
     if rank < 2:
+        results["exchanged"] = exchanged(meshes["shards 2"], rank)
         results["saved"] = save(folder, meshes["shards 2"])
     dist.barrier()  # the checkpoint is there
     results["loaded"] = load(folder, meshes["shards 4"])
@@ -414,33 +473,18 @@ def test_what_two_ranks_save_with_torch_loads_on_another_number_and_saving_steps
         assert rate == 0.05
 
 
+def test_parameters_that_fully_shard_replaced_are_followed_before_a_step_and_later_as_said(ranks):
+    for results in ranks[:2]:
+        pairs, said = results["exchanged"]
+        for ours, theirs in pairs:
+            assert ours.keys() == theirs.keys()
+            close(ours, theirs)
+        assert same(*pairs[0])
+        assert len(said) == 2
+        assert all("takes its state along" in each for each in said)
+
+
 def test_other_placements_and_meshes_are_refused_by_name(ranks):
     for results in ranks:
         for said, expected in results["refused"]:
             assert expected in said
-
-
-# ---- who owns what, without processes
-
-
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_padding_is_at_most_one_per_cent_of_the_bytes(size, monkeypatch):
-    """Of a model with ten packed Q, K, V, O; eleven MLPs; gates; five tables of AdamW."""
-    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: size)
-
-    def on_meta(count, *shape):
-        meta = {"device": "meta", "dtype": torch.bfloat16}
-        return [nn.Parameter(torch.empty(shape, **meta)) for _ in range(count)]
-
-    matrices = [
-        {"params": on_meta(10, 768, 3072), "split": 4},
-        {"params": on_meta(22, 768, 3072), "lr_mul": 2.0},
-        {"params": on_meta(12, 6, 12)},
-    ]
-    tables = on_meta(5, 50304, 768) + on_meta(1, 60)
-    for kind, params in ((NorMuon, matrices), (AdamW, tables)):
-        optimizer = kind(params, 0.02, process_group="g")
-        total = sum(message.length * size for message in optimizer.messages)
-        elements = sum(p.numel() for each in optimizer.param_groups for p in each["params"])
-        assert elements <= total <= 1.01 * elements

@@ -167,7 +167,16 @@ def builds(monkeypatch):
         write_shards(folder, [np.array([5], np.uint16)], [np.array([6], np.uint16)])
 
     monkeypatch.setattr(prose, "build", build)
+    monkeypatch.setattr(prose, "TOKENS", {TRAIN: 1, VAL: 1})
     return begun
+
+
+def test_a_file_of_another_length_is_named_and_kept(builds, tmp_path, capsys):
+    write_shards(tmp_path, [np.array([5, 6], np.uint16)], [np.array([6], np.uint16)])
+    assert prose.main(["--out", str(tmp_path)]) == 2
+    assert f"{tmp_path / TRAIN} has 1,028 bytes; the text's has 1,026" in capsys.readouterr().err
+    assert Shard(tmp_path / TRAIN)[:].tolist() == [5, 6]
+    assert builds == []
 
 
 def test_of_calls_at_once_one_builds_and_none_returns_before_both_shards_are_there(

@@ -154,9 +154,9 @@ def test_changed_requirements_and_a_lost_interpreter_are_mended_at_the_next_star
 
 
 @pytest.mark.parametrize(("words", "variables", "code", "sentence", "jobs"), [
-    ([], {"PYTHON": "python3.99"}, 2, "python3.99 is no Python 3.11 or newer with venv", []),
+    ([], {"PYTHON": "python3.99"}, 2, "python3.99 is not Python 3.11 or newer with venv", []),
     ([], {"FAKE_PIP_STATUS": "1"}, 2, "pip could not install requirements.txt", ["venv", "pip"]),
-    (["steps=5"], {}, 2, "steps=5 is no command: ./run.sh test runs the tests", []),
+    (["steps=5"], {}, 2, "steps=5 is not a command: ./run.sh test runs the tests", []),
 ])  # fmt: skip
 def test_what_cannot_start_is_explained_and_leaves_nothing_that_keeps_the_next_start_from_working(
     fresh, words, variables, code, sentence, jobs

@@ -1,5 +1,6 @@
 """The reader takes from a log what is there and no more: a torn, mixed or foreign one is named."""
 
+import contextlib
 import os
 import pickle
 import tempfile
@@ -302,10 +303,97 @@ def test_the_source_is_what_precedes_the_environment():
     assert read(LINES)[0].source is None
 
 
+def test_all_parts_of_a_source_before_the_environment_are_hashed():
+    def source_of(*parts: str) -> str | None:
+        (run,) = read("".join(f"{part}\n{RULE}\n" for part in [*parts, SMI]) + LINES)
+        assert (run.complete, run.gpu_count) == (True, 2)
+        return run.source
+
+    both = f"train\n{RULE}\nmodel\n{RULE}\n"
+    assert source_of("train", "model") == sha256(both.encode()).hexdigest()
+    assert len({source_of("train", "model"), source_of("train", "other"), source_of("train")}) == 3
+
+
+def test_a_run_before_an_appended_log_is_not_taken_for_a_part_of_its_source():
+    runs = read(f"train\n{RULE}\n{LINES}{LOG.replace('step:7/7 ', '')}")
+    assert [run.final_loss for run in runs] == [3.2784, 3.2784]
+    assert runs[0].source == sha256(f"train\n{RULE}\n".encode()).hexdigest()
+
+
 def test_a_log_appended_to_another_has_a_source_of_its_own():
     other = LOG.replace("import torch", "import jax").replace("step:7/7 ", "")
     first, second = read(LOG + other)
     assert (first.source, second.source) == (read(LOG)[0].source, None)
+
+
+@pytest.mark.parametrize("prefix", [
+    "[default0]:", "0: ", " 0: ", "[pod/speedrun-0/trainer] ", "2026-05-01T12:00:00.123456789Z ",
+    "[pod/speedrun-0/trainer] 2026-05-01T12:00:00.123456789Z ",
+    "2026-05-01T12:00:00.123456789+02:00 [default0]:", "[pod/speedrun-0/trainer] [default0]:",
+])  # fmt: skip
+def test_prefixes_of_torchrun_srun_and_kubectl_are_read_over(prefix):
+    lines = [f"{prefix}{line}\n" for line in LOG.splitlines()]
+    other = prefix.replace("0: ", "1: ").replace("t0]", "t1]").replace("run-0", "run-1")
+    if other != prefix:  # ranks that repeat the lines
+        lines += [f"{other}{line}\n" for line in LINES.splitlines()]
+    (run,), (plain,) = read("".join(["launched\n", *lines])), read(LOG)
+    assert (run.source, run.env, run.validations) == (plain.source, plain.env, plain.validations)
+    assert run.complete
+
+
+def test_an_example_of_a_prefixed_line_in_a_source_takes_nothing_from_the_log():
+    (run,) = read(f"'''\n[default0]:step:0/9 val_loss:1\n'''\n{RULE}\n{SMI}{LINES}")
+    assert run.validations == read(LOG)[0].validations
+
+
+def test_a_prefix_that_is_not_known_is_named():
+    lines = "".join(f"node7 | out | {line}\n" for line in LINES.splitlines())
+    with pytest.raises(LogError, match=r"its step lines begin with 'node7 \| out \| '"):
+        read(lines)
+
+
+@pytest.mark.parametrize("note", [
+    "step:100 note val_loss_lm:3.1", "step:0 note", "step:100/100 checkpoint:saved",
+    "step:100 train_time:6009ms", "step:0 train_time:6009ms",
+])  # fmt: skip
+def test_a_note_after_the_last_validation_changes_nothing(note):
+    assert read(f"{LOG}{note}\n") == read(LOG)
+
+
+@pytest.mark.parametrize(("text", "seed"), [
+    ("Using seed=3", 3), ("trial:1/10 seed:1337", 1337), ("Namespace(steps=9, seed=5)", 5),
+    ('{"seed": 7}', 7), ("torchrun train.py --seed=4", 4),
+    ("data_seed=3", None), ("data-seed=3", None), ("seed=0.5", None), ("seed=none", None),
+])  # fmt: skip
+def test_the_seed_of_a_text_log_is_read_from_the_lines_before_its_first_step(text, seed):
+    (run,) = read(f"seed=9\n{RULE}\n{SMI}{text}\n{LINES}")
+    assert run.seed == seed, "the 9 is part of the source"
+
+
+def test_each_run_of_a_text_log_has_the_seed_that_was_printed_last_before_it():
+    runs = read(f"seed=1\ntrial:1/3 seed:2\n{LINES}trial:2/3 seed:3\n{LINES}{LINES}seed=4\n")
+    assert [run.seed for run in runs] == [2, 3, None]
+
+
+def test_a_second_loss_in_a_line_is_named_and_never_taken_for_val_loss():
+    for also in ("val_ema_loss:3.1 val_avg_loss:3.2", "val_avg_loss:3.2 x:1 val_ema_loss:3.1"):
+        first, second = also.split()[0], also.split()[-1]
+        text = f"step:0/9 val_loss:10.8\nstep:9/9 {first} val_loss:3.3 {second} train_time:1s\n"
+        (run,) = read(text)
+        assert (run.final_loss, run.other_losses) == (3.3, ("val_avg_loss", "val_ema_loss"))
+
+
+@pytest.mark.parametrize(("rest", "stop"), [
+    ("step:5/9 val_loss:4 train_time:3ms\n", 5),
+    ("step:5/9 val_loss:4 train_time:3ms\nstep:6/9 train_time:4ms\n", None),  # cut off
+    ("step:9/9 val_loss:4 train_time:3ms\n", None),
+    ("step:5/9 val_loss:4 train_time:3ms\nstep:5/9 val_loss:3 train_time:3ms\n", None),
+    ("step:5/8 val_loss:4 train_time:3ms\n", None),
+    ("step:3/9 train_time:2ms\n", None),
+])  # fmt: skip
+def test_only_a_validation_that_ends_the_log_is_a_stop_before_the_declared_total(rest, stop):
+    (run,) = read(f"step:0/9 val_loss:10.8 train_time:0ms\n{rest}")
+    assert run.stop == stop
 
 
 @pytest.mark.parametrize(("lines", "reason"), [
@@ -322,6 +410,7 @@ def test_a_text_run_that_cannot_stand_in_a_claim_says_why(lines, reason):
     ("step:9/9 val_loss:3.2.1", "could not convert string to float: '3.2.1'"),
     ("step:-9/9 val_loss:3.2", "is no step:N/TOTAL"),
     ("step:٣/9 val_loss:3.2", "is no step:N/TOTAL"),
+    ("step:9/9 val_loss:3.2 val_loss:3.1", "has two val_loss"),
     ("step:9/9 val_loss:3.2 train_time:5h", "could not convert string to float: '5h'"),
 ])  # fmt: skip
 def test_a_malformed_validation_is_an_error_that_names_file_line_and_value(line, rule):
@@ -398,7 +487,10 @@ def test_a_folder_is_read_without_subfolders_and_registry_and_each_log_once(tmp_
 
 @pytest.mark.parametrize("hostile", [
     "=" * 300_000, "step:1/2 " + "val_los " * 40_000, "\n" * 240_000, "Running on " * 30_000,
-], ids=range(4))
+    "[a] 0: " * 30_000, "seed=" * 50_000,
+], ids=range(6))
 def test_a_line_made_to_stall_a_pattern_does_not(hostile):
     """Quadratic time would take minutes here."""
     assert read(f"{hostile}\n{LINES}")[-1].final_loss == 3.2784
+    with contextlib.suppress(LogError):  # where no line is a step line, prefixes are looked for
+        read(hostile)

@@ -20,7 +20,7 @@ DOCUMENTED = [
     "upper99", "passes", "incomplete", "warnings",
 ]  # fmt: skip
 BOS_ALIGN, FIX_MUON_LR = LOSSES["BosAlign"], LOSSES["FixMuonLR"]  # of public records
-MIMETIC_AGAIN = [loss - 0.0001 for loss in LOSSES["MimeticValueOutput"]]
+MIMETIC_AGAIN = [round(loss - 0.0001, 4) for loss in LOSSES["MimeticValueOutput"]]
 MIMETIC, FP8_MLP_UP = LOSSES["MimeticValueOutput"], LOSSES["FP8MLPUpProj"]
 
 
@@ -55,16 +55,19 @@ def write_arm(folder: Path, losses: list[float], *, first_seed: int = 0, **facts
 
 def write_public(
     path: Path, *runs: dict[int, float], source: str = "print()\n", total: int = 1750,
-    digits: int = 4,
+    digits: int = 4, seed: int | None = None, also: str = "",
 ) -> Path:  # fmt: skip
     """A log in the public text format, with the validation losses of its runs by step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [source + "=" * 100, "Running PyTorch 2.10.0 on NVIDIA H100 with world_size 8"]
+    if seed is not None:
+        lines.append(f"Using seed={seed}")
     lines.append("=" * 100)
     for losses in runs:
         for step, loss in ({0: 10.8258} | losses).items():
             time = f"train_time:{step * 99}ms"
-            lines.append(f"step:{step}/{total} val_loss:{loss:.{digits}f} {time} step_avg:99.00ms")
+            loss_words = f"val_loss:{loss:.{digits}f}{also}"
+            lines.append(f"step:{step}/{total} {loss_words} {time} step_avg:99.00ms")
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -237,8 +240,8 @@ def test_a_target_that_is_given_overrides_that_of_the_logs(tmp_path, capsys):
     (["logs", "--at-step", "5,x"], "--at-step: '5,x': it must be whole numbers: 5,10"),
     (["{folder}/absent"], "cannot read {folder}/absent: No such file"),
     (["{folder}/none/bad.log", "{folder}/absent"], "{folder}/none/bad.log is no run log"),
-    (["{folder}/bad"], "no run log can be read\n{folder}/bad/a.jsonl, line 1: every line"),
-    (["{folder}"], "no run logs"),
+    (["{folder}/bad"], "no verdict is possible\n{folder}/bad/a.jsonl, line 1: every line"),
+    (["{folder}/empty"], "no run logs"),
     (["{folder}/mixed"], "name different targets: give one with --target"),
     (["{folder}/none"], "name no target: give one with --target"),
 ])  # fmt: skip
@@ -247,6 +250,7 @@ def test_bad_input_exits_with_2_and_a_sentence(tmp_path, capsys, arguments, sent
     write_run(tmp_path / "mixed", "b", {100: 3.2}, seed=1, target=2.92)
     write_run(tmp_path / "none", "a", {100: 3.2}, seed=0, target=None)
     (tmp_path / "bad").mkdir()
+    (tmp_path / "empty" / "below").mkdir(parents=True)
     for name in ("none/bad.log", "bad/a.jsonl"):
         (tmp_path / name).write_text("val_loss:3.2\n" * 2)
     try:
@@ -292,3 +296,87 @@ def test_a_loss_that_is_not_above_zero_is_refused_in_logs_of_any_kind(tmp_path, 
     for path in (public, own):
         assert main([str(path)]) == 2
         assert "a loss is above 0" in capsys.readouterr().err
+
+
+def test_runs_that_all_stop_at_one_step_before_the_declared_total_are_judged_there(
+    tmp_path, capsys
+):
+    folder = tmp_path / PUBLIC
+    write_public_arm(folder, BOS_ALIGN, total=2000)
+    code, (arm,) = judge(capsys, folder)
+    assert (code, arm["losses"], arm["total_steps"]) == (0, BOS_ALIGN, 2000)
+    assert warned(arm, "all runs stop at step 1750 of 2000: judged there")
+    write_public_arm(folder.with_name("old"), FIX_MUON_LR, total=2000)
+    assert "B - A of independent runs" in text_of(
+        capsys, folder, "--against", folder.with_name("old")
+    )
+
+
+def test_runs_that_stop_at_different_steps_are_judged_only_at_a_step_that_is_named(
+    tmp_path, capsys
+):
+    folder = tmp_path / PUBLIC
+    write_public_arm(folder, MIMETIC, total=2000)
+    write_public(folder / "lucky.txt", {1000: 3.4, 1750: 3.281, 1800: 3.1}, total=2000)
+    code, (arm,) = judge(capsys, folder)
+    assert (code, arm["n"], len(arm["incomplete"])) == (1, 0, 8)
+    assert warned(arm, "runs stop at step 1750, 1800")
+    assert "NO VERDICT: no run counts" in text_of(capsys, folder)
+    _, (arm,) = judge(capsys, folder, "--at-step", 1750)
+    assert sorted(arm["losses"]) == sorted([*MIMETIC, 3.281])
+
+
+def test_a_run_that_stops_early_is_left_out_where_others_reach_the_declared_total(tmp_path, capsys):
+    folder = tmp_path / PUBLIC
+    write_public_arm(folder, MIMETIC)
+    write_public(folder / "early.txt", {1000: 3.2})
+    code, (arm,) = judge(capsys, folder)
+    assert (code, arm["losses"]) == (0, MIMETIC)
+    assert arm["incomplete"][0]["reason"] == "last validation at step 1000 of 1750"
+
+
+def test_of_two_losses_in_a_line_val_loss_is_judged_and_the_other_named(tmp_path, capsys):
+    folder = tmp_path / PUBLIC
+    write_public_arm(folder, MIMETIC, also=" val_ema_loss:3.10000")
+    _, (arm,) = judge(capsys, folder)
+    assert arm["losses"] == MIMETIC
+    assert warned(arm, "the losses are val_loss, not val_ema_loss")
+
+
+def test_public_logs_of_one_seed_count_once(tmp_path, capsys):
+    folder = tmp_path / PUBLIC
+    for index, loss in enumerate(MIMETIC):
+        points = {1000: 3.5 + index / 1000, 1750: loss}
+        write_public(folder / f"run_{index}.txt", points, seed=1337)
+    code, (arm,) = judge(capsys, folder)
+    assert (code, arm["losses"], arm["passes"]) == (1, MIMETIC[:1], False)
+    assert sum("repeats the seed 1337" in warning for warning in arm["warnings"]) == 6
+
+
+def test_each_folder_of_logs_below_a_folder_without_any_is_judged_by_itself(tmp_path, capsys):
+    records = tmp_path / PUBLIC.parts[0]
+    write_public_arm(records / "a", MIMETIC)
+    write_public_arm(records / "b" / "runs", MIMETIC_AGAIN)
+    (records / "c" / "pictures").mkdir(parents=True)
+    code, arms = judge(capsys, records)
+    assert [(arm["path"], arm["losses"]) for arm in arms] == [
+        (str(records / "a"), MIMETIC), (str(records / "b" / "runs"), MIMETIC_AGAIN)]  # fmt: skip
+    assert (code, [arm["passes"] for arm in arms]) == (0, [True, True])
+    text = text_of(capsys, records)
+    assert "Holm" not in text, "a family is one folder"
+    assert f"skipped: no run logs in {records / 'c' / 'pictures'}" in text
+    write_public_arm(records / "d", FP8_MLP_UP)
+    assert judge(capsys, records)[0] == 1, "one does not pass"
+    (records / "e").mkdir()
+    torn = records / "e" / "torn.txt"
+    torn.write_text("killed\n")
+    code, arms = judge(capsys, records)
+    assert (code, len(arms)) == (2, 3), "one cannot be read, and hides no other verdict"
+    assert f"not read: {torn} is no run log" in text_of(capsys, records)
+
+
+def test_a_named_folder_without_logs_hides_no_verdict_and_exits_with_2(tmp_path, capsys):
+    write_public_arm(tmp_path / PUBLIC, MIMETIC)
+    (tmp_path / "none").mkdir()
+    code, (arm,) = judge(capsys, tmp_path / PUBLIC, tmp_path / "none")
+    assert (code, arm["passes"]) == (2, True)

@@ -1,7 +1,9 @@
 """What users of torch's optimizers expect of ours, held to torch's own where there is one."""
 
 import copy
+import inspect
 import pickle
+import re
 from functools import partial
 from itertools import product
 
@@ -9,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_optim import BETAS, KINDS, assert_same, give_gradients, members, parameters, train
-from torch import nn
 
 import optim
 from optim import AdamW, Guard, Muon, NorMuon, load_named_state, named_state, reset
@@ -175,25 +176,6 @@ def test_a_state_of_more_parameters_is_refused():
         AdamW(parameters((4, 8)), 0.1).load_state_dict(saved)
 
 
-@pytest.mark.parametrize("change", [
-    lambda optimizer, layer: layer.double(),
-    lambda optimizer, layer: layer.to(memory_format=torch.channels_last),
-    lambda optimizer, layer: setattr(layer.weight, "data", torch.ones(9, 3, 3, 3)),
-    lambda optimizer, layer: optimizer.add_param_group({"params": parameters((4, 8))}),
-    lambda optimizer, layer: optimizer.param_groups.append({**optimizer.param_groups.pop()}),
-])  # fmt: skip
-def test_a_model_or_groups_that_changed_after_an_optimizer_was_built_are_refused(change):
-    layer = nn.Conv2d(3, 8, 3, bias=False)
-    optimizer = AdamW(layer.parameters(), 0.1)
-    train(optimizer, range(2))
-    change(optimizer, layer)
-    weight = layer.weight.detach().clone()
-    layer.weight.grad = None
-    with pytest.raises(ValueError, match=r"AdamW was built before .*; convert a model"):
-        train(optimizer, [2])
-    assert torch.equal(layer.weight, weight)
-
-
 def test_a_gradient_in_channels_last_is_read_in_its_own_order():
     ones, others = parameters((8, 3, 3, 3)), parameters((8, 3, 3, 3))
     plain, other = AdamW(ones, 0.1), AdamW(others, 0.1)
@@ -282,12 +264,12 @@ def test_the_groups_of_each_kind_load_from_a_state_of_muon_with_aux_adam():
 
 
 @pytest.mark.parametrize(("other", "ours", "message"), [
-    (partial(torch.optim.AdamW, maximize=True), AdamW, r"maximize=True, .* AdamW .*\(False,\)"),
+    (partial(torch.optim.AdamW, maximize=True), AdamW, "AdamW .* maximize=True of the state; neg"),
     (partial(torch.optim.Adam, weight_decay=0.1), AdamW, "decoupled_weight_decay=False"),
     (partial(torch.optim.AdamW, amsgrad=True), AdamW, "amsgrad=True"),
     (partial(torch.optim.Muon, nesterov=False), Muon, "nesterov=False"),
-    (torch.optim.Muon, partial(Muon, scale="rms"), r"adjust_lr_fn=None.* \('match_rms_adamw',\)"),
-    (partial(torch.optim.SGD, momentum=0.9), Muon, "has dampening=0, .*dampening must be absent"),
+    (torch.optim.Muon, partial(Muon, scale="rms"), "adjust_lr_fn=None .*scale='spectral' is None"),
+    (partial(torch.optim.SGD, momentum=0.9), Muon, "not do dampening=0 .*; torch.optim.SGD does"),
 ])  # fmt: skip
 def test_a_state_whose_settings_mean_another_step_is_refused_and_changes_nothing(
     other, ours, message
@@ -300,6 +282,77 @@ def test_a_state_whose_settings_mean_another_step_is_refused_and_changes_nothing
         optimizer.load_state_dict(theirs.state_dict())
     assert_same(dict(optimizer.named_state()), before)
     assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+# ---- options of torch's optimizers
+
+FALSE = dict.fromkeys(("maximize", "amsgrad", "differentiable"), False)
+IGNORED = {"fused": True, "foreach": False, "capturable": True} | FALSE
+OF_TORCHS_MUON = {"ns_steps": 5, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-9}
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize(("kind", "options"), [
+    (AdamW, IGNORED | {"decoupled_weight_decay": True, "use_muon": False}),
+    (NorMuon, IGNORED | {"use_muon": True, "ns_steps": 5, "adjust_lr_fn": None}),
+    (partial(Muon, method="newton_schulz"), OF_TORCHS_MUON | {"adjust_lr_fn": "original"}),
+    (partial(Muon, method="newton_schulz_12", scale="rms"),
+     {"ns_steps": 12, "ns_coefficients": [2, -1.5, 0.5], "adjust_lr_fn": "match_rms_adamw"}),
+])  # fmt: skip
+def test_options_that_change_no_step_are_accepted_and_change_none(kind, options, by_group):
+    ones, others = parameters(*SHAPES), parameters(*SHAPES)
+    groups = [{"params": others, **options}] if by_group else others
+    plain, with_options = kind(ones, 0.1), kind(groups, 0.1, **({} if by_group else options))
+    train(plain, range(2))
+    train(with_options, range(2))
+    assert_same(ones, others)
+    plain.load_state_dict(with_options.state_dict())
+    assert_same(dict(plain.named_state()), dict(with_options.named_state()))
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize(("kind", "option", "value", "fix"), [
+    (AdamW, "maximize", True, "negate the loss"),
+    (NorMuon, "maximize", True, "negate the loss"),
+    (AdamW, "amsgrad", True, "torch.optim.AdamW does"),
+    (AdamW, "differentiable", True, "torch.optim.AdamW does"),
+    (AdamW, "use_muon", True, "give Muon's groups to Muon"),
+    (Muon, "use_muon", False, "give Muon's groups to Muon"),
+    (partial(AdamW, weight_decay=0.1), "decoupled_weight_decay", False, "weight_decay=0"),
+    (Muon, "ns_steps", 6, "newton_schulz five, newton_schulz_12 twelve"),
+    (NorMuon, "ns_coefficients", (3.4445, -4.775, 2.0315), "of method='newton_schulz'"),
+    (partial(Muon, method="newton_schulz"), "ns_coefficients", (2, -1.5, 0.5), "has its own"),
+    (Muon, "adjust_lr_fn", "match_rms_adamw", "scale='rms' is 'match_rms_adamw'"),
+    (partial(NorMuon, scale="rms"), "adjust_lr_fn", None, "scale='spectral' is None"),
+])  # fmt: skip
+def test_an_option_that_changes_the_step_is_refused_by_the_name_of_the_class(
+    kind, option, value, fix, by_group
+):
+    params = parameters((4, 8))
+    by_name = {} if by_group else {option: value}
+    groups = [{"params": params, option: value}] if by_group else params
+    name = getattr(kind, "func", kind).__name__
+    message = rf"^{name} does not do {option}={re.escape(repr(value))} for parameter 0; .*{fix}"
+    with pytest.raises(ValueError, match=message):
+        kind(groups, 0.1, **by_name)
+
+
+@pytest.mark.parametrize(("kind", "option"), [(NorMuon, "betas"), (AdamW, "ns_steps")])
+def test_an_unknown_option_is_refused_by_the_name_of_the_class(kind, option):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__} has no option {option}; help\("):
+        kind(parameters((4, 8)), 0.1, **{option: 5})
+
+
+@pytest.mark.parametrize(("ours", "theirs", "settings"), [
+    (AdamW, torch.optim.AdamW, (0.01, (0.8, 0.9), 1e-3, 0.3)),
+    (Muon, torch.optim.Muon, (0.01, 0.3, 0.8, False)),
+])  # fmt: skip
+def test_settings_by_position_are_in_the_order_of_torch(ours, theirs, settings):
+    names = list(inspect.signature(theirs).parameters)[1 : 1 + len(settings)]
+    ones, others = parameters((4, 8)), parameters((4, 8))
+    train(ours(ones, *settings), range(2))
+    train(ours(others, **dict(zip(names, settings, strict=True))), range(2))
+    assert_same(ones, others)
 
 
 # ---- rates, compilation, state

@@ -1,0 +1,238 @@
+"""Groups and parameters that change after an optimizer was built: before and after its first step.
+
+accelerate exchanges the parameters for FSDP2; add_param_group and model.to change them too. With
+ranks and fully_shard: tests/test_optim_ranks.py.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from test_optim import KINDS, assert_same, give_gradients, members, parameters, train
+from torch import nn
+
+from optim import AdamW, Guard, Muon, NorMuon, named_state
+
+SHAPES = ((4, 8), (8, 4), (4, 8))
+
+
+def copies(params):
+    return [nn.Parameter(param.detach().clone()) for param in params]
+
+
+# ---- changes of an optimizer of three matrices; each stays valid with its state
+
+
+def exchange(optimizer):
+    """As accelerate does: placeholders while the model is sharded, then its new parameters."""
+    for group in optimizer.param_groups:
+        old = group["params"]
+        group["params"] = [torch.empty(1) for _ in old]
+        group["params"] = copies(old)
+
+
+def swap_in_place(optimizer):
+    for param in members(optimizer):
+        param.grad = None
+        torch.utils.swap_tensors(param, nn.Parameter(param.detach().float()))
+
+
+def convert(optimizer):
+    """What model.float() does."""
+    for param in members(optimizer):
+        param.grad = None
+        param.data = param.data.float()
+
+
+def add_a_group(optimizer):
+    optimizer.add_param_group({"params": parameters((4, 8), seed=9), "lr": 0.3})
+
+
+def replace_the_group(optimizer):
+    optimizer.param_groups[0] = {**optimizer.param_groups[0]}
+
+
+CHANGES = [exchange, swap_in_place, convert, add_a_group, replace_the_group]
+
+
+# ---- changes that take a parameter with state from its place
+
+
+def remove_one(optimizer):
+    optimizer.param_groups[0]["params"].pop(0)
+
+
+def remove_the_last(optimizer):
+    optimizer.param_groups[0]["params"].pop()
+
+
+def reorder(optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def reshape(optimizer):
+    param = members(optimizer)[0]
+    param.grad = None
+    param.data = param.data.repeat(1, 2)
+
+
+MOVES = [remove_one, remove_the_last, reorder, reshape]
+
+
+def built_anew(optimizer, kind):
+    """Another one, of copies of the parameters and groups that the first has now."""
+    groups = [{**group, "params": copies(group["params"])} for group in optimizer.param_groups]
+    return kind(groups, 0.1)
+
+
+def assert_same_steps(optimizer, other, steps):
+    for step in steps:
+        train(optimizer, [step])
+        train(other, [step])
+        assert_same(members(optimizer), members(other))
+        assert_same(dict(named_state(optimizer)), dict(named_state(other)))
+
+
+@pytest.mark.parametrize("first", ["nothing", "a skipped step", "a reset", "loading no steps"])
+@pytest.mark.parametrize("change", CHANGES + MOVES)
+@KINDS
+def test_before_a_step_an_optimizer_follows_all_that_changes(kind, change, first):
+    optimizer = kind(parameters(*SHAPES), 0.1)
+    if first == "a skipped step":
+        give_gradients(members(optimizer), 0)
+        members(optimizer)[0].grad[0, 0] = torch.nan
+        Guard([optimizer]).step()
+    elif first == "a reset":
+        train(optimizer, range(2))
+        optimizer.reset()
+    elif first == "loading no steps":
+        optimizer.load_state_dict(optimizer.state_dict())
+    change(optimizer)
+    assert_same_steps(optimizer, built_anew(optimizer, kind), range(3))
+
+
+@pytest.mark.parametrize("asked", [
+    lambda optimizer: optimizer.state_dict(),
+    lambda optimizer: dict(optimizer.named_state()),
+    lambda optimizer: optimizer.describe(),
+], ids=["state_dict", "named_state", "describe"])  # fmt: skip
+@pytest.mark.parametrize("change", CHANGES + MOVES)
+def test_what_is_asked_before_a_step_is_of_the_parameters_of_now(change, asked):
+    optimizer = NorMuon(parameters(*SHAPES), 0.1)
+    change(optimizer)
+    found, expected = asked(optimizer), asked(built_anew(optimizer, NorMuon))
+    if isinstance(found, dict) and "state" not in found:
+        assert_same(found, expected)
+    elif isinstance(found, dict):
+        assert found["param_groups"] == expected["param_groups"]
+        for number, kinds in expected["state"].items():
+            assert_same(found["state"].pop(number), kinds)
+        assert not found["state"]
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@KINDS
+def test_after_a_step_a_change_is_refused_and_the_fix_in_the_message_keeps_the_state(kind, change):
+    optimizer, untouched = (kind(parameters(*SHAPES), 0.1) for _ in range(2))
+    train(optimizer, range(2))
+    train(untouched, range(2))
+    change(optimizer)
+    weights = copies(members(optimizer))
+    fix = r"^groups or .* of \w+ changed after a step; (optimizer\.load_\S+\(.*\)\)) takes its st"
+    with pytest.raises(ValueError, match=fix) as refused:
+        train(optimizer, [2])
+    assert_same(members(optimizer), weights)
+    code = str(refused.value).partition("; ")[2].partition(" takes")[0]
+    eval(code, {"optimizer": optimizer})
+    for name, tensor in untouched.named_state():  # late parameters start at zero
+        torch.testing.assert_close(dict(named_state(optimizer))[name].to(tensor.dtype), tensor)
+    train(optimizer, [2])
+    train(untouched, [2])
+    for param, other in zip(members(optimizer), members(untouched), strict=False):
+        torch.testing.assert_close(param.to(other.dtype), other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("use", [
+    lambda optimizer: train(optimizer, [2]),
+    lambda optimizer: optimizer.state_dict(),
+    lambda optimizer: dict(optimizer.named_state()),
+], ids=["step", "state_dict", "named_state"])  # fmt: skip
+@pytest.mark.parametrize("move", MOVES)
+@KINDS
+def test_state_whose_parameter_left_its_place_is_refused_until_it_is_put_back(kind, move, use):
+    optimizer = kind(parameters(*SHAPES), 0.1)
+    train(optimizer, range(2))
+    before, data = list(members(optimizer)), [param.data for param in members(optimizer)]
+    state = dict(optimizer.named_state())
+    move(optimizer)
+    with pytest.raises(ValueError, match=r"were removed, moved or reshaped after a step; put them"):
+        use(optimizer)
+    for param, values in zip(before, data, strict=True):
+        param.grad = None
+        param.data = values
+    optimizer.param_groups[0]["params"] = before
+    assert_same(dict(optimizer.named_state()), state)
+    train(optimizer, [2])
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_weights_in_channels_last_are_refused_with_the_way_back(steps):
+    layer = nn.Conv2d(3, 8, 3, bias=False)
+    optimizer = AdamW(layer.parameters(), 0.1)
+    train(optimizer, range(steps))
+    layer.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="undo channels_last" if steps == 0 else "changed after a"):
+        train(optimizer, [2])
+    with pytest.raises(ValueError, match="undo channels_last"):
+        optimizer.load_state_dict(AdamW([torch.zeros(8, 3, 3, 3)], 0.1).state_dict())
+    layer.to(memory_format=torch.contiguous_format)
+    train(optimizer, [2])
+
+
+def test_a_state_that_was_loaded_before_an_exchange_is_not_lost_silently():
+    saved = AdamW(parameters(*SHAPES), 0.1)
+    train(saved, range(2))
+    optimizer = AdamW(parameters(*SHAPES), 0.1)
+    optimizer.load_state_dict(saved.state_dict())
+    exchange(optimizer)
+    with pytest.raises(ValueError, match="changed after a step"):
+        train(optimizer, [2])
+    optimizer.load_state_dict(saved.state_dict())
+    assert_same(dict(optimizer.named_state()), dict(saved.named_state()))
+
+
+@KINDS
+def test_exchanged_parameters_are_freed_by_the_first_step(kind):
+    optimizer = kind(parameters(*SHAPES), 0.1)
+    old = [weakref.ref(param) for param in members(optimizer)]
+    exchange(optimizer)
+    train(optimizer, [0])
+    gc.collect()
+    assert not any(reference() is not None for reference in old)
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+def test_a_parameter_that_its_optimizer_cannot_step_is_refused_before_the_step(kind):
+    optimizer = kind(parameters((4, 8)), 0.1)
+    late = parameters((9,))
+    optimizer.add_param_group({"params": late})
+    weights = copies(members(optimizer))
+    with pytest.raises(ValueError, match=r"parameter 1 has shape \(9,\), .* give it to AdamW"):
+        train(optimizer, [0])
+    assert_same(members(optimizer), weights)
+
+
+def test_a_guard_judges_a_parameter_that_was_added_before_the_first_step():
+    early, late = parameters((4, 8), (8, 4))
+    optimizer = NorMuon([("early", early)], 0.1)
+    guard = Guard([optimizer])
+    optimizer.add_param_group({"params": [("late", late)]})
+    give_gradients([early, late], 0)
+    late.grad[0, 0] = torch.nan
+    before = copies([early, late])
+    skip = guard.explain(guard.step())
+    assert (skip.guard, skip.tensor) == ("nonfinite", "late")
+    assert_same([early, late], before)
