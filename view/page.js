@@ -162,7 +162,8 @@ function drawTable() {
     const ariaSort = {[name]: "ascending", ["-" + name]: "descending"}[state.sort] ?? "none";
     const title = TITLES[name] ?? "";
     if (name === UNSORTED) return el("th", {className, title}, name);
-    const button = el("button", {id: `sort ${name}`, onclick: () => set({sort: next}), title}, name);
+    const sort = () => set({sort: next});
+    const button = el("button", {id: `sort ${name}`, onclick: sort, title}, name);
     return el("th", {className, ariaSort}, button);
   }));
   $("rows").replaceChildren(...sorted(shown).flatMap(group =>
