@@ -29,6 +29,7 @@ from runtime import log as logs
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_line, open_regular, read_regular
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
+from runtime.trainer import Config, Trainer
 
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 SUMS = "checksums.json"
@@ -212,7 +213,7 @@ class RunPlan:
     step: int = 0
 
 
-def plan_runs(trainer: Any) -> list[RunPlan]:
+def plan_runs(trainer: Trainer) -> list[RunPlan]:
     """New runs, or under --resume auto what is left of them. Refused if it cannot. On rank 0."""
     config, plans = trainer.config, []
     for trial in range(config.trials):
@@ -224,7 +225,7 @@ def plan_runs(trainer: Any) -> list[RunPlan]:
     return plans
 
 
-def _started(config: Any, **fields: Any) -> Iterator[tuple[logs.History, dict[str, Any]]]:
+def _started(config: Config, **fields: Any) -> Iterator[tuple[logs.History, dict[str, Any]]]:
     """Runs whose start has these fields, the newest first: history, last line in the registry."""
     path = Path(config.log_dir, logs.REGISTRY)
     entries = logs.read_registry(path) if path.exists() else []
@@ -236,7 +237,7 @@ def _started(config: Any, **fields: Any) -> Iterator[tuple[logs.History, dict[st
                 yield history, last[start["run_id"]]
 
 
-def _find_unfinished(new: RunPlan, trainer: Any) -> RunPlan | None:
+def _find_unfinished(new: RunPlan, trainer: Trainer) -> RunPlan | None:
     """The interrupted run of this seed, `new` if there is none, None if the seed is done."""
     config, say = trainer.config, trainer.machine.say
     now = logs.header(trainer, new.seed, new.trial)
@@ -260,7 +261,7 @@ def _find_unfinished(new: RunPlan, trainer: Any) -> RunPlan | None:
     return new
 
 
-def _find_checkpoint(plan: RunPlan, history: logs.History, trainer: Any) -> RunPlan:
+def _find_checkpoint(plan: RunPlan, history: logs.History, trainer: Trainer) -> RunPlan:
     """Resume from the newest whole checkpoint, or from the start if none was saved."""
     root, problem = trainer.config.checkpoint_dir, ""
     folder, saved_in = Path(root, plan.run_id), history.header["config"]["checkpoint_dir"]

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -27,6 +26,7 @@ from filelock import FileLock
 from runtime.errors import LogError
 from runtime.jsonl import append, json_hash, json_line, open_regular, parse, read_regular
 from runtime.settings import SETTINGS_OF_A_RUN, RunSettings, flag
+from runtime.trainer import Trainer
 
 SCHEMA = 3  # raised when an event or field changes its meaning
 SOURCE_FILES = (
@@ -92,10 +92,10 @@ def config_hash(config: dict[str, Any]) -> str:
     return json_hash({name: config[name] for name in config if name not in SETTINGS_OF_A_RUN})
 
 
-def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
+def header(trainer: Trainer, seed: int, trial: int) -> dict[str, Any]:
     """The fields of the log's header for one run."""
     config, train = trainer.config, trainer.data.train
-    settings = asdict(config)
+    settings = dict(vars(config))
     micro_steps, micro_rows = train.shares(config.steps)
     return {
         "track": config.track, "target": config.target, "seed": seed, "trial": trial,

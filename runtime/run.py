@@ -21,6 +21,7 @@ from runtime.errors import Interrupted, LogError, NonFinite
 from runtime.log import RunLog, header, store_sources
 from runtime.machine import Machine, peak_mib
 from runtime.terminal import Dashboard, Progress
+from runtime.trainer import Trainer
 
 # Steps by which losses are read late, so that nothing waits for a GPU. The same on all ranks, so
 # that they act alike.
@@ -32,7 +33,7 @@ class Run(contextlib.AbstractContextManager):
     """A new or resumed run of a Trainer. Leaving it logs how it ended and sets `code`, for exit."""
 
     def __init__(
-        self, trainer: Any, plan: RunPlan, clock: Clock, stop: Stop, *, source: Path
+        self, trainer: Trainer, plan: RunPlan, clock: Clock, stop: Stop, *, source: Path
     ) -> None:
         self.trainer, self.plan, self.clock, self.stop = trainer, plan, clock, stop
         self.steps_done = self._saved_at = plan.step

@@ -22,6 +22,7 @@ from typing import Any
 
 from runtime.clock import Clock
 from runtime.machine import peak_flops, saying_every_few_seconds
+from runtime.trainer import Trainer
 
 SECONDS_BETWEEN_LINES = 5.0
 FRAMES_PER_SECOND = 2
@@ -35,7 +36,7 @@ class Progress:
     Elsewhere, or without rich, lines: one every five seconds at most, and one for the last step.
     """
 
-    def __init__(self, trainer: Any, header: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, header: dict[str, Any]) -> None:
         self.trainer, self.header, self.steps = trainer, header, trainer.config.steps
         self.event: dict[str, Any] = {}  # of the last step
         self.loss = math.nan  # smoothed training loss, without those of skipped steps
@@ -159,7 +160,7 @@ def open_block(draw: Callable[[], Any]) -> Any:
 # ---- Before the first run and after the last
 
 
-def summary(trainer: Any) -> str:
+def summary(trainer: Trainer) -> str:
     """Lines for people: model, data and target; with `verbose` also every choice and its reason."""
     config, machine = trainer.config, trainer.machine
     batches = " then ".join(dict.fromkeys(f"{tokens:,}" for _, tokens, _ in trainer.changes))
@@ -181,7 +182,7 @@ def summary(trainer: Any) -> str:
     return "\n".join(lines)
 
 
-def closing(trainer: Any, clock: Clock, losses: dict[int, float]) -> str:
+def closing(trainer: Trainer, clock: Clock, losses: dict[int, float]) -> str:
     """Lines for people after the last run, whose clock this is. losses: of all runs, by seed."""
     config, lines = trainer.config, []
     if len(losses) > 1:

@@ -138,7 +138,7 @@ def make_runs(trainer: StubTrainer) -> int:
     with mock.patch.multiple(
         train_gpt, set_up=lambda config, machine: trainer, warm_up=lambda *_: None,
         at=trainer.schedule, tokens_before=lambda config, step: 4 * step, train=trainer.train,
-        check_trained_model=lambda trainer: {}, SOURCE=trainer.source, summary=lambda trainer: "",
+        check_trained_model=lambda trainer, val_loss: {}, SOURCE=trainer.source, summary=lambda trainer: "",
     ):  # fmt: skip
         return train_gpt.make_runs(trainer.config)
 
