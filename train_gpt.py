@@ -45,16 +45,17 @@ from kernels.eager import lookup, rms_norm, squared_relu
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
-from runtime.checkpoint import plan_runs
 from runtime.checks import check_trained_model
 from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
 from runtime.ending import Stop, leave, listen, supervise
 from runtime.errors import Refused
-from runtime.log import require_folders, source_hash
+from runtime.log import require_folders
 from runtime.machine import Machine
+from runtime.plan import plan_runs
 from runtime.run import Run
 from runtime.settings import RunSettings, as_text, parse, require, require_packages, setting
+from runtime.source import source_hash
 from runtime.terminal import closing, summary
 from runtime.trainer import Batch
 from runtime.warmup import dry_run, warm_up

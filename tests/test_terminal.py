@@ -14,7 +14,7 @@ from stub_trainer import logs_of, run, trainer_in
 
 from runtime import terminal
 from runtime.clock import Phase
-from runtime.log import header
+from runtime.plan import header
 from runtime.terminal import Progress, closing
 
 
