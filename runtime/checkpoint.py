@@ -49,8 +49,9 @@ class Snapshot(NamedTuple):
 def save(folder: Path, snapshot: Snapshot, announce: Callable[..., bool] | None = None) -> Path:
     """Write a checkpoint into the run's folder, then remove all but the two newest.
 
-    announce: is given `sha256`, of the checksums, before the checkpoint gets its name, and says
-    whether it may. OSError or SafetensorError if the disk refuses. Older checkpoints then stay.
+    announce: called with `sha256`, of the checksums, before the checkpoint gets its name. If it
+    returns False, there will be no checkpoint. OSError or SafetensorError if the disk refuses;
+    older checkpoints then stay.
     """
     for left in folder.glob(".step_*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -105,7 +106,7 @@ def _publish(path: Path, files: Files, announce: Callable[..., bool] | None = No
         for file in (*partial.iterdir(), partial):  # before they get a name that lasts
             _sync(file)
         if announce is not None and not announce(sha256=_sha256(partial / SUMS)):
-            raise OSError("its log takes no line")
+            raise OSError("its log could not be written")
         remove(path)  # one of this name, whose steps a resume dropped
         partial.rename(path)
         _sync(path.parent)
@@ -114,7 +115,7 @@ def _publish(path: Path, files: Files, announce: Callable[..., bool] | None = No
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or where the system can do that the names in a folder, to the disk."""
+    """Force a file to the disk, or a folder's list of names where the system can do that."""
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
@@ -180,7 +181,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise Refused(f"checkpoint {path.parent} cannot be read: {error}.") from None
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} is no JSON object of a checkpoint ({error}).") from None
+        raise Refused(f"{path} is not a JSON object ({error}).") from None
     return value
 
 

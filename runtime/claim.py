@@ -53,7 +53,7 @@ class Claim:
 
 
 def read_claim(path: str | Path) -> Claim:
-    """Read a claim. Refused names the file and the rule that it breaks."""
+    """Read a claim. Refused if it breaks a rule."""
     known = dataclasses.fields(Claim)
     try:
         fields = parse(read_regular(Path(path), MOST_BYTES))

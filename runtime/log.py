@@ -1,7 +1,7 @@
 """The log of a run, written so that it survives whatever ends the run.
 
-A line is one event in JSON. A process appends to its own segment alone. The header of a later
-segment names the step after which it begins, and the hash of the segment before.
+A line is one event in JSON. Each process of a run appends to a segment of its own. The
+header of a later segment has the step after which it begins, and the hash of the segment before.
 docs/log_format.md has all files, events and fields.
 """
 
@@ -101,7 +101,7 @@ def _read_segment(path: Path) -> bytes | None:
 
 
 def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """The events of a segment, without a torn last line. LogError names a line that is none."""
+    """The events of a segment, but for a torn last line. LogError if another is not an event."""
     events = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:

@@ -46,7 +46,7 @@ def ask(
     """Ask about prefixes of many lengths. Returns for each name in BOUNDS the number found.
 
     sequences: those of the last validation, each (T + 1,). validated: the losses that it gave their
-    targets, or their last ones alone.
+    targets, or only their last ones.
 
     normalized: the probability that a loss claims, as a multiple of the one that the logits give
     when those of all tokens add up to 1; the mean over places. causality_trained: the largest

@@ -68,7 +68,6 @@ class Run(contextlib.AbstractContextManager):
             self._load()
             self._header = header(self.trainer, self.plan.seed, self.plan.trial)
             self._progress = Progress(self.trainer, self._header)
-            undo.callback(self._progress.close)
             self._machine.on_main(self._begin)
             undo.pop_all()
         self._log_phases()
@@ -173,8 +172,8 @@ class Run(contextlib.AbstractContextManager):
     def _write_step(self, event: dict[str, Any], loss: float, verdict: Tensor) -> None:
         step, guard = event["step"], self.trainer.guard
         skip = guard.explain(verdict)
-        row = self._config.seq_len  # the loss is a sum over its tokens
-        norms = [norm / row for norm in guard.gradient_norms(verdict)]
+        # Gradients are of losses summed over a sequence.
+        norms = [norm / self._config.seq_len for norm in guard.gradient_norms(verdict)]
         event["grad_norm"] = math.hypot(*norms)
         event["grad_norms"] = dict(zip(self.trainer.optimizers, norms, strict=True))
         event |= {"skipped": skip is not None, "train_loss": loss}
@@ -208,7 +207,7 @@ class Run(contextlib.AbstractContextManager):
         self._dashboard.show(event)
         self._machine.say(f"step {step}/{steps} | validation loss {val_loss:.4f} | "
                           f"{ms / 1000:.1f} s")  # fmt: skip
-        self._progress.validated(step, val_loss)
+        self._progress.validated()
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
 
@@ -257,7 +256,6 @@ class Run(contextlib.AbstractContextManager):
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         seed = f"seed {self.plan.seed}: " if self._config.trials > 1 else ""
         word = "reached" if val_loss <= target else "missed"
-        self._progress.close()
         probes = found["probes"]
         said = [f"loss on copied tokens {probes['loss_on_copied']:.2f}",
                 f"on new tokens {probes['loss_on_new']:.2f}"]  # fmt: skip
@@ -277,7 +275,6 @@ class Run(contextlib.AbstractContextManager):
         if self.clock.running:
             self.clock.stop(wait=False)
         self._log_phases()
-        self._progress.close()
         self.writer.close()
         if error is not None:
             self._explain(error)

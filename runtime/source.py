@@ -61,7 +61,7 @@ def source_hash(root: str | Path) -> str:
 
 def store_sources(directory: str | Path, root: str | Path) -> str:
     """Copy the sources to `sources/<sha256>/`, once. Returns the hash. LogError if it cannot."""
-    sources = read_sources(root)  # once, so that the hash names exactly what is stored
+    sources = read_sources(root)  # once, so that the hash is that of what is stored
     sha256 = digest(sources)
     folder = Path(directory, "sources", sha256)
     try:

@@ -23,7 +23,7 @@ TIMED_STEPS = 40  # in all stages, to know how long a run takes
 
 # ---- torch.compile
 
-# One graph a shape: validation rows come in many parts.
+# One graph for each shape: validation sequences come in many parts.
 MOST_GRAPHS = 1024
 
 
