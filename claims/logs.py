@@ -24,6 +24,7 @@ from claims.runs import (
 )
 from runtime.errors import LogError
 from runtime.jsonl import parse, read_regular
+from runtime.log import REGISTRY
 
 # ---- Files
 
@@ -92,20 +93,27 @@ def logs_in(folder: Path) -> list[Path]:
     return [log for log in logs if not log.name.startswith(("registry", "judgements"))]
 
 
-def find_folders(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The folders of run logs at or below this one, and the innermost folders without any.
+def find_folders(folder: Path) -> tuple[list[Path], list[str]]:
+    """The folders to judge at or below this one, and a sentence on each that is not judged.
 
-    Below a folder that has run logs, nothing is searched. Links are not followed.
+    Judgements and sweeps below a log folder are not judged with it. Links are not followed.
     """
-    found, without = [], []
+    found, others = [], []
     for root, below, _ in os.walk(folder):
-        if logs_in(Path(root)):
-            found.append(Path(root))
-            below.clear()
+        path = Path(root)
         below[:] = sorted(name for name in below if not name.startswith("."))
-        if not below and found[-1:] != [Path(root)]:
-            without.append(Path(root))
-    return found, without
+        if not logs_in(path):
+            others += [] if below else [f"no run logs in {path}"]
+            continue
+        found.append(path)
+        if (path / "claim.json").exists():
+            below.clear()  # its runs/ was found just now
+        elif (path / REGISTRY).exists():
+            more = [path / name for name in below if name != "sources"]
+            others += [f"{one} has run logs too: name it to judge them"
+                       for one in more if find_folders(one)[0]]  # fmt: skip
+            below.clear()
+    return found, others
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:

@@ -1,6 +1,5 @@
 """Looks after every pair: the level is kept, and a clear answer comes sooner."""
 
-import json
 import math
 
 import numpy as np
@@ -9,6 +8,7 @@ from small_run import ROOT
 
 from claims import stats
 from claims.judge import ALPHA, EQUAL, RacePlan, Verdict, decide
+from claims.logs import finished_runs
 
 PLAN = RacePlan(pairs=20, margin=1.0)
 RACES = 10_000
@@ -67,8 +67,8 @@ def test_of_races_without_a_difference_one_in_a_hundred_finds_one(plan):
 def test_on_the_losses_of_the_records_no_verdict_is_wrong_over_twice_as_often():
     """Each loss in standard deviations from the mean of its record; B's spread alone is worst."""
     losses = []
-    for path in sorted(ROOT.glob("records/small/*/record.json")):
-        found = np.array([run["val_loss"] for run in json.loads(path.read_text())["runs"]])
+    for path in sorted(ROOT.glob("records/small/*/runs")):
+        found = np.array([run.final_loss for run in finished_runs(path)])
         losses.extend((found - found.mean()) / found.std())
     rng = np.random.default_rng(0)
     a, b = rng.choice(losses, (2, RACES, 20))
