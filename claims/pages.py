@@ -157,8 +157,8 @@ def tried_part(evidence: Evidence) -> str:
     runs = "no other run"
     if tried.runs:
         runs = f"{tried.runs} other runs of {tried.settings} configurations"
-    return (f"Claimed before it on this track: {claims}. Its log folder had {runs} on this\n"
-            "track before its first.")  # fmt: skip
+    return (f"Claimed before it on this track: {claims}.\n"
+            f"Its log folder had {runs} on this track before its first.")  # fmt: skip
 
 
 def source_part(evidence: Evidence) -> Iterator[str]:

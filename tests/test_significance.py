@@ -1,7 +1,6 @@
 """From run logs to a verdict: nothing that a crash, a copy or a hand does to a log is evidence."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
