@@ -62,7 +62,8 @@ for trial in range(given.trials):
            "val_loss": 3.4 + noise, "train_time_ms": 1000 * (seconds + noise)}
     header = {"event": "header", "schema": 3, "run_id": run_id, "track": "tiny", "target": 3.6,
               "seed": seed, "source_sha256": source_hash(Path(__file__).parent), "config": config,
-              "config_sha256": config_hash(config), "env": {"gpu_count": 0, "threads": 1, "cpu": "Abacus"}}
+              "config_sha256": config_hash(config),
+              "env": {"gpu_count": 0, "threads": 1, "cpu": "Abacus"}}
     end = {"event": "end", "t_ms": 90_000, "status": "nonfinite" if diverged else "done",
            "probes": {"new_loss": 4 + noise / 2}}
     lines = [header, end] if diverged else [header, val, end]
