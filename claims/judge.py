@@ -146,7 +146,8 @@ def why_no_claim(config: dict[str, Any]) -> str | None:
     if not track.val_sha256:
         return f"nobody has logged the validation tokens of {config['track']} yet"
     fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
-    off = [f"{name} is {config.get(name)}, the track has {value}"
+    off = ["quick is on"] if config.get("quick") else []
+    off += [f"{name} is {config.get(name)}, the track has {value}"
            for name, value in departures(config, fixed).items()]  # fmt: skip
     return f"off the track: {'; '.join(off)}" if off else None
 
