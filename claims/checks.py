@@ -7,7 +7,6 @@ they find and what they cannot find. The tables at the end list them.
 
 import math
 import re
-import statistics
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -27,7 +26,6 @@ AT_END = {"check": 60_000, "probe": 60_000, "keep": 3_600_000, "sample": 60_000}
 TIMED = {"train", "checkpoint", "lost"}  # lost: steps that a resume repeats
 MOST_UNACCOUNTED = 0.01  # fraction of the training time that may be in no phase
 SLACK_MS = 50  # for each validation, whose log line waits for the disk
-LONG_VALIDATION = 4.0  # times the median of its run
 # The trainer's checks of the trained model. Of honest models the first is within 6e-7 of 1, in
 # bf16 too; outputs that pad the vocabulary lower it, which harms only the run itself.
 TRAINED = {"normalized": (0, 1.0001), "causality_trained": (0, 1e-3), "additive": (0, 1e-3)}
@@ -187,10 +185,6 @@ def check_claimed(run: Run, evidence: Evidence) -> Iterator[str]:
         yield "config_sha256 is not the hash of config"
     if run.complete and run.total_steps != claim.config["steps"]:
         yield f"{run.total_steps} steps, not the claimed {claim.config['steps']}"
-    for segment in run.segments[1:]:
-        for name in (*REGISTERED, "run_id", "target", "data", "checks"):
-            if segment.header.get(name) != run.header.get(name):
-                yield f"{segment.path.name} has another {name} than the run's first header"
     for resume in run.resumes:
         if resume.differences:
             yield f"resumed at step {resume.from_step} with {resume.differences!r:.300} changed"
@@ -212,10 +206,6 @@ def check_registry(run: Run, evidence: Evidence) -> Iterator[str]:
     resumes = [line["sha256"] for line in lines if line["event"] == "resume"]
     if resumes != [resume.registry_sha256 for resume in run.resumes]:
         yield f"{len(resumes)} resumes in the registry, {len(run.resumes)} others in the log"
-    before = [None, *(segment.sha256 for segment in run.segments)]
-    for segment, sha256 in zip(run.segments, before, strict=False):
-        if segment.header.get("previous_sha256") != sha256:
-            yield f"edited: {segment.path.name} names another segment before it than is there"
 
 
 def check_track(run: Run, evidence: Evidence) -> Iterator[str]:
@@ -233,25 +223,29 @@ def check_track(run: Run, evidence: Evidence) -> Iterator[str]:
 def check_numbers(run: Run, evidence: Evidence) -> Iterator[str]:
     """What the trainer counted and measured is within its bounds."""
     header, end, tokens = run.header, run.end, evidence.track.val_tokens
-    most_ranks = evidence.claim.config["batch_tokens"] // evidence.claim.config["seq_len"]
-    skipped = sum(bool(step.skipped) for step in run.steps)
+    config, skipped = evidence.claim.config, sum(bool(step.skipped) for step in run.steps)
+    trained = run.steps[-1].tokens if run.steps else None
+    due, most = header.get("train_tokens"), len(run.steps) * config["batch_tokens"]
     bounds = [
         ("validation tokens", header["data"].get("val_tokens"), tokens, tokens),
         ("validation documents in training", header["checks"].get("overlap"), 0,
          evidence.track.overlap),
-        ("ranks", header.get("world_size"), 1, most_ranks),
+        ("ranks", header.get("world_size"), 1, config["batch_tokens"] // config["seq_len"]),
         ("steps that were skipped", skipped, 0, MOST_SKIPPED * len(run.steps)),
     ]  # fmt: skip
     if run.complete:
         bounds.append(("scored targets", end.get("targets_scored"), tokens, tokens))
+        bounds.append(("tokens trained on", trained, 1, most))
+        if trained != due:
+            yield f"trained on {trained} tokens, not the {due} of the header"
         checks = end.get("checks")
         for name, (low, high) in TRAINED.items():
             found = checks.get(name) if isinstance(checks, dict) else None
             bounds.append((f"check {name} of the trained model", found, low, high))
     for what, found, low, high in bounds:
         if not lies_within(found, low, high):
-            due = low if low == high else f"{low} to {high}"
-            yield f"{what}: {found!s:.20}, not {due}"
+            allowed = low if low == high else f"{low} to {high}"
+            yield f"{what}: {found!s:.20}, not {allowed}"
 
 
 def lies_within(value: Any, low: float, high: float) -> bool:
@@ -278,15 +272,11 @@ def check_new_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
 
 
 def check_origin(run: Run, evidence: Evidence) -> Iterator[str]:
-    """All code was the claimed source, all weights the run's own."""
+    """All code was the claimed source."""
     for segment in run.segments:
         foreign = segment.header.get("env", {}).get("modules_from_elsewhere")
         if foreign != []:
             yield f"modules from elsewhere: {foreign!r:.300}"
-    own = {(0, None), *run.checkpoints}  # a run that saved nothing begins again at step 0
-    for resume in run.resumes:
-        if (resume.from_step, resume.checkpoint_sha256) not in own:
-            yield f"resumed at step {resume.from_step} from a checkpoint that it did not write"
 
 
 def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
@@ -301,20 +291,6 @@ def check_model(run: Run, evidence: Evidence) -> Iterator[str]:
         first = run.validations[0].loss
     if run.complete and (first is None or not first >= LEAST_FIRST_LOSS * ignorant):
         yield f"first loss {first}, but a model that knows nothing has {ignorant:.2f}"
-
-
-def check_tokens(run: Run, evidence: Evidence) -> Iterator[str]:
-    """Every step counts its tokens, in whole sequences and at most a batch; none is left out."""
-    config, before = evidence.claim.config, 0
-    most = config["batch_tokens"]
-    for step in run.steps:
-        tokens = (step.tokens or 0) - before
-        if not 0 < tokens <= most or tokens % config["seq_len"]:
-            yield f"step {step.step} trained on {tokens} tokens, not whole sequences up to {most}"
-            return
-        before += tokens
-    if run.complete and run.header.get("train_tokens") != before:
-        yield f"trained on {before} tokens, not the {run.header.get('train_tokens')} of the header"
 
 
 # ---- The ledger of time: what is off the clock, and whether all else is on it. nan fails.
@@ -353,12 +329,9 @@ def check_clock(run: Run, evidence: Evidence) -> Iterator[str]:
     unaccounted = unaccounted_ms(run.phases, len(run.resumes))
     if not unaccounted <= MOST_UNACCOUNTED * total + SLACK_MS * len(run.validations):
         yield f"untimed work: {unaccounted:.0f} ms between the phases of training and validation"
-    validations = [phase.ms for phase in run.phases if phase.name == "validate"]
-    if len(validations) != len(run.validations):
-        yield f"untimed work: {len(validations)} validations for {len(run.validations)} losses"
-    slowest = max(validations, default=0.0)
-    if validations and not slowest <= LONG_VALIDATION * statistics.median(validations):
-        yield f"untimed work: a validation of {slowest:.0f} ms, several times their median"
+    validations = sum(phase.name == "validate" for phase in run.phases)
+    if validations != len(run.validations):
+        yield f"untimed work: {validations} validations for {len(run.validations)} losses"
 
 
 def unaccounted_ms(phases: list[Phase], resumes: int) -> float:
@@ -397,7 +370,6 @@ OF_A_RUN = (
     (check_numbers, f"find what the source computes wrongly, and {ANEW}"),
     (check_new_tokens, f"score all tokens of the track's own data at the end, and {ANEW}"),
     (check_origin, f"start the trainer on its own files, without PYTHONPATH: {ANEW}"),
-    (check_tokens, f"train on at most --batch-tokens in a step: {ANEW}"),
     (check_phases, "do this work in a timed phase, or not at all, and run again"),
     (check_clock, "do this work in a timed phase, or not at all, and run again"),
 )
