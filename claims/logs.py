@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin
 
 from claims.runs import Phase, Resume, Run, Segment, Step, Validation, why_unfinished
 from claims.text_logs import read_text
@@ -142,14 +143,9 @@ SCHEMA = 3
 NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings: JSON has no such numbers
 KINDS = {str: "a string", int: "an integer of at least 0", float: "a number", bool: "true or false",
          dict: "an object", list: "a list"}  # fmt: skip
-OPTIONAL = {"target", "train_loss", "tokens", "registry_sha256", "lr_mul", "grad_norm",
-            "window", "skipped"}  # fmt: skip
-# The fields that are read of each event, and their kinds.
-HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha256": str,
+# Fields of the header that every log has.
+HEADER = {"run_id": str, "track": str, "target": float | None, "seed": int, "config_sha256": str,
           "env": dict}  # fmt: skip
-STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int, "lr_mul": float,
-        "grad_norm": float, "window": int, "skipped": bool}  # fmt: skip
-RESUME = {"from_step": int, "differences": list, "registry_sha256": str}
 
 
 def fits(value: Any, kind: type) -> bool:
@@ -169,16 +165,22 @@ class Line(NamedTuple):
     event: str | None
     fields: dict[str, Any]
 
-    def get(self, name: str, kind: type) -> Any:
-        """A field; numbers as float, None for an optional one that is missing. Raises LogError."""
+    def get(self, name: str, kind: Any) -> Any:
+        """A field of this type; numbers as float, None for an optional one that is missing.
+
+        Raises LogError.
+        """
         value: Any = self.fields.get(name)
-        if value is None and name in OPTIONAL:
-            return None
+        if isinstance(kind, UnionType):  # with None
+            if value is None:
+                return None
+            kind = get_args(kind)[0]
+        kind = get_origin(kind) or kind
         if not fits(value, kind):
             raise LogError(f"{self.where}: {name} must be {KINDS[kind]}, not {value!r:.80}")
         return float(value) if kind is float else value
 
-    def get_all(self, kinds: dict[str, type]) -> dict[str, Any]:
+    def get_all(self, kinds: dict[str, Any]) -> dict[str, Any]:
         return {name: self.get(name, kind) for name, kind in kinds.items()}
 
 
@@ -239,7 +241,8 @@ def keep_until(lines: list[Line], after_step: int) -> list[Line]:
 
 def read_resume(line: Line, before: list[Line]) -> Resume:
     """A resume. before: lines of the process before. If that saved and stopped, no step repeats."""
-    resume = Resume(**line.get_all(RESUME), repeats=True)
+    kinds = {name: kind for name, kind in Resume.__annotations__.items() if name != "repeats"}
+    resume = Resume(**line.get_all(kinds), repeats=True)
     end = before[-1].fields if before else {}
     stopped = end.get("event") == "end" and end.get("status") == "interrupted"
     at_step = end.get("steps") == resume.from_step
@@ -267,7 +270,7 @@ def to_run(lines: list[Line], segments: list[Segment], resumes: list[Resume]) ->
     return Run(
         path=segments[0].path, segments=segments, resumes=resumes,
         total_steps=numbers[-1][1] if numbers else None, validations=validations,
-        steps=[Step(**line.get_all(STEP)) for line in events(lines, "step")],
+        steps=[Step(**line.get_all(Step.__annotations__)) for line in events(lines, "step")],
         phases=[Phase(**line.get_all(Phase.__annotations__)) for line in events(lines, "phase")],
         end=ends[-1].fields if ends else {}, unfinished=problem,
         **(headers[0] if headers else {"run_id": segments[0].path.stem}),
