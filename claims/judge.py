@@ -18,7 +18,7 @@ from scipy.stats import t as student
 
 from claims import stats
 from claims.logs import finished_runs
-from claims.record import TRACKS, departures, difference
+from claims.record import difference
 from claims.runs import Run
 from runtime.claim import read_claim
 from runtime.errors import Refused
@@ -136,20 +136,6 @@ def figure(run: Run, metric: str) -> float:
     if metric == "time":
         return (run.train_time_ms or math.inf) / 1000
     return run.validations[-1].loss
-
-
-def why_no_claim(config: dict[str, Any]) -> str | None:
-    """Why runs with these settings belong to no claim; None if they may."""
-    track = TRACKS.get(config.get("track", ""))
-    if track is None:
-        return f"track {config.get('track')} has no rules"
-    if not track.val_sha256:
-        return f"nobody has logged the validation tokens of {config['track']} yet"
-    fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
-    off = ["quick is on"] if config.get("quick") else []
-    off += [f"{name} is {config.get(name)}, the track has {value}"
-           for name, value in departures(config, fixed).items()]  # fmt: skip
-    return f"off the track: {'; '.join(off)}" if off else None
 
 
 # ---- The log of judgements

@@ -26,6 +26,7 @@ from runtime.claim import Claim, check_rules, read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import plain, read_regular
 from runtime.log import MOST_REGISTRY_BYTES, REGISTRY, digest, read_registry
+from runtime.settings import flag
 
 # ---- Sources
 
@@ -144,6 +145,21 @@ MOST_ABOVE = 0.01  # nats per token
 def departures(settings: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
     """What the rules fix, for each setting that is not so."""
     return {name: fixed for name, fixed in rules.items() if settings.get(name) != fixed}
+
+
+def why_no_claim(config: dict[str, Any]) -> str | None:
+    """Why runs with these settings can belong to no claim, with the fix; None if they can."""
+    track = TRACKS[config["track"]]
+    if not track.val_sha256:  # verify would fail after the runs
+        return (f"{config['track']} has no val_sha256: add it in claims/record.py and train_gpt.py "
+                f"first. A run with --val-sha256 0 prints it")  # fmt: skip
+    if config.get("quick"):
+        return "--quick: a claim validates on all tokens of its track. Leave --quick out"
+    fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
+    for name, value in departures(config, fixed).items():
+        return (f"{flag(name)} {config.get(name)}: that of the track is {value}. Leave "
+                f"{flag(name)} out")  # fmt: skip
+    return None
 
 
 @dataclass(frozen=True)
@@ -291,6 +307,7 @@ def claim_text(claim: Claim) -> str:
 
 def read_evidence(folder: Path) -> Evidence:
     """The record in a folder. Refused, LogError or OSError names a file that cannot be read."""
+    require_regular(folder)
     claim = read_claim(folder / "claim.json")
     if claim.track not in TRACKS:
         raise Refused(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")
@@ -312,6 +329,13 @@ def read_evidence(folder: Path) -> Evidence:
             runs.append(run)
     source = read_source(records_of(folder), claim.source_sha256)
     return Evidence(folder, claim, TRACKS[claim.track], runs, [*registry.values()], source)
+
+
+def require_regular(folder: Path) -> None:
+    """Refused for a link, which a write would follow, or a pipe, for which a read would wait."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise Refused(f"{path} is a link or no regular file: a record has none. Take it out.")
 
 
 def records_of(folder: Path) -> Path:
@@ -394,9 +418,7 @@ def copy_runs(folder: Path, folders: list[Path]) -> None:
 
     Every run that was started is copied, however it ended. Refused for a record that holds a link.
     """
-    for path in folder.rglob("*"):  # a write would follow a link, a read would wait for a pipe
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise Refused(f"{path} is a link or no regular file: a record has none. Take it out.")
+    require_regular(folder)
     claim = read_claim(folder / "claim.json")
     for number, logs in enumerate(folders, 1):
         if not (logs / REGISTRY).is_file():

@@ -36,6 +36,7 @@ from scripts.command import (
 from claims import judge
 from claims.compare import Comparison, compare, describe, direction
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
+from claims.record import why_no_claim
 from claims.runs import Run
 from claims.stats import in_words
 from runtime.errors import LogError, Refused
@@ -82,7 +83,7 @@ def announce(
     if changed := entry["diff"]["lines"]:
         diff = out / entry["run_id"] / "source.diff"
         lines.append(f"the sources differ in {changed} lines: {diff}")
-    if reason := judge.why_no_claim(b):
+    if reason := why_no_claim(b):
         lines.append(f"no claim can follow: {reason}")
     lines.append(f"{sharing.at_once} runs at once" if sharing.at_once > 1 else "one run at a time")
     known = known_run(a, sharing.threads, [out, ROOT / "records" / a["track"]])
@@ -241,7 +242,7 @@ def advice(given: argparse.Namespace, number: int, arm: Arm, found: Comparison |
     if given.metric == "loss" and copies:
         return ("the gain may be copying only: on new tokens B is not shown to be better, and a "
                 "claim must hold there, too")  # fmt: skip
-    if reason := judge.why_no_claim(arm.config):
+    if reason := why_no_claim(arm.config):
         return f"no claim can follow: {reason}"
     claim = f"record.py claim NAME --about TEXT --from-judgement {number}"
     return f"prove it on fresh seeds: python scripts/{claim}"

@@ -34,7 +34,6 @@ from claims.stats import power
 from runtime.claim import Claim
 from runtime.errors import Refused
 from runtime.log import config_hash, digest, read_sources
-from runtime.settings import flag
 
 RECORDS = ROOT / "records"
 
@@ -54,7 +53,11 @@ def claim(arguments: argparse.Namespace) -> int:
     for name in ("recipe", "track"):  # their defaults may change, or depend on the machine
         if f"--{name}" not in [word.partition("=")[0] for word in flags]:
             flags = [f"--{name}", config[name], *flags]
-    track = require_rules(config, source)
+    if reason := records.why_no_claim(config):
+        raise Refused(f"{reason}.")
+    for found in forbidden_settings(source):
+        raise Refused(f"{found}, which no record of {config['track']} may have. Leave it out.")
+    track = records.TRACKS[config["track"]]
     ask_trainer(ROOT, [*flags, "--claim=x"])  # its own rules, such as how many layers
     claimed = Claim(
         name=arguments.name, track=config["track"], target=track.target, alpha=ALPHA, n=arguments.n,
@@ -87,21 +90,6 @@ def require_own_flags(flags: list[str]) -> None:
         if name in named:
             raise Refused(f"{name}: a claim chooses its seeds, one for each of --n runs. Omit it, "
                           "or give --seed before the --.")  # fmt: skip
-
-
-def require_rules(config: dict, source: dict[str, bytes]) -> records.Track:
-    """The track's rules. Refused for a setting or a source that they do not allow."""
-    track = records.TRACKS[config["track"]]
-    if not track.val_sha256:  # verify would fail after the runs
-        raise Refused(f"{config['track']} has no val_sha256: add it in claims/record.py and "
-                      f"train_gpt.py first. A run with --val-sha256 0 prints it.")  # fmt: skip
-    fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
-    for name, value in records.departures(config, fixed).items():
-        raise Refused(f"{flag(name)} {config[name]}: that of the track is {value}. "
-                      f"Leave {flag(name)} out.")
-    for found in forbidden_settings(source):
-        raise Refused(f"{found}, which no record of {config['track']} may have. Leave it out.")
-    return track
 
 
 def commit(folder: Path, source_sha256: str, name: str) -> str:

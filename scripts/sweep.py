@@ -48,9 +48,9 @@ from scripts.command import (
 )
 
 from claims.compare import compare, direction
-from claims.judge import why_no_claim
 from claims.logs import finished_runs
 from claims.pages import table
+from claims.record import why_no_claim
 from claims.runs import NEW_TOKENS, Run
 from claims.stats import holm, in_words
 from runtime.errors import Refused

@@ -93,8 +93,9 @@ def test_a_git_repository_that_comes_with_a_record_runs_none_of_its_commands(
 def test_a_pipe_in_a_record_is_refused_and_nobody_waits_for_it(stranger, capsys):
     (stranger / "README.md").unlink()
     os.mkfifo(stranger / "README.md")
-    assert record.main(["make", str(stranger)]) == 2
-    assert "README.md is a link or no regular file" in capsys.readouterr().err
+    for verb in ("make", "verify"):
+        assert record.main([verb, str(stranger)]) == 2
+        assert "README.md is a link or no regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["LOG", "registry.jsonl"])

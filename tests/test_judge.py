@@ -202,7 +202,7 @@ def test_off_the_track_it_says_before_the_first_run_and_at_the_end_that_no_claim
 ):
     assert run("--b", "--gain 0.2", "--margin", "0.05", "--quick") == 0
     said = capsys.readouterr()
-    why = "no claim can follow: off the track: val_tokens is 1024, the track has 16384"
+    why = "no claim can follow: --val-tokens 1024: that of the track is 16384"
     assert why in said.err.partition("A, seeds 0 to 3")[0]
     assert why in said.out
     assert "prove it" not in said.out

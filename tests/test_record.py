@@ -135,6 +135,7 @@ def test_a_page_says_what_was_tried_before(tmp_path):
     (["Good"], {}, "File exists"),
     (["Few", "--", "--n", "4"], {}, "--n stands after --, where flags of the trainer are. Give it"),
     (["Few", "--", "--seed=4"], {}, "--seed: a claim chooses its seeds"),
+    (["Few"], {"quick": True}, "--quick: a claim validates on all tokens of its track. Leave"),
 ])  # fmt: skip
 def test_a_claim_that_breaks_a_rule_is_not_written(
     words, changed, sentence, folder, tmp_path, capsys, monkeypatch
