@@ -305,6 +305,18 @@ def test_a_record_is_caught_with_a_run_that_has(what, folder, capsys):
     caught(folder, capsys, *patterns)
 
 
+def test_a_source_that_asks_for_a_memory_must_have_found_none(folder, capsys):
+    files = small_record.SOURCE | {"runtime/questions.py": b""}
+    source_path(folder.parents[1], digest(files)).write_bytes(pack(files))
+    forge_claim(folder, source_sha256=digest(files))
+    caught(folder, capsys, "check memory of the trained model: None, not 0 to 0.001")
+    runs = read_logs(folder)
+    for run in runs:
+        run[0][-1]["checks"]["memory"] = 0.0
+    write_logs(folder, runs)
+    assert call(capsys, "make", folder)[0] == 0
+
+
 def test_a_run_may_end_with_a_check_a_probe_a_kept_model_and_a_sample(folder, capsys):
     for name in ("check", "probe", "keep", "sample"):
         forge(folder, at_end(name, 60_000.0))
