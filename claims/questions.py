@@ -39,10 +39,7 @@ sys.path.insert(0, os.getcwd())
 answers = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)  # what the source prints must not mix with its answers
 import numpy, torch
-if os.path.exists("inference/model.py"):
-    from inference.model import load_model, token_losses
-else:  # older sources
-    from train_gpt import load_model, token_losses
+from inference.model import load_model, token_losses
 model = load_model(Path(sys.argv[1]))
 for line in sys.stdin.buffer:
     B, T = map(int, line.split())

@@ -189,9 +189,9 @@ def make_missing(planned: Sequence[SweepRun], out: Path, at_once: int | None) ->
         if found is not None:
             outcome = f"loss {found.validations[-1].loss:.4f}" if found.complete else "diverged"
         say(f"{ended_runs} of {len(waiting)}: {run.arm}, seed {run.seed}: {outcome}")
-        if found is not None and ended_runs == failed + 1:
-            rest = len(waiting) - ended_runs
-            say(f"  {estimate(found, found.total_steps or 1, rest, rest, sharing)}")
+        rest = len(waiting) - ended_runs
+        if rest and found is not None and ended_runs == failed + 1:  # the first that was timed
+            say(f"  the rest: {estimate(found, found.total_steps or 1, rest, rest, sharing)}")
 
     run_side_by_side(jobs, sharing, ended)
     return failed
