@@ -70,9 +70,10 @@ def claim(arguments: argparse.Namespace) -> int:
     words = shlex.join(["--claim", f"{here}/claim.json", *flags])
     print(f"Make its runs:\n\n    ./run.sh {words} --seed {seeds[0]} --trials {claimed.n}\n\n"
           f"then: python scripts/record.py make {here}\n")
-    chances = [f"{power(claimed.n, 1, sds, ALPHA):.2f} if it is {sds}" for sds in (0.5, 1, 1.5)]
-    print(f"With the true mean below {track.target:g}, {claimed.n} runs show it with a chance of\n"
-          f"    {', '.join(chances)} standard deviations below.")
+    small, even, large = (f"{power(claimed.n, 1, sds, ALPHA):.0%}" for sds in (0.5, 1, 1.5))
+    print(f"Chance that {claimed.n} runs show a mean below {track.target:g}: {small}, {even} or "
+          f"{large}, if the true mean\nis half, one or one and a half standard deviations of a run "
+          f"below it.")  # fmt: skip
     if track.baseline:
         print(f"They must also show a loss on new tokens less than {records.MOST_ABOVE:g} above "
               f"that of {track.baseline}.")  # fmt: skip
