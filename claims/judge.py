@@ -2,7 +2,7 @@
 
 A difference is B's figure minus A's on the same seed; the lower figure is the better one. Each
 interim analysis makes two tests, each at the same small level at every analysis (Pocock, 1977;
-`stats.look_level`): B is better or worse if the wide interval excludes 0; there is no difference
+`stats.interim_level`): B is better or worse if the wide interval excludes 0; there is no difference
 larger than the margin if the narrow one is within +-margin (two one-sided tests). The interval of
 the deciding test may be read after any stop (Jennison and Turnbull, 1989).
 `judgements.jsonl` is a registry like that of runs. An unfinished judgement counts too.
@@ -25,7 +25,7 @@ from runtime.errors import Refused
 from runtime.jsonl import json_hash
 from runtime.log import REGISTRY, read_registry, read_sources, register
 
-FIRST_LOOK = 4  # pairs before the first analysis: fewer may agree by chance
+FIRST_ANALYSIS = 4  # pairs before the first analysis: fewer may agree by chance
 ALPHA = 0.01  # of better and worse together
 EQUAL = 0.05  # of "no difference larger than the margin"
 MOST_PAIRS = 100
@@ -47,17 +47,17 @@ class RacePlan:
     """
 
     def __init__(self, pairs: int, margin: float, every: int = 1):
-        if not FIRST_LOOK <= pairs <= MOST_PAIRS or every < 1:
-            rule = f"there must be {FIRST_LOOK} to {MOST_PAIRS} pairs, analysed every 1 or more"
+        if not FIRST_ANALYSIS <= pairs <= MOST_PAIRS or every < 1:
+            rule = f"there must be {FIRST_ANALYSIS} to {MOST_PAIRS} pairs, analysed every 1 or more"
             raise ValueError(f"{pairs} pairs, analysed every {every}: {rule}")
         if not 0 < margin < math.inf:
             raise ValueError(f"margin is {margin}: it must be between 0 and inf")
         self.margin = margin
-        self.looks = (*range(FIRST_LOOK, pairs, every), pairs)
+        self.analyses = (*range(FIRST_ANALYSIS, pairs, every), pairs)
 
     def widths(self, n: int) -> tuple[float, float]:
         """Half of the wide and the narrow interval after n pairs, in standard errors."""
-        wide, narrow = (stats.look_level(self.looks, level) for level in (ALPHA / 2, EQUAL))
+        wide, narrow = (stats.interim_level(self.analyses, level) for level in (ALPHA / 2, EQUAL))
         return float(student.isf(wide, n - 1)), float(student.isf(narrow, n - 1))
 
 
@@ -78,7 +78,7 @@ def decide(differences: Sequence[float], plan: RacePlan) -> Verdict:
     mean, sd = stats.moments(differences)
     if not all(map(math.isfinite, differences)):
         return Verdict("undecided", True, n, math.nan)
-    if n not in plan.looks:
+    if n not in plan.analyses:
         return Verdict("undecided", False, n, mean)
     error = sd / math.sqrt(n)
     if sd == 0 and mean != 0:  # equal differences say nothing about their spread
@@ -91,7 +91,7 @@ def decide(differences: Sequence[float], plan: RacePlan) -> Verdict:
         outcome = "worse"
     elif abs(mean) + narrow < plan.margin:
         outcome, half, confidence = "no difference", narrow, 1 - 2 * EQUAL
-    final = outcome != "undecided" or n == plan.looks[-1]
+    final = outcome != "undecided" or n == plan.analyses[-1]
     return Verdict(outcome, final, n, mean, mean - half, mean + half, sd, confidence)
 
 

@@ -153,18 +153,18 @@ def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
 
 
 @cache
-def look_level(looks: tuple[int, ...], alpha: float = 0.01) -> float:
+def interim_level(analyses: tuple[int, ...], alpha: float = 0.01) -> float:
     """The level that, used at each of these numbers of runs, makes alpha in all (Pocock, 1977).
 
-    The runs are simulated without an effect. Those between two looks are drawn at once, as their
+    The runs are simulated without an effect. Those between two analyses are drawn at once, as their
     sum and their sum of squares: a t-test needs no more. Levels below 1e-4 are not resolved.
     """
-    if len(looks) == 1:
+    if len(analyses) == 1:
         return alpha
     rng = np.random.default_rng(0)
     total, squares = np.zeros(SEQUENCES), np.zeros(SEQUENCES)
-    smallest = np.ones(SEQUENCES)  # p of each sequence, over the looks so far
-    for before, n in pairwise((0, *looks)):
+    smallest = np.ones(SEQUENCES)  # p of each sequence, over the analyses so far
+    for before, n in pairwise((0, *analyses)):
         normal = rng.standard_normal(SEQUENCES)
         total += math.sqrt(n - before) * normal
         squares += normal**2

@@ -76,7 +76,7 @@ def announce(
 ) -> None:
     """Say on stderr what is judged, before the first run."""
     a, b = (arm.config for arm in arms)
-    pairs = f"{plan.looks[0]} to {plan.looks[-1]} pairs from seed {entry['seed']}"
+    pairs = f"{plan.analyses[0]} to {plan.analyses[-1]} pairs from seed {entry['seed']}"
     lines = [f"judgement {int(entry['run_id'])}: is B better than A? {entry['metric']}, margin "
              f"{plan.margin:g}, {pairs}"]  # fmt: skip
     lines += [f"{name}: {a.get(name)} in A, {b.get(name)} in B" for name in differing(arms)]
@@ -102,7 +102,7 @@ def differing(arms: Sequence[Arm]) -> list[str]:
 
 def times(run: Run, config: dict[str, Any], plan: RacePlan, sharing: Sharing) -> str:
     """How long the race may take, by a run on this machine."""
-    low, high = (2 * pairs for pairs in (plan.looks[0], plan.looks[-1]))
+    low, high = (2 * pairs for pairs in (plan.analyses[0], plan.analyses[-1]))
     return estimate(run, config["steps"], low, high, sharing)
 
 
@@ -113,8 +113,8 @@ def race(
 
     Times are taken one by one, so that a drift of the machine falls on both arms alike.
     """
-    seeds = range(first, first + plan.looks[-1])
-    stops = range(1, len(seeds) + 1) if metric == "time" else plan.looks
+    seeds = range(first, first + plan.analyses[-1])
+    stops = range(1, len(seeds) + 1) if metric == "time" else plan.analyses
     processes = max(1, sharing.at_once // len(arms))  # of each arm
     done = read_runs(folder, arms)
     for turn, stop in enumerate(stops):
@@ -258,7 +258,7 @@ def main(argv: list[str]) -> int:
     add("--metric", choices=UNITS, default="loss", help="what must be lower (%(default)s)")
     add("--margin", type=float, help=f"smallest difference that matters (loss: {MARGIN})")
     add("--pairs", type=int, default=20, help="at most (%(default)s)")
-    add("--look-every", type=int, default=1, help="pairs between two analyses, from the 4th on")
+    add("--analyse-every", type=int, default=1, help="pairs between two analyses, from the 4th on")
     add("--seed", type=int, help="of the first pair (the first untried one)")
     add("--quick", action="store_true", help="validate on few tokens; no claim can follow")
     add("--out", type=Path, default=Path("logs/judge"), help="folder of judgements (%(default)s)")
@@ -270,14 +270,14 @@ def main(argv: list[str]) -> int:
     if given.seed is not None and given.seed < 0:  # before the judgement counts
         raise ValueError(f"--seed {given.seed}: it must be at least 0")
     given.margin = MARGIN if given.margin is None else given.margin
-    plan = RacePlan(given.pairs, given.margin, given.look_every)
+    plan = RacePlan(given.pairs, given.margin, given.analyse_every)
     shared = given.shared + ["--quick"] * given.quick
     arms = [make_arm("A", given.a_source, given.a + shared),
             make_arm("B", given.b_source, given.b + shared)]  # fmt: skip
     judge.require_comparable(arms, given.metric)
     sharing = ONE_BY_ONE if given.metric == "time" else share(arm.config for arm in arms)
-    planned = {name: getattr(given, name) for name in ("metric", "margin", "pairs", "look_every")}
-    planned["threads"] = sharing.threads
+    planned = {"metric": given.metric, "margin": given.margin, "pairs": given.pairs,
+               "analyse_every": given.analyse_every, "threads": sharing.threads}  # fmt: skip
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
     announce(given.out, entry, arms, plan, sharing)
     folder = given.out / entry["run_id"]

@@ -211,13 +211,13 @@ def test_off_the_track_it_says_before_the_first_run_and_at_the_end_that_no_claim
 def test_losses_come_side_by_side_as_cores_allow_and_times_one_by_one(
     project, capsys, monkeypatch
 ):
-    words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--look-every", "2"]
+    words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--analyse-every", "2"]
     code, facts = judge_as_json(capsys, *words, "--seed", "40")
     assert (code, facts["outcome"]) == (4, "undecided")
     first = [[arm, str(40 + n), str(n)] for arm in "AB" for n in range(4)]
     second = [[arm, str(44 + n), str(n)] for arm in "BA" for n in range(2)]
     third = [[arm, "46", "0"] for arm in "AB"]
-    assert calls(project) == [*first, *second, *third], "a process trains what one look lacks"
+    assert calls(project) == [*first, *second, *third], "a process trains what one analysis lacks"
     code, facts = judge_as_json(capsys, "--metric", "time", "--b", "--gain 0.4", "--margin", "0.1")
     assert (code, facts["pairs"]) == (0, 4)
     assert [arm for arm, _, _ in calls(project, 2)] == list("ABBAABBA")
@@ -292,7 +292,7 @@ def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(pr
     assert "was changed while it was judged" in capsys.readouterr().err
 
 
-def test_a_run_that_diverges_in_the_last_look_does_not_end_the_judgement_before_it(project, capsys):
+def test_a_run_that_diverges_last_does_not_end_the_judgement_before_it(project, capsys):
     words = ["--b", "--gain 0.2 --diverge 1", "--pairs", "4", "--seed", "0"]
     _, facts = judge_as_json(capsys, *words)
     assert (facts["pairs"], facts["final"]) == (4, True)
@@ -330,7 +330,7 @@ def test_judgements_that_begin_at_once_have_numbers_and_seeds_of_their_own(proje
     (["--a-source", "../nope"], "--a-source ../nope: it holds no train_gpt.py. Give the folder"),
     (["--b", "--steps '3"], "argument --b: invalid split value: \"--steps '3\""),
     *(([f"--pairs={pairs}"], "there must be 4 to 100 pairs") for pairs in (3, 101)),
-    (["--look-every", "0"], "analysed every 1 or more"),
+    (["--analyse-every", "0"], "analysed every 1 or more"),
     *(([f"--margin={margin}"], f"margin is {margin}") for margin in (0.0, math.nan)),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_before_anything_runs(project, capsys, words, sentence):

@@ -91,12 +91,12 @@ def test_the_runs_needed_are_those_of_the_published_table(sd, row):
             assert stats.power(n - 1, sd, margin) < chance <= stats.power(n, sd, margin)
 
 
-@pytest.mark.parametrize(("looks", "level"), [
+@pytest.mark.parametrize(("analyses", "level"), [
     ((5, 10), 0.00522), ((5, 10, 15, 20), 0.00320), ((8, 16, 24), 0.00394),
     (tuple(range(3, 21)), 0.00134), ((10,), 0.01),
 ])  # fmt: skip
-def test_planned_looks_have_the_published_level(looks, level):
-    assert stats.look_level(looks) == pytest.approx(level, rel=0.05)
+def test_planned_analyses_have_the_published_level(analyses, level):
+    assert stats.interim_level(analyses) == pytest.approx(level, rel=0.05)
 
 
 def test_four_losses_of_3278_lie_on_the_bound_that_doubles_miss():
