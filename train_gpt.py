@@ -424,7 +424,7 @@ def off_track(config: Config) -> list[str]:
     """For each setting that the track fixes and that differs here: what it is and should be."""
     track: dict[str, Any] = {field.name: field.default for field in fields(Config)}
     track |= TRACKS[config.track]
-    found = []
+    found = ["quick is on"] if config.quick else []
     for name in FIXED.get(config.track, ()):
         value = getattr(config, name)
         if value != track[name]:
@@ -442,7 +442,10 @@ def preset(given: dict[str, Any]) -> dict[str, Any]:
     track = given.get("track", "short" if gpu else "tiny")
     settings = {"track": track, "recipe": "record42"} | TRACKS.get(track, {})
     recipe = given.get("recipe", settings["recipe"])
-    return settings | RECIPES.get(track, {}).get(recipe, {})
+    settings |= RECIPES.get(track, {}).get(recipe, {})
+    if given.get("quick"):
+        settings |= {"val_tokens": settings.get("val_batch", Config.val_batch), "sample_tokens": 0}
+    return settings
 
 
 # ---- Schedule: all that holds at a step, as a pure function. At step s, s steps are done.
@@ -1250,7 +1253,7 @@ class Trainer:
         if not self.val_losses:  # validation was compiled
             self.val_losses = [self.token_losses(batch) for batch in data.validation]
         sums = sums_by_kind(on_host(self.val_losses), data.val_distances, data.val_before)
-        if data.train.held_out:
+        if data.train.held_out and not self.config.quick:
             losses = [self.token_losses(batch) for batch in data.held_out]
             sums["loss_held_out"] = sum_and_count(on_host(losses))
         return means(self.machine.gather(sums))
@@ -1402,7 +1405,7 @@ def make_runs(config: Config) -> int:
                 with run.pause("probe"):
                     probes = trainer.score()
                 with run.pause("check"):  # of the losses that the probe left in val_losses
-                    proof = check_trained_model(trainer, val_loss)
+                    proof = {} if config.quick else check_trained_model(trainer, val_loss)
                 if config.sample_tokens and tokenizer_of(config) and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")
