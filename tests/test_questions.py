@@ -21,8 +21,8 @@ from claims.record import TRACKS, Evidence, Source
 from claims.rerun import compare_means, rerun, validation_rows
 from runtime.errors import Refused
 from runtime.log import config_hash
-from runtime.source import digest, read_sources
 from runtime.settings import parse
+from runtime.source import digest, read_sources
 from scripts import record
 
 SEED, RUNS = 1000, 4
