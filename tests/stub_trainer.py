@@ -125,7 +125,7 @@ class StubTrainer:
 
     @torch.no_grad()
     def update(self, loss: torch.Tensor) -> torch.Tensor:
-        gradient = self.weights.grad
+        gradient = self.gradient = self.weights.grad.clone()
         if loss != math.inf:
             self.momentum.mul_(0.9).add_(gradient)
             self.weights -= self.config.adam_lr * self.momentum
