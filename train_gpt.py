@@ -18,7 +18,7 @@ import hashlib
 import math
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from itertools import pairwise
@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from data import prose
 from data.copied import means, sum_and_count, sums_by_kind
-from data.loader import Batch, Data, Order, Reading
+from data.loader import Data, Order, Reading
 from data.sampling import generate
 from data.shards import ShardError, audit
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
@@ -56,13 +56,14 @@ from kernels.head import (
 )
 from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
-from runtime.checkpoint import plan_runs
+from runtime.checks import check_trained_model
 from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
 from runtime.ending import Stop, leave, listen, supervise
 from runtime.errors import Refused
-from runtime.log import require_folders, source_hash
+from runtime.log import require_folders
 from runtime.machine import Machine
+from runtime.plan import plan_runs
 from runtime.run import Run
 from runtime.settings import (
     RunSettings,
@@ -74,8 +75,10 @@ from runtime.settings import (
     require_packages,
     setting,
 )  # fmt: skip
+from runtime.source import source_hash
 from runtime.terminal import closing, summary
-from runtime.warmup import check_trained_model, dry_run, warm_up
+from runtime.trainer import Batch
+from runtime.warmup import dry_run, warm_up
 
 SOURCE = Path(__file__).resolve().parent
 
@@ -1378,7 +1381,7 @@ class Trainer:
         return [each for name, each in self.optimizers.items() if adam_steps or name != "adam"]
 
     @torch.no_grad()
-    def validate(self, step: int, batches: list[Batch] | None = None) -> float:
+    def validate(self, step: int, batches: Sequence[Batch] | None = None) -> float:
         """Mean loss over the validation tokens, in nats, with the windows of this step.
 
         batches: those of this rank to score; None: all. Sets `targets_scored`, over all ranks, and
@@ -1415,8 +1418,9 @@ class Trainer:
         """
         self.model.set_step(self.config.steps)
         data = self.data
-        losses = self.val_losses or [self.token_losses(batch) for batch in data.validation]
-        sums = sums_by_kind(on_host(losses), data.val_distances, data.val_before)
+        if not self.val_losses:  # validation was compiled
+            self.val_losses = [self.token_losses(batch) for batch in data.validation]
+        sums = sums_by_kind(on_host(self.val_losses), data.val_distances, data.val_before)
         if data.train.held_out:
             losses = [self.token_losses(batch) for batch in data.held_out]
             sums["loss_held_out"] = sum_and_count(on_host(losses))
@@ -1600,10 +1604,10 @@ def make_runs(config: Config) -> int:
                 losses[plan.seed] = val_loss = train(trainer, run)
                 if config.keep_model:  # first: what follows may not fit the memory
                     run.keep(val_loss, tokenizer_of(config))
-                with run.pause("check"):
-                    proof = check_trained_model(trainer)
                 with run.pause("probe"):
                     probes = trainer.score()
+                with run.pause("check"):  # of the losses that the probe left in val_losses
+                    proof = check_trained_model(trainer, val_loss)
                 if config.sample_tokens and tokenizer_of(config) and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")
