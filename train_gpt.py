@@ -65,16 +65,7 @@ from runtime.log import require_folders
 from runtime.machine import Machine
 from runtime.plan import plan_runs
 from runtime.run import Run
-from runtime.settings import (
-    RunSettings,
-    as_text,
-    flag,
-    parse,
-    refusal,
-    require,
-    require_packages,
-    setting,
-)  # fmt: skip
+from runtime.settings import RunSettings, as_text, flag, parse, refusal, require_packages, setting
 from runtime.source import source_hash
 from runtime.terminal import closing, summary
 from runtime.trainer import Batch
@@ -389,7 +380,8 @@ class Config(RunSettings):
         recipes = RECIPES.get(self.track, {})
         tables: Any = {"track": TRACKS, "recipe": recipes, "layers": LAYERS, "stages": STAGES}
         for name, table in (tables | {"groups": GROUPS}).items():
-            require(self, name, getattr(self, name) in table, f"one of {', '.join(table)}")
+            if getattr(self, name) not in table:
+                raise refusal(self, name, f"one of {', '.join(table)}")
         super().__post_init__()  # the rules written next to the settings
         if self.claim and (changed := off_track(self)):
             raise refusal(self, "claim", f"empty, as {'; '.join(changed)}")
