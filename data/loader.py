@@ -1,8 +1,9 @@
 """Batches of tokens: document-aligned training steps, contiguous validation, and a run's plan.
 
-A row of a batch is a sequence of `seq_len` tokens and their targets. A step is `batch_tokens / seq_len` rows, the same at
-every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
-of pieces: ranges [start, end) of a shard with `seq_len + 1` tokens in all, the last one a target.
+A row of a batch is a sequence of `seq_len` tokens and their targets. A step is
+`batch_tokens / seq_len` rows, the same at every world size; rank r of W owns rows
+[r * rows / W, (r + 1) * rows / W). A training row is a list of pieces: ranges [start, end) of a
+shard with `seq_len + 1` tokens in all, the last one a target.
 The batch and the longest document may change in the course of a run.
 The row rule is that of modded-nanogpt, record 42.
 """
