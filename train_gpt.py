@@ -210,8 +210,9 @@ class Group(NamedTuple):
     split: str = ""
 
 
-GROUPS = {
-    # adam_wd is 0 here; a decay that you set acts in proportion to the rate.
+GROUPS = {  # each row: names, optimizer, lr_mul, wd_mul, betas
+    # adam_wd is 0 here; a decay that you set acts in proportion to the rate. The baseline muon has
+    # these numbers too.
     "record42": [
         Group("blocks.*.attention.qkvo", "matrix", split="q k v o"),
         Group("blocks.*.attention.*gate", "matrix"),

@@ -133,7 +133,7 @@ def reader(read: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
 
 
 # Flags, and values of flags, that went. Commit 759f432 has them.
-REMOVED = ("--minutes", "--quick-vals", "--copy-init", "--init-keys-as-queries", "--track medium",
+REMOVED = ("--minutes", "--quick-vals", "--stream-init", "--copy-init", "--init-keys-as-queries", "--track medium",
            "--recipe copyinit", "--recipe modern", "--layers copyinit", "--layers plain4",
            "--layers tiny", "--stages copyinit")  # fmt: skip
 
