@@ -16,9 +16,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, stdev
 from threading import Thread
-from typing import Any
 
 from runtime.clock import Clock
+from runtime.jsonl import Json
 from runtime.machine import peak_flops, saying_every_few_seconds
 from runtime.trainer import Trainer
 
@@ -29,13 +29,13 @@ SMOOTHED_OVER = 10  # steps; single batches differ by several nats
 class Progress:
     """Prints a line about a run on rank 0: every five seconds at most, and after the last step."""
 
-    def __init__(self, trainer: Trainer, header: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, header: Json) -> None:
         self.trainer, self.header, self.steps = trainer, header, trainer.config.steps
         self.loss = math.nan  # smoothed training loss, without those of skipped steps
         self.taken = self.skips = 0  # steps so far
         self._said_at = -math.inf
 
-    def step(self, event: dict[str, Any]) -> None:
+    def step(self, event: Json) -> None:
         """Take note of a step. This runs on the clock."""
         loss, skipped = event["train_loss"], event["skipped"]
         self.skips += skipped
@@ -56,7 +56,7 @@ class Progress:
         """Print now and then which untimed phase is running."""
         return saying_every_few_seconds(f"off the clock: {name}", self.trainer.machine.say)
 
-    def numbers(self, event: dict[str, Any]) -> list[str]:
+    def numbers(self, event: Json) -> list[str]:
         """A step in words."""
         step, rate = event["step"], tokens_per_s(event)
         found = [
@@ -72,7 +72,7 @@ class Progress:
             found.append(f"{self.skips} skipped")
         return [*found, f"{timedelta(seconds=round(self.seconds_left(event)))} left"]
 
-    def seconds_left(self, event: dict[str, Any]) -> float:
+    def seconds_left(self, event: Json) -> float:
         """Seconds of the steps and validations after this step.
 
         A validation is a forward pass only: a third of the work of training on as many tokens.
@@ -83,7 +83,7 @@ class Progress:
         return tokens / tokens_per_s(event)
 
 
-def tokens_per_s(event: dict[str, Any]) -> float:
+def tokens_per_s(event: Json) -> float:
     """Mean since the first step, on the clock."""
     return 1000 * event["tokens"] / event["train_time_ms"]
 
@@ -151,7 +151,7 @@ SHOWN = ("train_loss", "val_loss", "grad_norm", "lr_mul", "window", "tokens", "s
 Opened = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
 
 
-def open_dashboard(name: str, folder: Path, run_id: str, config: dict[str, Any]) -> Opened:
+def open_dashboard(name: str, folder: Path, run_id: str, config: Json) -> Opened:
     """A run in one of DASHBOARDS: see `trackio show`, and WANDB_MODE=offline for wandb."""
     if name == "tensorboard":  # event files beside the logs: `tensorboard --logdir logs`
         from torch.utils.tensorboard import SummaryWriter
@@ -178,12 +178,12 @@ def open_dashboard(name: str, folder: Path, run_id: str, config: dict[str, Any])
 class Dashboard:
     """Sends events from a thread, so that no step waits. If that fails, the run continues."""
 
-    def __init__(self, name: str, log: Path, config: dict[str, Any], say: Any) -> None:
-        self._events: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
+    def __init__(self, name: str, log: Path, config: Json, say: Callable[[str], None]) -> None:
+        self._events: SimpleQueue[Json | None] = SimpleQueue()
         self._thread = Thread(target=self._send, args=(name, log, config, say), daemon=True)
         self._thread.start()
 
-    def show(self, event: dict[str, Any]) -> None:
+    def show(self, event: Json) -> None:
         if self._thread.is_alive():
             self._events.put(event)
 
@@ -191,7 +191,7 @@ class Dashboard:
         self._events.put(None)
         self._thread.join()
 
-    def _send(self, name: str, log: Path, config: dict[str, Any], say: Any) -> None:
+    def _send(self, name: str, log: Path, config: Json, say: Callable[[str], None]) -> None:
         if name == "none":
             return
         try:
