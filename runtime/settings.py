@@ -135,7 +135,8 @@ def reader(read: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
 # Flags, and values of flags, that went. Commit 759f432 has them.
 REMOVED = ("--minutes", "--quick-vals", "--stream-init", "--copy-init",
            "--init-keys-as-queries", "--track medium", "--recipe copyinit", "--recipe modern",
-           "--layers copyinit", "--layers plain4", "--layers tiny", "--stages copyinit")  # fmt: skip
+           "--layers copyinit", "--layers plain4", "--layers tiny",
+           "--stages copyinit")  # fmt: skip
 
 
 # Flags that became numbers of a table of the trainer.
