@@ -79,14 +79,17 @@ PACKED = (
     (r"gate_up(_proj)?|w12", 2, "gate and up"),
 )
 
+# Reasons of parameters that do not decay.
+UNDECAYED = ("norm, bias or vector", "elementwise")
+
 
 def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[str, Any]]]:
     """Return {"muon": groups, "adamw": groups} for all parameters that require a gradient.
 
     Hidden matrices and stacks of them (k, rows, cols) go to Muon; embeddings, codebooks, heads,
-    norms, biases, vectors and convolutions to AdamW. A row overrides the rule for the parameters
-    that it matches, by any of the names of a tied one. `group_table` prints the groups;
-    group["name"] is the reason.
+    norms, biases, vectors and convolutions to AdamW. Norms, biases and vectors do not decay, as in
+    nanoGPT. A row overrides the rule for the parameters that it matches, by any of the names of a
+    tied one. `group_table` prints the groups; group["name"] is the reason.
     ValueError if a row matches no parameter or names another optimizer, or a parameter two rows.
     """
     places: dict[Tensor, list[tuple[str, Module]]] = {}
@@ -105,7 +108,7 @@ def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[s
         if len(own) > 1:
             raise ValueError(f"parameter {names[0]} matches several rows: {own}; keep one")
         optimizer, reason = kind_of(names[0], param, modules, heads)
-        options: Mapping[str, Any] = {}
+        options: Mapping[str, Any] = {"wd_mul": 0.0} if reason in UNDECAYED else {}
         if own:
             optimizer, reason, options = own[0].optimizer, f"row {own[0].pattern}", own[0].options
         reason = ", tied to ".join([reason, *names[1:]])

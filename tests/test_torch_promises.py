@@ -390,9 +390,3 @@ def test_a_compiled_step_is_the_eager_one_for_groups_of_equal_shape(kind):
             optimizer.param_groups[0]["lr"] *= 0.5
     assert_same(members(eager), members(compiled))
     assert_same(dict(named_state(eager)), dict(named_state(compiled)))
-
-
-def test_the_name_of_version_0_1_still_imports_for_one_version():
-    from optim import Adam
-
-    assert Adam is AdamW
