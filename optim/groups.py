@@ -153,7 +153,8 @@ def heads_of(model: Module) -> dict[Module, str]:
 
     If no name says so, the last Linear is one: if its outputs are the vocabulary, which is the
     number of rows of the largest embedding, or if there is no embedding. Then so are the Linears
-    right before it that read the same and put out less.
+    right before it that read the same and put out less. The last one of a body without a head has
+    a twin in another layer.
     """
     linears = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
     named = [module for path, module in linears.items() if re.fullmatch(HEAD, path)]
@@ -162,7 +163,10 @@ def heads_of(model: Module) -> dict[Module, str]:
     bare = any(re.fullmatch(HEAD, name) for name, _ in model.named_parameters())
     if linears and not heads and not bare:
         (path, last), *others = reversed(linears.items())
-        if not sizes or last.out_features == max(sizes):
+        layer = re.sub(r"\b\d+\.", "*.", path)
+        twins = [each for name, each in others if re.sub(r"\b\d+\.", "*.", name) == layer]
+        body = any(each.weight.shape == last.weight.shape for each in twins)
+        if not body and (not sizes or last.out_features == max(sizes)):
             heads[last] = "head, the last Linear"
             for other_path, other in others:  # as a policy before a value
                 beside = other_path.rpartition(".")[0] == path.rpartition(".")[0]

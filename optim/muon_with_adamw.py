@@ -131,8 +131,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ) -> Any:
         """Step every parameter that has a gradient, or none. Returns what the closure returns.
 
-        loss: for the spike rule, which judges its mean over the ranks; without one `latest_loss`,
-        then the closure's; without any, gradient norms alone. Collective.
+        loss: for the spike rule; without one `latest_loss`, then the closure's; without any, the
+        rule judges gradient norms alone. It judges the mean over the ranks of fully_shard or
+        process_group, else, as with DDP, over all ranks, so each must give one. Collective.
         """
         with torch.enable_grad():
             returned = closure() if closure is not None else None
@@ -194,7 +195,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             for group, packed in zip(half.param_groups, saved["param_groups"], strict=True):
                 new = numbers[id(group)]
                 pairs = zip(packed["params"], new, strict=True)
-                state |= {number: saved["state"][own] for own, number in pairs}
+                state |= {to: saved["state"][own] for own, to in pairs if own in saved["state"]}
                 groups[id(group)] = {**packed, "params": new}
         ordered = [groups[id(group)] for group in self.param_groups]
         return {"state": state, "param_groups": ordered, "guard": self.guard.state_dict()}
