@@ -48,6 +48,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     RENAMED: ClassVar[dict[str, str]] = {}  # state of other optimizers: their names and ours
     elementwise: ClassVar[bool] = False  # a shard can be stepped in place
     at_once: int  # elements that a CPU steps in one call; more would not fit its caches
+    elsewhere: ClassVar[int] = 2**24  # on other devices; a step needs up to 12 times their bytes
 
     def __init__(
         self,
@@ -176,6 +177,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for shares in partition(parts, ranks.size):
                 self.messages.append(kind(shares, ranks, self._own(shares[ranks.rank])))
 
+    def _limit(self, param: Tensor) -> int:  # elements that one call steps at most
+        return self.at_once if param.device.type == "cpu" else self.elsewhere
+
     def _own(self, parts: list[Part]) -> list[Bucket]:
         together: dict[Any, list[Part]] = {}
         for part in parts:
@@ -183,7 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets = []
         for members in together.values():
             states = self._states(members[0].param, members[0].group)
-            buckets.append(Bucket(members, states, self.at_once))
+            buckets.append(Bucket(members, states, self._limit(members[0].param)))
         self.buckets += buckets
         return buckets
 
