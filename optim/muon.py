@@ -53,7 +53,7 @@ def normuon(
     momentum.lerp_(gradients, 1 - beta)
     update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
     direction = orthogonalized(update, choice)
-    squares = direction.to(update.dtype).square().sum(axis, keepdim=True)
+    squares = direction.to(update.dtype, copy=True).square_().sum(axis, keepdim=True)
     # The norm is kept. Both Frobenius norms follow from the sums of squares: no second pass.
     before = squares.sum((-2, -1), keepdim=True).sqrt()
     means = torch.where(before.isfinite(), squares / direction.shape[axis], variance)
