@@ -22,15 +22,36 @@ Events = list[dict[str, Any]]  # of one segment
 TARGET, STEPS, VOCABULARY, BATCH, VAL_TOKENS = 3.25, 12, 64, 512, 1024
 STEP_MS, VALIDATION_MS = 1000.0, 400.0
 RULES = Track(TARGET, VAL_TOKENS, "aa", 0.02, "bb", {"vocab_size": VOCABULARY}, in_time=False)
-CONFIG = {"track": "tiny", "target": TARGET, "steps": STEPS, "batch_tokens": BATCH, "seq_len": 64,
-          "vocab_size": VOCABULARY}
+CONFIG = {
+    "track": "tiny",
+    "target": TARGET,
+    "steps": STEPS,
+    "batch_tokens": BATCH,
+    "seq_len": 64,
+    "vocab_size": VOCABULARY,
+}
 SOURCE = {"optim/muon.py": b"step:1/2 val_loss:1.0\n", "train_gpt.py": "é\r\n".encode()}
-ENV = {"python": "3.12.7", "torch": "2.13.0+cu128", "cuda": "12.8", "gpu": "NVIDIA H100 80GB HBM3",
-       "gpu_count": 8, "driver": "570.211.01", "cpu": "Xeon", "threads": 2, "dtype": "bfloat16",
-       "compiled": True, "compile_flags": [], "params": 10, "modules_from_elsewhere": [],
-       "sys_flags": {"safe_path": True, "pythonpath": ""}}
-END = {"targets_scored": VAL_TOKENS, "train_tokens_sha256": "d" * 64,
-       "checks": {"normalized": 1.00003, "causality_trained": 0.0, "additive": 9.5e-7}}
+ENV = {
+    "python": "3.12.7",
+    "torch": "2.13.0+cu128",
+    "cuda": "12.8",
+    "gpu": "NVIDIA H100 80GB HBM3",
+    "gpu_count": 8,
+    "driver": "570.211.01",
+    "cpu": "Xeon",
+    "threads": 2,
+    "dtype": "bfloat16",
+    "compiled": True,
+    "compile_flags": [],
+    "params": 10,
+    "modules_from_elsewhere": [],
+    "sys_flags": {"safe_path": True, "pythonpath": ""},
+}
+END = {
+    "targets_scored": VAL_TOKENS,
+    "train_tokens_sha256": "d" * 64,
+    "checks": {"normalized": 1.00003, "causality_trained": 0.0, "additive": 9.5e-7},
+}
 SAVED = "e" * 64  # hash of a checkpoint
 LOSSES = list(3.2 + 0.012 * np.random.default_rng(0).standard_normal(12))
 
@@ -38,10 +59,19 @@ LOSSES = list(3.2 + 0.012 * np.random.default_rng(0).standard_normal(12))
 def make_claim(name: str = "Good", n: int = 12, seed: int = 1000, **changed: Any) -> Claim:
     config = CONFIG | changed.pop("config", {})
     fields: dict[str, Any] = {
-        "name": name, "track": "tiny", "target": TARGET, "alpha": 0.01, "n": n,
-        "seeds": list(range(seed, seed + n)), "looks": [n], "source_sha256": digest(SOURCE),
-        "config_sha256": config_hash(config), "config": config, "flags": ["--steps", str(STEPS)],
-        "about": "Why.", "created": "2026-01-01T00:00:00+00:00",
+        "name": name,
+        "track": "tiny",
+        "target": TARGET,
+        "alpha": 0.01,
+        "n": n,
+        "seeds": list(range(seed, seed + n)),
+        "looks": [n],
+        "source_sha256": digest(SOURCE),
+        "config_sha256": config_hash(config),
+        "config": config,
+        "flags": ["--steps", str(STEPS)],
+        "about": "Why.",
+        "created": "2026-01-01T00:00:00+00:00",
     }
     return Claim(**fields | changed)
 
@@ -50,15 +80,26 @@ def run_events(claim: Claim, seed: int, loss: float) -> Events:
     """One run: validations at steps 0, 5, 10 and the last, training losses that fall."""
     steps = claim.config["steps"]
     run_id = f"20260102-00{seed % 10000:04}_tiny_s{seed}_t0_abcdef"
-    events: Events = [{
-        "event": "header", "schema": 3, "run_id": run_id,
-        "track": claim.track, "target": claim.target, "seed": seed, "trial": seed - claim.seeds[0],
-        "claim": claim.id, "source_sha256": claim.source_sha256,
-        "config_sha256": claim.config_sha256, "config": claim.config, "world_size": 8, "env": ENV,
-        "train_tokens": steps * BATCH,
-        "data": {"train_sha256": "bb", "val_sha256": "aa", "val_tokens": VAL_TOKENS},
-        "checks": {"causality": True, "overlap": 0.01, "warmup_restored": True},
-    }]
+    events: Events = [
+        {
+            "event": "header",
+            "schema": 3,
+            "run_id": run_id,
+            "track": claim.track,
+            "target": claim.target,
+            "seed": seed,
+            "trial": seed - claim.seeds[0],
+            "claim": claim.id,
+            "source_sha256": claim.source_sha256,
+            "config_sha256": claim.config_sha256,
+            "config": claim.config,
+            "world_size": 8,
+            "env": ENV,
+            "train_tokens": steps * BATCH,
+            "data": {"train_sha256": "bb", "val_sha256": "aa", "val_tokens": VAL_TOKENS},
+            "checks": {"causality": True, "overlap": 0.01, "warmup_restored": True},
+        }
+    ]
     ignorant, t_ms, trained = math.log(VOCABULARY), 10.0, 0.0
 
     def add(event: str, **fields: Any) -> None:
@@ -72,8 +113,16 @@ def run_events(claim: Claim, seed: int, loss: float) -> Events:
         for step in range(before + 1, stop + 1):
             t_ms += STEP_MS
             noisy = ignorant + (loss - ignorant) * step / steps + 0.01 * generator.standard_normal()
-            add("step", step=step, tokens=BATCH * step, train_time_ms=STEP_MS * step, window=48,
-                stage=0, skipped=False, train_loss=noisy)
+            add(
+                "step",
+                step=step,
+                tokens=BATCH * step,
+                train_time_ms=STEP_MS * step,
+                window=48,
+                stage=0,
+                skipped=False,
+                train_loss=noisy,
+            )
         if stop > before:
             add("phase", name="train", timed=True, ms=STEP_MS * (stop - before))
             trained = STEP_MS * stop
@@ -101,9 +150,16 @@ def resume_at(events: Events, step: int, saved: bool = True) -> list[Events]:
     train = next(event for event in rest if event.get("name") == "train")
     train["ms"] -= done * STEP_MS
     startup = [event | clock for event in events if event.get("ms") == 3000.0]
-    again = [header | {"segment": 2, "after_step": step},
-             {"event": "resume", "from_step": step, "checkpoint": "x", "differences": [],
-              "checkpoint_sha256": SAVED}]
+    again = [
+        header | {"segment": 2, "after_step": step},
+        {
+            "event": "resume",
+            "from_step": step,
+            "checkpoint": "x",
+            "differences": [],
+            "checkpoint_sha256": SAVED,
+        },
+    ]
     return [first, again + startup + rest]
 
 

@@ -144,7 +144,9 @@ def make_runs(trainer: StubTrainer) -> int:
 
 
 def trainer_in(
-    folder: Path, at: dict[int | str, Hook] | None = None, text: str = "# eight numbers\n",
+    folder: Path,
+    at: dict[int | str, Hook] | None = None,
+    text: str = "# eight numbers\n",
     **changed: object,
 ) -> StubTrainer:
     """A trainer whose source of this text, logs and checkpoints are in this folder."""

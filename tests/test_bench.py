@@ -83,7 +83,7 @@ def test_optimizers_are_timed_beside_those_of_torch(monkeypatch, capsys):
 
 
 def test_every_round_takes_each_row_once_and_starts_with_another_and_the_first_two_do_not_count(
-    monkeypatch
+    monkeypatch,
 ):
     monkeypatch.setattr(bench, "WARM_UP", 2)
     seen, naps = [], iter([0.1] * 6)  # seconds, in the first two rounds

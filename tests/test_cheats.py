@@ -131,8 +131,16 @@ def edit_with_end_line(folder: Path, number: int, change: Callable[[Path], None]
 
 def try_before(folder: Path, track: str, seed: float = 1000) -> None:
     """A claimed seed in the registry of another log folder, with other settings and no claim."""
-    register(folder / "runs" / "registry_2.jsonl", "start", time="2020-01-01T00:00:00+00:00",
-             run_id="early", track=track, seed=seed, config_sha256=ZERO, claim=None)
+    register(
+        folder / "runs" / "registry_2.jsonl",
+        "start",
+        time="2020-01-01T00:00:00+00:00",
+        run_id="early",
+        track=track,
+        seed=seed,
+        config_sha256=ZERO,
+        claim=None,
+    )
 
 
 def start_again(folder: Path) -> None:
@@ -238,8 +246,10 @@ for name in ("weights.bin", ".hidden", "runs/notes.txt", "source/data.bin", "run
     CHEATS[f"a file {name}"] = (partial(add_file, name=name), "unexpected file")
 for setting in (
     "torch._inductor.config.coordinate_descent_tuning = True",
-    'torch.compile(model, mode="max-autotune")', "torch.compile(model, options={})",
-    "torch._inductor.config.epilogue_fusion = False", "from torch._inductor import config",
+    'torch.compile(model, mode="max-autotune")',
+    "torch.compile(model, options={})",
+    "torch._inductor.config.epilogue_fusion = False",
+    "from torch._inductor import config",
     'os.environ["TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"] = "1"',
     'torch.compile(\n    wrap(model), dynamic=False, mode="reduce-overhead"\n)',
 ):
@@ -341,7 +351,9 @@ FORGED: dict[str, tuple] = {
     "another claim": (put(ZERO, "claim"), "extra: the run was", "missing: "),
     "another torch and dtype": (
         lambda events: events[0]["env"].update(torch="2.0", dtype="float32"),
-        "torch differs between runs", "dtype differs between runs"),
+        "torch differs between runs",
+        "dtype differs between runs",
+    ),
     "more ranks than rows": (put(10**9, "world_size"), "ranks differs", "ranks: 1000000000, not"),
     "another CPU": (put("Z80", "env", "cpu"), "cpu differs between runs"),
     "another attention": (put("flash3", "env", "attention"), "attention differs between runs"),
@@ -352,15 +364,26 @@ FORGED: dict[str, tuple] = {
     "another configuration": (put(ZERO, "config_sha256"), "config_sha256 (0{12}, not|is not)"),
     "settings other than their hash": (put(24, "config", "steps"), "config_sha256 is not the"),
     "a step of two batches": (
-        each("step", slice(6, 7), tokens=8 * BATCH), "step 7 trained on 1024 tokens, not on whole"),
+        each("step", slice(6, 7), tokens=8 * BATCH),
+        "step 7 trained on 1024 tokens, not on whole",
+    ),
     "steps without tokens": (each("step", tokens=None), "step 1 trained on 0 tokens, not on"),
-    "more steps than claimed": (train_longer, "24 steps, not the claimed 12",
-                                   "trained on 12288 tokens, not on the 6144"),
+    "more steps than claimed": (
+        train_longer,
+        "24 steps, not the claimed 12",
+        "trained on 12288 tokens, not on the 6144",
+    ),
     "fewer validation tokens": (put(512, "data", "val_tokens"), "validation tokens: 512, not 1024"),
-    "other validation data": (put(ZERO, "data", "val_sha256"), "val_sha256 differs",
-                              "val_sha256 0{16}, not aa"),
-    "other training data": (put(ZERO, "data", "train_sha256"), "train_sha256 differs",
-                            "train_sha256 0{16}, not bb"),
+    "other validation data": (
+        put(ZERO, "data", "val_sha256"),
+        "val_sha256 differs",
+        "val_sha256 0{16}, not aa",
+    ),
+    "other training data": (
+        put(ZERO, "data", "train_sha256"),
+        "train_sha256 differs",
+        "train_sha256 0{16}, not bb",
+    ),
     "validation documents": (put(0.03, "checks", "overlap"), "documents in training: 0.03"),
     "an overlap of false": (put(False, "checks", "overlap"), "documents in training: False"),
     "no causality check": (put(None, "checks", "causality"), "check causality is None"),
@@ -371,53 +394,93 @@ FORGED: dict[str, tuple] = {
     "compiler settings": (put(["inductor.x = 1"], "env", "compile_flags"), "inductor.x"),
     "no compiler settings": (put(None, "env", "compile_flags"), "compiler settings unknown"),
     "an unknown phase": (each("phase", FIRST_TRAIN, name="tune"), "phase 'tune'"),
-    "training off the clock": (each("phase", FIRST_TRAIN, timed=False), "'train' .*: False",
-                               "7000 ms in timed phases"),
-    "a checkpoint": (each("phase", FIRST_VALIDATE, name="checkpoint"), "phase 'checkpoint'",
-                     "3 validations for 4"),
-    "less time than its phases": (each("val", train_time_ms=1000), "timed phases, 1000 ms in",
-                                  "dearer"),
+    "training off the clock": (
+        each("phase", FIRST_TRAIN, timed=False),
+        "'train' .*: False",
+        "7000 ms in timed phases",
+    ),
+    "a checkpoint": (
+        each("phase", FIRST_VALIDATE, name="checkpoint"),
+        "phase 'checkpoint'",
+        "3 validations for 4",
+    ),
+    "less time than its phases": (
+        each("val", train_time_ms=1000),
+        "timed phases, 1000 ms in",
+        "dearer",
+    ),
     "no times": (each("phase", FIRST_TRAIN, ms="nan"), "nan ms in timed", "nan ms between"),
     "time in no phase": (delay, "untimed work: 1000 ms between the phases"),
     "a clock that runs backwards": (each("phase", slice(-1, None), t_ms=0.0), "inf ms between"),
     "training in a validation": (each("phase", FIRST_VALIDATE, ms=1900.0), "several times"),
     "training in every validation": (
-        each("phase", VALIDATIONS, ms=2100.0), "2100 ms, a token dearer than training"),
+        each("phase", VALIDATIONS, ms=2100.0),
+        "2100 ms, a token dearer than training",
+    ),
     "short probes after validations": (probe_after_validations, "a probe of 100 ms"),
     "a probe that takes an hour at the end": (probe_at_end(3.6e6), "a probe of 3600000 ms"),
     "a model kept in mid-run": (
-        each("phase", FIRST_VALIDATE, name="keep"), "a keep of", "3 validations for 4"),
+        each("phase", FIRST_VALIDATE, name="keep"),
+        "a keep of",
+        "3 validations for 4",
+    ),
     "ten hours of warm-up": (
-        each("phase", slice(1), ms=3.6e7), "untimed work: a setup of 36000000 ms"),
+        each("phase", slice(1), ms=3.6e7),
+        "untimed work: a setup of 36000000 ms",
+    ),
     "no number of parameters": (
-        put(None, "env", "params"), "parameters: None, not 1 to inf", "params differs"),
+        put(None, "env", "params"),
+        "parameters: None, not 1 to inf",
+        "params differs",
+    ),
     "a probe of no time": (probe_at_end("nan"), "a probe of nan ms", "nan ms between"),
     "other tokens to train on": (
-        each("end", train_tokens_sha256="f" * 64), "runs trained on different tokens: d+, f+"),
-    "no hash of the tokens": (each("end", train_tokens_sha256=None), "no hash of the tokens",
-                              "runs trained on different tokens"),
-    "a row that was not scored": (each("end", targets_scored=small_record.VAL_TOKENS - 256),
-                                  "scored targets: 768, not 1024"),
+        each("end", train_tokens_sha256="f" * 64),
+        "runs trained on different tokens: d+, f+",
+    ),
+    "no hash of the tokens": (
+        each("end", train_tokens_sha256=None),
+        "no hash of the tokens",
+        "runs trained on different tokens",
+    ),
+    "a row that was not scored": (
+        each("end", targets_scored=small_record.VAL_TOKENS - 256),
+        "scored targets: 768, not 1024",
+    ),
     "no checks of the trained model": (
-        each("end", checks=None), "check normalized", "check causality_trained", "check additive"),
+        each("end", checks=None),
+        "check normalized",
+        "check causality_trained",
+        "check additive",
+    ),
     "probabilities that sum to 277": (checked("normalized", 277.0), "check normalized .*: 277.0"),
     "a loss that is scaled": (
-        checked("normalized", 1.07), "check normalized .*: 1.07, not 0 to 1.01"),
+        checked("normalized", 1.07),
+        "check normalized .*: 1.07, not 0 to 1.01",
+    ),
     "a sum of nan": (checked("normalized", "nan"), "check normalized of the trained model: nan"),
-    "sight of the future in long rows": (checked("causality_trained", 1.3),
-                                         "check causality_trained .*: 1.3, not 0 to 0.001"),
+    "sight of the future in long rows": (
+        checked("causality_trained", 1.3),
+        "check causality_trained .*: 1.3, not 0 to 0.001",
+    ),
     "a mean over the targets": (checked("additive", 0.5), "check additive .*: 0.5, not 0 to"),
-    "PYTHONPATH": (put("/elsewhere", "env", "sys_flags", "pythonpath"),
-                   "started with pythonpath '/elsewhere', not ''"),
-    "no flags of the interpreter": (
-        put(None, "env", "sys_flags"), "with pythonpath None"),
-    "sitecustomize": (put(["sitecustomize /x.py"], "env", "modules_from_elsewhere"),
-                      r"modules from elsewhere: \['sitecustomize /x.py'\]"),
+    "PYTHONPATH": (
+        put("/elsewhere", "env", "sys_flags", "pythonpath"),
+        "started with pythonpath '/elsewhere', not ''",
+    ),
+    "no flags of the interpreter": (put(None, "env", "sys_flags"), "with pythonpath None"),
+    "sitecustomize": (
+        put(["sitecustomize /x.py"], "env", "modules_from_elsewhere"),
+        r"modules from elsewhere: \['sitecustomize /x.py'\]",
+    ),
     "no list of modules": (put(None, "env", "modules_from_elsewhere"), "from elsewhere: None"),
     "a larger model": (put(10**9, "env", "params"), "params differs between runs: 10, 1000000000"),
     "a negative loss": (each("val", slice(-1, None), val_loss=-1.0), "val_loss -1.0: a loss is"),
     "a step left out": (
-        without("step", 5), "11 of 12 steps are in the log", "step 7 trained on 1024 tokens"),
+        without("step", 5),
+        "11 of 12 steps are in the log",
+        "step 7 trained on 1024 tokens",
+    ),
     "a validation left out": (without("val", 1), "4 validations for 3 losses"),
     "an error at the end": (each("end", status="error"), "with status error", "missing: "),
     "two ends": (lambda events: events.append(events[-1]), "2 end lines", "missing: "),
@@ -438,7 +501,8 @@ def test_a_run_may_end_with_a_check_a_probe_a_kept_model_and_a_sample(folder, ca
 
 
 @pytest.mark.parametrize(
-    "name", ["data", "checks", "config", "env", "world_size", "seed", "claim", "run_id"])
+    "name", ["data", "checks", "config", "env", "world_size", "seed", "claim", "run_id"]
+)
 def test_a_header_of_any_shape_ends_in_a_sentence(name, folder, capsys):
     for value in (None, 1.5, "x", []):
         forge(folder, put(value, name))
@@ -498,39 +562,62 @@ def remove_second_segment(folder: Path) -> None:
 
 RESUMED: dict[str, tuple] = {
     "a first segment that was edited": (
-        partial(edit_segment, number=0), "edited: .*2.jsonl names another segment before it"),
+        partial(edit_segment, number=0),
+        "edited: .*2.jsonl names another segment before it",
+    ),
     "a second segment that was edited": (
-        partial(edit_segment, number=1), "edited: the log is not the one"),
+        partial(edit_segment, number=1),
+        "edited: the log is not the one",
+    ),
     "a second segment that was made again": (
-        resume_again, "2 resumes in the registry, 1 others in the log"),
+        resume_again,
+        "2 resumes in the registry, 1 others in the log",
+    ),
     "a resume that the registry does not know": (drop_resume, CHAIN),
-    "no second segment": (remove_second_segment, "not counted: ended with status interrupted",
-                          "missing: ", "edited: ", "1 resumes in the registry, 0 others"),
+    "no second segment": (
+        remove_second_segment,
+        "not counted: ended with status interrupted",
+        "missing: ",
+        "edited: ",
+        "1 resumes in the registry, 0 others",
+    ),
     "another setting after the resume": (
         partial(forge, change=lambda events: events[1].update(differences=["--dim 32"]), segment=1),
-        r"resumed at step 8 with \['--dim 32'\] changed"),
+        r"resumed at step 8 with \['--dim 32'\] changed",
+    ),
     "a second segment that begins elsewhere": (
         partial(forge, change=put(7, "after_step"), segment=1),
-        r"edited: its segments begin after steps \[7\]"),
+        r"edited: its segments begin after steps \[7\]",
+    ),
     "weights swapped in the checkpoint": (
         partial(forge, change=lambda events: events[1].update(checkpoint_sha256=ZERO), segment=1),
-        "resumed at step 8 from a checkpoint that it did not write"),
+        "resumed at step 8 from a checkpoint that it did not write",
+    ),
     "PYTHONPATH after the resume": (
         partial(forge, change=put("/x", "env", "sys_flags", "pythonpath"), segment=1),
-        "started with pythonpath '/x', not ''"),
+        "started with pythonpath '/x', not ''",
+    ),
     "other tokens in the header of the resume": (
         partial(forge, change=put(ZERO, "checks"), segment=1),
-        "edited: .*2.jsonl has another checks than the run.s first header"),
+        "edited: .*2.jsonl has another checks than the run.s first header",
+    ),
     "compiler settings after the resume": (
         partial(forge, change=put(["x=1"], "env", "compile_flags"), segment=1),
-        "compiler settings x=1"),
+        "compiler settings x=1",
+    ),
     "a clock that was set back at the resume": (
-        partial(forge, change=set_back, segment=1), "not counted: less train time", "missing: "),
+        partial(forge, change=set_back, segment=1),
+        "not counted: less train time",
+        "missing: ",
+    ),
     "lost work off the clock": (
         partial(forge, change=each("phase", slice(1), name="lost"), segment=1),
-        "phase 'lost' of 3000 ms, timed: False"),
+        "phase 'lost' of 3000 ms, timed: False",
+    ),
     "time in no phase after the resume": (
-        partial(forge, change=pause, segment=1), "1000 ms between the phases"),
+        partial(forge, change=pause, segment=1),
+        "1000 ms between the phases",
+    ),
 }
 
 

@@ -156,6 +156,7 @@ def test_the_id_ignores_layout_and_order_and_sees_every_value(tmp_path):
 
 # ---- Runs under a claim
 
+
 @pytest.fixture
 def words(tmp_path, data):
     """The command line of a small run for which claim.json is written; it would leave logs/."""

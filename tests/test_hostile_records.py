@@ -114,14 +114,21 @@ def test_no_file_from_outside_a_log_folder_gets_into_a_record(name, stranger, tm
     assert private not in [file.read_bytes() for file in stranger.rglob("*") if file.is_file()]
 
 
-@pytest.mark.parametrize(("field", "value", "rule"), [
-    ("source_sha256", "../../elsewhere", "64 hexadecimal digits"),
-    ("config_sha256", STEERING, "64 hexadecimal digits"),
-    ("target", float("nan"), "must be between"), ("target", 10**400, "must be between"),
-    ("alpha", float("inf"), "must be between"), ("about", "x" * 2**20, "bytes"),
-    ("about", "Why.\u2028**Shown**", "one line"), ("about", "x" * 1001, "1000 characters"),
-    ("config", NESTED, "brackets"),
-], ids=range(9))
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("source_sha256", "../../elsewhere", "64 hexadecimal digits"),
+        ("config_sha256", STEERING, "64 hexadecimal digits"),
+        ("target", float("nan"), "must be between"),
+        ("target", 10**400, "must be between"),
+        ("alpha", float("inf"), "must be between"),
+        ("about", "x" * 2**20, "bytes"),
+        ("about", "Why.\u2028**Shown**", "one line"),
+        ("about", "x" * 1001, "1000 characters"),
+        ("config", NESTED, "brackets"),
+    ],
+    ids=range(9),
+)
 def test_a_claim_that_names_a_path_or_a_number_out_of_this_world_is_refused(
     field, value, rule, stranger
 ):
@@ -140,15 +147,21 @@ def test_a_huge_file_in_a_record_is_named_and_not_read(name, stranger, monkeypat
     assert re.search(rf"(unexpected file {named}|{named} is not what)", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("change", [
-    lambda text: "\ufeff" + text,
-    lambda text: text.replace('"target": ', '"target": 9.9, "target": ', 1),
-    lambda text: text.replace('"config": {', '"config": {"x": ' + json.dumps(NESTED) + ", ", 1),
-], ids=["byte-order mark", "key twice", "nested 700 deep"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "\ufeff" + text,
+        lambda text: text.replace('"target": ', '"target": 9.9, "target": ', 1),
+        lambda text: text.replace('"config": {', '"config": {"x": ' + json.dumps(NESTED) + ", ", 1),
+    ],
+    ids=["byte-order mark", "key twice", "nested 700 deep"],
+)
 def test_json_that_two_readers_may_read_differently_is_refused(change, stranger, capsys):
     log = min((stranger / "runs").glob("2*.jsonl"))
-    for path, rule in ((log, "line 1: every line must be one JSON object"),
-                       (stranger / "claim.json", "is no claim: ")):
+    for path, rule in (
+        (log, "line 1: every line must be one JSON object"),
+        (stranger / "claim.json", "is no claim: "),
+    ):
         kept = path.read_bytes()
         path.write_bytes(change(kept.decode()).encode())
         assert record.main(["verify", str(stranger)]) == 2
@@ -156,19 +169,32 @@ def test_json_that_two_readers_may_read_differently_is_refused(change, stranger,
         path.write_bytes(kept)
 
 
-@pytest.mark.parametrize(("files", "read", "rule"), [
-    ({"a.jsonl": b"{}\n" * 250_001}, read_runs, "250,001 lines, and 250,000 are the most"),
-    ({"a.txt": b"s:0 tel:1\ns:1 tel:1\n" * 125_001}, read_runs, "250,002 lines"),
-    ({"a.jsonl": b" " * 2**24, "a.2.jsonl": b" " * 2**24, "a.3.jsonl": b" "}, read_runs,
-     "a.3.jsonl has 1 bytes, and at most 0 are allowed"),
-    ({f"a.{number}.jsonl" if number > 1 else "a.jsonl": b"x" for number in range(1, 202)},
-     read_runs, "200 segments of a run are the most"),
-    ({"a.jsonl": b'{"event": "x"}\n', "a.2.jsonl": 3 * b'{"event": "resume"}\n'}, read_runs,
-     "line 2: a segment has one resume line"),
-    ({"registry.jsonl": b"x\n" * 200_001}, read_registry, "over 200,000 lines"),
-    ({"a.jsonl": MAX_BYTES + 1}, read_runs, "a.jsonl has .*bytes"),
-    ({"registry.jsonl": 2**40}, read_registry, "registry.jsonl has .*bytes"),
-], ids=range(8))
+@pytest.mark.parametrize(
+    ("files", "read", "rule"),
+    [
+        ({"a.jsonl": b"{}\n" * 250_001}, read_runs, "250,001 lines, and 250,000 are the most"),
+        ({"a.txt": b"s:0 tel:1\ns:1 tel:1\n" * 125_001}, read_runs, "250,002 lines"),
+        (
+            {"a.jsonl": b" " * 2**24, "a.2.jsonl": b" " * 2**24, "a.3.jsonl": b" "},
+            read_runs,
+            "a.3.jsonl has 1 bytes, and at most 0 are allowed",
+        ),
+        (
+            {f"a.{number}.jsonl" if number > 1 else "a.jsonl": b"x" for number in range(1, 202)},
+            read_runs,
+            "200 segments of a run are the most",
+        ),
+        (
+            {"a.jsonl": b'{"event": "x"}\n', "a.2.jsonl": 3 * b'{"event": "resume"}\n'},
+            read_runs,
+            "line 2: a segment has one resume line",
+        ),
+        ({"registry.jsonl": b"x\n" * 200_001}, read_registry, "over 200,000 lines"),
+        ({"a.jsonl": MAX_BYTES + 1}, read_runs, "a.jsonl has .*bytes"),
+        ({"registry.jsonl": 2**40}, read_registry, "registry.jsonl has .*bytes"),
+    ],
+    ids=range(8),
+)
 def test_what_is_huge_or_would_take_minutes_to_read_is_refused(files, read, rule, tmp_path):
     """Most of these limits bound work that grows with the product of two counts."""
     for name, content in files.items():
@@ -194,9 +220,11 @@ def test_no_log_record_or_file_name_steers_the_terminal(stranger):
     strange = stranger / f"{STEERING}.txt"
     strange.write_text("x")
     second.rename(second.with_name(f"{STEERING}.jsonl"))
-    for words in (["record.py", "verify", stranger],
-                  ["significance.py", stranger / "runs"],
-                  ["significance.py", stranger / "runs", "--against", strange]):
+    for words in (
+        ["record.py", "verify", stranger],
+        ["significance.py", stranger / "runs"],
+        ["significance.py", stranger / "runs", "--against", strange],
+    ):
         done = tool(*words)
         said = done.stdout + done.stderr
         assert "Traceback" not in said, said
@@ -256,4 +284,7 @@ def test_a_page_made_of_hostile_words_has_no_html_and_no_link_of_theirs(stranger
     escaped = r"x \<!-- \*\*Shown\*\*: p \| \[a\](b) \` \&lt; \# Shown \~\~\~"
     page = readme(evidence)
     assert (f"> {escaped}" in page, f"1 x {escaped} and" in page, hostile in page) == (
-        True, True, False)
+        True,
+        True,
+        False,
+    )

@@ -182,9 +182,7 @@ def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(
     assert "no run of tiny by record89 on a machine as here" in capsys.readouterr().err
 
 
-def test_losses_come_side_by_side_as_cores_allow_and_times_one_by_one(
-    project, capsys, monkeypatch
-):
+def test_losses_come_side_by_side_as_cores_allow_and_times_one_by_one(project, capsys, monkeypatch):
     words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--look-every", "2"]
     code, facts = judge_as_json(capsys, *words, "--seed", "40")
     assert (code, facts["outcome"]) == (4, "undecided")

@@ -54,6 +54,7 @@ def meet():
 
 def lose(number, victim):
     """Many collectives, in which the victim gets a signal."""
+
     def run():
         machine = machines.start("cpu", 10.0)
         for step in range(1000):

@@ -225,8 +225,10 @@ def test_strings_and_docstrings_end_at_their_own_quotes():
     content = f'{{"documentation":"{long}\\\\","documentation":"short","other":"{long}"}}'
     found = [*prose.strings(content.encode(), '"documentation":', 30)]
     assert found == [json.loads(f'"{long}"') + "\\"]
-    one, two = ("The first of two, with 'these' and \"those\" quotes, is long enough to be read",
-                "The second, with '' and \"\" in it, is long enough to be read as prose as well")
+    one, two = (
+        "The first of two, with 'these' and \"those\" quotes, is long enough to be read",
+        "The second, with '' and \"\" in it, is long enough to be read as prose as well",
+    )
     source = f'x = """{one}"""; y = \'\'\'{two}\'\'\'; z = "{one}"\n"""never closed {one}'
     assert [*prose.read_docstrings(source.encode())] == [f"{one}\n{two}"]
 

@@ -99,8 +99,17 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
     bound = test.confidence_interval(0.99).high
     found = json.loads((folder / "record.json").read_text())
     page = (folder / "README.md").read_text()
-    truth = {"n": 4, "mean": np.mean(losses), "sd": sd, "t": test.statistic, "p": test.pvalue,
-             "upper99": bound, "level": 0.01, "target": TARGET, "steps": small_record.STEPS}
+    truth = {
+        "n": 4,
+        "mean": np.mean(losses),
+        "sd": sd,
+        "t": test.statistic,
+        "p": test.pvalue,
+        "upper99": bound,
+        "level": 0.01,
+        "target": TARGET,
+        "steps": small_record.STEPS,
+    }
     assert {name: found[name] for name in truth} == pytest.approx(truth, rel=1e-9)
     assert found["median_train_time_ms"] == pytest.approx(np.median(seconds) * 1000)
     for run, path in zip(found["runs"], sorted((folder / "runs").glob("2*")), strict=True):
@@ -204,8 +213,10 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
 
     assert call(capsys, "leaderboard")[0] == 0
     page, before = (tmp_path / "README.md").read_text(), contents(tmp_path)
-    pattern = (r"^\| ([^|]*) \| \S+ \| \[(\w+)\].*"
-               r" \| 8 x NVIDIA H100 80GB HBM3 \| (\d+) \| ([\d.]+) \| \d+ \|")
+    pattern = (
+        r"^\| ([^|]*) \| \S+ \| \[(\w+)\].*"
+        r" \| 8 x NVIDIA H100 80GB HBM3 \| (\d+) \| ([\d.]+) \| \d+ \|"
+    )
     rows = re.findall(pattern, page, re.M)
     tokens = {steps: f"{steps * small_record.BATCH / 1e6:.3f}" for steps in (3, 12, 14)}
     assert rows == [

@@ -173,8 +173,16 @@ def test_losses_that_are_all_forged_alike_are_found_by_their_spread(evidence, da
         runs = []
         for n in range(3):
             end = last._replace(loss=last.loss + forged + n * 1e-3)
-            runs.append(replace(run, run_id=f"{n}", seed=SEED + n, validations=[*before, end],
-                                steps=[] if n else run.steps, env=run.env | {"gpu": "another"}))
+            runs.append(
+                replace(
+                    run,
+                    run_id=f"{n}",
+                    seed=SEED + n,
+                    validations=[*before, end],
+                    steps=[] if n else run.steps,
+                    env=run.env | {"gpu": "another"},
+                )
+            )
         found, said = run_again(replace(evidence, runs=runs), data, capsys)
         assert found == code, said
         differing = [line for line in said.splitlines() if line.endswith("DIFFERS")]

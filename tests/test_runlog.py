@@ -485,10 +485,18 @@ def test_a_folder_is_read_without_subfolders_and_registry_and_each_log_once(tmp_
         find_runs([tmp_path / "none"])
 
 
-@pytest.mark.parametrize("hostile", [
-    "=" * 300_000, "step:1/2 " + "val_los " * 40_000, "\n" * 240_000, "Running on " * 30_000,
-    "[a] 0: " * 30_000, "seed=" * 50_000,
-], ids=range(6))
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "=" * 300_000,
+        "step:1/2 " + "val_los " * 40_000,
+        "\n" * 240_000,
+        "Running on " * 30_000,
+        "[a] 0: " * 30_000,
+        "seed=" * 50_000,
+    ],
+    ids=range(6),
+)
 def test_a_line_made_to_stall_a_pattern_does_not(hostile):
     """Quadratic time would take minutes here."""
     assert read(f"{hostile}\n{LINES}")[-1].final_loss == 3.2784

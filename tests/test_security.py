@@ -9,10 +9,31 @@ import pytest
 import small_run
 from test_architecture import MODULES
 
-LOADERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml",
-           "runpy", "code", "tarfile", "zipfile"}
-CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen",
-         "torch.load", "np.load", "numpy.load"}
+LOADERS = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "yaml",
+    "runpy",
+    "code",
+    "tarfile",
+    "zipfile",
+}
+CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "np.load",
+    "numpy.load",
+}
 METHODS = {"exec_module", "import_module", "unpack_archive", "extractall"}  # of any object
 KNOWN = {
     ("prose.py", "zipfile"),  # text inside wheels whose SHA-256 is pinned
@@ -39,18 +60,35 @@ def test_no_module_has_what_it_takes_to_execute_what_it_reads(path):
     assert found == {known for known in KNOWN if known[0] == path.name}
 
 
-@pytest.mark.parametrize("source", [
-    "import pickle", "from ruamel import yaml", "torch.load('x')", "eval(line)", "os.system(line)",
-    "np.memmap('x', allow_pickle=True)", "subprocess.run(line, shell=True)", "import tarfile",
-    "module.exec_module()",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from ruamel import yaml",
+        "torch.load('x')",
+        "eval(line)",
+        "os.system(line)",
+        "np.memmap('x', allow_pickle=True)",
+        "subprocess.run(line, shell=True)",
+        "import tarfile",
+        "module.exec_module()",
+    ],
+)
 def test_each_way_to_execute_what_is_read_is_seen(source):
     assert dangers(source)
 
 
 def test_no_secret_of_the_environment_gets_into_a_log(tmp_path, monkeypatch):
-    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "https_proxy", "USER",
-                 "HOSTNAME", "TORCHINDUCTOR_REMOTE_CACHE_PASSWORD", "ANYTHING"):
+    for name in (
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "GITHUB_TOKEN",
+        "https_proxy",
+        "USER",
+        "HOSTNAME",
+        "TORCHINDUCTOR_REMOTE_CACHE_PASSWORD",
+        "ANYTHING",
+    ):
         monkeypatch.setenv(name, f"secret-of-{name}")
     monkeypatch.setenv("HOME", str(tmp_path / "secret-home"))
     for module, function in ((platform, "node"), (socket, "gethostname")):

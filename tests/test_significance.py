@@ -204,7 +204,9 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     code, (arm,) = judge(capsys, tmp_path)
     assert (code, arm["n"]) == (2, 7), "what the empty log held is unknown"
     assert [(run["path"], run["reason"]) for run in arm["incomplete"]] == [
-        (str(cut), "no end line"), (str(early), "ended with status interrupted")]
+        (str(cut), "no end line"),
+        (str(early), "ended with status interrupted"),
+    ]
     assert f"not read: {empty} is empty" in text_of(capsys, tmp_path)
     (tmp_path / "named").mkdir()
     elsewhere = empty.rename(tmp_path / "named" / "empty.jsonl")
@@ -277,8 +279,16 @@ def test_runs_that_differ_in_steps_settings_or_gpus_are_arms_named_by_it(tmp_pat
         for seed in range(4):
             own = {"seed": 100 * number + seed, "log_dir": f"logs/{number}"}
             settings = own | shared | {"steps": steps, "momentum": momentum}
-            write_run(tmp_path, f"{number}_{seed}", {steps: 3.2 + number + seed / 100}, seed=seed,
-                      total=steps, config=f"config {config}", settings=settings, gpus=gpus)
+            write_run(
+                tmp_path,
+                f"{number}_{seed}",
+                {steps: 3.2 + number + seed / 100},
+                seed=seed,
+                total=steps,
+                config=f"config {config}",
+                settings=settings,
+                gpus=gpus,
+            )
     text = text_of(capsys, tmp_path)
     titles = [part.splitlines()[0] for part in text.split("\n\n")]
     assert [title.partition(": source")[0] for title in titles] == [

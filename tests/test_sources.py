@@ -79,11 +79,28 @@ def test_every_stored_source_belongs_to_a_record_and_records_with_one_source_sha
 
 # Settings of a small run. Older sources call two of them by another name.
 SMALL = {  # three rows a step: a batch that grows begins with a third
-    "vocab_size": 64, "bos": 63, "dim": 32, "head_dim": 16, "seq_len": 128, "max_document": 64,
-    "batch_tokens": 384, "micro_batch": 384, "val_tokens": 1024, "val_seq_len": 256,
-    "sequence": 128, "val_sequence": 256, "val_batch": 512, "val_sha256": "", "steps": 1,
-    "extension": 0, "window_block": 16, "windows": 3, "extension_window": 3, "final_window": 3,
-    "compile": "off", "device": "cpu",
+    "vocab_size": 64,
+    "bos": 63,
+    "dim": 32,
+    "head_dim": 16,
+    "seq_len": 128,
+    "max_document": 64,
+    "batch_tokens": 384,
+    "micro_batch": 384,
+    "val_tokens": 1024,
+    "val_seq_len": 256,
+    "sequence": 128,
+    "val_sequence": 256,
+    "val_batch": 512,
+    "val_sha256": "",
+    "steps": 1,
+    "extension": 0,
+    "window_block": 16,
+    "windows": 3,
+    "extension_window": 3,
+    "final_window": 3,
+    "compile": "off",
+    "device": "cpu",
 }
 
 

@@ -197,7 +197,7 @@ def test_a_page_that_is_written_asks_nothing_of_the_network_and_no_data_end_its_
     page = (tmp_path / "page.html").read_text()
     assert set(re.findall(r"https?://[^\s'\")]+", page)) == {
         "https://github.com/leeoniya/uPlot", "http://www.w3.org/2000/svg"}  # fmt: skip
-    assert "<link rel=\"icon\" href=\"data:" in page
+    assert '<link rel="icon" href="data:' in page
     assert HOSTILE not in page
     assert page.count("</script>") == build_page().count("</script>")
 
