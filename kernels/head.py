@@ -42,7 +42,6 @@ class Softcap(NamedTuple):
     shift: float = 0.0
 
 
-
 def capped(z: Tensor, softcap: Softcap) -> Tensor:
     """The logits z after the soft cap."""
     kind, height, width, shift = softcap
@@ -84,8 +83,7 @@ def _cross_entropy(
     kernel, not memory. So it counts logits in bits, as e^y = 2^(y log2 e), divides nothing, and
     compares no token of the vocabulary with the targets.
     """
-    kind, height, width, shift = softcap
-    in_bits = kind, LOG2_E * height, width, shift
+    in_bits = softcap._replace(height=LOG2_E * softcap.height)
     y_nV = _capped_by_exp2(z_nV.to(_summed(z_nV.dtype)), in_bits)
     e_nV = y_nV.exp2()  # the cap prevents overflow, so no pass has to find the largest logit
     total_n1 = e_nV.sum(-1, keepdim=True)
@@ -186,7 +184,7 @@ def _linear_cross_entropy(
     """Loss, dx and dweight^T in float32 or float64; both are empty without `gradients`."""
     stages: tuple[Callable, ...] = (_operands, _losses, _gradients)
     operands, losses, gradients_of = map(compile_stage, stages) if compiled else stages
-    softcap = kind, height, width, shift
+    softcap = Softcap(kind, height, width, shift)
     chunk = chunk or _chunk_size(x.device, compiled)
     x_scale = x.size(1) ** 0.5 / E4M3_LIMIT  # after an RMS norm no element exceeds sqrt(C)
     loss = x.new_zeros(() if weights is None else 2, dtype=_summed(x.dtype))

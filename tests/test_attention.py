@@ -55,9 +55,9 @@ def by_backend(backend, qkv, grad, cu_seqlens, window, longest=None, attend=None
     """Output and gradient by qkv, in float64 on the CPU."""
     rows, sequence = qkv.shape[:2]
     longest = longest or int(cu_seqlens.diff().max())
-    documents = backend.documents(cu_seqlens.to(qkv.device), rows, sequence)
+    documents = backend.documents(cu_seqlens.to(qkv.device), rows, sequence, longest)
     leaf = qkv.detach().clone().requires_grad_()
-    y = (attend or backend)(*leaf.unbind(2), documents, backend.window(window), longest)
+    y = (attend or backend)(*leaf.unbind(2), documents, backend.window(window))
     return [x.detach().double().cpu() for x in (y, *torch.autograd.grad(y, leaf, grad))]
 
 
