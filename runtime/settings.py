@@ -141,12 +141,22 @@ REMOVED = ("--minutes", "--quick-vals", "--copy-init", "--init-keys-as-queries",
            "--layers tiny", "--stages copyinit")  # fmt: skip
 
 
+# Flags that became numbers of a table of the trainer.
+IN_GROUPS = ("--mlp-up-lr-mul", "--mlp-down-lr-mul", "--embed-lr-mul", "--embed-wd-mul",
+             "--value-embed-lr-mul", "--value-embed-wd-mul", "--value-embed-betas",
+             "--head-lr-mul", "--vector-lr-mul", "--vector-wd-mul", "--vector-betas",
+             "--adam-betas", "--gates", "--muon-head-pairs")  # fmt: skip
+
+
 def refuse_removed(argv: Sequence[str]) -> None:
-    """Refused if the command line has one of REMOVED."""
+    """Refused if the command line has one of REMOVED or IN_GROUPS."""
     words = f" {' '.join(argv)} ".replace("=", " ")
     for gone in REMOVED:
         if f" {gone} " in words:
             raise Refused(f"{gone} was removed. The last commit that has it is 759f432.")
+    for gone in IN_GROUPS:
+        if f" {gone} " in words:
+            raise Refused(f"{gone} is a number of GROUPS in train_gpt.py now: change it there.")
 
 
 def two_numbers(text: str) -> tuple[float, float]:
