@@ -806,9 +806,10 @@ class SelfAttention(nn.Module):
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
         if self.paired:
             # Token t becomes two, 2t with half of its heads and 2t + 1 with the others, so a head
-            # sees the keys of its pair too (@classiclarryd, record 58).
-            double = (B, 2 * T, -1, self.head_dim)
-            q_BTHD, k_BTHD, v_BTHD = (y.reshape(double) for y in (q_BTHD, k_BTHD, v_BTHD))
+            # sees the keys of its pair too (@classiclarryd, record 58). As (B, T, 2, H / 2, D)
+            # both are a view until attention: a copy here would cost one in float32 later.
+            q_BTHD, k_BTHD, v_BTHD = (y.unflatten(2, (2, -1)) for y in (q_BTHD, k_BTHD, v_BTHD))
+            cos, sin = (y.unflatten(0, (-1, 2)) for y in (cos, sin))
         # Normed queries and keys bound the scores, whatever the weights (arXiv:2010.04245;
         # @Grad62304977, record 5).
         q_BTHD = rotate(norm(q_BTHD), cos, sin) * scale
@@ -830,6 +831,8 @@ class SelfAttention(nn.Module):
                 embed_BTHD = extras.value_embed_factor * embed_BTHD
             v_BTHD = v_BTHD + embed_BTHD.view_as(v_BTHD)
 
+        if self.paired:
+            q_BTHD, k_BTHD, v_BTHD = (y.flatten(1, 2) for y in (q_BTHD, k_BTHD, v_BTHD))
         y_BTHD = extras.attend(q_BTHD, k_BTHD, v_BTHD)
         if self.own_value is not None:
             # XSA: subtract the part along the token's own value, which the residual stream
