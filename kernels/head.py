@@ -39,8 +39,7 @@ class Softcap(NamedTuple):
     kind: str
     height: float
     width: float
-    shift: float = 0.0
-
+    shift: float
 
 def capped(z: Tensor, softcap: Softcap) -> Tensor:
     """The logits z after the soft cap."""
@@ -176,6 +175,7 @@ def _chunk_size(device: torch.device, compiled: bool) -> int:
     return ROOMY_CHUNK if roomy else CHUNK
 
 
+# torch's schemas of operators know no tuples, hence the parts of a Softcap one by one.
 @torch.library.custom_op("speedrun::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, kind: str, height: float,
@@ -220,13 +220,14 @@ def _save(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # none for dx and dweight, which have no gradients
     ctx.save_for_backward(*output[1:])
+    ctx.others = len(inputs) - 2  # inputs without a gradient
 
 
 def _differentiate(ctx, grad, *_):
     dx, dw_CV = ctx.saved_tensors
     grad = grad.flatten()[0]  # a second loss is only for the log
     dweight = (grad * dw_CV).to(ctx.weight_dtype).T.contiguous()  # one pass, if compiled
-    return grad * dx, dweight, *[None] * 10
+    return grad * dx, dweight, *[None] * ctx.others
 
 
 _linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)
