@@ -41,6 +41,7 @@ class Softcap(NamedTuple):
     width: float
     shift: float
 
+
 def capped(z: Tensor, softcap: Softcap) -> Tensor:
     """The logits z after the soft cap."""
     kind, height, width, shift = softcap
