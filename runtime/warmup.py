@@ -41,7 +41,7 @@ def compile_loss(trainer: Trainer) -> str | None:
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     try:
-        trainer.loss = torch.compile(trainer.model, dynamic=False, fullgraph=True)
+        trainer.loss = trainer.model.compiled()
         try_largest_micro_batch(trainer)
     except Exception as error:  # whatever a compiler raises, the eager model can still run
         if out_of_memory(error):
