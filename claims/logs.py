@@ -143,12 +143,13 @@ NOT_FINITE = ("nan", "inf", "-inf")  # logs hold these as strings: JSON has no s
 KINDS = {str: "a string", int: "an integer of at least 0", float: "a number", bool: "true or false",
          dict: "an object", list: "a list"}  # fmt: skip
 OPTIONAL = {"target", "train_loss", "tokens", "registry_sha256", "checkpoint_sha256", "lr_mul",
-            "grad_norm", "window", "skipped"}  # fmt: skip
+            "grad_norm", "window", "skipped", "grad_norms"}  # fmt: skip
 # The fields that are read of each event, and their kinds.
 HEADER = {"run_id": str, "track": str, "target": float, "seed": int, "config_sha256": str,
           "env": dict}  # fmt: skip
 STEP = {"step": int, "train_time_ms": float, "train_loss": float, "tokens": int, "lr_mul": float,
-        "grad_norm": float, "window": int, "skipped": bool}  # fmt: skip
+        "grad_norm": float, "window": int, "skipped": bool,
+        "grad_norms": dict}  # fmt: skip
 RESUME = {"from_step": int, "differences": list, "registry_sha256": str, "checkpoint_sha256": str}
 
 
