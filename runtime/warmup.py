@@ -158,7 +158,7 @@ def dry_run(trainer: Any, clock: Clock) -> None:
     with clock.phase("validate", timed=False):
         trainer.validate(trainer.config.steps)
     ms, times = clock.phases[-1].ms, len(trainer.validations)
-    rows.append((f"{times:,} validations of {ms:,.1f} ms", times * ms))
+    rows.append((f"{times:,} validation{'s' * (times > 1)} of {ms:,.1f} ms", times * ms))
     rows.append(("total", sum(ms for _, ms in rows)))
     for name, ms in rows:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
