@@ -63,16 +63,17 @@ fetch() { # fetch COUNT: of FineWeb's shards the one for validation and the firs
 
 train() {
     # torchrun would look up the name of this host, which not every network resolves.
-    local track="" data=yes device="" previous="" argument processes=1
+    local track="" data=fetch device="" previous="" argument processes=1
     local options=(--standalone --local-addr 127.0.0.1)
     for argument in "$@"; do
         [[ $previous != --track ]] || track=$argument
         [[ $previous != --device ]] || device=$argument
         case $argument in
             --track=*) track=${argument#*=} ;;
-            --data-dir* | --dry-run*) data="" ;;
+            --data-dir*) data=own ;;
+            --dry-run*) [[ $data == own ]] || data=random ;;
             --device=*) device=${argument#*=} ;;
-            -h | --help | --print-config) data="" NPROC=1 ;;
+            -h | --help | --print-config) data=own NPROC=1 ;;
         esac
         previous=$argument
     done
@@ -81,13 +82,13 @@ train() {
     alone install requirements.txt
     if [[ $track == short || $track == steps ]]; then # the others have few rows a step
         processes=$("$VENV_PYTHON" -c 'import torch; print(torch.cuda.device_count())')
-        if ((processes == 0)) && [[ $data && $device != cpu && $device != mps ]]; then
+        if ((processes == 0)) && [[ $data != own && $device != cpu && $device != mps ]]; then
             stop "--track $track is for GPUs, and torch finds none here: nothing was fetched." \
                 "Any machine runs --track small. To train on the CPU all the same: --device cpu"
         fi
-        case $data$track in
-            yesshort) alone fetch 9 ;;
-            yessteps) alone fetch 18 ;;
+        case $data,$track in
+            fetch,short) alone fetch 9 ;;
+            fetch,steps) alone fetch 18 ;;
         esac
     fi
     processes=${NPROC:-$processes}

@@ -172,7 +172,12 @@ def summary(trainer: Any) -> str:
         f"training: {config.steps:,} steps of {batches} tokens, from {config.data_dir}",
         f"target: a validation loss of {config.target} on {config.val_tokens:,} other tokens; "
         f"uniform guessing: {math.log(config.vocab_size):.2f}",
+        "time: the first steps tell how many minutes are left; --dry-run measures them beforehand",
     ]
+    if config.keep_model:
+        kept = sum(each.nbytes for each in trainer.model.parameters()) * config.trials
+        lines.append(f"disk: {kept / 1e6:,.0f} MB in {config.checkpoint_dir} for the trained "
+                     f"model{'s' * (config.trials > 1)}; none with --keep-model off")
     if config.verbose:
         lines += [f"{name} {trainer.env[name]} ({why})" for name, why in trainer.chosen.items()]
         lines.append(trainer.guard.describe())

@@ -162,7 +162,11 @@ def dry_run(trainer: Any, clock: Clock) -> None:
     rows.append(("total", sum(ms for _, ms in rows)))
     for name, ms in rows:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
-    machine.say(f"peak memory of rank 0, measured: {peak_mib(machine):,.0f} MiB")
+    memory = f"{peak_mib(machine):,.0f} MiB"
+    if machine.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(machine.device)
+        memory += f" of the GPU's {total / 2**20:,.0f} MiB"
+    machine.say(f"peak memory of rank 0, measured: {memory}")
 
 
 # ---- Checks of a model

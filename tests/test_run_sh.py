@@ -182,10 +182,11 @@ def test_of_two_starts_at_once_one_installs_and_both_train(fresh):
 
 
 @pytest.mark.parametrize(
-    "words", [["--data-dir", "mine"], ["--data-dir=mine"], ["--dry-run"], ["--help"]]
+    ("words", "gpus"),
+    [("--data-dir mine", "0"), ("--data-dir=mine", "0"), ("--help", "0"), ("--dry-run", "1")],
 )
-def test_data_of_ones_own_dry_runs_and_help_fetch_nothing(fresh, words):
-    fresh.run("--track", "short", *words, FAKE_GPUS="0")
+def test_data_of_ones_own_help_and_dry_runs_fetch_nothing(fresh, words, gpus):
+    fresh.run("--track", "short", *words.split(), FAKE_GPUS=gpus)
     assert fresh.jobs() == ["venv", "pip", "train_gpt.py"]
 
 
@@ -220,7 +221,7 @@ def test_large_tracks_fetch_from_one_commit_the_shards_that_they_read_and_lack(
     assert clone.jobs() == ["train_gpt.py"]
 
 
-@pytest.mark.parametrize("words", [(), ("--device", "cuda"), ("--device=auto",)])
+@pytest.mark.parametrize("words", [(), ("--device", "cuda"), ("--device=auto",), ("--dry-run",)])
 @pytest.mark.parametrize("track", ["short", "steps"])
 def test_a_track_for_gpus_is_refused_without_one_before_anything_is_fetched(clone, track, words):
     done = clone.run("--track", track, *words, FAKE_GPUS="0")
