@@ -1,10 +1,11 @@
 "use strict";
 const COLORS = ["#3b82f6", "#f97316", "#10b981", "#e0559f", "#a78bfa", "#d4a106", "#06a8c4",
   "#ef4444", "#7ca616", "#a8744f"];
+const SMOOTHED = .1;  // of the run: single batches differ by several nats
 const UNION = 1200, GRID = 700;  // points of the common axis: all that there are, or evenly spaced
 const $ = id => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const state = {axis: "step", smooth: "0.1", filter: "", sort: "", track: ""};  // and address
+const state = {axis: "step", filter: "", sort: "", track: ""};  // and address
 const AXES = {step: "steps", tokens: "training tokens", seconds: "training time"};
 const charts = {};
 let zoom = null;
@@ -50,8 +51,8 @@ function quantile(values, part) {  // of the known ones
 
 // ---- Lines on a common axis: {id, group, label, color, dash, y, dots}, a band has low and high
 
-function smoothed(values) {  // the mean over a share of the run up to each point
-  const size = Math.max(1, Math.round(values.length * state.smooth));
+function smoothed(values) {  // the mean over the last tenth of the run
+  const size = Math.max(1, Math.round(values.length * SMOOTHED));
   return values.map((value, i) => {
     const part = values.slice(Math.max(0, i - size + 1), i + 1).filter(known);
     return known(value) ? part.reduce((a, b) => a + b, 0) / part.length : null;

@@ -230,7 +230,7 @@ function notice(drawn) {  // why there is nothing to see, and what helps
 function render() {
   for (const button of $("axis").children)
     button.ariaPressed = button.dataset.value === state.axis;
-  for (const name of ["filter", "smooth"]) $(name).value = state[name];
+  $("filter").value = state.filter;
   const [track, ...others] = order.length ? tracks() : [];
   $("track").hidden = !others.length;
   $("track").replaceChildren(...[track, ...others].sort().map(name => el("button", {
@@ -292,7 +292,7 @@ function set(changes) {  // the axes follow what is visible
 for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
   if (name in state) state[name] = value;
 for (const button of $("axis").children) button.onclick = () => set({axis: button.dataset.value});
-for (const name of ["filter", "smooth"]) $(name).oninput = () => set({[name]: $(name).value});
+$("filter").oninput = () => set({filter: $("filter").value});
 dark.addEventListener("change", render);
 addEventListener("resize", () => {  // a hidden chart gets its size when it is shown
   for (const [name, chart] of Object.entries(charts))
