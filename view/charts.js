@@ -227,7 +227,7 @@ function drawMarks(chart, plot) {  // targets, validations, skipped steps
     ctx.fillText(`target of validation: ${target}`, left, at(target, "y") - 5 * scale);
   }
   ctx.setLineDash([]);
-  ctx.lineWidth = 2 * scale;
+  ctx.lineWidth = 1.2 * scale;
   for (const {dots, color, dash} of chart.lines) {
     const line = new Path2D();
     for (const {x, y} of dots) line.lineTo(at(x, "x"), at(y, "y"));
