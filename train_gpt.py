@@ -43,6 +43,7 @@ from data.copied import means, sum_and_count, sums_by_kind
 from data.loader import Data, Order, Reading
 from data.sampling import generate
 from data.shards import ShardError, audit
+from data.stand_in import data_or_stand_in
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.eager import rms_norm, squared_relu
@@ -1615,7 +1616,8 @@ def set_up(config: Config, machine: Machine) -> Trainer:
     for requirement in (require_packages, require_folders, require_text, require_tokenizer):
         machine.on_main(partial(requirement, config))  # other ranks wait
     try:
-        trainer = Trainer(config, machine)
+        with data_or_stand_in(config, machine.say) as with_data:
+            trainer = Trainer(with_data, machine)
     except ValueError as error:  # kernels, optimizers and data do not know Refused
         raise Refused(str(error)) from error
     trainer.reset(config.seed)
