@@ -197,7 +197,7 @@ def test_a_trial_is_a_single_run_with_its_seed_bit_for_bit(seed, trial, two_tria
 
 
 @pytest.mark.slow
-def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_graphs(
+def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_four_graphs(
     data, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -207,7 +207,7 @@ def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_
     compiled = run(data, tmp_path, compile="on", seed=3, trials=2, **changed)
     assert compiled.code == 0, compiled.err
     assert compiled.events("header")[0]["env"]["compiled"] is True
-    assert counters["stats"]["unique_graphs"] == 2, "training, validation; of all stages"
+    assert counters["stats"]["unique_graphs"] == 4, "layers, loss; in training, validation"
     again = run(data, tmp_path, compile="on", seed=4, **changed)
     assert again.losses() == compiled.losses(1)
     assert again.losses() != compiled.losses(0)
