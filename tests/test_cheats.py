@@ -547,11 +547,3 @@ def test_each_segment_may_differ_from_the_registry_by_five_seconds(folder, capsy
     write_logs(folder, read_logs(folder), slow=1.5)  # 6.8 s longer than a run's clock says
     said = call(capsys, "make", folder)[1]
     assert [f"_s{seed}_" in said for seed in range(1000, 1006)] == [False, *[True] * 5]
-
-
-def test_the_page_of_cheats_names_cases_that_exist():
-    page = (small_run.ROOT / "docs" / "claims.md").read_text()
-    section = page.partition("## Cheats\n")[2].partition("\n## ")[0]
-    cases = set(re.findall(r'"(.+?)"', section))
-    assert len(cases) > 20
-    assert cases <= {*CHEATS, *FORGED, *RESUMED}
