@@ -50,7 +50,7 @@ fetch() { # fetch COUNT TENS: FineWeb's validation shard and the training shards
     held=$(compgen -G "$folder/fineweb_train_*.bin" | wc -l) || true
     if [[ -e $folder/fineweb_val_000000.bin ]] && ((held >= $1)); then return; fi
     echo "fetching at least $1 training shards of 0.2 GB; start again after an interruption"
-    echo "what a run takes then, in time, memory and dollars: docs/hardware.md"
+    echo "what a run takes then, in time, memory and dollars: docs/running.md"
     # The revision is a commit, which no hub can change; the trainer checks every token.
     HF_HUB_DISABLE_IMPLICIT_TOKEN=1 "$VENV_PYTHON" -m huggingface_hub.cli.hf download \
         kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir "$folder" \
