@@ -14,7 +14,7 @@ import hashlib
 import math
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from itertools import pairwise
@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from data import prose
 from data.copied import means, sum_and_count, sums_by_kind
-from data.loader import Batch, Data, Order
+from data.loader import Data, Order
 from data.sampling import generate
 from data.shards import ShardError, audit
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
@@ -45,17 +45,20 @@ from kernels.eager import lookup, rms_norm, squared_relu
 from kernels.head import HEADS, capped, choose_head, linear_cross_entropy, plain_cross_entropy
 from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
-from runtime.checkpoint import plan_runs
+from runtime.checks import check_trained_model
 from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
 from runtime.ending import Stop, leave, listen, supervise
 from runtime.errors import Refused
-from runtime.log import require_folders, source_hash
+from runtime.log import require_folders
 from runtime.machine import Machine
+from runtime.plan import plan_runs
 from runtime.run import Run
 from runtime.settings import RunSettings, as_text, parse, require, require_packages, setting
+from runtime.source import source_hash
 from runtime.terminal import closing, summary
-from runtime.warmup import check_trained_model, dry_run, warm_up
+from runtime.trainer import Batch
+from runtime.warmup import dry_run, warm_up
 
 SOURCE = Path(__file__).resolve().parent
 
@@ -343,7 +346,7 @@ TRACKS: dict[str, dict[str, Any]] = {
 # Printed when a track starts.
 ABOUT = {
     "tiny": "the hello, in a minute, without records. The race is small: ./run.sh --track small",
-    "small": "the race: modded-nanogpt in miniature, on prose; docs/claims.md has its rule",
+    "small": "the race: modded-nanogpt in miniature, on prose; docs/rules.md has its rule",
     "short": "modded-nanogpt's track 1, for GPUs. The race for any machine is small",
     "steps": "modded-nanogpt's track 3, for GPUs. The race for any machine is small",
 }
@@ -421,7 +424,7 @@ def off_track(config: Config) -> list[str]:
     """For each setting that the track fixes and that differs here: what it is and should be."""
     track: dict[str, Any] = {field.name: field.default for field in fields(Config)}
     track |= TRACKS[config.track]
-    found = []
+    found = ["quick is on"] if config.quick else []
     for name in FIXED.get(config.track, ()):
         value = getattr(config, name)
         if value != track[name]:
@@ -439,7 +442,10 @@ def preset(given: dict[str, Any]) -> dict[str, Any]:
     track = given.get("track", "short" if gpu else "tiny")
     settings = {"track": track, "recipe": "record42"} | TRACKS.get(track, {})
     recipe = given.get("recipe", settings["recipe"])
-    return settings | RECIPES.get(track, {}).get(recipe, {})
+    settings |= RECIPES.get(track, {}).get(recipe, {})
+    if given.get("quick"):
+        settings |= {"val_tokens": settings.get("val_batch", Config.val_batch), "sample_tokens": 0}
+    return settings
 
 
 # ---- Schedule: all that holds at a step, as a pure function. At step s, s steps are done.
@@ -1207,7 +1213,7 @@ class Trainer:
         return verdict
 
     @torch.no_grad()
-    def validate(self, step: int, batches: list[Batch] | None = None) -> float:
+    def validate(self, step: int, batches: Sequence[Batch] | None = None) -> float:
         """Mean loss over the validation tokens, in nats, with the windows of this step.
 
         batches: those of this rank to score; None: all. Sets `targets_scored`, over all ranks, and
@@ -1244,9 +1250,10 @@ class Trainer:
         """
         self.model.set_step(self.config.steps)
         data = self.data
-        losses = self.val_losses or [self.token_losses(batch) for batch in data.validation]
-        sums = sums_by_kind(on_host(losses), data.val_distances, data.val_before)
-        if data.train.held_out:
+        if not self.val_losses:  # validation was compiled
+            self.val_losses = [self.token_losses(batch) for batch in data.validation]
+        sums = sums_by_kind(on_host(self.val_losses), data.val_distances, data.val_before)
+        if data.train.held_out and not self.config.quick:
             losses = [self.token_losses(batch) for batch in data.held_out]
             sums["loss_held_out"] = sum_and_count(on_host(losses))
         return means(self.machine.gather(sums))
@@ -1395,10 +1402,10 @@ def make_runs(config: Config) -> int:
                 losses[plan.seed] = val_loss = train(trainer, run)
                 if config.keep_model:  # first: what follows may not fit the memory
                     run.keep(val_loss, tokenizer_of(config))
-                with run.pause("check"):
-                    proof = check_trained_model(trainer)
                 with run.pause("probe"):
                     probes = trainer.score()
+                with run.pause("check"):  # of the losses that the probe left in val_losses
+                    proof = {} if config.quick else check_trained_model(trainer, val_loss)
                 if config.sample_tokens and tokenizer_of(config) and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")

@@ -62,6 +62,7 @@ class RunSettings:
     sample_tokens: int = setting(0, "tokens the model writes after the last run")
     resume: str = setting("off", "auto: finish what was interrupted", one_of=("off", "auto"))
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
+    quick: bool = setting(False, "validate on one batch, skip sample and checks at the end: a look")
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
     log_to: str = setting("none", "also send the log to this dashboard", one_of=DASHBOARDS)
     verbose: bool = setting(False, "print which backends and optimizers are used, and why")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.log import SOURCE_FILES, read_sources, write_files
+from runtime.source import SOURCE_FILES, read_sources, write_files
 
 ROOT = Path(__file__).resolve().parents[1]
 

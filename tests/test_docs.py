@@ -23,8 +23,8 @@ from small_run import ROOT, arguments, run, two_layers, write_data
 import train_gpt
 from data.tokenizers import PROSE
 from runtime.checkpoint import save_final
-from runtime.log import read_sources, write_files
 from runtime.settings import as_text, parse
+from runtime.source import read_sources, write_files
 from train_gpt import Config
 
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
@@ -66,6 +66,17 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist(page):
         assert file.exists(), f"{page.name}: {target}"
         if anchor:
             assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_every_page_that_a_program_names_exists():
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), ROOT / "run.sh"]
+    named = {
+        (program.name, page)
+        for program in programs
+        for page in re.findall(r"\bdocs/\w+\.\w+", program.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert [each for each in sorted(named) if not (ROOT / each[1]).exists()] == []
 
 
 # ---- Blocks of code

@@ -102,7 +102,7 @@ def test_only_training_is_timed_and_validations_have_the_time_of_the_phases_befo
         phases = two_trials.events("phase", log)
         names = [phase["name"] for phase in phases]
         training = ["train", "validate"] * 4
-        assert names == ["setup", "compile", "warmup", *training, "keep", "check", "probe"]
+        assert names == ["setup", "compile", "warmup", *training, "keep", "probe", "check"]
         assert [phase["timed"] for phase in phases] == [name == "train" for name in names]
         clock = 0.0
         for event in read_events(two_trials.logs[log]):

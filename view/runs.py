@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from claims.arms import PUBLIC_TARGETS, common_folder, compare_arms, judge_arm, track_of
+from claims.arms import PUBLIC_TARGETS, common_folder, judge_arm, track_of
+from claims.compare import in_sentences
 from claims.logs import find_runs, read_runs
 from claims.runs import NEW_TOKENS, Run, Step, Validation, shared_measure
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_hash, plain
 from runtime.settings import SETTINGS_OF_A_RUN
-from view.verdicts import in_sentences
 
 POINTS = 200  # of a curve: a screen shows no more
 MARKS = 200  # skipped steps of a run
@@ -203,4 +203,4 @@ class Store:
         one, other = (judge_arm(common_folder(groups[name]), groups[name]) for name in (a, b))
         if not one.runs or not other.runs:
             return "One of the two has no finished run: nothing to compare yet."
-        return in_sentences(one, other, compare_arms(one, other))
+        return in_sentences(one, other)
