@@ -1,8 +1,9 @@
 """Batches of tokens: document-aligned training steps, contiguous validation, and a run's plan.
 
-A row is `seq_len` tokens and their targets. A step is `batch_tokens / seq_len` rows, the same at
-every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
-of pieces: ranges [start, end) of a shard with `seq_len + 1` tokens in all, the last one a target.
+A row of a batch is a sequence of `seq_len` tokens and their targets. A step is
+`batch_tokens / seq_len` rows, the same at every world size; rank r of W owns rows
+[r * rows / W, (r + 1) * rows / W). A training row is a list of pieces: ranges [start, end) of a
+shard with `seq_len + 1` tokens in all, the last one a target.
 The batch and the longest document may change in the course of a run.
 The row rule is that of modded-nanogpt, record 42.
 """
@@ -35,7 +36,14 @@ PROSE = "be27130d408f4ce8"  # how the hash of the text's validation tokens begin
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
 Found = Iterator[tuple[Row, int]]  # rows, each with the offset where the next one begins
-Stages = Sequence[Sequence[int]]
+
+
+class Reading(NamedTuple):
+    """How the text is read from a step on."""
+
+    first: int  # step
+    batch_tokens: int  # of a step, on all ranks
+    max_document: int  # longer documents are cut
 
 
 @dataclass(frozen=True)
@@ -44,18 +52,17 @@ class Order:
 
     seq_len: int  # tokens of a row
     bos: int | None  # begins each document and each row; None: rows are contiguous
-    data_start: float  # share of the first shard that is passed over
-    # (first step, tokens of a step on all ranks, where longer documents are cut); one at step 0
-    stages: Stages
+    data_start: float  # fraction of the first shard that is passed over
+    readings: Sequence[Reading]  # by their first steps; one begins at step 0
 
     def at(self, step: int) -> tuple[int, int]:
         """Return the rows of this step, counted from 0, and its longest document."""
-        _, batch_tokens, max_document = [each for each in self.stages if each[0] <= step][-1]
-        return batch_tokens // self.seq_len, max_document
+        reading = [each for each in self.readings if each.first <= step][-1]
+        return reading.batch_tokens // self.seq_len, reading.max_document
 
     def check(self, world_size: int) -> None:
         """ValueError if the ranks cannot own equally many rows of every step."""
-        counts = sorted({self.at(first)[0] for first, *_ in self.stages})
+        counts = sorted({self.at(each.first)[0] for each in self.readings})
         common = math.gcd(*counts)
         if common % world_size:
             raise ValueError(f"world size {world_size} does not divide {counts} rows a step; start "
@@ -117,6 +124,9 @@ def _make_batch(rows: Tokens, bos: int | None, documents: int) -> Batch:
 
 def hash_rows(step: int, first: int, batch: Batch) -> int:
     """The sum of the SHA-256 of rows, as big-endian numbers: the same however rows are shared out.
+
+    A log holds it, so that a judge can tell which tokens a run has read. The loader's thread
+    computes it while the device trains.
 
     step: counted from 1. first: place of the batch's first row in the whole batch of the step.
     Hashed are step, place, inputs and targets, each an 8-byte little-endian integer.
@@ -187,7 +197,7 @@ def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> tuple[Positio
     for _ in range(steps):
         rows, end = next(walk)
         most = max(most, *map(len, rows))
-    for first, *_ in order.stages:  # warm-up reads the first shard as each stage would
+    for first, *_ in order.readings:  # warm-up reads the first shard as each stage would
         with suppress(ShardError):
             for rows, _ in _walk(shards[:1], order, Position(first) if first else begin):
                 most = max(most, *map(len, rows))
@@ -307,7 +317,7 @@ def held_out_tokens(files: Files, settings: Settings) -> tuple[Tokens, int]:
 def validation_batches(
     files: Files, settings: Settings, most: int, reach: int = 0, rank: int = 0, world_size: int = 1
 ) -> list[Batch]:
-    """Return this rank's share of the first `val_tokens` tokens: see `scored_batches`."""
+    """Return this rank's part of the first `val_tokens` tokens: see `scored_batches`."""
     stream = validation_tokens(files, settings["val_tokens"])
     return scored_batches(stream, settings, most, reach, rank, world_size)
 
@@ -315,7 +325,7 @@ def validation_batches(
 def scored_batches(
     stream: Tokens, settings: Settings, most: int, reach: int, rank: int, world_size: int
 ) -> list[Batch]:
-    """Return this rank's share of the targets in a stream of tokens, in their order.
+    """Return this rank's part of the targets in a stream of tokens, in their order.
 
     A batch has at most `most` targets: rows of `val_seq_len`, or a part of one, whose inputs start
     `reach` tokens earlier. Ranks may differ by one row.
@@ -341,15 +351,16 @@ def _rows(stream: Tokens, seq_len: int) -> Tokens:
 class Data:
     """The data of one rank.
 
-    stages: see `Order`; reach: see `scored_batches`. ShardError if the shards are missing,
+    readings: see `Order`; reach: see `scored_batches`. ShardError if the shards are missing,
     damaged or too few, ValueError if the world size does not divide the rows.
     """
 
     def __init__(
-        self, settings: Settings, stages: Stages, reach: int, rank: int = 0, world_size: int = 1
-    ) -> None:
+        self, settings: Settings, readings: Sequence[Reading], reach: int, rank: int = 0,
+        world_size: int = 1,
+    ) -> None:  # fmt: skip
         bos = settings["bos"] if settings["document_mask"] else None
-        order = Order(settings["seq_len"], bos, settings["data_start"], stages)
+        order = Order(settings["seq_len"], bos, settings["data_start"], readings)
         files = find_shards(settings, "train")
         steps, most = settings["steps"], settings["micro_batch"]
         tokens, left_out = held_out_tokens(files, settings)

@@ -252,7 +252,7 @@ def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, 
     for trial in range(2):
         assert outcome.losses(trial) == quiet.losses(trial)
         untimed = [each["name"] for each in outcome.events("phase", trial) if not each["timed"]]
-        assert untimed[-3:] == [["keep", "check", "probe"], ["check", "probe", "sample"]][trial]
+        assert untimed[-3:] == [["keep", "probe", "check"], ["probe", "check", "sample"]][trial]
 
 
 def test_tokens_of_another_tokenizer_of_the_same_size_are_not_taken_for_ours(data, tmp_path):

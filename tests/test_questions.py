@@ -21,8 +21,8 @@ from claims.record import TRACKS, Evidence, Source
 from claims.rerun import compare_means, rerun, validation_rows
 from runtime.errors import Refused
 from runtime.log import config_hash
-from runtime.source import digest, read_sources
 from runtime.settings import parse
+from runtime.source import digest, read_sources
 from scripts import record
 
 SEED, RUNS = 1000, 4
@@ -34,7 +34,7 @@ LAYERS = """LAYERS["small89"] = [
 ]
 import optim.muon
 optim.muon.native_dtype = lambda *_: torch.float32  # as two_layers()
-# ---- Model. B rows"""
+# ---- Model. B sequences"""
 
 
 def small_source() -> Source:
@@ -42,7 +42,7 @@ def small_source() -> Source:
     files = read_sources(small_run.ROOT)
     source = files["train_gpt.py"].decode()
     fixed = '"tiny": (*SCORED, *SIZES, "val_sha256"),'
-    for old, new in (("# ---- Model. B rows", LAYERS), (fixed, '"tiny": (),')):
+    for old, new in (("# ---- Model. B sequences", LAYERS), (fixed, '"tiny": (),')):
         assert old in source
         source = source.replace(old, new)
     files["train_gpt.py"] = source.encode()
@@ -145,7 +145,7 @@ LIES = {
 @contextmanager
 def answers_of(edit: tuple[str, str], model: Path):
     """`answering` in this process: the functions of train_gpt.py after an edit."""
-    text = (small_run.ROOT / "train_gpt.py").read_text().replace("# ---- Model. B rows", LAYERS)
+    text = (small_run.ROOT / "train_gpt.py").read_text().replace("# ---- Model. B sequences", LAYERS)
     assert edit[0] in text
     module = ModuleType("lying_trainer")
     module.__file__ = train_gpt.__file__
