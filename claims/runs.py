@@ -31,6 +31,7 @@ class Step(NamedTuple):
     grad_norm: float | None = None  # of all gradients that are stepped
     window: int | None = None  # earlier tokens that a long layer sees
     skipped: bool | None = None  # by the guard
+    grad_norms: dict[str, float] | None = None  # by optimizer; 0: it took no step
 
 
 class Phase(NamedTuple):

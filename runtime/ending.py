@@ -101,7 +101,9 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
         if code == 0 and dist.is_initialized():
             dist.barrier()  # a success is one of all ranks
         return code
-    except Interrupted as error:
+    except Interrupted as error:  # during a run, the run itself says where it stopped
+        if os.environ.get("RANK", "0") == "0":
+            _say_error("stopped by a signal before the first step: nothing is lost")
         return error.code
     except explained as error:
         several = os.environ.get("WORLD_SIZE", "1") != "1"  # else the rank is of another launcher

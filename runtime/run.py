@@ -74,7 +74,8 @@ class Run(contextlib.AbstractContextManager):
         self._log_phases()
         log_to = self._config.log_to if self._machine.is_main else "none"
         settings = self._header["config"]
-        self._dashboard = Dashboard(log_to, self._log.path, settings, self._machine.say)
+        say, after = self._machine.say, self.plan.step
+        self._dashboard = Dashboard(log_to, self._log.path, settings, say, after)
         return self
 
     def _load(self) -> None:

@@ -104,7 +104,12 @@ def summary(trainer: Trainer) -> str:
         f"training: {config.steps:,} steps of {batches} tokens, from {config.data_dir}",
         f"target: a validation loss of {config.target} on {config.val_tokens:,} other tokens; "
         f"uniform guessing: {math.log(config.vocab_size):.2f}",
+        "time: the first steps tell how many minutes are left; --dry-run measures them beforehand",
     ]
+    if config.keep_model:
+        kept = sum(each.nbytes for each in trainer.model.parameters()) * config.trials
+        lines.append(f"disk: {kept / 1e6:,.0f} MB in {config.checkpoint_dir} for the trained "
+                     f"model{'s' * (config.trials > 1)}; none with --keep-model off")
     if config.verbose:
         lines += [f"{name} {trainer.env[name]} ({why})" for name, why in trainer.chosen.items()]
         lines.append(trainer.guard.describe())
@@ -151,12 +156,16 @@ SHOWN = ("train_loss", "val_loss", "grad_norm", "lr_mul", "window", "tokens", "s
 Opened = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
 
 
-def open_dashboard(name: str, folder: Path, run_id: str, config: Json) -> Opened:
-    """A run in one of DASHBOARDS: see `trackio show`, and WANDB_MODE=offline for wandb."""
+def open_dashboard(name: str, folder: Path, run_id: str, config: Json, after_step: int) -> Opened:
+    """A run in one of DASHBOARDS: see `trackio show`, and WANDB_MODE=offline for wandb.
+
+    after_step: where the run resumes. What TensorBoard has of later steps is done again.
+    """
     if name == "tensorboard":  # event files beside the logs: `tensorboard --logdir logs`
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder / "tensorboard" / run_id))
+        again = {"purge_step": after_step + 1} if after_step else {}
+        writer = SummaryWriter(str(folder / "tensorboard" / run_id), **again)
 
         def log(step: int, numbers: dict[str, float]) -> None:
             for name, number in numbers.items():
@@ -178,9 +187,12 @@ def open_dashboard(name: str, folder: Path, run_id: str, config: Json) -> Opened
 class Dashboard:
     """Sends events from a thread, so that no step waits. If that fails, the run continues."""
 
-    def __init__(self, name: str, log: Path, config: Json, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, log: Path, config: Json, say: Callable[[str], None], after_step: int = 0
+    ) -> None:
         self._events: SimpleQueue[Json | None] = SimpleQueue()
-        self._thread = Thread(target=self._send, args=(name, log, config, say), daemon=True)
+        about = (name, log, config, say, after_step)
+        self._thread = Thread(target=self._send, args=about, daemon=True)
         self._thread.start()
 
     def show(self, event: Json) -> None:
@@ -191,11 +203,14 @@ class Dashboard:
         self._events.put(None)
         self._thread.join()
 
-    def _send(self, name: str, log: Path, config: Json, say: Callable[[str], None]) -> None:
+    def _send(
+        self, name: str, log: Path, config: Json, say: Callable[[str], None], after_step: int
+    ) -> None:
         if name == "none":
             return
         try:
-            send, close = open_dashboard(name, log.parent, log.name.split(".")[0], config)
+            run_id = log.name.split(".")[0]
+            send, close = open_dashboard(name, log.parent, run_id, config, after_step)
             for event in iter(self._events.get, None):
                 numbers = {shown: float(event[shown]) for shown in SHOWN if shown in event}
                 send(event["step"], numbers)

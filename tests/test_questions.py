@@ -145,7 +145,8 @@ LIES = {
 @contextmanager
 def answers_of(edit: tuple[str, str], model: Path):
     """`answering` in this process: the functions of train_gpt.py after an edit."""
-    text = (small_run.ROOT / "train_gpt.py").read_text().replace("# ---- Model. B sequences", LAYERS)
+    text = (small_run.ROOT / "train_gpt.py").read_text()
+    text = text.replace("# ---- Model. B sequences", LAYERS)
     assert edit[0] in text
     module = ModuleType("lying_trainer")
     module.__file__ = train_gpt.__file__
