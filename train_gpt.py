@@ -492,7 +492,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 # Printed when a track starts.
 ABOUT = {
     "tiny": "the hello, in a minute, without records. The race is small: ./run.sh --track small",
-    "small": "the race: modded-nanogpt in miniature, on prose; docs/claims.md has its rule",
+    "small": "the race: modded-nanogpt in miniature, on prose; docs/rules.md has its rule",
     "short": "modded-nanogpt's track 1, for GPUs. The race for any machine is small",
     "steps": "modded-nanogpt's track 3, for GPUs. The race for any machine is small",
 }
