@@ -1040,7 +1040,7 @@ def optimizer_table(config: Config) -> list[optim.Row]:
         split = (pair,) * (2 * config.dim // pair) + (config.dim,) * 2
     decay = None if config.cautious_wd else 1.0  # 1.0: decay does not follow lr_mul (record 42)
     lookups = multiplied(config.value_embed_lr_mul, config.value_embed_wd_mul)
-    lookups["betas"] = config.value_embed_betas or config.adam_betas
+    betas = config.value_embed_betas or config.adam_betas
     vectors = multiplied(config.vector_lr_mul, config.vector_wd_mul)
     vectors["betas"] = config.vector_betas or config.adam_betas
     mixing = {"betas": (0.9, 0.99)}
@@ -1052,8 +1052,8 @@ def optimizer_table(config: Config) -> list[optim.Row]:
         optim.Row("blocks.*.mlp.down", "matrix", multiplied(config.mlp_down_lr_mul, decay)),
         optim.Row("smear_gate", config.gates, gate),
         optim.Row("embed", "adam", multiplied(config.embed_lr_mul, config.embed_wd_mul)),
-        optim.Row("value_embeds.*", "adam", lookups),
-        optim.Row("bigram", "adam", lookups),
+        optim.Row("value_embeds.*", "adam", lookups | {"betas": betas}),
+        optim.Row("bigram", "rows", lookups | {"beta2": betas[1]}),
         optim.Row("blocks.*.attention.own_value", "adam"),
         optim.Row("blocks.*.mix_[io]*", "adam", mixing | multiplied(0.25, 0.25**2)),
         optim.Row("blocks.*.mix_start", "adam", mixing | multiplied(0.25, 0.0)),
@@ -1089,6 +1089,8 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "torch_adamw": partial(torch.optim.AdamW, **matrix_adam),
     }
     named = {"matrix": factories[config.optimizer], "adam": partial(optim.AdamW, **adam)}
+    rows = {name: value for name, value in adam.items() if name != "betas"}
+    named["rows"] = partial(optim.RowAdam, **rows)
     optimizers = optim.build_optimizers(model.named_parameters(), optimizer_table(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     return optimizers, optim.Guard(
@@ -1200,7 +1202,7 @@ class Trainer:
         set_schedule(self.config, self.optimizers, self.guard, step)
         if now.new_scale:
             self.guard.forget()
-        stepping = [o for name, o in self.optimizers.items() if now.adam_steps or name != "adam"]
+        stepping = [o for name, o in self.optimizers.items() if now.adam_steps or name == "matrix"]
         verdict = self.guard.step(loss, only=stepping)
         for optimizer in stepping:
             optimizer.zero_grad(set_to_none=True)  # skipped gradients go too

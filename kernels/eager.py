@@ -32,10 +32,10 @@ def squared_relu(x: Tensor) -> Tensor:
 def lookup(index: Tensor, table: Tensor) -> Tensor:
     """Rows of the table (rows, C) for an index of any shape: (*index.shape, C).
 
-    On an eager CPU the backward pass adds the rows' gradients to table.grad itself; F.embedding
-    would fill a gradient of the whole table for each call. Hooks on the table do not see it.
+    On an eager CPU the table's gradient is sparse: a dense one of the whole table would be filled
+    for each call.
     """
-    return _Lookup.apply(index, table) if eager_on_cpu(table) else F.embedding(index, table)
+    return F.embedding(index, table, sparse=eager_on_cpu(table))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -63,19 +63,3 @@ class _SquaredReLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (r,) = ctx.saved_tensors
         return (r * dy).mul_(2)
-
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, index: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.table = table
-        return F.embedding(index, table)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
-        (index,), table = ctx.saved_tensors, ctx.table
-        if table.grad is None:
-            table.grad = torch.zeros_like(table)
-        table.grad.index_add_(0, index.flatten(), dy.flatten(0, -2))
-        return None, None

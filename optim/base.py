@@ -23,7 +23,7 @@ from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, 
 from .options import ANY, require_ranges, require_same
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
 from .state import State, names_of, params_of
-from .update import compiled_values, new_values, stack
+from .update import compiled_values, join_sparse, new_values, stack
 
 Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
 HEARD = ("cpu", "cuda")  # devices whose copies to the host arrive without a wait
@@ -48,6 +48,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     )  # smallest value, first one too large
     RENAMED: ClassVar[dict[str, str]] = {}  # state of other optimizers: their names and ours
     elementwise: ClassVar[bool] = False  # a shard can be stepped in place
+    steps_sparse: ClassVar[bool] = False  # one process steps sparse gradients as they are
     at_once: int  # elements that a CPU steps in one call; more would not fit its caches
 
     def __init__(
@@ -229,9 +230,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, ok: Tensor | None = None) -> Any:
         """Update every parameter that has a gradient on any rank. Returns the closure's loss.
 
-        Collective. Gradients are not changed. ok: given by a guard, which calls launch, measure and
-        finish itself; this method then only commits, where `ok` is true. The guard calls it instead
-        of commit so that hooks run and torch's lr_scheduler counts the step.
+        Collective. Gradients keep their values; see `join_sparse`. ok: given by a guard, which
+        calls launch, measure and finish itself; this method then only commits, where `ok` is true.
+        The guard calls it instead of commit so that hooks run and torch's lr_scheduler counts.
         """
         if ok is not None:
             self.commit(ok)
@@ -257,6 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{what}; {fix}")
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
+        join_sparse(self._names, dense=self.ranks.size > 1 or not self.steps_sparse)
         self._waits = [message.reduce() for message in self.messages]
 
     def measure(self) -> Tensor:
@@ -358,7 +360,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 target.copy_(new)
             copy_all(state, fresh)
         if counter is not None:
-            counter += 1 if flags is None else flags.view(-1, 1)
+            counter += 1 if flags is None else flags.view(counter.shape)
 
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""
