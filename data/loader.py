@@ -35,7 +35,14 @@ PROSE = "be27130d408f4ce8"  # how the hash of the text's validation tokens begin
 Files = Sequence[str | Path]
 Row = list[tuple[int, int]]  # pieces
 Found = Iterator[tuple[Row, int]]  # rows, each with the offset where the next one begins
-Stages = Sequence[Sequence[int]]
+
+
+class Reading(NamedTuple):
+    """How the text is read from a step on."""
+
+    first: int  # step
+    batch_tokens: int  # of a step, on all ranks
+    max_document: int  # longer documents are cut
 
 
 @dataclass(frozen=True)
@@ -45,17 +52,16 @@ class Order:
     seq_len: int  # tokens of a row
     bos: int | None  # begins each document and each row; None: rows are contiguous
     data_start: float  # share of the first shard that is passed over
-    # (first step, tokens of a step on all ranks, where longer documents are cut); one at step 0
-    stages: Stages
+    readings: Sequence[Reading]  # by their first steps; one begins at step 0
 
     def at(self, step: int) -> tuple[int, int]:
         """Return the rows of this step, counted from 0, and its longest document."""
-        _, batch_tokens, max_document = [each for each in self.stages if each[0] <= step][-1]
-        return batch_tokens // self.seq_len, max_document
+        reading = [each for each in self.readings if each.first <= step][-1]
+        return reading.batch_tokens // self.seq_len, reading.max_document
 
     def check(self, world_size: int) -> None:
         """ValueError if the ranks cannot own equally many rows of every step."""
-        counts = sorted({self.at(first)[0] for first, *_ in self.stages})
+        counts = sorted({self.at(each.first)[0] for each in self.readings})
         common = math.gcd(*counts)
         if common % world_size:
             raise ValueError(f"world size {world_size} does not divide {counts} rows a step; start "
@@ -187,7 +193,7 @@ def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> tuple[Positio
     for _ in range(steps):
         rows, end = next(walk)
         most = max(most, *map(len, rows))
-    for first, *_ in order.stages:  # warm-up reads the first shard as each stage would
+    for first, *_ in order.readings:  # warm-up reads the first shard as each stage would
         with suppress(ShardError):
             for rows, _ in _walk(shards[:1], order, Position(first) if first else begin):
                 most = max(most, *map(len, rows))
@@ -341,15 +347,16 @@ def _rows(stream: Tokens, seq_len: int) -> Tokens:
 class Data:
     """The data of one rank.
 
-    stages: see `Order`; reach: see `scored_batches`. ShardError if the shards are missing,
+    readings: see `Order`; reach: see `scored_batches`. ShardError if the shards are missing,
     damaged or too few, ValueError if the world size does not divide the rows.
     """
 
     def __init__(
-        self, settings: Settings, stages: Stages, reach: int, rank: int = 0, world_size: int = 1
-    ) -> None:
+        self, settings: Settings, readings: Sequence[Reading], reach: int, rank: int = 0,
+        world_size: int = 1,
+    ) -> None:  # fmt: skip
         bos = settings["bos"] if settings["document_mask"] else None
-        order = Order(settings["seq_len"], bos, settings["data_start"], stages)
+        order = Order(settings["seq_len"], bos, settings["data_start"], readings)
         files = find_shards(settings, "train")
         steps, most = settings["steps"], settings["micro_batch"]
         tokens, left_out = held_out_tokens(files, settings)

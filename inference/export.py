@@ -17,7 +17,7 @@ from inference.model import Model, load_model
 from inference.one_file import Name, Rewrite, one_file, only_used
 from runtime.checkpoint import CONFIG, MODEL, VOCABULARY, verify
 from runtime.errors import Refused
-from train_gpt import GPT, LAYERS, STAGES, Config, at
+from train_gpt import GPT, LAYERS, STAGES, Config, schedule
 
 MODELING = "modeling_speedrun"  # the wrapper here, and the file of an export
 
@@ -172,7 +172,7 @@ def largest_difference(trained: Model, folder: Path) -> float:
     Refused if they are not the same.
     """
     config = trained.config
-    longest = max(at(config, config.steps).windows.values())
+    longest = max(schedule(config, config.steps).windows.values())
     count = min(2 * longest, config.seq_len)  # so that a document reaches beyond its window
     tokens = torch.arange(count).square().mul(7919).remainder(config.vocab_size).view(1, count)
     tokens[0, [0, count // 3]] = config.bos

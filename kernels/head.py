@@ -7,7 +7,7 @@ scales are modded-nanogpt's. N tokens, n of a chunk, K targets a token, C model 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,17 @@ GRADIENT_SCALE = 1 / 448
 FP8_MULTIPLE = 16  # FP8 matrix units read rows of whole 16 bytes
 FP8_CAPABILITY = (8, 9)
 
-# (kind, height, width, shift). With s = z + shift: "sigmoid" is height sigmoid(s / width), "rsqrt"
-# height s / sqrt(s^2 + width^2). Heights above 70 overflow in exp. FP8 needs slopes of at most 1.
-Softcap = tuple[str, float, float, float]
+
+class Softcap(NamedTuple):
+    """A bound on logits z. With s = z + shift: "sigmoid" is height sigmoid(s / width), "rsqrt"
+    height s / sqrt(s^2 + width^2). Heights above 70 overflow in exp. FP8 needs slopes of at most 1.
+    """
+
+    kind: str
+    height: float
+    width: float
+    shift: float = 0.0
+
 
 
 def capped(z: Tensor, softcap: Softcap) -> Tensor:

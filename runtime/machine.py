@@ -62,6 +62,11 @@ class Machine:
             dist.all_reduce(tensor)
         return tensor
 
+    def sum_both(self, number: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum a tensor () and a tensor (n,) over the ranks, in one message."""
+        total = self.all_reduce(torch.cat([number.view(1), numbers]))
+        return total[0], total[1:]
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank."""
         values = [value] * self.world_size

@@ -38,10 +38,15 @@ def setting(
     return dataclasses.field(default=default, metadata=facts)
 
 
+def refusal(settings: Any, name: str, rule: str) -> Refused:
+    """The error for a setting whose value breaks a rule; `rule`: what it must be."""
+    return Refused(f"{flag(name)} {as_text(getattr(settings, name))}: it must be {rule}.")
+
+
 def require(settings: Any, name: str, holds: bool, rule: str) -> None:
-    """Raise Refused if a rule of this setting does not hold; `rule`: what its value must be."""
+    """Raise the `refusal` of this setting if its rule does not hold."""
     if not holds:
-        raise Refused(f"{flag(name)} {as_text(getattr(settings, name))}: it must be {rule}.")
+        raise refusal(settings, name, rule)
 
 
 DASHBOARDS = ("none", "tensorboard", "trackio", "wandb")  # packages of these names
@@ -53,13 +58,13 @@ class RunSettings:
 
     seed: int = setting(0, "of the first trial; trial i takes seed + i", section="Runs")
     trials: int = setting(1, "runs in this process, after one compilation", at_least=1)
-    data_dir: str = setting("data/fineweb10B", "folder of the *train_*.bin and *val_*.bin shards")
+    data_dir: str = setting("data/prose", "folder of the *train_*.bin and *val_*.bin shards")
     log_dir: str = setting("logs", "folder of the run logs")
     claim: str = setting("", "claim.json that the runs belong to")
     checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal")
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
     keep_model: bool = setting(True, "keep the trained model, in checkpoints/RUN/final")
-    sample_tokens: int = setting(0, "tokens the model writes after the last run")
+    sample_tokens: int = setting(100, "tokens the model writes after the last run")
     resume: str = setting("off", "auto: finish what was interrupted", one_of=("off", "auto"))
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
@@ -136,12 +141,22 @@ REMOVED = ("--minutes", "--quick-vals", "--copy-init", "--init-keys-as-queries",
            "--layers tiny", "--stages copyinit")  # fmt: skip
 
 
+# Flags that became numbers of a table of the trainer.
+IN_GROUPS = ("--mlp-up-lr-mul", "--mlp-down-lr-mul", "--embed-lr-mul", "--embed-wd-mul",
+             "--value-embed-lr-mul", "--value-embed-wd-mul", "--value-embed-betas",
+             "--head-lr-mul", "--vector-lr-mul", "--vector-wd-mul", "--vector-betas",
+             "--adam-betas", "--gates", "--muon-head-pairs")  # fmt: skip
+
+
 def refuse_removed(argv: Sequence[str]) -> None:
-    """Refused if the command line has one of REMOVED."""
+    """Refused if the command line has one of REMOVED or IN_GROUPS."""
     words = f" {' '.join(argv)} ".replace("=", " ")
     for gone in REMOVED:
         if f" {gone} " in words:
             raise Refused(f"{gone} was removed. The last commit that has it is 759f432.")
+    for gone in IN_GROUPS:
+        if f" {gone} " in words:
+            raise Refused(f"{gone} is a number of GROUPS in train_gpt.py now: change it there.")
 
 
 def two_numbers(text: str) -> tuple[float, float]:

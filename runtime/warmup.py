@@ -98,11 +98,12 @@ def try_largest_micro_batch(trainer: Any) -> None:
     train = trainer.data.train
     firsts = [first for first, *_ in trainer.changes]
     step = max(firsts, key=lambda step: (train.shares(step)[1], trainer.data.longest(step)))
-    trainer.model.set_step(step)
+    trainer.set_step(step)
     train.reset(step)
     batch = next(train)[0]
     for _ in range(2):
-        trainer.train_loss(batch, step)[0].backward()
+        train_loss, _ = trainer.losses(batch, step)
+        train_loss.backward()
 
 
 def rehearse(trainer: Any) -> None:
@@ -128,12 +129,22 @@ def rehearse(trainer: Any) -> None:
 
 
 def take_steps(trainer: Any, first: int, count: int) -> None:
-    """Take `count` steps in the stage of step `first`, on the first tokens of the run."""
+    """Take `count` steps in the stage of step `first`, on the first tokens of the run.
+
+    They are those of the loop in train_gpt.py without its log.
+    """
     trainer.data.train.reset(first)
-    flags = torch.zeros(0, device=trainer.machine.device)
-    for step in range(count):
-        loss, _ = trainer.gradients(first, flags)
-        trainer.update(step, loss)
+    for number in range(count):
+        trainer.set_step(first)
+        loss = torch.zeros((), device=trainer.machine.device)
+        for batch in next(trainer.data.train):
+            train_loss, next_token_loss = trainer.losses(batch, first)
+            train_loss.backward()
+            loss += next_token_loss
+        optimizers = trainer.stepping(number)
+        trainer.guard.step(trainer.machine.all_reduce(loss), only=optimizers)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
 
 def time_stages(trainer: Any, clock: Clock) -> list[tuple[int, float]]:
@@ -190,7 +201,7 @@ def sees_no_future(trainer: Any) -> bool:
         parameter.add_(0.1 * noise)
     half = length // 2
     changed, _ = other_futures(inputs, half, config.vocab_size, config.bos)
-    streams = [model.hidden(tokens, rows, model.windows, length)[:, :half]
+    streams = [model.hidden(tokens, rows, length)[:, :half]
                for tokens in (inputs, inputs, changed)]  # fmt: skip
     noise, change = ((streams[0] - other).abs().max().item() for other in streams[1:])
     trainer.env["noise"] = noise

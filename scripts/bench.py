@@ -199,9 +199,9 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     steps: Steps = {}
     tokens: dict[str, int] = {}
     firsts: dict[str, int] = {}
-    for index, (first, _, stage) in enumerate(train_gpt.spans(config)):
+    for index, (first, _, stage) in enumerate(train_gpt.stretches(config)):
         name = f"stage {index}, window {stage.long}"
-        firsts[name], tokens[name] = first, train_gpt.at(config, first).batch_tokens
+        firsts[name], tokens[name] = first, train_gpt.schedule(config, first).batch_tokens
         steps[name] = partial(take_steps, trainer, first, STEPS)
     rows = timed(steps, STEPS, name, trainer.guard.reset, given.rounds, trainer.machine)
     peak = machines.peak_flops(trainer.machine, trainer.model.dtype)

@@ -4,7 +4,7 @@ import torch
 
 from kernels.attention import PortableAttention
 from runtime.machine import Machine
-from train_gpt import GPT, RECIPES, TRACKS, Config, preset
+from train_gpt import GPT, RECIPES, TRACKS, Config, initial_scalars, preset
 
 CPU = torch.device("cpu")
 MACHINE = Machine(CPU, 0, 1)
@@ -18,18 +18,29 @@ SIZES = {
 }  # fmt: skip
 
 
-def configure(track="short", recipe="record42", **changes):
-    """The configuration of the track, in its real size."""
-    given = {"track": track, "recipe": recipe}
+def configure(track="short", recipe=None, **changes):
+    """The configuration of the track, in its real size. recipe None: the track's own."""
+    given = {"track": track} if recipe is None else {"track": track, "recipe": recipe}
     return Config(**preset(given) | given | changes)
 
 
-def small(track="short", recipe="record42", **changes):
+def small(track="short", recipe=None, **changes):
     sizes: dict = dict(SIZES)
-    if recipe == "record89" or changes.get("layers", "").endswith("89"):
+    paired = recipe == "record89" or (recipe is None and track in ("tiny", "small"))
+    if paired or changes.get("layers", "").endswith("89"):
         # Heads in pairs, and stages of 1, 2 and 3 parts of the batch.
         sizes |= {"dim": 32, "batch_tokens": 6 * SEQUENCE}
     return configure(track, recipe, **sizes | changes)
+
+
+def named_scalars(config, values):
+    """Learned scalars by name: x0 and x0_0 of layer 0, and so on."""
+    initial, names = initial_scalars(config), []
+    kinds = ("x", "x0_", "bigram", "value", "value_embed", "skip")
+    for i, layer in enumerate(initial.layers):
+        names += [f"{kind}{i}" for kind, start in zip(kinds, layer, strict=True) if start is not None]
+    names += [kind for kind in ("smear", "backout") if getattr(initial, kind) is not None]
+    return dict(zip(names, values, strict=True))
 
 
 def make_model(config, dtype=torch.float32, device=CPU):

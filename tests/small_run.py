@@ -27,7 +27,7 @@ STEPS = 12
 # bf16: a rounding moves a weight by 2^-9 of itself, and a loss of first order in it by as much; two
 # runs differ by two.
 ROUNDING = {"float32": 2**-19, "bfloat16": 2**-8}
-TIED = train_gpt.Stage(0.5, short=1, long=2, tied=True, ahead=((0.5, 0.25),))
+TIED = train_gpt.Stage(0.5, short=1, long=2, tied=True, mtp_weights=((0.5, 0.25),))
 UNTIED = train_gpt.Stage(0.5, short=1, long=2)
 GROWING = [
     train_gpt.Stage(0.7, short=10, long=20, document=96, batch=0.5),

@@ -36,6 +36,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Guard:
     """Skips steps whose loss is infinite; a NaN passes."""
 
+    def __init__(self, trainer: "StubTrainer") -> None:
+        self.trainer = trainer
+
+    def step(self, loss: torch.Tensor, only: object) -> torch.Tensor:
+        return self.trainer.update(loss)
+
     def explain(self, verdict: torch.Tensor) -> Skip | None:
         return Skip("nonfinite", math.inf, "weights") if verdict[0].item() else None
 
@@ -44,6 +50,13 @@ class Guard:
 
     def held(self, verdict: torch.Tensor) -> Held | None:
         return Held(3, "weights") if verdict[2].item() else None
+
+
+class Batches(SimpleNamespace):
+    """A loader of steps with one micro-batch, of nothing."""
+
+    def __next__(self) -> list:
+        return [None]
 
 
 Hook = Callable[["StubTrainer", int], object]
@@ -63,9 +76,10 @@ class StubTrainer:
         self.validations = [*range(0, self.config.steps, 5), self.config.steps]
         self.machine = Machine(torch.device("cpu"))
         self.model = SimpleNamespace(dtype=torch.float32, flops_per_token=lambda: 1)
-        self.guard, self.optimizers = Guard(), {"sgd": None}
+        sgd = SimpleNamespace(zero_grad=lambda set_to_none: self.weights.grad.zero_())
+        self.guard, self.optimizers = Guard(self), {"sgd": sgd}
         place = {"shard": "shard_0", "token_offset": 16}
-        train = SimpleNamespace(places=defaultdict(lambda: place), shares=lambda step: (1, 4))
+        train = Batches(places=defaultdict(lambda: place), shares=lambda step: (1, 4))
         self.data, self.hashes = SimpleNamespace(train=train), {"train_sha256": "t"}
         self.train_tokens = 4 * self.config.steps
         self.env = {"gpu_count": 0, "torch": torch.__version__}
@@ -73,13 +87,14 @@ class StubTrainer:
 
     def reset(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.weights, self.momentum = torch.full((8,), float(seed)), torch.zeros(8)
+        self.weights = torch.full((8,), float(seed), requires_grad=True)
+        self.momentum = torch.zeros(8)
         self.position = 0
         self.spoil = 0.0  # added to the next loss
         self.hold = False  # the next step leaves matrices as they were
 
     def model_state(self) -> dict:
-        return {"weights": self.weights.clone()}
+        return {"weights": self.weights.detach().clone()}
 
     def state_dict(self) -> dict:
         return {
@@ -88,27 +103,36 @@ class StubTrainer:
             "data": {"position": self.position},
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         self.weights.copy_(state["model"]["weights"])
         self.momentum.copy_(state["optim"]["weights.momentum"])
         self.position = state["data"]["position"]
 
-    def gradients(self, step: int, flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def set_step(self, step: int) -> None:
         assert step == self.position, "the data go on where the steps do"
         self.position += 1
-        noise = torch.randn(8)
-        self.gradient = self.weights - 1 + 0.1 * noise
-        loss = (self.weights - 1).square().mean() + self.spoil
-        self.spoil = 0.0
-        return loss, flags
 
-    def update(self, step: int, loss: torch.Tensor) -> torch.Tensor:
+    def losses(self, batch: object, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        apart, noise = self.weights - 1, torch.randn(8)
+        loss = apart.detach().square().mean() + self.spoil
+        self.spoil = 0.0
+        train_loss = (apart.square() / 2 + 0.1 * noise * self.weights).sum()
+        return train_loss, loss * schedule(self.config, step).batch_tokens
+
+    def stepping(self, step: int) -> list:
+        return list(self.optimizers.values())
+
+    @torch.no_grad()
+    def update(self, loss: torch.Tensor) -> torch.Tensor:
+        gradient = self.weights.grad
         if loss != math.inf:
-            self.momentum.mul_(0.9).add_(self.gradient)
+            self.momentum.mul_(0.9).add_(gradient)
             self.weights -= self.config.adam_lr * self.momentum
         hold, self.hold = self.hold, False
-        return torch.stack([loss == math.inf, self.gradient.norm(), torch.tensor(hold)]).double()
+        return torch.stack([loss == math.inf, gradient.norm(), torch.tensor(hold)]).double()
 
+    @torch.no_grad()
     def validate(self, step: int, batches: object = None) -> float:
         self.act(f"validate {step}", step)
         return (self.weights - 1).square().mean().item()
@@ -120,24 +144,24 @@ class StubTrainer:
     def score(self) -> dict:
         return {"loss_on_copied": 1.5, "loss_on_new": 3.5, "loss_held_out": 3.25}
 
-    def schedule(self, config: train_gpt.Config, step: int) -> train_gpt.Now:
+    def schedule(self, config: train_gpt.Config, step: int) -> train_gpt.StepPlan:
         """What holds at a step. The loop asks before anything else that it does in the step."""
         self.act(step + 1, step)
-        return at(config, step)
+        return schedule(config, step)
 
     def train(self, trainer: "StubTrainer", run: runs.Run) -> float:
         self.run = run
         return train(trainer, run)
 
 
-train, at = train_gpt.train, train_gpt.at
+train, schedule = train_gpt.train, train_gpt.schedule
 
 
 def make_runs(trainer: StubTrainer) -> int:
     """All runs that are left to make, by train_gpt.make_runs; returns the exit code."""
     with mock.patch.multiple(
         train_gpt, set_up=lambda config, machine: trainer, warm_up=lambda *_: None,
-        at=trainer.schedule, tokens_before=lambda config, step: 4 * step, train=trainer.train,
+        schedule=trainer.schedule, tokens_before=lambda config, step: 4 * step, train=trainer.train,
         check_trained_model=lambda trainer: {}, SOURCE=trainer.source, summary=lambda trainer: "",
     ):  # fmt: skip
         return train_gpt.make_runs(trainer.config)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import Data
+from data.loader import Data, Reading
 from data.shards import PREFIX, ShardError, audit, find_shards, write_shard
 
 BOS, VOCAB = 9, 10
@@ -81,7 +81,7 @@ def run(tmp_path):
 def test_the_audit_covers_the_shards_that_the_steps_read_and_no_others(run, tmp_path):
     files = sorted((tmp_path / "data [v1]").glob("*train*"))
     for steps, shards in ((2, 1), (3, 2)):
-        data = Data(run | {"steps": steps}, [(0, 64, 16)], 0)
+        data = Data(run | {"steps": steps}, [Reading(0, 64, 16)], 0)
         assert data.train.end.shard == shards - 1
         tokens = b"".join(file.read_bytes()[1024:] for file in files[:shards])
         assert audit(run, shards)["train_sha256"] == hashlib.sha256(tokens).hexdigest()

@@ -1,6 +1,7 @@
 """Bad input is refused before the first step, in one sentence: the value, the rule and the fix."""
 
 import os
+import re
 import shutil
 
 import numpy as np
@@ -13,6 +14,7 @@ import train_gpt
 from data.shards import write_shard
 from runtime.errors import Refused
 from runtime.machine import Machine
+from runtime.settings import parse
 
 
 @pytest.fixture
@@ -36,7 +38,8 @@ def assert_refused(outcome, *parts):
     ("stages", "none", ["--stages none", "record42", "constant"]),
     ("steps", 0, ["--steps 0", "at least 1"]),
     ("matrix_lr", -1, ["--matrix-lr -1.0", "at least 0"]),
-    ("adam_betas", "0.5,1.5", ["--adam-betas 0.5,1.5", "below 1"]),
+    ("momentum", "0.5,1.5", ["--momentum 0.5,1.5", "below 1"]),
+    ("groups", "none", ["--groups none", "record42", "adamw"]),
     ("cooldown", 2, ["--cooldown 2", "at most 1"]),
     ("batch_tokens", 0, ["--batch-tokens 0", "a multiple of --seq-len 128"]),
     ("micro_batch", 100, ["--micro-batch 100", "a multiple of --seq-len 128"]),
@@ -64,6 +67,23 @@ def test_a_bad_value_is_refused_with_its_rule(flag, value, parts, data, tmp_path
 def test_what_was_removed_is_refused_with_the_commit_that_has_it(words, gone, data, tmp_path):
     wanted = [*arguments(data, tmp_path / "logs"), *words.split()]
     assert_refused(run_words(wanted, tmp_path / "logs"), f"error: {gone} was removed", "759f432")
+
+
+@pytest.mark.parametrize("flag", ["--embed-lr-mul 3", "--gates=adam", "--adam-betas 0.9,0.99"])
+def test_a_flag_that_became_a_number_of_the_table_is_refused_with_its_place(flag, data, tmp_path):
+    wanted = [*arguments(data, tmp_path / "logs"), *flag.split()]
+    name = re.split("[ =]", flag)[0]
+    assert_refused(run_words(wanted, tmp_path / "logs"), name, "GROUPS in train_gpt.py")
+
+
+@pytest.mark.parametrize(("optimizer", "flag"), [
+    ("adamw", "--momentum 0.9,0.9"), ("torch_adamw", "--matrix-beta2 0.9"),
+    ("muon", "--matrix-beta2 0.9"), ("torch_muon", "--ortho-method newton_schulz"),
+])  # fmt: skip
+def test_a_flag_that_cannot_act_under_the_optimizer_is_refused(optimizer, flag):
+    words = ["--track", "tiny", "--recipe", "adamw", "--optimizer", optimizer, *flag.split()]
+    with pytest.raises(Refused, match=f"{flag.split()[0]} does nothing under .*{optimizer}"):
+        parse(train_gpt.Config, words, train_gpt.preset, "")
 
 
 def test_ranks_that_cannot_share_a_step_are_refused_with_the_missing_gpu():

@@ -336,7 +336,7 @@ def as_a_user(code, place):
 
 
 @needs_transformers
-@pytest.mark.parametrize(("track", "recipe"), [("short", "record89"), ("steps", "record42")])
+@pytest.mark.parametrize(("track", "recipe"), [("short", "record89"), ("steps", "muon")])
 def test_transformers_loads_the_trained_model_and_generates_and_tunes_it(track, recipe, tmp_path):
     config = small(track, recipe, **SIZES)
     model, rounded = trained(config), trained(config, torch.bfloat16)

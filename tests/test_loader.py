@@ -18,12 +18,18 @@ from hypothesis import strategies as st
 
 from data import loader
 from data.copied import pair_distances
-from data.loader import Data, Order, TrainLoader, validation_batches
+from data.loader import Data, Order, Reading, TrainLoader, validation_batches
 from data.shards import Shard, ShardError, write_shard
 
 ROOT = Path(__file__).parents[1]
 BOS = 0
-ORDER = Order(seq_len=8, bos=BOS, data_start=0.0, stages=[(0, 32, 6)])
+
+
+def readings(*triples):
+    return [Reading(*each) for each in triples]
+
+
+ORDER = Order(seq_len=8, bos=BOS, data_start=0.0, readings=readings((0, 32, 6)))
 examples = settings(max_examples=50, deadline=None)
 
 
@@ -56,8 +62,8 @@ def slow_aligned_steps(shards, order):
 
 
 def rows_at(order, step):
-    """Rows of a step and its longest document: those of the last stage that begins before it."""
-    _, tokens, cut = [stage for stage in order.stages if stage[0] <= step][-1]
+    """Rows of a step and its longest document: those of the last reading that begins before it."""
+    _, tokens, cut = [each for each in order.readings if each.first <= step][-1]
     return tokens // order.seq_len, cut
 
 
@@ -151,8 +157,9 @@ shards_strategy = st.lists(shard_strategy, min_size=1, max_size=3)
 
 
 def make_order(sequence, max_document, bos, start, changes):
-    stages = [(step, rows * sequence, cut) for step, (rows, cut) in changes.items()]
-    return Order(sequence, bos, start, [(0, 8 * sequence, max_document), *sorted(stages)])
+    later = [(step, rows * sequence, cut) for step, (rows, cut) in changes.items()]
+    whole = readings((0, 8 * sequence, max_document), *sorted(later))
+    return Order(sequence, bos, start, whole)
 
 
 order_strategy = st.builds(
@@ -172,7 +179,7 @@ def test_a_row_by_hand(tmp_path):
     first_row = [[0, 1, 2, 3, 4, 5], [0, 6], [0, 7, 8]]  # 4 + 2 + 1 of sequence + 1 = 7 tokens
     second_row = [[0, 9, 10], [0, 11, 12], [0, 13]]  # 3 + 3 + 1
     write_shard(tmp_path / "a.bin", [77, 78] + joined(first_row + second_row) + [0, 14])
-    order = Order(seq_len=6, bos=0, data_start=0.0, stages=[(0, 12, 4)])
+    order = Order(seq_len=6, bos=0, data_start=0.0, readings=readings((0, 12, 4)))
     loader = make([tmp_path / "a.bin"], order, 1)
     (batch,) = next(loader)
     assert batch.inputs.tolist() == [[0, 1, 2, 3, 0, 6], [0, 9, 10, 0, 11, 12]]
@@ -208,7 +215,7 @@ def test_every_world_size_and_micro_batch_sees_the_rows_of_the_slow_twin(shards,
 @examples
 def test_resuming_at_any_step_and_world_size_equals_the_uninterrupted_run(shards, bos, data):
     later = data.draw(st.sampled_from([(), [(1, 64, 6)], [(2, 64, 3), (4, 32, 9)]]))
-    order = replace(ORDER, bos=bos, stages=[*ORDER.stages, *later])
+    order = replace(ORDER, bos=bos, readings=[*ORDER.readings, *readings(*later)])
     expected = slow_steps(shards, order)
     step = data.draw(st.integers(0, len(expected)))
     world_size = data.draw(st.sampled_from([1, 2, 4]))
@@ -252,7 +259,7 @@ def test_rows_are_hashed_as_the_documentation_says(files):
 
 
 def test_resetting_and_loading_drop_what_was_built_ahead(files):
-    loader = make(files, replace(ORDER, stages=[(0, 32, 6), (3, 64, 4)]))
+    loader = make(files, replace(ORDER, readings=readings((0, 32, 6), (3, 64, 4))))
     start = loader.state_dict()
     first, second = rows_of(next(loader)), rows_of(next(loader))
     assert first != second
@@ -263,12 +270,12 @@ def test_resetting_and_loading_drop_what_was_built_ahead(files):
     loader.load_state_dict(start)
     assert rows_of(next(loader)) == first
     loader.reset(3)  # the first tokens, as in a later step
-    later = make(files, replace(ORDER, stages=[(0, 64, 4)]), steps=1)
+    later = make(files, replace(ORDER, readings=readings((0, 64, 4))), steps=1)
     assert rows_of(next(loader)) == rows_of(next(later))
 
 
 def test_ranks_that_do_not_divide_every_batch_are_refused(files):
-    order = replace(ORDER, stages=[(0, 32, 6), (3, 48, 6)])
+    order = replace(ORDER, readings=readings((0, 32, 6), (3, 48, 6)))
     shares = [make(files, order, world_size=size).shares(3) for size in (1, 2)]
     assert shares == [(1, 6), (1, 3)]
     rule = r"world size 4 does not divide \[4, 6\] rows a step; start one of \[1, 2\] ranks"
@@ -281,7 +288,7 @@ def test_ranks_that_do_not_divide_every_batch_are_refused(files):
 
 @given(shards_strategy, order_strategy)
 # Only warm-up has enough documents for the second stage, whose rows hold more of them.
-@example([shard_of([14] * 30)], Order(2, BOS, 0.0, [(0, 16, 15), (1, 16, 1)]))
+@example([shard_of([14] * 30)], Order(2, BOS, 0.0, readings((0, 16, 15), (1, 16, 1))))
 @examples
 def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
     expected = slow_steps(shards, order)
@@ -291,9 +298,9 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
             next(loader)
         assert loader.state_dict()["position"] == loader.end._asdict()
         read = [*expected]  # and what warm-up can read: the first shard, as later steps read it
-        for first, *_ in order.stages[1:]:
-            later = [(max(begin - first, 0), *sizes) for begin, *sizes in order.stages]
-            read += slow_steps(shards[:1], replace(order, stages=later, data_start=0))
+        for first, *_ in order.readings[1:]:
+            later = [Reading(max(begin - first, 0), *sizes) for begin, *sizes in order.readings]
+            read += slow_steps(shards[:1], replace(order, readings=later, data_start=0))
         most = max([len(lengths) for step in read for _, lengths in step], default=0)
         assert most <= loader.max_documents <= most + 1  # the last piece may be only a target
         fix = f"Set --steps to at most {len(expected):,}" if expected else "Lower --batch-tokens or"
@@ -306,7 +313,7 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
 
 
 def test_an_open_loader_lets_the_interpreter_end(files):
-    code = f"""import sys; from data.loader import Order, TrainLoader
+    code = f"""import sys; from data.loader import Order, Reading, TrainLoader
 loader = TrainLoader(sys.argv[1:], {ORDER}, 5, 0, 1); next(loader); sys.exit(7)"""
     command = [sys.executable, "-c", code, *map(str, files)]
     assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 7
@@ -359,7 +366,7 @@ def open_both(files, stages=((0, 64, 6),), reach=0, **changed):
         "data_start": 0.0, "steps": 5, "micro_batch": 64, "val_tokens": 64, "val_seq_len": 16,
         "val_batch": 32, "val_sha256": "",
     }  # fmt: skip
-    return Data(values | changed, stages, reach, rank=1, world_size=2)
+    return Data(values | changed, readings(*stages), reach, rank=1, world_size=2)
 
 
 @pytest.mark.parametrize(("micro_batch", "rows"), [
@@ -424,7 +431,7 @@ def race(tmp_path, monkeypatch):
             "data_start": 0.0, "steps": 5, "micro_batch": 64, "val_tokens": 192, "val_seq_len": 16,
             "val_batch": 32, "val_sha256": loader.PROSE,
         }  # fmt: skip
-        return Data(values | changed, ((0, 64, 20),), 0, rank, world_size)
+        return Data(values | changed, readings((0, 64, 20)), 0, rank, world_size)
 
     return open_as, Shard(files[0])[:]
 

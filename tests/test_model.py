@@ -9,7 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_model import EVERY_RECIPE, MACHINE, SEQUENCE, VOCABULARY, configure, make_model, small
+from small_model import (
+    EVERY_RECIPE,
+    MACHINE,
+    SEQUENCE,
+    VOCABULARY,
+    configure,
+    make_model,
+    named_scalars,
+    small,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
@@ -17,7 +26,7 @@ from data.loader import Batch, validation_batches
 from data.shards import write_shard
 from kernels.attention import PortableAttention
 from runtime.errors import Refused
-from train_gpt import at, initial_scalars, make_optimizers, spans
+from train_gpt import make_optimizers, schedule, stretches
 
 
 def build(config, dtype=torch.float32, step=0):
@@ -59,7 +68,8 @@ def batch(rows=2, sequence=SEQUENCE, cuts=((5, 9, 40), (33,))):
 
 def loss_of(model, given, windows=WINDOWS, weights=None):
     longest = given.inputs.size(1)
-    return model(given.inputs, given.targets, given.cu_seqlens, windows, longest, weights)
+    model.windows = windows
+    return model(given.inputs, given.targets, given.cu_seqlens, longest, weights)
 
 
 def gradients(model, given, windows=WINDOWS, weights=None):
@@ -202,14 +212,14 @@ def assert_same_loss_and_gradients(model, given, windows, row_loss, tolerance=1e
 
 @pytest.mark.parametrize("windows_so_far", [(3,), (3, 7, 11, 13)], ids=str)
 def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(windows_so_far):
-    step = spans(small())[len(windows_so_far) - 1].first
+    step = stretches(small())[len(windows_so_far) - 1].first
     model = build(small(), torch.float64, step)
     frequencies, scale = frequencies_of(8), 0.1
     for old, new in pairwise(windows_so_far):
         frequencies, scale = extended(frequencies, scale, old, new, block=8)
 
     def row_loss(p, *row):
-        scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
+        scalars = named_scalars(model.config, p["scalars"])
         return record42_loss(p, scalars, *row, 8, 24, frequencies, scale, 8)
 
     assert_same_loss_and_gradients(model, batch(), WINDOWS, row_loss)
@@ -217,7 +227,7 @@ def test_record_42_has_the_loss_and_the_gradients_of_its_slow_twin(windows_so_fa
 
 def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
     model = build(small("steps", window_block=0), torch.float64)
-    unwindowed = windows(**at(model.config, 0).windows)
+    unwindowed = windows(**schedule(model.config, 0).windows)
 
     def row_loss(p, tokens, targets, starts):
         return steps_loss(p, tokens, targets, head_dim=8)
@@ -228,7 +238,7 @@ def test_the_steps_track_has_the_loss_and_the_gradients_of_its_slow_twin():
 # ---- Size
 
 
-def meta(track, recipe="record42"):
+def meta(track, recipe=None):
     """The model of a recipe in its real size, on the meta device."""
     config = configure(track, recipe, seq_len=1024, val_seq_len=1024)
     return make_model(config, torch.bfloat16, torch.device("meta"))
@@ -331,7 +341,7 @@ def test_record_42_starts_from_its_published_distributions():
         bound = 3**0.5 * 0.5 / DIM**0.5
         assert hidden.abs().max().item() == pytest.approx(bound, rel=0.01)
         assert hidden.std().item() == pytest.approx(0.5 / DIM**0.5, rel=0.03)
-    scalars = dict(zip(initial_scalars(small()), p["scalars"].tolist(), strict=True))
+    scalars = named_scalars(small(), p["scalars"].tolist())
     starts = {"smear": 0, "backout": 0.5} | {f"skip{i}": -1.5 for i in (5, 6, 7, 8, 9)}
     for i in range(11):
         starts |= {f"x{i}": 1, f"x0_{i}": 0}
@@ -378,7 +388,8 @@ def stream(model, given, changed=None, windows=WINDOWS):
     tokens = given.inputs.clone()
     if changed is not None:
         tokens[0, changed] = (tokens[0, changed] + 1) % VOCABULARY
-    return model.hidden(tokens, given.cu_seqlens, windows, tokens.size(1))
+    model.windows = windows
+    return model.hidden(tokens, given.cu_seqlens, tokens.size(1))
 
 
 @pytest.mark.parametrize("key_offset", [True, False])
@@ -485,7 +496,7 @@ GONE = {  # what a piece brings: names of parameters or scalars
 def test_a_model_with_pieces_off_or_exchanged_has_a_gradient_for_all_that_it_has(changes):
     config = small(**changes)
     model = build(config)
-    brought = " ".join([*model.state_dict(), *initial_scalars(config)])
+    brought = " ".join([*model.state_dict(), *named_scalars(config, model.initial_values())])
     for piece, name in GONE.items():
         assert changes.get(piece, True) or name not in brought
     for name, gradient in gradients(model, batch())[1].items():

@@ -7,10 +7,10 @@ from operator import mul, xor
 import pytest
 import test_model
 import torch
-from small_model import CPU, MACHINE, make_model, small
+from small_model import CPU, MACHINE, make_model, named_scalars, small
 from test_model import WINDOWS, attended, build, frequencies_of, loss_of, rms, sigmoid, turned
 
-from train_gpt import initial_scalars, make_optimizers, set_schedule, spans
+from train_gpt import make_optimizers, schedule, set_rates, stretches
 
 HEAD_DIM = 8
 VALUE_TABLES = {1: 0, 2: 1, 8: 2, 9: 3, 10: 4}
@@ -67,7 +67,7 @@ def hashed(tokens):
 
 def shares_of(p, which, x, count):
     """Record 81: numbers (T, 1) from a small MLP, a tenth of its output."""
-    weight, out, start = (p[f"blocks.10.mix_{name}"][which] for name in ("in", "out", "start"))
+    weight, out, start = (p[f"blocks.10.mudd_{name}"][which] for name in ("in", "out", "start"))
     h = x @ weight.T
     h = h * (1 + torch.erf(h / 2**0.5)) / 2
     return [(0.1 * (h @ out[j] + start[j])).unsqueeze(1) for j in range(count)]
@@ -147,7 +147,7 @@ def test_the_pieces_of_later_records_have_the_loss_and_gradients_of_their_slow_t
     signs, weights = model.signs.double(), torch.tensor([1.0, 0.5, 0.25])
 
     def row_loss(p, *row):
-        scalars = dict(zip(initial_scalars(model.config), p["scalars"], strict=True))
+        scalars = named_scalars(model.config, p["scalars"])
         return record89_loss(p, scalars, signs, weights, *row)
 
     # Logits are float32. Some gradients of MUDD's shares are small sums of large terms: 2e-6 of the
@@ -184,18 +184,18 @@ RATES = {
     "bigram": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
     "value_embeds.4": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
     "scalars": (0.04, 0.0, (0.9, 0.99)),
-    "blocks.10.mix_in": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
-    "blocks.10.mix_out": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
-    "blocks.10.mix_start": (0.002, 0.0, (0.9, 0.99)),
+    "blocks.10.mudd_in": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
+    "blocks.10.mudd_out": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
+    "blocks.10.mudd_start": (0.002, 0.0, (0.9, 0.99)),
     "blocks.1.attention.value_gate": (0.008, 0.008**2 * 0.005, (0.9, 0.99)),
 }
 
 
 def test_learning_rates_decays_and_betas_are_those_of_record_89():
     config = modern(momentum=(0.8, 0.9))
-    optimizers, guard = make_optimizers(config, make_model(config, device=CPU), MACHINE)
-    step = spans(config)[1].first  # where the multiplier is 1.52
-    set_schedule(config, optimizers, guard, step)
+    optimizers, _ = make_optimizers(config, make_model(config, device=CPU), MACHINE)
+    step = stretches(config)[1].first  # where the multiplier is 1.52
+    set_rates(config, optimizers, schedule(config, step))
     found = {}
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:

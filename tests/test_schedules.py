@@ -5,13 +5,21 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-from small_model import MACHINE, configure, make_model, small
+from small_model import MACHINE, SEQUENCE, configure, make_model, small
 from test_model import extended, frequencies_of
 
 import optim
 import train_gpt
 from runtime.errors import Refused
-from train_gpt import Trainer, at, make_optimizers, rotary_at, set_schedule, spans, tokens_before
+from train_gpt import (
+    Trainer,
+    make_optimizers,
+    rotary_at,
+    schedule,
+    set_rates,
+    stretches,
+    tokens_before,
+)
 
 SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
 
@@ -56,43 +64,45 @@ SCHEDULES = {
 )
 def test_batch_windows_rates_and_loss_change_as_in_the_records(recipe, row):
     step, tokens, short, long, rate, momentum, weights = row
-    now = at(configure("short", recipe), step)
+    now = schedule(configure("short", recipe), step)
     assert now.batch_tokens == tokens
     assert now.windows == {"short": 128 * short, "long": 128 * long}
-    assert (now.lr, now.momentum) == pytest.approx((rate, momentum), rel=1e-9)
+    assert (now.lr_factor, now.momentum) == pytest.approx((rate, momentum), rel=1e-9)
     assert now.loss_weights == pytest.approx(weights)
 
 
 def test_the_last_validation_narrows_short_windows_too():
     config = configure("short", val_window=512)  # a short window has 768 tokens then
-    assert at(config, config.steps).windows == {"short": 512, "long": 512}
+    assert schedule(config, config.steps).windows == {"short": 512, "long": 512}
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
 @pytest.mark.parametrize("track", train_gpt.TRACKS)
 def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(track, steps):
     config = configure(track, next(iter(train_gpt.RECIPES[track])), steps=steps)
-    stages = [at(config, step).stage_index for step in range(steps)]
+    stages = [schedule(config, step).stage_index for step in range(steps)]
     assert stages == sorted(stages)
-    assert at(config, steps).stage_index == stages[-1]
+    assert schedule(config, steps).stage_index == stages[-1]
     for index, stage in enumerate(train_gpt.STAGES[config.stages]):
-        assert abs(stages.count(index) - stage.share * steps) <= 1
+        # A stage that changes the batch or the tie ends with a step of Adam.
+        apart = abs(stages.count(index) - stage.fraction * steps)
+        assert apart <= config.adam_accum_steps
     extension = [stage.extension for stage in train_gpt.STAGES[config.stages]]
     assert extension == sorted(extension), "nothing comes after an extension"
 
 
 def test_without_a_rise_and_a_fall_momentum_stays_high():
     config = configure("short", momentum_warmup=0, momentum_cooldown=0)
-    assert {at(config, step).momentum for step in (0, 1000, 2284)} == {0.95}
+    assert {schedule(config, step).momentum for step in (0, 1000, 2284)} == {0.95}
 
 
 def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window():
     config = configure("steps")
-    assert at(config, 974).lr == 1
-    assert at(config, 3250 - 455).lr == pytest.approx(0.2)
-    assert at(config, 3249).lr == pytest.approx(1 / 3250 / 0.7)
-    assert {at(config, step).momentum for step in range(config.steps)} == {0.95}
-    assert at(config, 3).windows == {"short": 1024, "long": 1024}
+    assert schedule(config, 974).lr_factor == 1
+    assert schedule(config, 3250 - 455).lr_factor == pytest.approx(0.2)
+    assert schedule(config, 3249).lr_factor == pytest.approx(1 / 3250 / 0.7)
+    assert {schedule(config, step).momentum for step in range(config.steps)} == {0.95}
+    assert schedule(config, 3).windows == {"short": 1024, "long": 1024}
 
 
 # ---- Rotary tables
@@ -110,7 +120,7 @@ def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_
 
 def test_without_windows_the_rotary_tables_stay_as_they_are():
     config = configure("short", window_block=0)
-    last_index = at(config, config.steps).stage_index
+    last_index = schedule(config, config.steps).stage_index
     for first, last in zip(rotary_at(config, 0), rotary_at(config, last_index), strict=True):
         assert torch.equal(first, last)
 
@@ -124,7 +134,8 @@ def optimized(track, **changes):
     optimizers, guard = make_optimizers(model.config, model, MACHINE)
     for parameter in model.parameters():
         parameter.detach().fill_(1)
-    set_schedule(model.config, optimizers, guard, 0)
+    set_rates(model.config, optimizers, schedule(model.config, 0))
+    guard.divide_by(schedule(model.config, 0).batch_tokens // SEQUENCE)
     return model, optimizers, guard
 
 
@@ -185,7 +196,10 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
         for parameter in trainer.model.parameters():
             grad = torch.full_like(parameter, step + 1.0)
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-        trainer.update(step, torch.tensor(1.0))
+        stepping = trainer.stepping(step)
+        trainer.guard.step(torch.tensor(1.0), only=stepping)
+        for optimizer in stepping:
+            optimizer.zero_grad(set_to_none=True)
         assert torch.equal(embed, before[0]) == (step == 0)
         assert (embed.grad is None) == (step == 1)
         assert not torch.equal(matrix, before[1])
@@ -197,19 +211,21 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
 
 def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeypatch):
     late = train_gpt.Stage(0.3, short=10, long=20)
-    name = add_stages(monkeypatch, [replace(late, share=0.7, batch=0.5), late])
+    name = add_stages(monkeypatch, [replace(late, fraction=0.7, batch=0.5), late])
     for changes in ({"optimizer": "torch_muon"}, {"micro_batch": 70}, {"micro_batch": 140}):
         config = small("tiny", "muon", stages=name, steps=10, **changes)
-        optimizers, guard = make_optimizers(config, make_model(config), MACHINE)
+        trainer = object.__new__(Trainer)  # one without data
+        trainer.config, trainer.machine, trainer.model = config, MACHINE, make_model(config)
+        trainer.optimizers, trainer.guard = make_optimizers(config, trainer.model, MACHINE)
         for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
-            set_schedule(config, optimizers, guard, step)
-            assert {part.grad_divisor for part in guard._parts} == {rows}
-            assert at(config, step).batch_tokens == rows * config.seq_len
+            trainer.set_step(step)
+            assert {part.grad_divisor for part in trainer.guard._parts} == {rows}
+            assert schedule(config, step).batch_tokens == rows * config.seq_len
         assert tokens_before(config, 10) == 13 * config.seq_len
 
 
 def new_scales(config):
-    return [step for step in range(config.steps) if at(config, step).new_scale]
+    return [step for step in range(config.steps) if schedule(config, step).new_scale]
 
 
 def test_the_guard_starts_anew_where_batch_losses_or_windows_change_and_nowhere_else():
@@ -222,15 +238,15 @@ def test_the_guard_starts_anew_where_batch_losses_or_windows_change_and_nowhere_
 @pytest.mark.parametrize("track", ["short", "small"])
 def test_record_89_ties_its_head_for_two_stages_and_unties_it_once(track):
     config = configure(track, "record89")
-    first, second, third, _ = spans(config)
-    tied = [step for step in range(config.steps) if at(config, step).stage.tied]
+    first, second, third, _ = stretches(config)
+    tied = [step for step in range(config.steps) if schedule(config, step).stage.tied]
     assert tied == [*range(third.first)]
     assert first.first < second.first < third.first
-    assert [step for step in range(config.steps) if at(config, step).unties] == [third.first]
+    assert [step for step in range(config.steps) if schedule(config, step).unties] == [third.first]
 
 
 @pytest.mark.parametrize(("changed", "steps"), [
-    ({"prefix": (0.5, 0.5)}, [5]), ({"document": 48}, [5]), ({"lr": 0.5, "extension": True}, []),
+    ({"prefix_weight": (0.5, 0.5)}, [5]), ({"document": 48}, [5]), ({"lr_factor": 0.5, "extension": True}, []),
 ], ids=str)  # fmt: skip
 def test_a_loss_on_prefixes_and_longer_documents_are_a_new_scale_and_a_rate_is_none(
     changed, steps, monkeypatch
@@ -241,13 +257,13 @@ def test_a_loss_on_prefixes_and_longer_documents_are_a_new_scale_and_a_rate_is_n
 
 
 def add_stages(monkeypatch, stages):
-    """The name of a new table of stages: `at` remembers what it found for a name."""
+    """The name of a new table of stages: `schedule` remembers what it found for a name."""
     monkeypatch.setitem(train_gpt.STAGES, repr(stages), stages)
     return repr(stages)
 
 
 @pytest.mark.parametrize(("batch", "rule"), [
-    (0.75, "stage 1 has 1.5 rows"), (0.0, "stage 1 has 0 rows"),
+    (0.75, "stage 1 has 1.5 sequences"), (0.0, "stage 1 has 0 sequences"),
 ])  # fmt: skip
 def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, rule):
     stage = train_gpt.Stage(0.5, short=1, long=2)
@@ -259,10 +275,10 @@ def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, ru
 @pytest.mark.parametrize("changed", [{"batch": 0.5}, {"tied": True}], ids=str)
 def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
     whole = train_gpt.Stage(0.3, short=1, long=2)
-    stages = [whole, replace(whole, **changed), replace(whole, share=0.4)]
+    stages = [whole, replace(whole, **changed), replace(whole, fraction=0.4)]
     name = add_stages(monkeypatch, stages)
     for steps in range(1, 30):
-        found = spans(small("tiny", "muon", stages=name, steps=steps, adam_accum_steps=2))
+        found = stretches(small("tiny", "muon", stages=name, steps=steps, adam_accum_steps=2))
         ends = [0] + [span.end for span in found]
         assert [span.first for span in found] == ends[:-1]
         assert ends[-1] == steps
@@ -272,7 +288,7 @@ def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
 
 @pytest.mark.parametrize("stages", train_gpt.STAGES.values(), ids=train_gpt.STAGES)
 def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
-    assert sum(stage.share for stage in stages) == pytest.approx(1)
+    assert sum(stage.fraction for stage in stages) == pytest.approx(1)
     assert all(stage.batch <= 1 for stage in stages)
 
 
@@ -283,7 +299,7 @@ def test_no_layer_is_both_long_and_paired(layers):
 
 def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tenth():
     config = configure("steps")
-    validated = [step for step in range(config.steps) if at(config, step).validates]
+    validated = [step for step in range(config.steps) if schedule(config, step).validates]
     assert validated == [*range(0, 2925, 125), *range(2925, 3250, 25)]
     config = configure("tiny", "muon", val_every=0)
-    assert not any(at(config, step).validates for step in range(config.steps)), "only at the end"
+    assert not any(schedule(config, step).validates for step in range(config.steps)), "only at the end"

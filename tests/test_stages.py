@@ -29,14 +29,14 @@ def table(*stages):
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """The folder of a run, and the state of Adam before the update of each step."""
-    update, seen = train_gpt.Trainer.update, []
+    stepping, seen = train_gpt.Trainer.stepping, []
 
-    def noting(self, *given):
+    def noting(self, step):
         seen.append(dict(named_state(self.optimizers["adam"])))
-        return update(self, *given)
+        return stepping(self, step)
 
     folder = tmp_path_factory.mktemp("whole")
-    with mock.patch.object(train_gpt.Trainer, "update", noting):
+    with mock.patch.object(train_gpt.Trainer, "stepping", noting):
         outcome = run(data, folder, **CHANGED)
     assert outcome.code == 0, outcome.err
     return folder, seen[-STEPS:]  # warm-up came first
@@ -75,7 +75,7 @@ def test_the_head_begins_with_the_adam_state_of_the_embedding(whole):
 
 
 def test_the_head_leaves_the_embedding_across_a_stage_without_steps(whole, data, tmp_path):
-    stages = [replace(TIED, share=0.45), replace(UNTIED, share=0.05), UNTIED]
+    stages = [replace(TIED, fraction=0.45), replace(UNTIED, fraction=0.05), UNTIED]
     with table(*stages):
         assert run(data, tmp_path, **CHANGED).code == 0
     assert losses(tmp_path) == losses(whole[0])
@@ -92,16 +92,15 @@ def test_the_second_trial_begins_tied_again(data, tmp_path):
 
 @pytest.mark.parametrize("bad", [UNTYING - 1, UNTYING])
 def test_a_skipped_step_beside_the_untying_leaves_the_head_at_the_embedding(bad, data, tmp_path):
-    gradients, heads = train_gpt.Trainer.gradients, {}
+    stepping, heads = train_gpt.Trainer.stepping, {}
 
-    def failing(self, step, flags):
-        found = gradients(self, step, flags)
+    def failing(self, step):
         if step == bad:
             self.model.embed.grad[0, 0] = torch.nan
         heads[step] = self.model.lm_head.detach().clone(), self.model.embed.detach().clone()
-        return found
+        return stepping(self, step)
 
-    with mock.patch.object(train_gpt.Trainer, "gradients", failing):
+    with mock.patch.object(train_gpt.Trainer, "stepping", failing):
         outcome = run(data, tmp_path, **CHANGED | {"adam_accum_steps": 1})
     assert outcome.code == 0, outcome.err
     assert [step["step"] for step in outcome.events("step") if step["skipped"]] == [bad + 1]
@@ -137,7 +136,7 @@ def test_prefixes_are_learned_but_not_validated(prose_like, tmp_path, monkeypatc
 
     monkeypatch.setattr(train_gpt.Trainer, "validate", noting)
     changed = CHANGED | {"prefixes": "on", "vocab_size": 2048, "bos": 2047}
-    with table(replace(TIED, prefix=(0.5, 0.25)), UNTIED):
+    with table(replace(TIED, prefix_weight=(0.5, 0.25)), UNTIED):
         outcome = run(prose_like, tmp_path / "with", **changed)
     assert outcome.code == 0, outcome.err
     trained, validated = losses(tmp_path / "with")
