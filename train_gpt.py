@@ -45,7 +45,7 @@ from data.sampling import generate
 from data.shards import ShardError, audit
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
 from kernels.attention import ATTENTIONS, Attention, choose_attention
-from kernels.eager import lookup, rms_norm, squared_relu
+from kernels.eager import rms_norm, squared_relu
 from kernels.head import (
     HEADS,
     Softcap,
@@ -965,6 +965,7 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
         self.layers, self.softcap = LAYERS[config.layers], SOFTCAPS[config.softcap]
         self.tied = False  # whether the token embedding is the output head too
+        self.sparse_bigram = False  # whether the n-gram table gets a sparse gradient
         self.stage_index = -1  # in `stretches`, of the rotary tables; -1: there are none yet
         self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/tokenizers.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
@@ -1111,8 +1112,8 @@ class GPT(nn.Module):
             lengths = range(2, self.config.ngrams + 1)
             rows = [ngrams(inputs_BT, len(self.bigram), length) for length in lengths]
             # All in one lookup: on a GPU each would fill a gradient of the whole table.
-            found = lookup(torch.stack(rows), self.bigram).to(self.dtype)
-            bigram_BTC, *longer = found.unbind()
+            found = F.embedding(torch.stack(rows), self.bigram, sparse=self.sparse_bigram)
+            bigram_BTC, *longer = found.to(self.dtype).unbind()
             if self.signs is not None:
                 bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]
             bigram_BTC = sum(longer, bigram_BTC)
@@ -1304,6 +1305,10 @@ class Trainer:
             self.model.prefixes = torch.tensor(read_prefixes(config), device=device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
+        # Without a compiler on a CPU, RowAdam reads the gradient of few rows. On a GPU it would
+        # wait for the device to learn their number; there one pass over the table costs less.
+        eager = device.type == "cpu" and config.compile != "on"
+        self.model.sparse_bigram = "rows" in self.optimizers and eager
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.env |= provenance(SOURCE)

@@ -1,4 +1,4 @@
-"""RMS norm, relu^2 and lookup by few passes over memory, for eager code on a CPU.
+"""RMS norm and relu^2 by few passes over memory, for eager code on a CPU.
 
 There every intermediate of torch's own backward passes is a trip through memory; a compiler would
 fuse them. Each function computes what the plain expression beside it does, and uses that
@@ -27,15 +27,6 @@ def rms_norm(x: Tensor) -> Tensor:
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2, as in Primer (arXiv:2109.08668)."""
     return _SquaredReLU.apply(x) if eager_on_cpu(x) else x.relu().square()
-
-
-def lookup(index: Tensor, table: Tensor) -> Tensor:
-    """Rows of the table (rows, C) for an index of any shape: (*index.shape, C).
-
-    On an eager CPU the table's gradient is sparse: a dense one of the whole table would be filled
-    for each call.
-    """
-    return F.embedding(index, table, sparse=eager_on_cpu(table))
 
 
 class _RMSNorm(torch.autograd.Function):
