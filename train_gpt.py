@@ -18,7 +18,7 @@ import hashlib
 import math
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from itertools import pairwise
@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 import optim
 from data import prose
 from data.copied import means, sum_and_count, sums_by_kind
-from data.loader import Batch, Data, Order, Reading
+from data.loader import Data, Order, Reading
 from data.sampling import generate
 from data.shards import ShardError, audit
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
@@ -56,26 +56,20 @@ from kernels.head import (
 )
 from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
-from runtime.checkpoint import plan_runs
+from runtime.checks import check_trained_model
 from runtime.claim import check_claim, provenance
 from runtime.clock import Clock
 from runtime.ending import Stop, leave, listen, supervise
 from runtime.errors import Refused
-from runtime.log import require_folders, source_hash
+from runtime.log import require_folders
 from runtime.machine import Machine
+from runtime.plan import plan_runs
 from runtime.run import Run
-from runtime.settings import (
-    RunSettings,
-    as_text,
-    flag,
-    parse,
-    refusal,
-    require,
-    require_packages,
-    setting,
-)  # fmt: skip
+from runtime.settings import RunSettings, as_text, flag, parse, refusal, require_packages, setting
+from runtime.source import source_hash
 from runtime.terminal import closing, summary
-from runtime.warmup import check_trained_model, dry_run, warm_up
+from runtime.trainer import Batch
+from runtime.warmup import dry_run, warm_up
 
 SOURCE = Path(__file__).resolve().parent
 
@@ -305,7 +299,7 @@ class Config(RunSettings):
 
     vocab_size: int = setting(2048, "size of the vocabulary", at_least=1, section="Data")
     bos: int = setting(2047, "token that begins each document", below="vocab_size")
-    document_mask: bool = setting(True, "sequences begin with bos; attention stays in a document")
+    document_mask: bool = setting(True, "begin sequences with bos and attend within documents")
     batch_tokens: int = setting(6144, "tokens of a step, on all ranks", a_multiple_of="seq_len")
     seq_len: int = setting(512, "tokens of a training sequence", at_least=2)
     micro_batch: int = setting(6144, "tokens of a micro-batch, at most", a_multiple_of="seq_len")
@@ -318,11 +312,13 @@ class Config(RunSettings):
     val_every: int = setting(0, "steps between validations; 0: only the last")
     val_every_late: int = setting(0, "val_every in the last tenth of the steps; 0: no change")
 
-    layers: str = setting("small89", "table of LAYERS", section="Model")
+    layers: str = setting("small89", "name of a table in LAYERS", section="Model")
     dim: int = setting(128, "width of the model", at_least=12, a_multiple_of="head_dim")
     head_dim: int = setting(32, "width of an attention head", at_least=2, a_multiple_of=2)
     mlp_ratio: int = setting(4, "width of an MLP, as a multiple of dim", at_least=1)
-    keep_float32: str = setting("all", "tables in float32", one_of=("none", "head", "all"))
+    keep_float32: str = setting(
+        "all", "tables and gates that stay in float32", one_of=("none", "head", "all")
+    )
     attention_scale: float = setting(0.2, "initial factor on the product of query and key")
     smear: bool = setting(True, "add to each embedding a gated fraction of the one before it")
     x0_mixing: bool = setting(True, "mix the token embedding back into each layer's input")
@@ -339,11 +335,13 @@ class Config(RunSettings):
     zero_output: bool = setting(False, "begin with attention outputs of 0")
     biases: bool = setting(False, "give linear maps biases and norms gains")
     prefixes: bool = setting(False, "predict the longest prefix of the next token too")
-    softcap: str = setting("shifted", "soft cap of the logits", one_of=tuple(SOFTCAPS))
-    init: str = setting("uniform", "initial hidden matrices", one_of=("uniform", "normal"))
+    softcap: str = setting("shifted", "soft cap on the logits", one_of=tuple(SOFTCAPS))
+    init: str = setting(
+        "uniform", "distribution of initial hidden matrices", one_of=("uniform", "normal")
+    )
 
     steps: int = setting(380, "number of optimizer steps", at_least=1, section="Schedule")
-    stages: str = setting("small89", "table of STAGES")
+    stages: str = setting("small89", "name of a table in STAGES: windows, batches and so on")
     window_block: int = setting(32, "tokens of a block, the unit of windows; 0: no windows")
     val_window: int = setting(640, "tokens long layers see in the last validation", at_least=1)
     cooldown: float = setting(0.6, "fraction of the steps in which learning rates fall", at_most=1)
@@ -357,28 +355,34 @@ class Config(RunSettings):
     optimizer: str = setting(
         "normuon", "optimizer of hidden matrices", one_of=OPTIMIZERS, section="Optimizers"
     )
-    groups: str = setting("small89", "table of GROUPS: multipliers and betas by parameter")
+    groups: str = setting("small89", "name of a table in GROUPS: multipliers and betas")
     matrix_lr: float = setting(0.04, "peak learning rate of hidden matrices")
     matrix_wd: float = setting(1.2, "weight decay of hidden matrices, times their learning rate")
     matrix_beta2: float = setting(0.9, "decay of NorMuon's second moment", below=1)
     cautious_wd: bool = setting(True, "decay by the squared rate, only where the update agrees")
     ortho_method: str = setting("polar_express", "method of orthogonalization", one_of=METHODS)
-    ortho_backend: str = setting("plain", "matrix products of the orthogonalization; triton: half "
-                                 "of a symmetric product", one_of=("auto", "plain", "triton"))
+    ortho_backend: str = setting(
+        "plain", "matrix products of the orthogonalization", one_of=("auto", "plain", "triton")
+    )
     adam_lr: float = setting(0.016, "peak learning rate of AdamW, for all other parameters")
     adam_eps: float = setting(1e-10, "epsilon of AdamW; its gradients are sums over a sequence")
     adam_wd: float = setting(0.005, "weight decay of AdamW, times its learning rate")
     adam_accum_steps: int = setting(
         2, "steps whose gradients AdamW sums up for one of its own", at_least=1, at_most=16
     )
-    guard: str = setting("spikes", "steps to skip", one_of=("spikes", "nonfinite", "off"))
-    spike_sigma: float = setting(6.0, "spreads above the median that make a spike", at_least=1)
+    guard: str = setting(
+        "spikes", "what makes the guard skip a step", one_of=("spikes", "nonfinite", "off")
+    )
+    spike_sigma: float = setting(
+        6.0, "a loss or norm so many spreads above the median is a spike", at_least=1
+    )
 
     def __post_init__(self) -> None:
         recipes = RECIPES.get(self.track, {})
         tables: Any = {"track": TRACKS, "recipe": recipes, "layers": LAYERS, "stages": STAGES}
         for name, table in (tables | {"groups": GROUPS}).items():
-            require(self, name, getattr(self, name) in table, f"one of {', '.join(table)}")
+            if getattr(self, name) not in table:
+                raise refusal(self, name, f"one of {', '.join(table)}")
         super().__post_init__()  # the rules written next to the settings
         if self.claim and (changed := off_track(self)):
             raise refusal(self, "claim", f"empty, as {'; '.join(changed)}")
@@ -605,14 +609,15 @@ def stretches(config: Config) -> list[Stretch]:
 
 @cache
 def schedule(config: Config, step: int) -> StepPlan:
+    """The plan of a step. It keeps no state, so a resumed run needs none."""
     found = stretches(config)
     index = sum(step >= each.first for each in found) - 1  # the last that has begun
     first, end, stage = found[index]
     before = found[max(index - 1, 0)].stage  # of the first stretch: itself
     # Not fraction, lr_factor and extension: these move no loss by themselves.
-    fields = ["batch", "document", "tied", "mtp_weights", "prefix_weight"]
-    fields += ["short", "long"] if config.window_block else []
-    changes = any(getattr(stage, name) != getattr(before, name) for name in fields)
+    moving = ["batch", "document", "tied", "mtp_weights", "prefix_weight"]
+    moving += ["short", "long"] if config.window_block else []
+    changes = any(getattr(stage, name) != getattr(before, name) for name in moving)
 
     short, long = stage.short * config.window_block, stage.long * config.window_block
     if not config.window_block:  # no windows, but in the last validation
@@ -1375,7 +1380,7 @@ class Trainer:
         return [each for name, each in self.optimizers.items() if adam_steps or name == "matrix"]
 
     @torch.no_grad()
-    def validate(self, step: int, batches: list[Batch] | None = None) -> float:
+    def validate(self, step: int, batches: Sequence[Batch] | None = None) -> float:
         """Mean loss over the validation tokens, in nats, with the windows of this step.
 
         batches: those of this rank to score; None: all. Sets `targets_scored`, over all ranks, and
@@ -1412,8 +1417,9 @@ class Trainer:
         """
         self.model.set_step(self.config.steps)
         data = self.data
-        losses = self.val_losses or [self.token_losses(batch) for batch in data.validation]
-        sums = sums_by_kind(on_host(losses), data.val_distances, data.val_before)
+        if not self.val_losses:  # validation was compiled
+            self.val_losses = [self.token_losses(batch) for batch in data.validation]
+        sums = sums_by_kind(on_host(self.val_losses), data.val_distances, data.val_before)
         if data.train.held_out:
             losses = [self.token_losses(batch) for batch in data.held_out]
             sums["loss_held_out"] = sum_and_count(on_host(losses))
@@ -1597,10 +1603,10 @@ def make_runs(config: Config) -> int:
                 losses[plan.seed] = val_loss = train(trainer, run)
                 if config.keep_model:  # first: what follows may not fit the memory
                     run.keep(val_loss, tokenizer_of(config))
-                with run.pause("check"):
-                    proof = check_trained_model(trainer)
                 with run.pause("probe"):
                     probes = trainer.score()
+                with run.pause("check"):  # of the losses that the probe left in val_losses
+                    proof = check_trained_model(trainer, val_loss)
                 if config.sample_tokens and tokenizer_of(config) and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")

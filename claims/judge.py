@@ -24,7 +24,8 @@ from claims.runs import NEW_TOKENS, Run
 from runtime.claim import read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_hash
-from runtime.log import REGISTRY, read_registry, read_sources, register
+from runtime.registry import REGISTRY, read_registry, register
+from runtime.source import read_sources
 
 FIRST_LOOK = 4  # pairs: fewer may agree by chance
 ALPHA = 0.01  # of better and worse together

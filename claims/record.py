@@ -25,7 +25,8 @@ from claims.stats import Result, less_above, moments, one_sample
 from runtime.claim import Claim, check_rules, read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import plain, read_regular
-from runtime.log import MOST_REGISTRY_BYTES, REGISTRY, digest, read_registry
+from runtime.registry import MOST_REGISTRY_BYTES, REGISTRY, read_registry
+from runtime.source import digest
 
 # ---- Sources
 

@@ -27,7 +27,7 @@ from claims.record import Evidence
 from claims.runs import NEW_TOKENS, Run
 from claims.stats import moments
 from runtime.errors import LogError, Refused
-from runtime.log import write_files
+from runtime.source import write_files
 
 LONGEST_END_S = 60  # a run that is stopped writes a checkpoint
 

@@ -1,8 +1,9 @@
 """Batches of tokens: document-aligned training steps, contiguous validation, and a run's plan.
 
-A row is `seq_len` tokens and their targets. A step is `batch_tokens / seq_len` rows, the same at
-every world size; rank r of W owns rows [r * rows / W, (r + 1) * rows / W). A training row is a list
-of pieces: ranges [start, end) of a shard with `seq_len + 1` tokens in all, the last one a target.
+A row of a batch is a sequence of `seq_len` tokens and their targets. A step is
+`batch_tokens / seq_len` rows, the same at every world size; rank r of W owns rows
+[r * rows / W, (r + 1) * rows / W). A training row is a list of pieces: ranges [start, end) of a
+shard with `seq_len + 1` tokens in all, the last one a target.
 The batch and the longest document may change in the course of a run.
 The row rule is that of modded-nanogpt, record 42.
 """
@@ -51,7 +52,7 @@ class Order:
 
     seq_len: int  # tokens of a row
     bos: int | None  # begins each document and each row; None: rows are contiguous
-    data_start: float  # share of the first shard that is passed over
+    data_start: float  # fraction of the first shard that is passed over
     readings: Sequence[Reading]  # by their first steps; one begins at step 0
 
     def at(self, step: int) -> tuple[int, int]:
@@ -123,6 +124,9 @@ def _make_batch(rows: Tokens, bos: int | None, documents: int) -> Batch:
 
 def hash_rows(step: int, first: int, batch: Batch) -> int:
     """The sum of the SHA-256 of rows, as big-endian numbers: the same however rows are shared out.
+
+    A log holds it, so that a judge can tell which tokens a run has read. The loader's thread
+    computes it while the device trains.
 
     step: counted from 1. first: place of the batch's first row in the whole batch of the step.
     Hashed are step, place, inputs and targets, each an 8-byte little-endian integer.
@@ -313,7 +317,7 @@ def held_out_tokens(files: Files, settings: Settings) -> tuple[Tokens, int]:
 def validation_batches(
     files: Files, settings: Settings, most: int, reach: int = 0, rank: int = 0, world_size: int = 1
 ) -> list[Batch]:
-    """Return this rank's share of the first `val_tokens` tokens: see `scored_batches`."""
+    """Return this rank's part of the first `val_tokens` tokens: see `scored_batches`."""
     stream = validation_tokens(files, settings["val_tokens"])
     return scored_batches(stream, settings, most, reach, rank, world_size)
 
@@ -321,7 +325,7 @@ def validation_batches(
 def scored_batches(
     stream: Tokens, settings: Settings, most: int, reach: int, rank: int, world_size: int
 ) -> list[Batch]:
-    """Return this rank's share of the targets in a stream of tokens, in their order.
+    """Return this rank's part of the targets in a stream of tokens, in their order.
 
     A batch has at most `most` targets: rows of `val_seq_len`, or a part of one, whose inputs start
     `reach` tokens earlier. Ranks may differ by one row.

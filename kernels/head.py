@@ -37,8 +37,7 @@ class Softcap(NamedTuple):
     kind: str
     height: float
     width: float
-    shift: float = 0.0
-
+    shift: float
 
 
 def capped(z: Tensor, softcap: Softcap) -> Tensor:
@@ -157,6 +156,7 @@ def _chunk_size(device: torch.device, compiled: bool) -> int:
     return ROOMY_CHUNK if roomy else CHUNK
 
 
+# torch's schemas of operators know no tuples, hence the parts of a Softcap one by one.
 @torch.library.custom_op("speedrun::linear_cross_entropy", mutates_args=())
 def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, kind: str, height: float,
@@ -165,7 +165,7 @@ def _linear_cross_entropy(
     """Loss, dx and dweight. Without `gradients` dx and dweight are empty."""
     stages: tuple[Callable, ...] = (_operands, _losses, _gradients)
     operands, losses, gradients_of = map(compile_stage, stages) if compiled else stages
-    softcap = kind, height, width, shift
+    softcap = Softcap(kind, height, width, shift)
     chunk = chunk or _chunk_size(x.device, compiled)
     x_scale = x.size(1) ** 0.5 / E4M3_LIMIT  # after an RMS norm no element exceeds sqrt(C)
     loss = x.new_zeros(() if weights is None else 2, dtype=_summed(x.dtype))
@@ -199,12 +199,13 @@ def _save(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # none for dx and dweight, which have no gradients
     ctx.save_for_backward(*output[1:])
+    ctx.others = len(inputs) - 2  # inputs without a gradient
 
 
 def _differentiate(ctx, grad, *_):
     dx, dweight = ctx.saved_tensors
     grad = grad.flatten()[0]  # a second loss is only for the log
-    return grad * dx, grad * dweight, *[None] * 10
+    return grad * dx, grad * dweight, *[None] * ctx.others
 
 
 _linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)

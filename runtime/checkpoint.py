@@ -1,4 +1,4 @@
-"""Checkpoints, and how a run resumes from them.
+"""Checkpoints, and the model that a finished run leaves.
 
 A checkpoint, <checkpoint_dir>/<run_id>/step_000123, holds only tensors and text, so reading one
 executes nothing. It gets its name only when all of it is on the disk, and fits any number of ranks:
@@ -17,7 +17,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +26,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime import log as logs
-from runtime.errors import LogError, Refused
+from runtime.errors import Refused
 from runtime.jsonl import json_line, open_regular, read_regular
-from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
+from runtime.log import RunLog
 
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 SUMS = "checksums.json"
@@ -49,8 +49,9 @@ class Snapshot(NamedTuple):
 def save(folder: Path, snapshot: Snapshot, announce: Callable[..., bool] | None = None) -> Path:
     """Write a checkpoint into the run's folder, then remove all but the two newest.
 
-    announce: is given `sha256`, of the checksums, before the checkpoint gets its name, and says
-    whether it may. OSError or SafetensorError if the disk refuses. Older checkpoints then stay.
+    announce: called with `sha256`, of the checksums, before the checkpoint gets its name. If it
+    returns False, there will be no checkpoint. OSError or SafetensorError if the disk refuses;
+    older checkpoints then stay.
     """
     for left in folder.glob(".step_*"):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -105,7 +106,7 @@ def _publish(path: Path, files: Files, announce: Callable[..., bool] | None = No
         for file in (*partial.iterdir(), partial):  # before they get a name that lasts
             _sync(file)
         if announce is not None and not announce(sha256=_sha256(partial / SUMS)):
-            raise OSError("its log takes no line")
+            raise OSError("its log could not be written")
         remove(path)  # one of this name, whose steps a resume dropped
         partial.rename(path)
         _sync(path.parent)
@@ -114,7 +115,7 @@ def _publish(path: Path, files: Files, announce: Callable[..., bool] | None = No
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or where the system can do that the names in a folder, to the disk."""
+    """Force a file to the disk, or a folder's list of names where the system can do that."""
     try:
         descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
@@ -180,7 +181,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise Refused(f"checkpoint {path.parent} cannot be read: {error}.") from None
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{path} is no JSON object of a checkpoint ({error}).") from None
+        raise Refused(f"{path} is not a JSON object ({error}).") from None
     return value
 
 
@@ -189,114 +190,66 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---- Resume: which runs a process makes
-
-# Settings that change only rounding. A resume after an out-of-memory error may change them.
-ROUNDING = ("micro_batch", "val_batch", "activation_checkpointing")
-RECORDED = (
-    "torch", "cuda", "gpu", "driver", "cpu", "threads", "dtype", "attention", "head", "compiled",
-    "compile_flags", "world_size", *ROUNDING,
-)  # fmt: skip
+# ---- In a run
 
 
-@dataclass(frozen=True)
-class RunPlan:
-    """One run to make. With a history it resumes, from its checkpoint or from the start."""
+class Writer:
+    """Writes a run's checkpoints in a thread. A full disk is a warning, and the run continues."""
 
-    seed: int
-    trial: int
-    run_id: str
-    history: logs.History | None = None
-    checkpoint: Path | None = None
-    checkpoint_sha256: str | None = None
-    step: int = 0
+    def __init__(
+        self, folder: Path, log: RunLog, say: Callable[[str], None], last: Path | None
+    ) -> None:
+        self.last = last  # the newest checkpoint on the disk
+        self._folder, self._log, self._say = folder, log, say
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future | None = None
 
+    def submit(self, snapshot: Snapshot) -> None:
+        """Write it in the background. It replaces one that has not started yet."""
+        if self._writing is not None:
+            self._writing.cancel()
+        self._writing = self._thread.submit(self._write, snapshot)
 
-def plan_runs(trainer: Any) -> list[RunPlan]:
-    """New runs, or under --resume auto what is left of them. Refused if it cannot. On rank 0."""
-    config, plans = trainer.config, []
-    for trial in range(config.trials):
-        seed = config.seed + trial
-        new = RunPlan(seed, trial, logs.new_run_id(config.track, seed, trial))
-        plan = _find_unfinished(new, trainer) if config.resume == "auto" else new
-        if plan is not None:
-            plans.append(plan)
-    return plans
+    def _write(self, snapshot: Snapshot) -> None:
+        step = snapshot.state["step"]
+        with self._warning(f"the checkpoint of step {step}"):
+            # One that the log does not name could not be resumed; the one before it can be.
+            announce = partial(self._log.write, "checkpoint", step=step)
+            self.last = save(self._folder, snapshot, announce)
 
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk."""
+        if self._writing is not None:
+            self._writing.result()
 
-def _started(config: Any, **fields: Any) -> Iterator[tuple[logs.History, dict[str, Any]]]:
-    """Runs whose start has these fields, the newest first: history, last line in the registry."""
-    path = Path(config.log_dir, logs.REGISTRY)
-    entries = logs.read_registry(path) if path.exists() else []
-    last = {entry["run_id"]: entry for entry in entries}
-    for start in reversed(entries):
-        if ({"event": "start"} | fields).items() <= start.items():
-            history = logs.read_history(config.log_dir, start["run_id"])
-            if history is not None:  # else killed before its first line
-                yield history, last[start["run_id"]]
+    def keep(
+        self, model: dict[str, Tensor], facts: dict[str, Any], tokenizer: Path | str | None
+    ) -> None:
+        """Write the trained model at once: see `save_final`."""
+        with self._warning("the trained model"):
+            save_final(self._folder, model, facts, tokenizer)
 
-
-def _find_unfinished(new: RunPlan, trainer: Any) -> RunPlan | None:
-    """The interrupted run of this seed, `new` if there is none, None if the seed is done."""
-    config, say = trainer.config, trainer.machine.say
-    now = logs.header(trainer, new.seed, new.trial)
-    wanted = {"seed": new.seed, "track": now["track"], "claim": now["claim"]}
-    for history, last in _started(config, **wanted):
-        run_id = history.header["run_id"]
-        other, _ = differences(history.header, now)
-        if not other and history.status == "done":
-            say(f"seed {new.seed} is done: run {run_id}")
-            return None
-        if not other:
-            log = logs.segment_path(config.log_dir, run_id, history.segments)
-            if last["event"] == "end" and last.get("log_sha256") != history.sha256:
-                raise LogError(f"{log} was changed after its process ended: the registry has "
-                               f"another hash of it. Restore the file.")  # fmt: skip
-            plan = RunPlan(new.seed, history.header["trial"], run_id, history)
-            return _find_checkpoint(plan, history, trainer)
-        if history.status != "done":
-            say(f"run {run_id} is unfinished, but it differs: {'; '.join(other)}")
-    say(f"seed {new.seed}: nothing to resume in {config.log_dir}, a new run starts")
-    return new
-
-
-def _find_checkpoint(plan: RunPlan, history: logs.History, trainer: Any) -> RunPlan:
-    """Resume from the newest whole checkpoint, or from the start if none was saved."""
-    root, problem = trainer.config.checkpoint_dir, ""
-    folder, saved_in = Path(root, plan.run_id), history.header["config"]["checkpoint_dir"]
-    if history.saved and not folder.exists():
-        problem = f"the run was saved in {saved_in}."
-    for path in checkpoints(folder)[::-1]:
+    @contextlib.contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        """Print an error of any kind: in a thread it would be silent."""
         try:
-            state, sha256 = check(path)
-            if sha256 not in history.saved:
-                raise Refused(f"{path}: the log of {plan.run_id} names no such checkpoint, with "
-                              f"SHA-256 {sha256:.12} of its checksums. Put the saved one back.")
-            return replace(plan, checkpoint=path, checkpoint_sha256=sha256, step=state["step"])
-        except Refused as error:  # damaged; the one before may be whole
-            problem = str(error)
-            trainer.machine.say(f"warning: {problem}")
-    if problem:
-        raise Refused(f"no usable checkpoint in {folder}: {problem} Give the right "
-                      f"--checkpoint-dir, or start a new run without --resume.")  # fmt: skip
-    return plan
+            yield
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or error
+            self._say(
+                f"warning: {what} could not be written to {self._folder}: {reason}. Free some "
+                f"space for it and the log, or give another --checkpoint-dir. The last checkpoint "
+                f"is {self.last or 'none'}."
+            )
 
+    def close(self) -> None:
+        """Wait for the last checkpoint; take no more."""
+        self._thread.shutdown()
 
-def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What differs in two headers: (what makes it another experiment, the rest)."""
-    was, here = _facts(then), _facts(now)
-    changed = {name: f"{name} {was.get(name)} -> {here.get(name)}"
-               for name in was | here if was.get(name) != here.get(name)}  # fmt: skip
-    rest = [changed.pop(name) for name in RECORDED if name in changed]
-    return list(changed.values()), rest
-
-
-def _facts(header: dict[str, Any]) -> dict[str, str]:
-    """What decides whether a run is the same: settings by their flags, hashes, the machine."""
-    settings = header["config"]
-    everything = settings | header["env"] | header["data"] | header
-    named = [name for name in settings if name not in SETTINGS_OF_A_RUN + ROUNDING]
-    facts = {flag(name): as_text(settings[name]) for name in named}
-    for name in ("source_sha256", "train_sha256", "val_sha256"):
-        facts[name] = f"{everything.get(name)!s:.12}"
-    return facts | {name: str(everything.get(name)) for name in RECORDED}
+    def clear(self, keep_model: bool) -> None:
+        """Remove a finished run's checkpoints; to keep its model, only once that is saved."""
+        if not keep_model:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        elif (self._folder / FINAL).exists():  # else it could not be written
+            for path in self._folder.glob("*step_*"):  # a killed process may leave .step_000100
+                remove(path)

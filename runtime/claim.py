@@ -14,7 +14,8 @@ from typing import Any, get_args, get_origin
 
 from runtime.errors import Refused
 from runtime.jsonl import json_hash, parse, read_regular
-from runtime.log import config_hash, read_sources, source_hash
+from runtime.log import config_hash
+from runtime.source import read_sources, source_hash
 
 SCHEMA = 2  # of a claim, whose runs have logs of schema 3
 LEAST_RUNS, MOST_RUNS = 4, 10_000  # fewer runs may agree by chance
@@ -52,7 +53,7 @@ class Claim:
 
 
 def read_claim(path: str | Path) -> Claim:
-    """Read a claim. Refused names the file and the rule that it breaks."""
+    """Read a claim. Refused if it breaks a rule."""
     known = dataclasses.fields(Claim)
     try:
         fields = parse(read_regular(Path(path), MOST_BYTES))

@@ -3,6 +3,8 @@
 Code 1 is for all others: errors in the code, which keep their traceback.
 """
 
+from pathlib import Path
+
 
 class Refused(ValueError):
     """An input that cannot work. The message names the value, the rule and the fix. Code 2."""
@@ -10,6 +12,11 @@ class Refused(ValueError):
 
 class LogError(Refused):
     """A run log or registry that cannot be read or written, or breaks its rules."""
+
+
+def cannot_write(path: Path, error: OSError) -> LogError:
+    return LogError(f"cannot write {path}: {error.strerror}. Free some space or give another "
+                    f"folder, and start again or resume.")  # fmt: skip
 
 
 class NonFinite(RuntimeError):

@@ -1,111 +1,38 @@
-"""The run log, written so that it survives whatever ends the run, and the registry of its folder.
+"""The log of a run, written so that it survives whatever ends the run.
 
-A line is one event in JSON. A process appends to its own segment alone. The header of a later
-segment names the step after which it begins, and the hash of the segment before.
+A line is one event in JSON. Each process of a run appends to a segment of its own. The
+header of a later segment has the step after which it begins, and the hash of the segment before.
 docs/log_format.md has all files, events and fields.
 """
 
-import ast
 import contextlib
 import errno
 import hashlib
 import math
-import os
-import re
 import secrets
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from filelock import FileLock
 
-from runtime.errors import LogError
-from runtime.jsonl import append, json_hash, json_line, open_regular, parse, read_regular
+from runtime.errors import LogError, cannot_write
+from runtime.jsonl import append, json_hash, json_line, open_regular, parse
+from runtime.registry import REGISTRY, register
 from runtime.settings import SETTINGS_OF_A_RUN, RunSettings, flag
 
 SCHEMA = 3  # raised when an event or field changes its meaning
-SOURCE_FILES = (
-    "train_gpt.py", "inference/__init__.py", "inference/model.py", "requirements.txt",
-    "data/prose.tiktoken", "data/wheels.txt",
-)  # fmt: skip
-SOURCE_PACKAGES = ("optim", "data", "kernels", "runtime")
 REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim")
 SYNCED_EVENTS = {"val", "end", "checkpoint"}  # on these claims and resumes rest
-
-
-# ---- What identifies a run
-
-
-def read_sources(root: str | Path) -> dict[str, bytes]:
-    """The files that decide what a run computes: contents by name relative to `root`, sorted."""
-    root = Path(root)
-    files, packages = source_lists(root)
-    paths = [root / name for name in files]
-    for package in packages:
-        paths += (root / package).rglob("*.py")
-    names = sorted(path.relative_to(root).as_posix() for path in paths if path.is_file())
-    return {name: (root / name).read_bytes() for name in names}
-
-
-def source_lists(root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the source under `root` counts as its own, files and packages; ours if it has no list.
-
-    Another edition has other files. So that its hash is that of its own logs, its list counts.
-    """
-    found = {"SOURCE_FILES": SOURCE_FILES, "SOURCE_PACKAGES": SOURCE_PACKAGES}
-    path = root / "runtime" / "log.py"
-    for node in ast.parse(path.read_bytes()).body if path.is_file() else ():
-        name = getattr(node.targets[0], "id", "") if isinstance(node, ast.Assign) else ""
-        if isinstance(node, ast.Assign) and name in found:
-            found[name] = ast.literal_eval(node.value)
-    return found["SOURCE_FILES"], found["SOURCE_PACKAGES"]
-
-
-def digest(sources: dict[str, bytes]) -> str:
-    """SHA-256 of names and contents, in the order of the names."""
-    sha256 = hashlib.sha256()
-    for name in sorted(sources):
-        for part in (name.encode(), sources[name]):
-            sha256.update(f"{len(part)}:".encode())  # else "ab" + "c" would equal "a" + "bc"
-            sha256.update(part)
-    return sha256.hexdigest()
-
-
-def write_files(files: dict[str, bytes], folder: Path) -> None:
-    """Write the files under a folder, as they stood in their repository."""
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-
-
-def source_hash(root: str | Path) -> str:
-    return digest(read_sources(root))
 
 
 def config_hash(config: dict[str, Any]) -> str:
     """SHA-256 of the settings that all runs of one experiment share."""
     return json_hash({name: config[name] for name in config if name not in SETTINGS_OF_A_RUN})
-
-
-def header(trainer: Any, seed: int, trial: int) -> dict[str, Any]:
-    """The fields of the log's header for one run."""
-    config, train = trainer.config, trainer.data.train
-    settings = asdict(config)
-    micro_steps, micro_rows = train.shares(config.steps)
-    return {
-        "track": config.track, "target": config.target, "seed": seed, "trial": trial,
-        "claim": trainer.claim, "source_sha256": trainer.source_sha256,
-        "config_sha256": config_hash(settings),
-        "config": settings, "train_tokens": trainer.train_tokens,
-        "data": trainer.hashes | {"val_tokens": config.val_tokens},
-        "env": trainer.env, "checks": trainer.checks, "world_size": trainer.machine.world_size,
-        "micro_batch": micro_rows * config.seq_len, "grad_accum": micro_steps,
-    }  # fmt: skip
 
 
 def new_run_id(track: str, seed: int, trial: int) -> str:
@@ -174,7 +101,7 @@ def _read_segment(path: Path) -> bytes | None:
 
 
 def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """The events of a segment, without a torn last line. LogError names a line that is none."""
+    """The events of a segment, but for a torn last line. LogError if another is not an event."""
     events = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
@@ -191,80 +118,6 @@ def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
     return events
 
 
-# ---- The registry: a line for each start, resume and end of a run
-# Each line holds the SHA-256 of the line before it; a segment's header holds that of its own line
-# here. Removing, adding or editing a line breaks the chain; only the last lines can go unseen.
-
-REGISTRY = "registry.jsonl"
-REGISTRY_FIELDS = ("event", "time", "run_id", "previous")  # in every line, all text
-TAIL_BYTES = 2**16  # no line of the registry is longer
-MOST_REGISTRY_BYTES, MOST_LINES = 2**26, 200_000  # read in a few seconds
-
-
-def register(path: Path, event: str, **fields: Any) -> str:
-    """Append a line and return its SHA-256. A lock lets runs share a folder. LogError."""
-    try:
-        with FileLock(f"{path}.lock"), open(path, "a+b", buffering=0) as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
-            tail = file.read()
-            last = tail[tail.rfind(b"\n", 0, -1) + 1 :]
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            line = json_line({"event": event, "time": now, **fields, "previous": _sha256(last)})
-            # A crash may have torn the last line. It stays in the chain, with a line end.
-            torn = b"\n" if last and not last.endswith(b"\n") else b""
-            append(file.fileno(), torn + line, sync=True)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    return _sha256(line)
-
-
-def cannot_write(path: Path, error: OSError) -> LogError:
-    return LogError(f"cannot write {path}: {error.strerror}. Free some space or give another "
-                    f"folder, and start again or resume.")  # fmt: skip
-
-
-def read_registry(path: Path) -> list[dict[str, Any]]:
-    """The lines in order, each with its own "sha256". LogError for a broken chain."""
-    entries: list[dict[str, Any]] = []
-    before = b""
-    try:
-        content = read_regular(path, MOST_REGISTRY_BYTES)
-    except OSError as error:
-        raise LogError(f"cannot read {path}: {error.strerror}. Make it readable.") from None
-    if content.count(b"\n") > MOST_LINES:
-        raise LogError(f"{path} has over {MOST_LINES:,} lines. Give another --log-dir.")
-    for number, line in enumerate(content.split(b"\n"), 1):
-        try:
-            entry = parse(line)
-        except ValueError:
-            before = line  # torn by a crash; the next line holds the hash of what is left
-            continue
-        _check(entry, before, f"{path}, line {number}")
-        entries.append(entry | {"sha256": _sha256(line)})
-        before = line
-    return entries
-
-
-def _check(entry: Any, before: bytes, where: str) -> None:
-    fix = "restore the file as the runs wrote it"
-    for name in REGISTRY_FIELDS:
-        value = entry.get(name) if isinstance(entry, dict) else None
-        if not isinstance(value, str) or not value.isprintable():
-            raise LogError(f"{where}: not a line of a registry, {name} must be text; {fix}")
-    if not re.fullmatch(r"\w[\w.-]*", entry["run_id"]):  # it becomes part of paths
-        raise LogError(f"{where}: run id {entry['run_id']!r} is no file name; {fix}")
-    if entry["previous"] != _sha256(before):
-        raise LogError(
-            f"{where}: it names {entry['previous']:.12} as the hash of the line before it, which "
-            f"is {_sha256(before):.12}. A line was removed, added or edited; {fix}"
-        )
-
-
-def _sha256(line: bytes) -> str:
-    # Without the line end, which a torn line gets only when the next line is written.
-    return hashlib.sha256(line.removesuffix(b"\n")).hexdigest()
-
-
 # ---- Writing
 
 
@@ -279,19 +132,6 @@ def require_folders(config: RunSettings) -> None:
         except OSError as error:
             raise LogError(f"{flag(name)} {directory} cannot be written: {error.strerror}. Make it "
                            f"writable, or give another folder.") from None  # fmt: skip
-
-
-def store_sources(directory: str | Path, root: str | Path) -> str:
-    """Copy the sources to `sources/<sha256>/`, once. Returns the hash. LogError if it cannot."""
-    sources = read_sources(root)  # once, so that the hash names exactly what is stored
-    sha256 = digest(sources)
-    folder = Path(directory, "sources", sha256)
-    try:
-        if source_hash(folder) != sha256:
-            write_files(sources, folder)
-    except OSError as error:  # the next run writes the rest
-        raise cannot_write(folder, error) from error
-    return sha256
 
 
 class RunLog:
@@ -323,18 +163,20 @@ class RunLog:
         if self.history:
             self._start_ns -= math.ceil(1e6 * self.history.t_ms)  # t_ms never falls within a run
         self._create()
-        entry, registered = "start", {name: header.get(name) for name in REGISTERED}
+        # The registry's line comes first, so that no run is forgotten; the header has its hash.
+        registry = self.directory / REGISTRY
         if self.history and resumed:
             before = self.history.sha256
-            after = {"segment": self.segment, "after_step": resumed["from_step"]}
-            header = header | after | {"previous_sha256": before}
-            entry, registered = "resume", after | {"log_sha256": before}
-        # First the registry, so that no run is forgotten: the header holds its line's hash.
-        path = self.directory / REGISTRY
-        sha256 = {"registry_sha256": register(path, entry, run_id=self.run_id, **registered)}
-        self._add("header", {"schema": SCHEMA, "run_id": self.run_id, **header, **sha256})
+            place = {"segment": self.segment, "after_step": resumed["from_step"]}
+            line = register(registry, "resume", run_id=self.run_id, **place, log_sha256=before)
+            header = header | place | {"previous_sha256": before}
+        else:
+            facts = {name: header.get(name) for name in REGISTERED}
+            line = register(registry, "start", run_id=self.run_id, **facts)
+        first = {"schema": SCHEMA, "run_id": self.run_id}
+        self._add("header", first | header | {"registry_sha256": line})
         if resumed:
-            self._add("resume", resumed | sha256)
+            self._add("resume", resumed | {"registry_sha256": line})
         try:
             self._flush(sync=True)  # both lines or none
         except OSError as error:

@@ -75,7 +75,7 @@ class Machine:
         return values
 
     def on_main(self, function: Callable[[], Any]) -> Any:
-        """Call it on rank 0 alone. Every rank returns its result, or Refused for its ValueError."""
+        """Call it on rank 0 only. Every rank returns its result, or Refused for its ValueError."""
         result: list[Any] = [None, None]  # or its error's message
         if self.is_main:
             try:
@@ -129,7 +129,7 @@ def start(device: str = "auto", rank_timeout: float = 600.0) -> Machine:
         if world_size == 1:
             return Machine(place)
         dist.init_process_group(
-            # A checkpoint goes from host to host: beside the model a GPU may lack the room.
+            # A checkpoint travels between hosts: a GPU may lack the memory for it.
             "cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=timeout,
             device_id=place if nccl else None,  # connects now: errors come here
         )  # fmt: skip
@@ -148,7 +148,7 @@ def find_device(device: str) -> torch.device:
         if not torch.backends.mps.is_available():
             raise Refused("--device mps: torch finds no Apple GPU. Use --device auto.")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise Refused("--device mps: it takes one process. Start it without torchrun.")
+            raise Refused("--device mps: it needs one process. Start it without torchrun.")
         return torch.device("mps")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")

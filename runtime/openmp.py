@@ -3,7 +3,7 @@
 A parallel loop ends with a barrier at which threads spin until the last one arrives. If another
 program holds one of the cores, that last one is not running, and with the default the others keep
 a core busy for milliseconds at each of thousands of barriers a step. A step then took 3 to 30 times
-as long. With a short spin it takes twice as long beside one busy program.
+as long. With a short spin it takes twice as long next to one busy program.
 """
 
 import os

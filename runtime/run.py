@@ -3,24 +3,25 @@
 import contextlib
 import gc
 import math
-import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from runtime import checkpoint
-from runtime.checkpoint import RunPlan, Snapshot, differences
+from runtime.checkpoint import Snapshot, Writer
 from runtime.clock import Clock
 from runtime.ending import Stop
 from runtime.errors import Interrupted, LogError, NonFinite
-from runtime.log import RunLog, header, store_sources
+from runtime.log import RunLog
 from runtime.machine import Machine, peak_mib
+from runtime.plan import RunPlan, differences, header
+from runtime.source import store_sources
 from runtime.terminal import Dashboard, Progress
+from runtime.trainer import Trainer
 
 # Steps by which losses are read late, so that nothing waits for a GPU. The same on all ranks, so
 # that they act alike.
@@ -28,11 +29,24 @@ LAG = {"cuda": 2, "cpu": 0, "mps": 0}
 MOST_SKIPS = 20  # in a row; after that the run has stopped learning
 
 
+class LateStep(NamedTuple):
+    """A step whose numbers are still on the device."""
+
+    event: dict[str, Any]  # what the log will get, as far as it is known
+    loss: Tensor  # (), the mean over ranks
+    flags: Tensor  # of `Stop`, summed over ranks
+    verdict: Tensor  # of the guard
+    arrived: torch.cuda.Event | None  # when they are on the host
+
+
 class Run(contextlib.AbstractContextManager):
-    """A new or resumed run of a Trainer. Leaving it logs how it ended and sets `code`, for exit."""
+    """A new or resumed run of a trainer.
+
+    Leaving it logs how it ended and sets `code`, the exit code. NonFinite and Interrupted end here.
+    """
 
     def __init__(
-        self, trainer: Any, plan: RunPlan, clock: Clock, stop: Stop, *, source: Path
+        self, trainer: Trainer, plan: RunPlan, clock: Clock, stop: Stop, *, source: Path
     ) -> None:
         self.trainer, self.plan, self.clock, self.stop = trainer, plan, clock, stop
         self.steps_done = self._saved_at = plan.step
@@ -41,13 +55,10 @@ class Run(contextlib.AbstractContextManager):
         self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
         self._log = RunLog(self._config.log_dir, plan.run_id, plan.history)  # rank 0 begins it
         self._phases_logged = 0
-        # Steps not read yet: event, loss, flags, verdict, CUDA event of their arrival or None.
-        self._late: list[tuple[Any, ...]] = []
+        self._late: list[LateStep] = []
         self._skips = 0  # in a row; starts at zero after a resume
-        self._folder = Path(self._config.checkpoint_dir, plan.run_id)
-        self._last_saved = plan.checkpoint
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._writing: Future | None = None
+        folder = Path(self._config.checkpoint_dir, plan.run_id)
+        self.writer = Writer(folder, self._log, self._machine.say, plan.checkpoint)
 
     # ---- The beginning
 
@@ -57,7 +68,6 @@ class Run(contextlib.AbstractContextManager):
             self._load()
             self._header = header(self.trainer, self.plan.seed, self.plan.trial)
             self._progress = Progress(self.trainer, self._header)
-            undo.callback(self._progress.close)
             self._machine.on_main(self._begin)
             undo.pop_all()
         self._log_phases()
@@ -146,24 +156,24 @@ class Run(contextlib.AbstractContextManager):
             loss, flags, verdict = (x.to("cpu", non_blocking=True) for x in (loss, flags, verdict))
             arrived = torch.cuda.Event()
             arrived.record()
-        self._late.append((event, loss, flags, verdict, arrived))
+        self._late.append(LateStep(event, loss, flags, verdict, arrived))
         self._write_late()
 
     def _write_late(self, wait: bool = False) -> None:
         """Write the steps whose values may be read now, or with `wait` all."""
         lag = 0 if wait else LAG[self._machine.device.type]
         while len(self._late) > lag:
-            event, loss, flags, verdict, arrived = self._late.pop(0)
-            if arrived is not None:
-                arrived.synchronize()
-            self.stop.hear(flags.tolist())
-            self._write_step(event, loss.item(), verdict)
+            late = self._late.pop(0)
+            if late.arrived is not None:
+                late.arrived.synchronize()
+            self.stop.hear(late.flags.tolist())
+            self._write_step(late.event, late.loss.item(), late.verdict)
 
     def _write_step(self, event: dict[str, Any], loss: float, verdict: Tensor) -> None:
         step, guard = event["step"], self.trainer.guard
         skip = guard.explain(verdict)
-        row = self._config.seq_len  # the loss is a sum over its tokens
-        norms = [norm / row for norm in guard.gradient_norms(verdict)]
+        # Gradients are of losses summed over a sequence.
+        norms = [norm / self._config.seq_len for norm in guard.gradient_norms(verdict)]
         event["grad_norm"] = math.hypot(*norms)
         event["grad_norms"] = dict(zip(self.trainer.optimizers, norms, strict=True))
         event |= {"skipped": skip is not None, "train_loss": loss}
@@ -197,7 +207,7 @@ class Run(contextlib.AbstractContextManager):
         self._dashboard.show(event)
         self._machine.say(f"step {step}/{steps} | validation loss {val_loss:.4f} | "
                           f"{ms / 1000:.1f} s")  # fmt: skip
-        self._progress.validated(step, val_loss)
+        self._progress.validated()
         if not math.isfinite(val_loss):
             raise NonFinite(f"validation loss is {val_loss} at step {step}")
 
@@ -223,38 +233,12 @@ class Run(contextlib.AbstractContextManager):
         self._log_phases()
         self._saved_at = self.steps_done
         if self._machine.is_main:
-            self._submit(taken)
+            step, clock_ms = self.steps_done, self.clock.train_time_ms
+            state = {"step": step, "clock_ms": clock_ms, "data": taken["data"]}
+            self.writer.submit(Snapshot(taken["model"], taken["optim"], state))
         if self.stop.number is not None:
             raise Interrupted(self.stop.number)
         self.start_training()
-
-    def _submit(self, taken: dict[str, Any]) -> None:
-        """Write the checkpoint in the background. It replaces one that has not started yet."""
-        if self._writing is not None:
-            self._writing.cancel()
-        state = {"step": self.steps_done, "clock_ms": self.clock.train_time_ms}
-        snapshot = Snapshot(taken["model"], taken["optim"], state | {"data": taken["data"]})
-        self._writing = self._executor.submit(self._write_checkpoint, snapshot)
-
-    def _write_checkpoint(self, snapshot: Snapshot) -> None:
-        step = snapshot.state["step"]
-        with self._warning(f"the checkpoint of step {step}"):
-            # One that the log does not name could not be resumed; the one before it can be.
-            announce = partial(self._log.write, "checkpoint", step=step)
-            self._last_saved = checkpoint.save(self._folder, snapshot, announce)
-
-    @contextlib.contextmanager
-    def _warning(self, what: str) -> Iterator[None]:
-        """Print an error of any kind: in a thread it would be silent. The run continues."""
-        try:
-            yield
-        except Exception as error:
-            reason = getattr(error, "strerror", None) or error
-            self._machine.say(
-                f"warning: {what} could not be written to {self._folder}: {reason}. Free some "
-                f"space for it and the log, or give another --checkpoint-dir. The last checkpoint "
-                f"is {self._last_saved or 'none'}."
-            )
 
     # ---- The end
 
@@ -263,17 +247,15 @@ class Run(contextlib.AbstractContextManager):
         known = {"run_id": self.plan.run_id, "steps": self.steps_done, "val_loss": val_loss}
         known |= {name: self._header[name] for name in ("seed", "source_sha256", "config")}
         known["tokens"] = self._header["train_tokens"]
-        with self.pause("keep"), self._warning("the trained model"):
+        with self.pause("keep"):
             if self._machine.is_main:
-                model = self.trainer.model_state()
-                checkpoint.save_final(self._folder, model, known, tokenizer)
+                self.writer.keep(self.trainer.model_state(), known, tokenizer)
 
     def finish(self, val_loss: float, found: dict[str, Any]) -> None:
         """End a run that is done. found: further fields of the end event, `probes` among them."""
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         seed = f"seed {self.plan.seed}: " if self._config.trials > 1 else ""
         word = "reached" if val_loss <= target else "missed"
-        self._progress.close()
         probes = found["probes"]
         said = [f"loss on copied tokens {probes['loss_on_copied']:.2f}",
                 f"on new tokens {probes['loss_on_new']:.2f}"]  # fmt: skip
@@ -285,20 +267,23 @@ class Run(contextlib.AbstractContextManager):
         self._end = {"status": "done", "val_loss": val_loss, "reached": val_loss <= target, **found}
         self.code = 0
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:  # fmt: skip
+        """Log the end. Returns whether the error is explained: then it goes no further."""
         if self.clock.running:
             self.clock.stop(wait=False)
         self._log_phases()
-        self._progress.close()
-        self._executor.shutdown()  # waits until the last checkpoint is written
+        self.writer.close()
         if error is not None:
             self._explain(error)
         end = {"steps": self.steps_done, "train_time_ms": self.clock.train_time_ms}
         self._log.finish(self._end | end | {"peak_mib": peak_mib(self._machine)})
         self._dashboard.close()
         if self._end["status"] == "done" and self._machine.is_main:
-            self._clear()
-        return self._end["status"] in ("nonfinite", "interrupted")
+            self.writer.clear(self._config.keep_model)
+        return isinstance(error, NonFinite | Interrupted)
 
     def _explain(self, error: BaseException) -> None:
         """Say what ended the run and how to resume it."""
@@ -310,17 +295,9 @@ class Run(contextlib.AbstractContextManager):
             self._end["status"], self.code = "interrupted", error.code
             how = f"interrupted after step {self.steps_done}"
         saved = "nothing was saved"
-        if self._last_saved is not None:
-            saved = f"saved in {self._last_saved}, the same command with --resume auto resumes it"
+        if self.writer.last is not None:
+            saved = f"saved in {self.writer.last}, the same command with --resume auto resumes it"
         self._machine.say(f"{how}, {saved} (log {self._log.path})")
-
-    def _clear(self) -> None:
-        """Remove a finished run's checkpoints; with --keep-model only once its model is saved."""
-        if not self._config.keep_model:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        elif (self._folder / checkpoint.FINAL).exists():  # else it could not be written
-            for path in self._folder.glob("*step_*"):  # a killed process may leave .step_000100
-                checkpoint.remove(path)
 
 
 def generators(machine: Machine) -> dict[str, torch.Generator]:

@@ -56,16 +56,16 @@ DASHBOARDS = ("none", "tensorboard", "trackio", "wandb")  # packages of these na
 class RunSettings:
     """Settings that do not belong to the experiment."""
 
-    seed: int = setting(0, "of the first trial; trial i takes seed + i", section="Runs")
+    seed: int = setting(0, "seed of the first trial; trial i has seed + i", section="Runs")
     trials: int = setting(1, "runs in this process, after one compilation", at_least=1)
     data_dir: str = setting("data/prose", "folder of the *train_*.bin and *val_*.bin shards")
     log_dir: str = setting("logs", "folder of the run logs")
-    claim: str = setting("", "claim.json that the runs belong to")
+    claim: str = setting("", "path of the claim.json that the runs belong to")
     checkpoint_every: int = setting(1000, "steps between saves; 0: only on a signal")
     checkpoint_dir: str = setting("checkpoints", "folder of the checkpoints")
     keep_model: bool = setting(True, "keep the trained model, in checkpoints/RUN/final")
-    sample_tokens: int = setting(100, "tokens the model writes after the last run")
-    resume: str = setting("off", "auto: finish what was interrupted", one_of=("off", "auto"))
+    sample_tokens: int = setting(100, "tokens to sample from the model after the last run")
+    resume: str = setting("off", "auto: finish runs that were interrupted", one_of=("off", "auto"))
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
     log_to: str = setting("none", "also send the log to this dashboard", one_of=DASHBOARDS)
@@ -74,11 +74,11 @@ class RunSettings:
     def __post_init__(self) -> None:
         """Raise Refused for the first field whose value breaks one of its rules or is not finite.
 
-        Each number of a tuple must keep the rules. None keeps all.
+        Each number of a tuple must keep the rules.
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            values = value if isinstance(value, tuple) else () if value is None else (value,)
+            values = value if isinstance(value, tuple) else (value,)
             finite = all(math.isfinite(value) for value in values if isinstance(value, float))
             require(self, field.name, finite, "a finite number")
             rules = field.metadata["rules"]
@@ -112,25 +112,22 @@ def flag(name: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """Write a value as the command line takes it: on, off, auto for None, commas in a tuple."""
+    """Write a value as the command line reads it: on, off, commas in a tuple."""
     if value is None:
-        return "auto"
+        return "auto"  # some settings of older logs
     if isinstance(value, bool):
         return "on" if value else "off"
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def reader(read: Callable[[str], Any], rule: str, auto: bool = False) -> Callable[[str], Any]:
-    """Return `read` for argparse: its error says what a text must be. auto: this text is None."""
+def reader(read: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
+    """Return `read` for argparse: its error says what a text must be."""
 
     def read_or_refuse(text: str) -> Any:
-        if auto and text == "auto":
-            return None
         try:
             return read(text)
         except (ValueError, KeyError):
-            either = "auto or " if auto else ""
-            raise argparse.ArgumentTypeError(f"{text!r}: it must be {either}{rule}") from None
+            raise argparse.ArgumentTypeError(f"{text!r}: it must be {rule}") from None
 
     return read_or_refuse
 
@@ -176,7 +173,6 @@ for kind, metavar, read, rule in (
     (tuple[float, float], "X,X", two_numbers, "two numbers, such as 0.9,0.95"),
 ):
     FLAGS[kind] = {"metavar": metavar, "type": reader(read, rule)}
-    FLAGS[kind | None] = {"metavar": f"auto|{metavar}", "type": reader(read, rule, auto=True)}
 
 
 def parse(
@@ -197,12 +193,12 @@ def parse(
     if wants_help:  # before the rules are checked, so that broken settings can be looked up
         shown = {field.name: field.default for field in fields} | values
         parser.set_defaults(**{name: as_text(value) for name, value in shown.items()})
-        parser.print_help()  # a reader that left, such as head, is no error
+        parser.print_help()  # argparse ignores a closed pipe
         raise SystemExit(0)
     settings = kind(**values)
     if wants_config:
         text = json.dumps(dataclasses.asdict(settings), indent=2)  # type: ignore[call-overload]
-        with contextlib.suppress(BrokenPipeError):  # a reader that left is no error
+        with contextlib.suppress(BrokenPipeError):  # a closed pipe, as before `| head`, is fine
             print(text)
         raise SystemExit(0)
     return settings

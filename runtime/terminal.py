@@ -1,7 +1,6 @@
-"""What a run shows while it trains: a line every few seconds, or on a terminal one live block.
+"""What a run shows: lines before, while and after it trains, and on request a dashboard.
 
-The step loop only stores numbers here. rich draws the block in a thread of its own. `--log-to`: a
-dashboard also gets the numbers of steps and validations during the run.
+With `--log-to` a dashboard gets the numbers of steps and validations while the run goes on.
 """
 
 import contextlib
@@ -9,11 +8,10 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, stdev
@@ -22,93 +20,49 @@ from typing import Any
 
 from runtime.clock import Clock
 from runtime.machine import peak_flops, saying_every_few_seconds
+from runtime.trainer import Trainer
 
 SECONDS_BETWEEN_LINES = 5.0
-FRAMES_PER_SECOND = 2
 SMOOTHED_OVER = 10  # steps; single batches differ by several nats
-WIDTH = 28  # characters of the bar, so that lines fit into 80
 
 
 class Progress:
-    """Shows a run on rank 0: on a terminal a block of three lines, and what others print above it.
+    """Prints a line about a run on rank 0: every five seconds at most, and after the last step."""
 
-    Elsewhere, or without rich, lines: one every five seconds at most, and one for the last step.
-    """
-
-    def __init__(self, trainer: Any, header: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, header: dict[str, Any]) -> None:
         self.trainer, self.header, self.steps = trainer, header, trainer.config.steps
-        self.event: dict[str, Any] = {}  # of the last step
         self.loss = math.nan  # smoothed training loss, without those of skipped steps
         self.taken = self.skips = 0  # steps so far
-        self.validated_at, self.val_loss = -1, math.nan  # the last validation
-        self.phase, self.phase_began = "", 0.0  # the untimed phase that is running
         self._said_at = -math.inf
-        self._block: Any = None
-        if trainer.machine.is_main and sys.stdout.isatty() and find_spec("rich"):
-            self._block = open_block(self.draw)
 
     def step(self, event: dict[str, Any]) -> None:
         """Take note of a step. This runs on the clock."""
-        self.event, loss, skipped = event, event["train_loss"], event["skipped"]
+        loss, skipped = event["train_loss"], event["skipped"]
         self.skips += skipped
         if math.isfinite(loss) and not skipped:
             self.taken += 1
             before = self.loss if self.taken > 1 else loss
             self.loss = before + (loss - before) / min(self.taken, SMOOTHED_OVER)
         due = time.monotonic() - self._said_at >= SECONDS_BETWEEN_LINES
-        if self._block is None and (due or event["step"] == self.steps):
+        if due or event["step"] == self.steps:
             self._said_at = time.monotonic()
-            place = f"step {event['step']}/{self.steps} {event['step'] / self.steps:4.0%}"
-            self.trainer.machine.say(" | ".join([place, *self.numbers(), self.time_left()]))
+            self.trainer.machine.say(" | ".join(self.numbers(event)))
 
-    def validated(self, step: int, val_loss: float) -> None:
+    def validated(self) -> None:
         """Take note of a validation. It was printed, so the next line of a step waits."""
-        self.validated_at, self.val_loss = step, val_loss
         self._said_at = time.monotonic()
 
-    @contextlib.contextmanager
-    def pause(self, name: str) -> Iterator[None]:
-        """Show the untimed phase that is running."""
-        self.phase, self.phase_began = name, time.monotonic()
-        say, quiet = self.trainer.machine.say, contextlib.nullcontext()
-        with quiet if self._block else saying_every_few_seconds(f"off the clock: {name}", say):
-            yield
-        self.phase = ""
+    def pause(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Print now and then which untimed phase is running."""
+        return saying_every_few_seconds(f"off the clock: {name}", self.trainer.machine.say)
 
-    def close(self) -> None:
-        """Stop drawing. A closed terminal must not end the run."""
-        with contextlib.suppress(OSError):
-            if self._block is not None:
-                self._block.stop()
-
-    # ---- What is shown
-
-    def draw(self) -> Any:
-        from rich.text import Text
-
-        event, config = self.event, self.trainer.config
-        if not event:
-            return Text("the first step")
-        number = self.header["seed"] - config.seed + 1  # a resumed run may be of other trials
-        run = f"run {number} of {config.trials}, " if config.trials > 1 else ""
-        filled = WIDTH * event["step"] // self.steps
-        bar = f"[green]{'━' * filled}[/][dim]{'─' * (WIDTH - filled)}[/]"
-        loss, *others = self.numbers()
-        validation = f"{self.val_loss:.4f}" if self.validated_at >= 0 else "not yet"
-        text = Text.from_markup(
-            f"{run}step {event['step']:,} of {self.steps:,} {bar} {self.time_left()}\n"
-            f"[bold]{loss}[/] | validation {validation} | target {config.target}\n"
-            f"{' | '.join(others)}"
-        )
-        text.no_wrap, text.overflow = True, "ellipsis"
-        return text
-
-    def numbers(self) -> list[str]:
-        """The loss and the numbers of the last step, in words."""
-        event, rate = self.event, tokens_per_s(self.event)
+    def numbers(self, event: dict[str, Any]) -> list[str]:
+        """A step in words."""
+        step, rate = event["step"], tokens_per_s(event)
         found = [
-            f"train loss {self.loss:.4f}", f"grad {event['grad_norm']:.3g}",
-            f"lr x{event['lr_mul']:.3f}", f"window {event['window']}", f"{rate:,.0f} tok/s",
+            f"step {step}/{self.steps} {step / self.steps:4.0%}", f"train loss {self.loss:.4f}",
+            f"grad {event['grad_norm']:.3g}", f"lr x{event['lr_mul']:.3f}",
+            f"window {event['window']}", f"{rate:,.0f} tok/s",
         ]  # fmt: skip
         peak = peak_flops(self.trainer.machine, self.trainer.model.dtype)
         if peak is not None:  # model FLOPs utilization
@@ -116,22 +70,17 @@ class Progress:
         found.append(f"{event['train_time_ms'] / 1000:,.1f} s")
         if self.skips:
             found.append(f"{self.skips} skipped")
-        return found
+        return [*found, f"{timedelta(seconds=round(self.seconds_left(event)))} left"]
 
-    def time_left(self) -> str:
-        if self.phase:
-            return f"off the clock: {self.phase}, {time.monotonic() - self.phase_began:.0f} s"
-        if self.validated_at == self.steps:
-            return "done"
-        return f"{timedelta(seconds=round(self.seconds_left()))} left"
+    def seconds_left(self, event: dict[str, Any]) -> float:
+        """Seconds of the steps and validations after this step.
 
-    def seconds_left(self) -> float:
-        """Seconds of the steps and validations that are left, which pass forward alone: a third."""
-        first = max(self.event["step"], self.validated_at + 1)
-        times = sum(step >= first for step in self.trainer.validations)
-        tokens = self.header["train_tokens"] - self.event["tokens"]
-        tokens += times * self.header["data"]["val_tokens"] / 3
-        return tokens / tokens_per_s(self.event)
+        A validation is a forward pass only: a third of the work of training on as many tokens.
+        """
+        validations = sum(step >= event["step"] for step in self.trainer.validations)
+        tokens = self.header["train_tokens"] - event["tokens"]
+        tokens += validations * self.header["data"]["val_tokens"] / 3
+        return tokens / tokens_per_s(event)
 
 
 def tokens_per_s(event: dict[str, Any]) -> float:
@@ -139,27 +88,10 @@ def tokens_per_s(event: dict[str, Any]) -> float:
     return 1000 * event["tokens"] / event["train_time_ms"]
 
 
-def open_block(draw: Callable[[], Any]) -> Any:
-    """rich's live block, or None where the terminal cannot show it."""
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console(force_terminal=True)  # it heeds NO_COLOR
-    if console.is_dumb_terminal or console.options.ascii_only:
-        return None
-    block = Live(
-        console=console, get_renderable=draw, refresh_per_second=FRAMES_PER_SECOND,
-        redirect_stderr=sys.stderr.isatty(),
-    )  # fmt: skip
-    with contextlib.suppress(OSError):
-        block.start()
-    return block
-
-
 # ---- Before the first run and after the last
 
 
-def summary(trainer: Any) -> str:
+def summary(trainer: Trainer) -> str:
     """Lines for people: model, data and target; with `verbose` also every choice and its reason."""
     config, machine = trainer.config, trainer.machine
     batches = " then ".join(dict.fromkeys(f"{tokens:,}" for _, tokens, _ in trainer.changes))
@@ -181,7 +113,7 @@ def summary(trainer: Any) -> str:
     return "\n".join(lines)
 
 
-def closing(trainer: Any, clock: Clock, losses: dict[int, float]) -> str:
+def closing(trainer: Trainer, clock: Clock, losses: dict[int, float]) -> str:
     """Lines for people after the last run, whose clock this is. losses: of all runs, by seed."""
     config, lines = trainer.config, []
     if len(losses) > 1:

@@ -1,6 +1,6 @@
-"""Off the clock: warm-up, in which every graph is compiled and run once, and checks of the model.
+"""Warm-up, off the clock: compile and run every graph once, then put all state back.
 
-Also the choice whether to compile, and the dry run. `trainer` is that of train_gpt.py.
+Also the choice whether to compile, and the dry run.
 """
 
 import math
@@ -13,19 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.checks import sees_no_future
 from runtime.clock import Clock
 from runtime.errors import Refused
 from runtime.machine import first_line, out_of_memory, peak_mib
+from runtime.trainer import Trainer
 
 TIMED_STEPS = 40  # in all stages, to know how long a run takes
 
 # ---- torch.compile
 
-# One graph a shape: validation rows come in many parts.
+# One graph for each shape: validation sequences come in many parts.
 MOST_GRAPHS = 1024
 
 
-def compile_loss(trainer: Any) -> str | None:
+def compile_loss(trainer: Trainer) -> str | None:
     """Set `trainer.loss` to the compiled model and run it. Return what prevents that, or None.
 
     Out of memory is raised as it is.
@@ -68,7 +70,7 @@ def compile_flags() -> list[str]:
 # ---- Warm-up
 
 
-def warm_up(trainer: Any, clock: Clock) -> None:
+def warm_up(trainer: Trainer, clock: Clock) -> None:
     """Run every kind of step and validation, check causality, then restore and compare state."""
     config, machine = trainer.config, trainer.machine
     before, random = trainer.state_dict(), torch.get_rng_state()
@@ -93,7 +95,7 @@ def warm_up(trainer: Any, clock: Clock) -> None:
         raise RuntimeError(f"the run would not be what its log says: {trainer.checks}")
 
 
-def try_largest_micro_batch(trainer: Any) -> None:
+def try_largest_micro_batch(trainer: Trainer) -> None:
     """Run what needs most memory in training: the largest micro-batch, with gradients present."""
     train = trainer.data.train
     firsts = [first for first, *_ in trainer.changes]
@@ -106,7 +108,7 @@ def try_largest_micro_batch(trainer: Any) -> None:
         train_loss.backward()
 
 
-def rehearse(trainer: Any) -> None:
+def rehearse(trainer: Trainer) -> None:
     """Take steps of every stage and validate batches of every shape.
 
     All graphs compile here, and what cannot run fails now. Eager code on a CPU has no graphs, so
@@ -128,7 +130,7 @@ def rehearse(trainer: Any) -> None:
                 trainer.token_losses(batch)
 
 
-def take_steps(trainer: Any, first: int, count: int) -> None:
+def take_steps(trainer: Trainer, first: int, count: int) -> None:
     """Take `count` steps in the stage of step `first`, on the first tokens of the run.
 
     They are those of the loop in train_gpt.py without its log.
@@ -147,7 +149,7 @@ def take_steps(trainer: Any, first: int, count: int) -> None:
             optimizer.zero_grad(set_to_none=True)
 
 
-def time_stages(trainer: Any, clock: Clock) -> list[tuple[int, float]]:
+def time_stages(trainer: Trainer, clock: Clock) -> list[tuple[int, float]]:
     """The steps of each stage, and the milliseconds of one, on the first tokens of the run."""
     config, found = trainer.config, []
     firsts = [first for first, *_ in trainer.changes]
@@ -160,7 +162,7 @@ def time_stages(trainer: Any, clock: Clock) -> list[tuple[int, float]]:
     return found
 
 
-def dry_run(trainer: Any, clock: Clock) -> None:
+def dry_run(trainer: Trainer, clock: Clock) -> None:
     """Time steps of each stage and a validation, and print what a run takes."""
     machine = trainer.machine
     rows = [("set-up, compilation and warm-up", sum(phase.ms for phase in clock.phases))]
@@ -176,40 +178,6 @@ def dry_run(trainer: Any, clock: Clock) -> None:
     machine.say(f"peak memory of rank 0, measured: {peak_mib(machine):,.0f} MiB")
 
 
-# ---- Checks of a model
-# In warm-up: it sees no future, and all state was restored bit for bit. After the last validation,
-# with trained weights: its losses are those of probabilities, and depend on no later token.
-
-
-@torch.no_grad()
-def sees_no_future(trainer: Any) -> bool:
-    """Whether other tokens in the second half of a row leave the stream of the first unchanged.
-
-    Where a kernel adds in any order, two equal calls differ; twice that much may be noise, as the
-    largest difference varies a little. Leaves noise on the weights: zeros would hide a leak.
-    """
-    config, model, device = trainer.config, trainer.model, trainer.machine.device
-    length = min(config.seq_len, config.val_seq_len)
-    trainer.data.train.reset()  # there may be one step alone
-    inputs = next(trainer.data.train)[0].inputs[:1, :length].to(device)
-    rows = torch.tensor([0, length], dtype=torch.int32, device=device)
-    model.initialize(config.seed)
-    model.set_step(config.steps)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-        parameter.add_(0.1 * noise)
-    half = length // 2
-    changed, _ = other_futures(inputs, half, config.vocab_size, config.bos)
-    streams = [model.hidden(tokens, rows, length)[:, :half]
-               for tokens in (inputs, inputs, changed)]  # fmt: skip
-    noise, change = ((streams[0] - other).abs().max().item() for other in streams[1:])
-    trainer.env["noise"] = noise
-    if noise > 0:
-        trainer.machine.say(f"not deterministic: two equal calls differ by {noise:.1g}")
-    return change <= 2 * noise
-
-
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two values or nested dicts of values are equal, tensors in every bit."""
     if isinstance(a, dict) and isinstance(b, dict):
@@ -220,73 +188,3 @@ def same_bits(a: Any, b: Any) -> bool:
         return False
     # Compare bytes: NaN then equals itself, and -0 differs from 0.
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def check_rows(model: Any, inputs: Tensor, targets: Tensor) -> dict[str, float]:
-    """Three checks of a model on validation rows; an honest model has 1, 0 and 0.
-
-    normalized: the sum over the vocabulary of exp(-loss) of one next token. causality_trained: the
-    largest change of losses in the first half of the rows by other inputs in the second. additive:
-    how much the sum over the rows differs from that of their first halves and of each other target.
-    """
-
-    def summed(inputs: Tensor, targets: Tensor) -> Tensor:  # not compiled: that would cost more
-        return model(inputs, targets, *model.eval_context(inputs))
-
-    each, half = model.token_losses(inputs, targets), targets.size(1) // 2
-    cut = inputs.size(1) - targets.size(1) + half  # targets may be those of each row's end alone
-    others = other_futures(inputs, cut, model.config.padded_vocab, model.config.bos)
-    changes = [(model.token_losses(o, targets) - each)[:, :half].abs().max() for o in others]
-    parts = summed(inputs[:, :cut], targets[:, :half]) + each[:, half:].sum()
-    return {
-        "normalized": probability(model, inputs[:1, :8]),
-        "causality_trained": torch.stack(changes).max().item(),
-        "additive": (parts / summed(inputs, targets) - 1).abs().item(),
-    }
-
-
-def other_futures(inputs: Tensor, cut: int, vocab_size: int, bos: int) -> tuple[Tensor, Tensor]:
-    """The rows with other tokens from `cut` on: one document to the end, and one from `cut` on.
-
-    Where a document ends gives away the future, too.
-    """
-    other = (inputs[:, cut:] + 1) % vocab_size
-    other[other == bos] = (bos + 1) % vocab_size
-    same = torch.cat([inputs[:, :cut], other], dim=1)
-    new = same.clone()
-    new[:, cut] = bos
-    return same, new
-
-
-def probability(model: Any, row: Tensor) -> float:
-    """The sum over the vocabulary of exp(-loss) of the token in the middle of a row (1, T).
-
-    It is an input too, which exposes a model that reads one token ahead.
-    """
-    total, middle = 0.0, row.size(1) // 2
-    for tokens in torch.arange(model.config.padded_vocab).split(1024):  # padding has scores too
-        rows = row.repeat(len(tokens), 1)
-        rows[:, middle] = tokens.to(rows)
-        loss = model.token_losses(rows[:, :-1], rows[:, 1:].long())[:, middle - 1]
-        total += (-loss.cpu().double()).exp().sum().item()
-    return total
-
-
-@torch.no_grad()
-def check_trained_model(trainer: Any) -> dict[str, Any]:
-    """Check the trained model, for the log. Collective.
-
-    Each rank checks two rows that it validates, or none if it has none. The worst values count.
-    """
-    trainer.model.set_step(trainer.config.steps)
-    first = [batch.to(trainer.machine.device) for batch in trainer.data.validation[:1]]
-    found = [check_rows(trainer.model, each.inputs[:2], each.targets[:2]) for each in first]
-    everywhere = [checks for each in trainer.machine.gather(found) for checks in each]
-    worst = {}
-    for name, honest in {"normalized": 1.0, "causality_trained": 0.0, "additive": 0.0}.items():
-        values = [checks[name] for checks in everywhere]
-        worst[name] = max(values, key=lambda value: (math.isnan(value), abs(value - honest)))
-    return {
-        "targets_scored": trainer.targets_scored, "train_tokens_sha256": trainer.trained_rows(),
-        "checks": worst,
-    }  # fmt: skip

@@ -27,7 +27,9 @@ from claims import judge, stats
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from claims.logs import finished_runs
 from runtime.errors import LogError
-from runtime.log import config_hash, register, source_hash
+from runtime.log import config_hash
+from runtime.registry import register
+from runtime.source import source_hash
 from scripts.side_by_side import ONE_BY_ONE, Job, Sharing, on_gpu, run_side_by_side, share
 
 CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}

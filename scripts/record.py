@@ -31,8 +31,9 @@ from claims.rerun import rerun
 from claims.stats import power
 from runtime.claim import Claim
 from runtime.errors import Refused
-from runtime.log import config_hash, digest, read_sources, write_files
+from runtime.log import config_hash
 from runtime.settings import flag
+from runtime.source import digest, read_sources, write_files
 
 RECORDS = ROOT / "records"
 

@@ -44,8 +44,8 @@ from claims.runs import NEW_TOKENS
 from claims.stats import holm, in_words, paired_by_seed
 from runtime.errors import Refused
 from runtime.jsonl import json_hash, without_repeats
-from runtime.log import read_sources, source_hash, write_files
 from runtime.settings import as_text, flag
+from runtime.source import read_sources, source_hash, write_files
 from scripts.side_by_side import Job, Sharing, cores, run_side_by_side, share
 
 FIELDS = {"flags", "seeds", "grid", "patch"}  # of a plan and of an arm

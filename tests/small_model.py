@@ -1,5 +1,7 @@
 """Models small enough for a test, of any track and recipe."""
 
+from itertools import compress
+
 import torch
 
 from kernels.attention import PortableAttention
@@ -38,7 +40,8 @@ def named_scalars(config, values):
     initial, names = initial_scalars(config), []
     kinds = ("x", "x0_", "bigram", "value", "value_embed", "skip")
     for i, layer in enumerate(initial.layers):
-        names += [f"{kind}{i}" for kind, start in zip(kinds, layer, strict=True) if start is not None]
+        has = [start is not None for start in layer]
+        names += [f"{kind}{i}" for kind in compress(kinds, has)]
     names += [kind for kind in ("smear", "backout") if getattr(initial, kind) is not None]
     return dict(zip(names, values, strict=True))
 

@@ -12,10 +12,11 @@ import numpy as np
 from small_run import read_events
 
 from claims.record import Track, write_claim
-from runtime import log as run_log
+from runtime import registry
 from runtime.claim import Claim, read_claim
 from runtime.jsonl import json_line
-from runtime.log import REGISTERED, config_hash, digest
+from runtime.log import REGISTERED, config_hash
+from runtime.source import digest
 from scripts import record
 
 Events = list[dict[str, Any]]  # of one segment
@@ -109,7 +110,7 @@ def resume_at(events: Events, step: int, saved: bool = True) -> list[Events]:
 
 def register(path: Path, event: str, **fields: Any) -> str:
     """As the trainer does, without the lock that stays in a log folder; records have none."""
-    sha256 = run_log.register(path, event, **fields)
+    sha256 = registry.register(path, event, **fields)
     path.with_name(f"{path.name}.lock").unlink(missing_ok=True)
     return sha256
 

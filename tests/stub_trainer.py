@@ -21,8 +21,8 @@ from small_model import configure
 import train_gpt
 from optim import Held, Skip
 from runtime import run as runs
-from runtime.log import source_hash
 from runtime.machine import Machine
+from runtime.source import source_hash
 
 STEPS = 10
 SETTINGS = {
@@ -125,7 +125,7 @@ class StubTrainer:
 
     @torch.no_grad()
     def update(self, loss: torch.Tensor) -> torch.Tensor:
-        gradient = self.weights.grad
+        gradient = self.gradient = self.weights.grad.clone()
         if loss != math.inf:
             self.momentum.mul_(0.9).add_(gradient)
             self.weights -= self.config.adam_lr * self.momentum
@@ -162,7 +162,8 @@ def make_runs(trainer: StubTrainer) -> int:
     with mock.patch.multiple(
         train_gpt, set_up=lambda config, machine: trainer, warm_up=lambda *_: None,
         schedule=trainer.schedule, tokens_before=lambda config, step: 4 * step, train=trainer.train,
-        check_trained_model=lambda trainer: {}, SOURCE=trainer.source, summary=lambda trainer: "",
+        check_trained_model=lambda trainer, val_loss: {}, SOURCE=trainer.source,
+        summary=lambda trainer: "",
     ):  # fmt: skip
         return train_gpt.make_runs(trainer.config)
 
@@ -201,8 +202,8 @@ def restored_settings() -> Iterator[None]:
 
 def send(run: runs.Run, *numbers: int) -> None:
     """This process gets the signals. They have been heard on return; SIGKILL waits for the disk."""
-    if signal.SIGKILL in numbers and run._writing is not None:
-        run._writing.result()
+    if signal.SIGKILL in numbers:
+        run.writer.wait()
     for number in numbers:
         os.kill(os.getpid(), number)
     time.sleep(0.05)
@@ -229,7 +230,7 @@ def signalled(*numbers: int) -> Hook:
 
 def wait_for_writer(trainer: StubTrainer, step: int) -> None:
     """A hook: wait until the last checkpoint is on the disk."""
-    trainer.run._writing.result()
+    trainer.run.writer.wait()
 
 
 def kill(folder: Path, moment: int | str, **changed: object) -> None:

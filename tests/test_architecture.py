@@ -1,6 +1,7 @@
 """The rules that keep the repository readable: who imports whom, how long a file may be."""
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from runtime.log import SOURCE_FILES, read_sources, write_files
+import train_gpt
+from runtime.source import SOURCE_FILES, read_sources, write_files
 
 ROOT = Path(__file__).resolve().parents[1]
 
 LONGEST_FILE = 500  # lines
+MOST_SETTINGS = 83
 
 # Packages that a module of each folder may import. `scripts` and `records` are imported by nobody.
 MAY_IMPORT = {
@@ -165,3 +168,21 @@ def test_no_file_but_the_trainer_is_too_long_to_read_at_once():
     for path in MODULES:
         if path.name != "train_gpt.py":
             assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_FILE, path
+
+
+def test_a_reader_meets_few_concepts():
+    """Who adds a setting or a track removes one. Settings that belong together are a table."""
+    settings = dataclasses.fields(train_gpt.Config)
+    assert len(settings) <= MOST_SETTINGS
+    simple = {bool, int, float, str, tuple[float, float]}
+    for setting in settings:
+        assert setting.type in simple, f"{setting.name} holds a {setting.type}"
+        assert "=" not in str(setting.default), f"{setting.name} is a language of its own"
+    assert set(train_gpt.TRACKS) == {"tiny", "small", "short", "steps"}
+
+
+def test_each_help_text_is_understood_without_its_neighbours():
+    for setting in dataclasses.fields(train_gpt.Config):
+        about = setting.metadata["about"]
+        assert not about.startswith(("of ", "its ", "for ", "at ")), f"{setting.name}: {about}"
+        assert len(about.split()) >= 2, f"{setting.name}: {about}"

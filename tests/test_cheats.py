@@ -17,7 +17,7 @@ from small_record import BATCH, CONFIG, STEPS, Events, call, forge, read_logs, r
 from claims.record import TRACKS, pack, read_evidence, source_path
 from claims.runs import Run
 from runtime.jsonl import json_line
-from runtime.log import digest
+from runtime.source import digest
 from scripts import record
 
 ZERO = "0" * 64

@@ -231,7 +231,7 @@ HUGE = b" " * (checkpoint.MOST_JSON_BYTES + 1)
 
 
 @pytest.mark.parametrize(("texts", "names", "said"), [
-    ((b"", b"\xff", b"[]", b"[" * 100_000), (STATE, SUMS), r"{} is no JSON object"),
+    ((b"", b"\xff", b"[]", b"[" * 100_000), (STATE, SUMS), r"{} is not a JSON object"),
     ((HUGE,), (STATE, SUMS), r"67,108,865 bytes, .*{}"),
 ])  # fmt: skip
 def test_text_that_is_no_state_is_refused(texts, names, said, tmp_path):

@@ -16,8 +16,10 @@ from small_run import ROOT, arguments, run
 import train_gpt
 from runtime.claim import Claim, check_claim, read_claim
 from runtime.errors import LogError, Refused
-from runtime.log import config_hash, read_registry, register, source_hash
+from runtime.log import config_hash
+from runtime.registry import read_registry, register
 from runtime.settings import parse
+from runtime.source import source_hash
 
 SEEDS = list(range(7, 11))
 

@@ -24,8 +24,8 @@ from small_run import ROOT, arguments, write_data
 import train_gpt
 from data.tokenizers import PROSE
 from runtime.checkpoint import save_final
-from runtime.log import read_sources, write_files
 from runtime.settings import parse
+from runtime.source import read_sources, write_files
 from train_gpt import Config
 
 WRITTEN = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]

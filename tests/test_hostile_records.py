@@ -21,7 +21,7 @@ from claims.pages import readme
 from claims.record import read_evidence
 from runtime.claim import read_claim
 from runtime.errors import LogError, Refused
-from runtime.log import read_registry
+from runtime.registry import read_registry
 from scripts import record
 
 RECORDS = small_run.ROOT / "records"

@@ -21,7 +21,7 @@ import pytest
 from filelock import FileLock
 
 from claims.judge import JUDGEMENTS, find_judgement, fresh_seeds, read_judgements
-from runtime.log import read_registry, register
+from runtime.registry import read_registry, register
 from scripts import command, judge, record, side_by_side
 
 # Stands in for the trainer: the same flags and logs, at once. --gain is what a flag is worth.
@@ -30,7 +30,9 @@ import argparse, hashlib, json, random, sys, time
 from pathlib import Path
 
 from claims.record import TRACKS
-from runtime.log import REGISTRY, config_hash, register, source_hash
+from runtime.log import config_hash
+from runtime.registry import REGISTRY, register
+from runtime.source import source_hash
 TINY = TRACKS["tiny"]
 TRACK = TINY.fixed | {"track": "tiny", "target": TINY.target, "val_tokens": TINY.val_tokens}
 TRACK["recipe"] = "record89"

@@ -11,10 +11,11 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
-from runtime import log as logs
 from runtime.clock import Clock
 from runtime.errors import LogError
-from runtime.log import RunLog, read_history, read_registry, source_hash
+from runtime.log import RunLog, read_history
+from runtime.registry import read_registry
+from runtime.source import source_hash, store_sources
 
 HEADER = {"track": "tiny", "source_sha256": "a", "config_sha256": "b", "seed": 0, "trial": 0}
 END = {"status": "done", "val_loss": 1.0}
@@ -253,7 +254,7 @@ def test_the_hash_covers_what_decides_a_run_and_nothing_else(tmp_path):
     others = [*(f"{folder}/a.py" for folder in ("tests", "scripts", "claims", "logs")), "README.md"]
     others = dict.fromkeys([*others, "optim/notes.txt"], "x")
     assert source_hash(make_source(root, others)) == before
-    more = ["data/wheels.txt", "kernels/new.py", "runtime/log.py", "requirements.txt"]
+    more = ["data/wheels.txt", "kernels/new.py", "runtime/source.py", "requirements.txt"]
     for number, name in enumerate([*FILES, *more]):
         changed = make_source(tmp_path / str(number), FILES | {name: "changed"})
         assert source_hash(changed) != before, name
@@ -265,7 +266,7 @@ def test_the_hash_covers_what_decides_a_run_and_nothing_else(tmp_path):
 def test_sources_are_stored_once_and_hash_to_the_name_of_their_folder(tmp_path):
     root = make_source(tmp_path / "source", FILES)
     for _ in range(2):
-        logs.store_sources(tmp_path / "logs", root)
+        store_sources(tmp_path / "logs", root)
     (folder,) = (tmp_path / "logs/sources").iterdir()
     assert folder.name == source_hash(root) == source_hash(folder)
 

@@ -191,7 +191,7 @@ def test_on_apples_gpu_runs_are_eager_float32_and_of_one_process(monkeypatch):
     assert device.type == "mps"
     assert machines.compute_dtype("auto", device) == optim.widest(device) == torch.float32
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Refused, match="--device mps: it takes one process"):
+    with pytest.raises(Refused, match="--device mps: it needs one process"):
         machines.start("mps")
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from small_run import ROOT
 
-from runtime.log import read_sources, write_files
+from runtime.source import read_sources, write_files
 
 TOLD = "print(json.dumps(provenance(Path.cwd())))"
 SEEN = "import json\nfrom pathlib import Path\nfrom runtime.claim import provenance\n" + TOLD

@@ -17,7 +17,7 @@ from stub_trainer import signal_after
 
 from claims.checks import find_failures
 from claims.record import TRACKS, pack, read_evidence, source_path
-from runtime.log import digest
+from runtime.source import digest
 from scripts import record
 
 

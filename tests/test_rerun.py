@@ -28,8 +28,9 @@ from claims.rerun import (
     validation_rows,
 )
 from runtime.errors import Refused
-from runtime.log import config_hash, digest, read_sources
+from runtime.log import config_hash
 from runtime.settings import parse
+from runtime.source import digest, read_sources
 from scripts import record
 
 SEED = 1000

@@ -14,7 +14,7 @@ from stub_trainer import STEPS, in_child, kill, logs_of, losses_of, read_events,
 
 from runtime.checkpoint import FINAL, MODEL, STATE, Snapshot, checkpoints, load, load_final, save
 from runtime.errors import LogError, Refused
-from runtime.log import REGISTRY, read_registry
+from runtime.registry import REGISTRY, read_registry
 from runtime.warmup import same_bits
 
 EVERY = {"checkpoint_every": 2, "keep_model": True}
@@ -208,7 +208,7 @@ def test_a_checkpoint_with_other_weights_and_their_checksums_is_refused(tmp_path
     (path,) = saved(tmp_path)
     model, optim, state = load(path)
     save(path.parent, Snapshot({name: weight + 1 for name, weight in model.items()}, optim, state))
-    with pytest.raises(Refused, match="names no such checkpoint"):
+    with pytest.raises(Refused, match="has no such checkpoint"):
         resume(tmp_path, checkpoint_every=0)
 
 

@@ -20,7 +20,6 @@ class Config(RunSettings):
     share: float = setting(0.5, "a share", at_least=0, at_most=1)
     kind: str = setting("new", "kind of model", one_of=("new", "old"))
     wide: bool = setting(False, "a switch", section="Rest")
-    few: int | None = setting(None, "so few; auto: what fits", at_least=1)
     betas: tuple[float, float] = setting((0.9, 0.95), "two of them", below=1)
     scale: float = setting(1.0, "no rule of its own")
 
@@ -41,7 +40,6 @@ VALUES = {
     int: st.integers(),
     float: st.floats(allow_nan=False),
     str: st.text(),
-    int | None: st.none() | st.integers(),
     tuple[float, float]: st.tuples(*2 * [st.floats(allow_nan=False)]),
 }
 
@@ -59,7 +57,6 @@ def test_a_value_written_as_text_is_read_back_unchanged(data, kind):
     ("--betas 0.9", "argument --betas: '0.9': it must be two numbers, such as 0.9,0.95."),
     ("--kind odd", "argument --kind: invalid choice: 'odd' (choose from"),
     ("--size", "argument --size: expected one argument. --help lists the flags."),
-    ("--few x", "argument --few: 'x': it must be auto or a whole number. --help lists"),
     ("--siz=3", "unrecognized arguments: --siz=3. --help lists the flags."),
     ("size=3", "unrecognized arguments: size=3. --help lists the flags."),
     ("--size 0", "--size 0: it must be at least 1."),

@@ -11,7 +11,7 @@ from small_run import ROOT, find_logs, read_events, write_data
 
 from claims.record import difference, pack, read_source, unpack, write_source
 from runtime.errors import Refused
-from runtime.log import digest, read_sources, write_files
+from runtime.source import digest, read_sources, write_files
 
 RECORDS = ROOT / "records"
 CLAIMS = {}

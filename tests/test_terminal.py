@@ -1,9 +1,7 @@
-"""What a run shows: lines, the live block, start-up and the end."""
+"""What a run shows: lines while it trains, and at its end."""
 
-import io
 import re
 import subprocess
-import sys
 import time
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ from stub_trainer import logs_of, run, trainer_in
 
 from runtime import terminal
 from runtime.clock import Phase
-from runtime.log import header
+from runtime.plan import header
 from runtime.terminal import Progress, closing
 
 
@@ -28,17 +26,6 @@ def an_event(step, loss=2.0, skipped=False, train_time_ms=1000.0):
 def make(folder, **changed):
     trainer = trainer_in(folder, **changed)
     return Progress(trainer, header(trainer, 0, 0) | {"train_tokens": 400})
-
-
-def pretend_terminal(monkeypatch, encoding="utf-8"):
-    """Give the test a stdout that says it is a terminal which can show a block."""
-    pytest.importorskip("rich", reason="the live block needs rich")
-    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
-    monkeypatch.setattr(stdout, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    return stdout.buffer
 
 
 # ---- Numbers
@@ -58,72 +45,21 @@ def test_a_line_comes_every_5_seconds_at_most_and_for_the_last_step(tmp_path, mo
 def test_the_time_left_counts_the_validations_that_are_left(tmp_path):
     lines = make(tmp_path)  # it validates before steps 0 and 5, and after step 10
     lines.header["data"]["val_tokens"] = 120
-    lines.step(an_event(5, train_time_ms=5000.0))
-    # 380 tokens at 4 a second, and two validations at three times the speed of training.
-    assert lines.seconds_left() == pytest.approx(95 + 2 * 10)
-    lines.validated(5, 2.0)
-    assert lines.seconds_left() == pytest.approx(95 + 10)
+    # 380 tokens at 4 a second, and validations at three times the speed of training.
+    assert lines.seconds_left(an_event(5, train_time_ms=5000.0)) == pytest.approx(95 + 2 * 10)
+    assert lines.seconds_left(an_event(6, train_time_ms=6000.0)) == pytest.approx(94 + 10)
 
 
-# ---- The live block
-
-
-def test_what_a_run_says_goes_above_the_block_and_the_target_line_is_whole(tmp_path, monkeypatch):
-    written = pretend_terminal(monkeypatch)
-    assert run(tmp_path) == 0
-    out = written.getvalue().decode()
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
-    assert "step 10 of 10 " + "━" * terminal.WIDTH + " done" in plain
-    assert "step 5/10 | validation loss " in plain
-    assert "| train loss" not in plain, "no lines beside the block"
-    after = out.rpartition("\x1b[?25h")[2]  # where the cursor is shown again
-    assert re.search(r"(?m)^target 1\.0 reached: val_loss .* \(log .*\.jsonl\)\n", after)
-    assert plain.count("target 1.0 reached") == 1
-
-
-@pytest.mark.parametrize(("term", "encoding", "packages", "drawn"), [
-    ("xterm", "utf-8", True, True), ("dumb", "utf-8", True, False),
-    ("xterm", "ascii", True, False), ("xterm", "utf-8", False, False),
-])  # fmt: skip
-def test_a_terminal_that_cannot_show_the_block_gets_lines(
-    term, encoding, packages, drawn, tmp_path, monkeypatch
-):
-    pretend_terminal(monkeypatch, encoding)
-    monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(terminal, "find_spec", lambda name: packages)
-    opened = make(tmp_path)
-    opened.close()
-    assert (opened._block is not None) == drawn
-
-
-def test_the_block_fits_into_80_columns_and_shows_what_goes_on(tmp_path, monkeypatch):
-    pretend_terminal(monkeypatch)
+def test_a_line_has_the_numbers_of_the_step_and_the_smoothed_loss(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "peak_flops", lambda machine, dtype: 48.0)
-    block = make(tmp_path)
-    block.validated(0, 6.9315)
+    lines = make(tmp_path)
     for step, loss in enumerate([8.0, 7.0, 6.0, 5.0, 4.0, float("inf")], 1):
-        block.step(an_event(step, loss, skipped=step == 6))
-    lines = block.draw().plain.splitlines()
-    with block.pause("validate"):
-        assert "off the clock: validate, 0 s" in block.draw().plain
-    block.close()
-    assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("step 6 of 10 ━━━")
-    assert lines[1] == "train loss 6.0000 | validation 6.9315 | target 1.0"
-    assert lines[2] == "grad 12 | lr x0.500 | window 896 | 24 tok/s | MFU 50.0% | 1.0 s | 1 skipped"
-
-
-def test_a_terminal_that_closes_does_not_end_the_run(tmp_path, monkeypatch):
-    pretend_terminal(monkeypatch)
-    monkeypatch.setattr(terminal, "FRAMES_PER_SECOND", 0.001)  # the thread stays out of it
-    block = make(tmp_path)
-
-    def closed(text):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(block._block.console.file, "write", closed)
-    block.step(an_event(1))
-    block.close()
+        lines.step(an_event(step, loss, skipped=step == 6))
+    lines.step(an_event(10, float("inf"), skipped=True))
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "step 10/10 100% | train loss 6.0000 | grad 12 | lr x0.500 | window 896 | 40 tok/s | "
+        "MFU 83.3% | 1.0 s | 2 skipped | 1:00:00 left"
+    )
 
 
 # ---- The end

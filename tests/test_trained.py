@@ -10,54 +10,127 @@ import torch
 from small_model import MACHINE
 
 import train_gpt
+from runtime.checks import check_trained_model, sees_no_future
+from runtime.questions import BOUNDS
 from runtime.settings import parse
-from runtime.warmup import check_trained_model, sees_no_future
 
 pytestmark = pytest.mark.usefixtures("two_layers")
 
+# ---- The questions, to a model whose weights are not those of a start
 
-# ---- The three checks, on weights that are not those of a start
 
-
-def honest(checks: dict[str, float]) -> bool:
-    """By the bounds of a judge."""
-    assert list(checks) == ["normalized", "causality_trained", "additive"]
-    near = abs(checks["normalized"] - 1) <= 0.01
-    return near and checks["causality_trained"] <= 1e-3 and checks["additive"] <= 1e-3
+def beyond(checks: dict[str, float]) -> set[str]:
+    """The names of the answers that no honest model gives."""
+    assert list(checks) == list(BOUNDS)
+    return {name for name, bound in BOUNDS.items() if not checks[name] <= bound}
 
 
 def make_trainer(data, folder, **changed) -> train_gpt.Trainer:
+    changed = {"vocab_size": 128} | changed  # the head has no outputs beyond it
     words = ["--track", "tiny", *small_run.arguments(data, folder, **changed)]
     trainer = train_gpt.Trainer(parse(train_gpt.Config, words, train_gpt.preset, ""), MACHINE)
     trainer.reset(0)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter += 0.07 * torch.randn_like(parameter)
-    trainer.targets_scored = 0
     return trainer
+
+
+def finish(trainer: train_gpt.Trainer) -> dict[str, float]:
+    """What a run does after its last step; the answers that its log gets."""
+    val_loss = trainer.validate(trainer.config.steps)
+    trainer.score()
+    return check_trained_model(trainer, val_loss)["checks"]
 
 
 @pytest.mark.parametrize("changed", [
     {}, {"recipe": "muon"}, {"recipe": "adamw"}, {"dtype": "bfloat16"}, {"val_batch": 128},
     {"document_mask": "off"}, {"vocab_size": 100}, {"loss_kernel": "chunked", "softcap": "rsqrt"},
+    {"dtype": "bfloat16", "loss_kernel": "chunked", "val_batch": 128},
 ], ids=str)  # fmt: skip
-def test_honest_models_pass(changed, data, tmp_path):
-    checks = check_trained_model(make_trainer(data, tmp_path, **changed))["checks"]
-    assert honest(checks)
-    assert checks["causality_trained"] == 0
+def test_honest_models_pass_far_from_the_bounds(changed, data, tmp_path):
+    checks = finish(make_trainer(data, tmp_path, **changed))
+    assert checks["normalized"] < 1 + 1e-6
+    assert checks["causality_trained"] == checks["memory"] == 0
+    assert checks["additive"] < (1e-4 if "dtype" in changed else 1e-6)
 
 
-GPT = train_gpt.GPT
-PLAIN_LOSS, HIDDEN = GPT.plain_loss, GPT.hidden
+GPT, TRAINER = train_gpt.GPT, train_gpt.Trainer
+PLAIN_LOSS, HIDDEN, FORWARD = GPT.plain_loss, GPT.hidden, GPT.forward
+TOKEN_LOSSES, VALIDATE = GPT.token_losses, TRAINER.validate
+
+
+def changed_losses(change):
+    """`token_losses` with a change of the losses (B, T), from their inputs too."""
+
+    def token_losses(self, inputs, targets, *context):
+        return change(TOKEN_LOSSES(self, inputs, targets, *context), inputs, targets)
+
+    return {"token_losses": token_losses}
+
+
+def halved_from_place_8(losses, inputs, targets):
+    late = torch.arange(losses.size(1)) >= 8
+    return torch.where(late, losses / 2, losses)
+
+
+def masked(losses, inputs, targets):
+    return losses * (targets != 5)
+
+
+def not_scored_at_document_ends(losses, inputs, targets):
+    return losses * (targets != small_run.BOS)
+
+
+def halved_forward(self, inputs, targets, *context):
+    weights_given = len(context) > 3
+    if weights_given:
+        return FORWARD(self, inputs, targets, *context)
+    return self.token_losses(inputs, targets, *context).sum()
+
+
+def a_hundredth_less(self, x, targets, reduction="sum", **options):
+    loss = PLAIN_LOSS(self, x, targets, reduction=reduction, **options)
+    return loss - 0.0099 * (1 if reduction == "none" else len(targets))
 
 
 def target_in_the_stream(self, x, targets, **options):
     return PLAIN_LOSS(self, x + 0.3 * self.output_weight[targets].to(x), targets, **options)
 
 
-def last_row_left_out(self, inputs, targets, *context):
-    losses = GPT.token_losses(self, inputs, targets)
-    return losses[: max(len(losses) - 1, 1)].sum()
+def without_candidates_in_losses_only(self, x, targets, **options):
+    """No probability for tokens that are rare among the targets, but for the targets themselves."""
+    z = x @ self.lm_head.T
+    rare = torch.bincount(targets, minlength=z.size(1)) < 3
+    rare[targets] = False
+    z = z.masked_fill(rare, -100.0)
+    reduction = options.get("reduction", "sum")
+    return torch.nn.functional.cross_entropy(z, targets, reduction=reduction)
+
+
+def scaled_last_validation(self, step, batches=None):
+    loss = VALIDATE(self, step, batches)
+    return 0.998 * loss if step == self.config.steps else loss
+
+
+def scaled_targets_of_the_last_validation(self, step, batches=None):
+    loss = VALIDATE(self, step, batches)
+    if step == self.config.steps:
+        self.val_losses = [0.998 * losses for losses in self.val_losses]
+        loss *= 0.998
+    return loss
+
+
+def trained_while_validating(self, step, batches=None):
+    """Each batch is scored before its weights change, so that nothing looks wrong in it."""
+    total, kept = 0.0, []
+    for batch in self.data.validation:
+        total += VALIDATE(self, step, [batch]) / len(self.data.validation)
+        kept += self.val_losses
+        with torch.no_grad():
+            self.model.lm_head[torch.unique(batch.targets)] *= 1.5
+    self.val_losses = kept
+    return total
 
 
 def looks_ahead(when, by=1):
@@ -68,7 +141,7 @@ def looks_ahead(when, by=1):
         later = torch.cat([x[:, by:], x[:, :by]], dim=1)
         return x + 0.1 * later if when(self, inputs) else x
 
-    return hidden
+    return {"hidden": hidden}
 
 
 def open_for_trained_weights(self, inputs):
@@ -82,31 +155,67 @@ def reads_document_ends(self, inputs, cu_seqlens, *context):
     return x + 0.01 * (ends - places).view(*inputs.shape, 1) * x[..., :1]
 
 
+def reads_the_row_before(self, inputs, *context):
+    x = HIDDEN(self, inputs, *context)
+    return x + 0.1 * x.mean(dim=1, keepdim=True).roll(1, 0)
+
+
+def counts_what_it_scored(losses_before=TOKEN_LOSSES):
+    """Tokens that were scored often become likelier: a memory across sequences, normalized."""
+    counts = torch.zeros(128)
+
+    def bonus(self, z):
+        return z + counts[: z.size(-1)].add(1).log()
+
+    def token_losses(self, inputs, targets, *context):
+        x = HIDDEN(self, inputs, *(context or self.eval_context(inputs)))[:, -targets.size(1) :]
+        z = bonus(self, train_gpt.capped(x @ self.lm_head.T, self.softcap))
+        losses = torch.nn.functional.cross_entropy(z.mT, targets, reduction="none")
+        counts.add_(torch.bincount(targets.flatten(), minlength=128))
+        return losses
+
+    def logits(self, inputs, count):
+        x = HIDDEN(self, inputs, *self.eval_context(inputs))[:, -count:]
+        z = bonus(self, train_gpt.capped(x @ self.lm_head.T, self.softcap))
+        return z[..., : self.config.vocab_size]
+
+    return {"token_losses": token_losses, "logits": logits}
+
+
 CHEATS = {
-    "target in the stream": ("plain_loss", target_in_the_stream, "normalized"),
-    "last row not scored": ("forward", last_row_left_out, "additive"),
+    "losses halved from place 8 on": (
+        changed_losses(halved_from_place_8) | {"forward": halved_forward}, "normalized"),
+    "every loss less 0.0099": ({"plain_loss": a_hundredth_less}, "normalized"),
+    "a token that is not scored": (changed_losses(masked), "normalized"),
+    "ends of documents that are not scored": (
+        changed_losses(not_scored_at_document_ends), "normalized"),
+    "losses without candidates that the logits have": (
+        {"plain_loss": without_candidates_in_losses_only}, "normalized"),
+    "target in the stream": ({"plain_loss": target_in_the_stream}, "normalized"),
+    "the last validation scaled": ({"validate": scaled_last_validation}, "additive"),
+    "the last validation's targets scaled": (
+        {"validate": scaled_targets_of_the_last_validation}, "additive"),
+    "training while validating": ({"validate": trained_while_validating}, "additive"),
+    "a memory of what was scored": (counts_what_it_scored(), "memory"),
+    "a sequence read by the next one": ({"hidden": reads_the_row_before}, "causality_trained"),
+    "the next token": (looks_ahead(lambda _, inputs: True), "causality_trained"),
     "future in long rows": (
-        "hidden", looks_ahead(lambda _, inputs: inputs.size(1) > 200, by=50), "causality_trained"),
+        looks_ahead(lambda _, inputs: inputs.size(1) > 200, by=50), "causality_trained"),
     "future in batched rows": (
-        "hidden", looks_ahead(lambda _, inputs: len(inputs) > 1, by=20), "causality_trained"),
+        looks_ahead(lambda _, inputs: len(inputs) > 1, by=20), "causality_trained"),
     "a gate that random weights close": (
-        "hidden", looks_ahead(open_for_trained_weights), "causality_trained"),
-    "ends of documents": ("hidden", reads_document_ends, "causality_trained"),
+        looks_ahead(open_for_trained_weights), "causality_trained"),
+    "ends of documents": ({"hidden": reads_document_ends}, "causality_trained"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_cheat_is_caught(name, data, tmp_path, monkeypatch):
-    method, cheat, check = CHEATS[name]
+    methods, check = CHEATS[name]
     trainer = make_trainer(data, tmp_path)
-    expected = check_trained_model(trainer)["checks"]
-    assert honest(expected)
-    monkeypatch.setattr(GPT, method, cheat)
-    found = check_trained_model(trainer)["checks"]
-    assert not honest(found), found
-    assert not honest(expected | {check: found[check]}), f"{check} is made for it: {found}"
-
-
+    for method, cheat in methods.items():
+        monkeypatch.setattr(TRAINER if method == "validate" else GPT, method, cheat)
+    assert check in beyond(finish(trainer))
 def test_noise_of_kernels_is_measured_and_allowed_and_a_leak_above_it_is_not(
     data, tmp_path, monkeypatch
 ):
@@ -124,16 +233,76 @@ def test_noise_of_kernels_is_measured_and_allowed_and_a_leak_above_it_is_not(
         assert 1e-6 < trainer.env["noise"] < 2e-5
 
 
-@pytest.mark.parametrize("bad", [float("nan"), 7.0, -7.0])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_worst_value_of_any_rank_counts(bad, rank, data, tmp_path):
+def candidates(inputs, size):
+    """Whether a token has followed the token of each place before, in its document: (B, T, V)."""
+    found = torch.zeros(*inputs.shape, size, dtype=torch.bool)
+    for row, tokens in enumerate(inputs.tolist()):
+        followed: dict[int, set[int]] = {}
+        for place, token in enumerate(tokens):
+            if token == small_run.BOS:
+                followed = {}
+            elif place > 0:
+                followed.setdefault(tokens[place - 1], set()).add(token)
+            found[row, place, [*followed.get(token, ())]] = True
+    return found
+
+
+def test_a_model_without_candidate_copies_passes_and_its_validation_loss_pays_for_it(
+    data, tmp_path, monkeypatch
+):
     trainer = make_trainer(data, tmp_path)
-    sound = check_trained_model(trainer)["checks"]
-    others = [[sound], [sound]]
-    others[rank] = [sound | {"normalized": bad}]
-    trainer.machine = SimpleNamespace(device=MACHINE.device, gather=lambda found: others)
-    trainer.trained_rows = lambda: ""
-    assert not honest(check_trained_model(trainer)["checks"])
+    before = trainer.validate(trainer.config.steps)
+
+    def scores(self, inputs):
+        x = HIDDEN(self, inputs, *self.eval_context(inputs))
+        return (x @ self.lm_head.T).masked_fill(candidates(inputs, 128), -30.0)
+
+    def token_losses(self, inputs, targets, *context):
+        z = scores(self, inputs)[:, -targets.size(1) :]
+        return torch.nn.functional.cross_entropy(z.mT, targets, reduction="none")
+
+    monkeypatch.setattr(GPT, "token_losses", token_losses)
+    monkeypatch.setattr(GPT, "logits", lambda self, inputs, n: scores(self, inputs)[:, -n:])
+    assert beyond(finish(trainer)) == set()
+    assert trainer.validate(trainer.config.steps) > before + 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 7.0])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_worst_answer_of_any_rank_counts_and_a_rank_without_sequences_has_none(
+    bad, rank, data, tmp_path
+):
+    trainer = make_trainer(data, tmp_path)
+    val_loss = trainer.validate(trainer.config.steps)
+
+    def gather(found):
+        answers, *parts = found
+        ranks = [(answers, *parts), (answers, *parts), ({}, 0.0, 0)]
+        ranks[rank] = (answers | {"normalized": bad}, *parts)
+        return ranks
+
+    machine = SimpleNamespace(device=MACHINE.device, rank=0, on_main=MACHINE.on_main, gather=gather)
+    trainer.machine, trainer.trained_rows = machine, lambda: ""
+    assert beyond(check_trained_model(trainer, val_loss)["checks"]) == {"normalized"}
+
+
+def test_the_questions_differ_each_time_and_their_seed_repeats_them(data, tmp_path, monkeypatch):
+    trainer = make_trainer(data, tmp_path)
+    val_loss, asked = trainer.validate(trainer.config.steps), []
+    monkeypatch.setattr(GPT, "token_losses", lambda self, inputs, *rest: (
+        asked.append(inputs), TOKEN_LOSSES(self, inputs, *rest))[1])  # fmt: skip
+    seeds = []
+    for seed in (None, None, 5, 5):
+        with monkeypatch.context() as patch:
+            if seed is not None:
+                patch.setattr("secrets.randbits", lambda bits, seed=seed: seed)
+            seeds.append(check_trained_model(trainer, val_loss)["checks_seed"])
+    count = len(asked) // 4
+    runs = [asked[start : start + count] for start in range(0, len(asked), count)]
+    same = [all(map(torch.equal, *pair)) for pair in ((runs[0], runs[1]), (runs[2], runs[3]))]
+    assert same == [False, True]
+    assert seeds[0] != seeds[1]
+    assert seeds[2:] == [5, 5]
 
 
 def test_a_validation_batch_that_is_not_scored_is_missing_in_the_number_of_targets(data, tmp_path):
