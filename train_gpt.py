@@ -134,7 +134,7 @@ LAYERS = {
         Layer(attention=False, skip_from=2),  # 4
         Layer(backout=True),  # 5
         Layer(value_embed=1, reads=5, paired=True),  # 6
-        Layer(window="long", value_embed=2, reads=5),  # 7
+        Layer(window="long", value_embed=2, reads=5, mudd=2),  # 7
     ],
     "plain8": [Layer(), Layer(), Layer(window="long"), *[Layer()] * 4, Layer(window="long")],
     "steps": [Layer(window="long")] * 12,
@@ -249,6 +249,8 @@ GROUPS = {
         Group("value_embeds.*", "adam", 150.0, 28_125.0, (0.75, 0.95)),
         Group("bigram", "rows", 150.0, 28_125.0),
         Group("blocks.*.attention.own_value", "adam", 1.0, 1.0, (0.5, 0.95)),
+        Group("blocks.*.mudd_in blocks.*.mudd_out", "adam", 0.25, 0.0625, (0.9, 0.99)),
+        Group("blocks.*.mudd_start", "adam", 0.25, 0.0, (0.9, 0.99)),
         Group("lm_head", "adam", 1.0, 150.0, (0.5, 0.95)),
         Group("scalars *bias *gain", "adam", 5.0, 0.0, (0.9, 0.99)),
     ],
@@ -368,7 +370,7 @@ class Config(RunSettings):
     adam_eps: float = setting(1e-10, "epsilon of AdamW; its gradients are sums over a sequence")
     adam_wd: float = setting(0.005, "weight decay of AdamW, times its learning rate")
     adam_accum_steps: int = setting(
-        2, "steps whose gradients AdamW sums up for one of its own", at_least=1, at_most=16
+        1, "steps whose gradients AdamW sums up for one of its own", at_least=1, at_most=16
     )
     guard: str = setting(
         "spikes", "what makes the guard skip a step", one_of=("spikes", "nonfinite", "off")
@@ -418,6 +420,7 @@ RECORD42: dict[str, Any] = {  # without the components of records 43 to 89
     "adam_eps": 1e-8, "adam_wd": 0.0, "softcap": "sigmoid", "embed_std": 1.0,
     "value_embed_std": 1.0, "residual_init": 1.0, "zero_output": True, "value_gates": False,
     "key_offset": False, "bigram_rows": 0.0, "ngrams": 2, "bigram_signs": False, "xsa": False,
+    "adam_accum_steps": 2,
 }  # fmt: skip
 PLAIN = RECORD42 | {  # a GPT without components of the speedrun
     "layers": "plain8", "stages": "constant", "smear": False, "x0_mixing": False,
@@ -468,8 +471,8 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "tiny": {
         "record89": {
-            "stages": "tiny", "matrix_lr": 0.05, "adam_lr": 0.024, "adam_accum_steps": 1,
-            "bigram_rows": 10.0, "ngrams": 2,
+            "stages": "tiny", "matrix_lr": 0.05, "adam_lr": 0.024, "bigram_rows": 10.0,
+            "ngrams": 2,
         },
         "muon": MUON,
         "adamw": ADAMW,
@@ -482,7 +485,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "record89": {
             "layers": "record89", "stages": "record89", "groups": "record89", "steps": 1285,
             "batch_tokens": 393_216, "seq_len": 16_384, "micro_batch": 49_152, "matrix_lr": 0.023,
-            "bigram_rows": 7.5, "ngrams": 2, "prefixes": True,
+            "adam_accum_steps": 2, "bigram_rows": 7.5, "ngrams": 2, "prefixes": True,
         },
     },
     "steps": {"muon": {}},
