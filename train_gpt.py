@@ -43,6 +43,7 @@ from data.copied import means, sum_and_count, sums_by_kind
 from data.loader import Data, Order, Reading
 from data.sampling import generate
 from data.shards import ShardError, audit
+from data.stand_in import data_or_stand_in
 from data.tokenizers import read_prefixes, read_tokenizer, require_tokenizer, tokenizer_of
 from kernels.attention import ATTENTIONS, Attention, choose_attention
 from kernels.eager import rms_norm, squared_relu
@@ -54,7 +55,7 @@ from kernels.head import (
     linear_cross_entropy,
     plain_cross_entropy,
 )
-from kernels.lookups import ngrams, random_signs, several_targets, sign_rows
+from kernels.lookups import lookup, ngrams, random_signs, several_targets, sign_rows
 from runtime import machine as machines
 from runtime.checks import check_trained_model
 from runtime.claim import check_claim, provenance
@@ -210,8 +211,9 @@ class Group(NamedTuple):
     split: str = ""
 
 
-GROUPS = {
-    # adam_wd is 0 here; a decay that you set acts in proportion to the rate.
+GROUPS = {  # each row: names, optimizer, lr_mul, wd_mul, betas
+    # adam_wd is 0 here; a decay that you set acts in proportion to the rate. The baseline muon has
+    # these numbers too.
     "record42": [
         Group("blocks.*.attention.qkvo", "matrix", split="q k v o"),
         Group("blocks.*.attention.*gate", "matrix"),
@@ -342,7 +344,7 @@ class Config(RunSettings):
         "uniform", "distribution of initial hidden matrices", one_of=("uniform", "normal")
     )
 
-    steps: int = setting(380, "number of optimizer steps", at_least=1, section="Schedule")
+    steps: int = setting(340, "number of optimizer steps", at_least=1, section="Schedule")
     stages: str = setting("small89", "name of a table in STAGES: windows, batches and so on")
     window_block: int = setting(32, "tokens of a block, the unit of windows; 0: no windows")
     val_window: int = setting(640, "tokens long layers see in the last validation", at_least=1)
@@ -351,8 +353,8 @@ class Config(RunSettings):
     momentum: tuple[float, float] = setting(
         (0.85, 0.9), "momentum of matrices: first and last, and in between", below=1
     )
-    momentum_warmup: int = setting(51, "first steps, in which momentum rises")
-    momentum_cooldown: int = setting(8, "last steps, in which momentum falls")
+    momentum_warmup: int = setting(46, "first steps, in which momentum rises")
+    momentum_cooldown: int = setting(7, "last steps, in which momentum falls")
 
     optimizer: str = setting(
         "normuon", "optimizer of hidden matrices", one_of=OPTIMIZERS, section="Optimizers"
@@ -520,6 +522,8 @@ def preset(given: dict[str, Any]) -> dict[str, Any]:
     settings = {"track": track, "recipe": "record89"} | TRACKS.get(track, {})
     recipe = given.get("recipe", settings["recipe"])
     settings |= RECIPES.get(track, {}).get(recipe, {})
+    if given.get("quick"):
+        settings |= {"val_tokens": settings.get("val_batch", Config.val_batch), "sample_tokens": 0}
     optimizer = given.get("optimizer", settings.get("optimizer", "normuon"))
     for name in IDLE.get(optimizer, ()):
         if name in given:
@@ -550,7 +554,7 @@ def off_track(config: Config) -> list[str]:
     """For each setting that the track fixes and that differs here: what it is and should be."""
     track: dict[str, Any] = {field.name: field.default for field in fields(Config)}
     track |= TRACKS[config.track]
-    found = []
+    found = ["quick is on"] if config.quick else []
     for name in FIXED.get(config.track, ()):
         value = getattr(config, name)
         if value != track[name]:
@@ -815,9 +819,10 @@ class SelfAttention(nn.Module):
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
         if self.paired:
             # Token t becomes two, 2t with half of its heads and 2t + 1 with the others, so a head
-            # sees the keys of its pair too (@classiclarryd, record 58).
-            double = (B, 2 * T, -1, self.head_dim)
-            q_BTHD, k_BTHD, v_BTHD = (y.reshape(double) for y in (q_BTHD, k_BTHD, v_BTHD))
+            # sees the keys of its pair too (@classiclarryd, record 58). As (B, T, 2, H / 2, D)
+            # both are a view until attention: a copy here would cost one in float32 later.
+            q_BTHD, k_BTHD, v_BTHD = (y.unflatten(2, (2, -1)) for y in (q_BTHD, k_BTHD, v_BTHD))
+            cos, sin = (y.unflatten(0, (-1, 2)) for y in (cos, sin))
         # Normed queries and keys bound the scores, whatever the weights (arXiv:2010.04245;
         # @Grad62304977, record 5).
         q_BTHD = rotate(norm(q_BTHD), cos, sin) * scale
@@ -839,6 +844,8 @@ class SelfAttention(nn.Module):
                 embed_BTHD = extras.value_embed_factor * embed_BTHD
             v_BTHD = v_BTHD + embed_BTHD.view_as(v_BTHD)
 
+        if self.paired:
+            q_BTHD, k_BTHD, v_BTHD = (y.flatten(1, 2) for y in (q_BTHD, k_BTHD, v_BTHD))
         y_BTHD = extras.attend(q_BTHD, k_BTHD, v_BTHD)
         if self.own_value is not None:
             # XSA: subtract the part along the token's own value, which the residual stream
@@ -953,6 +960,18 @@ def initial_scalars(config: Config) -> Scalars:
     return Scalars(layers, 0.0 if config.smear else None, 0.5 if backout else None)
 
 
+class ModelInputs(NamedTuple):
+    """What the forward pass reads, besides weights: see `GPT.look_up`."""
+
+    tokens_BT: Tensor
+    cu_seqlens: Tensor  # see kernels/attention.py
+    documents: Any  # as the attention backend wants them; those of paired heads' sequences,
+    paired_documents: Any  # which have twice the length
+    embed_BTC: Tensor  # the tokens' rows of the embedding, in the dtype of the table,
+    value_embeds_BTC: list[Tensor]  # of the value embeddings,
+    ngrams_nBTC: Tensor | None  # and of the n-gram table: bigrams, trigrams and so on
+
+
 class GPT(nn.Module):
     """Next-token loss on sequences of packed documents, summed over targets.
 
@@ -1001,6 +1020,9 @@ class GPT(nn.Module):
             # All scalars are one parameter: fifty of one number would cost fifty small updates.
             self.initial = initial_scalars(config)
             self.scalars = optional(self.initial_values(), len(self.initial_values()))
+            for table in (self.embed, *self.value_embeds, self.bigram):
+                if table is not None:
+                    table.grad_dtype = wide  # a frequent token's row is a sum of thousands
             positions = max(config.seq_len, config.val_seq_len)
             positions *= 2 if any(layer.paired for layer in self.layers) else 1
             rotary = torch.empty(2, positions, 1, config.head_dim, dtype=dtype)
@@ -1092,21 +1114,37 @@ class GPT(nn.Module):
 
     # ---- Forward pass
 
-    def hidden(self, inputs_BT: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-        """The residual stream (B, T, C) after the last norm.
+    def look_up(self, inputs_BT: Tensor, cu_seqlens: Tensor, longest: int) -> ModelInputs:
+        """All that is not compiled. longest: at least the tokens of any document."""
+        B, T = inputs_BT.shape
+        documents = paired_documents = self.attention.documents(cu_seqlens, B, T, longest)
+        if any(layer.paired for layer in self.layers):
+            paired_documents = self.attention.documents(2 * cu_seqlens, B, 2 * T, 2 * longest)
+        found = None
+        if self.bigram is not None:
+            lengths = range(2, self.config.ngrams + 1)
+            found = lookup(
+                torch.stack([ngrams(inputs_BT, len(self.bigram), length) for length in lengths]),
+                self.bigram, sparse=self.sparse_bigram,
+            )  # fmt: skip
+        return ModelInputs(
+            inputs_BT, cu_seqlens, documents, paired_documents, lookup(inputs_BT, self.embed),
+            [lookup(inputs_BT, table) for table in self.value_embeds], found,
+        )  # fmt: skip
 
-        cu_seqlens: see kernels/attention.py. longest: at least the tokens of any document.
-        """
+    def hidden(self, inputs_BT: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        """The residual stream (B, T, C) after the last norm. Arguments: see `look_up`."""
+        return self.residual_stream(self.look_up(inputs_BT, cu_seqlens, longest))
+
+    def residual_stream(self, inputs: ModelInputs) -> Tensor:
+        inputs_BT, cu_seqlens, documents, paired_documents, *_ = inputs
         B, T = inputs_BT.shape
         scalars = self.learned_scalars()
-        documents = paired_documents = self.attention.documents(cu_seqlens, B, T)
-        if any(layer.paired for layer in self.layers):  # their sequences have twice the length
-            paired_documents = self.attention.documents(2 * cu_seqlens, B, 2 * T)
         # True at a document's first token. cu_seqlens ends with B * T, hence one place more.
         begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
         begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
 
-        x_BTC = F.embedding(inputs_BT, self.embed).to(self.dtype)
+        x_BTC = inputs.embed_BTC.to(self.dtype)
         if self.smear_gate is not None:
             # Each token learns what came before it already in layer 0 (@classiclarryd, record 34).
             # Not masked: a document's first token reads the document before, as in the record.
@@ -1114,14 +1152,10 @@ class GPT(nn.Module):
             smeared = x_BTC[:, 1:] + scalars.smear * torch.sigmoid(gate) * x_BTC[:, :-1]
             x_BTC = torch.cat([x_BTC[:, :1], smeared], dim=1)
         x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)
-        values = [F.embedding(inputs_BT, table).to(self.dtype) for table in self.value_embeds]
+        values = [each.to(self.dtype) for each in inputs.value_embeds_BTC]
         bigram_BTC: Any = 0.0
-        if self.bigram is not None:
-            lengths = range(2, self.config.ngrams + 1)
-            rows = [ngrams(inputs_BT, len(self.bigram), length) for length in lengths]
-            # All in one lookup: on a GPU each would fill a gradient of the whole table.
-            found = F.embedding(torch.stack(rows), self.bigram, sparse=self.sparse_bigram)
-            bigram_BTC, *longer = found.to(self.dtype).unbind()
+        if inputs.ngrams_nBTC is not None:
+            bigram_BTC, *longer = inputs.ngrams_nBTC.to(self.dtype).unbind()
             if self.signs is not None:
                 bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]
             bigram_BTC = sum(longer, bigram_BTC)
@@ -1141,7 +1175,7 @@ class GPT(nn.Module):
                 first_BTC = x_BTC
             attend = partial(
                 self.attention, documents=paired_documents if layer.paired else documents,
-                window=self.windows[layer.window], longest=2 * longest if layer.paired else longest,
+                window=self.windows[layer.window],
             )  # fmt: skip
             extras = LayerExtras(
                 value_embed_BTC=None if layer.value_embed is None else values[layer.value_embed],
@@ -1178,7 +1212,25 @@ class GPT(nn.Module):
         Targets may cover only the last positions of each sequence. With weights, one for each kind
         of target, see `several_targets`: (2,), the weighted sum and the next token's loss.
         """
-        x_BTC = self.hidden(inputs_BT, cu_seqlens, longest)[:, -targets_BT.size(1) :]
+        return self.loss(self.hidden(inputs_BT, cu_seqlens, longest), targets_BT, weights)
+
+    def compiled(self) -> Callable[..., Tensor]:
+        """`forward`, compiled as two graphs: stages with other targets share the large one."""
+        compiler = partial(torch.compile, dynamic=False, fullgraph=True)
+        residual_stream, loss = compiler(self.residual_stream), compiler(self.loss)
+
+        def forward(
+            inputs_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor, longest: int,
+            weights: Tensor | None = None,
+        ) -> Tensor:  # fmt: skip
+            x_BTC = residual_stream(self.look_up(inputs_BT, cu_seqlens, longest))
+            return loss(x_BTC, targets_BT, weights)
+
+        return forward
+
+    def loss(self, x_BTC: Tensor, targets_BT: Tensor, weights: Tensor | None) -> Tensor:
+        """The loss as `forward` returns it, from the residual stream."""
+        x_BTC = x_BTC[:, -targets_BT.size(1) :]
         if weights is not None:
             targets_BT = several_targets(targets_BT, len(weights), self.prefixes)
         x, targets = x_BTC.flatten(0, 1), targets_BT.flatten(0, 1)
@@ -1313,10 +1365,9 @@ class Trainer:
             self.model.prefixes = torch.tensor(read_prefixes(config), device=device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
-        # Without a compiler on a CPU, RowAdam reads the gradient of few rows. On a GPU it would
-        # wait for the device to learn their number; there one pass over the table costs less.
-        eager = device.type == "cpu" and config.compile != "on"
-        self.model.sparse_bigram = "rows" in self.optimizers and eager
+        # On a GPU, RowAdam would wait for the device to learn how many rows were read; there a
+        # pass over the table costs less.
+        self.model.sparse_bigram = "rows" in self.optimizers and device.type == "cpu"
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.env |= provenance(SOURCE)
@@ -1423,7 +1474,7 @@ class Trainer:
         if not self.val_losses:  # validation was compiled
             self.val_losses = [self.token_losses(batch) for batch in data.validation]
         sums = sums_by_kind(on_host(self.val_losses), data.val_distances, data.val_before)
-        if data.train.held_out:
+        if data.train.held_out and not self.config.quick:
             losses = [self.token_losses(batch) for batch in data.held_out]
             sums["loss_held_out"] = sum_and_count(on_host(losses))
         return means(self.machine.gather(sums))
@@ -1574,7 +1625,8 @@ def set_up(config: Config, machine: Machine) -> Trainer:
     for requirement in (require_packages, require_folders, require_text, require_tokenizer):
         machine.on_main(partial(requirement, config))  # other ranks wait
     try:
-        trainer = Trainer(config, machine)
+        with data_or_stand_in(config, machine.say) as with_data:
+            trainer = Trainer(with_data, machine)
     except ValueError as error:  # kernels, optimizers and data do not know Refused
         raise Refused(str(error)) from error
     trainer.reset(config.seed)
@@ -1609,7 +1661,7 @@ def make_runs(config: Config) -> int:
                 with run.pause("probe"):
                     probes = trainer.score()
                 with run.pause("check"):  # of the losses that the probe left in val_losses
-                    proof = check_trained_model(trainer, val_loss)
+                    proof = {} if config.quick else check_trained_model(trainer, val_loss)
                 if config.sample_tokens and tokenizer_of(config) and plan is plans[-1]:
                     with run.pause("sample"):
                         machine.say(f"the model writes:\n{machine.on_main(trainer.sample)}\n")

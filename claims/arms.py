@@ -1,4 +1,4 @@
-"""Arms: which runs are judged together, which of them count, the verdict, and how two differ.
+"""Arms: which runs are judged together, which of them count, and the verdict on them.
 
 Is the mean loss of an arm below the target, at p < 0.01? Which runs count never depends on
 their losses.
@@ -7,15 +7,14 @@ their losses.
 import itertools
 import math
 import os
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from claims import stats
 from claims.logs import read_all
-from claims.runs import Run, Validation, shared_measure
+from claims.runs import Run, Validation
 from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
 from runtime.settings import SETTINGS_OF_A_RUN, as_text
@@ -25,9 +24,7 @@ STEPS_TRACKS = {"steps", "track_3_optimization"}  # judged by their own rule, to
 ALPHA = 0.01
 
 NAMED_FIRST = ("recipe", "steps", "optimizer")
-# Times are compared between runs that agree in these.
-FINGERPRINT = ("gpu", "gpu_count", "driver", "cuda", "torch", "python", "cpu", "host_hash",
-               "threads", "dtype", "compiled")  # fmt: skip
+
 
 # ---- Which runs make an arm
 
@@ -175,10 +172,12 @@ class ArmVerdict:
         self.result = stats.one_sample(self.losses, self.target)
         n = self.result.n
         self.passes = self.result.p < ALPHA and n >= LEAST_RUNS
-        if 0 < n < LEAST_RUNS:
-            self.warnings.append(f"n = {n}: too few runs to know their spread, make {LEAST_RUNS}")
+        self.decided = n >= LEAST_RUNS
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")
+        if (at := stats.outlier(self.losses)) is not None:
+            what = f"the loss {self.losses[at]:.6f} of {name_of(self.runs[at])}"
+            self.warnings.append(f"{what} lies far from the others; it counts")
 
     @property
     def seconds(self) -> list[float]:
@@ -224,7 +223,8 @@ def judge_arm(
     """The verdict on one arm, at its end or at one step.
 
     target: None takes that of the logs, and is a LogError where they have none. NaN is for an arm
-    that is only compared.
+    that is only compared. `passes` and `decided`: whether it passes, and whether its runs allow a
+    verdict.
     """
     stop = common_stop(runs)
     at_step = stop if at_step is None else at_step
@@ -246,7 +246,7 @@ def judge_arm(
     arm.incomplete += [{"path": name_of(run), "reason": reason, "last_loss": run.final_loss}
                        for run, reason in left_out]  # fmt: skip
     if any(run.end.get("status") == "nonfinite" for run in runs):
-        arm.passes = False  # which runs count must not depend on their losses
+        arm.passes, arm.decided = False, True  # which runs count must not depend on their losses
         arm.warnings.append("a run diverged, so the mean of the others says too little")
     stops = sorted({run.stop for run in runs if run.stop is not None})
     if stop is not None and at_step == stop:
@@ -292,9 +292,6 @@ def origin_warnings(runs: Sequence[Run]) -> list[str]:
     return warnings
 
 
-# ---- Two arms: the difference of their losses and times, B - A
-
-
 def read_arm(path: str) -> ArmVerdict:
     """The arm in a folder or file. LogError unless it is exactly one."""
     runs, errors = read_all([path])
@@ -310,58 +307,3 @@ def read_arm(path: str) -> ArmVerdict:
         raise LogError("\n  ".join([rule, *found]))
     arm.warnings += [f"left out: {error}" for error in errors]
     return arm
-
-
-class Comparison(NamedTuple):
-    loss: stats.Difference
-    seconds: stats.Difference  # NaN on unlike machines
-    pairs: int  # of runs with one seed; 0: the arms are compared as independent samples
-    equal_loss: float | None  # p-value of "the losses differ by less than the margin"
-    differs: list[str]  # in machine or software
-
-
-def compare_arms(a: ArmVerdict, b: ArmVerdict, margin: float | None = None) -> Comparison:
-    """B - A. LogError for a shared log.
-
-    Arms on the same seeds are compared as pairs: two runs from one initialization share much of
-    their noise, and if they were made in turn, a drift of the machine is in both.
-    """
-    mine, other = ({(run.path.resolve(), run.index) for run in arm.runs} for arm in (a, b))
-    if shared := mine & other:
-        raise LogError(f"{min(shared)[0]} is in both arms: a run is not compared with itself")
-    if len({arm_key(run)[-1] for run in a.runs + b.runs} - {None}) > 1:
-        b.warnings.append("scored on other validation tokens than A: the losses do not compare")
-    pairs = count_pairs(a, b)
-    test = stats.paired if pairs else stats.welch
-    equal = None if margin is None else stats.equivalence(test, b.losses, a.losses, margin)
-    differs = compare_machines(a, b)
-    seconds = stats.Difference(math.nan) if differs else test(b.seconds, a.seconds)
-    return Comparison(test(b.losses, a.losses), seconds, pairs, equal, differs)
-
-
-def count_pairs(a: ArmVerdict, b: ArmVerdict) -> int:
-    """How many pairs of one seed the arms are; 0 unless both have the same seeds."""
-    seeds, others = ([run.seed for run in arm.runs] for arm in (a, b))
-    return len(seeds) if seeds == others and None not in seeds and len(seeds) > 1 else 0
-
-
-def compare_new_tokens(a: ArmVerdict, b: ArmVerdict) -> stats.Difference | None:
-    """B - A of the loss on new tokens, by the best measure that both have, if any."""
-    if (measure := shared_measure(a.runs + b.runs)) is None:
-        return None
-    losses, others = ([run.probe(measure) for run in arm.runs] for arm in (b, a))
-    test = stats.paired if count_pairs(a, b) else stats.welch
-    return test(losses, others)
-
-
-def compare_machines(a: ArmVerdict, b: ArmVerdict) -> list[str]:
-    """Where the logs differ in hardware or software.
-
-    A field that a log lacks counts as equal. Equal fields do not prove that it was one machine.
-    """
-    differs = []
-    for key in FINGERPRINT:
-        in_a, in_b = (Counter(str(run.env.get(key)) for run in arm.runs) for arm in (a, b))
-        if len({*in_a, *in_b} - {"None"}) > 1:
-            differs.append(f"{key}: {dict(in_a)} in A, {dict(in_b)} in B")
-    return differs

@@ -1,10 +1,10 @@
 """Does B beat A? Pairs of runs on one seed, tested as they arrive; and the log of judgements.
 
-A difference is B's figure minus A's on the same seed; the lower figure is the better one. Each look
-makes two tests, each at the same small level at every look (Pocock, 1977; `stats.look_level`): B is
-better or worse if the wide interval excludes 0; there is no difference larger than the margin if
-the narrow one is within +-margin (two one-sided tests). The interval of the deciding test may be
-read after any stop (Jennison and Turnbull, 1989). docs/judge.md has the levels and their limits.
+A difference is B's figure minus A's on the same seed; the lower figure is the better one. Each
+interim analysis makes two tests, each at the same small level at every analysis (Pocock, 1977;
+`stats.interim_level`): B is better or worse if the wide interval excludes 0; there is no difference
+larger than the margin if the narrow one is within +-margin (two one-sided tests). The interval of
+the deciding test may be read after any stop (Jennison and Turnbull, 1989).
 `judgements.jsonl` is a registry like that of runs. An unfinished judgement counts too.
 """
 
@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from filelock import FileLock
-from scipy.stats import skew
 from scipy.stats import t as student
 
 from claims import stats
 from claims.logs import finished_runs
 from claims.record import difference
-from claims.runs import NEW_TOKENS, Run
+from claims.runs import Run
 from runtime.claim import read_claim
-from runtime.errors import LogError, Refused
+from runtime.errors import Refused
 from runtime.jsonl import json_hash
 from runtime.registry import REGISTRY, read_registry, register
 from runtime.source import read_sources
 
-FIRST_LOOK = 4  # pairs: fewer may agree by chance
+FIRST_ANALYSIS = 4  # pairs before the first analysis: fewer may agree by chance
 ALPHA = 0.01  # of better and worse together
 EQUAL = 0.05  # of "no difference larger than the margin"
 MOST_PAIRS = 100
@@ -43,22 +42,23 @@ ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "
 
 
 class RacePlan:
-    """When to look, and what to look for. ValueError for a plan that makes no sense.
+    """When to analyse, and what for. ValueError for a plan that makes no sense.
 
-    pairs: at most; margin: the smallest difference that matters; every: pairs between two looks.
+    pairs: at most; margin: the smallest difference that matters; every: pairs between two analyses.
     """
 
     def __init__(self, pairs: int, margin: float, every: int = 1):
-        if not FIRST_LOOK <= pairs <= MOST_PAIRS or every < 1:
-            rule = f"it takes {FIRST_LOOK} to {MOST_PAIRS} pairs, and 1 or more between two looks"
-            raise ValueError(f"{pairs} pairs, a look after every {every}: {rule}")
-        stats.check_margin(margin)
+        if not FIRST_ANALYSIS <= pairs <= MOST_PAIRS or every < 1:
+            rule = f"there must be {FIRST_ANALYSIS} to {MOST_PAIRS} pairs, analysed every 1 or more"
+            raise ValueError(f"{pairs} pairs, analysed every {every}: {rule}")
+        if not 0 < margin < math.inf:
+            raise ValueError(f"margin is {margin}: it must be between 0 and inf")
         self.margin = margin
-        self.looks = (*range(FIRST_LOOK, pairs, every), pairs)
+        self.analyses = (*range(FIRST_ANALYSIS, pairs, every), pairs)
 
     def widths(self, n: int) -> tuple[float, float]:
-        """Half of the wide and of the narrow interval at a look, in standard errors of the mean."""
-        wide, narrow = (stats.look_level(self.looks, level) for level in (ALPHA / 2, EQUAL))
+        """Half of the wide and the narrow interval after n pairs, in standard errors."""
+        wide, narrow = (stats.interim_level(self.analyses, level) for level in (ALPHA / 2, EQUAL))
         return float(student.isf(wide, n - 1)), float(student.isf(narrow, n - 1))
 
 
@@ -71,7 +71,6 @@ class Verdict(NamedTuple):
     high: float = math.nan
     sd: float = math.nan  # of the differences
     confidence: float = 1 - ALPHA  # of the interval
-    skew: float = 0.0  # of the differences
 
 
 def decide(differences: Sequence[float], plan: RacePlan) -> Verdict:
@@ -80,7 +79,7 @@ def decide(differences: Sequence[float], plan: RacePlan) -> Verdict:
     mean, sd = stats.moments(differences)
     if not all(map(math.isfinite, differences)):
         return Verdict("undecided", True, n, math.nan)
-    if n not in plan.looks:
+    if n not in plan.analyses:
         return Verdict("undecided", False, n, mean)
     error = sd / math.sqrt(n)
     if sd == 0 and mean != 0:  # equal differences say nothing about their spread
@@ -93,9 +92,8 @@ def decide(differences: Sequence[float], plan: RacePlan) -> Verdict:
         outcome = "worse"
     elif abs(mean) + narrow < plan.margin:
         outcome, half, confidence = "no difference", narrow, 1 - 2 * EQUAL
-    final = outcome != "undecided" or n == plan.looks[-1]
-    shape = float(skew(differences)) if sd > 0 else 0.0
-    return Verdict(outcome, final, n, mean, mean - half, mean + half, sd, confidence, shape)
+    final = outcome != "undecided" or n == plan.analyses[-1]
+    return Verdict(outcome, final, n, mean, mean - half, mean + half, sd, confidence)
 
 
 # ---- The arms and their figures
@@ -122,46 +120,23 @@ def require_comparable(arms: Sequence[Arm], metric: str) -> None:
             raise Refused(f"{name} is {mine} in A and {other} in B: judge {metric} with the same.")
 
 
-def figures(folder: Path, arm: Arm, metric: str) -> dict[int, float]:
-    """By seed, the figure of the first run of this arm that ended.
-
-    LogError for a log that its run did not register so: it was replaced, or put there.
-    """
-    found: dict[int, float] = {}
-    path = folder / arm.name / REGISTRY
-    lines = read_registry(path) if path.exists() else []
-    # By run that was started, the hash of its log; None until its end.
-    ended = {line["run_id"]: line.get("log_sha256") for line in lines if line["event"] != "resume"}
+def runs_of(folder: Path, arm: Arm) -> dict[int, Run]:
+    """By seed, the first run of this arm that finished or diverged."""
+    found: dict[int, Run] = {}
     for run in finished_runs(folder / arm.name):
-        if ended.get(run.run_id, "") not in (None, run.segments[-1].sha256):
-            raise LogError(f"{run.path} is not the log that the run registered at its end. Judge "
-                           f"anew, with another --seed.")  # fmt: skip
         same = run.config_sha256 == arm.config_sha256 and run.source == arm.source_sha256
-        if same and run.seed is not None and ended[run.run_id] is not None:
-            found.setdefault(run.seed, figure(run, metric))
+        if same and run.seed is not None:
+            found.setdefault(run.seed, run)
     return found
 
 
 def figure(run: Run, metric: str) -> float:
-    """Of a run that diverged the loss of a guess; it has no time."""
+    """What must be lower. Of a run that diverged the loss of a guess; it has no time."""
     if not run.counts:
-        in_nats = metric in ("loss", *NEW_TOKENS)
-        return math.log(run.header["config"]["vocab_size"]) if in_nats else math.inf
-    if metric in NEW_TOKENS:
-        return run.probe(metric)
+        return math.log(run.header["config"]["vocab_size"]) if metric == "loss" else math.inf
     if metric == "time":
         return (run.train_time_ms or math.inf) / 1000
     return run.validations[-1].loss
-
-
-def compare_new_tokens(folder: Path, arms: Sequence[Arm], seeds: range) -> stats.Difference:
-    """B - A of the loss on new tokens, by the best measure that the runs of both arms have."""
-    for measure in NEW_TOKENS:
-        found = [figures(folder, arm, measure) for arm in arms]
-        a, b = ({seed: each[seed] for seed in seeds} for each in found)
-        if all(map(math.isfinite, [*a.values(), *b.values()])):
-            break
-    return stats.paired_by_seed(b, a)
 
 
 # ---- The log of judgements

@@ -1,9 +1,8 @@
-"""The pages of records: record.json and README.md of each, the leaderboard of all with pictures.
+"""The pages of records: the README.md of each, the leaderboard of all with a picture.
 
 Text from claims and logs is escaped: it cannot pass for a part of the page.
 """
 
-import json
 import math
 import re
 import shlex
@@ -29,14 +28,12 @@ from claims.record import (
 )
 from claims.runs import NEW_TOKENS
 from runtime.errors import Refused
-from runtime.jsonl import plain
 
-SCHEMA = 2  # of record.json
 LONGEST_DIFF = 1000  # lines; of a longer one the page only says how long it is
 HEAD = """# Records
 
 Each folder has a claim that was written before its runs, their logs and source.
-`python scripts/record.py verify FOLDER` recomputes its numbers, `leaderboard` writes this page.
+`python scripts/record.py verify FOLDER` recomputes its numbers, `make` writes this page.
 
 The command on a record's page is that of its own source.
 
@@ -59,34 +56,6 @@ COPIED, NEW, HELD_OUT = ("loss_on_copied", "copy_loss"), NEW_TOKENS, ("loss_held
 MARK = "†"  # of a loss on new tokens that is measured as in logs before 2026-11-29
 MARKED = f"""{MARK} as in logs before 2026-11-29: of the first 16,384 validation tokens; a pair
 more than 176 tokens back counts as new."""
-
-
-def facts(evidence: Evidence) -> dict[str, Any]:
-    """What record.json says, every number from the logs."""
-    claim, result, runs = evidence.claim, evidence.result, []
-    for run in evidence.complete:
-        last = run.segments[-1]  # which names the hash of the one before, if there is one
-        runs.append({"file": last.path.name, "sha256": last.sha256, "seed": run.seed,
-                     "val_loss": run.final_loss, "train_time_ms": run.train_time_ms})
-    # Ten digits: the last ones differ between processors and versions of the libraries.
-    numbers = {name: float(f"{value:.10g}") for name, value in result._asdict().items()}
-    return {
-        "schema": SCHEMA, "name": claim.name, "track": claim.track, "date": claim.created[:10],
-        "claim": claim.id, "target": claim.target, "level": claim.alpha,
-        "shown": evidence.shown, "steps": claim.config["steps"], **numbers, "n": result.n,
-        "new_tokens": new_tokens_facts(evidence),
-        "median_train_time_ms": evidence.median_ms, "source_sha256": claim.source_sha256,
-        "config_sha256": claim.config_sha256, "runs": runs,
-    }
-
-
-def new_tokens_facts(evidence: Evidence) -> dict[str, Any] | None:
-    """What the second condition rests on; None where it does not apply."""
-    if (new := evidence.new_tokens) is None:
-        return None
-    numbers = {name: value if isinstance(value, str) else float(f"{value:.10g}")
-               for name, value in new._asdict().items()}  # fmt: skip
-    return {"most_above": MOST_ABOVE, **numbers, "shown": new.shown}
 
 
 def printable(text: str) -> str:
@@ -171,12 +140,25 @@ def run_part(evidence: Evidence) -> Iterator[str]:
     yield f"The claim has schema {claim.schema}, its logs have schema {schemas}."
     yield (f"The claim was written at {claim.created}, before the runs: {claim.n} runs,\n"
            f"seeds {claim.seeds[0]} to {claim.seeds[-1]}, tested after {claim.n}.")
+    yield tried_part(evidence)
     folder = shlex.quote(f"records/{claim.track}/{evidence.folder.name}")
     train = shlex.join(["python", "train_gpt.py", *claim.flags])
     yield fenced(f"{train} --seed {claim.seeds[0]} --trials {claim.n}\n"
                  f"python scripts/record.py verify {folder}")
     if (evidence.folder / "NOTES.md").is_file():
         yield "More about this record: [NOTES.md](NOTES.md)."
+
+
+def tried_part(evidence: Evidence) -> str:
+    """How much was tried before: of many claims one may pass by chance."""
+    tried = evidence.tried_before
+    steps = ", ".join(f"{each:,}" for each in tried.steps)
+    claims = f"{len(tried.steps)} step counts ({steps})" if tried.steps else "nothing"
+    runs = "no other run"
+    if tried.runs:
+        runs = f"{tried.runs} other runs of {tried.settings} configurations"
+    return (f"Claimed before it on this track: {claims}.\n"
+            f"Its log folder had {runs} on this track before its first.")  # fmt: skip
 
 
 def source_part(evidence: Evidence) -> Iterator[str]:
@@ -186,9 +168,10 @@ def source_part(evidence: Evidence) -> Iterator[str]:
     yield "## Source"
     yield (f"- source `{claim.source_sha256}`: [all files]({stored})\n"
            f"- configuration `{claim.config_sha256}`: [claim.json](claim.json)")
-    if not (before := records.claim_before(evidence)):
+    if not (earlier := records.claims_before(evidence)):
         yield "This is the first claim on its track."
         return
+    before = earlier[-1]
     old = read_source(records_of(evidence.folder), before.source_sha256)
     lines = difference(old, evidence.source)
     changed = {name for name, _ in old.items() ^ evidence.source.items()}
@@ -202,21 +185,19 @@ def source_part(evidence: Evidence) -> Iterator[str]:
         yield "</details>"
 
 
-def derived(evidence: Evidence) -> dict[str, bytes]:
-    """The files of a record that follow from the others, by name."""
-    record = json.dumps(plain(facts(evidence)), indent=1) + "\n"
-    texts = {"record.json": record, "README.md": readme(evidence)}
-    return {name: text.encode(errors="backslashreplace") for name, text in texts.items()}
+def write_page(evidence: Evidence) -> None:
+    """Write the record's README.md."""
+    (evidence.folder / "README.md").write_bytes(readme(evidence).encode(errors="backslashreplace"))
 
 
 def differences(evidence: Evidence) -> Iterator[Failure]:
-    """The pages that are not, byte for byte, what the logs say."""
-    for name, content in derived(evidence).items():
-        path = evidence.folder / name
-        same_size = path.is_file() and path.stat().st_size == len(content)  # else it may be huge
-        if not same_size or path.read_bytes() != content:
-            fix = f"write it with scripts/record.py make {evidence.folder}"
-            yield Failure(f"{name} is not what the logs say", path, fix)
+    """A failure where the page is not, byte for byte, what the logs say."""
+    path, content = evidence.folder / "README.md", readme(evidence)
+    written = content.encode(errors="backslashreplace")
+    same_size = path.is_file() and path.stat().st_size == len(written)  # else it may be huge
+    if not same_size or path.read_bytes() != written:
+        fix = f"write it with scripts/record.py make {evidence.folder}"
+        yield Failure("README.md is not what the logs say", path, fix)
 
 
 def leaderboard(evidences: Sequence[Evidence]) -> str:

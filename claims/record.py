@@ -1,8 +1,8 @@
 """A record as it is read: its claim, its runs, their registry and its source.
 
-A record is a folder `records/<track>/<date>_<name>` with claim.json, runs/*.jsonl, and the pages
-that `scripts/record.py make` writes from these: record.json and README.md. Its source is in
-`records/sources`. `claims.checks` judges whether to believe a record.
+A record is a folder `records/<track>/<date>_<name>` with claim.json, runs/*.jsonl, and the page
+README.md that `scripts/record.py make` writes from these. Its source is in `records/sources`.
+`claims.checks` judges whether to believe a record.
 """
 
 import difflib
@@ -26,12 +26,12 @@ from runtime.claim import Claim, check_rules, read_claim
 from runtime.errors import LogError, Refused
 from runtime.jsonl import plain, read_regular
 from runtime.registry import MOST_REGISTRY_BYTES, REGISTRY, read_registry
+from runtime.settings import flag
 from runtime.source import digest
 
 # ---- Sources
 
 MOST_BYTES = 2**24  # sixty times the first sources; keeps a wrong file from filling the memory
-COMMIT = re.compile(rb"\A(source [0-9a-f]{64}\n)commit [0-9a-f]{40,64}\n")  # of older sources
 # No part of a name begins with a dot: someone may write the files to a folder.
 NAMED = re.compile(rb"file ((?:\w[\w.-]{0,80}/){0,9}\w[\w.-]{0,80}), ([0-9]{1,9}) bytes\n")
 Source = dict[str, bytes]  # contents of its files, by name relative to the repository
@@ -47,7 +47,6 @@ def pack(source: Source) -> bytes:
 
 def unpack(text: bytes) -> Source:
     """The source in a text. Refused for a text that `pack` does not write."""
-    text = COMMIT.sub(rb"\1", text)
     source: Source = {}
     named = NAMED.match(text, text.find(b"\n") + 1)
     while named:
@@ -130,7 +129,7 @@ STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_token
          "bigram_rows": 0, "xsa": False, "stages": "constant", "softcap": "rsqrt",
          "attention_scale": 0.12}
 # `copied` follows from the validation tokens and the length of their rows: `new_targets` in
-# claims/rerun.py counts the others.
+# claims/questions.py counts the others.
 TRACKS = {
     "small": Track(3.36, 262_144, VAL, 0.02, TRAIN, SMALL, False, baseline="2026-11-27_AdamWTuned",
                    copied=48_090),
@@ -147,6 +146,21 @@ MOST_ABOVE = 0.01  # nats per token
 def departures(settings: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
     """What the rules fix, for each setting that is not so."""
     return {name: fixed for name, fixed in rules.items() if settings.get(name) != fixed}
+
+
+def why_no_claim(config: dict[str, Any]) -> str | None:
+    """Why runs with these settings can belong to no claim, with the fix; None if they can."""
+    track = TRACKS[config["track"]]
+    if not track.val_sha256:  # verify would fail after the runs
+        return (f"{config['track']} has no val_sha256: add it in claims/record.py and train_gpt.py "
+                f"first. A run with --val-sha256 0 prints it")  # fmt: skip
+    if config.get("quick"):
+        return "--quick: a claim validates on all tokens of its track. Leave --quick out"
+    fixed = {"target": track.target, "val_tokens": track.val_tokens, **track.fixed}
+    for name, value in departures(config, fixed).items():
+        return (f"{flag(name)} {config.get(name)}: that of the track is {value}. Leave "
+                f"{flag(name)} out")  # fmt: skip
+    return None
 
 
 @dataclass(frozen=True)
@@ -184,6 +198,18 @@ class Evidence:
     def committed(self) -> str | None:
         """When git first saw the claim; None where git does not know."""
         return commit_time(self.folder / "claim.json")
+
+    @cached_property
+    def tried_before(self) -> "Tried":
+        """What was tried before the claim's first run, as far as its registry and claims know."""
+        first = min((line["time"] for line in self.starts), default=self.claim.created)
+        others = [line for line in self.registry if line["event"] == "start"
+                  and line.get("track") == self.claim.track and line["time"] < first
+                  and line.get("claim") != self.claim.id]  # fmt: skip
+        steps = {claim.config.get("steps") for claim in claims_before(self)}
+        settings = {line.get("config_sha256") for line in others}
+        return Tried(sorted(each for each in steps if isinstance(each, int)), len(others),
+                     len(settings))  # fmt: skip
 
     @cached_property
     def result(self) -> Result:
@@ -248,6 +274,14 @@ class Evidence:
         return self.below and (self.new_tokens is None or self.new_tokens.shown)
 
 
+class Tried(NamedTuple):
+    """What came before a claim on its track."""
+
+    steps: list[int]  # numbers of steps of older claims
+    runs: int  # other runs in its log folder
+    settings: int  # how many configurations these had
+
+
 class NewTokens(NamedTuple):
     """The loss on new tokens beside that of the baseline; the older measure if one is older."""
 
@@ -274,6 +308,7 @@ def claim_text(claim: Claim) -> str:
 
 def read_evidence(folder: Path) -> Evidence:
     """The record in a folder. Refused, LogError or OSError names a file that cannot be read."""
+    require_regular(folder)
     claim = read_claim(folder / "claim.json")
     if claim.track not in TRACKS:
         raise Refused(f"{folder}: track {claim.track!r} has no rules; use {', '.join(TRACKS)}")
@@ -297,16 +332,23 @@ def read_evidence(folder: Path) -> Evidence:
     return Evidence(folder, claim, TRACKS[claim.track], runs, [*registry.values()], source)
 
 
+def require_regular(folder: Path) -> None:
+    """Refused for a link, which a write would follow, or a pipe, for which a read would wait."""
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise Refused(f"{path} is a link or no regular file: a record has none. Take it out.")
+
+
 def records_of(folder: Path) -> Path:
     """The folder of all records and of their sources."""
     return folder.resolve().parents[1]
 
 
-def claim_before(evidence: Evidence) -> Claim | None:
-    """The claim on its track that was written before it, by the claims' own dates."""
+def claims_before(evidence: Evidence) -> list[Claim]:
+    """The claims on its track that were written before it, by their own dates, oldest first."""
     claims = map(read_claim, evidence.folder.resolve().parent.glob("*/claim.json"))
     earlier = [claim for claim in claims if claim.created < evidence.claim.created]
-    return max(earlier, key=lambda claim: (claim.created, claim.name), default=None)
+    return sorted(earlier, key=lambda claim: (claim.created, claim.name))
 
 
 def claims_of_its_seeds(evidence: Evidence) -> Iterator[tuple[Claim, list[int]]]:
@@ -365,14 +407,19 @@ def write_claim(records: Path, claim: Claim, source: Source) -> Path:
     return folder
 
 
+def has_runs(logs: Path, folder: Path) -> bool:
+    """Whether runs of the claim in `folder` were started in this log folder."""
+    claim = read_claim(folder / "claim.json")
+    lines = read_registry(logs / REGISTRY) if (logs / REGISTRY).is_file() else []
+    return any(line.get("claim") == claim.id for line in lines)
+
+
 def copy_runs(folder: Path, folders: list[Path]) -> None:
     """Copy the logs of all runs of the claim in `folder`, and each log folder's registry.
 
     Every run that was started is copied, however it ended. Refused for a record that holds a link.
     """
-    for path in folder.rglob("*"):  # a write would follow a link, a read would wait for a pipe
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise Refused(f"{path} is a link or no regular file: a record has none. Take it out.")
+    require_regular(folder)
     claim = read_claim(folder / "claim.json")
     for number, logs in enumerate(folders, 1):
         if not (logs / REGISTRY).is_file():

@@ -31,6 +31,7 @@ class Step(NamedTuple):
     grad_norm: float | None = None  # of all gradients that are stepped
     window: int | None = None  # earlier tokens that a long layer sees
     skipped: bool | None = None  # by the guard
+    grad_norms: dict[str, float] | None = None  # by optimizer; 0: it took no step
 
 
 class Phase(NamedTuple):
@@ -41,7 +42,7 @@ class Phase(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """One file of a run. Its header names the hash of the segment before: `previous_sha256`."""
+    """One file of a run."""
 
     path: Path
     sha256: str
@@ -52,7 +53,6 @@ class Resume(NamedTuple):
     from_step: int
     differences: list[str]  # of source and settings
     registry_sha256: str | None
-    checkpoint_sha256: str | None  # of the checkpoint that was loaded
     repeats: bool  # the process before did not stop at this step: steps were done twice
 
 
@@ -77,7 +77,6 @@ class Run:
     phases: list[Phase] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)  # of a log of ours
-    checkpoints: list[tuple[int, str]] = field(default_factory=list)  # step, SHA-256 of checksums
     end: dict[str, Any] = field(default_factory=dict)  # the last end line
     unfinished: str | None  # why the run did not go to its end; None if it did
     stop: int | None = None  # where a text log ends with a validation before its declared total

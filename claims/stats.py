@@ -1,12 +1,12 @@
 """The statistics of a claim: functions on sequences of floats.
 
-What a sample does not determine (too few values, no spread, a value that is not finite) is NaN. A
-margin that makes no sense is a ValueError. tests/test_stats.py has figures of public runs.
+What a sample does not determine (too few values, no spread, a value that is not finite) is NaN.
+tests/test_stats.py has figures of public runs.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
@@ -19,12 +19,7 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 NAN, INF = math.nan, math.inf
 STEPS_BOUND = Fraction("0.004")  # of track 3: (target - mean) * sqrt(n) must reach it
-SEQUENCES = 10**6  # simulated for planned looks: a level of 0.01 comes out to about 1 %
-
-
-def check_margin(margin: float) -> None:
-    if not 0 < margin < INF:
-        raise ValueError(f"margin is {margin}: it must be between 0 and inf")
+SEQUENCES = 10**6  # simulated for interim analyses: a level of 0.01 comes out to about 1 %
 
 
 # ---- Tests
@@ -95,33 +90,10 @@ def paired(new: Sequence[float], old: Sequence[float]) -> Difference:
     return difference(mean, ttest_rel(new, old))
 
 
-def paired_by_seed(new: dict[int, float], old: dict[int, float]) -> Difference:
-    """`paired` on the seeds that both have, without runs that diverged."""
-    both = [seed for seed in sorted(new.keys() & old.keys())
-            if math.isfinite(new[seed]) and math.isfinite(old[seed])]  # fmt: skip
-    return paired([new[seed] for seed in both], [old[seed] for seed in both])
-
-
 def difference(mean: float, test: Any) -> Difference:
     """`test` is a two-sided one by scipy."""
     low, high = test.confidence_interval(0.95)
     return Difference(mean, float(test.pvalue), float(low), float(high))
-
-
-def equivalence(
-    test: Callable[..., Difference], new: Sequence[float], old: Sequence[float], margin: float
-) -> float:
-    """p-value of "the means differ by less than margin": two one-sided tests (Schuirmann, 1987).
-
-    test: `welch` or `paired`.
-    """
-    check_margin(margin)
-    if test is paired and new == old:
-        return 0.0  # to the bit: nothing is left to chance
-    bound = math.copysign(margin, test(new, old).mean)  # at the nearer one p is the larger
-    beyond = test([value - bound for value in new], old)
-    half = beyond.p_two_sided / 2
-    return half if (beyond.mean > 0) == (bound < 0) else 1 - half
 
 
 def less_above(margin: float, new: Sequence[float], old: Sequence[float]) -> float:
@@ -140,6 +112,21 @@ def holm(p_values: dict[Any, float]) -> dict[Any, float]:
     names = sorted(tried, key=lambda name: tried[name])
     raised = [min(1.0, (len(names) - rank) * tried[name]) for rank, name in enumerate(names)]
     return dict(zip(names, accumulate(raised, max), strict=True))
+
+
+def outlier(values: Sequence[float]) -> int | None:
+    """The index of a value that a normal sample would hold in one of a hundred; None without one.
+
+    Grubbs' two-sided test at 0.01. It names a value for the reader and removes none.
+    """
+    mean, sd = moments(values)
+    n = len(values)
+    if n < 4 or not sd > 0:
+        return None
+    index = max(range(n), key=lambda i: abs(values[i] - mean))
+    squared = student.isf(0.01 / (2 * n), n - 2) ** 2
+    bound = (n - 1) / math.sqrt(n) * math.sqrt(squared / (n - 2 + squared))
+    return index if abs(values[index] - mean) > bound * sd else None
 
 
 def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:
@@ -166,18 +153,18 @@ def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
 
 
 @cache
-def look_level(looks: tuple[int, ...], alpha: float = 0.01) -> float:
+def interim_level(analyses: tuple[int, ...], alpha: float = 0.01) -> float:
     """The level that, used at each of these numbers of runs, makes alpha in all (Pocock, 1977).
 
-    The runs are simulated without an effect. Those between two looks are drawn at once, as their
+    The runs are simulated without an effect. Those between two analyses are drawn at once, as their
     sum and their sum of squares: a t-test needs no more. Levels below 1e-4 are not resolved.
     """
-    if len(looks) == 1:
+    if len(analyses) == 1:
         return alpha
     rng = np.random.default_rng(0)
     total, squares = np.zeros(SEQUENCES), np.zeros(SEQUENCES)
-    smallest = np.ones(SEQUENCES)  # p of each sequence, over the looks so far
-    for before, n in pairwise((0, *looks)):
+    smallest = np.ones(SEQUENCES)  # p of each sequence, over the analyses so far
+    for before, n in pairwise((0, *analyses)):
         normal = rng.standard_normal(SEQUENCES)
         total += math.sqrt(n - before) * normal
         squares += normal**2

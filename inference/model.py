@@ -77,6 +77,12 @@ class Model:
     def config(self) -> Config:
         return self.gpt.config
 
+    def __str__(self) -> str:
+        """Which model it is, for people: folder, track, recipe, steps and validation loss."""
+        config, val_loss = self.config, float(self.facts.get("val_loss", "nan"))
+        run = f"{config.track}, {config.recipe}, {self.facts.get('steps')} steps"
+        return f"{self.folder}: {run}, validation loss {val_loss:.4f}"
+
     @cached_property
     def tokenizer(self) -> tiktoken.Encoding:
         """ValueError if the model has none that is known, or if it cannot be read."""

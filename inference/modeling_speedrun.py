@@ -44,6 +44,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
         labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
         inputs_embeds: Tensor | None = None, num_items_in_batch: int | Tensor | None = None,
+        output_hidden_states: bool | None = None, output_attentions: bool | None = None,
         **unused: Any,
     ) -> CausalLMOutput:  # fmt: skip
         """Logits (B, T, V), float32, after each token of input_ids (B, T), soft cap included.
@@ -56,6 +57,9 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("inputs_embeds cannot replace input_ids: the model looks up more than "
                              "one embedding for a token. Give input_ids.")  # fmt: skip
+        if output_hidden_states or output_attentions:
+            raise ValueError("no hidden states or attentions: the model returns logits and a loss. "
+                             "For more, call the trainer's classes in self.gpt.")  # fmt: skip
         if attention_mask is not None and (attention_mask.int().diff(dim=1) > 0).any():
             raise ValueError("text after padding: pad on the right, generate one text at a time.")
         longest = max(self.gpt.config.seq_len, self.gpt.config.val_seq_len)

@@ -5,11 +5,12 @@ max(start of t's document, t - window) <= s <= t. The caller scales the queries.
 
     name                                    one of ATTENTIONS, without "auto"
     window(tokens)                          a 0-d CPU tensor: one compiled graph takes every window
-    documents(cu_seqlens, rows, sequence)   boundaries for the call; made once a forward pass
-    (q, k, v, documents, window, longest)   attention, (B, T, H, D) like q, k and v
+    documents(cu_seqlens, rows, sequence, longest)   for the call; made once a forward pass
+    (q, k, v, documents, window)            attention, (B, T, H, D) like q, k and v
 
 cu_seqlens: int32 positions of document boundaries in the flat stream of rows. They include 0 and
 the end of each row, and may repeat. longest: an int, at least the tokens of the longest document.
+Make documents outside compiled code, so that one graph takes any length.
 """
 
 import torch

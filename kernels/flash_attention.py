@@ -55,19 +55,20 @@ def why_not_flash(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     return None
 
 
-def _reach(cu_seqlens: Tensor, window: Tensor, longest: int) -> tuple[tuple, dict[str, Any]]:
+def _reach(cu_seqlens: Tensor, window: Tensor, longest: Tensor) -> tuple[tuple, dict[str, Any]]:
     """Arguments of torch's operators for documents, window and causality."""
-    causal = int(window) >= longest  # with a window, window_size_right hides the future
-    left = -1 if causal else int(window)  # -1: no document is longer than the window
+    reach, most = int(window), int(longest)
+    causal = reach >= most  # with a window, window_size_right hides the future
+    left = -1 if causal else reach  # -1: no document is longer than the window
     options = {"scale": 1.0, "window_size_left": left, "window_size_right": 0}
-    return (cu_seqlens, cu_seqlens, longest, longest, 0.0, causal), options  # 0.0: dropout
+    return (cu_seqlens, cu_seqlens, most, most, 0.0, causal), options  # 0.0: dropout
 
 
-# An operator of our own hides the window from the compiler, which would compile a graph for each
-# value of an int.
+# An operator of our own hides window and longest, 0-d CPU tensors, from the compiler, which would
+# compile a graph for each value of an int.
 @torch.library.custom_op("speedrun::flash_attention", mutates_args=())
 def _flash_attention(
-    q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, cu_seqlens: Tensor, window: Tensor, longest: int
+    q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, cu_seqlens: Tensor, window: Tensor, longest: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The output (N, H, D) and the log-sum-exp of the scores (H, N), float32."""
     args, options = _reach(cu_seqlens, window, longest)
@@ -79,7 +80,7 @@ def _flash_attention(
 @torch.library.custom_op("speedrun::flash_attention_backward", mutates_args=())
 def _flash_attention_backward(
     dout_NHD: Tensor, q_NHD: Tensor, k_NHD: Tensor, v_NHD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
-    cu_seqlens: Tensor, window: Tensor, longest: int,
+    cu_seqlens: Tensor, window: Tensor, longest: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     args, options = _reach(cu_seqlens, window, longest)
     tensors = dout_NHD.contiguous(), q_NHD, k_NHD, v_NHD, out_NHD, lse_HN
@@ -100,12 +101,12 @@ def _(dout, q, k, v, out, lse, cu_seqlens, window, longest):
 
 
 def _save(ctx, inputs, output):
-    q, k, v, cu_seqlens, window, ctx.longest = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, window)
+    q, k, v, *documents = inputs
+    ctx.save_for_backward(q, k, v, *output, *documents)
 
 
 def _differentiate(ctx, dout, _):
-    return *_flash_attention_backward(dout, *ctx.saved_tensors, ctx.longest), None, None, None
+    return *_flash_attention_backward(dout, *ctx.saved_tensors), None, None, None
 
 
 _flash_attention.register_autograd(_differentiate, setup_context=_save)
@@ -120,13 +121,16 @@ class FlashAttention:
         self.name = name
         activate(KERNELS[name][0])
 
-    def documents(self, cu_seqlens: Tensor, rows: int, sequence: int) -> Tensor:
-        return cu_seqlens
+    def documents(
+        self, cu_seqlens: Tensor, rows: int, sequence: int, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        return cu_seqlens, torch.tensor(longest)
 
     def __call__(
-        self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, documents: Tensor, window: Tensor,
-        longest: int,
+        self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, documents: tuple[Tensor, Tensor],
+        window: Tensor,
     ) -> Tensor:  # fmt: skip
         q_NHD, k_NHD, v_NHD = (x.flatten(0, 1) for x in (q_BTHD, k_BTHD, v_BTHD))
-        out, _ = _flash_attention(q_NHD, k_NHD, v_NHD, documents, window, longest)
+        cu_seqlens, longest = documents
+        out, _ = _flash_attention(q_NHD, k_NHD, v_NHD, cu_seqlens, window, longest)
         return out.view(q_BTHD.shape)

@@ -6,6 +6,7 @@ scales are modded-nanogpt's. N tokens, n of a chunk, K targets a token, C model 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ WEIGHT_SCALE = 2**-8  # up to 1.75; the 2**-9 of record 42 cuts weights at 0.875
 GRADIENT_SCALE = 1 / 448
 FP8_MULTIPLE = 16  # FP8 matrix units read rows of whole 16 bytes
 FP8_CAPABILITY = (8, 9)
+LOG2_E = math.log2(math.e)
 
 
 class Softcap(NamedTuple):
@@ -50,11 +52,20 @@ def capped(z: Tensor, softcap: Softcap) -> Tensor:
     return height * z * (z.square() + width**2).rsqrt()
 
 
+def _capped_by_exp2(z: Tensor, softcap: Softcap) -> Tensor:
+    """`capped`, of a sigmoid by exp2 and reciprocal: GPUs have an instruction for each."""
+    kind, height, width, shift = softcap
+    if kind != "sigmoid":
+        return capped(z, softcap)
+    turn = -LOG2_E / width
+    return height * (1 + (turn * z + turn * shift).exp2()).reciprocal()
+
+
 def _slope(capped_z: Tensor, softcap: Softcap) -> Tensor:
     """The derivative of `capped` by z, computed from the capped value."""
     kind, height, width, _ = softcap
     if kind == "sigmoid":
-        return capped_z * (height - capped_z) / (height * width)
+        return capped_z * (1 / width - capped_z * (1 / (height * width)))
     return height / width * (1 - (capped_z / height).square()).clamp(min=0) ** 1.5
 
 
@@ -63,32 +74,43 @@ def _summed(dtype: torch.dtype) -> torch.dtype:
 
 
 def _cross_entropy(
-    z_nV: Tensor, targets: Tensor, weights_K: Tensor | None, softcap: Softcap, gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The loss of a chunk, () or (2,), and its gradient by z, or None without `gradient`."""
-    y = capped(z_nV.to(_summed(z_nV.dtype)), softcap)
-    e = y.exp()  # the cap prevents overflow, so no pass has to find the largest logit
-    total = e.sum(-1, keepdim=True)
+    z_nV: Tensor, targets: Tensor, weights_K: Tensor | None, softcap: Softcap, gradient: bool,
+    fp8: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The loss of a chunk, () or (2,), and its gradient by z, or None without `gradient`.
+
+    fp8: the gradient is in E5M2 and divided by GRADIENT_SCALE. On GPUs arithmetic bounds this
+    kernel, not memory. So it counts logits in bits, as e^y = 2^(y log2 e), divides nothing, and
+    compares no token of the vocabulary with the targets.
+    """
+    in_bits = softcap._replace(height=LOG2_E * softcap.height)
+    y_nV = _capped_by_exp2(z_nV.to(_summed(z_nV.dtype)), in_bits)
+    e_nV = y_nV.exp2()  # the cap prevents overflow, so no pass has to find the largest logit
+    total_n1 = e_nV.sum(-1, keepdim=True)
+    targets_nK = targets.view(len(targets), -1)
+    counted_nK, tokens_nK = targets_nK >= 0, targets_nK.clamp(min=0)  # -1 is no token
+    y_nK = y_nV.gather(1, tokens_nK)
+    loss_nK = counted_nK * (total_n1.log() - y_nK / LOG2_E)
+    weights_nK = counted_nK.to(loss_nK.dtype)
     if weights_K is None:
-        loss = (total.log() - y.gather(1, targets.unsqueeze(1))).sum()
+        loss = loss_nK.sum()
     else:
-        loss_nK = (targets >= 0) * (total.log() - y.gather(1, targets.clamp(min=0)))
-        loss = torch.stack([(weights_K * loss_nK).sum(), loss_nK[:, 0].sum()])
+        weights_nK = weights_nK * weights_K
+        loss = torch.stack([(weights_nK * loss_nK).sum(), loss_nK[:, 0].sum()])
     if not gradient:
         return loss, None
-    p = e.mul_(total.reciprocal())  # arithmetic bounds this kernel: no divisions
-    return loss, _gradient_by_capped(p, targets, weights_K).mul_(_slope(y, softcap))
 
-
-def _gradient_by_capped(p_nV: Tensor, targets: Tensor, weights_K: Tensor | None) -> Tensor:
-    """The gradient by the capped logits, from the softmax p, which is overwritten."""
-    tokens = torch.arange(p_nV.size(1), device=p_nV.device)
-    if weights_K is None:
-        return torch.where(tokens == targets.unsqueeze(1), p_nV - 1, p_nV)
-    dy_nV = p_nV.mul_((weights_K * (targets >= 0)).sum(-1, keepdim=True))
-    for target, weight in zip(targets.split(1, dim=1), weights_K.unbind(), strict=True):
-        dy_nV = torch.where(tokens == target, dy_nV - weight, dy_nV)  # -1 is no token
-    return dy_nV
+    dtype, unit = (E5M2, GRADIENT_SCALE) if fp8 else (z_nV.dtype, 1.0)
+    weights_nK = weights_nK / (LOG2_E * unit)
+    # The gradient by y is a multiple of the softmax, less the weight of each target at its token.
+    # Several targets may be one token: each place is given the sum of their weights.
+    same_nKK = tokens_nK.unsqueeze(2) == targets_nK.unsqueeze(1)
+    own_nK = (same_nKK * weights_nK.unsqueeze(1)).sum(-1)
+    dy_nV = e_nV.mul_(weights_nK.sum(-1, keepdim=True) * total_n1.reciprocal())
+    dz_nK = (dy_nV.gather(1, tokens_nK) - own_nK) * _slope(y_nK, in_bits)
+    dz_nV = dy_nV.mul_(_slope(y_nV, in_bits)).to(dtype)
+    dz_nV[torch.arange(len(z_nV), device=z_nV.device).unsqueeze(1), tokens_nK] = dz_nK.to(dtype)
+    return loss, dz_nV
 
 
 def _quantize(x: Tensor, scale: float) -> Tensor:
@@ -129,9 +151,7 @@ def _losses(
     fp8 = w_VC.dtype == E4M3
     a_nC = _quantize(x_nC, x_scale) if fp8 else x_nC
     z_nV = _product(a_nC, w_VC, x_scale * WEIGHT_SCALE, x_nC.dtype, fast=True)
-    loss, dz_nV = _cross_entropy(z_nV, targets, weights_K, softcap, gradient)
-    if dz_nV is not None:
-        dz_nV = (dz_nV / GRADIENT_SCALE).to(E5M2) if fp8 else dz_nV.to(x_nC.dtype)
+    loss, dz_nV = _cross_entropy(z_nV, targets, weights_K, softcap, gradient, fp8)
     return loss, a_nC, dz_nV
 
 
@@ -162,7 +182,7 @@ def _linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, kind: str, height: float,
     width: float, shift: float, chunk: int, precision: str, compiled: bool, gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, dx and dweight. Without `gradients` dx and dweight are empty."""
+    """Loss, dx and dweight^T in float32 or float64; both are empty without `gradients`."""
     stages: tuple[Callable, ...] = (_operands, _losses, _gradients)
     operands, losses, gradients_of = map(compile_stage, stages) if compiled else stages
     softcap = Softcap(kind, height, width, shift)
@@ -184,18 +204,20 @@ def _linear_cross_entropy(
                 dx.append(dx_nC)
             del dz_nV  # before the next chunk makes its own
         if not gradients:
-            return loss, x.new_empty(0), weight.new_empty(0)
-        return loss, torch.cat(dx), weight.new_empty(weight.shape).copy_(dw_CV.T)
+            return loss, x.new_empty(0), loss.new_empty(0)
+        return loss, torch.cat(dx) if len(dx) > 1 else dx[0], dw_CV
 
 
 @_linear_cross_entropy.register_fake
 def _(x, weight, targets, weights, *options):
     *_, gradients = options
     loss = x.new_empty(() if weights is None else 2, dtype=_summed(x.dtype))
-    return loss, *(y.new_empty(y.shape if gradients else 0) for y in (x, weight))
+    shapes = (x.shape, weight.T.shape) if gradients else (0, 0)
+    return loss, x.new_empty(shapes[0]), loss.new_empty(shapes[1])
 
 
 def _save(ctx, inputs, output):
+    ctx.weight_dtype = inputs[1].dtype
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # none for dx and dweight, which have no gradients
     ctx.save_for_backward(*output[1:])
@@ -203,9 +225,10 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad, *_):
-    dx, dweight = ctx.saved_tensors
+    dx, dw_CV = ctx.saved_tensors
     grad = grad.flatten()[0]  # a second loss is only for the log
-    return grad * dx, grad * dweight, *[None] * ctx.others
+    dweight = (grad * dw_CV).to(ctx.weight_dtype).T.contiguous()  # one pass, if compiled
+    return grad * dx, dweight, *[None] * ctx.others
 
 
 _linear_cross_entropy.register_autograd(_differentiate, setup_context=_save)

@@ -1,10 +1,33 @@
-"""What is looked up for each token besides its embedding: n-grams, signs of pairs, more targets."""
+"""Lookups in tables; and what is looked up for a token: n-grams, signs of pairs, more targets."""
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 HASH = (36313, 27191, 51787, 44221)  # factors of a token, of the one before it, and so on
+
+
+def lookup(index: Tensor, table: Tensor, sparse: bool = False) -> Tensor:
+    """Return rows of the table (rows, C) for an index of any shape: (*index.shape, C).
+
+    In eager code the gradient of the table is sparse: autograd adds the looked-up rows' gradients
+    to table.grad in place. Else each call would fill a gradient of the whole table, and add that.
+    sparse: table.grad is sparse too, for an optimizer that steps only its rows.
+    """
+    if torch.compiler.is_compiling():
+        return F.embedding(index, table)
+    found = F.embedding(index, table, sparse=True)
+    if found.requires_grad and not sparse:
+        found.register_hook(partial(_make_gradient, table))
+    return found
+
+
+def _make_gradient(table: Tensor, _: Tensor) -> None:
+    """Make the gradient that autograd adds to. Without one, the sparse one would take its place."""
+    if table.grad is None:
+        table.grad = torch.zeros_like(table, dtype=table.grad_dtype)
 
 
 def ngrams(tokens_BT: Tensor, rows: int, length: int) -> Tensor:

@@ -159,11 +159,16 @@ class PortableAttention:
 
     name = "portable"
     window = staticmethod(torch.tensor)
-    documents = staticmethod(document_starts)
+
+    def documents(
+        self, cu_seqlens: Tensor, rows: int, sequence: int, longest: int
+    ) -> tuple[Tensor, int]:
+        return document_starts(cu_seqlens, rows, sequence), longest
 
     def __call__(
-        self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, documents: Tensor, window: Tensor,
-        longest: int,
+        self, q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, documents: tuple[Tensor, int],
+        window: Tensor,
     ) -> Tensor:  # fmt: skip
+        starts_BT, longest = documents
         room = _room(q_BTHD, longest) if torch.is_grad_enabled() else 0
-        return _windowed_attention(q_BTHD, k_BTHD, v_BTHD, documents, window, longest, room)[0]
+        return _windowed_attention(q_BTHD, k_BTHD, v_BTHD, starts_BT, window, longest, room)[0]

@@ -67,8 +67,7 @@ class AdamW(ShardedOptimizer):
             length, total = shard_length(param, ranks), param.numel()
             return [(1, min(length, total - begin)) for begin in range(0, total, length)]
         pieces = ranks if param.numel() >= LARGE else 1
-        if param.device.type == "cpu":
-            pieces *= math.ceil(param.numel() / pieces / self.at_once)
+        pieces *= math.ceil(param.numel() / pieces / self._limit(param))
         bounds = [param.numel() * piece // pieces for piece in range(pieces + 1)]
         return [(1, bounds[piece + 1] - bounds[piece]) for piece in range(pieces)]
 

@@ -8,7 +8,6 @@ weights). A guard judges between measure and commit.
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, ClassVar
@@ -20,13 +19,13 @@ from torch._compile import _disable_dynamo as run_eagerly
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
+from .notice import Notice
 from .options import ANY, require_ranges, require_same
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
 from .state import State, names_of, params_of
-from .update import compiled_values, join_sparse, new_values, stack
+from .update import compiled_values, new_values, stack
 
 Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
-HEARD = ("cpu", "cuda")  # devices whose copies to the host arrive without a wait
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -48,8 +47,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     )  # smallest value, first one too large
     RENAMED: ClassVar[dict[str, str]] = {}  # state of other optimizers: their names and ours
     elementwise: ClassVar[bool] = False  # a shard can be stepped in place
-    steps_sparse: ClassVar[bool] = False  # one process steps sparse gradients as they are
     at_once: int  # elements that a CPU steps in one call; more would not fit its caches
+    elsewhere: ClassVar[int] = 2**24  # on other devices; a step needs up to 12 times their bytes
 
     def __init__(
         self,
@@ -151,9 +150,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parts in alike.values():
             self._share(parts)
         self.failed = torch.zeros(len(names), dtype=torch.float32, device=first.device)
-        self._failed_ever, self._warned = torch.zeros_like(self.failed), False
-        pinned = first.device.type == "cuda"  # to be copied into without a wait
-        self._heard = torch.zeros(len(names), dtype=torch.float32, pin_memory=pinned)
+        self._notice = Notice(self.failed)
 
     def _cut(self, number: int, param: Tensor, group: dict[str, Any]) -> list[Part]:
         if param.numel() == 0:  # nothing to step, though it has state
@@ -180,6 +177,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for shares in partition(parts, ranks.size):
                 self.messages.append(kind(shares, ranks, self._own(shares[ranks.rank])))
 
+    def _limit(self, param: Tensor) -> int:  # elements that one call steps at most
+        return self.at_once if param.device.type == "cpu" else self.elsewhere
+
     def _own(self, parts: list[Part]) -> list[Bucket]:
         together: dict[Any, list[Part]] = {}
         for part in parts:
@@ -187,7 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         buckets = []
         for members in together.values():
             states = self._states(members[0].param, members[0].group)
-            buckets.append(Bucket(members, states, self.at_once))
+            buckets.append(Bucket(members, states, self._limit(members[0].param)))
         self.buckets += buckets
         return buckets
 
@@ -227,15 +227,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @run_eagerly  # in a compiled caller, dicts keyed by parameters would go stale without a word
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, ok: Tensor | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        ok: Tensor | None = None,
+        excess: Tensor | float = 1.0,
+    ) -> Any:
         """Update every parameter that has a gradient on any rank. Returns the closure's loss.
 
-        Collective. Gradients keep their values; see `join_sparse`. ok: given by a guard, which
-        calls launch, measure and finish itself; this method then only commits, where `ok` is true.
-        The guard calls it instead of commit so that hooks run and torch's lr_scheduler counts.
+        Collective. Gradients are not changed. ok and excess: given by a guard, which calls launch,
+        measure and finish itself; this method then only commits. The guard calls it instead of
+        commit so that hooks run and torch's lr_scheduler counts the step.
         """
         if ok is not None:
-            self.commit(ok)
+            self.commit(ok, excess)
             if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
                 self.finish()  # they must see the new weights
             return None
@@ -258,7 +264,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{what}; {fix}")
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
-        join_sparse(self._names, dense=self.ranks.size > 1 or not self.steps_sparse)
         self._waits = [message.reduce() for message in self.messages]
 
     def measure(self) -> Tensor:
@@ -283,20 +288,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._present = present > 0  # which parameters have a gradient on any rank
         return (squares.sqrt() / self.grad_divisor).float()
 
-    def commit(self, ok: Tensor | bool) -> None:
-        """Step all buckets where `ok` is true and send the new weights."""
+    def commit(self, ok: Tensor | bool, excess: Tensor | float = 1.0) -> None:
+        """Step all buckets where `ok` is true and send the new weights.
+
+        excess: also divides the gradients, so that their norm does not exceed a guard's `clip`.
+        """
         self._gathers: list[Callable[[], Any]] = []
         self.failed = torch.zeros_like(self.failed)
         if self._device.type in READ_AT_ONCE and not ok:
             return
         self._stepped = True
         taken = self._present & ok  # which parameters to step
+        divisor = self.grad_divisor * excess
         for bucket in self._local:
-            self._step(bucket, taken)
+            self._step(bucket, taken, divisor)
         for message in self.messages:
             segment = message.segment("fresh")
             for bucket in message.buckets:
-                self._step(bucket, taken)
+                self._step(bucket, taken, divisor)
             self._gathers.append(message.gather(segment))
         if self.ranks.size > 1 and not self.elementwise:
             work = dist.all_reduce(self.failed, group=self.ranks.group, async_op=True)
@@ -309,31 +318,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gathers = []
         for bucket in self.buckets:
             bucket.sums = bucket.fresh = bucket.old = None
-        self._warn()
+        if not self.elementwise:
+            self._notice.hear(self.failed, self.ranks, self._describe_failure)
 
-    def _warn(self) -> None:
-        """Once, on rank 0, say that a matrix kept its weights. On a GPU some steps late."""
-        if self.elementwise or self._warned or self._device.type not in HEARD:
-            return
-        self._failed_ever += self.failed
-        # Read whatever has arrived: the counts only grow.
-        self._heard.copy_(self._failed_ever, non_blocking=True)
-        if not self._heard.any():
-            return
-        self._warned = True
-        alone = self.ranks.size == 1 and dist.is_available() and dist.is_initialized()
-        if (dist.get_rank() if alone else self.ranks.rank) == 0:  # alone: DDP has equal ranks
-            name = [*self._names.values()][int(self._heard.argmax())]
-            what = f"{type(self).__name__} orthogonalized parameter {name} to values not finite"
-            fix = "if that happens often, give it dtype=torch.float32 or backend='plain'"
-            warnings.warn(f"{what}, so its weights stay; {fix}. Said once.", stacklevel=2)
+    def _describe_failure(self, failed: Tensor) -> str:
+        name = [*self._names.values()][int(failed.argmax())]
+        what = f"{type(self).__name__} orthogonalized parameter {name} to values not finite"
+        fix = "if that happens often, give it dtype=torch.float32 or backend='plain'"
+        return f"{what}, so its weights stay; {fix}. Said once."
 
-    def _step(self, bucket: Bucket, taken: Tensor) -> None:
+    def _step(self, bucket: Bucket, taken: Tensor, divisor: Tensor | float) -> None:
         flagged = taken[bucket.numbers]  # of each matrix
         flags: Tensor | None = flagged
         method, fixed, rates = self._method(bucket)
         stepped: Callable[..., Any] = new_values
-        divisor: Any = self.grad_divisor
         # Not on a CPU: compiling takes half a minute there, and a step is bound by matrix products
         # that compile to the same calls.
         if self.compiled or (self.compiled is None and self._device.type == "cuda"):
@@ -408,6 +406,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ValueError, with nothing loaded, if names or shapes differ.
         """
         self._follow(loading=True)
+        self.require_state(tensors)
+        self.load_some(tensors)
+
+    def require_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """ValueError unless names and shapes are those of `named_state`."""
         shapes = {f"{self._names[p]}.{kind}": tuple(s.shape) for p, kind, s in self._shapes()}
         wrong = [f"lacks {name}" for name in shapes if name not in tensors]
         wrong += [f"has an unknown {name}" for name in tensors if name not in shapes]
@@ -416,7 +419,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 wrong.append(f"has {name} as {tuple(tensors[name].shape)}, not {shape}")
         if wrong:
             raise ValueError(f"the state {'; '.join(wrong[:5])}; build the optimizer as it was")
-        self.load_some(tensors)
 
     def load_some(self, tensors: Mapping[str, Tensor]) -> None:
         """Load those of a `named_state` that are given, unchecked."""
@@ -453,42 +455,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of any world size: state and group keys, by position.
 
-        Those of torch's AdamW or Muon load too, and from KellerJordan's MuonWithAuxAdam the groups
-        of this kind. A parameter without state starts at zero, as there. backend, split and flatten
-        stay as built, and so does what is no group key, such as scale.
+        Those of torch's AdamW or Muon load too. A parameter without state starts at zero, as there.
+        backend, split and flatten stay as built, and so does what is no group key, such as scale.
         ValueError, with nothing loaded, if it does not fit, or if a saved setting means another
         step.
         """
-        saved = state_dict["param_groups"]
-        groups = self._own_groups(saved)
-        self._follow(loading=True)
-        # Keys of parameters are numbers, or DCP's names.
-        keys, others = ([key for each in of for key in each["params"]] for of in (groups, saved))
-        names = dict(zip(keys, self._names.values(), strict=True))
-        tensors: dict[str, Tensor] = {}
-        stepped = set()
-        for key, kinds in state_dict["state"].items():
-            if key in others and key not in names:
-                continue  # of a group that is not of this kind
-            for kind, value in kinds.items():
-                name = f"{names.get(key, key)}.{self.RENAMED.get(kind, kind)}"
-                tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value)
-                stepped.add(names.get(key))
-        for param, kind, state in self._shapes():
-            if (name := self._names[param]) not in stepped:
-                tensors[f"{name}.{kind}"] = torch.zeros(state.shape, dtype=state.dtype)
-        self.load_named_state(tensors)
-        built = {"params", "param_names", "backend", "split", "flatten"}
-        for group, given in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in given.items() if key not in built})
+        self.take(*self.read(state_dict))
 
-    def _own_groups(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Copies of the saved groups of this kind, without keys of other optimizers.
+    def read(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """What `load_state_dict` gives to `take`: a `named_state`, and groups without foreign keys.
 
-        ValueError if they are not grouped as here, or if a key means another step.
+        ValueError as there.
         """
-        kind = not self.elementwise
-        groups = [copy.deepcopy(each) for each in saved if each.get("use_muon", kind) == kind]
+        groups = copy.deepcopy(state_dict["param_groups"])
         sizes, own = ([len(each["params"]) for each in of] for of in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
@@ -497,4 +476,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             require_same(group, same, type(self).__name__, "of the state")
             for key in same.keys() & group.keys():
                 del group[key]
-        return groups
+        self._follow(loading=True)
+        # Keys of parameters are numbers, or DCP's names.
+        keys = [key for group in groups for key in group["params"]]
+        names = dict(zip(keys, self._names.values(), strict=True))
+        tensors: dict[str, Tensor] = {}
+        for key, kinds in state_dict["state"].items():
+            for kind, value in kinds.items():
+                name = f"{names.get(key, key)}.{self.RENAMED.get(kind, kind)}"
+                tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value)
+        stepped = {names.get(key) for key, kinds in state_dict["state"].items() if kinds}
+        for param, kind, state in self._shapes():
+            if (name := self._names[param]) not in stepped:
+                tensors[f"{name}.{kind}"] = torch.zeros(state.shape, dtype=state.dtype)
+        self.require_state(tensors)
+        return tensors, groups
+
+    def take(self, tensors: Mapping[str, Tensor], groups: list[dict[str, Any]]) -> None:
+        """Load what `read` returned."""
+        self.load_some(tensors)
+        built = {"params", "param_names", "backend", "split", "flatten"}
+        for group, given in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in given.items() if key not in built})

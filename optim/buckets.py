@@ -124,8 +124,8 @@ class Bucket:
     fresh: Tensor | None = None
     old: Tensor | None = None
 
-    def __init__(self, parts: list[Part], states: Mapping[str, State], at_once: int):
-        self.parts, self.at_once = parts, at_once
+    def __init__(self, parts: list[Part], states: Mapping[str, State], limit: int):
+        self.parts, self.limit = parts, limit
         self.param, self.group = parts[0].param, parts[0].group  # one parameter, for its dtype
         self.wide = torch.promote_types(self.param.dtype, torch.float32)
         self.each, *sides = parts[0].shape
@@ -154,12 +154,11 @@ class Bucket:
         return torch.full((), value, dtype=self.wide, device=self.param.device)
 
     def slices(self) -> Iterator[tuple[slice, Tensors]]:
-        """Yield (matrices, tensors) of each call; on a CPU, of `at_once` elements or one part."""
-        limit = len(self.parts)
-        if self.param.device.type == "cpu":
-            limit = max(1, self.at_once // self.parts[0].numel)
-        for first in range(0, len(self.parts), limit):
-            parts = self.parts[first : first + limit]
+        """Yield (matrices, tensors) of each call, of at most `limit` elements or one part."""
+        calls = -(-len(self.parts) // max(1, self.limit // self.parts[0].numel))
+        count = -(-len(self.parts) // calls)  # alike, as each shape is compiled
+        for first in range(0, len(self.parts), count):
+            parts = self.parts[first : first + count]
             matrices = slice(parts[0].place.start, parts[-1].place.stop)
             yield matrices, self._tensors(parts, matrices)
 

@@ -79,14 +79,17 @@ PACKED = (
     (r"gate_up(_proj)?|w12", 2, "gate and up"),
 )
 
+# Reasons of parameters that do not decay.
+UNDECAYED = ("norm, bias or vector", "elementwise")
+
 
 def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[str, Any]]]:
     """Return {"muon": groups, "adamw": groups} for all parameters that require a gradient.
 
     Hidden matrices and stacks of them (k, rows, cols) go to Muon; embeddings, codebooks, heads,
-    norms, biases, vectors and convolutions to AdamW. A row overrides the rule for the parameters
-    that it matches, by any of the names of a tied one. `group_table` prints the groups;
-    group["name"] is the reason.
+    norms, biases, vectors and convolutions to AdamW. Norms, biases and vectors do not decay, as in
+    nanoGPT. A row overrides the rule for the parameters that it matches, by any of the names of a
+    tied one. `group_table` prints the groups; group["name"] is the reason.
     ValueError if a row matches no parameter or names another optimizer, or a parameter two rows.
     """
     places: dict[Tensor, list[tuple[str, Module]]] = {}
@@ -105,7 +108,7 @@ def groups_for(model: Module, rows: Iterable[Row] = ()) -> dict[str, list[dict[s
         if len(own) > 1:
             raise ValueError(f"parameter {names[0]} matches several rows: {own}; keep one")
         optimizer, reason = kind_of(names[0], param, modules, heads)
-        options: Mapping[str, Any] = {}
+        options: Mapping[str, Any] = {"wd_mul": 0.0} if reason in UNDECAYED else {}
         if own:
             optimizer, reason, options = own[0].optimizer, f"row {own[0].pattern}", own[0].options
         reason = ", tied to ".join([reason, *names[1:]])
@@ -150,7 +153,8 @@ def heads_of(model: Module) -> dict[Module, str]:
 
     If no name says so, the last Linear is one: if its outputs are the vocabulary, which is the
     number of rows of the largest embedding, or if there is no embedding. Then so are the Linears
-    right before it that read the same and put out less.
+    right before it that read the same and put out less. The last one of a body without a head has
+    a twin in another layer.
     """
     linears = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
     named = [module for path, module in linears.items() if re.fullmatch(HEAD, path)]
@@ -159,7 +163,10 @@ def heads_of(model: Module) -> dict[Module, str]:
     bare = any(re.fullmatch(HEAD, name) for name, _ in model.named_parameters())
     if linears and not heads and not bare:
         (path, last), *others = reversed(linears.items())
-        if not sizes or last.out_features == max(sizes):
+        layer = re.sub(r"\b\d+\.", "*.", path)
+        twins = [each for name, each in others if re.sub(r"\b\d+\.", "*.", name) == layer]
+        body = any(each.weight.shape == last.weight.shape for each in twins)
+        if not body and (not sizes or last.out_features == max(sizes)):
             heads[last] = "head, the last Linear"
             for other_path, other in others:  # as a policy before a value
                 beside = other_path.rpartition(".")[0] == path.rpartition(".")[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as run_eagerly
 
 from .base import ShardedOptimizer
-from .buckets import widest
+from .buckets import READ_AT_ONCE, widest
 from .state import names_of, params_of
 from .torch_optimizer import TorchOptimizer
 
@@ -64,7 +64,9 @@ class Guard:
 
     A matrix whose orthogonalization fails keeps its weights, and the others step: see `held`.
     nonfinite: skip a step if the square of a gradient's norm is not finite in float32. spike: rule
-    for the loss and for each optimizer's gradient norm, over all ranks.
+    for the loss and for each optimizer's gradient norm, over all ranks. clip: scale the gradients
+    of a step so that the norm of all of them together is at most this, as clip_grad_norm_ does. The
+    guard judges and reports norms before it clips; clipped elsewhere, it would see no spike.
     For torch's own optimizers (see `TorchOptimizer`) the guard sums gradients over process_group
     (None: one process) and divides them once by grad_divisor. The optimizers of this folder take
     both settings themselves.
@@ -76,11 +78,14 @@ class Guard:
         *,
         spike: SpikeRule | None = None,
         nonfinite: bool = True,
+        clip: float | None = None,
         process_group: Any = None,
         grad_divisor: float = 1,
     ):
         self.optimizers = list(optimizers)
-        self.spike, self.nonfinite = spike, nonfinite
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip must be a norm above 0, got {clip}; None does not clip")
+        self.spike, self.nonfinite, self.clip = spike, nonfinite, clip
         self._parts: list[Any] = list(self.optimizers)
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, ShardedOptimizer):
@@ -88,12 +93,12 @@ class Guard:
             elif process_group is not None and optimizer.ranks.group is None:
                 what = f"{type(optimizer).__name__} has no process_group, so it would sum nothing"
                 raise ValueError(f"{what}; give it the guard's, or leave that out")
-        self._device = params_of(self.optimizers[0])[0].device
         self.reset()
 
     def reset(self) -> None:
         """Restore the guard as constructed."""
         count = len(self._parts)
+        self._device = params_of(self.optimizers[0])[0].device
         # Whether the gradients that an optimizer sums over several steps contain those of a
         # skipped step.
         self._spoiled = torch.zeros(count, dtype=torch.bool, device=self._device)
@@ -108,6 +113,13 @@ class Guard:
         """From the next step on, divide summed gradients by this number."""
         for part in self._parts:
             part.grad_divisor = grad_divisor
+
+    def _follow(self) -> None:
+        """Move the windows to the device of the parameters, which a model may have left."""
+        if params_of(self.optimizers[0])[0].device != self._device:
+            state = self.state_dict()
+            self.reset()
+            self.load_state_dict(state)
 
     # ---- a step
 
@@ -126,10 +138,11 @@ class Guard:
         """
         chosen = self.optimizers if only is None else only
         numbers = sorted({self.optimizers.index(optimizer) for optimizer in chosen})
+        self._follow()
         norms = self.measure(numbers)
         totals = torch.stack([torch.linalg.vector_norm(each) for each in norms])
         ok, verdict = self.judge(numbers, norms, totals, loss)
-        self.commit(numbers, ok)
+        self.commit(numbers, ok, self._excess(totals))
         for number, spoiled in enumerate(self._spoiled):
             spoiled.copy_((spoiled | ~ok) & (number not in numbers))
         return torch.cat([verdict, self._failures(numbers)])
@@ -181,10 +194,19 @@ class Guard:
             judged.append(~spoiled & (number in numbers))
         return torch.stack(values), torch.stack(judged)
 
-    def commit(self, numbers: Sequence[int], ok: Tensor) -> None:
+    def _excess(self, totals: Tensor) -> Tensor | float:
+        """How many times the norm of all gradients of this step exceeds `clip`, at least 1."""
+        if self.clip is None:
+            return 1.0
+        # A spoiled sum, which is dropped, may hold a NaN.
+        norm = torch.linalg.vector_norm(totals.masked_fill(self._spoiled, 0))
+        excess = ((norm.to(widest(self._device)) + 1e-6) / self.clip).clamp_min(1)
+        return excess.item() if self._device.type in READ_AT_ONCE else excess
+
+    def commit(self, numbers: Sequence[int], ok: Tensor, excess: Tensor | float) -> None:
         """Let the optimizers step if `ok` is true, and drop sums with a skipped step in them."""
         for number in numbers:
-            self._parts[number].step(ok=ok & ~self._spoiled[number])
+            self._parts[number].step(ok=ok & ~self._spoiled[number], excess=excess)
         for number in numbers:  # the update of one overlaps the messages of the others
             self._parts[number].finish()
 
@@ -227,7 +249,8 @@ class Guard:
     def describe(self) -> str:
         """What each optimizer steps and costs, and what is guarded."""
         lines = [part.describe() for part in self._parts]
-        return "\n".join([*lines, f"guards: nonfinite {self.nonfinite}, spikes {self.spike}"])
+        guards = f"guards: nonfinite {self.nonfinite}, spikes {self.spike}, clip {self.clip}"
+        return "\n".join([*lines, guards])
 
     # ---- state
 

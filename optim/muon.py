@@ -53,7 +53,7 @@ def normuon(
     momentum.lerp_(gradients, 1 - beta)
     update = torch.lerp(gradients, momentum, beta) if nesterov else momentum
     direction = orthogonalized(update, choice)
-    squares = direction.to(update.dtype).square().sum(axis, keepdim=True)
+    squares = direction.to(update.dtype, copy=True).square_().sum(axis, keepdim=True)
     # The norm is kept. Both Frobenius norms follow from the sums of squares: no second pass.
     before = squares.sum((-2, -1), keepdim=True).sqrt()
     means = torch.where(before.isfinite(), squares / direction.shape[axis], variance)
@@ -175,7 +175,11 @@ class Muon(ShardedOptimizer):
         # Several ranks can share the matrices of a parameter. One rank alone handles fewer tensors.
         cuts: list[tuple[int, ...]] = []
         for count, rows, cols in matrix_shapes(stored_shape(param, group), group["split"]):
-            cuts += [(count, rows, cols)] if ranks == 1 else [(1, rows, cols)] * count
+            most = 1
+            if ranks == 1:
+                most = count if param.device.type == "cpu" else self.elsewhere // (rows * cols) or 1
+            whole, rest = divmod(count, most)
+            cuts += [(most, rows, cols)] * whole + [(rest, rows, cols)] * (rest > 0)
         return cuts
 
     def _states(self, param: Tensor, group: dict[str, Any]) -> dict[str, State]:

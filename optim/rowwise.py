@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .base import Method, ShardedOptimizer, State
 from .buckets import Bucket, Part, widest
-from .sharded import shard_length
 from .update import decay_of, descend
 
 
@@ -43,17 +42,15 @@ class RowAdam(ShardedOptimizer):
     lr_mul, beta2, eps, weight_decay, wd_mul. Computes in float32 at least. cautious: no decay where
     it works against the step.
 
-    State, on the owning rank only: row_avg_sq (rows,), float32 at least, and step (), int64: less
-    than a hundredth of AdamW's for a width of 256. On one process sparse gradients, as
-    F.embedding(..., sparse=True) makes them, are stepped row by row: the time does not depend on
-    the table's size. Everywhere else a sparse gradient is made dense first. modded-nanogpt's record
-    92 and nanochat#854 have such tables; their moments may differ while a row is not read.
+    State, on the owning rank only: row_avg_sq (rows,), float32 at least, and step (), int64. On one
+    process on a CPU, sparse gradients, as F.embedding(..., sparse=True) makes them, are stepped row
+    by row: the time does not depend on the table's size. Elsewhere they are made dense first.
+    modded-nanogpt's record 92 and nanochat#854 keep one second moment a row too.
     ValueError for an impossible setting or a parameter that is not a table.
     """
 
     RANGES: ClassVar = {**ShardedOptimizer.RANGES, "eps": (0, float("inf")), "beta2": (0, 1)}
     elementwise = True  # whole rows, which shards keep together
-    steps_sparse = True
     at_once = 2**18
 
     def __init__(
@@ -76,8 +73,14 @@ class RowAdam(ShardedOptimizer):
 
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         rows, width = param.shape
-        most = shard_length(param, ranks) // width  # rows of a rank
-        return [(1, min(most, rows - first), width) for first in range(0, rows, most)]
+        own = most = -(-rows // ranks)  # rows of a rank, with fully_shard too
+        if param.device.type != "cpu":
+            most = min(own, max(1, self._limit(param) // width))
+        cuts: list[tuple[int, ...]] = []
+        for first in range(0, rows, own):
+            end = min(first + own, rows)
+            cuts += [(1, min(most, end - begin), width) for begin in range(first, end, most)]
+        return cuts
 
     def _cut(self, number: int, param: Tensor, group: dict[str, Any]) -> list[Part]:
         parts = super()._cut(number, param, group)
@@ -95,12 +98,20 @@ class RowAdam(ShardedOptimizer):
         fixed = {"beta2": group["beta2"], "eps": group["eps"], "cautious": self.cautious}
         return row_adam, fixed, {"rate": group["lr"] * group["lr_mul"], "decay": decay_of(group)}
 
-    def _step(self, bucket: Bucket, taken: Tensor) -> None:
+    def launch(self) -> None:
+        """As of all optimizers, after each sparse gradient was added up or made dense."""
+        alone = self.ranks.size == 1 and self._device.type == "cpu"
+        for param in self._names:
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = param.grad.coalesce() if alone else param.grad.to_dense()
+        super().launch()
+
+    def _step(self, bucket: Bucket, taken: Tensor, divisor: Tensor | float) -> None:
         grad = bucket.param.grad
         if grad is None or not grad.is_sparse:
-            super()._step(bucket, taken)
-        elif taken[bucket.numbers[0]]:  # to coalesce has waited for the device anyway
-            self._step_rows(bucket, grad.indices()[0], grad.values() / self.grad_divisor)
+            super()._step(bucket, taken, divisor)
+        elif taken[bucket.numbers[0]]:
+            self._step_rows(bucket, grad.indices()[0], grad.values() / divisor)
 
     def _step_rows(self, bucket: Bucket, rows: Tensor, gradients: Tensor) -> None:
         """Step the rows (n,) of a table by their gradients (n, width)."""

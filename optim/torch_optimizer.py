@@ -58,9 +58,15 @@ class TorchOptimizer:
                 norm.copy_(whole(torch.linalg.vector_norm(param.grad, dtype=wide), norm.device))
         return norms
 
-    def step(self, *, ok: Tensor) -> None:
-        """Take the step if `ok` is true. Reading a flag on a GPU waits for it."""
+    def step(self, *, ok: Tensor, excess: Tensor | float) -> None:
+        """Take the step if `ok` is true. Reading a flag on a GPU waits for it.
+
+        excess: also divides the gradients, in place.
+        """
         if ok:
+            for param in self.params if excess != 1 else ():
+                if param.grad is not None:
+                    param.grad.div_(excess)
             self.optimizer.step()
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
 """The update of stacked parts: runs a method; a flag or a fault keeps old values."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,16 +58,6 @@ def compiled_values() -> Callable[..., Any]:
     """
     settings = torch._dynamo.config.patch(recompile_limit=256, suppress_errors=True)
     return settings(torch.compile(new_values, dynamic=False))
-
-
-def join_sparse(params: Iterable[Tensor], dense: bool) -> None:
-    """Add up the parts of each sparse gradient (torch keeps one for each lookup), or make it dense.
-
-    Waits for the device. Gradients that are dense already stay as they are.
-    """
-    for param in params:
-        if param.grad is not None and param.grad.is_sparse:
-            param.grad = param.grad.to_dense() if dense else param.grad.coalesce()
 
 
 def stack(tensors: list[Tensor]) -> Tensor:

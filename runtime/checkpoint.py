@@ -20,14 +20,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime.errors import Refused
-from runtime.jsonl import json_line, open_regular, read_regular
+from runtime.jsonl import Json, json_line, open_regular, read_regular
 from runtime.log import RunLog
 
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
@@ -43,7 +43,7 @@ class Snapshot(NamedTuple):
 
     model: dict[str, Tensor]
     optim: dict[str, Tensor]
-    state: dict[str, Any]
+    state: Json
 
 
 def save(folder: Path, snapshot: Snapshot, announce: Callable[..., bool] | None = None) -> Path:
@@ -68,7 +68,7 @@ def save(folder: Path, snapshot: Snapshot, announce: Callable[..., bool] | None 
 
 
 def save_final(
-    folder: Path, model: dict[str, Tensor], facts: dict[str, Any], tokenizer: Path | str | None
+    folder: Path, model: dict[str, Tensor], facts: Json, tokenizer: Path | str | None
 ) -> Path:
     """Write `final` into the run's folder: a model, and `facts` of it as config.json.
 
@@ -84,7 +84,7 @@ def save_final(
     return folder / FINAL
 
 
-def load_final(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_final(path: Path) -> tuple[dict[str, Tensor], Json]:
     """Verify what save_final wrote. Return the model and its facts. Refused if it is damaged."""
     verify(path, (MODEL, CONFIG))
     return _read_tensors(path / MODEL), _read_json(path / CONFIG)
@@ -152,7 +152,7 @@ def verify(path: Path, names: Iterable[str]) -> None:
         raise Refused(f"checkpoint {path} cannot be read: {error}.") from None
 
 
-def check(path: Path) -> tuple[dict[str, Any], str]:
+def check(path: Path) -> tuple[Json, str]:
     """Verify a checkpoint: its state, and the SHA-256 of its checksums. Refused if it changed."""
     verify(path, (MODEL, OPTIM, STATE))
     return _read_json(path / STATE), _sha256(path / SUMS)
@@ -173,7 +173,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise Refused(f"{path} holds no tensors: {error}.") from None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Json:
     try:
         value = json.loads(read_regular(path, MOST_JSON_BYTES, links=False))
         if not isinstance(value, dict):
@@ -223,7 +223,7 @@ class Writer:
             self._writing.result()
 
     def keep(
-        self, model: dict[str, Tensor], facts: dict[str, Any], tokenizer: Path | str | None
+        self, model: dict[str, Tensor], facts: Json, tokenizer: Path | str | None
     ) -> None:
         """Write the trained model at once: see `save_final`."""
         with self._warning("the trained model"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from runtime.errors import Refused
-from runtime.jsonl import json_hash, parse, read_regular
+from runtime.jsonl import Json, json_hash, parse, read_regular
 from runtime.log import config_hash
 from runtime.source import read_sources, source_hash
 
@@ -40,7 +40,7 @@ class Claim:
     looks: list[int]  # [n]: it is tested once, after all its runs
     source_sha256: str
     config_sha256: str
-    config: dict[str, Any]
+    config: Json
     flags: list[str]  # of train_gpt.py
     about: str  # what is changed and why it should help
     created: str  # ISO time, UTC
@@ -111,7 +111,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) is (get_origin(kind) or kind)
 
 
-def check_claim(path: str, source: Path, config: dict[str, Any], seeds: list[int]) -> str | None:
+def check_claim(path: str, source: Path, config: Json, seeds: list[int]) -> str | None:
     """The id of the claim at `path`, None without a path. Refused if these runs do not fit."""
     if not path:
         return None
@@ -145,10 +145,10 @@ def forbidden_flags(flags: Iterable[str]) -> list[str]:
 CUSTOM = ("sitecustomize", "usercustomize")  # Python runs them at its start, unasked
 
 
-def provenance(source: Path) -> dict[str, Any]:
+def provenance(source: Path) -> Json:
     """Fields of the header's env: `sys_flags` and `modules_from_elsewhere`."""
     own = {str(source / name) for name in read_sources(source)}
-    flags: dict[str, Any] = {name: getattr(sys.flags, name) for name in sys.flags.__match_args__}
+    flags: Json = {name: getattr(sys.flags, name) for name in sys.flags.__match_args__}
     flags["pythonpath"] = os.environ.get("PYTHONPATH", "")
     return {"sys_flags": flags, "modules_from_elsewhere": modules_from_elsewhere(own)}
 

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 from runtime.errors import Interrupted, Refused
 from runtime.machine import first_line, out_of_memory
 
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HANGUP = getattr(signal, "SIGHUP", None)  # a closed terminal or ssh session; not on Windows
 
@@ -37,14 +38,14 @@ def listen() -> None:
     _handle(_raise)
 
 
-def _handle(handler: Any) -> None:
+def _handle(handler: Handler) -> None:
     for number in SIGNALS:
         signal.signal(number, handler)
     if HANGUP is not None and signal.getsignal(HANGUP) is not signal.SIG_IGN:  # as under nohup
         signal.signal(HANGUP, handler)
 
 
-def _raise(number: int, frame: Any) -> None:
+def _raise(number: int, frame: FrameType | None) -> None:
     _handle(signal.SIG_IGN)  # a second signal must not break into the orderly end
     raise Interrupted(signal.SIGTERM if number == HANGUP else number)
 
@@ -76,7 +77,7 @@ class Stop(contextlib.AbstractContextManager):
         _handle(self._note)
         return self
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         self._got[SIGNALS.index(signal.SIGTERM if number == HANGUP else number)] = True
 
     def __exit__(self, *exception: object) -> None:
@@ -100,7 +101,9 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
         if code == 0 and dist.is_initialized():
             dist.barrier()  # a success is one of all ranks
         return code
-    except Interrupted as error:
+    except Interrupted as error:  # during a run, the run itself says where it stopped
+        if os.environ.get("RANK", "0") == "0":
+            _say_error("stopped by a signal before the first step: nothing is lost")
         return error.code
     except explained as error:
         several = os.environ.get("WORLD_SIZE", "1") != "1"  # else the rank is of another launcher

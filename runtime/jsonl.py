@@ -11,6 +11,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
+Json = dict[str, Any]  # an object of JSON data
+
 MOST_BRACKETS = 200  # in a JSON text; a header has about 20. Code that walks it may recurse
 
 
@@ -21,7 +23,7 @@ def parse(text: bytes) -> Any:
     return json.loads(text.decode(), object_pairs_hook=without_repeats)
 
 
-def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> Json:
     fields = dict(pairs)
     if len(fields) < len(pairs):  # a reader may see one value, a program the other
         raise ValueError("a key occurs twice in one object")
@@ -45,7 +47,7 @@ def plain(value: Any) -> Any:
     raise TypeError(f"cannot log a {type(value).__name__}: make it a number, text, list or dict")
 
 
-def json_line(record: dict[str, Any]) -> bytes:
+def json_line(record: Json) -> bytes:
     """One log line, as bytes with its line end."""
     return json.dumps(plain(record), allow_nan=False).encode() + b"\n"
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 from filelock import FileLock
 
 from runtime.errors import LogError, cannot_write
-from runtime.jsonl import append, json_hash, json_line, open_regular, parse
+from runtime.jsonl import Json, append, json_hash, json_line, open_regular, parse
 from runtime.registry import REGISTRY, register
 from runtime.settings import SETTINGS_OF_A_RUN, RunSettings, flag
 
@@ -30,7 +30,7 @@ REGISTERED = ("track", "source_sha256", "config_sha256", "seed", "trial", "claim
 SYNCED_EVENTS = {"val", "end", "checkpoint"}  # on these claims and resumes rest
 
 
-def config_hash(config: dict[str, Any]) -> str:
+def config_hash(config: Json) -> str:
     """SHA-256 of the settings that all runs of one experiment share."""
     return json_hash({name: config[name] for name in config if name not in SETTINGS_OF_A_RUN})
 
@@ -47,7 +47,7 @@ def new_run_id(track: str, seed: int, trial: int) -> str:
 class History(NamedTuple):
     """What a process that resumes a run needs to know of its segments."""
 
-    header: dict[str, Any]  # of the newest segment
+    header: Json  # of the newest segment
     segments: int
     sha256: str  # of the newest segment, a torn last line included
     status: str | None  # from the end line; None if the process was killed
@@ -100,7 +100,7 @@ def _read_segment(path: Path) -> bytes | None:
     return content if b"\n" in content else None
 
 
-def _read_events(path: Path, content: bytes) -> list[dict[str, Any]]:
+def _read_events(path: Path, content: bytes) -> list[Json]:
     """The events of a segment, but for a torn last line. LogError if another is not an event."""
     events = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
@@ -153,7 +153,7 @@ class RunLog:
         self._one_writer = threading.Lock()
         self._file: BinaryIO | None = None
 
-    def begin(self, header: dict[str, Any], resumed: dict[str, Any] | None = None) -> None:
+    def begin(self, header: Json, resumed: Json | None = None) -> None:
         """Create the segment, register a start or a resume, and write the first lines. LogError.
 
         `resumed` is the resume event: from_step, checkpoint and its checkpoint_sha256 (or None),
@@ -215,7 +215,7 @@ class RunLog:
                 return False
             return True
 
-    def _add(self, event: str, fields: dict[str, Any]) -> None:
+    def _add(self, event: str, fields: Json) -> None:
         """Let a line wait. Its t_ms leaves out the pauses between segments."""
         t_ms = (time.monotonic_ns() - self._start_ns) / 1e6
         line = json_line({"event": event, "t_ms": t_ms, **fields})
@@ -228,7 +228,7 @@ class RunLog:
         append(self._file.fileno(), self._waiting, sync)
         self._waiting = b""
 
-    def finish(self, end: dict[str, Any]) -> None:
+    def finish(self, end: Json) -> None:
         """Log and register how the run ended, and close. LogError if the disk refuses."""
         with contextlib.closing(self):
             if self.write("end", **end):  # else the run is unfinished, and can be resumed

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from runtime.checkpoint import check, checkpoints
 from runtime.errors import LogError, Refused
+from runtime.jsonl import Json
 from runtime.log import History, config_hash, new_run_id, read_history, segment_path
 from runtime.registry import REGISTRY, read_registry
 from runtime.settings import SETTINGS_OF_A_RUN, as_text, flag
@@ -107,7 +107,7 @@ def resume(trainer: Trainer, history: History) -> RunPlan:
     return plan
 
 
-def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+def differences(then: Json, now: Json) -> tuple[list[str], list[str]]:
     """What differs in two headers: (what makes it another experiment, the rest)."""
     was, here = _facts(then), _facts(now)
     changed = {name: f"{name} {was.get(name)} -> {here.get(name)}"
@@ -116,7 +116,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], l
     return list(changed.values()), rest
 
 
-def _facts(header: dict[str, Any]) -> dict[str, str]:
+def _facts(header: Json) -> dict[str, str]:
     """What decides whether a run is the same: settings by their flags, hashes, the machine."""
     settings = header["config"]
     everything = settings | header["env"] | header["data"] | header
@@ -127,7 +127,7 @@ def _facts(header: dict[str, Any]) -> dict[str, str]:
     return facts | {name: str(everything.get(name)) for name in RECORDED}
 
 
-def header(trainer: Trainer, seed: int, trial: int) -> dict[str, Any]:
+def header(trainer: Trainer, seed: int, trial: int) -> Json:
     """The fields of the log's header for one run."""
     config, train = trainer.config, trainer.data.train
     settings = dict(vars(config))

@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock
 
 from runtime.errors import LogError, cannot_write
-from runtime.jsonl import append, json_line, parse, read_regular
+from runtime.jsonl import Json, append, json_line, parse, read_regular
 
 REGISTRY = "registry.jsonl"
 REGISTRY_FIELDS = ("event", "time", "run_id", "previous")  # in every line, all text
@@ -39,9 +39,9 @@ def register(path: Path, event: str, **fields: Any) -> str:
     return _sha256(line)
 
 
-def read_registry(path: Path) -> list[dict[str, Any]]:
+def read_registry(path: Path) -> list[Json]:
     """The lines in order, each with its own "sha256". LogError for a broken chain."""
-    entries: list[dict[str, Any]] = []
+    entries: list[Json] = []
     before = b""
     try:
         content = read_regular(path, MOST_REGISTRY_BYTES)

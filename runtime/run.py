@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from runtime.checkpoint import Snapshot, Writer
 from runtime.clock import Clock
 from runtime.ending import Stop
 from runtime.errors import Interrupted, LogError, NonFinite
+from runtime.jsonl import Json
 from runtime.log import RunLog
 from runtime.machine import Machine, peak_mib
 from runtime.plan import RunPlan, differences, header
@@ -32,7 +33,7 @@ MOST_SKIPS = 20  # in a row; after that the run has stopped learning
 class LateStep(NamedTuple):
     """A step whose numbers are still on the device."""
 
-    event: dict[str, Any]  # what the log will get, as far as it is known
+    event: Json  # what the log will get, as far as it is known
     loss: Tensor  # (), the mean over ranks
     flags: Tensor  # of `Stop`, summed over ranks
     verdict: Tensor  # of the guard
@@ -52,7 +53,7 @@ class Run(contextlib.AbstractContextManager):
         self.steps_done = self._saved_at = plan.step
         self.code = 1
         self._config, self._machine, self._source = trainer.config, trainer.machine, source
-        self._end: dict[str, Any] = {"status": "error", "val_loss": None, "reached": None}
+        self._end: Json = {"status": "error", "val_loss": None, "reached": None}
         self._log = RunLog(self._config.log_dir, plan.run_id, plan.history)  # rank 0 begins it
         self._phases_logged = 0
         self._late: list[LateStep] = []
@@ -73,7 +74,8 @@ class Run(contextlib.AbstractContextManager):
         self._log_phases()
         log_to = self._config.log_to if self._machine.is_main else "none"
         settings = self._header["config"]
-        self._dashboard = Dashboard(log_to, self._log.path, settings, self._machine.say)
+        say, after = self._machine.say, self.plan.step
+        self._dashboard = Dashboard(log_to, self._log.path, settings, say, after)
         return self
 
     def _load(self) -> None:
@@ -169,7 +171,7 @@ class Run(contextlib.AbstractContextManager):
             self.stop.hear(late.flags.tolist())
             self._write_step(late.event, late.loss.item(), late.verdict)
 
-    def _write_step(self, event: dict[str, Any], loss: float, verdict: Tensor) -> None:
+    def _write_step(self, event: Json, loss: float, verdict: Tensor) -> None:
         step, guard = event["step"], self.trainer.guard
         skip = guard.explain(verdict)
         # Gradients are of losses summed over a sequence.
@@ -251,7 +253,7 @@ class Run(contextlib.AbstractContextManager):
             if self._machine.is_main:
                 self.writer.keep(self.trainer.model_state(), known, tokenizer)
 
-    def finish(self, val_loss: float, found: dict[str, Any]) -> None:
+    def finish(self, val_loss: float, found: Json) -> None:
         """End a run that is done. found: further fields of the end event, `probes` among them."""
         target, seconds = self._config.target, self.clock.train_time_ms / 1000
         seed = f"seed {self.plan.seed}: " if self._config.trials > 1 else ""

@@ -67,6 +67,7 @@ class RunSettings:
     sample_tokens: int = setting(100, "tokens to sample from the model after the last run")
     resume: str = setting("off", "auto: finish runs that were interrupted", one_of=("off", "auto"))
     rank_timeout: float = setting(600.0, "seconds ranks wait for others", at_least=1, at_most=86400)
+    quick: bool = setting(False, "validate on one batch, skip sample and checks at the end: a look")
     dry_run: bool = setting(False, "check everything, measure time and memory, and stop")
     log_to: str = setting("none", "also send the log to this dashboard", one_of=DASHBOARDS)
     verbose: bool = setting(False, "print which backends and optimizers are used, and why")
@@ -133,9 +134,10 @@ def reader(read: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
 
 
 # Flags, and values of flags, that went. Commit 759f432 has them.
-REMOVED = ("--minutes", "--quick-vals", "--copy-init", "--init-keys-as-queries", "--track medium",
-           "--recipe copyinit", "--recipe modern", "--layers copyinit", "--layers plain4",
-           "--layers tiny", "--stages copyinit")  # fmt: skip
+REMOVED = ("--minutes", "--quick-vals", "--stream-init", "--copy-init",
+           "--init-keys-as-queries", "--track medium", "--recipe copyinit", "--recipe modern",
+           "--layers copyinit", "--layers plain4", "--layers tiny",
+           "--stages copyinit")  # fmt: skip
 
 
 # Flags that became numbers of a table of the trainer.

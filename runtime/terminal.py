@@ -16,9 +16,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean, stdev
 from threading import Thread
-from typing import Any
 
 from runtime.clock import Clock
+from runtime.jsonl import Json
 from runtime.machine import peak_flops, saying_every_few_seconds
 from runtime.trainer import Trainer
 
@@ -29,13 +29,13 @@ SMOOTHED_OVER = 10  # steps; single batches differ by several nats
 class Progress:
     """Prints a line about a run on rank 0: every five seconds at most, and after the last step."""
 
-    def __init__(self, trainer: Trainer, header: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, header: Json) -> None:
         self.trainer, self.header, self.steps = trainer, header, trainer.config.steps
         self.loss = math.nan  # smoothed training loss, without those of skipped steps
         self.taken = self.skips = 0  # steps so far
         self._said_at = -math.inf
 
-    def step(self, event: dict[str, Any]) -> None:
+    def step(self, event: Json) -> None:
         """Take note of a step. This runs on the clock."""
         loss, skipped = event["train_loss"], event["skipped"]
         self.skips += skipped
@@ -56,7 +56,7 @@ class Progress:
         """Print now and then which untimed phase is running."""
         return saying_every_few_seconds(f"off the clock: {name}", self.trainer.machine.say)
 
-    def numbers(self, event: dict[str, Any]) -> list[str]:
+    def numbers(self, event: Json) -> list[str]:
         """A step in words."""
         step, rate = event["step"], tokens_per_s(event)
         found = [
@@ -72,7 +72,7 @@ class Progress:
             found.append(f"{self.skips} skipped")
         return [*found, f"{timedelta(seconds=round(self.seconds_left(event)))} left"]
 
-    def seconds_left(self, event: dict[str, Any]) -> float:
+    def seconds_left(self, event: Json) -> float:
         """Seconds of the steps and validations after this step.
 
         A validation is a forward pass only: a third of the work of training on as many tokens.
@@ -83,7 +83,7 @@ class Progress:
         return tokens / tokens_per_s(event)
 
 
-def tokens_per_s(event: dict[str, Any]) -> float:
+def tokens_per_s(event: Json) -> float:
     """Mean since the first step, on the clock."""
     return 1000 * event["tokens"] / event["train_time_ms"]
 
@@ -104,7 +104,12 @@ def summary(trainer: Trainer) -> str:
         f"training: {config.steps:,} steps of {batches} tokens, from {config.data_dir}",
         f"target: a validation loss of {config.target} on {config.val_tokens:,} other tokens; "
         f"uniform guessing: {math.log(config.vocab_size):.2f}",
+        "time: the first steps tell how many minutes are left; --dry-run measures them beforehand",
     ]
+    if config.keep_model:
+        kept = sum(each.nbytes for each in trainer.model.parameters()) * config.trials
+        lines.append(f"disk: {kept / 1e6:,.0f} MB in {config.checkpoint_dir} for the trained "
+                     f"model{'s' * (config.trials > 1)}; none with --keep-model off")
     if config.verbose:
         lines += [f"{name} {trainer.env[name]} ({why})" for name, why in trainer.chosen.items()]
         lines.append(trainer.guard.describe())
@@ -151,12 +156,16 @@ SHOWN = ("train_loss", "val_loss", "grad_norm", "lr_mul", "window", "tokens", "s
 Opened = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
 
 
-def open_dashboard(name: str, folder: Path, run_id: str, config: dict[str, Any]) -> Opened:
-    """A run in one of DASHBOARDS: see `trackio show`, and WANDB_MODE=offline for wandb."""
+def open_dashboard(name: str, folder: Path, run_id: str, config: Json, after_step: int) -> Opened:
+    """A run in one of DASHBOARDS: see `trackio show`, and WANDB_MODE=offline for wandb.
+
+    after_step: where the run resumes. What TensorBoard has of later steps is done again.
+    """
     if name == "tensorboard":  # event files beside the logs: `tensorboard --logdir logs`
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(folder / "tensorboard" / run_id))
+        again = {"purge_step": after_step + 1} if after_step else {}
+        writer = SummaryWriter(str(folder / "tensorboard" / run_id), **again)
 
         def log(step: int, numbers: dict[str, float]) -> None:
             for name, number in numbers.items():
@@ -178,12 +187,15 @@ def open_dashboard(name: str, folder: Path, run_id: str, config: dict[str, Any])
 class Dashboard:
     """Sends events from a thread, so that no step waits. If that fails, the run continues."""
 
-    def __init__(self, name: str, log: Path, config: dict[str, Any], say: Any) -> None:
-        self._events: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self._thread = Thread(target=self._send, args=(name, log, config, say), daemon=True)
+    def __init__(
+        self, name: str, log: Path, config: Json, say: Callable[[str], None], after_step: int = 0
+    ) -> None:
+        self._events: SimpleQueue[Json | None] = SimpleQueue()
+        about = (name, log, config, say, after_step)
+        self._thread = Thread(target=self._send, args=about, daemon=True)
         self._thread.start()
 
-    def show(self, event: dict[str, Any]) -> None:
+    def show(self, event: Json) -> None:
         if self._thread.is_alive():
             self._events.put(event)
 
@@ -191,11 +203,14 @@ class Dashboard:
         self._events.put(None)
         self._thread.join()
 
-    def _send(self, name: str, log: Path, config: dict[str, Any], say: Any) -> None:
+    def _send(
+        self, name: str, log: Path, config: Json, say: Callable[[str], None], after_step: int
+    ) -> None:
         if name == "none":
             return
         try:
-            send, close = open_dashboard(name, log.parent, log.name.split(".")[0], config)
+            run_id = log.name.split(".")[0]
+            send, close = open_dashboard(name, log.parent, run_id, config, after_step)
             for event in iter(self._events.get, None):
                 numbers = {shown: float(event[shown]) for shown in SHOWN if shown in event}
                 send(event["step"], numbers)

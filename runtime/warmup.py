@@ -41,7 +41,7 @@ def compile_loss(trainer: Trainer) -> str | None:
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
     try:
-        trainer.loss = torch.compile(trainer.model, dynamic=False, fullgraph=True)
+        trainer.loss = trainer.model.compiled()
         try_largest_micro_batch(trainer)
     except Exception as error:  # whatever a compiler raises, the eager model can still run
         if out_of_memory(error):
@@ -171,11 +171,15 @@ def dry_run(trainer: Trainer, clock: Clock) -> None:
     with clock.phase("validate", timed=False):
         trainer.validate(trainer.config.steps)
     ms, times = clock.phases[-1].ms, len(trainer.validations)
-    rows.append((f"{times:,} validations of {ms:,.1f} ms", times * ms))
+    rows.append((f"{times:,} validation{'s' * (times > 1)} of {ms:,.1f} ms", times * ms))
     rows.append(("total", sum(ms for _, ms in rows)))
     for name, ms in rows:
         machine.say(f"{timedelta(seconds=round(ms / 1000))!s:>8} {name}")
-    machine.say(f"peak memory of rank 0, measured: {peak_mib(machine):,.0f} MiB")
+    memory = f"{peak_mib(machine):,.0f} MiB"
+    if machine.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(machine.device)
+        memory += f" of the GPU's {total / 2**20:,.0f} MiB"
+    machine.say(f"peak memory of rank 0, measured: {memory}")
 
 
 def same_bits(a: Any, b: Any) -> bool:

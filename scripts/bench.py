@@ -9,11 +9,15 @@ each time. Figures are milliseconds; the ratio to the last stage, or to torch.op
 median over the rounds. "of peak" counts 6 FLOPs for each weight of the matrices and the head; the
 peak is the datasheet's, of GPUs. `step` first says what runs: hardware, backends, batches, seconds
 of compilation, waits for the device, graphs compiled after the warm-up, peak memory, and how many
-cores other programs took meanwhile. If there are no data, it takes random tokens. On a CPU it adds
+cores other programs took meanwhile. If there are no data, it takes random tokens. For eager code on
+a CPU it adds where a step of the last stage spends its time, by part:
 
-    GFLOP/s     rate of the matrix products in the step itself
-    products    their part of the step's time; 0.5: without all else it would take half as long
-    aten calls  operations of a step
+    ms, GB, GFLOP   in its operations; bytes are those of inputs and outputs, once each
+    of step         its fraction of the step's time
+    of matrix rate  its FLOP/s, as a fraction of those of a product of 1024 x 1024 matrices here
+    of bandwidth    its bytes a second, as a fraction of those of a large copy here
+
+A part near 1 in either can only be made quicker by less work. Little of both is overhead.
 
 To time another optimizer, add a line to `optimizer_steps`.
 """
@@ -40,6 +44,9 @@ from scripts.command import make_parser, show
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 import optim
 import train_gpt
@@ -58,7 +65,15 @@ DOCUMENT = 750  # tokens of a random one; at most half a row
 BLOCK = [(256, 256)] * 4 + [(1024, 256), (256, 1024)]
 SETS = {"gpt2s": [(3 * rows, 3 * cols) for rows, cols in BLOCK] * 12, "tiny": BLOCK * 6}
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # all share weights: move them little
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+PARTS = {  # of a step on a CPU, by the names of torch's operations
+    "products": ("mm", "addmm", "bmm", "baddbmm", "scaled_mm"),
+    "attention": ("windowed_attention", "windowed_attention_backward"),
+    "lookups": ("embedding", "embedding_dense_backward", "index", "index_add_"),
+    "losses": ("log_softmax", "log_softmax_backward_data", "nll_loss_forward",
+               "nll_loss_backward", "linear_cross_entropy"),
+    "copies, fills": ("copy", "clone", "to_copy", "cat", "stack", "fill", "zero", "zeros_like",
+                      "new_zeros", "foreach_copy", "full", "zeros"),
+}  # fmt: skip
 Steps = dict[str, Callable[[], object]]
 Rows = dict[str, dict[str, float]]  # figures by row and column
 
@@ -118,7 +133,11 @@ def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         before = Usage.now(machine)
         table = step_table(trainer, given)
         facts |= {"other programs": Usage.now(machine).others_since(before)}
-        return {"facts": facts, "step": table}
+        found = {"facts": facts, "step": table}
+        if machine.device.type == "cpu" and trainer.loss is trainer.model:
+            last = train_gpt.stretches(config)[-1]
+            found["part"] = part_table(trainer, last.first, [*table.values()][-1]["median"])
+        return found
 
 
 def write_random(config: Config, folder: str) -> str:
@@ -177,31 +196,99 @@ class Usage:
         return f"took {cores:.1f} of {os.cpu_count()} cores: times are too high"
 
 
-def count_products(trainer: Trainer, first: int, step_ms: float) -> dict[str, float]:
-    """Matrix products and operations of a step in the stage of step `first`, by torch's profiler.
+def part_of(operation: Any, tensors: list[Tensor]) -> str:
+    name = operation._opname.strip("_")
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        return "lookups"
+    return next((part for part, names in PARTS.items() if name in names), "element-wise, sums")
 
-    It slows all but the products, so their part is that of the time without it.
+
+class PartCounter(TorchDispatchMode):
+    """Time, bytes and FLOPs of all operations of eager code on a CPU, by part of a step.
+
+    Bytes are those of inputs and outputs, once each: no code can move less for an operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[str, dict[str, float]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        ms = 1000 * (time.perf_counter() - began)
+        leaves = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+        if func.is_view or not leaves:
+            return out
+        names = ("ms", "GB", "GFLOP", "calls")
+        part = self.parts.setdefault(part_of(func, leaves), dict.fromkeys(names, 0.0))
+        part["ms"] += ms
+        part["GB"] += sum(moved(x) for x in leaves) / 1e9
+        if count := flop_registry.get(func._overloadpacket):
+            part["GFLOP"] += count(*args, **(kwargs or {}), out_val=out) / 1e9
+        part["calls"] += 1
+        return out
+
+
+def moved(x: Tensor) -> int:
+    """Bytes of a tensor; an expanded one is read from memory once."""
+    if x.layout != torch.strided:
+        return moved(x._values()) + moved(x._indices())
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def part_table(trainer: Trainer, first: int, step_ms: float) -> Rows:
+    """Where the milliseconds of a step in the stage of step `first` go, and how near to the limits.
+
+    Counting slows what is between the operations, so "between" is the rest of the time without it.
     """
     count = trainer.config.adam_accum_steps
-    with torch.profiler.profile(with_flops=True) as profile:
+    with PartCounter() as counter:
         take_steps(trainer, first, count)
-    events = profile.key_averages()
-    products = [event for event in events if event.key in PRODUCTS]
-    ms = sum(event.self_cpu_time_total for event in products) / 1000 / count
-    gflop = sum(event.flops for event in products) / 1e9 / count
-    calls = sum(event.count for event in events if event.key.startswith("aten::")) / count
-    rate = 1000 * gflop / ms if ms else 0.0  # compiled code may have products of its own
-    return {"GFLOP/s": rate, "products": ms / step_ms, "aten calls": calls}
+    rate, bandwidth = fastest_product(trainer.model.dtype), fastest_copy()
+    rows = {}
+    for name, part in sorted(counter.parts.items(), key=lambda item: -item[1]["ms"]):
+        figure = {column: value / count for column, value in part.items()}
+        seconds = figure["ms"] / 1000
+        figure["of step"] = figure["ms"] / step_ms
+        figure["of matrix rate"] = figure["GFLOP"] / seconds / rate
+        figure["of bandwidth"] = figure["GB"] / seconds / bandwidth
+        rows[name] = figure
+    between = max(step_ms - sum(figure["ms"] for figure in rows.values()), 0.0)
+    columns = dict.fromkeys(next(iter(rows.values())), 0.0)
+    rows["between operations"] = columns | {"ms": between, "of step": between / step_ms}
+    return rows
+
+
+def fastest(work: Callable[[], object], repeats: int = 10) -> float:
+    """Seconds of the quickest of some calls."""
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def fastest_product(dtype: torch.dtype, side: int = 1024) -> float:
+    """GFLOP/s of a square product."""
+    a = torch.randn(side, side).to(dtype)
+    return 2 * side**3 / 1e9 / fastest(lambda: a @ a)
+
+
+def fastest_copy(elements: int = 1 << 25) -> float:
+    """GB/s read and written by a copy that no cache holds."""
+    source, target = torch.zeros(elements), torch.zeros(elements)
+    return 2 * 4 * elements / 1e9 / fastest(lambda: target.copy_(source))
 
 
 def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
     config = trainer.config
     steps: Steps = {}
     tokens: dict[str, int] = {}
-    firsts: dict[str, int] = {}
     for index, (first, _, stage) in enumerate(train_gpt.stretches(config)):
         name = f"stage {index}, window {stage.long}"
-        firsts[name], tokens[name] = first, train_gpt.schedule(config, first).batch_tokens
+        tokens[name] = train_gpt.schedule(config, first).batch_tokens
         steps[name] = partial(take_steps, trainer, first, STEPS)
     rows = timed(steps, STEPS, name, trainer.guard.reset, given.rounds, trainer.machine)
     peak = machines.peak_flops(trainer.machine, trainer.model.dtype)
@@ -209,8 +296,6 @@ def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:
         figure["tokens/s"] = 1000 * tokens[row] / figure["median"]
         if peak:
             figure["of peak"] = figure["tokens/s"] * trainer.model.flops_per_token() / peak
-        if trainer.machine.device.type == "cpu":
-            figure |= count_products(trainer, firsts[row], figure["median"])
     return rows
 
 

@@ -6,13 +6,14 @@ Every script imports this first (pyproject.toml keeps it so): it needs the stand
 from __future__ import annotations  # an old Python must get as far as `find_packages`
 
 import argparse
+import contextlib
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,16 @@ def start(main: Callable[[], int]) -> None:
             code = 130 if number == signal.SIGINT else 143
             signal.signal(number, lambda *_, code=code: sys.exit(code))
     sys.exit(main())
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+    """Say how to resume when a signal ends the runs."""
+    try:
+        yield
+    except SystemExit:
+        print("stopped: the same command resumes, and makes no run twice", file=sys.stderr)
+        raise
 
 
 def training_command(root: Path, flags: Sequence[str], folder: Path) -> list[str]:

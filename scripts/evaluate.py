@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from scripts.command import command, make_parser, show, start
 
 from inference.evaluation import evaluate
-from inference.model import find_model, load_model
+from inference.model import Model, find_model, load_model
 
 
-def as_text(scores: dict[str, Any]) -> str:
-    size = f"{scores['tokens']:,} tokens in {scores['rows']} rows"
-    lines = [f"validation loss {scores['loss']:.4f}   {size}"]
+def as_text(model: Model, scores: dict[str, Any]) -> str:
+    lines = [f"model {model}",
+             f"validation loss {scores['loss']:.4f}   {scores['tokens']:,} tokens"]  # fmt: skip
     if "bits_per_byte" in scores:
         lines.append(f"bits per byte   {scores['bits_per_byte']:.4f}")
     for name in ("copied", "new"):
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--rows {given.rows}: it must be at least 1")
     model = load_model(find_model(given.checkpoint), given.device)
     scores = evaluate(model, given.data_dir, given.rows)
-    show(as_text(scores), scores, given.json)
+    show(as_text(model, scores), {"model": str(model.folder)} | scores, given.json)
     return 0
 
 

@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
     if given.prompt and os.path.isdir(os.path.join(given.prompt, "final")):  # of any text
         raise ValueError(f"{given.prompt} is the folder of a run. Give it to --checkpoint.")
     model = load_model(find_model(given.checkpoint), given.device)
+    print(f"model {model}", file=sys.stderr)  # not with the text: a program may read that
     if given.prompt or not given.interactive:
         stream(model, given.prompt, given)
     if given.interactive:

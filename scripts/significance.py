@@ -3,19 +3,18 @@
     python scripts/significance.py logs                               every arm in a folder
     python scripts/significance.py logs machine_2/logs --json         two folders, for programs
     python scripts/significance.py logs --at-step 3225,3250           the loss at these steps
-    python scripts/significance.py NEW --against OLD --margin 0.01    two arms: loss and time
+    python scripts/significance.py NEW --against OLD                  two arms: losses and time
 
 An arm is one source, one configuration, one declared number of steps and one GPU count. Arms in one
-folder are named by what differs. A folder with run logs is read without its subfolders, but of a
-record its runs/; in a folder without any, each folder of run logs is judged by itself. Logs of the
-track `steps` are also judged by its rule: (target - mean) * sqrt(n) reaches 0.004.
+folder are named by what differs. Each folder of run logs below a named one is judged by itself. An
+arm of fewer than four runs has no verdict. Logs of the track `steps` are also judged by its rule:
+(target - mean) * sqrt(n) reaches 0.004.
 
---against prints differences with 95 % intervals, of pairs where both arms have the same seeds, and
-with --margin whether the losses are equal within it; times are compared only on like machines. To
-make such runs in turn, use judge.py.
+--against prints differences with 95 % intervals, of pairs where both arms have the same seeds;
+times are compared only on like machines. To make such runs in turn, use judge.py.
 
-Exit code: 0 every arm passes, or two are compared; 1 an arm fails or allows no verdict; 2 bad
-input, a log that cannot be read among it.
+Exit code: 0 every arm with a verdict passes, and each folder has one, or two arms are compared;
+1 an arm fails, or a folder allows no verdict; 2 bad input, a log that cannot be read among it.
 """
 
 import math
@@ -29,12 +28,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 from scripts.command import command, make_parser, show, start
 
 from claims import arms
+from claims.compare import as_facts, compare, in_sentences
 from claims.logs import find_folders, read_all
 from claims.record import TRACKS
 from claims.runs import NEW_SINCE, NEW_TOKENS, shared_measure
+from runtime.claim import LEAST_RUNS
 from runtime.errors import LogError
 from runtime.settings import reader
-from view.verdicts import in_sentences
 
 
 def to_text(arm: arms.ArmVerdict) -> str:
@@ -49,11 +49,12 @@ def to_text(arm: arms.ArmVerdict) -> str:
     if not math.isnan(p):
         figures += f"   t {t:.4f}   p {p:.3g}   99 % upper bound {upper99:.5f}"
     lines = [f"{arm.name}: {facts}{step}", figures]
-    if n:
+    if arm.decided:
         word, shown = ("PASS", "shown") if arm.passes else ("FAIL", "not shown")
         lines.append(f"{word}: a mean loss below {arm.target:g} at p < {arms.ALPHA:g} is {shown}")
     else:
-        lines.append("NO VERDICT: no run counts")
+        found = "1 run counts" if n == 1 else f"{n} runs count" if n else "no run counts"
+        lines.append(f"NO VERDICT: {found}, and a test needs {LEAST_RUNS}")
     if arm.at_step is None and (run.track in TRACKS and TRACKS[run.track].baseline):
         lines += new_tokens(arm)
     lines += [f"warning: {warning}" for warning in arm.warnings]
@@ -75,21 +76,21 @@ def new_tokens(arm: arms.ArmVerdict) -> Iterator[str]:
         yield f"loss on new tokens {mean:.6f}{older}; record.py verify decides on it"
 
 
-def split_families(paths: list[str]) -> tuple[list[list[Path]], list[Path]]:
-    """The paths by what is judged together, and the folders without run logs among others.
+def split_families(paths: list[str]) -> tuple[list[list[Path]], list[str]]:
+    """The paths by what is judged together, and a sentence on each folder that is not judged.
 
-    Named paths are one family. Each folder of run logs below a named one is a family of its own.
+    Named logs and named folders of logs are one family. Each folder of run logs below a named one
+    is a family of its own.
     """
     named: list[Path] = []
     below: list[list[Path]] = []
-    skipped: list[Path] = []
+    skipped: list[str] = []
     for path in map(Path, paths):
-        found, without = find_folders(path) if path.is_dir() else ([path], [])
-        if found == [path]:
+        found, others = find_folders(path) if path.is_dir() else ([path], [])
+        if path in found:
             named.append(path)
-        else:
-            below += [[folder] for folder in found or [path]]
-            skipped += without if found else []
+        below += [[folder] for folder in found or [path] if folder != path or not found]
+        skipped += others if found else []
     return [named, *below] if named else below, skipped
 
 
@@ -101,39 +102,39 @@ def main(argv: list[str]) -> int:
     add("--target", type=float, help="loss to beat, nats per token (default: the track's)")
     add("--at-step", type=steps, default=[], help="judge the losses at these steps")
     add("--against", metavar="OLD", help="compare PATH, B, with this arm, A")
-    add("--margin", type=float, help="test whether the losses differ by less, nats per token")
     add("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(argv)
     if not math.isfinite(given.target or 0):
         parser.error(f"--target {given.target}: it must be a finite number")
     if given.against and (len(given.paths) > 1 or given.target or given.at_step):
         parser.error("--against takes one NEW, without --target and --at-step")
-    if given.margin is not None and not given.against:
-        parser.error("--margin needs --against")
     if given.against:
         a, b = arms.read_arm(given.against), arms.read_arm(given.paths[0])
-        found = arms.compare_arms(a, b, given.margin)
-        facts = found._asdict() | {"loss": found.loss._asdict(), "seconds": found.seconds._asdict()}
-        show(in_sentences(a, b, found), facts, given.json)
+        show(in_sentences(a, b), as_facts(compare(a.runs, b.runs)), given.json)
         return 0
     families, skipped = split_families(given.paths)
-    verdicts, unread = [], []
+    verdicts: list[arms.ArmVerdict] = []
+    unread: list[LogError] = []
+    passes = True
     for family in families:
         try:
             runs, errors = read_all(family)
             unread += errors
-            verdicts += arms.judge_all(runs, given.target, given.at_step)
+            found = arms.judge_all(runs, given.target, given.at_step)
         except LogError as error:
             unread.append(error)
+            continue
+        verdicts += found
+        decided = [arm for arm in found if arm.decided]
+        passes = passes and bool(decided) and all(arm.passes for arm in decided)
     if not verdicts:
         raise LogError("\n".join(["no verdict is possible", *map(str, unread)]))
-    said = [f"not read: {error}" for error in unread]
-    said += [f"skipped: no run logs in {folder}" for folder in skipped]
+    said = [f"not read: {error}" for error in unread] + [f"not judged: {each}" for each in skipped]
     facts = {"arms": [arm.documented for arm in verdicts], "warnings": said}
     show("\n\n".join([*map(to_text, verdicts), *said]), facts, given.json)
     if unread:  # what a damaged log held could change the verdict
         return 2
-    return 0 if all(arm.passes for arm in verdicts) else 1
+    return 0 if passes else 1
 
 
 if __name__ == "__main__":

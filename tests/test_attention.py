@@ -55,9 +55,9 @@ def by_backend(backend, qkv, grad, cu_seqlens, window, longest=None, attend=None
     """Output and gradient by qkv, in float64 on the CPU."""
     rows, sequence = qkv.shape[:2]
     longest = longest or int(cu_seqlens.diff().max())
-    documents = backend.documents(cu_seqlens.to(qkv.device), rows, sequence)
+    documents = backend.documents(cu_seqlens.to(qkv.device), rows, sequence, longest)
     leaf = qkv.detach().clone().requires_grad_()
-    y = (attend or backend)(*leaf.unbind(2), documents, backend.window(window), longest)
+    y = (attend or backend)(*leaf.unbind(2), documents, backend.window(window))
     return [x.detach().double().cpu() for x in (y, *torch.autograd.grad(y, leaf, grad))]
 
 
@@ -205,11 +205,12 @@ def test_the_operators_keep_the_promises_that_the_compiler_relies_on(flat):
         kept = ops.windowed_attention(*inputs, 256, room)[1]
         torch.library.opcheck(ops.windowed_attention_backward.default, (grad, *inputs, kept, 256))
     leaves = [x.flatten(0, 1).clone().requires_grad_() for x in qkv.unbind(2)]
-    torch.library.opcheck(ops.flash_attention.default, (*leaves, cu_seqlens, window, 256))
+    documents = cu_seqlens, window, torch.tensor(256)
+    torch.library.opcheck(ops.flash_attention.default, (*leaves, *documents))
     inputs = [x.detach() for x in leaves]
-    saved = *inputs, *ops.flash_attention(*inputs, cu_seqlens, window, 256), cu_seqlens, window
+    saved = *inputs, *ops.flash_attention(*inputs, *documents), *documents
     backward = ops.flash_attention_backward.default
-    torch.library.opcheck(backward, (grad.flatten(0, 1), *saved, 256))
+    torch.library.opcheck(backward, (grad.flatten(0, 1), *saved))
 
 
 def test_one_compiled_graph_serves_every_window(rung):
@@ -222,6 +223,18 @@ def test_one_compiled_graph_serves_every_window(rung):
     for window in (10, 60, 140):
         found = by_backend(backend, qkv, grad, cu_seqlens, window, attend=compiled)
         assert relative_error(found, truth(qkv, grad, cu_seqlens, window)) < tolerance
+    assert counter.frame_count == 1
+
+
+def test_one_compiled_graph_of_flash_attention_serves_documents_of_every_length(flat):
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+    compiled = torch.compile(flat, backend=counter, fullgraph=True, dynamic=False)
+    qkv, grad = problem(2, 150)
+    for cuts in ((1, 149), (9, 33), (50, 100)):  # the longest document has 148, 117, 50 tokens
+        cu_seqlens = boundaries(2, 150, cuts)
+        found = by_backend(flat, qkv, grad, cu_seqlens, 60, attend=compiled)
+        assert relative_error(found, truth(qkv, grad, cu_seqlens, 60)) < 1e-5
     assert counter.frame_count == 1
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import small_run
+import torch
 
 import train_gpt
 from runtime import machine as machines
@@ -17,21 +18,22 @@ from scripts import bench
 def figures(capsys, *words):
     """What --json prints, after checks that hold of all tables."""
     assert bench.main([*words[:1], "--json", *words[1:]]) == 0
-    rows = [*json.loads(capsys.readouterr().out).values()][-1]
+    tables = json.loads(capsys.readouterr().out)
+    rows = tables.get("step") or [*tables.values()][-1]
     for row in rows.values():
         assert 0 < row["low"] <= row["median"] <= row["high"]
     reference = next(row for row in rows.values() if row["ratio"] == 1)
     for row in rows.values():
         assert row["low"] / reference["high"] <= row["ratio"] <= row["high"] / reference["low"]
-    return rows
+    return rows, tables
 
 
-def test_a_step_is_timed_in_each_window(tmp_path, monkeypatch, capsys):
+def test_a_step_is_timed_in_each_window_and_its_parts_add_up(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "STEPS", 2)
     monkeypatch.setattr(machines, "peak_flops", lambda machine, dtype: 1e15)
     flags = small_run.arguments(small_run.write_data(tmp_path), tmp_path)
     with small_run.restored_settings():
-        rows = figures(capsys, "step", "--rounds", "3", "--", *flags)
+        rows, tables = figures(capsys, "step", "--rounds", "3", "--", *flags)
     config = parse(train_gpt.Config, flags, train_gpt.preset, "")
     table = train_gpt.LAYERS[config.layers]
     weights = config.dim**2 * sum(12 if layer.attention else 8 for layer in table)
@@ -42,9 +44,29 @@ def test_a_step_is_timed_in_each_window(tmp_path, monkeypatch, capsys):
         batch = small_run.ROWS * small_run.SEQUENCE
         assert row["tokens/s"] == pytest.approx(1000 * batch / row["median"])
         assert row["of peak"] == pytest.approx(row["tokens/s"] * flops / 1e15)
-        assert row["aten calls"] > 100
-        # The products of model and head alone, backward included, are a part of all.
-        assert row["GFLOP/s"] * row["products"] * row["median"] / 1000 > 0.9 * flops * batch / 1e9
+    parts = tables["part"]
+    assert {"products", "attention", "lookups", "element-wise, sums"} < parts.keys()
+    assert parts["products"]["GFLOP"] > 0.9 * flops * batch / 1e9  # model and head, and Muon's
+    assert all(part["GFLOP"] == 0 for name, part in parts.items() if name != "products")
+    calls = sum(part["calls"] for part in parts.values())
+    assert calls > 100
+    for name, part in parts.items():
+        assert part["of step"] == pytest.approx(part["ms"] / row["median"])
+        if name != "between operations":
+            assert 0 < part["GB"] < 1
+            assert 0 <= part["of matrix rate"] < 2
+
+
+def test_bytes_and_flops_of_operations_are_those_of_their_tensors():
+    a, b = torch.ones(8, 16), torch.ones(16, 4)
+    with bench.PartCounter() as counter:
+        c = a @ b
+        c += a[:, :1].expand(8, 4)  # 8 numbers in memory, of which the view keeps 16 apart
+        torch.zeros(10)
+    parts = counter.parts
+    assert parts["products"]["GFLOP"] == pytest.approx(2 * 8 * 16 * 4 / 1e9)
+    assert parts["products"]["GB"] == pytest.approx(4 * (8 * 16 + 16 * 4 + 8 * 4) / 1e9)
+    assert parts["element-wise, sums"]["calls"] == 1
 
 
 def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
@@ -78,12 +100,12 @@ def test_cores_that_other_programs_took_are_told():
 
 def test_optimizers_are_timed_beside_those_of_torch(monkeypatch, capsys):
     monkeypatch.setitem(bench.SETS, "tiny", [(16, 16), (32, 16), (16, 32)])
-    rows = figures(capsys, "optim", "--sets", "tiny", "--rounds", "3")
+    rows, _ = figures(capsys, "optim", "--sets", "tiny", "--rounds", "3")
     assert {"torch.optim.Muon", "NorMuon, both guards"} < rows.keys()
 
 
 def test_every_round_takes_each_row_once_and_starts_with_another_and_the_first_two_do_not_count(
-    monkeypatch
+    monkeypatch,
 ):
     monkeypatch.setattr(bench, "WARM_UP", 2)
     seen, naps = [], iter([0.1] * 6)  # seconds, in the first two rounds

@@ -5,10 +5,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from small_record import LOSSES, RULES, call, forge, make_claim, write_record
+from small_record import LOSSES, RULES, SOURCE, call, forge, make_claim, write_record
 
 from claims import record as provenance
-from claims.record import TRACKS, claim_text
+from claims.record import TRACKS, claim_text, write_claim
 from scripts import record
 
 CREATED = "2026-01-01T00:00:00+00:00"  # the runs of a small record start a day later
@@ -122,3 +122,24 @@ def test_a_source_that_no_record_may_have_is_refused_before_its_runs(tmp_path, m
     assert ("forbidden" in capsys.readouterr().err, [*tmp_path.iterdir()]) == (True, [])
     assert record.main(["claim", "Mine", "--about", "x", "--", "--track=short"]) == 2
     assert "short has no val_sha256" in capsys.readouterr().err
+
+
+def test_a_claim_commits_itself_and_its_source_and_nothing_else(checkout, monkeypatch):
+    monkeypatch.setattr(record, "RECORDS", checkout / "records")
+    for who in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{who}_NAME", "x")
+        monkeypatch.setenv(f"GIT_{who}_EMAIL", "x")
+    claim = make_claim(n=4)
+    folder = write_claim(checkout / "records", claim, SOURCE)
+    (checkout / "draft").write_text("staged by its author, for another commit")
+    git(checkout, "add", "draft")
+    assert "committed with its source" in record.commit(folder, claim.source_sha256, "Good")
+    committed = git(checkout, "show", "--name-only", "--format=%s").split()
+    names = ["records/sources", "records/tiny"]
+    assert committed[:2] == ["Claim", "Good"]
+    assert sorted(str(Path(name).parents[-3]) for name in committed[2:]) == names
+    assert git(checkout, "diff", "--cached", "--name-only") == "draft\n"
+    monkeypatch.setenv("PATH", "")
+    said = record.commit(folder, claim.source_sha256, "Good")
+    assert "not committed" in said
+    assert "Commit it before its runs" in said

@@ -1,9 +1,12 @@
 """`--log-to`: what the dashboards have got equals what stands in the log."""
 
+import sys
 import time
+from types import ModuleType
+from typing import ClassVar
 
 import pytest
-from stub_trainer import STEPS, logs_of, read_events, run, trainer_in
+from stub_trainer import STEPS, logs_of, read_events, run, trainer_in, wait_for_writer
 
 from runtime.errors import Refused
 from runtime.settings import require_packages
@@ -70,6 +73,46 @@ def test_a_dashboard_shows_the_log(read, tmp_path, monkeypatch):
     assert run(tmp_path, log_to=package) == 0
     (log,) = logs_of(tmp_path)
     assert read(tmp_path, log.stem) == logged(tmp_path)
+
+
+class Writer:
+    """TensorBoard's SummaryWriter. What it writes with purge_step hides all from there on."""
+
+    files: ClassVar[list[tuple[int, dict[str, dict[int, float]]]]] = []
+
+    def __init__(self, folder, purge_step=10**9):
+        self.numbers = {}
+        self.files.append((purge_step, self.numbers))
+
+    def add_scalar(self, name, number, step):
+        shown = self.numbers.setdefault(name, {})
+        assert name == "val_loss" or step not in shown
+        shown[step] = number
+
+    def close(self):
+        pass
+
+
+def test_tensorboard_shows_a_resumed_run_without_the_steps_that_are_done_again(
+    tmp_path, monkeypatch
+):
+    writer = ModuleType("torch.utils.tensorboard")
+    writer.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, writer.__name__, writer)
+    monkeypatch.setattr(Writer, "files", [])
+    settings = {"log_to": "tensorboard", "checkpoint_every": 4}
+
+    def fail(trainer, step):
+        wait_for_writer(trainer, step)  # for the checkpoint of step 4
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, {7: fail}, **settings)
+    assert run(tmp_path, resume="auto", **settings) == 0
+    (_, first), (purged, second) = Writer.files
+    assert max(first["train_loss"]) > 4, "it has steps that are done again"
+    assert purged == 5
+    assert [*second["train_loss"]] == [*range(5, STEPS + 1)]
 
 
 def test_a_dashboard_gets_each_number_while_the_run_goes_on(tmp_path, monkeypatch):

@@ -37,9 +37,8 @@ PAGES = [*WRITTEN, *(page for page in RECORDS if len(page.relative_to(ROOT).part
 FOREIGN = {"git", "cd", "source", "cmp", "grep", "tail", "ruff", "mypy", "bash", "pip", "mkdocs"}
 FOREIGN |= {"hf", "lm_eval"}
 # Pages whose python blocks need more than the trainer: tests of their own run them, step.md's and
-# use_the_model.md's below, that of optimizers.md in test_optim.py, the first of export.md in
-# test_export.py. Its second needs a hub.
-TESTED_ALONE = ("step.md", "export.md", "optimizers.md", "use_the_model.md")
+# use_the_model.md's below, the first of export.md in test_export.py. Its second needs a hub.
+TESTED_ALONE = ("step.md", "export.md", "use_the_model.md")
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 by_written_page = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
@@ -61,7 +60,11 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [*WRITTEN, *RECORDS], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [*WRITTEN, *RECORDS, ROOT / "optim" / "README.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_every_link_leads_to_a_file_and_a_heading_that_exist(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

@@ -253,6 +253,10 @@ def test_what_the_exported_model_cannot_take_is_refused_in_a_sentence(wrapped):
         wrapped(inputs_embeds=torch.zeros(2, 33, 32))
     with pytest.raises(ValueError, match="71 tokens: the model reads at most 70"):
         wrapped(tokens_of(SMALL, 71))
+    for option in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match="returns logits and a loss"):
+            wrapped(tokens, **{option: True})
+        assert wrapped(tokens, **{option: False}).logits.shape == (2, 33, 100)
     with pytest.raises(ValueError, match="its size cannot change"):
         wrapped.resize_token_embeddings(101)
 

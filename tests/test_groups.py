@@ -162,6 +162,14 @@ def test_the_rule_sends_every_part_once_where_the_table_says_and_both_optimizers
     assert all(moved)
 
 
+def test_norms_biases_and_vectors_do_not_decay_and_all_else_does():
+    for build in TABLES:
+        for groups in groups_for(build()).values():
+            for group in groups:
+                decays = group["name"] not in ("norm, bias or vector", "elementwise")
+                assert group.get("wd_mul", 1.0) == decays
+
+
 @pytest.mark.parametrize(("name", "shape", "split"), [
     ("h.0.attn.c_attn.weight", (768, 2304), "Q, K and V: split=3"),
     ("0.qkv.weight", (1024, 768), "Q, K and V: split=their rows"),
@@ -186,6 +194,13 @@ def test_a_head_without_a_name_is_the_last_linear_if_its_outputs_are_the_vocabul
     assert group_table(groups_for(model)).count("head, the last Linear") == heads
 
 
+def test_the_last_linear_of_a_body_without_a_head_is_a_hidden_matrix():
+    layers = [block(up=nn.Linear(8, 16), down=nn.Linear(16, 8)) for _ in range(2)]
+    for head, adamw in ((None, 0), (nn.Linear(8, 8), 1)):
+        parts = {"layers": nn.ModuleList(layers)} | ({"top": head} if head is not None else {})
+        assert group_table(groups_for(block(**parts))).count("adamw head") == adamw
+
+
 def test_what_is_frozen_is_left_out():
     model = mixture()
     model["embed"].weight.requires_grad_(False)
@@ -201,6 +216,7 @@ def test_rows_override_the_rule_by_any_name():
     (split,), (other,) = groups["muon"], groups["adamw"]
     assert split["split"] == (768, 128, 128)
     assert [name for name, _ in other["params"]] == ["0.proj.weight", "0.proj.bias"]
+    assert split.get("wd_mul") is other.get("wd_mul") is None
     tied = groups_for(gpt2(), [Row("lm_head.weight", "muon")])["muon"]
     assert tied[0]["params"][0][0] == "transformer.wte.weight"
 

@@ -159,6 +159,66 @@ def test_a_verdict_gives_the_norm_and_the_first_bad_tensor():
         assert guard.explain(guard.step()) == Skip("nonfinite", INF, name)
 
 
+# ---- clipping
+
+
+@pytest.mark.parametrize("kinds", [OURS, ("adam", "adamw of torch", "sgd of torch")])
+@pytest.mark.parametrize("clip", [0.5, 1e6])
+def test_a_clipped_step_is_that_after_torchs_own_clipping(kinds, clip):
+    left = []
+    for by_guard in (True, False):
+        params, optimizers = model(kinds, dtype=torch.float64)
+        guard = Guard(optimizers, clip=clip if by_guard else None, grad_divisor=3.0)
+        guard.divide_by(3.0)
+        for step in range(4):
+            give_gradients(params, step)
+            if not by_guard:
+                torch.nn.utils.clip_grad_norm_(params.values(), 3 * clip)
+            guard.step()
+        left.append(params)
+    torch.testing.assert_close(left[0], left[1], rtol=1e-6, atol=1e-9)
+
+
+def test_a_norm_below_the_clip_changes_no_bit():
+    left = []
+    for clip in (None, 1e6):
+        params, optimizers = model()
+        guard = Guard(optimizers, clip=clip)
+        for step in range(3):
+            give_gradients(params, step)
+            guard.step()
+        left.append(traces(params, optimizers))
+    assert left[0] == left[1]
+
+
+def test_a_guard_that_clips_names_the_bad_gradient_and_reports_norms_before_the_clip():
+    params, optimizers = model()
+    guard = Guard(optimizers, clip=1e-3)
+    give_gradients(params, 0)
+    norms = guard.gradient_norms(Guard(optimizers).step())
+    give_gradients(params, 0)
+    assert guard.gradient_norms(guard.step()) == norms
+    FAULTS["nan"](params["normuon.1"].grad)
+    before = traces(params, optimizers)
+    assert guard.explain(guard.step()).tensor == "normuon.1"
+    assert traces(params, optimizers) == before
+
+
+def test_a_sum_that_is_dropped_for_a_nan_does_not_clip_the_others_to_nothing():
+    params, (muon, adam) = model(("muon", "adam"))
+    guard = Guard([muon, adam], clip=1.0)
+    give_gradients(params, 0)
+    for name in ("muon.0", "adam.1"):
+        FAULTS["nan"](params[name].grad)
+    guard.step(only=[muon])  # skipped; the sum of AdamW's gradients has a NaN
+    give_gradients({name: params[name] for name in params if name.startswith("muon.")}, 1)
+    before = {name: param.detach().clone() for name, param in params.items()}
+    assert guard.explain(guard.step()) is None
+    moved = {name for name, param in params.items() if not torch.equal(param, before[name])}
+    assert moved == {name for name in params if name.startswith("muon.")}
+    assert not any(param.isnan().any() for param in params.values())
+
+
 # ---- an orthogonalization that fails though the gradient is clean
 
 
@@ -317,7 +377,7 @@ def test_a_guarded_step_runs_on_a_device_that_holds_no_values(rule, dtype):
     params, optimizers = model(device="meta", dtype=dtype, cautious=True, compiled=False)
     for param in params.values():
         param.grad = torch.empty_like(param)
-    guard, loss = Guard(optimizers, spike=rule), torch.empty((), device="meta")
+    guard, loss = Guard(optimizers, spike=rule, clip=1.0), torch.empty((), device="meta")
     for optimizer in optimizers:
         optimizer.step()
     guard.step(loss, only=optimizers[:1])
@@ -386,11 +446,22 @@ def test_on_a_gpu_a_compiled_update_is_the_eager_one(kind, monkeypatch):
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-4)
 
 
+def test_a_guard_follows_its_parameters_to_another_device():
+    _, optimizers = model(compiled=False)
+    guard = Guard(optimizers, spike=SpikeRule(), clip=1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [torch.nn.Parameter(param.to("meta")) for param in group["params"]]
+            for param in group["params"]:
+                param.grad = torch.empty_like(param)
+    assert guard.step(torch.tensor(3.0)).device.type == "meta"
+
+
 @pytest.mark.gpu
 def test_a_guarded_step_never_waits_for_the_gpu():
     params, optimizers = model(device="cuda")
     give_gradients(params, 0)
-    guard, loss = Guard(optimizers, spike=SpikeRule()), torch.tensor(3.0, device="cuda")
+    guard, loss = Guard(optimizers, spike=SpikeRule(), clip=1.0), torch.tensor(3.0, device="cuda")
     guard.step(loss)  # kernels are loaded
     guard.step(loss, only=optimizers[:1])
     verdicts = []

@@ -147,7 +147,9 @@ def test_the_script_writes_what_the_model_does_in_several_texts(folder, capsys):
         written = list(model.write(tokens, 12, temperature=0.8, least=40, seed=seed))
         texts.append(f"def f(x):{model.tokenizer.decode(written)}\n")
     assert sample_script.main(words) == 0
-    assert capsys.readouterr().out == texts[0]
+    written = capsys.readouterr()
+    assert written.out == texts[0]
+    assert f"model {folder}: tiny, record89, " in written.err
     assert sample_script.main([*words, "--samples", "2"]) == 0
     assert capsys.readouterr().out == f"--- seed 5\n{texts[0]}--- seed 6\n{texts[1]}"
 
@@ -252,7 +254,7 @@ def test_the_model_writes_once_before_the_last_line_and_changes_no_run(trained, 
     for trial in range(2):
         assert outcome.losses(trial) == quiet.losses(trial)
         untimed = [each["name"] for each in outcome.events("phase", trial) if not each["timed"]]
-        assert untimed[-3:] == [["keep", "check", "probe"], ["check", "probe", "sample"]][trial]
+        assert untimed[-3:] == [["keep", "probe", "check"], ["probe", "check", "sample"]][trial]
 
 
 def test_tokens_of_another_tokenizer_of_the_same_size_are_not_taken_for_ours(data, tmp_path):
@@ -293,11 +295,22 @@ def test_an_evaluation_and_its_script_find_the_losses_of_the_run(trained, monkey
     monkeypatch.setattr(model.gpt, "config", elsewhere)
     assert evaluation.evaluate(model, rows=1)["tokens"] == 256
     assert evaluate_script.main([str(final), "--device", "cpu"]) == 0
-    assert "1,024 tokens in 4 rows" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"model {final}: " in text
+    assert "   1,024 tokens" in text
     assert evaluate_script.main([str(final), "--data-dir", str(folder)]) == 2
     assert "has no *val_*.bin file" in capsys.readouterr().err
     assert evaluate_script.main([str(final), "--data-dir", str(data), "--rows", "99999"]) == 2
     assert "--val-tokens" not in capsys.readouterr().err
+
+
+def test_the_disk_that_the_kept_models_take_is_known_before_the_first_step(trained):
+    _, folder, _, outcome = trained
+    before, _, _ = outcome.out.partition("step 0/")
+    said = re.search(r"disk: ([\d,]+) MB in", before)[1]
+    kept = [file.stat().st_size for file in folder.glob("checkpoints/*/final/model.safetensors")]
+    assert float(said) == pytest.approx(sum(kept) / 1e6, abs=1)
+    assert len(kept) == 2
 
 
 def test_bits_are_of_the_bytes_of_text(folder):

@@ -37,13 +37,16 @@ TINY = TRACKS["tiny"]
 TRACK = TINY.fixed | {"track": "tiny", "target": TINY.target, "val_tokens": TINY.val_tokens}
 TRACK["recipe"] = "record89"
 parser = argparse.ArgumentParser()
-for name, default in (("gain", 0.0), ("steps", 10), ("seed", 0), ("trials", 1)):
+for name, default in (("gain", 0.0), ("steps", 10), ("seed", 0), ("trials", 1), ("idle", 0)):
     parser.add_argument(f"--{name}", type=type(default), default=default)
 for name in "log-dir checkpoint-dir keep-model sample-tokens diverge claim track recipe".split():
     parser.add_argument(f"--{name}", default="")
 parser.add_argument("--print-config", action="store_true")
+parser.add_argument("--quick", action="store_true")
 given = parser.parse_args()
-config = {"steps": given.steps, "gain": given.gain} | TRACK
+config = TRACK | {"steps": given.steps, "gain": given.gain, "idle": given.idle}
+if given.quick:
+    config["val_tokens"] = 1024
 if given.print_config:
     print(json.dumps(config))
     sys.exit()
@@ -52,7 +55,8 @@ folder.mkdir(parents=True, exist_ok=True)
 for trial in range(given.trials):
     seed, run_id = given.seed + trial, f"2026_{time.time_ns()}"
     noise = random.Random(seed).gauss(0, 0.05)
-    noise += random.Random(f"{seed} {given.gain}").gauss(0, 0.01) - given.gain
+    jitter = random.Random(f"{seed} {given.gain}").gauss(0, 0.01)
+    noise += jitter - given.gain
     with Path(folder, "calls").open("a") as calls:
         calls.write(f"{time.time_ns()} {folder.name} {seed} {trial}\\n")
     diverged = given.diverge == str(seed)
@@ -60,7 +64,8 @@ for trial in range(given.trials):
            "val_loss": 3.4 + noise, "train_time_ms": 1000 * (seconds + noise)}
     header = {"event": "header", "schema": 3, "run_id": run_id, "track": "tiny", "target": 3.6,
               "seed": seed, "source_sha256": source_hash(Path(__file__).parent), "config": config,
-              "config_sha256": config_hash(config), "env": {"gpu_count": 0, "threads": 1}}
+              "config_sha256": config_hash(config),
+              "env": {"gpu_count": 0, "threads": 1, "cpu": "Abacus"}}
     end = {"event": "end", "t_ms": 90_000, "status": "nonfinite" if diverged else "done",
            "probes": {"new_loss": 4 + noise / 2}}
     lines = [header, end] if diverged else [header, val, end]
@@ -121,6 +126,7 @@ def project(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(root)
     monkeypatch.setattr(side_by_side, "child_process", child_process)
     monkeypatch.setattr(side_by_side, "which", lambda name: None)
+    monkeypatch.setattr(side_by_side, "cpu_name", lambda: "Abacus")
     two_cores(monkeypatch)
     monkeypatch.setattr(command.subprocess, "run", execute_asked)
     for module in (judge, record):
@@ -154,46 +160,66 @@ def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome
     assert len(calls(project)) == 2 * facts["pairs"] < 20
 
 
-def test_it_says_first_what_is_judged_and_last_what_became_of_new_tokens(
+def test_it_says_first_what_is_judged_and_how_long_it_takes_by_a_run_on_this_machine(
     project, capsys, monkeypatch
 ):
     assert run("--b", "--gain 0.2", "--margin", "0.05") == 0
     said = capsys.readouterr()
     before, _, after = said.err.partition("A, seeds 0 to 3")
-    assert "  the sources differ in 0 lines: logs/judge/001/source.diff\n" in before
     assert "is B better than A? loss, margin 0.05, 4 to 20 pairs from seed 0" in before
     assert "gain: 0.0 in A, 0.2 in B" in before
-    assert "no run of tiny by record89 on a machine as here" in before
+    assert "2 runs at once, minutes not known here: the first run will tell" in before
     assert re.search(r"  B, seed 3: \d\.\d{4} nats per token\n", after)
-    assert "standard deviation" in said.out
-    mean = float(re.search(r"new tokens .*: (\S+) \(", said.out)[1])
+    assert re.search(r"as measured now: 1\.5 minutes a run, 6\.0 to 30\.\d in all", after)
+    mean = float(re.search(r"new tokens.* (\S+) \(", said.out)[1])
     whole = float(re.search(r"B - A (\S+) \(", said.out)[1])
     assert mean == pytest.approx(whole / 2, rel=1e-3), "noise moves both, new tokens half as far"
 
-    page = project / "records" / "tiny" / "prediction" / "README.md"
-    page.parent.mkdir(parents=True)
-    page.write_text("# `tiny` does not predict the contest\n\nmore\n")
-    run("--b", "--gain 0.2", "--margin", "0.06", "--", "--steps", "20")  # a run: 1.5 min, 10 steps
-    assert "20 steps take about 3.0 minutes by " in (again := capsys.readouterr().err)
-    assert "the contest (records/tiny/prediction/README.md)\n" in again
-    assert "all in all 12 to 60\n" in again, "two at once"
-    # With a GPU a run without one tells nothing.
-    monkeypatch.setattr(side_by_side, "which", lambda name: name)
-    monkeypatch.setattr(side_by_side, "gpu_memory", lambda: 2**40)
+    run("--b", "--gain 0.2", "--margin", "0.06", "--", "--steps", "20")
+    again = capsys.readouterr().err
+    assert "1.5 minutes a run, 6.1 to 30.3 in all (by logs/judge/001/" in again
+    monkeypatch.setattr(side_by_side, "cpu_name", lambda: "Z80")
     run("--b", "--gain 0.2", "--margin", "0.07", "--", "--steps", "20")
-    assert "no run of tiny by record89 on a machine as here" in capsys.readouterr().err
+    assert "minutes not known here" in capsys.readouterr().err, "another machine tells nothing"
+
+
+def test_a_flag_that_does_not_act_is_named(project, capsys):
+    assert run("--b", "--idle 1") == 3
+    assert "every pair is equal to the last bit: idle does not act here" in capsys.readouterr().out
+
+
+def test_a_gain_that_new_tokens_do_not_have_is_called_copying_and_no_claim_is_offered(
+    project, capsys
+):
+    trainer = (project / "train_gpt.py").read_text()
+    (project / "train_gpt.py").write_text(trainer.replace("4 + noise / 2", "4 + jitter"))
+    assert run("--b", "--gain 0.2", "--margin", "0.05") == 0
+    said = capsys.readouterr().out
+    assert "the gain may be copying only: on new tokens B is not shown to be better" in said
+    assert "prove it" not in said
+
+
+def test_off_the_track_it_says_before_the_first_run_and_at_the_end_that_no_claim_can_follow(
+    project, capsys
+):
+    assert run("--b", "--gain 0.2", "--margin", "0.05", "--quick") == 0
+    said = capsys.readouterr()
+    why = "no claim can follow: --val-tokens 1024: that of the track is 16384"
+    assert why in said.err.partition("A, seeds 0 to 3")[0]
+    assert why in said.out
+    assert "prove it" not in said.out
 
 
 def test_losses_come_side_by_side_as_cores_allow_and_times_one_by_one(
     project, capsys, monkeypatch
 ):
-    words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--look-every", "2"]
+    words = ["--b", "--gain 0.012", "--margin", "0.0001", "--pairs", "7", "--analyse-every", "2"]
     code, facts = judge_as_json(capsys, *words, "--seed", "40")
     assert (code, facts["outcome"]) == (4, "undecided")
     first = [[arm, str(40 + n), str(n)] for arm in "AB" for n in range(4)]
     second = [[arm, str(44 + n), str(n)] for arm in "BA" for n in range(2)]
     third = [[arm, "46", "0"] for arm in "AB"]
-    assert calls(project) == [*first, *second, *third], "a process trains what one look lacks"
+    assert calls(project) == [*first, *second, *third], "a process trains what one analysis lacks"
     code, facts = judge_as_json(capsys, "--metric", "time", "--b", "--gain 0.4", "--margin", "0.1")
     assert (code, facts["pairs"]) == (0, 4)
     assert [arm for arm, _, _ in calls(project, 2)] == list("ABBAABBA")
@@ -258,7 +284,7 @@ def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(pr
     guess = math.log(2048) - 3.4
     assert facts["mean"] == pytest.approx((guess - 19 * 0.2) / 20, abs=0.02)
     run("--b", "--gain 0.2 --diverge 2", "--seed", "0")
-    assert "warning: the differences are skewed, +4.1" in capsys.readouterr().out
+    assert "B diverged on seed 2: it counts as a guess" in capsys.readouterr().out
     trainer = project / "train_gpt.py"
     trainer.write_text(TRAINER.replace("    diverged =", "    sys.exit(1)\n    diverged ="))
     assert run("--b", "--gain 0.2") == 2
@@ -268,7 +294,7 @@ def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(pr
     assert "was changed while it was judged" in capsys.readouterr().err
 
 
-def test_a_run_that_diverges_in_the_last_look_does_not_end_the_judgement_before_it(project, capsys):
+def test_a_run_that_diverges_last_does_not_end_the_judgement_before_it(project, capsys):
     words = ["--b", "--gain 0.2 --diverge 1", "--pairs", "4", "--seed", "0"]
     _, facts = judge_as_json(capsys, *words)
     assert (facts["pairs"], facts["final"]) == (4, True)
@@ -296,21 +322,6 @@ def test_judgements_that_begin_at_once_have_numbers_and_seeds_of_their_own(proje
     assert len({*chain(*taken)}) == sum(map(len, taken))
 
 
-@pytest.mark.parametrize("cheat", ["another log of a seed", "an edited log"])
-def test_a_log_that_was_planted_or_replaced_ends_the_judgement(project, capsys, cheat):
-    words = ["--b", "--gain 0.001", "--margin", "0.0001", "--pairs", "4"]
-    assert run(*words) == 4
-    log = max(project.glob("logs/judge/001/B/*_*.jsonl"))
-    text = log.read_text()
-    lower = text.replace('"val_loss": 3.', '"val_loss": 2.')
-    if cheat == "an edited log":
-        log.write_text(lower)
-    else:
-        log.with_stem("2026_9").write_text(lower.replace(log.stem, "2026_9"))
-    assert run(*words) == 2
-    assert "is not the log that the run registered at its end" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--seed", "-5"], "--seed -5: it must be at least 0"),
     (["--b", "--stepz 5"], "train_gpt.py refuses --stepz 5"),
@@ -318,9 +329,10 @@ def test_a_log_that_was_planted_or_replaced_ends_the_judgement(project, capsys, 
     (["--b=--help"], "train_gpt.py refuses --help"),
     ([], "A and B have the same source and settings"),
     (["--a", "--gain 0.1", "--b", "--gain 0.1"], "Give --b FLAGS, or --a-source"),
+    (["--a-source", "../nope"], "--a-source ../nope: it holds no train_gpt.py. Give the folder"),
     (["--b", "--steps '3"], "argument --b: invalid split value: \"--steps '3\""),
-    *(([f"--pairs={pairs}"], "it takes 4 to 100 pairs") for pairs in (3, 101)),
-    (["--look-every", "0"], "1 or more between two looks"),
+    *(([f"--pairs={pairs}"], "there must be 4 to 100 pairs") for pairs in (3, 101)),
+    (["--analyse-every", "0"], "analysed every 1 or more"),
     *(([f"--margin={margin}"], f"margin is {margin}") for margin in (0.0, math.nan)),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_before_anything_runs(project, capsys, words, sentence):

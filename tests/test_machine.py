@@ -152,7 +152,7 @@ def fail(error):
 @pytest.mark.parametrize(("error", "code", "said"), [
     (Refused("--steps 0: it must be at least 1."), 2, "error: --steps 0: it must be at least"),
     (KeyError("of the data"), 2, "error: 'of the data'"),  # in `refused`
-    (Interrupted(signal.SIGTERM), 143, ""),
+    (Interrupted(signal.SIGTERM), 143, "error: stopped by a signal before the first step"),
     (torch.OutOfMemoryError("no room\na page"), 1, "error: out of memory: no room. Use --act"),
     (RuntimeError("[enforce fail] can't allocate memory: 8 GB"), 1, "error: out of memory: [e"),
     (ZeroDivisionError("a bug"), 1, "Traceback"),

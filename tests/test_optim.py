@@ -262,11 +262,12 @@ def test_adam_is_the_textbook_step(shape, cautious):
     )
 
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "optimizers.md"
+GUIDE = Path(__file__).resolve().parents[1] / "optim" / "README.md"
 
 
-def test_the_technique_of_the_page_keeps_each_norm_and_steps_by_a_share_of_it():
-    blocks = [text.partition("```")[0] for text in PAGE.read_text().split("```python\n")[1:]]
+def test_the_technique_of_the_guide_keeps_each_norm_and_steps_by_a_share_of_it():
+    text = GUIDE.read_text().replace("speedrun_optim", "optim")
+    blocks = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
     [code] = [block for block in blocks if "class Hyperball" in block]
     names: dict = {}
     exec(code, names)

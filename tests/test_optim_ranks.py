@@ -26,13 +26,15 @@ from optim import (
     Guard,
     Held,
     Muon,
+    MuonWithAdamW,
     NorMuon,
+    Row,
     RowAdam,
     SpikeRule,
     load_named_state,
     named_state,
     reset,
-)
+)  # fmt: skip
 
 GROUPS = {"ranks 2": 2, "ranks 3": 3, "ranks 4": 4}  # each sums the gradients of its own batches
 MESHES = {"shards 1": [0], "shards 2": [0, 1], "shards 3": [0, 1, 2], "shards 4": [0, 1, 2, 3]}
@@ -128,7 +130,8 @@ def walk(method, rank=0, size=1, group=None, mesh=None, selecting=False):
     params, optimizer = build(method, group, mesh)
     common = {} if mesh is not None else {"process_group": group}
     rule = SpikeRule(start=3, window=8)
-    guard = Guard([optimizer], spike=rule, grad_divisor=MICRO_BATCHES, **common)
+    clip = 1.0  # below every norm, which is that over all ranks
+    guard = Guard([optimizer], spike=rule, clip=clip, grad_divisor=MICRO_BATCHES, **common)
     seen, verdicts, norms = [], [], []
     with mock.patch("optim.base.READ_AT_ONCE", ()) if selecting else nullcontext():
         for step in range(STEPS):
@@ -216,10 +219,9 @@ def small_model():
     return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 10), nn.Linear(10, 3, bias=False))
 
 
-def optimizers_of(model):
-    named = dict(model.named_parameters())
-    matrices = [(name, named.pop(name)) for name in ("1.weight", "2.weight")]
-    return [NorMuon(matrices, 0.05), AdamW(named.items(), 0.02)]
+def optimizer_of(model):
+    rule = SpikeRule(start=3, window=8)
+    return MuonWithAdamW(model, 0.05, adam_lr=0.02, rows=[Row("2.weight", "muon")], spike=rule)
 
 
 def shard(model, mesh):
@@ -232,15 +234,14 @@ def shard(model, mesh):
 def sharded_model(mesh):
     model = small_model()
     shard(model, mesh)
-    return model, optimizers_of(model)
+    return model, optimizer_of(model)
 
 
-def shard_with_optimizers(model, optimizers, mesh):
-    """What accelerate does for FSDP2, which it gives a model and its optimizers together."""
-    for optimizer in optimizers:  # it moves state to a device
-        optimizer.load_state_dict(optimizer.state_dict())
+def shard_with_optimizer(model, optimizer, mesh):
+    """What accelerate does for FSDP2, which it gives a model and its optimizer together."""
+    optimizer.load_state_dict(optimizer.state_dict())  # it moves state to a device
     names = {param: name for name, param in model.named_parameters()}
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    groups = optimizer.param_groups
     places = [[names[param] for param in group["params"]] for group in groups]
     for group in groups:
         group["params"] = [torch.empty(1) for _ in group["params"]]
@@ -250,36 +251,60 @@ def shard_with_optimizers(model, optimizers, mesh):
         group["params"] = [new[name] for name in own]
 
 
-def stepped(model, optimizers, rank, steps):
+def stepped(model, optimizer, rank, steps):
     """Whole weights and state after these steps, each on a batch of the rank's own."""
-    guard = Guard(optimizers)
     for step in steps:
         model.zero_grad()
         model((torch.arange(8) + 3 * step + rank) % 11).square().mean().backward()
-        guard.step()
+        optimizer.step()
     weights = {name: whole(param) for name, param in model.named_parameters()}
-    return weights | state_of(optimizers)
+    return weights | state_of([optimizer])
 
 
 def exchanged(mesh, rank):
     """Pairs that should be equal, of optimizers built before fully_shard and others; refusals."""
     model, plain = small_model(), small_model()
-    optimizers, others = optimizers_of(model), optimizers_of(plain)
-    shard_with_optimizers(model, optimizers, mesh)
+    optimizer, other = optimizer_of(model), optimizer_of(plain)
+    shard_with_optimizer(model, optimizer, mesh)
     late = stepped(*sharded_model(mesh), rank, range(3))
-    pairs = [(stepped(model, optimizers, rank, range(3)), late)]
+    pairs = [(stepped(model, optimizer, rank, range(3)), late)]
     model, said = small_model(), []  # and after two steps on one process
-    optimizers = optimizers_of(model)
-    stepped(model, optimizers, 0, range(2))
-    shard_with_optimizers(model, optimizers, mesh)
-    for optimizer in optimizers:
-        try:
-            optimizer.step()
-        except ValueError as error:
-            said.append(str(error))
-        optimizer.load_state_dict(optimizer.state_dict())
-    one_process = stepped(plain, others, 0, range(3))
-    return [*pairs, (stepped(model, optimizers, 0, [2]), one_process)], said
+    optimizer = optimizer_of(model)
+    stepped(model, optimizer, 0, range(2))
+    shard_with_optimizer(model, optimizer, mesh)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        said.append(str(error))
+    optimizer.load_state_dict(optimizer.state_dict())
+    one_process = stepped(plain, other, 0, range(3))
+    return [*pairs, (stepped(model, optimizer, 0, [2]), one_process)], said
+
+
+def losses_apart(rank, mesh):
+    """Verdicts on losses of each rank's own, of which the last has a NaN in one step.
+
+    With the gradients of one model, as DDP leaves them, and with fully_shard.
+    """
+    found = []
+    for split in (False, True):
+        model = small_model()
+        if split:
+            shard(model, mesh)
+        optimizer, verdicts = optimizer_of(model), []
+        for step in range(6):
+            model.zero_grad()
+            model(torch.arange(8)).square().mean().backward()
+            value = 1.0 + rank  # their mean is the same in all steps but two
+            value = {3: 100.0 if rank == 3 else value, 4: math.nan if rank == 3 else value}.get(
+                step, value
+            )
+            optimizer.step(loss=torch.tensor(value))
+            skip = optimizer.guard.explain(optimizer.verdict)
+            verdicts.append(skip and skip.guard)
+        weights = {name: whole(param) for name, param in model.named_parameters()}
+        found.append((verdicts, weights | state_of([optimizer])))
+    return found
 
 
 def save(folder, mesh):
@@ -287,29 +312,29 @@ def save(folder, mesh):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    model, optimizers = sharded_model(mesh)
+    model, optimizer = sharded_model(mesh)
     model(torch.arange(8) % 11).square().mean().backward()
-    Guard(optimizers).step()
-    before = state_of(optimizers)
-    state = get_optimizer_state_dict(model=model, optimizers=optimizers)
+    optimizer.step()
+    before = state_of([optimizer])
+    state = get_optimizer_state_dict(model=model, optimizers=optimizer)
     dcp.save({"optim": state}, checkpoint_id=f"{folder}/saved", process_group=mesh.get_group())
     sharded = set()
     for name, kinds in state["state"].items():
         sharded |= {f"{name}.{kind}" for kind, value in kinds.items() if hasattr(value, "to_local")}
-    return before, state_of(optimizers), sharded
+    return before, state_of([optimizer]), sharded
 
 
 def load(folder, mesh):
-    """What fresh optimizers hold after torch's own calls: whole state, and a learning rate."""
+    """What a fresh optimizer holds after torch's own calls: whole state, and a learning rate."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import state_dict as of_torch
 
-    model, optimizers = sharded_model(mesh)
-    optimizers[0].param_groups[0]["lr"] = 0.123
-    state = of_torch.get_optimizer_state_dict(model=model, optimizers=optimizers)
+    model, optimizer = sharded_model(mesh)
+    optimizer.param_groups[0]["lr"] = 0.123
+    state = of_torch.get_optimizer_state_dict(model=model, optimizers=optimizer)
     dcp.load({"optim": state}, checkpoint_id=f"{folder}/saved")
-    of_torch.set_optimizer_state_dict(model=model, optimizers=optimizers, optim_state_dict=state)
-    return state_of(optimizers), optimizers[0].param_groups[0]["lr"]
+    of_torch.set_optimizer_state_dict(model=model, optimizers=optimizer, optim_state_dict=state)
+    return state_of([optimizer]), optimizer.param_groups[0]["lr"]
 
 
 def refusals(mesh):
@@ -380,6 +405,7 @@ def process(rank, folder):
         results["exchanged"] = exchanged(meshes["shards 2"], rank)
         results["saved"] = save(folder, meshes["shards 2"])
     dist.barrier()  # the checkpoint is there
+    results["apart"] = losses_apart(rank, meshes["shards 4"])
     results["loaded"] = load(folder, meshes["shards 4"])
     results["refused"] = refusals(meshes["shards 4"])
     torch.save(results, f"{folder}/{rank}.pt")
@@ -495,8 +521,15 @@ def test_parameters_that_fully_shard_replaced_are_followed_before_a_step_and_lat
             assert ours.keys() == theirs.keys()
             close(ours, theirs)
         assert same(*pairs[0])
-        assert len(said) == 2
-        assert all("takes its state along" in each for each in said)
+        assert len(said) == 1
+        assert "takes its state along" in said[0]
+
+
+def test_ranks_with_losses_of_their_own_judge_the_mean_and_stay_together(ranks):
+    for results in ranks:
+        for (verdicts, left), (_, first) in zip(results["apart"], ranks[0]["apart"], strict=True):
+            assert verdicts == [None, None, None, "spike", "spike", None]
+            assert same(left, first)
 
 
 def test_other_placements_and_meshes_are_refused_by_name(ranks):

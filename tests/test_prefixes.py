@@ -1,5 +1,6 @@
 """The table of prefixes against a search through all pairs of tokens."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -53,4 +54,9 @@ def test_a_vocabulary_that_is_not_known_or_not_there_is_refused(monkeypatch):
 
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
     with pytest.raises(ValueError, match=r"no network; .*TIKTOKEN_CACHE_DIR"):
+        read_prefixes(of(50257))
+
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: time.sleep(60))
+    monkeypatch.setattr("data.tokenizers.FETCH_SECONDS", 0.05)
+    with pytest.raises(ValueError, match=r"no answer within 0\.05 s; .*HTTPS_PROXY"):
         read_prefixes(of(50257))

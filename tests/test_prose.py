@@ -57,7 +57,8 @@ def fill_the_disk(out, patch):
 
 @pytest.mark.parametrize(("spoil", "sentence"), [
     (lambda *_: None, r"pip cannot download botocore==1\.44\.5 .* for the reason above: connect "
-                      r"and start again, or put the wheels into .*/wheels\."),
+                      r"and start again, .*HTTPS_PROXY .*PIP_INDEX_URL, or put the wheels into "
+                      r".*/wheels\."),
     (put_another_wheel, r"pip cannot download botocore==1\.44\.5 "),
     (let_pip_hang, r"pip cannot download botocore==1\.44\.5 .* within 0\.5 s"),
     (let_pip_bring_another_wheel, rf"pip brought .*/{FIRST} with SHA-256 "

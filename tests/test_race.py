@@ -1,6 +1,5 @@
-"""Looks after every pair: the level is kept, and a clear answer comes sooner."""
+"""An analysis after every pair: the level is kept, and a clear answer comes sooner."""
 
-import json
 import math
 
 import numpy as np
@@ -9,6 +8,7 @@ from small_run import ROOT
 
 from claims import stats
 from claims.judge import ALPHA, EQUAL, RacePlan, Verdict, decide
+from claims.logs import finished_runs
 
 PLAN = RacePlan(pairs=20, margin=1.0)
 RACES = 10_000
@@ -19,8 +19,8 @@ OUTCOMES = ["undecided", "better", "worse", "no difference"]
 def follow(differences: np.ndarray, plan: RacePlan) -> tuple[np.ndarray, np.ndarray]:
     """Many races at once, [races, pairs]: the number of each one's outcome, and its pairs."""
     outcomes = np.zeros(len(differences), int)
-    used = np.full(len(differences), plan.looks[-1])
-    for n in plan.looks:
+    used = np.full(len(differences), plan.analyses[-1])
+    for n in plan.analyses:
         mean = differences[:, :n].mean(1)
         error = differences[:, :n].std(1, ddof=1) / math.sqrt(n)
         wide, narrow = (width * error for width in plan.widths(n))
@@ -31,14 +31,14 @@ def follow(differences: np.ndarray, plan: RacePlan) -> tuple[np.ndarray, np.ndar
 
 
 def race(differences: list[float], plan: RacePlan) -> Verdict:
-    """The judge's verdict at the first look that decides."""
-    verdicts = (decide(differences[:n], plan) for n in plan.looks)
+    """The judge's verdict at the first analysis that decides."""
+    verdicts = (decide(differences[:n], plan) for n in plan.analyses)
     return next(verdict for verdict in verdicts if verdict.final)
 
 
 def shares(difference: float, plan: RacePlan = PLAN) -> tuple[float, float, float, float]:
     """Of races at sd 1: the shares better, worse and without difference, and the mean pairs."""
-    drawn = np.random.default_rng(0).normal(difference, 1.0, (RACES, plan.looks[-1]))
+    drawn = np.random.default_rng(0).normal(difference, 1.0, (RACES, plan.analyses[-1]))
     outcomes, used = follow(drawn, plan)
     better, worse, same = ((outcomes == end).mean() for end in (1, 2, 3))
     return better, worse, same, used.mean()
@@ -67,8 +67,8 @@ def test_of_races_without_a_difference_one_in_a_hundred_finds_one(plan):
 def test_on_the_losses_of_the_records_no_verdict_is_wrong_over_twice_as_often():
     """Each loss in standard deviations from the mean of its record; B's spread alone is worst."""
     losses = []
-    for path in sorted(ROOT.glob("records/small/*/record.json")):
-        found = np.array([run["val_loss"] for run in json.loads(path.read_text())["runs"]])
+    for path in sorted(ROOT.glob("records/small/*/runs")):
+        found = np.array([run.final_loss for run in finished_runs(path)])
         losses.extend((found - found.mean()) / found.std())
     rng = np.random.default_rng(0)
     a, b = rng.choice(losses, (2, RACES, 20))
@@ -90,13 +90,13 @@ def test_a_difference_of_the_margin_is_overlooked_in_one_race_of_twenty(differen
     assert same <= EQUAL + 3 * math.sqrt(EQUAL / RACES)
 
 
-def test_races_end_sooner_than_one_look_with_the_same_power_would():
+def test_races_end_sooner_than_one_analysis_with_the_same_power_would():
     fixed = {}
     for difference, most in ((-1.0, 14.5), (-1.5, 10.5)):
         power, wrong, _, pairs = shares(difference)
-        one_look = (n for n in range(2, 100)
+        one_analysis = (n for n in range(2, 100)
                     if stats.power(n, 1.0, -difference, ALPHA / 2) >= power)  # fmt: skip
-        fixed[difference] = next(one_look)
+        fixed[difference] = next(one_analysis)
         assert power > 0.75
         assert wrong < 0.001
         assert pairs < min(most, fixed[difference])
@@ -115,10 +115,10 @@ def test_no_difference_is_told_with_an_interval_within_the_margin():
         assert verdict.confidence == 0.9
 
 
-def test_a_verdict_is_that_of_the_t_test_at_the_level_of_a_look():
+def test_a_verdict_is_that_of_the_t_test_at_the_level_of_an_analysis():
     differences = [-0.9, -1.4, -1.1, -1.2]
     test = stats.one_sample(differences, 0.0)
-    level = stats.look_level(tuple(range(4, 21)), ALPHA / 2)
+    level = stats.interim_level(tuple(range(4, 21)), ALPHA / 2)
     for shift in np.linspace(-1.5, 1.1, 27):
         moved = [value + shift for value in differences]
         p = stats.one_sample(moved, 0.0).p
@@ -131,7 +131,7 @@ def test_a_verdict_is_that_of_the_t_test_at_the_level_of_a_look():
     ([0.0] * 4, "no difference", True),  # equal to the bit
     ([-0.1] * 4, "undecided", False),  # no spread, so nothing is known of it
     ([-0.1] * 20, "undecided", True),
-    ([-3.0, -3.1, -2.9], "undecided", False),  # before the first look
+    ([-3.0, -3.1, -2.9], "undecided", False),  # before the first analysis
     ([-3.0, math.inf], "undecided", True),  # a run diverged
     ([-3.0, -3.1, -2.9, -3.05], "better", True),
     ([3.0, 3.1, 2.9, 3.05], "worse", True),

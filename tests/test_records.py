@@ -17,7 +17,7 @@ from train_gpt import RECIPES, Config, preset
 
 RECORDS = Path(__file__).resolve().parents[1] / "records"
 # Those whose runs were made.
-CLAIMS = sorted(record.with_name("claim.json") for record in RECORDS.glob("*/*/record.json"))
+CLAIMS = sorted({runs.with_name("claim.json") for runs in RECORDS.glob("*/*/runs")})
 by_claim = pytest.mark.parametrize("claim", CLAIMS, ids=lambda path: path.parent.name)
 
 

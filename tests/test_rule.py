@@ -12,13 +12,14 @@ from small_record import LOSSES, call, make_claim, read_logs, write_logs, write_
 
 from claims import pages
 from claims import record as records
-from claims.arms import compare_arms, read_arm
+from claims.arms import read_arm
 from claims.checks import check_new_tokens, find_failures
+from claims.compare import in_sentences
+from claims.questions import MEASURED, new_targets
 from claims.record import MOST_ABOVE, TRACKS, read_evidence
-from claims.rerun import MEASURED, new_targets, validation_rows
+from claims.rerun import validation_rows
 from data.copied import FIRST_TOKENS, REACH, means, pair_distances, sums_by_kind
 from scripts import significance
-from view.verdicts import in_sentences
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
@@ -295,6 +296,6 @@ def test_a_comparison_has_both_losses_and_names_an_older_measure(tmp_path, monke
         a, b = (make_record(tmp_path / name / arm, LOSSES, **{measure: level + NOISE * sign})
                 for arm, level, sign in (("a", 3.5, 1), ("b", 3.7, -1)))  # fmt: skip
         arms = read_arm(str(a / "runs")), read_arm(str(b / "runs"))
-        found[name] = in_sentences(*arms, compare_arms(*arms))
+        found[name] = in_sentences(*arms)
     assert re.search(r"^  loss on new tokens \+0\.[12]\d+ \(.*\), higher$", found["new"], re.M)
     assert "loss on new tokens as measured before 2026-11-29 +0." in found["old"]

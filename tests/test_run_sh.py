@@ -4,15 +4,14 @@ import re
 import shutil
 import signal
 import subprocess
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ("--track", "short", "--data-dir", "elsewhere")  # a track for all GPUs; its data are there
-TOOLS = ("bash", "cmp", "cp", "dirname", "flock", "mkdir", "rm", "sleep", "wc")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+TOOLS = ("bash", "cmp", "cp", "dirname", "flock", "mkdir", "rm", "sleep")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
 
 # Stands for python3 and, copied by its own `-m venv`, for .venv/bin/python. It notes the words of
 # each call in $CALLS, in one write, because two starts may note at the same time.
@@ -122,7 +121,7 @@ def test_what_nohup_has_run_sh_ignore_torchrun_ignores_too(clone):
         signal.signal(signal.SIGHUP, handler)
         clone.run(NPROC="2")
     under_nohup, plain = clone.argv()
-    assert under_nohup[3:5] == ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
+    assert under_nohup[5:7] == ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
     assert "--signals-to-handle" not in plain
 
 
@@ -183,32 +182,51 @@ def test_of_two_starts_at_once_one_installs_and_both_train(fresh):
 
 
 @pytest.mark.parametrize(
-    "words", [["--data-dir", "mine"], ["--data-dir=mine"], ["--track", "none"], ["--help"]]
+    ("words", "gpus"),
+    [("--data-dir mine", "0"), ("--data-dir=mine", "0"), ("--help", "0"), ("--dry-run", "1")],
 )
-def test_data_of_ones_own_unknown_tracks_and_help_fetch_nothing(fresh, words):
-    fresh.run(*words)
+def test_data_of_ones_own_help_and_dry_runs_fetch_nothing(fresh, words, gpus):
+    fresh.run("--track", "short", *words.split(), FAKE_GPUS=gpus)
     assert fresh.jobs() == ["venv", "pip", "train_gpt.py"]
 
 
 @pytest.mark.parametrize(("words", "shards"), [
     ("--track short", 9), ("--track tiny --track=steps", 18),
+    ("--track short --device cpu", 9),
 ])  # fmt: skip
 def test_large_tracks_fetch_from_one_commit_the_shards_that_they_read_and_lack(
     clone, words, shards
 ):
-    assert clone.run(*words.split(), FAKE_DOWNLOAD_STATUS="1").returncode == 1  # and train nothing
-    (words_of_hf,) = clone.argv()
+    gpus = "0" if "cpu" in words else "1"
+    done = clone.run(*words.split(), FAKE_DOWNLOAD_STATUS="1", FAKE_GPUS=gpus)
+    assert done.returncode == 2
+    assert "HF_ENDPOINT a mirror" in done.stderr
+    (words_of_hf,) = clone.argv()  # and train nothing
     assert re.fullmatch("[0-9a-f]{40}", words_of_hf[words_of_hf.index("--revision") + 1])
-    patterns = words_of_hf[words_of_hf.index("--include") + 1 :: 2]
     names = [f"fineweb_train_{shard:06d}.bin" for shard in range(1, shards + 1)]
-    for name in ["fineweb_val_000000.bin", *names]:
-        assert any(fnmatch(name, pattern) for pattern in patterns)
+    assert [word for word in words_of_hf if word.endswith(".bin")] == [
+        "fineweb_val_000000.bin", *names]  # fmt: skip
     folder = clone.root / "data/fineweb10B"
     folder.mkdir(parents=True)
-    for name in ["fineweb_val_000000.bin", *names]:
-        (folder / name).touch()
-    clone.run(*words.split())
+    for name in ["fineweb_val_000000.bin", *names, "fineweb_train_000099.bin"]:
+        (folder / name).write_text("tokens")
+    (folder / names[3]).write_text("")  # cut when the disk was full
+    (folder / names[5]).unlink()  # though others make up the number
+    clone.run(*words.split(), FAKE_GPUS=gpus)
+    words_of_hf, _ = clone.argv()
+    assert [word for word in words_of_hf if word.endswith(".bin")] == [names[3], names[5]]
+    for number in (3, 5):
+        (folder / names[number]).write_text("tokens")
+    clone.run(*words.split(), FAKE_GPUS=gpus)
     assert clone.jobs() == ["train_gpt.py"]
+
+
+@pytest.mark.parametrize("words", [(), ("--device", "cuda"), ("--device=auto",), ("--dry-run",)])
+@pytest.mark.parametrize("track", ["short", "steps"])
+def test_a_track_for_gpus_is_refused_without_one_before_anything_is_fetched(clone, track, words):
+    done = clone.run("--track", track, *words, FAKE_GPUS="0")
+    assert (done.returncode, clone.argv()) == (2, [])
+    assert "torch finds none here: nothing was fetched" in done.stderr
 
 
 # ---- ./run.sh test

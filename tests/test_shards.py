@@ -2,7 +2,10 @@
 
 import errno
 import os
+import shlex
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from data.shards import Shard, ShardError, write_shard
 
+ROOT = Path(__file__).resolve().parents[1]
 MAGIC, VERSION = 20240520, 1
 
 
@@ -76,6 +80,27 @@ def test_a_bad_file_is_refused_with_its_name_the_value_and_the_fix(tmp_path, con
     path.write_bytes(content)
     with pytest.raises(ShardError, match=rf"bad\.bin: .*{message}.* Delete the file and fetch"):
         Shard(path)
+
+
+@pytest.mark.parametrize("kind", ["nanoGPT", "llm.c", "NumPy"])
+def test_the_command_that_an_error_gives_makes_a_shard_of_a_foreign_token_file(tmp_path, kind):
+    tokens, path = np.arange(100, 1400, dtype="u2"), tmp_path / "foreign train.bin"
+    if kind == "nanoGPT":
+        tokens.tofile(path)
+    elif kind == "llm.c":  # version 7
+        header = np.zeros(256, "i4")
+        header[:3] = 20240801, 7, len(tokens)
+        path.write_bytes(header.tobytes() + tokens.astype("u4").tobytes())
+    else:
+        with path.open("wb") as file:
+            np.save(file, tokens)
+    with pytest.raises(ShardError) as caught:
+        Shard(path)
+    command = str(caught.value).partition("repository: python ")[2]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, *shlex.split(command)]
+    subprocess.run(words, cwd=tmp_path, env=env, check=True)
+    assert np.array_equal(Shard(tmp_path / "train_000000.bin")[:], tokens)
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path):

@@ -63,6 +63,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trainer = TRAINER.replace("+ PATCH", "+ globals().get('PATCH', 0.0)")
     (root / "train_gpt.py").write_text(trainer)
     (root / "idea.diff").write_text(PATCH)
+    (root / "idle.diff").write_text(PATCH.replace("-0.25", "0.0"))
     monkeypatch.chdir(root)
     return root
 
@@ -85,7 +86,7 @@ def rows(text: str) -> dict[str, list[str]]:
     """The cells of each arm, in the order of the table."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    return {arm: rest for arm, *rest in cells if len(rest) == 6 and arm not in ("-", "arm")}
+    return {arm: rest for arm, *rest in cells if len(rest) == 7 and arm not in ("-", "arm")}
 
 
 def test_arms_are_compared_with_the_first_on_equal_seeds(project, capsys):
@@ -107,6 +108,16 @@ def test_arms_are_compared_with_the_first_on_equal_seeds(project, capsys):
     assert found["bad"][:2] == ["4", "1"]
     assert found["bad"][2:4] == [f"{2 + 0.1 / 3:.4f}", "-0.5000 (no interval)"]
     assert float(found["wd"][5]) == pytest.approx(1 + sum(base) / 4 + mean, abs=6e-4)
+    assert found["wd"][6] == found["wd"][3], "the stub's loss on new tokens is its loss and 1"
+
+
+def test_it_says_how_many_runs_come_a_line_a_run_and_an_arm_that_does_not_act(project, capsys):
+    assert run({"seeds": [0, 1], "arms": {"a": "", "b": {"patch": "idle.diff"}}}) == 0
+    said = capsys.readouterr()
+    assert "4 of 4 runs to make" in said.err
+    assert "minutes not known here: the first run will tell" in said.err
+    assert "4 of 4: b, seed 1: loss 2.5100" in said.err
+    assert "b: equal to a to the last bit: what differs does not act" in said.out
 
 
 def test_runs_come_in_the_order_of_the_file_and_are_made_once(project, capsys):
@@ -147,17 +158,16 @@ def test_a_grid_makes_an_arm_of_each_combination(project, capsys):
     assert run(plan, "--json") == 0
     arms = json.loads(capsys.readouterr().out)
     assert list(arms) == ["matrix_lr=1 momentum=0.8,0.9", "matrix_lr=2 momentum=0.8,0.9"]
-    plan |= {"arms": {"a": "", "b": "--x"}, "patch": "idea.diff"}
-    bare = plan | {"arms": {"a": {"patch": ""}}}
-    Path("plan.json").write_text(json.dumps(bare))
-    assert {run.patch for run in sweep.read_plan(Path("plan.json"), Path("logs"))} == {""}
+    grids = {"a": {"grid": {"matrix_lr": [1, 2]}}, "b": {"flags": "--x", "grid": {"adam_lr": [3]}}}
+    plan = {"seeds": [0], "arms": grids | {"c": {"patch": ""}}, "patch": "idea.diff"}
     Path("plan.json").write_text(json.dumps(plan))
-    planned = sweep.read_plan(Path("plan.json"), Path("logs"))
-    assert [run.arm.split()[:2] for run in planned] == [
-        ["a", "matrix_lr=1"], ["a", "matrix_lr=2"], ["b", "matrix_lr=1"], ["b", "matrix_lr=2"],
+    planned = sweep.read_plan(Path("plan.json"), Path("logs"), ["--quick"])
+    assert [(run.arm, run.flags) for run in planned] == [
+        ("a matrix_lr=1", ["--quick", "--matrix-lr", "1"]),
+        ("a matrix_lr=2", ["--quick", "--matrix-lr", "2"]),
+        ("b adam_lr=3", ["--x", "--quick", "--adam-lr", "3"]), ("c", ["--quick"]),
     ]  # fmt: skip
-    assert {run.patch for run in planned} == {PATCH}, "an arm has it from the plan"
-    assert planned[3].flags == ["--x", "--matrix-lr", "2", "--momentum", "0.8,0.9"]
+    assert [run.patch for run in planned] == [PATCH] * 3 + [""], "an arm has it from the plan"
 
 
 def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, capsys):
@@ -170,7 +180,7 @@ def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, c
     (folder / "2026_0.jsonl").touch()  # as a run leaves it that is killed at its start
     before = logs()
     assert run(plan, "--report") == 0
-    assert rows(capsys.readouterr().out)["mine"] == ["0", "0", "inf", "", "", "inf"]
+    assert rows(capsys.readouterr().out)["mine"] == ["0", "0", "inf", "", "", "inf", ""]
     assert logs() == before
     assert run(plan) == 1
     assert "mine, seed 1: failed" in capsys.readouterr().err
@@ -180,6 +190,7 @@ def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, c
 
 @pytest.mark.parametrize(("plan", "sentence"), [
     ({"arms": {"a": ""}}, "it has no seeds, or no arms"),
+    ({"seeds": [0], "arms": {"a": ""}, "grid": {"wd": [1]}}, "a grid beside arms would multiply"),
     ({"seeds": [0], "arms": {"a": {"flag": "--x"}}}, "unknown: flag"),
     ({"seeds": [0], "arms": {"a": 7}}, "plan.json: "),
     ('{"seeds": [0], "arms": {"a": "", "a": "--wd 1"}}', "a key occurs twice"),
@@ -199,13 +210,14 @@ def test_two_runs_go_side_by_side_and_a_signal_ends_both(number, project):
     plan = {"flags": "--sleep", "seeds": [0], "arms": {"a": "", "b": "--x", "c": "--y"}}
     Path("plan.json").write_text(json.dumps(plan))
     words = [sys.executable, sweep.__file__, "plan.json", "--source", ".", "--jobs", "2"]
-    with subprocess.Popen(words) as process:
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         for _ in range(600):
             if len(list(Path("logs").rglob("asleep"))) == 2:
                 break
             time.sleep(0.05)
         process.send_signal(number)
         assert process.wait(30) == 143
+        assert "the same command resumes" in process.stderr.read()
     assert len(list(Path("logs").rglob("seed_*"))) == 2, "and the next two do not start"
     left = subprocess.run(["pgrep", "-f", str(project)], capture_output=True, text=True).stdout
     assert left == ""

@@ -53,12 +53,13 @@ def test_the_time_left_counts_the_validations_that_are_left(tmp_path):
 def test_a_line_has_the_numbers_of_the_step_and_the_smoothed_loss(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "peak_flops", lambda machine, dtype: 48.0)
     lines = make(tmp_path)
+    lines.header["data"]["val_tokens"] = 120
     for step, loss in enumerate([8.0, 7.0, 6.0, 5.0, 4.0, float("inf")], 1):
         lines.step(an_event(step, loss, skipped=step == 6))
     lines.step(an_event(10, float("inf"), skipped=True))
     assert capsys.readouterr().out.splitlines()[-1] == (
         "step 10/10 100% | train loss 6.0000 | grad 12 | lr x0.500 | window 896 | 40 tok/s | "
-        "MFU 83.3% | 1.0 s | 2 skipped | 1:00:00 left"
+        "MFU 83.3% | 1.0 s | 2 skipped | 0:00:10 left"
     )
 
 

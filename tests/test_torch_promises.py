@@ -235,34 +235,6 @@ def test_a_state_of_torch_before_its_first_step_is_zero_state():
     assert not any(tensor.any() for _, tensor in optimizer.named_state())
 
 
-def of_muon_with_aux_adam():
-    """A state as KellerJordan/Muon saves it: both kinds of groups, and plain numbers of steps."""
-    random = dict(enumerate(parameters((9,), (4, 8), (8, 4), (3,), seed=5)))
-    state = {key: {"momentum_buffer": random[key].detach()} for key in (1, 2)}
-    state |= {0: {"exp_avg": random[0].detach(), "exp_avg_sq": random[0].square(), "step": 7}}
-    adam = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0, "use_muon": False}
-    muon = {"lr": 0.03, "momentum": 0.9, "weight_decay": 0.1, "use_muon": True}
-    groups = [adam | {"params": [0, 3]}, muon | {"params": [1, 2]}]
-    return {"state": state, "param_groups": groups}, random
-
-
-def test_the_groups_of_each_kind_load_from_a_state_of_muon_with_aux_adam():
-    saved, random = of_muon_with_aux_adam()
-    muon, adam = Muon(parameters((4, 8), (8, 4)), 0.1), AdamW(parameters((9,), (3,)), 0.1)
-    for optimizer in (muon, adam):
-        train(optimizer, range(2))  # what had state before has none of it after
-        optimizer.load_state_dict(saved)
-        assert "use_muon" not in optimizer.param_groups[0]
-    found = dict(muon.named_state()) | {f"adam.{n}": t for n, t in adam.named_state()}
-    assert_same(
-        [found["0.momentum"], found["1.momentum"], found["adam.0.exp_avg"]],
-        [random[1], random[2], random[0]],
-    )
-    assert (found["adam.0.step"], found["adam.1.step"]) == (7, 0)
-    assert not found["adam.1.exp_avg_sq"].any()
-    assert (muon.param_groups[0]["momentum"], adam.param_groups[0]["eps"]) == (0.9, 1e-10)
-
-
 @pytest.mark.parametrize(("other", "ours", "message"), [
     (partial(torch.optim.AdamW, maximize=True), AdamW, "AdamW .* maximize=True of the state; neg"),
     (partial(torch.optim.Adam, weight_decay=0.1), AdamW, "decoupled_weight_decay=False"),
@@ -390,9 +362,3 @@ def test_a_compiled_step_is_the_eager_one_for_groups_of_equal_shape(kind):
             optimizer.param_groups[0]["lr"] *= 0.5
     assert_same(members(eager), members(compiled))
     assert_same(dict(named_state(eager)), dict(named_state(compiled)))
-
-
-def test_the_name_of_version_0_1_still_imports_for_one_version():
-    from optim import Adam
-
-    assert Adam is AdamW

@@ -120,7 +120,7 @@ def test_only_training_is_timed_and_validations_have_the_time_of_the_phases_befo
         phases = two_trials.events("phase", log)
         names = [phase["name"] for phase in phases]
         training = ["train", "validate"] * 4
-        assert names == ["setup", "compile", "warmup", *training, "keep", "check", "probe"]
+        assert names == ["setup", "compile", "warmup", *training, "keep", "probe", "check"]
         assert [phase["timed"] for phase in phases] == [name == "train" for name in names]
         clock = 0.0
         for event in read_events(two_trials.logs[log]):
@@ -197,7 +197,7 @@ def test_a_trial_is_a_single_run_with_its_seed_bit_for_bit(seed, trial, two_tria
 
 
 @pytest.mark.slow
-def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_graphs(
+def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_four_graphs(
     data, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -207,7 +207,7 @@ def test_compiled_runs_repeat_bit_for_bit_agree_with_eager_ones_and_compile_two_
     compiled = run(data, tmp_path, compile="on", seed=3, trials=2, **changed)
     assert compiled.code == 0, compiled.err
     assert compiled.events("header")[0]["env"]["compiled"] is True
-    assert counters["stats"]["unique_graphs"] == 2, "training, validation; of all stages"
+    assert counters["stats"]["unique_graphs"] == 4, "layers, loss; in training, validation"
     again = run(data, tmp_path, compile="on", seed=4, **changed)
     assert again.losses() == compiled.losses(1)
     assert again.losses() != compiled.losses(0)
@@ -308,3 +308,13 @@ def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_pat
     assert re.search(r"^ +0:00:\d\d 4 validations of [\d.,]+ ms$", outcome.out, re.M)
     assert re.search(r"^peak memory of rank 0, measured: [\d,]+ MiB$", outcome.out, re.M)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_dry_run_without_data_measures_on_random_tokens_and_writes_nothing(tmp_path):
+    outcome = run_words([*arguments(tmp_path / "none", tmp_path), "--dry-run"], tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert "no shards, so random tokens stand in" in outcome.out
+    assert re.search(r"^peak memory of rank 0, measured: [\d,]+ MiB$", outcome.out, re.M)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    refused = run_words(arguments(tmp_path / "none", tmp_path), tmp_path)
+    assert (refused.code, "has no *train_*.bin file" in refused.err) == (2, True)

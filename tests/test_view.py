@@ -11,10 +11,12 @@ import threading
 
 import browser as chromium
 import pytest
+from filelock import FileLock
 from scipy.stats import ttest_ind
 from small_run import ROOT
 
 from runtime.errors import Refused
+from runtime.log import RunLog
 from scripts.view import main
 from view import runs as view_runs
 from view.page import build_page, write_page
@@ -25,22 +27,28 @@ RECORD = ROOT / "records" / "small" / "2026-11-24_Record89"
 HOSTILE = "<img src=x onerror=alert(1)></script><script>window.hacked = 1</script>"
 
 
-def log_lines(seed=0, steps=40, done=None, skip=(), vals=None, **config):
+def log_lines(
+    seed=0, steps=40, done=None, skip=(), vals=None, track="tiny", adam_every=1, **config
+):
     """The lines of a run of 100 tokens and 10 ms a step; `done` steps: it still runs.
 
-    vals: losses of earlier validations by step.
+    vals: losses of earlier validations by step. adam_every: a step without Adam takes half as long,
+    and its norm has no part of Adam's.
     """
     settings = {"recipe": "record89", "steps": steps, "matrix_lr": 0.02, "seed": seed} | config
     yield {
-        "event": "header", "t_ms": 0, "schema": 3, "run_id": f"run_{seed}", "track": "tiny",
+        "event": "header", "t_ms": 0, "schema": 3, "run_id": f"run_{seed}", "track": track,
         "target": 3.5, "seed": seed, "source_sha256": "ab" * 32, "env": {"gpu_count": 0},
         "config_sha256": str(sorted(config.items())), "config": settings,
     }  # fmt: skip
     for step in range(1, (steps if done is None else done) + 1):
+        adam = step % adam_every == 0
         yield {
             "event": "step", "t_ms": 10 * step, "step": step, "tokens": 100 * step,
-            "train_time_ms": 10.0 * step, "train_loss": 4 - step / steps + seed / 10,
-            "grad_norm": 1 + 1 / step, "lr_mul": 1 - step / steps,
+            "train_time_ms": 10.0 * step - (0 if adam else 5),
+            "train_loss": 4 - step / steps + seed / 10, "lr_mul": 1 - step / steps,
+            "grad_norm": 1 + 1 / step if adam else 0.5,
+            "grad_norms": {"matrix": 0.5, "adam": float(adam)},
             "window": 128 if step < 20 else 256, "skipped": step in skip,
         }  # fmt: skip
         if step in (vals or {}):
@@ -101,6 +109,38 @@ def test_a_long_run_is_thinned_and_its_mean_loss_stays(tmp_path):
     assert curve["loss"][0] == pytest.approx(4 - 6 / 2002, abs=1e-6)  # of steps 1 to 11
     assert (curve["step"][-1], run["skips"]["step"], run["status"]) == (2002, [700], "done")
     assert curve["loss"][-1] == pytest.approx(4 - 1997 / 2002, abs=1e-6)  # of 1,992 to 2,002
+
+
+@pytest.mark.parametrize("steps", [40, 602])  # the second is thinned
+def test_steps_that_adam_leaves_out_draw_no_zigzag(tmp_path, steps):
+    write_log(tmp_path / "logs", steps=steps, adam_every=2)
+    (run,) = read(tmp_path / "logs")["runs"]
+    curve = run["curve"]
+    assert {speed for speed in curve["speed"] if speed is not None} == {10_000}
+    norms = [norm for norm in curve["norm"] if norm is not None]
+    assert norms == sorted(norms, reverse=True)
+    assert min(norms) > 1
+    assert len(norms) == len([step for step in curve["step"] if step % 2 == 0])
+
+
+def test_a_run_whose_log_is_open_is_live_however_long_it_is_silent(tmp_path):
+    log, written = RunLog(tmp_path, "run_0"), ("event", "t_ms", "schema", "run_id")
+    log.begin({name: next(log_lines())[name] for name in next(log_lines()) if name not in written})
+    os.utime(log.path, (0, 0))
+    store = Store(find_folders([tmp_path]))
+    (run,) = store.reply()["runs"]
+    assert store.reply()["live"] == [run["id"]]
+    log.close()  # as if its process had died
+    assert store.reply()["live"] == []
+
+
+def test_the_arms_of_a_judgement_are_found_below_its_folder_and_stay_apart(tmp_path):
+    for arm in "AB":
+        (tmp_path / "judge" / "one" / arm).mkdir(parents=True)
+        write_log(tmp_path / "judge" / "one" / arm)
+    runs = read(tmp_path / "judge" / "one")["runs"]
+    assert [run["arm"] for run in runs] == ["one/A", "one/B"]
+    assert runs[0]["group"] != runs[1]["group"]
 
 
 def test_a_record_and_a_folder_of_records_give_their_runs_as_references():
@@ -338,12 +378,12 @@ def test_a_closed_group_is_a_median_with_a_band_and_an_open_one_draws_each_run(o
     page.wait(f"{ROWS}.length === 4 && {LINES}.length === 3")
     page.click("#rows .group button")
     page.wait(f"{LINES}.length === 1")
-    page.evaluate("set({smooth: '0'})")
     validations = "charts.loss.lines.map(line => line.dots.map(dot => [dot.x, dot.y]))"
     assert page.evaluate(validations) == [[[20, pytest.approx(3.8)], [40, 3.2]]]
-    line = page.evaluate(f"{LINES}[0]")  # of 4 - step / 40 + seed / 10 for seeds 0, 1 and 2
-    assert line["y"][19] == pytest.approx(3.6)
-    assert (line["low"][19], line["high"][19]) == pytest.approx((3.51, 3.69))
+    # Of 4 - step / 40 + seed / 10 for seeds 0, 1 and 2, the mean of steps 17 to 20.
+    line, mean = page.evaluate(f"{LINES}[0]"), 4 - 18.5 / 40
+    assert line["y"][19] == pytest.approx(mean + 0.1)
+    assert (line["low"][19], line["high"][19]) == pytest.approx((mean + 0.01, mean + 0.19))
     page.click("#rows .group button")
     page.wait(f"{LINES}.length === 3")
     assert [[20, 3.7], [40, 3.3]] in page.evaluate(validations)
@@ -399,8 +439,7 @@ def test_pointing_anywhere_names_all_curves_there_the_best_first(opened):
     folder, page = opened
     write_log(folder, "b", seed=1, vals={20: 3.9}, matrix_lr=0.04)
     page.wait(f"{LINES}.length === 2")
-    page.evaluate("set({smooth: '0'})")
-    told = ["record89", "3.5000", "3.1000 at 40", "record89 · matrix_lr 0.04", "3.6000", "3.9000"]
+    told = ["record89", "3.5375", "3.1000 at 40", "record89 · matrix_lr 0.04", "3.6375", "3.9000"]
     assert point_at(page, 20, 3.2) == point_at(page, 20, 3.95) == told
 
 
@@ -444,8 +483,49 @@ def test_columns_sort_and_rows_are_shown_alone_hidden_or_filtered_and_two_groups
     page.wait(f"{ROWS}.length === 2 && {TEXT}.includes('run_1')")
 
 
+def test_one_track_is_drawn_at_a_time_with_its_target_and_the_live_one_comes_first(opened):
+    folder, page = opened
+    log = write_log(folder, "live", done=5, track="small", matrix_lr=0.04)
+    os.utime(log, (0, 0))
+    with FileLock(folder / ".live.lock"):
+        page.wait("document.querySelectorAll('#track button').length === 2")
+        assert cells(page, "#track [aria-pressed=true]") == ["small"]
+        assert "1 running" in page.evaluate(TEXT)
+        assert page.evaluate(f"{LINES}.length") == 1
+        page.click("#track button:last-child")
+        page.wait(f"{LINES}[0].dots.length === 1")
+        assert cells(page, "#track [aria-pressed=true]") == ["tiny"]
+        page.click("#track button:first-child")
+    page.wait(f"{TEXT}.includes('1 stopped')")
+
+
+def test_a_phone_shows_the_loss_and_the_status_of_each_run(opened):
+    _, page = opened
+    page.show(390, 844)
+    page.wait("charts.loss.plot.width < 390")
+    right = "cell => cell.innerText && Math.round(cell.getBoundingClientRect().right)"
+    edges = page.evaluate(f"[...document.querySelectorAll('#rows tr:last-child td')].map({right})")
+    assert [edge <= 390 for edge in edges if edge] == [True] * 3
+    shown = "getComputedStyle(cell).display !== 'none'"
+    assert page.evaluate(f"[...document.querySelectorAll('#rows tr:last-child td')]"
+                         f".filter(cell => {shown}).map(cell => cell.innerText.trim())"
+                         ) == ["run_0", "3.1000", "reached"]  # fmt: skip
+
+
+def test_validation_stands_out_from_training_and_the_target_says_of_what(opened):
+    _, page = opened
+    stroke = page.evaluate("charts.loss.plot.series[1].stroke()")
+    assert stroke != page.evaluate(f"{LINES}[0].color")
+    assert page.evaluate("charts.lr.plot.series[1].stroke()") == page.evaluate(f"{LINES}[0].color")
+    page.evaluate("""window.written = [];
+        CanvasRenderingContext2D.prototype.fillText = text => written.push(text);
+        render()""")
+    page.wait("written.includes('target of validation: 3.5')")
+    assert page.evaluate("written.includes('steps')")
+
+
 def test_a_page_in_a_file_draws_a_record_as_a_reference(tmp_path, page):
-    write_log(tmp_path / "logs")
+    write_log(tmp_path / "logs", track="small")
     write_page(Store(find_folders([tmp_path / "logs", RECORD])), tmp_path / "page.html")
     page.open((tmp_path / "page.html").as_uri())
     page.wait(f"{LINES}.length === 2")

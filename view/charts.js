@@ -1,10 +1,12 @@
 "use strict";
 const COLORS = ["#3b82f6", "#f97316", "#10b981", "#e0559f", "#a78bfa", "#d4a106", "#06a8c4",
   "#ef4444", "#7ca616", "#a8744f"];
+const SMOOTHED = .1;  // of the run: single batches differ by several nats
 const UNION = 1200, GRID = 700;  // points of the common axis: all that there are, or evenly spaced
 const $ = id => document.getElementById(id);
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const state = {axis: "step", smooth: "0.1", filter: "", sort: ""};  // and address
+const state = {axis: "step", filter: "", sort: "", track: ""};  // and address
+const AXES = {step: "steps", tokens: "training tokens", seconds: "training time"};
 const charts = {};
 let zoom = null;
 
@@ -49,8 +51,8 @@ function quantile(values, part) {  // of the known ones
 
 // ---- Lines on a common axis: {id, group, label, color, dash, y, dots}, a band has low and high
 
-function smoothed(values) {  // the mean over a share of the run up to each point
-  const size = Math.max(1, Math.round(values.length * state.smooth));
+function smoothed(values) {  // the mean over the last tenth of the run
+  const size = Math.max(1, Math.round(values.length * SMOOTHED));
   return values.map((value, i) => {
     const part = values.slice(Math.max(0, i - size + 1), i + 1).filter(known);
     return known(value) ? part.reduce((a, b) => a + b, 0) / part.length : null;
@@ -136,7 +138,8 @@ function drawChart(name, groups) {
   if ($(name).hidden) return;
   const columns = lines.flatMap(line => line.low ? [line.y, line.high, line.low] : [line.y]);
   const data = [grid, ...columns];
-  const style = lines.map(line => [line.id, line.color, line.dash, Boolean(line.low)]);
+  const style = lines.map(({id, color, dash, low, dots}) =>
+    [id, color, dash, Boolean(low), dots.length > 0]);
   const key = JSON.stringify([state.axis, dark.matches, style]);
   if (chart.key !== key) {
     chart.plot?.destroy();
@@ -165,7 +168,9 @@ function options(chart) {
   for (const line of chart.lines) {
     const shared = {paths, dash: line.dash, points: {show: false}};
     line.index = series.length;
-    series.push({...shared, stroke: line.color, width: chart.lines.length < 20 ? 2 : 1.2});
+    const pale = chart.name === "loss" && line.dots.length;  // what counts is the validation
+    series.push({...shared, stroke: pale ? mixed(line.color, 45) : line.color,
+      width: pale || chart.lines.length > 19 ? 1.2 : 2});
     if (!line.low) continue;
     const edge = {...shared, stroke: "transparent", width: 0};
     const pair = [series.push(edge) - 1, series.push({...edge}) - 1];
@@ -180,7 +185,8 @@ function options(chart) {
         zoom ?? [low - .01 * (high - low), high + .015 * (high - low || 1)]},
       y: {range: (plot, low = 0, high = 1) => chart.range ?? [Math.min(0, low), high * 1.08 || 1]},
     },
-    axes: [{...axis, values: (plot, ticks) => ticks.map(place), space: 70, size: 26},
+    axes: [{...axis, values: (plot, ticks) => ticks.map(place), space: 70, size: 26,
+      label: AXES[state.axis], labelSize: 16, labelFont: axis.font},
       {...axis, values: (plot, ticks) => ticks.map(short), space: 34, size: 46}],
     focus: {alpha: .25},
     cursor: {sync: {key: "axis"}, y: false, points: {one: true, size: 7}, focus: {prox: 30},
@@ -213,15 +219,22 @@ function drawMarks(chart, plot) {  // targets, validations, skipped steps
   ctx.clip();
   ctx.strokeStyle = css("--soft");
   ctx.setLineDash([2 * scale, 4 * scale]);
-  for (const target of chart.targets)
+  ctx.fillStyle = css("--soft");
+  ctx.font = `${11 * scale}px system-ui`;
+  ctx.textAlign = "left";
+  for (const target of chart.targets) {
     ctx.stroke(new Path2D(`M${left} ${at(target, "y")}h${width}`));
+    ctx.fillText(`target of validation: ${target}`, left, at(target, "y") - 5 * scale);
+  }
   ctx.setLineDash([]);
-  ctx.lineWidth = 1.5 * scale;
-  for (const {dots, color} of chart.lines) {
+  ctx.lineWidth = 1.2 * scale;
+  for (const {dots, color, dash} of chart.lines) {
     const line = new Path2D();
     for (const {x, y} of dots) line.lineTo(at(x, "x"), at(y, "y"));
     ctx.strokeStyle = ctx.fillStyle = color;
+    ctx.setLineDash(dash.map(length => length * scale));
     ctx.stroke(line);
+    ctx.setLineDash([]);
     ctx.strokeStyle = css("--card");
     for (const {x, y} of dots) {
       const circle = new Path2D();
@@ -258,8 +271,7 @@ function showTip(chart, plot) {
   const tr = (tag, cells) => el("tr", {}, ...cells.map(([className, ...content]) =>
     el(tag, {className}, ...content)));
   const head = chart.name === "loss" ? ["training", "validation"] : ["", ""];
-  const unit = {step: " steps", tokens: " tokens", seconds: ""}[state.axis];
-  const where = place(plot.data[0][idx]) + unit;
+  const where = `${place(plot.data[0][idx])} ${AXES[state.axis]}`;
   tip.replaceChildren(el("table", {}, tr("th", [where, ...head].map(text => ["", text])),
     ...rows.map(({label, color, values}) =>
       tr("td", [["", swatch(color), label], ...values.map(text => ["num", text])]))));

@@ -4,29 +4,41 @@ const MANY = 30;  // a single group of at most so many runs begins open
 const embedded = JSON.parse($("data").textContent);
 const STATUS = ["reached", "done", "running", "missed", "interrupted", "stopped", "nonfinite",
   "error"];  // the best first
-const COLUMNS = {Name: "", Seed: "num", Loss: "num", "New tokens": "num", "Held out": "num",
-  Time: "num", Steps: "num", Status: "", "What differs": "differs"};  // the class of their cells
+const COLUMNS = {Name: "", Seed: "num wide", Loss: "num", "New tokens": "num wide",
+  "Held out": "num wide", Time: "num wide", Steps: "num wide", Status: "",
+  "What differs": "differs wide"};  // the class of their cells; no phone shows the wide ones
 const UNSORTED = "Held out";  // sorting by it would choose by it
 const TITLES = {Loss: "mean loss of the validation tokens", "Held out":
   "loss on the slice of the text that nothing is chosen by", "New tokens":
   "loss on tokens that do not end a pair seen earlier in their document; †: on the first 16,384 " +
   "validation tokens, where a pair more than 176 tokens back counts as new"};
 const hidden = new Set(), opened = new Map(), runs = new Map();
-let order = [], version = 0, now = 0, folders = [], shown = [];
+let order = [], live = new Set(), version = 0, now = 0, folders = [], shown = [];
+let letters = new Map();  // A and B, if two groups are drawn
 let compared = "";  // which comparison is shown
 
 // ---- Runs and groups
 
 function statusOf(run) {
-  if (run.status === null) return now - run.modified < FRESH ? "running" : "stopped";
+  if (run.status === null)  // a validation writes nothing for minutes
+    return live.has(run.id) || now - run.modified < FRESH ? "running" : "stopped";
   if (run.status !== "done" || !known(run.target) || !known(run.loss)) return run.status;
   return run.loss <= run.target ? "reached" : "missed";
 }
 
-function makeGroups() {
-  const members = Map.groupBy(order.map(id => runs.get(id)), run => run.group);
+function tracks() {  // the shown one first: losses compare within a track only
+  const all = order.map(id => runs.get(id)), names = [...new Set(all.map(run => run.track))];
+  const news = run => run.record ? 0 : live.has(run.id) ? Infinity : run.modified;
+  const newest = all.reduce((a, b) => news(b) > news(a) ? b : a);
+  const first = names.includes(state.track) ? state.track : newest.track;
+  return [first, ...names.filter(name => name !== first)];
+}
+
+function makeGroups(track) {
+  const members = Map.groupBy(order.map(id => runs.get(id)).filter(run => run.track === track),
+    run => run.group);
   const all = [...members].map(([id, runs]) => ({...runs[0], id, runs}));
-  const alone = all.length === 1 && order.length <= MANY;  // then each run has its own color
+  const alone = all.length === 1 && all[0].runs.length <= MANY;  // then each run has its own color
   all.forEach((group, i) => {
     group.color = color(i);
     group.open = alone || group.runs.some(run => statusOf(run) === "running");
@@ -50,7 +62,8 @@ function tellApart(groups) {  // what a group's settings have that most groups' 
   }
   for (const group of groups) {
     const name = group.record || !group.config.recipe ? group.folder : show(group.config.recipe);
-    group.label = [name, ...group.record ? [] : group.differs.slice(0, 2)].join(" · ");
+    const differs = group.differs.filter(differs => differs !== `recipe ${name}`).slice(0, 2);
+    group.label = [group.arm, name, ...group.record ? [] : differs].filter(Boolean).join(" · ");
   }
 }
 
@@ -86,6 +99,7 @@ function onlyThis(id) {  // a group, or a run without its siblings; once more: a
 
 const soft = text => el("span", {className: "soft"}, text);
 const colored = (word, text, title) => el("span", {className: word, title}, text);
+const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 const isOpen = group => opened.get(group.id) ?? group.open;
 
 function figuresOf(item) {  // of a group or a run: what a column sorts by, and what is shown of it
@@ -137,7 +151,8 @@ function row(item) {
   const others = n && item.differs.length > 4 ? ` and ${item.differs.length - 4} more` : "";
   const differs = runs ? item.differs.slice(0, 4).join(", ") + others : left ? "" : item.why;
   const contents = {
-    Name: [box, swatch(item.color), button, soft(runs ? ` ${n} run${n > 1 ? "s" : ""}` : ""), only],
+    Name: [el("div", {className: "name"}, box, swatch(item.color), letters.get(id) ?? "", button,
+      soft(runs ? plural(n, "run") : ""), only)],
     Seed: [runs ? "" : show(item.seed ?? "")],
     Loss: [known(figures.Loss) ? figures.Loss.toFixed(4) : "",
       soft(known(figures.sd) ? ` ± ${figures.sd.toFixed(4)}` : "")],
@@ -192,7 +207,10 @@ async function drawComparison(drawn) {
   if (!two || compared === key) return;
   compared = key;
   const text = await (await fetch(path)).json();
-  if (compared === key) $("comparison").textContent = `A: ${a.label}\nB: ${b.label}\n${text}`;
+  if (compared !== key) return;
+  const heads = drawn.map(group => el("b", {}, swatch(group.color), letters.get(group.id),
+    `${group.label}\n`));
+  $("comparison").replaceChildren(...heads, text);
 }
 
 // ---- The page
@@ -212,14 +230,19 @@ function notice(drawn) {  // why there is nothing to see, and what helps
 function render() {
   for (const button of $("axis").children)
     button.ariaPressed = button.dataset.value === state.axis;
-  for (const name of ["filter", "smooth"]) $(name).value = state[name];
-  shown = keepRuns(makeGroups(), matches);
+  $("filter").value = state.filter;
+  const [track, ...others] = order.length ? tracks() : [];
+  $("track").hidden = !others.length;
+  $("track").replaceChildren(...[track, ...others].sort().map(name => el("button", {
+    onclick: () => set({track: name}), ariaPressed: name === track, id: `track ${name}`}, name)));
+  shown = keepRuns(makeGroups(track), matches);
   const drawn = keepRuns(shown, (run, group) => !hidden.has(run.id) && !hidden.has(group.id));
   const why = notice(drawn);
   $("none").replaceChildren(...why);
   $("none").hidden = !why.length;
   $("charts").hidden = why.length > 0;
   $("table").hidden = !order.length;
+  letters = new Map(drawn.length === 2 ? drawn.map((group, i) => [group.id, `${"AB"[i]} `]) : []);
   const names = ["loss", "norm", "lr", "window", "speed"];
   if (drawn.length) names.forEach(name => drawChart(name, drawn));
   drawComparison(drawn);
@@ -228,7 +251,7 @@ function render() {
   const silent = drawn.flatMap(group => group.runs).filter(run => !curveOf(run, "loss")[0].length)
     .length;
   const count = word => words.filter(other => other === word).length;
-  $("count").textContent = [`${words.length} in ${shown.length} group(s)`,
+  $("count").textContent = [`${words.length} in ${plural(shown.length, "group")}`,
     ...["running", "reached"].filter(count).map(word => `${count(word)} ${word}`),
     ...hidden.size ? [`${hidden.size} hidden`] : [],
     ...silent ? [`${silent} without data on this axis`] : []].join(" · ");
@@ -237,6 +260,7 @@ function render() {
 function take(reply) {
   const changed = reply.version !== version || !version;
   ({version, now, folders, ids: order} = reply);
+  live = new Set(reply.live);
   $("unread").textContent = reply.unread.map(reason => `not read: ${reason}`).join("\n");
   for (const run of reply.runs) runs.set(run.id, run);
   $("live").className = embedded ? "" : "on";
@@ -268,7 +292,7 @@ function set(changes) {  // the axes follow what is visible
 for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
   if (name in state) state[name] = value;
 for (const button of $("axis").children) button.onclick = () => set({axis: button.dataset.value});
-for (const name of ["filter", "smooth"]) $(name).oninput = () => set({[name]: $(name).value});
+$("filter").oninput = () => set({filter: $("filter").value});
 dark.addEventListener("change", render);
 addEventListener("resize", () => {  // a hidden chart gets its size when it is shown
   for (const [name, chart] of Object.entries(charts))

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from claims.arms import PUBLIC_TARGETS, common_folder, compare_arms, judge_arm, track_of
+from claims.arms import PUBLIC_TARGETS, common_folder, judge_arm, track_of
+from claims.compare import in_sentences
+from claims.logs import find_folders as find_log_folders
 from claims.logs import find_runs, read_runs
 from claims.runs import NEW_TOKENS, Run, Step, Validation, shared_measure
 from runtime.errors import LogError, Refused
 from runtime.jsonl import json_hash, plain
 from runtime.settings import SETTINGS_OF_A_RUN
-from view.verdicts import in_sentences
 
 POINTS = 200  # of a curve: a screen shows no more
 MARKS = 200  # skipped steps of a run
@@ -50,14 +51,38 @@ def column(values: Iterable[float | None]) -> np.ndarray:
 
 
 def thin(steps: Sequence[Step]) -> list[Step]:
-    """About POINTS steps: the last of each group, with its mean training loss, and the skipped."""
+    """About POINTS steps: of each group one with its mean training loss, and all skipped ones."""
     size, kept = math.ceil(len(steps) / POINTS) or 1, []
     for start in range(0, len(steps), size):
         group = steps[start : start + size]
         mean = float(column(step.train_loss for step in group).mean())
-        kept += [step for step in group[:-1] if step.skipped]
-        kept.append(group[-1]._replace(train_loss=mean))
+        last = next((step for step in reversed(group) if is_whole(step)), group[-1])
+        kept += [last._replace(train_loss=mean) if step is last else step
+                 for step in group if step is last or step.skipped]  # fmt: skip
     return kept
+
+
+def is_whole(step: Step) -> bool:
+    """Whether every optimizer took this step.
+
+    Adam may take every second one. The others are quicker, and their norm leaves out most
+    parameters: next to whole steps they would draw a zigzag that looks like instability.
+    """
+    return all((step.grad_norms or {}).values())
+
+
+def is_written(log: Path) -> bool:
+    """Whether a process holds the lock of a run (runtime/log.py), as it does until its end."""
+    try:
+        import fcntl
+
+        with log.with_name(f".{log.stem}.lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):  # on Windows, or a log of others
+        return False
+    return False
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
@@ -82,13 +107,16 @@ def losses(points: Sequence[Validation], tokens: np.ndarray) -> Curves:
 
 
 def curves(run: Run, tokens: np.ndarray) -> Curves:
-    ms = column(step.train_time_ms for step in run.steps)
+    whole = np.array([is_whole(step) for step in run.steps], dtype=bool)
+    norm = np.where(whole, column(step.grad_norm for step in run.steps), math.nan)
+    speed = np.full(len(whole), math.nan)  # since the whole step before
     with np.errstate(divide="ignore", invalid="ignore"):
-        speed = np.diff(column(step.tokens for step in run.steps), prepend=0)
-        speed /= np.diff(ms, prepend=0)
+        speed[whole] = np.diff(column(step.tokens for step in run.steps)[whole], prepend=0)
+        ms = column(step.train_time_ms for step in run.steps)[whole]
+        speed[whole] /= np.diff(ms, prepend=0)
     return positions(run.steps, tokens) | {
         "loss": numbers(column(step.train_loss for step in run.steps)),
-        "norm": numbers(column(step.grad_norm for step in run.steps)),
+        "norm": numbers(norm),
         "lr": numbers(column(step.lr_mul for step in run.steps)),
         "window": numbers(column(step.window for step in run.steps)),
         "speed": numbers(1000 * np.where(speed > 0, speed, math.nan)),
@@ -102,13 +130,14 @@ def summary(run: Run, folder: Folder, modified: float) -> dict[str, Any]:
     points: list[Step | Validation] = [*run.steps, *run.validations]
     tokens = np.array([(0, 0), *((step.step, step.tokens) for step in run.steps)], dtype=float).T
     skipped = [step for step in run.steps if step.skipped]
-    # Records, and runs of unknown sources, stay apart.
+    # Records, runs of unknown sources and the arms of a judgement stay apart.
     apart = folder.name if folder.record or not run.source else ""
+    arm = "/".join(run.path.parts[-3:-1]) if run.path.parent.name in ("A", "B") else ""
     facts = {
         "id": json_hash([str(run.path.resolve()), run.index]),
-        "group": json_hash([apart, run.source, run.config_sha256]),
-        "name": run.run_id, "folder": folder.name, "record": folder.record,
-        "track": run.track, "seed": run.seed,
+        "group": json_hash([apart, arm, run.source, run.config_sha256]),
+        "name": run.run_id, "arm": arm, "folder": folder.name, "record": folder.record,
+        "track": run.track or "other logs", "seed": run.seed,
         "target": run.target or PUBLIC_TARGETS.get(track_of(run) or ""),
         "source": run.source, "loss": run.final_loss,
         "new_tokens": run.probe(*NEW_TOKENS), "new_measure": shared_measure([run]),
@@ -150,6 +179,8 @@ class Store:
             more, logs = self.refresh(time.monotonic() + seconds), self.logs.values()
             return {
                 "version": self.version, "more": more, "now": time.time(),
+                "live": [run["id"] for path, log in self.logs.items() for run in log.runs
+                         if run["status"] is None and is_written(path)],
                 "folders": [folder.name for folder in self.folders],
                 "ids": [run["id"] for log in logs for run in log.runs],
                 "runs": [run for log in logs if log.version > since for run in log.runs],
@@ -163,7 +194,8 @@ class Store:
         for folder in self.folders:
             found: list[Path] = []
             with contextlib.suppress(LogError, OSError):  # none yet, or the folder was removed
-                found = find_runs([folder.path])
+                inside = find_log_folders(folder.path)[0]  # of a judgement: its arms
+                found = find_runs(inside or [folder.path])
             for path in found:
                 more = more or time.monotonic() > until
                 log = self.logs.get(path) if more else self.read(path, folder)
@@ -203,4 +235,4 @@ class Store:
         one, other = (judge_arm(common_folder(groups[name]), groups[name]) for name in (a, b))
         if not one.runs or not other.runs:
             return "One of the two has no finished run: nothing to compare yet."
-        return in_sentences(one, other, compare_arms(one, other))
+        return in_sentences(one, other)

@@ -1,0 +1,90 @@
+"""Lookups whose gradients are added to the table's own in place."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.lookups import lookup
+
+CALLS = [torch.tensor([[1, 1, 9], [0, 1, 3]]), torch.tensor([9])]
+
+
+def table_of(dtype=torch.float64):
+    return torch.randn(10, 4, dtype=dtype).requires_grad_()
+
+
+def test_lookups_are_torchs_and_add_into_one_gradient_of_the_table():
+    table = table_of()
+    reference = table.detach().clone().requires_grad_()
+    for index in CALLS:
+        dy, before = torch.randn(*index.shape, 4, dtype=torch.float64), table.grad
+        found = lookup(index, table)
+        assert torch.equal(found, F.embedding(index, reference))
+        (found * dy).sum().backward()
+        (F.embedding(index, reference) * dy).sum().backward()
+        assert before is None or table.grad is before
+    assert table.grad.layout == torch.strided
+    torch.testing.assert_close(table.grad, reference.grad, rtol=1e-12, atol=0)
+
+
+def test_a_table_that_is_multiplied_too_gets_the_sum_of_both_gradients():
+    """As a token embedding that is also the output head."""
+    table = table_of()
+    reference = table.detach().clone().requires_grad_()
+    for weight, look_up in ((table, lookup), (reference, lambda i, w: F.embedding(i, w))):
+        (look_up(CALLS[0], weight) @ weight.T).square().sum().backward()
+    torch.testing.assert_close(table.grad, reference.grad, rtol=1e-12, atol=0)
+
+
+def test_a_wide_gradient_of_a_bf16_table_keeps_what_bf16_sums_lose():
+    table = table_of(torch.bfloat16)
+    table.grad_dtype = torch.float32
+    for _ in range(2):
+        lookup(torch.full((1000,), 3), table).sum().backward()
+    assert table.grad.dtype == torch.float32
+    assert torch.equal(table.grad[3], torch.full((4,), 2000.0))  # bf16 stops at 256
+
+
+def test_autograd_and_its_hooks_see_the_gradient():
+    table, seen = table_of(), []
+    table.register_hook(lambda grad: seen.append(grad.to_dense()))
+    table.register_post_accumulate_grad_hook(lambda table: seen.append(table.grad.clone()))
+    lookup(CALLS[0], table).sum().backward()
+    expected = torch.zeros(10, 4, dtype=torch.float64)
+    expected[[0, 1, 3, 9]] = torch.tensor([1.0, 3, 1, 1], dtype=torch.float64).unsqueeze(1)
+    assert [torch.equal(each, expected) for each in seen] == [True, True]
+    (found,) = torch.autograd.grad(lookup(CALLS[0], table).sum(), table)
+    assert torch.equal(found.to_dense(), expected)
+
+
+def test_a_sparse_gradient_stays_sparse_over_lookups():
+    table = table_of()
+    reference = table.detach().clone().requires_grad_()
+    for index in CALLS:
+        lookup(index, table, sparse=True).square().sum().backward()
+        F.embedding(index, reference).square().sum().backward()
+    assert table.grad.is_sparse
+    torch.testing.assert_close(table.grad.to_dense(), reference.grad, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("clear", ["before", "after"])
+def test_gradients_cleared_before_or_after_the_forward_pass_stay_dense(clear):
+    table = table_of()
+    optimizer = torch.optim.Adam([table])
+    for _ in range(2):
+        if clear == "before":
+            optimizer.zero_grad()
+        loss = lookup(CALLS[0], table).sum()
+        if clear == "after":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()  # it refuses sparse gradients
+
+
+def test_compiled_code_has_the_plain_lookup():
+    """A hook or a sparse gradient there would break the graph."""
+    torch.compiler.reset()
+    table = table_of()
+    compiled = torch.compile(lookup, backend="aot_eager", fullgraph=True)
+    compiled(CALLS[0], table).sum().backward()
+    assert table.grad.layout == torch.strided

@@ -1,0 +1,222 @@
+"""A record run again, and the judge's questions: honest work repeats, a lying source does not."""
+
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from runpy import run_path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import small_run
+import torch
+from small_record import make_claim
+
+import train_gpt
+from claims.logs import read_runs
+from claims.questions import MEASURED, ask_model, ask_probabilities
+from claims.record import TRACKS, Evidence, Source
+from claims.rerun import compare_means, rerun, validation_rows
+from runtime.errors import Refused
+from runtime.log import config_hash
+from runtime.settings import parse
+from runtime.source import digest, read_sources
+from scripts import record
+
+SEED, RUNS = 1000, 4
+# The head has no outputs beyond the vocabulary.
+SIZES = small_run.SIZES | {"vocab-size": 128}
+LAYERS = """LAYERS["small89"] = [
+    Layer(value_embed=0),
+    Layer(window="long", value_embed=1, skip_from=0, backout=True),
+]
+import optim.muon
+optim.muon.native_dtype = lambda *_: torch.float32  # as two_layers()
+# ---- Model. B sequences"""
+
+
+def small_source() -> Source:
+    """The present source with two layers, and free to be small."""
+    files = read_sources(small_run.ROOT)
+    source = files["train_gpt.py"].decode()
+    fixed = '"tiny": (*SCORED, *SIZES, "val_sha256"),'
+    for old, new in (("# ---- Model. B sequences", LAYERS), (fixed, '"tiny": (),')):
+        assert old in source
+        source = source.replace(old, new)
+    files["train_gpt.py"] = source.encode()
+    return files
+
+
+@pytest.fixture(scope="module")
+def evidence(data, tmp_path_factory) -> Evidence:
+    """A record of four runs, which kept their models."""
+    logs = tmp_path_factory.mktemp("logs")
+    given = {"keep_model": "on", "seed": SEED, "trials": RUNS, "vocab_size": 128}
+    with small_run.two_layers():
+        outcome = small_run.run(data, logs, **given)
+    assert outcome.code == 0, outcome.err
+    flags = [f"--{name}={value}" for name, value in SIZES.items()]
+    config = asdict(parse(train_gpt.Config, ["--track=tiny", *flags], train_gpt.preset, ""))
+    config, source = json.loads(json.dumps(config)), small_source()
+    sha256 = {"config_sha256": config_hash(config), "source_sha256": digest(source)}
+    claim = replace(make_claim(n=RUNS, seed=SEED), config=config, flags=flags, **sha256)
+    runs = [read_runs(log)[0] for log in outcome.logs]
+    for run in runs:
+        assert run.config_sha256 == claim.config_sha256
+        run.header.update(claim=claim.id)
+    return Evidence(logs, claim, TRACKS["tiny"], runs, [], source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lower", "code"), [(0.0, 0), (0.5, 1)])
+def test_an_honest_record_is_repeated_and_one_whose_losses_are_all_forged_is_not(
+    evidence, data, capsys, lower, code
+):
+    runs = []
+    for run in evidence.runs:
+        *before, last = run.validations
+        forged = last._replace(loss=last.loss - lower)
+        runs.append(replace(run, validations=[*before, forged]))
+    found = record.run_again(replace(evidence, runs=runs), data)
+    said = capsys.readouterr().out
+    assert found == code, said
+    differing = [line.strip() for line in said.splitlines() if line.endswith("DIFFERS")]
+    assert all(line.startswith("mean loss here") for line in differing), said
+    assert bool(differing) == bool(code)
+    assert said.count("running its source: seed 100") == 2
+    for name in ("probabilities", "causality", "documents alone", "memory", "mean of 1,024"):
+        assert name in said
+
+
+def test_means_are_compared_in_standard_errors_of_the_records_spread():
+    losses = [3.1, 3.2, 3.3, 3.4]
+    sd = np.std(losses, ddof=1)
+    found = compare_means("loss", losses, [3.0, 3.1])
+    assert found.found == pytest.approx(0.2 / (sd * np.sqrt(1 / 2 + 1 / 4)))
+    assert found.holds
+    assert not compare_means("loss", losses, [4.0, 4.1]).holds
+    assert not compare_means("loss", [3.1] * 4, [3.0, 3.1]).holds, "no spread"
+
+
+def test_what_cannot_run_here_is_refused_with_the_reason(evidence, tmp_path):
+    with pytest.raises(Refused, match=r"none has no \*train_\*.bin file"):
+        list(rerun(evidence, tmp_path / "none", tmp_path))
+    with pytest.raises(Refused, match="1 runs that count; a rerun needs 2"):
+        list(rerun(replace(evidence, runs=evidence.runs[:1]), tmp_path, tmp_path))
+
+
+# ---- Sources that lie: each edit of train_gpt.py, and what finds it
+
+END = "return losses.view_as(targets_BT)"
+STREAM = "x = self.hidden(inputs_BT, *(context or self.eval_context(inputs_BT)))"
+NORMED = "x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)"
+LIES = {
+    "nothing": ("", "", None),
+    "too much probability by 0.0099": (END, f"{END} - 0.0099", "probabilities"),
+    "a loss that is scaled": (END, f"{END} * 0.9", "probabilities"),
+    "losses halved from place 8 of a row on": (
+        END, f"losses.view_as(targets_BT)[:, 8:] *= 0.5\n        {END}", "documents"),
+    "losses halved late in long rows": (
+        END, f"losses.view_as(targets_BT)[:, 192:] *= 0.5\n        {END}", "documents"),
+    "a memory of what it scored": (
+        END, f"self.seen = getattr(self, 'seen', 0) + 1\n        {END} * 0.99**self.seen",
+        "memory"),
+    "the target in the stream": (
+        f"{STREAM}\n        x = x[:, -targets_BT.size(1) :]",
+        f"{STREAM} + 3 * self.output_weight[targets_BT]", "probabilities"),
+    "the next token": (
+        NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-1, 1)", "probabilities"),
+    "the token after the next": (
+        NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-2, 1)", "causality"),
+    "the last token of long rows": (
+        NORMED, f"{NORMED}\n        if T == 256:\n            x_BTC = x_BTC + x_BTC[:, -1:]",
+        "causality"),
+    "other rows of a batch": (
+        NORMED, f"{NORMED}\n        if B > 1:\n            x_BTC = x_BTC + x_BTC.roll(1, 0)",
+        "causality|a row alone|memory"),
+    "where the next document begins": (
+        NORMED, f"{NORMED}\n        x_BTC = x_BTC + begins_BT11.roll(-2, 1).float().view(B, T, 1)",
+        "causality"),
+}  # fmt: skip
+
+
+@contextmanager
+def answers_of(edit: tuple[str, str], model: Path):
+    """`answering` in this process: the functions of train_gpt.py after an edit."""
+    text = (small_run.ROOT / "train_gpt.py").read_text()
+    text = text.replace("# ---- Model. B sequences", LAYERS)
+    assert edit[0] in text
+    module = ModuleType("lying_trainer")
+    module.__file__ = train_gpt.__file__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "lying_trainer", module)
+        exec(text.replace(*edit) if edit[0] else text, module.__dict__)
+        patch.setitem(sys.modules, "train_gpt", module)
+        lying = run_path(str(small_run.ROOT / "inference" / "model.py"))
+        found = lying["load_model"](model)
+        yield lambda rows: lying["token_losses"](found, torch.tensor(rows.copy())).double().numpy()
+
+
+def kept_model(evidence: Evidence) -> Path:
+    return min(evidence.folder.glob("checkpoints/*/final"))
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_source_that_lies_in_its_own_checks_is_found_out(lie, evidence, data):
+    *edit, check = LIES[lie]
+    config = evidence.claim.config
+    rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
+    with answers_of(tuple(edit), kept_model(evidence)) as losses:
+        logged = losses(rows).mean()  # the log agrees with the lie
+        failed = [each.what for each in ask_model(losses, rows, config, logged, {})
+                  if not each.holds]  # fmt: skip
+    if check is None:
+        assert failed == []
+    else:
+        assert any(name in what for name in check.split("|") for what in failed), failed
+
+
+def test_targets_that_were_not_scored_and_losses_on_new_tokens_that_are_forged_are_found(
+    evidence, data
+):
+    config = evidence.claim.config
+    run = min(evidence.runs, key=lambda run: run.run_id)
+    rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
+    with answers_of(("", ""), kept_model(evidence)) as losses:
+        whole = run.final_loss
+        part = losses(rows)[:-1].sum() / rows[:, 1:].size  # the last row is not scored
+        for loss, holds in ((whole, True), (part, False)):
+            assert next(ask_model(losses, rows, config, loss, {})).holds == holds
+        for measure in MEASURED:
+            for wrong, holds in ((0.0, True), (-0.002, False)):
+                on_new = {measure: run.probe(measure) + wrong}
+                _, found, *_ = ask_model(losses, rows, config, whole, on_new)
+                assert (found.what.split(":")[0], found.holds) == (measure, holds)
+
+
+def test_the_questions_differ_each_time(evidence, data):
+    config, asked = evidence.claim.config, []
+
+    def losses(rows):
+        asked.append(rows)
+        return np.ones((rows.shape[0], rows.shape[1] - 1))
+
+    rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
+    for _ in range(2):
+        list(ask_model(losses, rows, config, 1.0, {}))
+    half = len(asked) // 2
+    same = [np.array_equal(a, b) for a, b in zip(asked[:half], asked[half:], strict=True)]
+    assert same[:2] == [True, True], "all validation rows, and these in reverse"
+    assert not all(same)
+
+
+def test_too_little_probability_is_no_lie():
+    row, place, vocabulary = np.arange(12) % 5, 6, 5
+
+    def losses(rows):
+        return np.full((len(rows), rows.shape[1] - 1), np.log(vocabulary + 1))
+
+    found = ask_probabilities(losses, row, losses(row[None])[0], place, vocabulary)
+    assert all(each.holds for each in found)
