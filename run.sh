@@ -52,6 +52,7 @@ fetch() { # fetch COUNT: of FineWeb's shards the one for validation and the firs
     done
     ((${#missing[@]})) || return 0
     echo "fetching ${#missing[@]} files of 0.2 GB into $folder; an interrupted start continues"
+    echo "(--dry-run measures a run's time and memory without them)"
     # The revision is a commit, which no hub can change; the trainer checks every token.
     HF_HUB_DISABLE_IMPLICIT_TOKEN=1 "$VENV_PYTHON" -m huggingface_hub.cli.hf download \
         kjj0/fineweb10B-gpt2 "${missing[@]}" --repo-type dataset --local-dir "$folder" \

@@ -496,7 +496,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 # Printed when a track starts.
 ABOUT = {
     "tiny": "the hello, in a minute, without records. The race is small: ./run.sh --track small",
-    "small": "the race: modded-nanogpt in miniature, on prose; docs/claims.md has its rule",
+    "small": "the race: modded-nanogpt in miniature, on prose; docs/rules.md has its rule",
     "short": "modded-nanogpt's track 1, for GPUs. The race for any machine is small",
     "steps": "modded-nanogpt's track 3, for GPUs. The race for any machine is small",
 }
@@ -756,7 +756,7 @@ class LayerScalars(NamedTuple):
     residual: Any  # factor on the layer's input
     x0: Any  # factor on the token embedding, which joins the input
     bigram: Any  # factor on the n-gram embeddings, which join the input
-    value: Any  # factor on the values of attention
+    value: Any  # factor on the weight of attention's values
     value_embed: Any  # factor on the value embedding
     skip: Any  # its sigmoid is the factor on the earlier output of `skip_from`
 
@@ -812,10 +812,12 @@ class SelfAttention(nn.Module):
     def forward(self, x_BTC: Tensor, extras: LayerExtras) -> Tensor:
         cos, sin, scale = extras.rotary
         B, T, C = x_BTC.shape
-        w_4CC = self.qkvo.view(4, C, C)
+        w_q, w_k, w_v, w_o = self.qkvo.view(4, C, C)
         qkv_bias, o_bias = (None, None) if self.bias is None else self.bias.split([3 * C, C])
 
-        qkv = linear(x_BTC, w_4CC[:3].flatten(0, 1), qkv_bias)
+        if extras.value_factor is not None:
+            w_v = extras.value_factor * w_v  # a pass over the weight, not over all values
+        qkv = linear(x_BTC, torch.cat([w_q, w_k, w_v]), qkv_bias)
         q_BTHD, k_BTHD, v_BTHD = qkv.view(B, T, -1, self.head_dim).chunk(3, dim=2)
         if self.paired:
             # Token t becomes two, 2t with half of its heads and 2t + 1 with the others, so a head
@@ -829,8 +831,6 @@ class SelfAttention(nn.Module):
         k_BTHD = rotate(norm(k_BTHD), cos, sin)
         if self.key_offset:
             k_BTHD = offset_keys(k_BTHD, extras.begins_BT11)
-        if extras.value_factor is not None:
-            v_BTHD = extras.value_factor * v_BTHD
         if extras.value_embed_BTC is not None:  # @KoszarskyB, record 14
             embed_BTHD = extras.value_embed_BTC.view(B, T, -1, self.head_dim)
             if self.value_gate is not None:
@@ -857,7 +857,7 @@ class SelfAttention(nn.Module):
             # A head can turn itself off; few channels are enough (@classiclarryd, record 28).
             gate_BTH = torch.sigmoid(linear(x_BTC[..., :GATE_CHANNELS], self.gate))
             y_BTHD = y_BTHD.view(B, T, -1, self.head_dim) * gate_BTH.unsqueeze(-1)
-        return linear(y_BTHD.reshape(B, T, C), w_4CC[3], o_bias)
+        return linear(y_BTHD.reshape(B, T, C), w_o, o_bias)
 
 
 class MLP(nn.Module):

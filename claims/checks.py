@@ -1,7 +1,7 @@
 """Every reason not to believe a record.
 
 The checks are for an optimist, whose source and habits want the number, and compare claim, logs,
-registry and source with one another and with the rules of the track. docs/threat_model.md says what
+registry and source with one another and with the rules of the track. docs/rules.md says what
 they find and what they cannot find. The tables at the end list them.
 """
 

@@ -53,9 +53,9 @@ def rerun(evidence: Evidence, data: Path, scratch: Path) -> Iterator[Finding]:
     print("the judge's questions to the trained model", flush=True)
     rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
     model = scratch / "checkpoints" / made[-1].run_id / "final"
-    with answering(scratch, model) as losses:
+    with answering(scratch, model, config) as answers:
         on_new = {name: made[-1].probe(name) for name in measures[1:]}
-        yield from ask_model(losses, rows, config, figure(made[-1], "loss"), on_new)
+        yield from ask_model(answers, rows, config, figure(made[-1], "loss"), on_new)
 
 
 def figure(run: Run, name: str) -> float:

@@ -1,4 +1,4 @@
-"""For mkdocs: what a page links outside docs/ is found in the repository; pictures are copied."""
+"""For mkdocs: README.md is the home page; what a page links outside docs/ is found elsewhere."""
 
 import re
 from pathlib import Path
@@ -8,10 +8,14 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = re.compile(r"(!?\[[^\]]*\])\(\.\./([^)\s]+)\)")
+LINK = re.compile(r"\]\((?!http|#)(docs/)?")  # of README.md
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add the pictures outside docs/ to the site."""
+    """Add the home page, and the pictures outside docs/, to the site."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    home = LINK.sub(lambda link: "](" if link[1] else "](../", readme)
+    files.append(File.generated(config, "index.md", content=home))
     for page in list(files.documentation_pages()):
         for label, path in OUTSIDE.findall(page.content_string):
             if label.startswith("!") and files.get_file_from_path(path) is None:

@@ -1,4 +1,4 @@
-"""Export of a kept model to a folder that transformers loads: see docs/export.md."""
+"""Export of a kept model to a folder that transformers loads: see docs/using.md."""
 
 import importlib.util
 import json

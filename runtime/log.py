@@ -2,7 +2,7 @@
 
 A line is one event in JSON. Each process of a run appends to a segment of its own. The
 header of a later segment has the step after which it begins, and the hash of the segment before.
-docs/log_format.md has all files, events and fields.
+docs/log_schema.json has all files, events and fields.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
     python scripts/export_model.py checkpoints/RUN --to my-model
 
 The folder holds the weights, config.json, the trainer's model classes in one file, and for `tiny`
-and `small` the tokenizer; docs/export.md shows its use. Needs transformers, which computes the
+and `small` the tokenizer; docs/using.md shows its use. Needs transformers, which computes the
 logits that are compared with the trainer's. Exit code: 0 done, 2 bad input.
 """
 

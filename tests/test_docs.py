@@ -1,7 +1,6 @@
 """What the text promises: its code runs, its links lead somewhere, its commands are accepted."""
 
 import argparse
-import copy
 import importlib
 import importlib.util
 import itertools
@@ -19,12 +18,12 @@ from urllib.request import url2pathname
 
 import pytest
 from small_model import make_model, small
-from small_run import ROOT, arguments, write_data
+from small_run import ROOT, arguments, run, two_layers, write_data
 
 import train_gpt
 from data.tokenizers import PROSE
 from runtime.checkpoint import save_final
-from runtime.settings import parse
+from runtime.settings import as_text, parse
 from runtime.source import read_sources, write_files
 from train_gpt import Config
 
@@ -36,12 +35,8 @@ PAGES = [*WRITTEN, *(page for page in RECORDS if len(page.relative_to(ROOT).part
 # Programs of a page that no test starts.
 FOREIGN = {"git", "cd", "source", "cmp", "grep", "tail", "ruff", "mypy", "bash", "pip", "mkdocs"}
 FOREIGN |= {"hf", "lm_eval"}
-# Pages whose python blocks need more than the trainer: tests of their own run them, step.md's and
-# use_the_model.md's below, the first of export.md in test_export.py. Its second needs a hub.
-TESTED_ALONE = ("step.md", "export.md", "use_the_model.md")
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-by_written_page = pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 
 
 def blocks_of(page: Path, *kinds: str) -> list[str]:
@@ -75,6 +70,17 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist(page):
         assert file.exists(), f"{page.name}: {target}"
         if anchor:
             assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_every_page_that_a_program_names_exists():
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), ROOT / "run.sh"]
+    named = {
+        (program.name, page)
+        for program in programs
+        for page in re.findall(r"\bdocs/\w+\.\w+", program.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert [each for each in sorted(named) if not (ROOT / each[1]).exists()] == []
 
 
 # ---- Blocks of code
@@ -155,44 +161,17 @@ def test_no_claim_of_a_page_takes_seeds_that_a_record_has_tried():
                 assert tried.isdisjoint(range(first, first + 10)), f"{page.name}: {words}"
 
 
-def is_quoted(block: str) -> bool:
-    """Whether a block's lines stand in the trainer in this order; `...` leaves something out."""
-    source = iter((ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines())
-    for line in block.splitlines():
-        code = line.split("  #")[0].split("...")[0].strip()
-        if not any(written.strip().startswith(code) for written in source):
-            return False
-    return True
-
-
-@by_written_page
-def test_every_python_block_runs_or_is_quoted(page):
-    for block in blocks_of(page, "python"):
-        if page.name not in TESTED_ALONE and not is_quoted(block):
-            exec(block, copy.copy(vars(train_gpt)) | {"LAYERS": copy.deepcopy(train_gpt.LAYERS)})
-
-
-def test_the_example_of_use_the_model_reads_a_kept_model(tmp_path, monkeypatch):
+def test_the_example_reads_a_kept_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = make_model(small("tiny", "muon", vocab_size=2048, bos=2047))
     model.initialize(0)
     facts = {"config": asdict(model.config)}
     save_final(Path("checkpoints/RUN"), dict(model.named_parameters()), facts, PROSE)
     names: dict[str, Any] = {}
-    for block in blocks_of(ROOT / "docs" / "use_the_model.md", "python"):
-        exec(block, names)
+    blocks = blocks_of(ROOT / "docs" / "using.md", "python")
+    (block,) = [block for block in blocks if "transformers" not in block]  # test_export.py runs it
+    exec(block, names)
     assert names["logits"].shape == (len(names["tokens"]), 2048)
-
-
-def flush_left(text: str) -> str:
-    return "\n".join(line.strip() for line in text.strip().splitlines())
-
-
-def test_every_listing_of_how_one_step_works_is_the_source():
-    files = [ROOT / "train_gpt.py", *ROOT.glob("optim/*.py"), *ROOT.glob("runtime/*.py")]
-    sources = [flush_left(file.read_text(encoding="utf-8")) for file in files]
-    for block in blocks_of(ROOT / "docs" / "step.md", "python"):
-        assert any(flush_left(block) in source for source in sources), block
 
 
 def applied(diffs: list[str], source: str) -> str:
@@ -207,26 +186,69 @@ def applied(diffs: list[str], source: str) -> str:
     return source
 
 
-def test_the_changes_of_the_readme_fit_the_trainer():
-    applied(blocks_of(ROOT / "README.md", "diff"), (ROOT / "train_gpt.py").read_text("utf-8"))
+def test_the_first_idea_of_the_tutorial_fits_the_trainer():
+    changes = blocks_of(ROOT / "docs" / "tutorial.md", "diff")
+    assert changes
+    applied(changes, (ROOT / "train_gpt.py").read_text("utf-8"))
 
 
 def test_the_changes_of_the_page_make_a_trainer_that_trains(tmp_path):
     page, clone, logs = ROOT / "docs" / "change.md", tmp_path / "clone", tmp_path / "logs"
     changed = applied(blocks_of(page, "diff"), (ROOT / "train_gpt.py").read_text("utf-8"))
     write_files(read_sources(ROOT) | {"train_gpt.py": changed.encode()}, clone)
-    flags = []
-    for block in blocks_of(page, "sh"):
-        if block.startswith("./run.sh"):  # the others judge
-            flags += block.split()[1:]
+    flags = [word for words in commands(page) if words[0] == "./run.sh" for word in words[1:]]
     words = [*arguments(write_data(tmp_path / "data", 60), logs, steps=4), *flags]
     command = [sys.executable, "train_gpt.py", "--track", "tiny", *words]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     log = next(logs.glob("2*.jsonl")).read_text(encoding="utf-8").splitlines()
     config, end = json.loads(log[0])["config"], json.loads(log[-1])
-    assert (config["layers"], config["optimizer"], config["mlp_factor"]) == ("five", "nadam", True)
+    assert len(flags) >= 8
+    for name, value in zip(flags[::2], flags[1::2], strict=True):
+        assert as_text(config[name[2:].replace("-", "_")]) == value
     assert (end["status"], end["steps"]) == ("done", 4)
+
+
+# ---- The log
+
+
+SCHEMA = json.loads((ROOT / "docs" / "log_schema.json").read_text(encoding="utf-8"))["$defs"]
+TYPES = {
+    "string": str, "boolean": bool, "integer": int, "number": (int, float), "object": dict,
+    "array": list, "null": type(None),
+}  # fmt: skip
+
+
+def misfits(event: dict[str, Any]) -> list[str]:
+    """The fields of an event that its schema lacks, that it lacks, or of another type."""
+    schema = SCHEMA[event["event"]]
+    fields, required = schema["properties"], set(schema["required"])
+    found = [name for name in event.keys() ^ fields.keys() if name in event or name in required]
+    for name in event.keys() & fields.keys() - {"event"}:
+        types = fields[name]["type"]
+        types = [types] if isinstance(types, str) else types
+        value = event[name]
+        # In Python True is an integer, in JSON it is not.
+        if not any(isinstance(value, TYPES[kind]) for kind in types) or (
+            isinstance(value, bool) and "boolean" not in types
+        ):
+            found.append(name)
+    return found
+
+
+def test_the_schema_of_the_log_fits_every_line_of_a_run_and_of_the_stored_claims(tmp_path):
+    data = write_data(tmp_path / "data", 60)
+    with two_layers():
+        run(data, tmp_path / "logs", steps=4)
+    logs = [*tmp_path.glob("logs/2*.jsonl")]
+    logs += [next(folder.glob("*_s*.jsonl")) for folder in ROOT.glob("records/small/*/runs")]
+    seen = set()
+    for log in logs:
+        for line in log.read_text(encoding="utf-8").splitlines():
+            event = json.loads(line)
+            assert misfits(event) == [], f"{log.name}: {event['event']}"
+            seen.add(event["event"])
+    assert seen >= {"header", "phase", "step", "val", "end"}
 
 
 @pytest.mark.slow

@@ -364,8 +364,9 @@ def exported(tmp_path_factory):
 
 @needs_transformers
 def test_the_example_of_the_docs_writes_on_from_its_prompt(exported):
-    page = ROOT / "docs" / "export.md"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    page = (ROOT / "docs" / "using.md").read_text(encoding="utf-8")
+    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+    (code,) = [block for block in blocks if "transformers" in block]
     done = as_a_user(code, exported.parent)
     prompt = code.split('tokenizer("')[1].split('"')[0]
     assert done.stdout.startswith(prompt), done.stderr[-3000:]

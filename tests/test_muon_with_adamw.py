@@ -74,6 +74,7 @@ def same_weights(net, other):
     return bits(net.state_dict()) == bits(other.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:MuonWithAdamW skipped")
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_step_is_that_of_its_halves_behind_one_guard(clip):
     options = {"weight_decay": 0.1, "cautious": True}

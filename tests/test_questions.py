@@ -16,11 +16,12 @@ from small_record import make_claim
 
 import train_gpt
 from claims.logs import read_runs
-from claims.questions import MEASURED, ask_model, ask_probabilities
+from claims.questions import MEASURED, ask_model
 from claims.record import TRACKS, Evidence, Source
 from claims.rerun import compare_means, rerun, validation_rows
 from runtime.errors import Refused
 from runtime.log import config_hash
+from runtime.questions import Model
 from runtime.settings import parse
 from runtime.source import digest, read_sources
 from scripts import record
@@ -86,7 +87,7 @@ def test_an_honest_record_is_repeated_and_one_whose_losses_are_all_forged_is_not
     assert all(line.startswith("mean loss here") for line in differing), said
     assert bool(differing) == bool(code)
     assert said.count("running its source: seed 100") == 2
-    for name in ("probabilities", "causality", "documents alone", "memory", "mean of 1,024"):
+    for name in ("normalized", "causality_trained", "additive", "memory", "mean of 1,024"):
         assert name in said
 
 
@@ -114,20 +115,20 @@ STREAM = "x = self.hidden(inputs_BT, *(context or self.eval_context(inputs_BT)))
 NORMED = "x_BTC = x0_BTC = norm(x_BTC, self.embed_gain)"
 LIES = {
     "nothing": ("", "", None),
-    "too much probability by 0.0099": (END, f"{END} - 0.0099", "probabilities"),
-    "a loss that is scaled": (END, f"{END} * 0.9", "probabilities"),
+    "too much probability by 0.0099": (END, f"{END} - 0.0099", "normalized"),
+    "a loss that is scaled": (END, f"{END} * 0.9", "normalized"),
     "losses halved from place 8 of a row on": (
-        END, f"losses.view_as(targets_BT)[:, 8:] *= 0.5\n        {END}", "documents"),
+        END, f"losses.view_as(targets_BT)[:, 8:] *= 0.5\n        {END}", "normalized"),
     "losses halved late in long rows": (
-        END, f"losses.view_as(targets_BT)[:, 192:] *= 0.5\n        {END}", "documents"),
+        END, f"losses.view_as(targets_BT)[:, 192:] *= 0.5\n        {END}", "normalized"),
     "a memory of what it scored": (
         END, f"self.seen = getattr(self, 'seen', 0) + 1\n        {END} * 0.99**self.seen",
         "memory"),
     "the target in the stream": (
         f"{STREAM}\n        x = x[:, -targets_BT.size(1) :]",
-        f"{STREAM} + 3 * self.output_weight[targets_BT]", "probabilities"),
+        f"{STREAM} + 3 * self.output_weight[targets_BT]", "normalized"),
     "the next token": (
-        NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-1, 1)", "probabilities"),
+        NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-1, 1)", "causality"),
     "the token after the next": (
         NORMED, f"{NORMED}\n        x_BTC = x_BTC + x_BTC.roll(-2, 1)", "causality"),
     "the last token of long rows": (
@@ -135,7 +136,7 @@ LIES = {
         "causality"),
     "other rows of a batch": (
         NORMED, f"{NORMED}\n        if B > 1:\n            x_BTC = x_BTC + x_BTC.roll(1, 0)",
-        "causality|a row alone|memory"),
+        "causality|additive"),
     "where the next document begins": (
         NORMED, f"{NORMED}\n        x_BTC = x_BTC + begins_BT11.roll(-2, 1).float().view(B, T, 1)",
         "causality"),
@@ -156,7 +157,21 @@ def answers_of(edit: tuple[str, str], model: Path):
         patch.setitem(sys.modules, "train_gpt", module)
         lying = run_path(str(small_run.ROOT / "inference" / "model.py"))
         found = lying["load_model"](model)
-        yield lambda rows: lying["token_losses"](found, torch.tensor(rows.copy())).double().numpy()
+        yield answering_model(found.gpt)
+
+
+def answering_model(gpt) -> Model:
+    def asked(inputs, targets):
+        return gpt.token_losses(torch.tensor(inputs).int(), torch.tensor(targets)).numpy()
+
+    def logits(inputs, count):
+        return gpt.logits(torch.tensor(inputs).int(), count).numpy()
+
+    return Model(asked, logits, gpt.config.bos, gpt.config.vocab_size)
+
+
+def scores(model: Model, rows):
+    return model.losses(rows[:, :-1], rows[:, 1:])
 
 
 def kept_model(evidence: Evidence) -> Path:
@@ -168,9 +183,9 @@ def test_a_source_that_lies_in_its_own_checks_is_found_out(lie, evidence, data):
     *edit, check = LIES[lie]
     config = evidence.claim.config
     rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
-    with answers_of(tuple(edit), kept_model(evidence)) as losses:
-        logged = losses(rows).mean()  # the log agrees with the lie
-        failed = [each.what for each in ask_model(losses, rows, config, logged, {})
+    with answers_of(tuple(edit), kept_model(evidence)) as model:
+        logged = scores(model, rows).mean()  # the log agrees with the lie
+        failed = [each.what for each in ask_model(model, rows, config, logged, {})
                   if not each.holds]  # fmt: skip
     if check is None:
         assert failed == []
@@ -186,7 +201,7 @@ def test_targets_that_were_not_scored_and_losses_on_new_tokens_that_are_forged_a
     rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
     with answers_of(("", ""), kept_model(evidence)) as losses:
         whole = run.final_loss
-        part = losses(rows)[:-1].sum() / rows[:, 1:].size  # the last row is not scored
+        part = scores(losses, rows)[:-1].sum() / rows[:, 1:].size  # the last row is not scored
         for loss, holds in ((whole, True), (part, False)):
             assert next(ask_model(losses, rows, config, loss, {})).holds == holds
         for measure in MEASURED:
@@ -194,29 +209,3 @@ def test_targets_that_were_not_scored_and_losses_on_new_tokens_that_are_forged_a
                 on_new = {measure: run.probe(measure) + wrong}
                 _, found, *_ = ask_model(losses, rows, config, whole, on_new)
                 assert (found.what.split(":")[0], found.holds) == (measure, holds)
-
-
-def test_the_questions_differ_each_time(evidence, data):
-    config, asked = evidence.claim.config, []
-
-    def losses(rows):
-        asked.append(rows)
-        return np.ones((rows.shape[0], rows.shape[1] - 1))
-
-    rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
-    for _ in range(2):
-        list(ask_model(losses, rows, config, 1.0, {}))
-    half = len(asked) // 2
-    same = [np.array_equal(a, b) for a, b in zip(asked[:half], asked[half:], strict=True)]
-    assert same[:2] == [True, True], "all validation rows, and these in reverse"
-    assert not all(same)
-
-
-def test_too_little_probability_is_no_lie():
-    row, place, vocabulary = np.arange(12) % 5, 6, 5
-
-    def losses(rows):
-        return np.full((len(rows), rows.shape[1] - 1), np.log(vocabulary + 1))
-
-    found = ask_probabilities(losses, row, losses(row[None])[0], place, vocabulary)
-    assert all(each.holds for each in found)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import small_run
 import torch
-from small_run import ROOT, ROUNDING, ROWS, SEQUENCE, STEPS, arguments, read_events, run, run_words
+from small_run import ROUNDING, ROWS, SEQUENCE, STEPS, arguments, read_events, run, run_words
 from torch._dynamo.utils import counters
 
 import optim
@@ -51,24 +51,6 @@ def test_a_model_that_draws_at_random_depends_on_its_seed_alone(data, tmp_path, 
     alone = run(data, tmp_path / "alone", seed=4)
     assert two.code == alone.code == 0, two.err
     assert two.losses(1) == alone.losses() != two.losses(0)
-
-
-def test_every_event_has_the_fields_that_the_documentation_names(two_trials):
-    page = (ROOT / "docs" / "log_format.md").read_text()
-    table = page.partition("## Events")[2].partition("| field | meaning |")[0]
-    always = {"event", "t_ms"}
-    for kind, fields in re.findall(r"^\| `(phase|step|val|end)` \| (.*) \|", table, re.M):
-        for log in (0, 1):
-            events = two_trials.events(kind, log)
-            assert events
-            for event in events:
-                assert set(event) == always | set(re.findall("`(.+?)`", fields)), kind
-    (header,) = two_trials.events("header")
-    table, _, rest = page.partition("## The header")[2].partition("`env` has ")
-    fields = "".join(re.findall(r"^\| (`.*?) \|", table, re.M))
-    of_segments = {"segment", "after_step", "previous_sha256"}
-    assert set(header) == always | set(re.findall("`(.+?)`", fields)) - of_segments
-    assert set(header["env"]) == set(re.findall("`(.+?)`", rest.partition("The host's name")[0]))
 
 
 def test_a_run_begins_with_a_line_that_says_what_it_is_and_what_the_race_is(two_trials):
