@@ -57,6 +57,16 @@ def test_autograd_and_its_hooks_see_the_gradient():
     assert torch.equal(found.to_dense(), expected)
 
 
+def test_a_sparse_gradient_stays_sparse_over_lookups():
+    table = table_of()
+    reference = table.detach().clone().requires_grad_()
+    for index in CALLS:
+        lookup(index, table, sparse=True).square().sum().backward()
+        F.embedding(index, reference).square().sum().backward()
+    assert table.grad.is_sparse
+    torch.testing.assert_close(table.grad.to_dense(), reference.grad, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("clear", ["before", "after"])
 def test_gradients_cleared_before_or_after_the_forward_pass_stay_dense(clear):
     table = table_of()
