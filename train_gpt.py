@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
+    # Before torch, which takes seconds to import: Ctrl-C ends it quietly.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from runtime.openmp import spin_briefly
     from runtime.packages import find_packages
 
     sys.excepthook = find_packages  # a shell without .venv has no torch
-    spin_briefly()  # before torch is imported
+    spin_briefly()  # torch reads these variables when it is imported
 
 import torch
 import torch.nn.functional as F
@@ -590,8 +591,8 @@ def stretches(config: Config) -> list[Stretch]:
         fraction += stage.fraction
         # A sum such as 0.3 + 0.3 + 0.4 may be a hair above a whole step, which ceil would add.
         end = math.ceil(fraction * config.steps - 1e-6)
-        # Adam must not sum gradients of two batches that count differently, or of a tied head and
-        # another: where the next stage changes these, this one ends with a step of Adam.
+        # Adam sums gradients over adam_accum_steps. It must not add those of two batch sizes, or of
+        # a tied head and another: before a stage that changes these, wait for a step of Adam.
         after = stages[min(index + 1, len(stages) - 1)]
         if (stage.batch, stage.tied) != (after.batch, after.tied):
             every = config.adam_accum_steps
@@ -743,7 +744,10 @@ def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
 
 
 class LayerScalars(NamedTuple):
-    """The learned scalars of a layer, or their initial values. None: the layer has none."""
+    """The learned scalars of a layer, and in `initial_scalars` what they start from.
+
+    None: the layer does without, since the component is off.
+    """
 
     residual: Any  # factor on the layer's input
     x0: Any  # factor on the token embedding, which joins the input
@@ -933,6 +937,7 @@ class MuddBlock(Block):
 
 
 def initial_scalars(config: Config) -> Scalars:
+    """Which scalars the model has, and their initial values."""
     table = LAYERS[config.layers]
     values_scaled = any(each.value_embed is not None for each in table)
     layers = []
@@ -1046,14 +1051,13 @@ class GPT(nn.Module):
 
     def learned_scalars(self) -> Scalars:
         """The learned scalars, each (), in the dtype of activations."""
-        stored = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
-        rest = iter(stored)
-        layers = []
-        for layer in self.initial.layers:
-            layers.append(LayerScalars(*[None if each is None else next(rest) for each in layer]))
-        smear = None if self.initial.smear is None else next(rest)
-        backout = None if self.initial.backout is None else next(rest)
-        return Scalars(layers, smear, backout)
+        rest = iter(() if self.scalars is None else self.scalars.to(self.dtype).unbind())
+
+        def learned(start: float | None) -> Tensor | None:
+            return None if start is None else next(rest)  # as `initial_values` stores them
+
+        layers = [LayerScalars(*map(learned, layer)) for layer in self.initial.layers]
+        return Scalars(layers, learned(self.initial.smear), learned(self.initial.backout))
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -1297,17 +1301,20 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "torch_muon": partial(torch.optim.Muon, **matrix),
         "torch_adamw": partial(torch.optim.AdamW, **matrix_adam),
     }
-    named = {"matrix": factories[config.optimizer], "adam": partial(optim.AdamW, **adam)}
-    named["rows"] = partial(optim.RowAdam, **adam)  # a table of n-grams, of which few are read
-    optimizers = optim.build_optimizers(model.named_parameters(), rows(config), named)
+    named = {
+        "matrix": factories[config.optimizer],
+        "adam": partial(optim.AdamW, **adam),
+        "rows": partial(optim.RowAdam, **adam),  # a table of n-grams, of which a step reads few
+    }
+    optimizers = optim.build_optimizers(model.named_parameters(), group_rows(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     return optimizers, optim.Guard(
         optimizers.values(), spike=spike, nonfinite=config.guard != "off", process_group=ranks
     )
 
 
-def rows(config: Config) -> list[optim.Row]:
-    """The table of groups as `optim` reads it: a row for each pattern."""
+def group_rows(config: Config) -> list[optim.Row]:
+    """The recipe's table of GROUPS as `optim` reads it: a row for each pattern."""
     pair, dim = 2 * config.head_dim, config.dim
     pairs = (pair,) * (2 * dim // pair)  # of Q and K
     splits: dict[str, Any] = {"q k v o": 4, "head pairs v o": (*pairs, dim, dim)}
@@ -1342,20 +1349,22 @@ class Trainer:
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
-        seeds = [config.seed + trial for trial in range(config.trials)]
         settings, device = asdict(config), machine.device
+        seeds = [config.seed + trial for trial in range(config.trials)]
         self.claim = machine.on_main(lambda: check_claim(config.claim, SOURCE, settings, seeds))
+
+        # Backends, each with the reason for the choice.
         dtype = machines.compute_dtype(config.dtype, device)
         attention, why = choose_attention(config.attention, device, dtype, config.head_dim)
         head, why_head = choose_head(
             config.loss_kernel, device, dtype, config.dim, config.padded_vocab, config.biases
         )
+        self.chosen = {"attention": why, "head": why_head}
+
         self.changes = readings(config)
         reach = receptive_field(config)
         self.data = Data(settings, self.changes, reach, machine.rank, machine.world_size)
-        self.hashes = machine.on_main(lambda: audit(settings, self.data.train.end.shard + 1))
-        self.checks = {"overlap": self.hashes.pop("overlap")}
-        self.source_sha256 = machine.on_main(lambda: source_hash(SOURCE))
+
         self.model = GPT(config, dtype, device, attention, head)
         if config.prefixes:
             self.model.prefixes = torch.tensor(read_prefixes(config), device=device)
@@ -1364,10 +1373,14 @@ class Trainer:
         # On a GPU, RowAdam would wait for the device to learn how many rows were read; there a
         # pass over the table costs less.
         self.model.sparse_bigram = "rows" in self.optimizers and device.type == "cpu"
+
+        # Facts for the log: see runtime/trainer.py.
+        self.hashes = machine.on_main(lambda: audit(settings, self.data.train.end.shard + 1))
+        self.checks = {"overlap": self.hashes.pop("overlap")}
+        self.source_sha256 = machine.on_main(lambda: source_hash(SOURCE))
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.env |= provenance(SOURCE)
-        self.chosen = {"attention": why, "head": why_head}
         plans = [schedule(config, step) for step in range(config.steps + 1)]
         self.train_tokens = tokens_before(config, config.steps)
         self.validations = [step for step, plan in enumerate(plans) if plan.validates]
@@ -1387,12 +1400,13 @@ class Trainer:
         self.data.train.reset()
 
     def set_step(self, step: int) -> None:
-        """Prepare model, loss weights, optimizers and guard for this step."""
+        """Prepare for this step: what `losses` and the optimizers read."""
         plan = schedule(self.config, step)
         self.model.set_step(step)
         weights, device = torch.tensor(plan.loss_weights), self.machine.device
         # Of the next token alone, the loss is the plain one.
         self.loss_weights = machines.sent(weights, device) if len(weights) > 1 else None
+        self.longest = self.data.longest(step)
         set_rates(self.config, self.optimizers, plan)
         # Gradients are sums over the tokens of all micro-batches and ranks. They are divided once,
         # by sequences and not by tokens: record 42 sums over a sequence, and adam_eps is meant for
@@ -1411,12 +1425,12 @@ class Trainer:
         """As `GPT.forward` returns it. longest: tokens of the longest document, at most."""
         return self.loss(*batch.to(self.machine.device), longest, weights)
 
-    def losses(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sums over a micro-batch: the loss to train on, and that of the next token, for the log.
 
-        They differ where a stage predicts later tokens too.
+        They differ where a stage predicts later tokens too. The step is that of `set_step`.
         """
-        found = self.batch_loss(batch, self.data.longest(step), self.loss_weights)
+        found = self.batch_loss(batch, self.longest, self.loss_weights)
         train_loss, next_token_loss = (found, found) if self.loss_weights is None else found
         return train_loss, next_token_loss.detach()
 
@@ -1544,7 +1558,7 @@ def train(trainer: Trainer, run: Run) -> float:
         trainer.set_step(step)
         loss = torch.zeros((), device=machine.device)
         for batch in next(trainer.data.train):
-            train_loss, next_token_loss = trainer.losses(batch, step)
+            train_loss, next_token_loss = trainer.losses(batch)
             train_loss.backward()
             loss += next_token_loss
 

@@ -215,7 +215,8 @@ def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeyp
     name = add_stages(monkeypatch, [replace(late, fraction=0.7, batch=0.5), late])
     for changes in ({"optimizer": "torch_muon"}, {"micro_batch": 70}, {"micro_batch": 140}):
         config = small("tiny", "muon", stages=name, steps=10, **changes)
-        trainer = object.__new__(Trainer)  # one without data
+        trainer = object.__new__(Trainer)
+        trainer.data = mock.Mock()
         trainer.config, trainer.machine, trainer.model = config, MACHINE, make_model(config)
         trainer.optimizers, trainer.guard = make_optimizers(config, trainer.model, MACHINE)
         for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
@@ -232,7 +233,7 @@ def test_the_guard_starts_anew_with_each_stage(config, firsts):
     # Wider windows alone double the gradients of `small`: the guard skipped half the steps there.
     trainer = object.__new__(Trainer)
     trainer.config, trainer.machine, trainer.optimizers = config, MACHINE, {}
-    trainer.model, trainer.guard = mock.Mock(), mock.Mock()
+    trainer.model, trainer.guard, trainer.data = mock.Mock(), mock.Mock(), mock.Mock()
     forgotten = []
     for step in range(config.steps):
         trainer.guard.forget = lambda step=step: forgotten.append(step)
