@@ -1112,9 +1112,10 @@ class GPT(nn.Module):
     # ---- Forward pass
 
     def look_up(self, inputs_BT: Tensor, cu_seqlens: Tensor, longest: int) -> ModelInputs:
-        """What the forward pass reads. Not compiled: shapes of documents differ by batch.
+        """What the forward pass reads. longest: at least the tokens of any document.
 
-        longest: at least the tokens of any document.
+        Not compiled: so one graph takes any documents, and lookups keep the quick gradients of
+        kernels/lookups.py.
         """
         B, T = inputs_BT.shape
         documents = paired_documents = self.attention.documents(cu_seqlens, B, T, longest)
