@@ -28,7 +28,9 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
     from runtime.openmp import spin_briefly
+    from runtime.packages import find_packages
 
+    sys.excepthook = find_packages  # a shell without .venv has no torch
     spin_briefly()  # before torch is imported
 
 import torch
@@ -291,8 +293,8 @@ SOFTCAPS = {  # kind, height, width, shift
 
 @dataclass(frozen=True)
 class Config(RunSettings):
-    track: str = setting("small", "the race to run; it sets all defaults", section="Experiment")
-    recipe: str = setting("record89", "variant of the track: its components and rates")
+    track: str = setting("small", "tiny, small, short or steps", section="Experiment")
+    recipe: str = setting("record89", "variant of the track: record89, record42, muon or adamw")
     target: float = setting(3.36, "validation loss to reach, in nats per token")
     device: str = setting("auto", "device to compute on", one_of=machines.DEVICES)
     dtype: str = setting("auto", "dtype of activations", one_of=("auto", "bfloat16", "float32"))
@@ -316,7 +318,7 @@ class Config(RunSettings):
     val_every: int = setting(0, "steps between validations; 0: only the last")
     val_every_late: int = setting(0, "val_every in the last tenth of the steps; 0: no change")
 
-    layers: str = setting("small89", "name of a table in LAYERS", section="Model")
+    layers: str = setting("small89", f"table of layers: {', '.join(LAYERS)}", section="Model")
     dim: int = setting(128, "width of the model", at_least=12, a_multiple_of="head_dim")
     head_dim: int = setting(32, "width of an attention head", at_least=2, a_multiple_of=2)
     mlp_ratio: int = setting(4, "width of an MLP, as a multiple of dim", at_least=1)
@@ -345,7 +347,7 @@ class Config(RunSettings):
     )
 
     steps: int = setting(350, "number of optimizer steps", at_least=1, section="Schedule")
-    stages: str = setting("small89", "name of a table in STAGES: windows, batches and so on")
+    stages: str = setting("small89", f"table of stages: {', '.join(STAGES)}")
     window_block: int = setting(32, "tokens of a block, the unit of windows; 0: no windows")
     val_window: int = setting(640, "tokens long layers see in the last validation", at_least=1)
     cooldown: float = setting(0.6, "fraction of the steps in which learning rates fall", at_most=1)
@@ -359,7 +361,7 @@ class Config(RunSettings):
     optimizer: str = setting(
         "normuon", "optimizer of hidden matrices", one_of=OPTIMIZERS, section="Optimizers"
     )
-    groups: str = setting("small89", "name of a table in GROUPS: multipliers and betas")
+    groups: str = setting("small89", f"table of parameter groups: {', '.join(GROUPS)}")
     matrix_lr: float = setting(0.04, "peak learning rate of hidden matrices")
     matrix_wd: float = setting(1.2, "weight decay of hidden matrices, times their learning rate")
     matrix_beta2: float = setting(0.9, "decay of NorMuon's second moment", below=1)
@@ -1680,7 +1682,9 @@ def main(argv: list[str] | None = None) -> int:
         return make_runs(parse(Config, words, preset, __doc__ or ""))
 
     listen()
-    code = supervise(runs, refused=(ShardError,))  # an error becomes one sentence and a code
+    # An error becomes one sentence and a code. A signal during a run does not arrive here.
+    stopped = "stopped by a signal before the first step: nothing is lost"
+    code = supervise(runs, refused=(ShardError,), interrupted=stopped)
     return leave(code)  # of several ranks each ends its process here
 
 
