@@ -7,31 +7,19 @@
 Flags of train_gpt.py follow --. Every round times each row of a table, starting with another row
 each time. Figures are milliseconds; the ratio to the last stage, or to torch.optim.Muon, is the
 median over the rounds. "of peak" counts 6 FLOPs for each weight of the matrices and the head; the
-peak is the datasheet's, of GPUs. `step` first says what runs: hardware, backends, batches, seconds
-of compilation, waits for the device, graphs compiled after the warm-up, peak memory, and how many
-cores other programs took meanwhile. If there are no data, it takes random tokens. For eager code on
-a CPU it adds where a step of the last stage spends its time, by part:
-
-    ms, GB, GFLOP   in its operations; bytes are those of inputs and outputs, once each
-    of step         its fraction of the step's time
-    of matrix rate  its FLOP/s, as a fraction of those of a product of 1024 x 1024 matrices here
-    of bandwidth    its bytes a second, as a fraction of those of a large copy here
-
-A part near 1 in either can only be made quicker by less work. Little of both is overhead.
+peak is the datasheet's, of GPUs. `step` first prints what runs: hardware, backends, batches,
+seconds of compilation, waits for the device, graphs compiled after the warm-up, and peak memory.
+Without data it times random tokens, as --dry-run does.
 
 To time another optimizer, add a line to `optimizer_steps`.
 """
 
 import argparse
 import contextlib
-import math
 import os
 import sys
-import tempfile
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -41,16 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it st
 
 from scripts.command import make_parser, show
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 import optim
 import train_gpt
-from data.shards import ShardError, write_shard
+from data.shards import ShardError
 from runtime import machine as machines
 from runtime.clock import Clock
 from runtime.ending import leave, listen, supervise
@@ -60,20 +44,9 @@ from train_gpt import Config, Trainer
 
 WARM_UP = 2  # rounds that do not count
 STEPS = 12  # timed at once; a multiple of adam_accum_steps, so that no gradient waits for Adam
-RANDOM_STEPS = 60  # of the run that random tokens are enough for
-DOCUMENT = 750  # tokens of a random one; at most half a row
 BLOCK = [(256, 256)] * 4 + [(1024, 256), (256, 1024)]
 SETS = {"gpt2s": [(3 * rows, 3 * cols) for rows, cols in BLOCK] * 12, "tiny": BLOCK * 6}
 OPTIONS: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.1}  # all share weights: move them little
-PARTS = {  # of a step on a CPU, by the names of torch's operations
-    "products": ("mm", "addmm", "bmm", "baddbmm", "scaled_mm"),
-    "attention": ("windowed_attention", "windowed_attention_backward"),
-    "lookups": ("embedding", "embedding_dense_backward", "index", "index_add_"),
-    "losses": ("log_softmax", "log_softmax_backward_data", "nll_loss_forward",
-               "nll_loss_backward", "linear_cross_entropy"),
-    "copies, fills": ("copy", "clone", "to_copy", "cat", "stack", "fill", "zero", "zeros_like",
-                      "new_zeros", "foreach_copy", "full", "zeros"),
-}  # fmt: skip
 Steps = dict[str, Callable[[], object]]
 Rows = dict[str, dict[str, float]]  # figures by row and column
 
@@ -115,40 +88,17 @@ def as_text(title: str, rows: dict[str, Any]) -> str:
 
 def bench_step(given: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     """What runs here, waits and compilations that no step may have, and a table of the stages."""
-    config = parse(Config, flags, train_gpt.preset, "")
+    config = parse(Config, ["--dry-run", *flags], train_gpt.preset, "")
     machine = machines.start(config.device, config.rank_timeout)
-    with tempfile.TemporaryDirectory(prefix="random_tokens_", ignore_cleanup_errors=True) as folder:
-        if machine.on_main(lambda: not any(Path(config.data_dir).glob("*val_*.bin"))):
-            config = replace(config, steps=RANDOM_STEPS, val_tokens=2 * config.val_seq_len)
-            folder = machine.on_main(partial(write_random, config, folder))
-            config = replace(config, data_dir=folder, val_sha256="")
-        trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
-        train_gpt.warm_up(trainer, clock)
-        facts = {"data": config.data_dir, "ranks": machine.world_size} | trainer.env
-        facts |= {kind: f"{trainer.env[kind]}, {why}" for kind, why in trainer.chosen.items()}
-        shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]
-        facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
-        facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases}
-        facts |= trainer.checks | count_slips(trainer) | {"peak, MiB": machines.peak_mib(machine)}
-        before = Usage.now(machine)
-        table = step_table(trainer, given)
-        facts |= {"other programs": Usage.now(machine).others_since(before)}
-        found = {"facts": facts, "step": table}
-        if machine.device.type == "cpu" and trainer.loss is trainer.model:
-            last = train_gpt.stretches(config)[-1]
-            found["part"] = part_table(trainer, last.first, [*table.values()][-1]["median"])
-        return found
-
-
-def write_random(config: Config, folder: str) -> str:
-    """Write random tokens, enough for the run. Returns the folder."""
-    random = np.random.default_rng(0)
-    needed = 4 * train_gpt.tokens_before(config, config.steps)
-    for split, count in (("train", needed), ("val", 3 * config.val_seq_len)):
-        tokens = random.integers(0, config.bos, count, dtype=np.uint16)
-        tokens[:: min(DOCUMENT, config.seq_len // 2)] = config.bos
-        write_shard(Path(folder, f"random_{split}_000000.bin"), tokens)
-    return folder
+    trainer, clock = train_gpt.set_up(config, machine), Clock(machine.synchronize)
+    train_gpt.warm_up(trainer, clock)
+    facts = {"data": config.data_dir, "ranks": machine.world_size} | trainer.env
+    facts |= {kind: f"{trainer.env[kind]}, {why}" for kind, why in trainer.chosen.items()}
+    shares = [trainer.data.train.shares(first) for first, *_ in trainer.changes]
+    facts["batches"] = [f"{count} x {rows * config.seq_len:,} tokens" for count, rows in shares]
+    facts |= {f"{phase.name}, s": phase.ms / 1000 for phase in clock.phases}
+    facts |= trainer.checks | count_slips(trainer) | {"peak, MiB": machines.peak_mib(machine)}
+    return {"facts": facts, "step": step_table(trainer, given)}
 
 
 def count_slips(trainer: Trainer) -> dict[str, Any]:
@@ -167,119 +117,6 @@ def count_slips(trainer: Trainer) -> dict[str, Any]:
     told = [message for message in said if "called a synchronizing" in message]  # torch's own words
     graphs = counts["unique_graphs"] - graphs
     return {"waits": len(told), "what waited": sorted({*told})[:5], "graphs compiled": graphs}
-
-
-@dataclass(frozen=True)
-class Usage:
-    """CPU seconds so far: those of all ranks here, and those of all programs of the machine."""
-
-    wall: float
-    own: float
-    everyone: float  # nan where the system does not tell
-
-    @classmethod
-    def now(cls, machine: Any) -> "Usage":
-        own, everyone = time.process_time(), float("nan")
-        with contextlib.suppress(OSError):  # Linux alone has it
-            user, nice, system, _idle, _iowait, *rest = map(int, (
-                Path("/proc/stat").read_text().partition("\n")[0].split()[1:9]
-            ))  # fmt: skip
-            everyone = (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
-        return cls(time.perf_counter(), sum(machine.gather(own)), everyone)
-
-    def others_since(self, before: "Usage") -> str:
-        """How many cores other programs took."""
-        others = (self.everyone - before.everyone) - (self.own - before.own)
-        cores = others / (self.wall - before.wall)
-        if not cores >= 0.05 * (os.cpu_count() or 1):  # nan too
-            return "unknown here" if math.isnan(cores) else "none"
-        return f"took {cores:.1f} of {os.cpu_count()} cores: times are too high"
-
-
-def part_of(operation: Any, tensors: list[Tensor]) -> str:
-    name = operation._opname.strip("_")
-    if any(tensor.layout != torch.strided for tensor in tensors):
-        return "lookups"
-    return next((part for part, names in PARTS.items() if name in names), "element-wise, sums")
-
-
-class PartCounter(TorchDispatchMode):
-    """Time, bytes and FLOPs of all operations of eager code on a CPU, by part of a step.
-
-    Bytes are those of inputs and outputs, once each: no code can move less for an operation.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: dict[str, dict[str, float]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        began = time.perf_counter()
-        out = func(*args, **(kwargs or {}))
-        ms = 1000 * (time.perf_counter() - began)
-        leaves = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
-        if func.is_view or not leaves:
-            return out
-        names = ("ms", "GB", "GFLOP", "calls")
-        part = self.parts.setdefault(part_of(func, leaves), dict.fromkeys(names, 0.0))
-        part["ms"] += ms
-        part["GB"] += sum(moved(x) for x in leaves) / 1e9
-        if count := flop_registry.get(func._overloadpacket):
-            part["GFLOP"] += count(*args, **(kwargs or {}), out_val=out) / 1e9
-        part["calls"] += 1
-        return out
-
-
-def moved(x: Tensor) -> int:
-    """Bytes of a tensor; an expanded one is read from memory once."""
-    if x.layout != torch.strided:
-        return moved(x._values()) + moved(x._indices())
-    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
-
-
-def part_table(trainer: Trainer, first: int, step_ms: float) -> Rows:
-    """Where the milliseconds of a step in the stage of step `first` go, and how near to the limits.
-
-    Counting slows what is between the operations, so "between" is the rest of the time without it.
-    """
-    count = trainer.config.adam_accum_steps
-    with PartCounter() as counter:
-        take_steps(trainer, first, count)
-    rate, bandwidth = fastest_product(trainer.model.dtype), fastest_copy()
-    rows = {}
-    for name, part in sorted(counter.parts.items(), key=lambda item: -item[1]["ms"]):
-        figure = {column: value / count for column, value in part.items()}
-        seconds = figure["ms"] / 1000
-        figure["of step"] = figure["ms"] / step_ms
-        figure["of matrix rate"] = figure["GFLOP"] / seconds / rate
-        figure["of bandwidth"] = figure["GB"] / seconds / bandwidth
-        rows[name] = figure
-    between = max(step_ms - sum(figure["ms"] for figure in rows.values()), 0.0)
-    columns = dict.fromkeys(next(iter(rows.values())), 0.0)
-    rows["between operations"] = columns | {"ms": between, "of step": between / step_ms}
-    return rows
-
-
-def fastest(work: Callable[[], object], repeats: int = 10) -> float:
-    """Seconds of the quickest of some calls."""
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-def fastest_product(dtype: torch.dtype, side: int = 1024) -> float:
-    """GFLOP/s of a square product."""
-    a = torch.randn(side, side).to(dtype)
-    return 2 * side**3 / 1e9 / fastest(lambda: a @ a)
-
-
-def fastest_copy(elements: int = 1 << 25) -> float:
-    """GB/s read and written by a copy that no cache holds."""
-    source, target = torch.zeros(elements), torch.zeros(elements)
-    return 2 * 4 * elements / 1e9 / fastest(lambda: target.copy_(source))
 
 
 def step_table(trainer: Trainer, given: argparse.Namespace) -> Rows:

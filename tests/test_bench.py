@@ -1,13 +1,11 @@
 """The benchmark: every row is timed alike, figures agree, every optimizer really steps."""
 
 import json
-import tempfile
 import time
 from functools import partial
 
 import pytest
 import small_run
-import torch
 
 import train_gpt
 from runtime import machine as machines
@@ -28,12 +26,12 @@ def figures(capsys, *words):
     return rows, tables
 
 
-def test_a_step_is_timed_in_each_window_and_its_parts_add_up(tmp_path, monkeypatch, capsys):
+def test_a_step_is_timed_in_each_window(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "STEPS", 2)
     monkeypatch.setattr(machines, "peak_flops", lambda machine, dtype: 1e15)
     flags = small_run.arguments(small_run.write_data(tmp_path), tmp_path)
     with small_run.restored_settings():
-        rows, tables = figures(capsys, "step", "--rounds", "3", "--", *flags)
+        rows, _ = figures(capsys, "step", "--rounds", "3", "--", *flags)
     config = parse(train_gpt.Config, flags, train_gpt.preset, "")
     table = train_gpt.LAYERS[config.layers]
     weights = config.dim**2 * sum(12 if layer.attention else 8 for layer in table)
@@ -44,58 +42,23 @@ def test_a_step_is_timed_in_each_window_and_its_parts_add_up(tmp_path, monkeypat
         batch = small_run.ROWS * small_run.SEQUENCE
         assert row["tokens/s"] == pytest.approx(1000 * batch / row["median"])
         assert row["of peak"] == pytest.approx(row["tokens/s"] * flops / 1e15)
-    parts = tables["part"]
-    assert {"products", "attention", "lookups", "element-wise, sums"} < parts.keys()
-    assert parts["products"]["GFLOP"] > 0.9 * flops * batch / 1e9  # model and head, and Muon's
-    assert all(part["GFLOP"] == 0 for name, part in parts.items() if name != "products")
-    calls = sum(part["calls"] for part in parts.values())
-    assert calls > 100
-    for name, part in parts.items():
-        assert part["of step"] == pytest.approx(part["ms"] / row["median"])
-        if name != "between operations":
-            assert 0 < part["GB"] < 1
-            assert 0 <= part["of matrix rate"] < 2
-
-
-def test_bytes_and_flops_of_operations_are_those_of_their_tensors():
-    a, b = torch.ones(8, 16), torch.ones(16, 4)
-    with bench.PartCounter() as counter:
-        c = a @ b
-        c += a[:, :1].expand(8, 4)  # 8 numbers in memory, of which the view keeps 16 apart
-        torch.zeros(10)
-    parts = counter.parts
-    assert parts["products"]["GFLOP"] == pytest.approx(2 * 8 * 16 * 4 / 1e9)
-    assert parts["products"]["GB"] == pytest.approx(4 * (8 * 16 + 16 * 4 + 8 * 4) / 1e9)
-    assert parts["element-wise, sums"]["calls"] == 1
 
 
 def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(bench, "STEPS", 2)
-    monkeypatch.setattr(bench, "RANDOM_STEPS", 12)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    flags = small_run.arguments(tmp_path / "nothing", tmp_path, steps=10**6)
+    flags = small_run.arguments(tmp_path / "nothing", tmp_path)
     with small_run.restored_settings():
         assert bench.main(["step", "--rounds", "2", "--", *flags]) == 0
     page, _, table = capsys.readouterr().out.partition("\n\n")
     facts = dict(line.split(": ", 1) for line in page.splitlines())
-    assert "random_tokens_" in facts["data"]
     assert (facts["waits"], facts["graphs compiled"], facts["causality"]) == ("0", "0", "True")
     tokens = small_run.ROWS * small_run.SEQUENCE
     assert facts["batches"] == str([f"1 x {tokens} tokens"] * 3)
     assert facts["attention"].startswith("portable, ")
     assert "peak, MiB" in facts
-    assert facts["other programs"].startswith(("none", "took", "unknown"))
     assert "\nstage 2, window" in table
-    assert not list(tmp_path.glob("speedrun_*")), "the tokens are gone"
-
-
-def test_cores_that_other_programs_took_are_told():
-    before, quiet, busy = bench.Usage(0, 0, 100), bench.Usage(10, 18, 118), bench.Usage(10, 9, 129)
-    assert quiet.others_since(before) == "none"
-    assert busy.others_since(before).startswith("took 2.0 of ")
-    assert bench.Usage(10, 9, float("nan")).others_since(before) == "unknown here"
 
 
 def test_optimizers_are_timed_beside_those_of_torch(monkeypatch, capsys):
