@@ -175,9 +175,6 @@ class ArmVerdict:
         self.decided = n >= LEAST_RUNS
         if n > 1 and not self.result.sd > 0:
             self.warnings.append("losses without a finite spread: there is no test")
-        if (at := stats.outlier(self.losses)) is not None:
-            what = f"the loss {self.losses[at]:.6f} of {name_of(self.runs[at])}"
-            self.warnings.append(f"{what} lies far from the others; it counts")
 
     @property
     def seconds(self) -> list[float]:
@@ -197,10 +194,7 @@ class ArmVerdict:
 
 
 def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -> list[ArmVerdict]:
-    """Every arm of these runs, at each of the steps or, without any, at the end.
-
-    Each notes Holm's p over all that was tried; an arm without a test counts as one that failed.
-    """
+    """Every arm of these runs, at each of the steps or, without any, at the end."""
     sources = {run.source for run in runs if run.complete or run.stop}
     tried: Sequence[int | None] = sorted(set(steps)) or [None]
     arms = []
@@ -210,10 +204,6 @@ def judge_all(runs: Sequence[Run], target: float | None, steps: Sequence[int]) -
             if len(sources) > 1:
                 arm.warnings.append(f"{len(sources)} sources in these logs: they are not pooled")
             arms.append(arm)
-    if len(arms) > 1:
-        for number, p in stats.holm({i: arm.result.p for i, arm in enumerate(arms)}).items():
-            verdict = f"p {p:.3g}, {'pass' if p < ALPHA and arms[number].passes else 'fail'}"
-            arms[number].notes.append(f"Holm over the {len(arms)} arms and steps tried: {verdict}")
     return arms
 
 

@@ -5,7 +5,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from claims import stats
@@ -28,7 +28,6 @@ class Comparison(NamedTuple):
     measure: str | None  # of the loss on new tokens
     seconds: Difference  # NaN on unlike machines
     machines: list[str]  # how those of A and B differ
-    outlier: str | None  # a pair that lies far from the others
 
 
 def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
@@ -54,12 +53,7 @@ def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
     times = [[(run.train_time_ms or math.nan) / 1000 for run in runs] for runs in (b, a)]
     seconds = Difference(math.nan) if machines else test(*times)
 
-    outlier = None
-    differences = [new - old for new, old in zip(*losses, strict=True)] if pairs else []
-    if (at := stats.outlier(differences)) is not None:
-        outlier = (f"the pair of seed {seeds[at]} differs by {differences[at]:+.5f}, far from the "
-                   "other pairs; it counts")  # fmt: skip
-    return Comparison(pairs, test(*losses), on_new, measure, seconds, machines, outlier)
+    return Comparison(pairs, test(*losses), on_new, measure, seconds, machines)
 
 
 def other_tokens(a: Sequence[Run], b: Sequence[Run]) -> bool:
@@ -104,7 +98,8 @@ def in_sentences(a: ArmVerdict, b: ArmVerdict) -> str:
     how = f"on {found.pairs} pairs of one seed" if found.pairs else "of independent runs"
     lines.append(f"B - A {how}, with 95 % intervals:")
     lines.append(f"  loss {in_words(found.loss, '+.5f')}, {direction(found.loss)}")
-    lines += [f"  {line}" for line in describe(found)]
+    if found.measure:
+        lines.append(f"  {on_new_tokens(found)}")
     if found.machines:
         lines.append("  times are not compared, as the machines differ:")
         lines += [f"    {what}" for what in found.machines]
@@ -114,14 +109,16 @@ def in_sentences(a: ArmVerdict, b: ArmVerdict) -> str:
     return "\n".join(lines)
 
 
-def describe(found: Comparison) -> Iterator[str]:
-    """What else there is to say of the losses: new tokens and an outlier."""
-    if found.measure is not None:
-        older = "" if found.measure == NEW_TOKENS[0] else f" as measured before {NEW_SINCE}"
-        yield (f"loss on new tokens{older} {in_words(found.new_tokens, '+.5f')}, "
-               f"{direction(found.new_tokens)}")  # fmt: skip
-    if found.outlier:
-        yield found.outlier
+def on_new_tokens(found: Comparison) -> str:
+    """The difference on new tokens, as measured in these logs."""
+    older = "" if found.measure == NEW_TOKENS[0] else f" as measured before {NEW_SINCE}"
+    return (f"loss on new tokens{older} {in_words(found.new_tokens, '+.5f')}, "
+            f"{direction(found.new_tokens)}")  # fmt: skip
+
+
+def is_copying(found: Comparison) -> bool:
+    """Whether a lower loss may be copying only: on new tokens it is not shown to be lower."""
+    return found.measure is not None and direction(found.new_tokens) != "lower"
 
 
 def direction(found: Difference, below: str = "lower", above: str = "higher") -> str:

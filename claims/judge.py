@@ -42,19 +42,19 @@ ALWAYS_SHARED = ("track", "target", "vocab_size", "val_tokens", "val_seq_len", "
 
 
 class RacePlan:
-    """When to analyse, and what for. ValueError for a plan that makes no sense.
+    """An analysis after each pair from the fourth on. ValueError for a plan that makes no sense.
 
-    pairs: at most; margin: the smallest difference that matters; every: pairs between two analyses.
+    pairs: at most; margin: the smallest difference that matters.
     """
 
-    def __init__(self, pairs: int, margin: float, every: int = 1):
-        if not FIRST_ANALYSIS <= pairs <= MOST_PAIRS or every < 1:
-            rule = f"there must be {FIRST_ANALYSIS} to {MOST_PAIRS} pairs, analysed every 1 or more"
-            raise ValueError(f"{pairs} pairs, analysed every {every}: {rule}")
+    def __init__(self, pairs: int, margin: float):
+        if not FIRST_ANALYSIS <= pairs <= MOST_PAIRS:
+            rule = f"there must be {FIRST_ANALYSIS} to {MOST_PAIRS} pairs"
+            raise ValueError(f"{pairs} pairs: {rule}")
         if not 0 < margin < math.inf:
             raise ValueError(f"margin is {margin}: it must be between 0 and inf")
         self.margin = margin
-        self.analyses = (*range(FIRST_ANALYSIS, pairs, every), pairs)
+        self.analyses = (*range(FIRST_ANALYSIS, pairs + 1),)
 
     def widths(self, n: int) -> tuple[float, float]:
         """Half of the wide and the narrow interval after n pairs, in standard errors."""

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import nctdtr, stdtr
+from scipy.special import stdtr
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
@@ -103,32 +103,6 @@ def less_above(margin: float, new: Sequence[float], old: Sequence[float]) -> flo
     return half if found.mean < 0 else 1 - half
 
 
-def holm(p_values: dict[Any, float]) -> dict[Any, float]:
-    """p-values adjusted so that the chance of any false finding keeps its level (Holm, 1979).
-
-    One that is NaN was tried without a test: it counts as 1.
-    """
-    tried = {name: 1.0 if math.isnan(p) else p for name, p in p_values.items()}
-    names = sorted(tried, key=lambda name: tried[name])
-    raised = [min(1.0, (len(names) - rank) * tried[name]) for rank, name in enumerate(names)]
-    return dict(zip(names, accumulate(raised, max), strict=True))
-
-
-def outlier(values: Sequence[float]) -> int | None:
-    """The index of a value that a normal sample would hold in one of a hundred; None without one.
-
-    Grubbs' two-sided test at 0.01. It names a value for the reader and removes none.
-    """
-    mean, sd = moments(values)
-    n = len(values)
-    if n < 4 or not sd > 0:
-        return None
-    index = max(range(n), key=lambda i: abs(values[i] - mean))
-    squared = student.isf(0.01 / (2 * n), n - 2) ** 2
-    bound = (n - 1) / math.sqrt(n) * math.sqrt(squared / (n - 2 + squared))
-    return index if abs(values[index] - mean) > bound * sd else None
-
-
 def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:
     """The rule of track 3: (target - mean) * sqrt(n), and whether it reaches 0.004.
 
@@ -144,12 +118,6 @@ def steps_rule(losses: Sequence[float], target: float) -> tuple[float, bool]:
 
 
 # ---- Planning
-
-
-def power(n: int, sd: float, margin: float, alpha: float = 0.01) -> float:
-    """The chance that n runs pass with a true mean `margin` below the target (noncentral t)."""
-    effect = margin / sd * math.sqrt(n)  # in standard errors
-    return float(nctdtr(n - 1, -effect, student.ppf(alpha, n - 1)))
 
 
 @cache

@@ -96,6 +96,11 @@ def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+def say(text: str) -> None:
+    """Print a line about the progress of a command, not with its result."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def show(text: str, value: dict[str, Any], as_json: bool) -> None:
     """Print the text, or the value as JSON, where NaN and infinities become null."""
     if as_json:

@@ -12,11 +12,9 @@ a run failed, 130 or 143 interrupted.
 """
 
 import argparse
-import math
 import shlex
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,14 @@ from scripts.command import (
     command,
     make_parser,
     resumable,
+    say,
     show,
     start,
     training_command,
 )
 
 from claims import judge
-from claims.compare import Comparison, compare, describe, direction
+from claims.compare import Comparison, compare, is_copying, on_new_tokens
 from claims.judge import ALPHA, UNITS, Arm, RacePlan, Verdict
 from claims.record import why_no_claim
 from claims.runs import Run
@@ -43,20 +42,11 @@ from runtime.errors import LogError, Refused
 from runtime.log import config_hash
 from runtime.registry import register
 from runtime.source import source_hash
-from scripts.side_by_side import (
-    ONE_BY_ONE,
-    Job,
-    Sharing,
-    estimate,
-    known_run,
-    run_side_by_side,
-    share,
-)
+from scripts.side_by_side import ONE_BY_ONE, Job, Sharing, run_side_by_side, share
 
 CODES = {"better": 0, "worse": 1, "no difference": 3, "undecided": 4}
 MARGIN = 0.01  # nats per token
 FORM = "+.5g"  # of differences
-READING_S = 30.0  # between two readings of the logs: reading slows the runs
 Runs = dict[str, dict[int, Run]]  # by arm and seed
 
 
@@ -69,10 +59,6 @@ def make_arm(name: str, source: Path, flags: list[str]) -> Arm:
     return Arm(name, source, flags, config, config_hash(config), source_hash(source))
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def announce(
     out: Path, entry: dict[str, Any], arms: Sequence[Arm], plan: RacePlan, sharing: Sharing
 ) -> None:
@@ -80,19 +66,13 @@ def announce(
     a, b = (arm.config for arm in arms)
     pairs = f"{plan.analyses[0]} to {plan.analyses[-1]} pairs from seed {entry['seed']}"
     lines = [f"judgement {int(entry['run_id'])}: is B better than A? {entry['metric']}, margin "
-             f"{plan.margin:g}, {pairs}"]  # fmt: skip
+             f"{plan.margin:g}, {pairs}, {sharing.at_once} run(s) at once"]  # fmt: skip
     lines += [f"{name}: {a.get(name)} in A, {b.get(name)} in B" for name in differing(arms)]
     if changed := entry["diff"]["lines"]:
         diff = out / entry["run_id"] / "source.diff"
         lines.append(f"the sources differ in {changed} lines: {diff}")
     if reason := why_no_claim(b):
         lines.append(f"no claim can follow: {reason}")
-    lines.append(f"{sharing.at_once} runs at once" if sharing.at_once > 1 else "one run at a time")
-    known = known_run(a, sharing.threads, [out, ROOT / "records" / a["track"]])
-    if known:
-        lines[-1] += f", {times(known, a, plan, sharing)}"
-    else:
-        lines[-1] += ", minutes not known here: the first run will tell"
     say("\n  ".join(lines))
 
 
@@ -100,12 +80,6 @@ def differing(arms: Sequence[Arm]) -> list[str]:
     """The settings in which A and B differ."""
     a, b = (arm.config for arm in arms)
     return [name for name in sorted(a | b) if a.get(name) != b.get(name)]
-
-
-def times(run: Run, config: dict[str, Any], plan: RacePlan, sharing: Sharing) -> str:
-    """How long the race may take, by a run on this machine."""
-    low, high = (2 * pairs for pairs in (plan.analyses[0], plan.analyses[-1]))
-    return estimate(run, config["steps"], low, high, sharing)
 
 
 def race(
@@ -117,18 +91,13 @@ def race(
     """
     seeds = range(first, first + plan.analyses[-1])
     stops = range(1, len(seeds) + 1) if metric == "time" else plan.analyses
-    processes = max(1, sharing.at_once // len(arms))  # of each arm
     done = read_runs(folder, arms)
     for turn, stop in enumerate(stops):
         order = arms if turn % 2 == 0 else arms[::-1]
         missing = sum(any(seed not in done[arm.name] for arm in arms) for seed in seeds[:stop])
-        if missing:  # and the next seeds, on cores that would be idle
-            ahead = -missing % processes
-            show_time = not any(done.values())
-            done = make_runs(folder, order, metric, seeds[: stop + ahead], sharing)
-            if show_time:
-                run = next(iter(done["A"].values()))
-                say(f"  as measured now: {times(run, arms[0].config, plan, sharing)}")
+        # The next seeds run on cores that would be idle.
+        ahead = -missing % max(1, sharing.at_once // len(arms))
+        done = make_runs(folder, order, metric, seeds[: stop + ahead], sharing)
         a, b = ([judge.figure(done[name][seed], metric) for seed in seeds[:stop]] for name in "AB")
         verdict = judge.decide([new - old for new, old in zip(b, a, strict=True)], plan)
         say(f"{verdict.pairs} pairs: B - A {in_words(verdict, FORM)}")
@@ -142,67 +111,33 @@ def make_runs(
 ) -> Runs:
     """Train the seeds without a run; return all runs. LogError if a run or its source fails."""
     done = read_runs(folder, arms)
-    read_at = time.monotonic()
-
-    def read() -> None:
-        nonlocal done, read_at
-        before, done = done, read_runs(folder, arms)
-        read_at = time.monotonic()
-        for arm, runs in done.items():
-            for seed in sorted(runs.keys() - before[arm].keys()):
-                found = judge.figure(runs[seed], metric)
-                known = f"{found:.4f} {UNITS[metric]}" if runs[seed].counts else "diverged"
-                say(f"  {arm}, seed {seed}: {known}")
-
-    def meanwhile() -> None:
-        if time.monotonic() - read_at > READING_S:
-            read()
 
     def ended(job: Job, code: int) -> None:
-        arm, first = job.about
-        if code not in (0, 3):  # 3: a run diverged, which is a result
+        arm, seed = job.about
+        if code not in (0, 3):  # 3: the run diverged, which is a result
             last = job.console.read_text(errors="replace").splitlines()[-1:]
             raise LogError(f"exit code {code} of {arm.name}: {' '.join(last)} ({job.console}). Fix "
                            "it, then repeat the command")  # fmt: skip
-        read()
-        if first not in done[arm.name]:
+        run = judge.runs_of(folder, arm).get(seed)
+        if run is None:
             raise LogError(f"{arm.name} left no run of source {arm.source_sha256:.12}: "
                            f"{arm.source} was changed while it was judged")  # fmt: skip
+        known = f"{judge.figure(run, metric):.4f} {UNITS[metric]}" if run.counts else "diverged"
+        say(f"  {arm.name}, seed {seed}: {known}")
 
-    processes = max(1, sharing.at_once // len(arms))  # of each arm
-    # A run that diverges ends its process, so there may be more to make.
-    while jobs := [*missing_jobs(folder, arms, done, seeds, processes)]:
-        run_side_by_side(jobs, sharing, ended, meanwhile)
-    return done
+    jobs = []
+    for seed in seeds:
+        for arm in arms:
+            if seed not in done[arm.name]:
+                flags = [*arm.flags, "--seed", str(seed)]
+                words = training_command(arm.source, flags, folder / arm.name)
+                jobs.append(Job(words, folder / f"{arm.name}_{seed}.txt", (arm, seed)))
+    run_side_by_side(jobs, sharing, ended)
+    return read_runs(folder, arms)
 
 
 def read_runs(folder: Path, arms: Sequence[Arm]) -> Runs:
     return {arm.name: judge.runs_of(folder, arm) for arm in arms}
-
-
-def missing_jobs(
-    folder: Path, arms: Sequence[Arm], done: Runs, seeds: range, processes: int
-) -> Iterator[Job]:
-    """Yield what trains the missing seeds; a process trains several, as it compiles only once."""
-    for arm in arms:
-        missing = [seed for seed in seeds if seed not in done[arm.name]]
-        for stretch in stretches(missing, math.ceil(len(missing) / processes)):
-            first, last = stretch[0], stretch[-1]
-            say(f"{arm.name}, seeds {first} to {last}")
-            flags = [*arm.flags, "--seed", str(first), "--trials", str(len(stretch))]
-            words = training_command(arm.source, flags, folder / arm.name)
-            yield Job(words, folder / f"{arm.name}_{first}.txt", (arm, first))
-
-
-def stretches(numbers: Sequence[int], most: int) -> list[list[int]]:
-    """Cut increasing numbers into stretches of consecutive ones, each of at most so many."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1 and len(found[-1]) < most:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found
 
 
 # ---- The verdict
@@ -228,8 +163,8 @@ def to_text(
         what = ", ".join(differing(arms)) or "the change of the source"
         lines.append(f"  every pair is equal to the last bit: {what} does not act here")
     lines += [f"  {each}" for each in diverged]
-    if found is not None:
-        lines += [f"  {line}" for line in describe(found)]
+    if found is not None and found.measure:
+        lines.append(f"  {on_new_tokens(found)}")
     bound = f"at most {count} x {ALPHA:g} = {min(1, count * ALPHA):g}"
     lines.append(f"  {count} judgement{'s' if count > 1 else ''} so far; the chance of a false "
                  f"better or worse is {bound}")  # fmt: skip
@@ -240,8 +175,7 @@ def to_text(
 
 def advice(given: argparse.Namespace, number: int, arm: Arm, found: Comparison | None) -> str:
     """What to do with a B that is better."""
-    copies = found is not None and found.measure and direction(found.new_tokens) != "lower"
-    if given.metric == "loss" and copies:
+    if given.metric == "loss" and found is not None and is_copying(found):
         return ("the gain may be copying only: on new tokens B is not shown to be better, and a "
                 "claim must hold there, too")  # fmt: skip
     if reason := why_no_claim(arm.config):
@@ -260,7 +194,6 @@ def main(argv: list[str]) -> int:
     add("--metric", choices=UNITS, default="loss", help="what must be lower (%(default)s)")
     add("--margin", type=float, help=f"smallest difference that matters (loss: {MARGIN})")
     add("--pairs", type=int, default=20, help="at most (%(default)s)")
-    add("--analyse-every", type=int, default=1, help="pairs between two analyses, from the 4th on")
     add("--seed", type=int, help="of the first pair (the first untried one)")
     add("--quick", action="store_true", help="validate on few tokens; no claim can follow")
     add("--out", type=Path, default=Path("logs/judge"), help="folder of judgements (%(default)s)")
@@ -272,14 +205,14 @@ def main(argv: list[str]) -> int:
     if given.seed is not None and given.seed < 0:  # before the judgement counts
         raise ValueError(f"--seed {given.seed}: it must be at least 0")
     given.margin = MARGIN if given.margin is None else given.margin
-    plan = RacePlan(given.pairs, given.margin, given.analyse_every)
+    plan = RacePlan(given.pairs, given.margin)
     shared = given.shared + ["--quick"] * given.quick
     arms = [make_arm("A", given.a_source, given.a + shared),
             make_arm("B", given.b_source, given.b + shared)]  # fmt: skip
     judge.require_comparable(arms, given.metric)
     sharing = ONE_BY_ONE if given.metric == "time" else share(arm.config for arm in arms)
     planned = {"metric": given.metric, "margin": given.margin, "pairs": given.pairs,
-               "analyse_every": given.analyse_every, "threads": sharing.threads}  # fmt: skip
+               "threads": sharing.threads}  # fmt: skip
     entry = judge.find_judgement(given.out, planned, arms, given.seed, ROOT / "records")
     announce(given.out, entry, arms, plan, sharing)
     folder = given.out / entry["run_id"]

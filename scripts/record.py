@@ -30,7 +30,6 @@ from claims.arms import ALPHA
 from claims.checks import find_failures, forbidden_settings
 from claims.judge import find_judged, fresh_seeds
 from claims.rerun import rerun
-from claims.stats import power
 from runtime.claim import Claim
 from runtime.errors import Refused
 from runtime.log import config_hash
@@ -71,10 +70,6 @@ def claim(arguments: argparse.Namespace) -> int:
     words = shlex.join(["--claim", f"{here}/claim.json", *flags])
     print(f"Make its runs:\n\n    ./run.sh {words} --seed {seeds[0]} --trials {claimed.n}\n\n"
           f"then: python scripts/record.py make {here}\n")
-    small, even, large = (f"{power(claimed.n, 1, sds, ALPHA):.0%}" for sds in (0.5, 1, 1.5))
-    print(f"Chance that {claimed.n} runs show a mean below {track.target:g}: {small}, {even} or "
-          f"{large}, if the true mean\nis half, one or one and a half standard deviations of a run "
-          f"below it.")  # fmt: skip
     if track.baseline:
         print(f"They must also show a loss on new tokens less than {records.MOST_ABOVE:g} above "
               f"that of {track.baseline}.")  # fmt: skip

@@ -5,10 +5,7 @@ with a thread each finish sooner than one after the other with two threads (reco
 """
 
 import contextlib
-import math
 import os
-import platform
-import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +13,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any, NamedTuple
 
-from claims.logs import read_runs
 from claims.questions import child_process
-from claims.runs import Run
-from runtime.errors import LogError
 
 RUN_BYTES = 7 * 2**29  # 3.5 GiB; `small` takes 3.2 at its peak
 SMALL_ENOUGH = ("tiny", "small")  # tracks of which several runs share a machine
@@ -27,7 +21,7 @@ POLL_S = 0.05
 
 
 class Job(NamedTuple):
-    """A process that trains one or more runs."""
+    """A process that trains a run."""
 
     words: list[str]
     console: Path  # what it prints is appended here
@@ -70,51 +64,6 @@ def shares_machine(config: dict[str, Any]) -> bool:
     return config.get("track") in SMALL_ENOUGH and eager and config.get("device") != "mps"
 
 
-def known_run(
-    config: dict[str, Any], threads: int | None, folders: Sequence[Path]
-) -> Run | None:
-    """A finished run of this track and recipe on this very processor, the newest; None: no such."""
-    gpu = gpu_name() if on_gpu(config) else None
-    name = gpu or cpu_name()
-    here = config["track"], config.get("recipe"), gpu, None if gpu else name
-    for folder in folders:
-        for log in sorted(folder.rglob("2*_*.jsonl"), key=lambda log: log.name, reverse=True):
-            with contextlib.suppress(LogError), log.open() as file:
-                if name not in file.readline():
-                    continue  # reading the whole log takes longer
-                run = read_runs(log)[0]
-                recipe = (run.header.get("config") or {}).get("recipe")
-                cpu = None if gpu else run.env.get("cpu")
-                alike = (run.track, recipe, run.env.get("gpu"), cpu) == here
-                if run.complete and alike and (gpu or threads in (None, run.env.get("threads"))):
-                    return run
-    return None
-
-
-def estimate(run: Run, steps: int, low: int, high: int, sharing: Sharing) -> str:
-    """How long so many runs of these steps take here, by a run that was timed."""
-    ms = run.train_time_ms or 0.0
-    others = max(run.end.get("t_ms", ms) - ms, sum(phase.ms for phase in run.phases) - ms, 0.0)
-    minutes = (ms * steps / (run.total_steps or steps) + others) / 60_000
-    rounds = [math.ceil(runs / sharing.at_once) for runs in (low, high)]
-    most, least = minutes * rounds[1], minutes * rounds[0]
-    span = f"{least:.1f} to {most:.1f}" if low < high else f"{most:.1f}"
-    return f"{minutes:.1f} minutes a run, {span} in all (by {run.path})"
-
-
-def cpu_name() -> str:
-    """As the headers of logs have it. Asking torch would take seconds."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
-        return found[1] if found else platform.machine()
-    return platform.machine()
-
-
-def gpu_name() -> str:
-    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(words, capture_output=True, text=True).stdout.partition("\n")[0].strip()
-
-
 def cores() -> int:
     """Cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
@@ -145,9 +94,8 @@ def gpu_memory() -> int:
 
 
 def run_side_by_side(
-    jobs: Sequence[Job], sharing: Sharing, ended: Callable[[Job, int], None],
-    meanwhile: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+    jobs: Sequence[Job], sharing: Sharing, ended: Callable[[Job, int], None]
+) -> None:
     """Run all jobs, so many at once. `ended` gets each with its exit code when it ends.
 
     An exception, Ctrl-C too, ends all processes; runs that they finished stay.
@@ -165,7 +113,6 @@ def run_side_by_side(
                         begun = child_process(job.words, stdout=out, stderr=out, env=environment)
                         running[children.enter_context(begun)] = job
                 time.sleep(POLL_S)
-                meanwhile()
                 for child in [child for child in running if child.poll() is not None]:
                     ended(running.pop(child), child.returncode)
         except BaseException:

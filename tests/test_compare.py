@@ -141,13 +141,3 @@ def test_single_runs_have_a_difference_and_no_interval(tmp_path, capsys):
     assert all(part in text for part in ("-0.010 (no interval) s", "-0.01000 (no interval)"))
     found = compare(capsys, a, b)
     assert (found["seconds"]["low"], found["pairs"]) == (None, 0)
-
-
-def test_a_pair_far_from_the_others_is_named_and_counts(tmp_path, capsys):
-    old = [3.3 + 0.001 * seed for seed in range(8)]
-    new = [loss - 0.01 + 0.0001 * (seed % 3) for seed, loss in enumerate(old)]
-    new[5] += 0.05
-    a, b = write_arm(tmp_path / "a", [30.0] * 8, old), write_arm(tmp_path / "b", [30.0] * 8, new)
-    assert "the pair of seed 5 differs by +0.04020, far from" in text_of(capsys, b, "--against", a)
-    assert compare(capsys, a, b)["loss"]["mean"] == pytest.approx(np.mean(new) - np.mean(old))
-    assert "lies far from the others; it counts" in text_of(capsys, b)

@@ -21,7 +21,7 @@ words = sys.argv[1:]
 if "--stepz" in words:
     sys.exit("error: --stepz: no such flag")
 if words[-1] == "--print-config":
-    print("{}")
+    print('{"track": "tiny"}')
     sys.exit()
 cut = words.index("--seed")
 flags, seed, folder = " ".join(words[:cut]), int(words[cut + 1]), Path(words[cut + 3])
@@ -86,49 +86,45 @@ def rows(text: str) -> dict[str, list[str]]:
     """The cells of each arm, in the order of the table."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    return {arm: rest for arm, *rest in cells if len(rest) == 7 and arm not in ("-", "arm")}
+    return {arm: rest for arm, *rest in cells if len(rest) == 6 and arm not in ("-", "arm")}
 
 
 def test_arms_are_compared_with_the_first_on_equal_seeds(project, capsys):
-    arms = {"base": {"seeds": [0, 1, 2, 3, 9]}, "wd": "--wd 1", "lr": "--lr 2",
-            "patched": {"patch": "idea.diff"}, "bad": {"flags": "--diverge 2"},
-            "alone": {"seeds": [5]}}  # fmt: skip
+    arms = {"base": "", "wd": "--wd 1", "lr": "--lr 2", "patched": {"patch": "idea.diff"},
+            "bad": {"flags": "--diverge 2"}}  # fmt: skip
     assert run({"seeds": [0, 1, 2, 3], "arms": arms}) == 0
     found = rows(capsys.readouterr().out)
-    assert list(found) == ["bad", "patched", "lr", "wd", "base", "alone"], "the lowest loss first"
-    assert found["alone"][3:5] == ["", ""], "no seed in common"
+    assert list(found) == ["bad", "patched", "lr", "base", "wd"], "the lowest loss first"
     base = [2.5 + 0.01 * seed**2 for seed in range(4)]
     test = ttest_rel([loss + 0.1 + 0.001 * seed for seed, loss in enumerate(base)], base)
     low, high = test.confidence_interval(0.95)
     mean = (low + high) / 2
     assert found["wd"][:2] == ["4", "0"]
     assert found["wd"][3] == f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
-    assert float(found["wd"][4]) == pytest.approx(5 * test.pvalue, rel=0.05), "Holm over five arms"
     assert found["patched"][3].startswith("-0.2500")
     assert found["bad"][:2] == ["4", "1"]
     assert found["bad"][2:4] == [f"{2 + 0.1 / 3:.4f}", "-0.5000 (no interval)"]
-    assert float(found["wd"][5]) == pytest.approx(1 + sum(base) / 4 + mean, abs=6e-4)
-    assert found["wd"][6] == found["wd"][3], "the stub's loss on new tokens is its loss and 1"
+    assert float(found["wd"][4]) == pytest.approx(1 + sum(base) / 4 + mean, abs=6e-4)
+    assert found["wd"][5] == found["wd"][3], "the stub's loss on new tokens is its loss and 1"
 
 
 def test_it_says_how_many_runs_come_a_line_a_run_and_an_arm_that_does_not_act(project, capsys):
     assert run({"seeds": [0, 1], "arms": {"a": "", "b": {"patch": "idle.diff"}}}) == 0
     said = capsys.readouterr()
     assert "4 of 4 runs to make" in said.err
-    assert "minutes not known here: the first run will tell" in said.err
     assert "4 of 4: b, seed 1: loss 2.5100" in said.err
     assert "b: equal to a to the last bit: what differs does not act" in said.out
 
 
 def test_runs_come_in_the_order_of_the_file_and_are_made_once(project, capsys):
     arms = {"z": "", "a": "--x"}
-    plan = {"flags": "--steps 9", "seeds": {"1": "", "0": "--late 1"}, "arms": arms}
+    plan = {"flags": "--steps 9", "seeds": [1, 0], "arms": arms}
     assert run(plan, "--jobs", "1") == 0
     first = [("z", 1), ("z", 0), ("a", 1), ("a", 0)]
     assert logs() == first
-    assert run(plan | {"seeds": {"1": "", "0": "--late 1", "5": ""}}, "--jobs", "1") == 0
+    assert run(plan | {"seeds": [1, 0, 5]}, "--jobs", "1") == 0
     assert logs() == [*first, ("z", 5), ("a", 5)]
-    assert run(plan | {"seeds": {"1": "", "0": "--late 2"}}) == 0
+    assert run(plan | {"flags": "--steps 8", "seeds": [0]}) == 0
     assert len(logs()) == 8, "other flags are other runs"
     Path("train_gpt.py").write_text(Path("train_gpt.py").read_text() + "# changed")
     assert run(plan) == 0
@@ -153,23 +149,6 @@ def test_another_patch_is_another_arm_and_of_one_seed_the_oldest_run_counts(proj
     assert (found["base"][2], found["mine"][2]) == ("2.5000", "2.3750")
 
 
-def test_a_grid_makes_an_arm_of_each_combination(project, capsys):
-    plan = {"seeds": [0], "grid": {"matrix_lr": [1, 2], "momentum": [[0.8, 0.9]]}}
-    assert run(plan, "--json") == 0
-    arms = json.loads(capsys.readouterr().out)
-    assert list(arms) == ["matrix_lr=1 momentum=0.8,0.9", "matrix_lr=2 momentum=0.8,0.9"]
-    grids = {"a": {"grid": {"matrix_lr": [1, 2]}}, "b": {"flags": "--x", "grid": {"adam_lr": [3]}}}
-    plan = {"seeds": [0], "arms": grids | {"c": {"patch": ""}}, "patch": "idea.diff"}
-    Path("plan.json").write_text(json.dumps(plan))
-    planned = sweep.read_plan(Path("plan.json"), Path("logs"), ["--quick"])
-    assert [(run.arm, run.flags) for run in planned] == [
-        ("a matrix_lr=1", ["--quick", "--matrix-lr", "1"]),
-        ("a matrix_lr=2", ["--quick", "--matrix-lr", "2"]),
-        ("b adam_lr=3", ["--x", "--quick", "--adam-lr", "3"]), ("c", ["--quick"]),
-    ]  # fmt: skip
-    assert [run.patch for run in planned] == [PATCH] * 3 + [""], "an arm has it from the plan"
-
-
 def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, capsys):
     plan = {"seeds": [0, 1], "arms": {"base": "", "mine": "--die"}}
     assert run(plan) == 1
@@ -180,7 +159,7 @@ def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, c
     (folder / "2026_0.jsonl").touch()  # as a run leaves it that is killed at its start
     before = logs()
     assert run(plan, "--report") == 0
-    assert rows(capsys.readouterr().out)["mine"] == ["0", "0", "inf", "", "", "inf", ""]
+    assert rows(capsys.readouterr().out)["mine"] == ["0", "0", "inf", "", "inf", ""]
     assert logs() == before
     assert run(plan) == 1
     assert "mine, seed 1: failed" in capsys.readouterr().err
@@ -189,11 +168,11 @@ def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, c
 
 
 @pytest.mark.parametrize(("plan", "sentence"), [
-    ({"arms": {"a": ""}}, "it has no seeds, or no arms"),
-    ({"seeds": [0], "arms": {"a": ""}, "grid": {"wd": [1]}}, "a grid beside arms would multiply"),
+    ({"seeds": [], "arms": {"a": ""}}, "it has no seeds, or no arms"),
+    ({"seeds": [0]}, "'arms'"),
     ({"seeds": [0], "arms": {"a": {"flag": "--x"}}}, "unknown: flag"),
     ({"seeds": [0], "arms": {"a": 7}}, "plan.json: "),
-    ('{"seeds": [0], "arms": {"a": "", "a": "--wd 1"}}', "a key occurs twice"),
+    ('{"seeds": [0]', "plan.json: "),
     ({"seeds": [0], "arms": {"a": "", "b": "--stepz 5"}}, "--stepz: no such flag"),
     ({"seeds": [0], "arms": {"a": {"patch": "none.diff"}}}, "none.diff"),
     ({"seeds": [0], "arms": {"a": {"patch": "wrong.diff"}}}, "the patch of a_"),
