@@ -244,8 +244,6 @@ def judge_arm(
     elif stops and not points:
         steps = ", ".join(map(str, stops))
         arm.warnings.append(f"runs stop at step {steps}: choose the step to judge with --at-step")
-    if others := sorted({name for run in judged for name in run.other_losses}):
-        arm.warnings.append(f"the losses are val_loss, not {' or '.join(others)}")
     if track_of(runs[0]) in STEPS_TRACKS and points:
         value, passes = stats.steps_rule(arm.losses, target)
         rule = f"(target - mean) * sqrt(n) = {value:.5f}, {'pass' if passes else 'fail'}"

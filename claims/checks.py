@@ -153,15 +153,6 @@ def forbidden_settings(files: dict[str, bytes]) -> Iterator[str]:
             yield f"forbidden compiler setting {setting[0]!r} in {name}"
 
 
-def check_baseline(evidence: Evidence) -> Iterator[str]:
-    """The baseline with which its loss on new tokens is compared is itself to be believed."""
-    baseline = record.read_baseline(evidence.claim.track, evidence.track.baseline)
-    if baseline is None or baseline.claim.id == evidence.claim.id:
-        return
-    for failure in find_failures(baseline)[:1]:
-        yield f"its baseline {baseline.folder.name} decides nothing, as it fails: {failure.what}"
-
-
 # ---- Each of its runs
 
 
@@ -361,7 +352,6 @@ OF_A_RECORD = (
     (check_alike, f"make all runs alike: {ANEW}"),
     (check_copies, f"remove the copy; if runs are missing then, {ANEW}"),
     (check_source, "leave it out and run again"),
-    (check_baseline, "restore the folder of the baseline as it was committed"),
 )
 OF_A_RUN = (
     (check_counted, f"if it was interrupted, repeat its command with --resume auto; else {ANEW}"),

@@ -80,7 +80,6 @@ class Run:
     end: dict[str, Any] = field(default_factory=dict)  # the last end line
     unfinished: str | None  # why the run did not go to its end; None if it did
     stop: int | None = None  # where a text log ends with a validation before its declared total
-    other_losses: tuple[str, ...] = ()  # that a text log prints next to val_loss, by their names
 
     @property
     def complete(self) -> bool:

@@ -21,11 +21,6 @@ TORCH = re.compile(r"Running [Pp]y[Tt]orch (\S+)")
 GPUS = re.compile(r"Running (?:.* )?on (?:device_name=)?(\S.*?) +with world_size[ =]([0-9]{1,6})")
 BUS_ID = re.compile(r" +[0-9A-F]{8}:", re.IGNORECASE)
 LONGEST_LINE = 300  # of the environment; a pattern may take quadratic time on a longer one
-# What launchers put before a line: [default0]: of torchrun --tee, 0: of srun --label,
-# [pod/NAME/CONTAINER] and a time of kubectl logs. No pattern steps back: that could take for ever.
-LABEL = r"(?>\[[^\]\s]{1,200}\]:? ?| *[0-9]{1,6}: )"
-TIME = r"(?:[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]{8,20}(?:Z|[+-][0-9]{2}:[0-9]{2}) )"
-PREFIX = re.compile(f"({TIME})?({LABEL}*+)({TIME})?(?=s(?:tep)?:)")
 
 
 class StepLine(NamedTuple):
@@ -35,7 +30,6 @@ class StepLine(NamedTuple):
     total: int | None  # as it declares
     train_time_ms: float | None
     val_loss: float | None
-    others: set[str]  # names of losses next to val_loss
 
 
 class Trace(NamedTuple):
@@ -45,7 +39,6 @@ class Trace(NamedTuple):
     seed: int | None
     numbers: list[tuple[int, int | None]]  # step and declared total
     validations: list[Validation]
-    others: set[str]  # names of losses next to val_loss
 
 
 def read_text(path: Path, data: bytes) -> list[Run]:
@@ -61,8 +54,7 @@ def read_text(path: Path, data: bytes) -> list[Run]:
             run_id=path.stem if len(traces) == 1 else f"{path.stem}#{index}", seed=trace.seed,
             total_steps=trace.numbers[-1][1], validations=trace.validations,
             unfinished=why_unfinished(trace.numbers, trace.validations),
-            stop=early_stop(trace.numbers, trace.validations),
-            other_losses=tuple(sorted(trace.others)))
+            stop=early_stop(trace.numbers, trace.validations))
         for index, trace in enumerate(traces)
     ]  # fmt: skip
 
@@ -76,24 +68,9 @@ def decode(path: Path, data: bytes) -> list[str]:
         lines = data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise LogError(f"{path} is not text in UTF-8: {error}. Convert it to UTF-8") from None
-    lines = without_prefix(lines)
     if lines[-1].startswith(NUMBERED) and not TIMED.fullmatch(lines[-1].split()[-1]):
         lines.pop()
     return lines
-
-
-def without_prefix(lines: list[str]) -> list[str]:
-    """The lines of rank 0 without their prefix, if all step lines have one.
-
-    The prefix of the first step line is rank 0's. Other ranks and the launcher have others.
-    """
-    first = next((found for line in lines if (found := PREFIX.match(line))), None)
-    if first is None or any(line.startswith(NUMBERED) for line in lines):
-        return lines
-    early, label, late = first.groups()
-    parts = TIME if early else "", re.escape(label), TIME if late else ""
-    prefix = re.compile("".join(parts))
-    return [prefix.sub("", line, count=1) for line in lines if not line or prefix.match(line)]
 
 
 def end_of_source(lines: Sequence[str]) -> int:
@@ -129,28 +106,20 @@ def read_traces(path: Path, lines: list[str], source: str | None, start: int) ->
             if found is None or (total and found.total is None and found.val_loss is None):
                 continue  # a note
             if not traces or (found.step == 0 and last > 0):
-                traces.append(Trace(source, seed, [], [], set()))
+                traces.append(Trace(source, seed, [], []))
                 seed = None
             traces[-1].numbers.append((found.step, found.total))
             if found.val_loss is not None:
                 point = Validation(found.step, found.val_loss, found.train_time_ms)
                 traces[-1].validations.append(point)
-                traces[-1].others.update(found.others)
         elif named := SEED.search(line[:LONGEST_LINE]):
             seed = int(named[1])
         elif RUNNING.match(line):
             seed = None  # what was found before stood in the source of an appended log
     if not traces:
-        raise LogError(f"{path} is no run log: {why_no_log(lines[start:])}")
+        raise LogError(f"{path} is no run log: it has neither JSON events nor a line that begins "
+                       "like step:0/1750 val_loss:10.8258")
     return traces
-
-
-def why_no_log(lines: Sequence[str]) -> str:
-    for line in lines:
-        before, found, after = line[:LONGEST_LINE].partition("step:")
-        if found and NUMBER.match(found + after) and "val_loss:" in after:
-            return f"its step lines begin with {before!r}. Remove this prefix from every line"
-    return "it has neither JSON events nor a line like step:0/1750 val_loss:10.8258"
 
 
 def read_line(words: Sequence[str]) -> StepLine | None:
@@ -174,9 +143,8 @@ def read_line(words: Sequence[str]) -> StepLine | None:
     ms, time = None, named.get("train_time")
     if time is not None:  # 6009ms or 6.009s
         ms = float(time[:-2]) if time.endswith("ms") else 1000 * float(time.removesuffix("s"))
-    others = {name for name in named if name.startswith("val_") and name.endswith("loss")}
     step, total = int(number[1]), int(number[2]) if number[2] else None
-    return StepLine(step, total, ms, loss, others - {"val_loss"})
+    return StepLine(step, total, ms, loss)
 
 
 def read_environment(lines: Sequence[str]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails again
             return 128 + 13  # what a shell reports for SIGPIPE
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:  # of JSON nested too deeply
             message = str(error)
             if isinstance(error, OSError) and error.filename:
                 message = f"{error.filename}: {error.strerror}. Name another, or make it usable."
