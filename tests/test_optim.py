@@ -16,6 +16,7 @@ from optim import (
     Muon,
     NorMuon,
     Row,
+    RowAdam,
     SpikeRule,
     groups_for,
     load_named_state,
@@ -23,7 +24,7 @@ from optim import (
 )  # fmt: skip
 
 BETAS = (0.65, 0.95)
-KINDS = pytest.mark.parametrize("kind", [Muon, NorMuon, AdamW])
+KINDS = pytest.mark.parametrize("kind", [Muon, NorMuon, AdamW, RowAdam])
 CAUTIOUS = pytest.mark.parametrize("cautious", [False, True])
 
 
