@@ -140,11 +140,11 @@ def test_a_json_log_cut_at_any_byte_is_unfinished():
 
 
 @pytest.mark.parametrize("garbage", [
-    b"step:5/10 val_loss:3.1", b"", b"[1]", b'{"event": "x", "event": "x"}',
+    b"step:5/10 val_loss:3.1", b"", b"[1]",
     b"{}", b'{"event": 3}', b"\xff\xfe", b"\0\0",
     b'{"event": "x"} {}', b'{"event": "x", "y": ' + b"[" * 100_000,
     b'{"event": "x", "y": ' + b"9" * 5000 + b"}",
-], ids=range(11))  # fmt: skip
+], ids=range(10))  # fmt: skip
 def test_garbage_before_the_last_line_is_an_error_that_names_file_line_and_rule(garbage):
     with pytest.raises(LogError, match=r"run\.jsonl, line 2: every line must be one JSON object"):
         read_json(header() + garbage + b"\n" + WHOLE[len(header()) :])
