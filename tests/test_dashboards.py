@@ -1,7 +1,6 @@
 """`--log-to`: what the dashboards have got equals what stands in the log."""
 
 import sys
-import time
 from types import ModuleType
 from typing import ClassVar
 
@@ -113,22 +112,6 @@ def test_tensorboard_shows_a_resumed_run_without_the_steps_that_are_done_again(
     assert max(first["train_loss"]) > 4, "it has steps that are done again"
     assert purged == 5
     assert [*second["train_loss"]] == [*range(5, STEPS + 1)]
-
-
-def test_a_dashboard_gets_each_number_while_the_run_goes_on(tmp_path, monkeypatch):
-    sent = {}
-
-    def log(step, numbers):
-        for name, number in numbers.items():
-            sent.setdefault(name, {})[step] = number
-
-    def look(trainer, step):
-        while 5 not in sent.get("train_loss", {}):  # the sender is another thread
-            time.sleep(0.001)
-
-    monkeypatch.setattr("runtime.terminal.open_dashboard", lambda *run: (log, lambda: None))
-    assert run(tmp_path, {7: look}, log_to="wandb") == 0
-    assert sent == logged(tmp_path)
 
 
 def test_a_dashboard_that_fails_is_told_once_and_the_run_is_done(tmp_path, monkeypatch, capsys):

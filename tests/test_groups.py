@@ -201,12 +201,6 @@ def test_the_last_linear_of_a_body_without_a_head_is_a_hidden_matrix():
         assert group_table(groups_for(block(**parts))).count("adamw head") == adamw
 
 
-def test_what_is_frozen_is_left_out():
-    model = mixture()
-    model["embed"].weight.requires_grad_(False)
-    assert "embed.weight" not in group_table(groups_for(model))
-
-
 def test_rows_override_the_rule_by_any_name():
     rows = [
         Row("*.qkv.weight", "muon", {"split": (768, 128, 128)}),
@@ -251,18 +245,6 @@ def test_a_table_sends_each_parameter_to_its_optimizer_with_its_options():
     assert not {"lr_mul", "wd_mul"} & torchs.keys()
     (kept,) = by_table(model, [Row("*", "torch")], factories)["torch"].param_groups
     assert (kept["lr"], kept["weight_decay"]) == (0.1, 0.5)
-
-
-def test_groups_that_share_a_tensor_as_rate_keep_their_own_multipliers():
-    rows = [Row("*.qkv.*", "torch", {"lr_mul": 75.0}), Row("*.proj.*", "torch", {"lr_mul": 4.0})]
-    factories = {"torch": lambda groups: torch.optim.AdamW(groups, torch.tensor(0.1))}
-    built = by_table(packed(), rows, factories)["torch"]
-    assert [float(each["lr"]) for each in built.param_groups] == pytest.approx([7.5, 0.4])
-
-
-def test_a_row_for_an_optimizer_that_nobody_builds_is_refused():
-    with pytest.raises(ValueError, match=r"row \*.qkv.* sends to 'adam'; groups_for knows muon"):
-        groups_for(packed(), [Row("*.qkv.*", "adam")])
 
 
 @pytest.mark.parametrize(("build", "patterns", "message"), [

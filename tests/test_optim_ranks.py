@@ -189,23 +189,6 @@ def failed(method, rank=0, size=1, group=None, mesh=None, selecting=False):
     return {"seen": seen, "held": held, "said": said}
 
 
-def hooked(group):
-    """The largest weight that a hook leaves which clamps them, by a step and by a guard's."""
-    found = []
-    for guarded in (False, True):
-        params, optimizer = build("two", group)
-
-        def clamp(*_, params=params):
-            for param in params.values():
-                param.data.clamp_(max=0.5)
-
-        optimizer.register_step_post_hook(clamp)
-        give_gradients("two", params, 0, 0, 1, None)
-        (Guard([optimizer]) if guarded else optimizer).step()
-        found.append(max(param.max().item() for param in params.values()))
-    return found
-
-
 # ---- with torch's own fully_shard and checkpoints
 
 
@@ -395,7 +378,6 @@ def process(rank, folder):
             for method in CAN_FAIL:
                 found = failed(method, rank, size, group, selecting=name in SELECTING)
                 results["failed", method, name] = found
-            results["hooked", name] = hooked(group)
     if rank < 2:
         results["exchanged"] = exchanged(meshes["shards 2"], rank)
         results["saved"] = save(folder, meshes["shards 2"])
@@ -490,12 +472,6 @@ def test_a_matrix_that_fails_stays_on_all_ranks_which_agree_and_the_first_alone_
         assert torch.equal(before[:elements], after[:elements])
         assert (before[elements:] != after[elements:]).all()
     assert [len(cell["said"]) for cell in cells] == [1] + [0] * (len(cells) - 1)
-
-
-def test_a_hook_after_a_step_has_the_last_word_in_the_new_weights(ranks):
-    found = [results["hooked", name] for results in ranks for name in GROUPS
-             if ("hooked", name) in results]  # fmt: skip
-    assert found == [[0.5, 0.5]] * sum(GROUPS.values())
 
 
 def test_what_two_ranks_save_with_torch_loads_on_another_number_and_saving_steps_nothing(ranks):
