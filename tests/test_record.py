@@ -182,22 +182,6 @@ def test_no_record_is_verified_whose_track_does_not_fix_the_validation_tokens(
     assert (code, "tiny has no val_sha256: add it" in said) == (1, True)
 
 
-def test_runs_of_two_machines_are_one_record(tmp_path, capsys):
-    folder = write_record(tmp_path / "records", make_claim(n=4), LOSSES[:4])
-    runs = read_logs(folder)
-    shutil.rmtree(folder / "runs")
-    for name, part in (("here", runs[:1]), ("there", runs[2:])):
-        small_record.write_logs(tmp_path / name, part)
-    here, there = (tmp_path / name / "runs" for name in ("here", "there"))
-    code, said = call(capsys, "make", folder, here)
-    assert code == 1
-    assert "seeds [1001, 1002, 1003] have no run, and 1 of 4 runs count" in said
-    small_record.write_logs(tmp_path / "here", runs[:2])  # its registry has grown
-    assert call(capsys, "make", folder, here, there)[0] == 0
-    names = sorted(path.name for path in folder.glob("runs/registry*"))
-    assert names == ["registry.jsonl", "registry_2.jsonl"]
-
-
 def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_only_with_them(
     tmp_path, capsys
 ):
@@ -239,18 +223,6 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
     assert call(capsys, "make")[0] == 0
     assert contents(tmp_path)["README.md"] == before["README.md"]
     assert "**Not shown**" in (failed / "README.md").read_text(), "pages follow from the logs"
-
-
-def test_a_claim_of_a_track_without_a_board_is_verified_and_stands_on_none(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setitem(TRACKS, "tiny", small_record.RULES._replace(ranked=False))
-    folder = write_record(tmp_path, make_claim("Hello", 4), LOSSES[:4])
-    assert make(folder) == 0
-    assert call(capsys, "verify", folder)[0] == 0
-    assert call(capsys, "make")[0] == 0
-    assert "Hello" not in (tmp_path / "README.md").read_text()
-    assert not (tmp_path / "tiny" / "tokens.svg").exists()
 
 
 def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, capsys, monkeypatch):

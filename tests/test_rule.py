@@ -19,7 +19,6 @@ from claims.questions import MEASURED, new_targets
 from claims.record import MOST_ABOVE, TRACKS, read_evidence
 from claims.rerun import validation_rows
 from data.copied import FIRST_TOKENS, REACH, means, pair_distances, sums_by_kind
-from scripts import significance
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "records"
@@ -222,12 +221,6 @@ def test_the_board_begins_with_the_baseline_and_ends_with_the_record():
     assert "[Record89]" in second
 
 
-def test_a_folder_named_as_the_baseline_is_no_baseline(tmp_path):
-    known = read_evidence(SMALL["AdamWTuned"])
-    other = replace(read_evidence(SMALL["Record89"]), folder=known.folder)
-    assert (known.is_baseline, other.is_baseline) == (True, False)
-
-
 # ---- Attack: no probability for any candidate of a copy
 
 VOCABULARY, BOS = 40, 39
@@ -278,12 +271,6 @@ def test_a_model_that_never_copies_gains_on_new_tokens_and_fails_the_first_condi
     assert evidence.new_tokens.shown
     assert (evidence.below, evidence.shown) == (False, False)
     assert max(honest) < small_record.TARGET < min(attack), "the honest one reaches the target"
-
-
-def test_the_verdict_on_runs_of_small_has_their_loss_on_new_tokens(capsys):
-    assert significance.main([str(SMALL["LargeTable"] / "runs")]) == 0
-    said = capsys.readouterr().out
-    assert "loss on new tokens 3.537821, as measured before 2026-11-29; " in said
 
 
 # ---- Two arms

@@ -91,11 +91,6 @@ def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_s
     assert extension == sorted(extension), "nothing comes after an extension"
 
 
-def test_without_a_rise_and_a_fall_momentum_stays_high():
-    config = configure("short", momentum_warmup=0, momentum_cooldown=0)
-    assert {schedule(config, step).momentum for step in (0, 1000, 2284)} == {0.95}
-
-
 def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window():
     config = configure("steps")
     assert schedule(config, 974).lr_factor == 1
@@ -116,13 +111,6 @@ def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_
         frequency, scale = rotary_at(SHORT, stage)
         torch.testing.assert_close(frequency, torch.tensor(frequencies), rtol=1e-5, atol=0)
         assert scale.item() == pytest.approx(factor, rel=1e-6)
-
-
-def test_without_windows_the_rotary_tables_stay_as_they_are():
-    config = configure("short", window_block=0)
-    last_index = schedule(config, config.steps).stage_index
-    for first, last in zip(rotary_at(config, 0), rotary_at(config, last_index), strict=True):
-        assert torch.equal(first, last)
 
 
 # ---- What a step does to each kind of parameter
@@ -291,11 +279,6 @@ def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
 def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
     assert sum(stage.fraction for stage in stages) == pytest.approx(1)
     assert all(stage.batch <= 1 for stage in stages)
-
-
-@pytest.mark.parametrize("layers", train_gpt.LAYERS.values(), ids=train_gpt.LAYERS)
-def test_no_layer_is_both_long_and_paired(layers):
-    assert not any(layer.paired and layer.window == "long" for layer in layers)
 
 
 def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tenth():

@@ -111,15 +111,6 @@ def test_arms_are_compared_with_the_first_on_equal_seeds(project, capsys):
     assert found["wd"][6] == found["wd"][3], "the stub's loss on new tokens is its loss and 1"
 
 
-def test_it_says_how_many_runs_come_a_line_a_run_and_an_arm_that_does_not_act(project, capsys):
-    assert run({"seeds": [0, 1], "arms": {"a": "", "b": {"patch": "idle.diff"}}}) == 0
-    said = capsys.readouterr()
-    assert "4 of 4 runs to make" in said.err
-    assert "minutes not known here: the first run will tell" in said.err
-    assert "4 of 4: b, seed 1: loss 2.5100" in said.err
-    assert "b: equal to a to the last bit: what differs does not act" in said.out
-
-
 def test_runs_come_in_the_order_of_the_file_and_are_made_once(project, capsys):
     arms = {"z": "", "a": "--x"}
     plan = {"flags": "--steps 9", "seeds": {"1": "", "0": "--late 1"}, "arms": arms}

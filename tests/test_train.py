@@ -34,31 +34,6 @@ def two_trials(data, tmp_path_factory):
 # ---- The log
 
 
-def test_a_process_alone_reads_its_data_whatever_rank_its_shell_names(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")  # left by another launcher
-    outcome = run(data, tmp_path, dry_run="on")
-    assert outcome.code == 0, outcome.err
-
-
-def test_a_model_that_draws_at_random_depends_on_its_seed_alone(data, tmp_path, monkeypatch):
-    forward = train_gpt.MLP.forward
-
-    def dropped(mlp, x):
-        return torch.dropout(forward(mlp, x), 0.1, torch.is_grad_enabled())
-
-    monkeypatch.setattr(train_gpt.MLP, "forward", dropped)
-    two = run(data, tmp_path / "two", seed=3, trials=2)
-    alone = run(data, tmp_path / "alone", seed=4)
-    assert two.code == alone.code == 0, two.err
-    assert two.losses(1) == alone.losses() != two.losses(0)
-
-
-def test_a_run_begins_with_a_line_that_says_what_it_is_and_what_the_race_is(two_trials):
-    first = two_trials.out.splitlines()[0]
-    assert first.startswith("tiny: ")
-    assert "--track small" in first
-
-
 def test_the_header_says_what_ran(two_trials, data):
     (header,) = two_trials.events("header", 1)
     wanted = {
@@ -255,11 +230,6 @@ def test_what_leaks_from_the_warm_up_or_from_the_future_ends_the_run_before_its_
     outcome = run(data, tmp_path, **tied)
     assert (outcome.code, outcome.logs) == (1, [])
     assert check in outcome.err
-
-
-@pytest.mark.parametrize("guard", ["nonfinite", "off"])
-def test_guards_change_nothing_in_a_run_without_faults(guard, two_trials, data, tmp_path):
-    assert run(data, tmp_path, seed=3, guard=guard).losses() == two_trials.losses(0)
 
 
 @pytest.mark.filterwarnings("ignore:.* orthogonalized parameter")
