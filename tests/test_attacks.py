@@ -70,12 +70,6 @@ def caught(folder: Path, capsys, *patterns: str, made: bool = True) -> None:
         assert any(re.search(pattern, what) for pattern in patterns), what
 
 
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-
-
 def runs_of(folder: Path) -> list[Run]:
     return read_evidence(folder).complete
 

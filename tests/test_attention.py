@@ -237,12 +237,9 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(("name", "changed", "reason"), [
     ("varlen", {"device": CPU}, "it needs an NVIDIA GPU with CUDA"),
     ("varlen", {"dtype": torch.float32}, "it needs bf16 or fp16, not torch.float32"),
-    ("varlen", {"head_dim": 20}, ".*multiples of 8 up to 256, not 20"),
     ("varlen", {"capability": 7}, "it runs on .* 8.x to .*, not 7.x"),
     ("flash3", {"capability": 10}, "it runs on .* 9.x to 9.x, not 10.x"),
-    ("flash4", {"capability": 9}, ".*symbol in FA4; pip install flash-attn-4"),
     ("flash4", {"capability": 9, "version": "2.9.1+cu128"}, "it needs torch 2.13 or newer"),
-    ("flash4", {"capability": 9, "version": "2.12.0"}, "it needs torch 2.13 or newer"),
 ])  # fmt: skip
 def test_a_backend_that_cannot_run_is_refused_by_name_and_passed_over_by_auto(
     gpu, name, changed, reason
@@ -262,7 +259,6 @@ def test_a_backend_that_cannot_run_is_refused_by_name_and_passed_over_by_auto(
     (9, (None,), "2.13.0", "varlen", "flash3 may be .*; flash4 may be .*pip install flash-attn-4"),
     (10, (None, "FA3", "FA4"), "2.13.0", "flash4", "the fastest here"),
     (10, (None, "FA4"), "2.100.0", "flash4", "the fastest here"),
-    (10, (None, "FA4"), "10.0", "flash4", "the fastest here"),
     (12, (None, "FA4"), "2.13.0", "varlen", "the fastest here"),
 ])  # fmt: skip
 def test_auto_takes_the_fastest_installed_and_names_what_may_be_faster(

@@ -43,27 +43,8 @@ def read_trackio(folder, run_id):
     return by_name(SQLiteStorage.get_logs(PROJECT, run_id))
 
 
-def read_wandb(folder, run_id):
-    """From its file: a header of 7 bytes, then LevelDB's log of protobufs."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (path,) = folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
-    data, position, parts, rows = path.read_bytes(), 7, b"", []
-    while position + 7 <= len(data):
-        if 32768 - position % 32768 < 7:  # a block's end is too short for a record
-            position += 32768 - position % 32768
-        size, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
-        parts += data[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in (1, 4):  # the whole of a record, or the last of its parts
-            items = Record.FromString(parts).history.item
-            rows.append({(i.key or i.nested_key[0]): float(i.value_json) for i in items})
-            parts = b""
-    return by_name(rows)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("read", [read_tensorboard, read_trackio, read_wandb])
+@pytest.mark.parametrize("read", [read_tensorboard, read_trackio])
 def test_a_dashboard_shows_the_log(read, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # before its import

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,6 @@ from inference.model import load_model
 from runtime.checkpoint import save_final
 from runtime.errors import Refused
 from scripts.export_model import main
-from train_gpt import STAGES, Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [f"{track}-{recipe}" for track, recipe in EVERY_RECIPE]
@@ -128,16 +127,6 @@ def test_the_exported_file_computes_what_the_trainer_computes(track, recipe, tmp
         logits = exported(tokens).logits
         assert logits.shape == (2, length, model.config.vocab_size)
         torch.testing.assert_close(logits, model.logits(tokens, length), **EXACT)
-
-
-def test_the_head_is_that_of_the_last_step(tmp_path, monkeypatch):
-    early = Stage(0.5, short=2, long=10, tied=True)
-    for name, late in (("tied", early), ("untied", replace(early, tied=False))):
-        monkeypatch.setitem(STAGES, name, [early, late])
-        model = trained(small("short", stages=name))
-        tokens = tokens_of(model.config, 33)
-        exported = exported_again(model, tmp_path / name)
-        torch.testing.assert_close(exported(tokens).logits, model.logits(tokens, 33), **EXACT)
 
 
 CHANGE = """

@@ -66,30 +66,6 @@ def packed():
     return nn.ModuleList([block(qkv=nn.Linear(768, 1024, bias=False), proj=nn.Linear(768, 768))])
 
 
-def mamba():
-    """A matrix that is used elementwise, and a bare head under another name than usual."""
-    mixer = block(in_proj=nn.Linear(8, 32, bias=False), conv1d=nn.Conv1d(16, 16, 4, groups=16))
-    mixer.A_log = nn.Parameter(torch.zeros(16, 4))
-    model = block(layers=nn.ModuleList([block(mixer=mixer)]), out=nn.Linear(16, 8))
-    model.vocab_out = nn.Parameter(torch.randn(20, 8))
-    return model
-
-
-def wav2vec2():
-    """A weight-normed convolution and Linear, a codebook, a head of question answering."""
-    conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3), dim=2)
-    layers = nn.ModuleList([nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))])
-    model = block(conv=conv, layers=layers, quantizer=nn.Module(), qa_outputs=nn.Linear(8, 2))
-    model["quantizer"].codevectors = nn.Parameter(torch.randn(1, 640, 16))
-    return model
-
-
-def actor_critic():
-    """Heads whose names no rule knows."""
-    heads = {name: nn.Linear(64, outputs) for name, outputs in (("act", 4), ("say", 3))}
-    return block(body=nn.Linear(64, 64), **heads, judge=nn.Linear(64, 1))
-
-
 TABLES = {
     gpt2: """
 adamw embedding, tied to lm_head.weight     1 x (50, 8) transformer.wte.weight
@@ -118,26 +94,6 @@ muon  hidden matrix                         1 x (24, 8) blocks.*.attn.in_proj_we
 packs Q, K and V: split=3
 muon  hidden matrix                         1 x (8, 8) blocks.*.attn.out_proj.weight
 adamw head, the last Linear                 1 x (10, 8) fc.weight
-""",
-    mamba: """
-adamw elementwise                           1 x (16, 4) layers.*.mixer.A_log
-adamw convolution                           1 x (16, 1, 4) layers.*.mixer.conv1d.weight
-muon  hidden matrix                         1 x (32, 8) layers.*.mixer.in_proj.weight
-adamw head, by its name                     1 x (20, 8) vocab_out
-muon  hidden matrix                         1 x (8, 16) out.weight
-""",
-    wav2vec2: """
-adamw convolution                           1 x (1, 1, 3) conv.parametrizations.weight.original0
-adamw convolution                           1 x (8, 8, 3) conv.parametrizations.weight.original1
-muon  hidden matrix                         1 x (8, 8) layers.*.parametrizations.weight.original1
-adamw codebook                              1 x (1, 640, 16) quantizer.codevectors
-adamw head, by its name                     1 x (2, 8) qa_outputs.weight
-""",
-    actor_critic: """
-muon  hidden matrix                         1 x (64, 64) body.weight
-adamw head, beside the last Linear          1 x (4, 64) act.weight
-adamw head, beside the last Linear          1 x (3, 64) say.weight
-adamw norm, bias or vector                  1 x (1, 64) judge.weight
 """,
 }
 

@@ -145,14 +145,6 @@ def test_bf16_errs_by_a_few_roundings_and_a_float32_weight_keeps_a_float32_gradi
         assert max(map(distance, results[1:], expected[1:])) < 2**-7
 
 
-@each_cap
-@pytest.mark.parametrize("precision", ["plain", "fp8"])
-def test_logits_of_any_size_give_finite_results(cap, precision):
-    x, weight, targets = problem(20, dtype=torch.bfloat16)
-    results = ours(100 * x, 1e4 * weight, targets, cap, chunk=8, precision=precision)
-    assert all(y.isfinite().all() for y in results)
-
-
 # ---- Several targets a token
 
 
@@ -302,8 +294,6 @@ def test_compiled_chunks_on_a_gpu_are_as_near_to_the_truth_as_torchs_own_bf16():
     ((8, 0), {}, "capability 8.9"),
     ((9, 0), {"device": CPU}, "capability 8.9"),
     ((9, 0), {"dtype": torch.float32}, "bf16, not torch.float32"),
-    ((9, 0), {"dim": 760}, "dim 760"),
-    ((9, 0), {"vocab": 50_257}, "vocabulary 50257"),
     ((9, 0), {"bias": True}, "no bias"),
 ])  # fmt: skip
 def test_auto_takes_fp8_where_it_runs_and_says_why_not_elsewhere(

@@ -157,11 +157,6 @@ def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome
     assert len(calls(project)) == 2 * facts["pairs"] < 20
 
 
-def test_a_flag_that_does_not_act_is_named(project, capsys):
-    assert run("--b", "--idle 1") == 3
-    assert "every pair is equal to the last bit: idle does not act here" in capsys.readouterr().out
-
-
 def test_a_gain_that_new_tokens_do_not_have_is_called_copying_and_no_claim_is_offered(
     project, capsys
 ):
@@ -171,17 +166,6 @@ def test_a_gain_that_new_tokens_do_not_have_is_called_copying_and_no_claim_is_of
     said = capsys.readouterr().out
     assert "the gain may be copying only: on new tokens B is not shown to be better" in said
     assert "prove it" not in said
-
-
-def test_off_the_track_it_says_before_the_first_run_and_at_the_end_that_no_claim_can_follow(
-    project, capsys
-):
-    assert run("--b", "--gain 0.2", "--margin", "0.05", "--quick") == 0
-    said = capsys.readouterr()
-    why = "no claim can follow: --val-tokens 1024: that of the track is 16384"
-    assert why in said.err.partition("A, seeds 0 to 3")[0]
-    assert why in said.out
-    assert "prove it" not in said.out
 
 
 def test_losses_come_side_by_side_as_cores_allow_and_times_one_by_one(
@@ -272,13 +256,11 @@ def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(pr
     (["--seed", "-5"], "--seed -5: it must be at least 0"),
     (["--b", "--stepz 5"], "train_gpt.py refuses --stepz 5"),
     (["--b", "--steps 20"], "steps is 10 in A and 20 in B"),
-    (["--b=--help"], "train_gpt.py refuses --help"),
     ([], "A and B have the same source and settings"),
     (["--a", "--gain 0.1", "--b", "--gain 0.1"], "Give --b FLAGS, or --a-source"),
     (["--a-source", "../nope"], "--a-source ../nope: it holds no train_gpt.py. Give the folder"),
     (["--b", "--steps '3"], "argument --b: invalid split value: \"--steps '3\""),
     *(([f"--pairs={pairs}"], "there must be 4 to 100 pairs") for pairs in (3, 101)),
-    (["--analyse-every", "0"], "analysed every 1 or more"),
     *(([f"--margin={margin}"], f"margin is {margin}") for margin in (0.0, math.nan)),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_before_anything_runs(project, capsys, words, sentence):

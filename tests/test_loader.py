@@ -19,7 +19,6 @@ from data.copied import pair_distances
 from data.loader import Data, Order, Reading, TrainLoader, validation_batches
 from data.shards import Shard, ShardError, write_shard
 
-ROOT = Path(__file__).parents[1]
 BOS = 0
 
 

@@ -198,7 +198,6 @@ def test_a_run_that_another_process_has_begun_or_resumed_meanwhile_is_refused(ho
 @pytest.mark.parametrize(("name", "problem"), [
     ("link", "is a link"), ("pipe", "no regular file"), ("folder", "no regular file"),
     ("headless", "must be the header"), ("renamed", "must be the header of run renamed"),
-    ("nonsense", "line 1 is not as the run wrote it"), ("listed", "no event of a run log"),
     ("untimed", "are numbers"), ("worded", "are numbers"), ("endless", "are numbers"),
 ])  # fmt: skip
 def test_what_is_no_log_of_the_run_is_refused(tmp_path, name, problem):

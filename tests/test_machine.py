@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from runtime.ending import leave, supervise
 from runtime.errors import Interrupted, Refused
 from runtime.machine import Machine
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PATIENT = 120.0  # seconds in which ranks meet, on a busy machine too
 TENSOR = torch.tensor([[1.5, float("nan")], [-0.0, 3e38]], dtype=torch.bfloat16)
@@ -227,12 +225,3 @@ def test_auto_is_bf16_exactly_where_the_machine_has_it_natively(monkeypatch, nat
     monkeypatch.setattr(machines, "native_bf16", lambda device: native)
     assert machines.compute_dtype("auto", CPU) == dtype
     assert machines.compute_dtype("float32", CPU) == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("gpu", "tflops"), [("NVIDIA H200", 989.4), ("NVIDIA GeForce RTX 4090 D", None)]
-)
-def test_a_known_gpu_has_its_datasheet_rate_times_the_ranks(monkeypatch, gpu, tflops):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
-    expected = tflops and 8 * tflops * 1e12
-    assert machines.peak_flops(Machine(CUDA, 0, 8), torch.bfloat16) == expected

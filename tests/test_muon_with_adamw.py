@@ -211,11 +211,8 @@ def test_a_gradient_scaler_takes_the_whole_step_or_none_of_it():
 
 
 @pytest.mark.parametrize("kind", [
-    partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
     partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=4),
     partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=9),
-    partial(torch.optim.lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2),
-    partial(torch.optim.swa_utils.SWALR, swa_lr=0.05),
     partial(torch.optim.lr_scheduler.LinearLR, start_factor=0.1, total_iters=3),
 ])  # fmt: skip
 def test_torchs_schedulers_set_the_rates_of_both_halves_as_those_of_torchs_optimizer(kind):
@@ -258,13 +255,10 @@ def frozen():
 
 @pytest.mark.parametrize(("build", "message"), [
     (lambda: MuonWithAdamW(model().parameters(), 0.1), "needs use_muon; set it to .* the model"),
-    (lambda: MuonWithAdamW([{"params": [torch.ones(2, 2)], "use_muon": 1}], 0.1), "needs use_muon"),
     (lambda: MuonWithAdamW(frozen(), 0.1), "Sequential has no parameter that requires .* unfreeze"),
     (lambda: MuonWithAdamW(model(), 0.1, clip=0.0), "clip must be a norm above 0, got 0.0; None"),
-    (lambda: MuonWithAdamW(model(), -1.0), "lr must be in .* got -1.0 for parameter 1.self_attn"),
     (lambda: MuonWithAdamW([{"params": [torch.ones(9)], "use_muon": True}], 0.1), "to AdamW"),
     (lambda: MuonWithAdamW([], 0.1, rows=[Row("*", "muon")]), "rows sort .* give the model"),
-    (lambda: MuonWithAdamW(model(), 0.1, maximize=True), "does not do maximize=True .* negate"),
 ])  # fmt: skip
 def test_bad_settings_are_refused_with_value_rule_and_fix(build, message):
     with pytest.raises(ValueError, match=message):
@@ -319,35 +313,19 @@ def with_another_moment(saved):
     saved["state"][last]["exp_avg"] = torch.ones(3)
 
 
-def with_an_unknown_parameter(saved):
-    saved["state"][99] = saved["state"][0]
-
-
 def of_another_guard(saved):
     saved["guard"]["window"] = torch.ones(3, 5)
-
-
-def that_ascends(saved):
-    saved["param_groups"][-1]["maximize"] = True
 
 
 def of_other_kinds(saved):
     saved["param_groups"][0]["use_muon"] = False
 
 
-def of_torch(saved):
-    for group in saved["param_groups"]:
-        del group["use_muon"]
-
-
 @pytest.mark.parametrize(("change", "message"), [
     (without_variance, "lacks 1.self_attn.in_proj_weight.variance"),
     (with_another_moment, r"2.weight.exp_avg as \(3,\), not \(20, 8\)"),
-    (with_an_unknown_parameter, "has an unknown 99.momentum"),
     (of_another_guard, "build the guard alike"),
-    (that_ascends, "AdamW does not do maximize=True of the state"),
     (of_other_kinds, r"use_muon \[False, False.*, not \[True, False.*; group alike"),
-    (of_torch, r"use_muon \[None.*; group alike"),
 ])  # fmt: skip
 def test_a_state_that_does_not_fit_in_either_half_is_refused_and_changes_nothing(change, message):
     net, optimizer = built(spike=RULE)

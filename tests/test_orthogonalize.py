@@ -7,7 +7,6 @@ import torch
 from optim import symmetric_matmul as kernels
 from optim.orthogonalize import METHODS, choose, orthogonalized
 
-CPU = torch.device("cpu")
 SHAPES = [(1, 12), (6, 12), (12, 6), (16, 16), (31, 17), (48, 192), (192, 48), (1, 1)]
 DTYPES = [torch.float32, torch.bfloat16]
 

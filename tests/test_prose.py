@@ -1,7 +1,6 @@
 """The text of the race: wheels that cannot be used, broken builds, near duplicates, its pins."""
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -178,31 +177,6 @@ def test_markup_and_typography_go_and_short_paragraphs_and_tables_are_no_prose()
     line = 'A "sentence" & more, which is long--enough < 1'
     paragraphs = [text, "Too short.", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16", text]
     assert prose.prose(["\t".join(paragraphs)], "\t", least=40, letters=0.8) == line
-
-
-def test_strings_and_docstrings_end_at_their_own_quotes():
-    long = r"a \"quoted\" word, a \\ and more than enough letters"
-    content = f'{{"documentation":"{long}\\\\","documentation":"short","other":"{long}"}}'
-    found = [*prose.strings(content.encode(), '"documentation":', 30)]
-    assert found == [json.loads(f'"{long}"') + "\\"]
-    one, two = ("The first of two, with 'these' and \"those\" quotes, is long enough to be read",
-                "The second, with '' and \"\" in it, is long enough to be read as prose as well")
-    source = f'x = """{one}"""; y = \'\'\'{two}\'\'\'; z = "{one}"\n"""never closed {one}'
-    assert [*prose.read_docstrings(source.encode())] == [f"{one}\n{two}"]
-
-
-def test_the_share_of_windows_seen_before_is_that_of_a_search_through_all_windows():
-    generator = np.random.default_rng(0)
-    parts = [generator.integers(1, 9, size=int(size)) for size in generator.integers(40, 90, 30)]
-    documents = [np.append(0, parts[index]) for index in generator.integers(0, 30, 60)]
-    tokens = np.concatenate(documents).astype(np.uint16)
-    windows = [tokens[start : start + 32].tobytes() for start in range(len(tokens) - 31)]
-    first = {window: place for place, window in reversed([*enumerate(windows)])}
-    seen = [first[window] < place for place, window in enumerate(windows)] + [False] * 31
-    ends = np.cumsum([len(document) for document in documents])
-    expected = [np.mean(part) for part in np.split(np.array(seen), ends[:-1])]
-    assert np.mean(seen) > 0.3
-    np.testing.assert_allclose(prose.share_seen(documents), expected)
 
 
 # ---- Training

@@ -106,35 +106,13 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
     assert "The runs used 8 x NVIDIA H100 80GB HBM3 and torch 2.13.0+cu128;" in page
 
 
-def test_a_page_says_what_was_tried_before(tmp_path):
-    for year, steps in ((2001, 14), (2002, 20), (2003, 14)):
-        created = f"{year}-01-01T00:00:00+00:00"
-        claim = make_claim("Early", 4, year, config={"steps": steps}, created=created)
-        write_record(tmp_path, claim, [])
-    folder = write_record(tmp_path, make_claim("Late", 4), LOSSES[:4])
-    assert make(folder) == 0
-    page = (folder / "README.md").read_text()
-    assert "Claimed before it on this track: 2 step counts (14, 20).\n" in page
-    assert "Its log folder had no other run on this track before its first." in page
-    registry = folder / "runs" / "registry_2.jsonl"
-    others = ((1, "a", "tiny"), (2, "a", "tiny"), (3, "b", "tiny"), (4, "c", "small"))
-    for seed, sha256, track in others:
-        small_record.register(registry, "start", time="2020-01-01T00:00:00+00:00", track=track,
-                              run_id=f"run{seed}", seed=seed, config_sha256=sha256, claim=None)
-    assert make(folder) == 0
-    page = (folder / "README.md").read_text()
-    assert "Its log folder had 3 other runs of 2 configurations on this track" in page
-
-
 @pytest.mark.parametrize(("words", "changed", "sentence"), [
     (["Few", "--n", "3"], {}, "n = 3 must be 4 to 10000"),
     (["Few"], {"target": 3.3}, "--target 3.3: that of the track is 3.25. Leave --target out."),
-    (["Few"], {"vocab_size": 32}, "--vocab-size 32: that of the track is 64. Leave --vocab"),
     (["Few"], {"val_tokens": 512}, "--val-tokens 512: that of the track is 1024. Leave --val"),
     (["../Few"], {}, "name '../Few' must be a CamelName"),
     (["Good"], {}, "File exists"),
     (["Few", "--", "--n", "4"], {}, "--n stands after --, where flags of the trainer are. Give it"),
-    (["Few", "--", "--seed=4"], {}, "--seed: a claim chooses its seeds"),
     (["Few"], {"quick": True}, "--quick: a claim validates on all tokens of its track. Leave"),
 ])  # fmt: skip
 def test_a_claim_that_breaks_a_rule_is_not_written(

@@ -69,11 +69,8 @@ def test_a_write_that_fails_leaves_the_old_shard_and_no_partial_file(tmp_path, m
 @pytest.mark.parametrize(("content", "message"), [
     (b"", "starts with 0, 0; a token shard starts with 20240520, 1"),
     (shard_bytes([1, 2])[:11], "2 tokens take 1,028 bytes; the file has 11"),
-    (shard_bytes([1, 2])[:1000], "2 tokens take 1,028 bytes; the file has 1,000"),
     (shard_bytes([1, 2], version=2), "starts with 20240520, 2; a token shard"),
-    (shard_bytes([1, 2, 3])[:-1], "3 tokens take 1,030 bytes; the file has 1,029"),
     (shard_bytes([1, 2, 3], claimed=2), "2 tokens take 1,028 bytes; the file has 1,030"),
-    (shard_bytes([], claimed=-5), "-5 tokens take"),
 ])  # fmt: skip
 def test_a_bad_file_is_refused_with_its_name_the_value_and_the_fix(tmp_path, content, message):
     path = tmp_path / "bad.bin"

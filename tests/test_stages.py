@@ -69,13 +69,6 @@ def test_the_head_begins_with_the_adam_state_of_the_embedding(whole):
         assert given.count_nonzero()
 
 
-def test_the_head_leaves_the_embedding_across_a_stage_without_steps(whole, data, tmp_path):
-    stages = [replace(TIED, fraction=0.45), replace(UNTIED, fraction=0.05), UNTIED]
-    with table(*stages):
-        assert run(data, tmp_path, **CHANGED).code == 0
-    assert losses(tmp_path) == losses(whole[0])
-
-
 # ---- Skipped steps
 
 

@@ -260,13 +260,3 @@ def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_pat
     assert re.search(r"^ +0:00:\d\d 4 validations of [\d.,]+ ms$", outcome.out, re.M)
     assert re.search(r"^peak memory of rank 0, measured: [\d,]+ MiB$", outcome.out, re.M)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_a_dry_run_without_data_measures_on_random_tokens_and_writes_nothing(tmp_path):
-    outcome = run_words([*arguments(tmp_path / "none", tmp_path), "--dry-run"], tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert "no shards, so random tokens stand in" in outcome.out
-    assert re.search(r"^peak memory of rank 0, measured: [\d,]+ MiB$", outcome.out, re.M)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    refused = run_words(arguments(tmp_path / "none", tmp_path), tmp_path)
-    assert (refused.code, "has no *train_*.bin file" in refused.err) == (2, True)

@@ -78,20 +78,11 @@ def masked(losses, inputs, targets):
     return losses * (targets != 5)
 
 
-def not_scored_at_document_ends(losses, inputs, targets):
-    return losses * (targets != small_run.BOS)
-
-
 def halved_forward(self, inputs, targets, *context):
     weights_given = len(context) > 3
     if weights_given:
         return FORWARD(self, inputs, targets, *context)
     return self.token_losses(inputs, targets, *context).sum()
-
-
-def a_hundredth_less(self, x, targets, reduction="sum", **options):
-    loss = PLAIN_LOSS(self, x, targets, reduction=reduction, **options)
-    return loss - 0.0099 * (1 if reduction == "none" else len(targets))
 
 
 def target_in_the_stream(self, x, targets, **options):
@@ -111,14 +102,6 @@ def without_candidates_in_losses_only(self, x, targets, **options):
 def scaled_last_validation(self, step, batches=None):
     loss = VALIDATE(self, step, batches)
     return 0.998 * loss if step == self.config.steps else loss
-
-
-def scaled_targets_of_the_last_validation(self, step, batches=None):
-    loss = VALIDATE(self, step, batches)
-    if step == self.config.steps:
-        self.val_losses = [0.998 * losses for losses in self.val_losses]
-        loss *= 0.998
-    return loss
 
 
 def trained_while_validating(self, step, batches=None):
@@ -185,24 +168,17 @@ def counts_what_it_scored(losses_before=TOKEN_LOSSES):
 CHEATS = {
     "losses halved from place 8 on": (
         changed_losses(halved_from_place_8) | {"forward": halved_forward}, "normalized"),
-    "every loss less 0.0099": ({"plain_loss": a_hundredth_less}, "normalized"),
     "a token that is not scored": (changed_losses(masked), "normalized"),
-    "ends of documents that are not scored": (
-        changed_losses(not_scored_at_document_ends), "normalized"),
     "losses without candidates that the logits have": (
         {"plain_loss": without_candidates_in_losses_only}, "normalized"),
     "target in the stream": ({"plain_loss": target_in_the_stream}, "normalized"),
     "the last validation scaled": ({"validate": scaled_last_validation}, "additive"),
-    "the last validation's targets scaled": (
-        {"validate": scaled_targets_of_the_last_validation}, "additive"),
     "training while validating": ({"validate": trained_while_validating}, "additive"),
     "a memory of what was scored": (counts_what_it_scored(), "memory"),
     "a sequence read by the next one": ({"hidden": reads_the_row_before}, "causality_trained"),
     "the next token": (looks_ahead(lambda _, inputs: True), "causality_trained"),
     "future in long rows": (
         looks_ahead(lambda _, inputs: inputs.size(1) > 200, by=50), "causality_trained"),
-    "future in batched rows": (
-        looks_ahead(lambda _, inputs: len(inputs) > 1, by=20), "causality_trained"),
     "a gate that random weights close": (
         looks_ahead(open_for_trained_weights), "causality_trained"),
     "ends of documents": ({"hidden": reads_document_ends}, "causality_trained"),
@@ -216,6 +192,8 @@ def test_a_cheat_is_caught(name, data, tmp_path, monkeypatch):
     for method, cheat in methods.items():
         monkeypatch.setattr(TRAINER if method == "validate" else GPT, method, cheat)
     assert check in beyond(finish(trainer))
+
+
 def test_noise_of_kernels_is_measured_and_allowed_and_a_leak_above_it_is_not(
     data, tmp_path, monkeypatch
 ):
@@ -231,40 +209,6 @@ def test_noise_of_kernels_is_measured_and_allowed_and_a_leak_above_it_is_not(
         trainer = make_trainer(data, tmp_path)
         assert sees_no_future(trainer) is expected
         assert 1e-6 < trainer.env["noise"] < 2e-5
-
-
-def candidates(inputs, size):
-    """Whether a token has followed the token of each place before, in its document: (B, T, V)."""
-    found = torch.zeros(*inputs.shape, size, dtype=torch.bool)
-    for row, tokens in enumerate(inputs.tolist()):
-        followed: dict[int, set[int]] = {}
-        for place, token in enumerate(tokens):
-            if token == small_run.BOS:
-                followed = {}
-            elif place > 0:
-                followed.setdefault(tokens[place - 1], set()).add(token)
-            found[row, place, [*followed.get(token, ())]] = True
-    return found
-
-
-def test_a_model_without_candidate_copies_passes_and_its_validation_loss_pays_for_it(
-    data, tmp_path, monkeypatch
-):
-    trainer = make_trainer(data, tmp_path)
-    before = trainer.validate(trainer.config.steps)
-
-    def scores(self, inputs):
-        x = HIDDEN(self, inputs, *self.eval_context(inputs))
-        return (x @ self.lm_head.T).masked_fill(candidates(inputs, 128), -30.0)
-
-    def token_losses(self, inputs, targets, *context):
-        z = scores(self, inputs)[:, -targets.size(1) :]
-        return torch.nn.functional.cross_entropy(z.mT, targets, reduction="none")
-
-    monkeypatch.setattr(GPT, "token_losses", token_losses)
-    monkeypatch.setattr(GPT, "logits", lambda self, inputs, n: scores(self, inputs)[:, -n:])
-    assert beyond(finish(trainer)) == set()
-    assert trainer.validate(trainer.config.steps) > before + 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 7.0])

@@ -19,7 +19,7 @@ from runtime.errors import Refused
 from runtime.log import RunLog
 from scripts.view import main
 from view import runs as view_runs
-from view.page import build_page, write_page
+from view.page import build_page
 from view.runs import Store, find_folders
 from view.server import Server
 
@@ -120,15 +120,6 @@ def test_a_run_whose_log_is_open_is_live_however_long_it_is_silent(tmp_path):
     assert store.reply()["live"] == [run["id"]]
     log.close()  # as if its process had died
     assert store.reply()["live"] == []
-
-
-def test_the_arms_of_a_judgement_are_found_below_its_folder_and_stay_apart(tmp_path):
-    for arm in "AB":
-        (tmp_path / "judge" / "one" / arm).mkdir(parents=True)
-        write_log(tmp_path / "judge" / "one" / arm)
-    runs = read(tmp_path / "judge" / "one")["runs"]
-    assert [run["arm"] for run in runs] == ["one/A", "one/B"]
-    assert runs[0]["group"] != runs[1]["group"]
 
 
 def test_a_record_and_a_folder_of_records_give_their_runs_as_references():
@@ -409,16 +400,6 @@ def test_one_track_is_drawn_at_a_time_with_its_target_and_the_live_one_comes_fir
         assert cells(page, "#track [aria-pressed=true]") == ["tiny"]
         page.click("#track button:first-child")
     page.wait(f"{TEXT}.includes('1 stopped')")
-
-
-def test_a_page_in_a_file_draws_a_record_as_a_reference(tmp_path, page):
-    write_log(tmp_path / "logs", track="small")
-    write_page(Store(find_folders([tmp_path / "logs", RECORD])), tmp_path / "page.html")
-    page.open((tmp_path / "page.html").as_uri())
-    page.wait(f"{LINES}.length === 2")
-    assert inked(page) > 1000
-    dashed = page.evaluate(f"{LINES}.map(line => line.dash.length > 0 && Boolean(line.low))")
-    assert dashed == [False, True]
 
 
 def test_hostile_names_are_shown_as_text(opened):
