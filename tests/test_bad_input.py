@@ -16,6 +16,8 @@ from runtime.errors import Refused
 from runtime.machine import Machine
 from runtime.settings import parse
 
+pytestmark = pytest.mark.core
+
 
 @pytest.fixture
 def copy(data, tmp_path):

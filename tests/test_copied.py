@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from data.copied import FIRST_TOKENS, REACH, means, pair_distances, sums_by_kind
 
+pytestmark = pytest.mark.core
+
 BOS = 0
 
 

@@ -7,6 +7,8 @@ from torch import nn
 
 from optim import AdamW, NorMuon, Row, build_optimizers, group_table, groups_for
 
+pytestmark = pytest.mark.core
+
 
 class Conv1D(nn.Module):
     """As in transformers."""

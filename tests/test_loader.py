@@ -19,6 +19,8 @@ from data.copied import pair_distances
 from data.loader import Data, Order, Reading, TrainLoader, validation_batches
 from data.shards import Shard, ShardError, write_shard
 
+pytestmark = pytest.mark.core
+
 BOS = 0
 
 

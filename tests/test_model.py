@@ -25,6 +25,8 @@ from data.shards import write_shard
 from kernels.attention import PortableAttention
 from train_gpt import make_optimizers, schedule, stretches
 
+pytestmark = pytest.mark.core
+
 
 def build(config, dtype=torch.float32, step=0):
     """A model with random weights, none of them zero, and the rotary tables of a step."""

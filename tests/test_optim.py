@@ -17,6 +17,8 @@ from optim import (
     named_state,
 )  # fmt: skip
 
+pytestmark = pytest.mark.core
+
 BETAS = (0.65, 0.95)
 KINDS = pytest.mark.parametrize("kind", [Muon, NorMuon, AdamW])
 CAUTIOUS = pytest.mark.parametrize("cautious", [False, True])

@@ -7,6 +7,8 @@ import torch
 from optim import symmetric_matmul as kernels
 from optim.orthogonalize import METHODS, choose, orthogonalized
 
+pytestmark = pytest.mark.core
+
 SHAPES = [(1, 12), (6, 12), (12, 6), (16, 16), (31, 17), (48, 192), (192, 48), (1, 1)]
 DTYPES = [torch.float32, torch.bfloat16]
 

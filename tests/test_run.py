@@ -13,6 +13,8 @@ from runtime import run as runs
 from runtime.checkpoint import checkpoints, load_final
 from runtime.errors import Interrupted, Refused
 
+pytestmark = pytest.mark.core
+
 
 def events(folder, kind=None):
     return read_events(*logs_of(folder), kind=kind)

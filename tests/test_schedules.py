@@ -21,6 +21,8 @@ from train_gpt import (
     tokens_before,
 )
 
+pytestmark = pytest.mark.core
+
 SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
 
 

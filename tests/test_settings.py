@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from runtime.errors import Refused
 from runtime.settings import FLAGS, RunSettings, as_text, parse, setting
 
+pytestmark = pytest.mark.core
+
 
 @dataclass(frozen=True)
 class Config(RunSettings):

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from data.shards import Shard, ShardError, write_shard
 
+pytestmark = pytest.mark.core
+
 ROOT = Path(__file__).resolve().parents[1]
 MAGIC, VERSION = 20240520, 1
 

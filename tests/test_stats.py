@@ -12,6 +12,8 @@ from scipy.stats import ttest_1samp, ttest_ind, ttest_rel
 
 from claims import stats
 
+pytestmark = pytest.mark.core
+
 
 def numbers(start: str, endings: str) -> list[float]:
     return [float(start + ending) for ending in endings.split()]
