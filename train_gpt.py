@@ -28,7 +28,9 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
     from runtime.openmp import spin_briefly
+    from runtime.packages import find_packages
 
+    sys.excepthook = find_packages  # a shell without .venv has no torch
     spin_briefly()  # before torch is imported
 
 import torch
@@ -135,7 +137,7 @@ LAYERS = {
         Layer(attention=False, skip_from=2),  # 4
         Layer(backout=True),  # 5
         Layer(value_embed=1, reads=5, paired=True),  # 6
-        Layer(window="long", value_embed=2, reads=5),  # 7
+        Layer(window="long", value_embed=2, reads=5, mudd=2),  # 7
     ],
     "plain8": [Layer(), Layer(), Layer(window="long"), *[Layer()] * 4, Layer(window="long")],
     "steps": [Layer(window="long")] * 12,
@@ -202,10 +204,10 @@ class Group(NamedTuple):
     """
 
     names: str  # patterns, "*" is any text; one may match nothing
-    optimizer: str  # "matrix": the one of --optimizer; "adam": AdamW
+    optimizer: str  # "matrix": the one of --optimizer; "adam": AdamW; "rows": RowAdam
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    betas: tuple[float, float] | None = None  # of AdamW; None: (0.9, 0.95)
+    betas: tuple[float, float] | None = None  # of AdamW; None: (0.9, 0.95). RowAdam has (0, 0.95)
     # Of qkvo, which is orthogonalized part by part: "q k v o", or "head pairs v o", where each
     # pair of heads of Q and of K is a part (@samacqua, record 80).
     split: str = ""
@@ -248,8 +250,11 @@ GROUPS = {  # each row: names, optimizer, lr_mul, wd_mul, betas
         Group("blocks.*.mlp.down", "matrix", 4.0, 4.0),
         Group("blocks.*.attention.*gate smear_gate", "adam", 1.0, 1.0, (0.9, 0.99)),
         Group("embed", "adam", 1.0, 150.0, (0.5, 0.95)),
-        Group("value_embeds.* bigram", "adam", 150.0, 28_125.0, (0.75, 0.95)),
+        Group("value_embeds.*", "adam", 150.0, 28_125.0, (0.75, 0.95)),
+        Group("bigram", "rows", 150.0, 28_125.0),
         Group("blocks.*.attention.own_value", "adam", 1.0, 1.0, (0.5, 0.95)),
+        Group("blocks.*.mudd_in blocks.*.mudd_out", "adam", 0.25, 0.0625, (0.9, 0.99)),
+        Group("blocks.*.mudd_start", "adam", 0.25, 0.0, (0.9, 0.99)),
         Group("lm_head", "adam", 1.0, 150.0, (0.5, 0.95)),
         Group("scalars *bias *gain", "adam", 5.0, 0.0, (0.9, 0.99)),
     ],
@@ -288,8 +293,8 @@ SOFTCAPS = {  # kind, height, width, shift
 
 @dataclass(frozen=True)
 class Config(RunSettings):
-    track: str = setting("small", "the race to run; it sets all defaults", section="Experiment")
-    recipe: str = setting("record89", "variant of the track: its components and rates")
+    track: str = setting("small", "tiny, small, short or steps", section="Experiment")
+    recipe: str = setting("record89", "variant of the track: record89, record42, muon or adamw")
     target: float = setting(3.36, "validation loss to reach, in nats per token")
     device: str = setting("auto", "device to compute on", one_of=machines.DEVICES)
     dtype: str = setting("auto", "dtype of activations", one_of=("auto", "bfloat16", "float32"))
@@ -313,7 +318,7 @@ class Config(RunSettings):
     val_every: int = setting(0, "steps between validations; 0: only the last")
     val_every_late: int = setting(0, "val_every in the last tenth of the steps; 0: no change")
 
-    layers: str = setting("small89", "name of a table in LAYERS", section="Model")
+    layers: str = setting("small89", f"table of layers: {', '.join(LAYERS)}", section="Model")
     dim: int = setting(128, "width of the model", at_least=12, a_multiple_of="head_dim")
     head_dim: int = setting(32, "width of an attention head", at_least=2, a_multiple_of=2)
     mlp_ratio: int = setting(4, "width of an MLP, as a multiple of dim", at_least=1)
@@ -341,8 +346,8 @@ class Config(RunSettings):
         "uniform", "distribution of initial hidden matrices", one_of=("uniform", "normal")
     )
 
-    steps: int = setting(380, "number of optimizer steps", at_least=1, section="Schedule")
-    stages: str = setting("small89", "name of a table in STAGES: windows, batches and so on")
+    steps: int = setting(350, "number of optimizer steps", at_least=1, section="Schedule")
+    stages: str = setting("small89", f"table of stages: {', '.join(STAGES)}")
     window_block: int = setting(32, "tokens of a block, the unit of windows; 0: no windows")
     val_window: int = setting(640, "tokens long layers see in the last validation", at_least=1)
     cooldown: float = setting(0.6, "fraction of the steps in which learning rates fall", at_most=1)
@@ -350,13 +355,13 @@ class Config(RunSettings):
     momentum: tuple[float, float] = setting(
         (0.85, 0.9), "momentum of matrices: first and last, and in between", below=1
     )
-    momentum_warmup: int = setting(51, "first steps, in which momentum rises")
-    momentum_cooldown: int = setting(8, "last steps, in which momentum falls")
+    momentum_warmup: int = setting(47, "first steps, in which momentum rises")
+    momentum_cooldown: int = setting(7, "last steps, in which momentum falls")
 
     optimizer: str = setting(
         "normuon", "optimizer of hidden matrices", one_of=OPTIMIZERS, section="Optimizers"
     )
-    groups: str = setting("small89", "name of a table in GROUPS: multipliers and betas")
+    groups: str = setting("small89", f"table of parameter groups: {', '.join(GROUPS)}")
     matrix_lr: float = setting(0.04, "peak learning rate of hidden matrices")
     matrix_wd: float = setting(1.2, "weight decay of hidden matrices, times their learning rate")
     matrix_beta2: float = setting(0.9, "decay of NorMuon's second moment", below=1)
@@ -369,7 +374,7 @@ class Config(RunSettings):
     adam_eps: float = setting(1e-10, "epsilon of AdamW; its gradients are sums over a sequence")
     adam_wd: float = setting(0.005, "weight decay of AdamW, times its learning rate")
     adam_accum_steps: int = setting(
-        2, "steps whose gradients AdamW sums up for one of its own", at_least=1, at_most=16
+        1, "steps whose gradients AdamW sums up for one of its own", at_least=1, at_most=16
     )
     guard: str = setting(
         "spikes", "what makes the guard skip a step", one_of=("spikes", "nonfinite", "off")
@@ -419,6 +424,7 @@ RECORD42: dict[str, Any] = {  # without the components of records 43 to 89
     "adam_eps": 1e-8, "adam_wd": 0.0, "softcap": "sigmoid", "embed_std": 1.0,
     "value_embed_std": 1.0, "residual_init": 1.0, "zero_output": True, "value_gates": False,
     "key_offset": False, "bigram_rows": 0.0, "ngrams": 2, "bigram_signs": False, "xsa": False,
+    "adam_accum_steps": 2,
 }  # fmt: skip
 PLAIN = RECORD42 | {  # a GPT without components of the speedrun
     "layers": "plain8", "stages": "constant", "smear": False, "x0_mixing": False,
@@ -469,8 +475,8 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "tiny": {
         "record89": {
-            "stages": "tiny", "matrix_lr": 0.05, "adam_lr": 0.024, "adam_accum_steps": 1,
-            "bigram_rows": 10.0, "ngrams": 2,
+            "stages": "tiny", "matrix_lr": 0.05, "adam_lr": 0.024, "bigram_rows": 10.0,
+            "ngrams": 2,
         },
         "muon": MUON,
         "adamw": ADAMW,
@@ -483,7 +489,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "record89": {
             "layers": "record89", "stages": "record89", "groups": "record89", "steps": 1285,
             "batch_tokens": 393_216, "seq_len": 16_384, "micro_batch": 49_152, "matrix_lr": 0.023,
-            "bigram_rows": 7.5, "ngrams": 2, "prefixes": True,
+            "adam_accum_steps": 2, "bigram_rows": 7.5, "ngrams": 2, "prefixes": True,
         },
     },
     "steps": {"muon": {}},
@@ -988,6 +994,7 @@ class GPT(nn.Module):
         self.config, self.dtype, self.attention, self.head = config, dtype, attention, head
         self.layers, self.softcap = LAYERS[config.layers], SOFTCAPS[config.softcap]
         self.tied = False  # whether the token embedding is the output head too
+        self.sparse_bigram = False  # whether the n-gram table gets a sparse gradient
         self.stage_index = -1  # in `stretches`, of the rotary tables; -1: there are none yet
         self.prefixes: Tensor | None = None  # (vocab_size,) int64: see data/tokenizers.py
         # Embeddings and gates are stored in `dtype`, as they are used, unless keep_float32 is set.
@@ -1120,8 +1127,8 @@ class GPT(nn.Module):
             lengths = range(2, self.config.ngrams + 1)
             found = lookup(
                 torch.stack([ngrams(inputs_BT, len(self.bigram), length) for length in lengths]),
-                self.bigram,
-            )
+                self.bigram, sparse=self.sparse_bigram,
+            )  # fmt: skip
         return ModelInputs(
             inputs_BT, cu_seqlens, documents, paired_documents, lookup(inputs_BT, self.embed),
             [lookup(inputs_BT, table) for table in self.value_embeds], found,
@@ -1280,7 +1287,7 @@ class GPT(nn.Module):
 
 
 def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict, optim.Guard]:
-    """{"matrix": ..., "adam": ...} for all parameters, and the guard that steps both."""
+    """{"matrix": ..., "adam": ..., "rows": ...} and the guard that steps all of them."""
     ranks = torch.distributed.group.WORLD if machine.world_size > 1 else None
     ours: dict[str, Any] = {"process_group": ranks, "cautious": config.cautious_wd}
     ours["compiled"] = False if config.compile == "off" else None  # None: on GPUs
@@ -1297,6 +1304,7 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "torch_adamw": partial(torch.optim.AdamW, **matrix_adam),
     }
     named = {"matrix": factories[config.optimizer], "adam": partial(optim.AdamW, **adam)}
+    named["rows"] = partial(optim.RowAdam, **adam)  # a table of n-grams, of which few are read
     optimizers = optim.build_optimizers(model.named_parameters(), rows(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     return optimizers, optim.Guard(
@@ -1359,6 +1367,9 @@ class Trainer:
             self.model.prefixes = torch.tensor(read_prefixes(config), device=device)
         self.loss: Any = self.model  # warm_up replaces it with the compiled model
         self.optimizers, self.guard = make_optimizers(config, self.model, machine)
+        # On a GPU, RowAdam would wait for the device to learn how many rows were read; there a
+        # pass over the table costs less.
+        self.model.sparse_bigram = "rows" in self.optimizers and device.type == "cpu"
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.env |= provenance(SOURCE)
@@ -1418,11 +1429,11 @@ class Trainer:
     def stepping(self, step: int) -> list[torch.optim.Optimizer]:
         """The optimizers that step at the end of this step.
 
-        AdamW may step less often; in between its gradients add up in .grad (@classiclarryd,
-        record 39).
+        AdamW and RowAdam may step less often; in between, gradients add up in .grad
+        (@classiclarryd, record 39).
         """
         adam_steps = schedule(self.config, step).adam_steps
-        return [each for name, each in self.optimizers.items() if adam_steps or name != "adam"]
+        return [each for name, each in self.optimizers.items() if adam_steps or name == "matrix"]
 
     @torch.no_grad()
     def validate(self, step: int, batches: Sequence[Batch] | None = None) -> float:
@@ -1671,7 +1682,9 @@ def main(argv: list[str] | None = None) -> int:
         return make_runs(parse(Config, words, preset, __doc__ or ""))
 
     listen()
-    code = supervise(runs, refused=(ShardError,))  # an error becomes one sentence and a code
+    # An error becomes one sentence and a code. A signal during a run does not arrive here.
+    stopped = "stopped by a signal before the first step: nothing is lost"
+    code = supervise(runs, refused=(ShardError,), interrupted=stopped)
     return leave(code)  # of several ranks each ends its process here
 
 

@@ -6,19 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SPARSE = ("cpu", "cuda")  # devices on which torch adds a sparse gradient to a dense one
 HASH = (36313, 27191, 51787, 44221)  # factors of a token, of the one before it, and so on
 
 
-def lookup(index: Tensor, table: Tensor) -> Tensor:
+def lookup(index: Tensor, table: Tensor, sparse: bool = False) -> Tensor:
     """Return rows of the table (rows, C) for an index of any shape: (*index.shape, C).
 
     In eager code the gradient of the table is sparse: autograd adds the looked-up rows' gradients
     to table.grad in place. Else each call would fill a gradient of the whole table, and add that.
+    sparse: table.grad is sparse too, for an optimizer that steps only its rows.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or table.device.type not in SPARSE:
         return F.embedding(index, table)
     found = F.embedding(index, table, sparse=True)
-    if found.requires_grad:
+    if found.requires_grad and not sparse:
         found.register_hook(partial(_make_gradient, table))
     return found
 

@@ -358,7 +358,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 target.copy_(new)
             copy_all(state, fresh)
         if counter is not None:
-            counter += 1 if flags is None else flags.view(-1, 1)
+            counter += 1 if flags is None else flags.view(counter.shape)
 
     def describe(self) -> str:
         """One line: how many parameters, and on how many ranks."""

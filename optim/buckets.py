@@ -67,7 +67,7 @@ class Part:
         self.numel = math.prod(self.shape)
         self.place = slice(0)  # of its matrices in the stacks of its bucket
         # Parts with one key share a bucket. The rate depends on the shape that is stored.
-        self.key = self.shape, tuple(self.param.shape), id(self.group)
+        self.key: Any = self.shape, tuple(self.param.shape), id(self.group)
 
     def position(self, element: int) -> int:
         """Where an element of the parameter is in this part, or the nearer end."""
@@ -78,8 +78,10 @@ class Part:
         return self.here(self.param)
 
     def gradient(self) -> Tensor:
-        """This part of the gradient; zeros if there is none."""
+        """This part of the gradient; zeros if there is none; of a sparse one the rows it has."""
         grad = self.param.grad
+        if grad is not None and grad.is_sparse:
+            return grad.values()
         return torch.zeros_like(self.weight()) if grad is None else self.here(grad)
 
     def here(self, tensor: Tensor) -> Tensor:

@@ -88,12 +88,14 @@ class Stop(contextlib.AbstractContextManager):
 # ---- Exit codes
 
 
-def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] = ()) -> int:
+def supervise(
+    function: Callable[[], int], refused: tuple[type[Exception], ...] = (), interrupted: str = ""
+) -> int:
     """Return the exit code of `function()`, or of the error that ended it.
 
     2 for Refused and the classes in `refused`, 1 for lack of memory and for a lost rank, each with
-    one sentence on stderr. 128 + number for a signal. Any other exception prints its traceback and
-    gives 1.
+    one sentence on stderr. 128 + number for a signal, with the sentence `interrupted`. Any other
+    exception prints its traceback and gives 1.
     """
     explained: tuple[type[Exception], ...] = (Refused, *refused)
     try:
@@ -101,9 +103,9 @@ def supervise(function: Callable[[], int], refused: tuple[type[Exception], ...] 
         if code == 0 and dist.is_initialized():
             dist.barrier()  # a success is one of all ranks
         return code
-    except Interrupted as error:  # during a run, the run itself says where it stopped
-        if os.environ.get("RANK", "0") == "0":
-            _say_error("stopped by a signal before the first step: nothing is lost")
+    except Interrupted as error:  # not during a run: that says itself where it stopped
+        if interrupted and os.environ.get("RANK", "0") == "0":
+            _say_error(interrupted)
         return error.code
     except explained as error:
         several = os.environ.get("WORLD_SIZE", "1") != "1"  # else the rank is of another launcher

@@ -7,8 +7,10 @@ import importlib.util
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -230,7 +232,13 @@ def read_settings(kind: Callable[..., Settings], settings: Any, folder: Path) ->
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise Refused(f"{message}. --help lists the flags.")
+        """Refused, with the flags that an unknown one resembles, or whose end it is, as --lr."""
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        word, flags = re.split("[ =]", unknown)[0], [*self._option_string_actions]
+        like = [flag for flag in flags if word[:2] == "--" and flag.endswith(word[1:])]
+        like = like or get_close_matches(word, flags, n=2)
+        hint = f" Did you mean {' or '.join(like)}?" if like else ""
+        raise Refused(f"{message}.{hint} --help lists the flags.")
 
 
 def _make_parser(fields: Sequence[dataclasses.Field], description: str) -> argparse.ArgumentParser:

@@ -18,26 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime.openmp import spin_briefly
+from runtime.packages import find_packages
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON = ROOT / ".venv" / "bin" / "python"
-
-
-def find_packages(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A sys.excepthook: a script that lacks a package starts again with the .venv of run.sh.
-
-    So a command works in a shell without an activated environment. Without a .venv, say what to do.
-    """
-    old = sys.version_info < (3, 11)
-    if not old and not isinstance(error, ModuleNotFoundError):
-        sys.__excepthook__(kind, error, trace)
-        sys.exit(2)  # 1 would be a verdict
-    if PYTHON.exists() and Path(sys.prefix).resolve() != PYTHON.parents[1].resolve():
-        os.execv(PYTHON, [str(PYTHON), *sys.argv])
-    lacking = "is older than 3.11" if old else f"has no {getattr(error, 'name', None)}"
-    fix = "run ./run.sh once, which makes .venv, or install requirements.txt"
-    print(f"error: {sys.executable} {lacking}: {fix}", file=sys.stderr)
-    sys.exit(2)
 
 
 if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # not in a test

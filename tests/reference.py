@@ -73,6 +73,24 @@ def normalize_variance(
     return scaled * (direction.norm() / scaled.norm().clamp(min=1e-10))
 
 
+def row_adam_step(
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: float, beta2: float = 0.95,
+    eps: float = 1e-10, weight_decay: float = 0.0, lr_mul: float = 1.0, wd_mul: float = 1.0,
+    cautious: bool = False,
+) -> Tensor:  # fmt: skip
+    """One step of RowAdam for a table (rows, width), row by row."""
+    t = int(state.get("step", torch.tensor(0))) + 1
+    v = beta2 * state.get("row_avg_sq", torch.zeros(len(grad), dtype=torch.float64))
+    new = weight.double().clone()
+    for row, each in enumerate(grad.double()):
+        v[row] += (1 - beta2) * each.square().mean()
+        if each.any():
+            step = lr * lr_mul * (1 - beta2**t) ** 0.5 * each / (v[row].sqrt() + eps)
+            new[row] = descend(new[row], step, lr * weight_decay * wd_mul, cautious)
+    state.update(step=torch.tensor(t), row_avg_sq=v)
+    return new
+
+
 def adam_step(
     weight: Tensor, grad: Tensor, state: dict[str, Tensor], *, lr: float,
     betas: tuple[float, float], eps: float = 1e-8, weight_decay: float = 0.0, lr_mul: float = 1.0,

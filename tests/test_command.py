@@ -61,3 +61,13 @@ def test_a_closed_output_changes_no_exit_code(words, code, closed):
     words = f"{sys.executable} {words} {closed}"
     done = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True)
     assert (done.returncode, b"Traceback" in done.stderr) == (code, False)
+
+
+def test_a_python_without_torch_is_told_what_to_do(tmp_path):
+    for name in ("train_gpt.py", "runtime/__init__.py", "runtime/openmp.py", "runtime/packages.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    words = [sys.executable, "-S", tmp_path / "train_gpt.py", "--help"]  # -S: no packages
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: .* has no \w+: run \./run\.sh once, .*\n", done.stderr)

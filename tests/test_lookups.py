@@ -36,6 +36,16 @@ def test_a_wide_gradient_of_a_bf16_table_keeps_what_bf16_sums_lose():
     assert torch.equal(table.grad[3], torch.full((4,), 2000.0))  # bf16 stops at 256
 
 
+def test_a_sparse_gradient_stays_sparse_over_lookups():
+    table = table_of()
+    reference = table.detach().clone().requires_grad_()
+    for index in CALLS:
+        lookup(index, table, sparse=True).square().sum().backward()
+        F.embedding(index, reference).square().sum().backward()
+    assert table.grad.is_sparse
+    torch.testing.assert_close(table.grad.to_dense(), reference.grad, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("clear", ["before", "after"])
 def test_gradients_cleared_before_or_after_the_forward_pass_stay_dense(clear):
     table = table_of()
@@ -57,3 +67,20 @@ def test_compiled_code_has_the_plain_lookup():
     compiled = torch.compile(lookup, backend="aot_eager", fullgraph=True)
     compiled(CALLS[0], table).sum().backward()
     assert table.grad.layout == torch.strided
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_gradient_is_that_of_a_cpu_and_nothing_waits():
+    grads = []
+    for device in ("cpu", "cuda"):
+        table = torch.ones(10, 4, dtype=torch.bfloat16, device=device).requires_grad_()
+        table.grad_dtype = torch.float32
+        index = CALLS[0].to(device)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(2):
+                lookup(index, table).square().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        grads.append(table.grad.cpu())
+    assert torch.equal(*grads)

@@ -147,13 +147,14 @@ def fail(error):
 @pytest.mark.parametrize(("error", "code", "said"), [
     (Refused("--steps 0: it must be at least 1."), 2, "error: --steps 0: it must be at least"),
     (KeyError("of the data"), 2, "error: 'of the data'"),  # in `refused`
-    (Interrupted(signal.SIGTERM), 143, "error: stopped by a signal before the first step"),
+    (Interrupted(signal.SIGTERM), 143, "error: nothing is lost\n"),
     (torch.OutOfMemoryError("no room\na page"), 1, "error: out of memory: no room. Use --act"),
     (RuntimeError("[enforce fail] can't allocate memory: 8 GB"), 1, "error: out of memory: [e"),
     (ZeroDivisionError("a bug"), 1, "Traceback"),
 ])  # fmt: skip
 def test_what_ends_a_run_has_its_exit_code_and_only_a_bug_a_traceback(capsys, error, code, said):
-    assert supervise(lambda: fail(error), refused=(KeyError,)) == code
+    ending = {"refused": (KeyError,), "interrupted": "nothing is lost"}
+    assert supervise(lambda: fail(error), **ending) == code
     err = capsys.readouterr().err
     assert err.startswith(said)
     assert ("Traceback" in err) == (said == "Traceback")

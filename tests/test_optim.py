@@ -13,6 +13,7 @@ from optim import (
     Guard,
     Muon,
     NorMuon,
+    RowAdam,
     SpikeRule,
     named_state,
 )  # fmt: skip
@@ -20,7 +21,7 @@ from optim import (
 pytestmark = pytest.mark.core
 
 BETAS = (0.65, 0.95)
-KINDS = pytest.mark.parametrize("kind", [Muon, NorMuon, AdamW])
+KINDS = pytest.mark.parametrize("kind", [Muon, NorMuon, AdamW, RowAdam])
 CAUTIOUS = pytest.mark.parametrize("cautious", [False, True])
 
 

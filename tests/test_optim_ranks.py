@@ -29,6 +29,7 @@ from optim import (
     MuonWithAdamW,
     NorMuon,
     Row,
+    RowAdam,
     SpikeRule,
     load_named_state,
     named_state,
@@ -61,6 +62,9 @@ METHODS = {  # kind, options, and of each parameter the shape and group keys
         [(256, 128), (257, 128), (3, 11000), (33001,), (7,), (0, 3), (1, 5), (2, 3, 5)]
     ]),
     "cautious": (AdamW, {"weight_decay": 0.1, "cautious": True}, [((5, 4), {}), ((3,), {})]),
+    "rows": (RowAdam, {"weight_decay": 0.1}, [
+        (shape, {}) for shape in [(300, 128), (7, 3), (1, 5), (0, 3), (6, 1)]
+    ]),
     "torch": (torch.optim.AdamW, {}, [((5, 4), {}), ((3,), {})]),
 }  # fmt: skip
 CAN_FAIL = {"muon": 64, "normuon": 32}  # elements of the first matrix of p0
@@ -140,7 +144,8 @@ def walk(method, rank=0, size=1, group=None, mesh=None, selecting=False):
     found = {"seen": seen, "verdicts": [skip and skip[::2] for skip in verdicts], "norms": norms}
     if method != "torch":
         buckets = optimizer.buckets
-        moments = [bucket.state.get("momentum", bucket.state.get("exp_avg")) for bucket in buckets]
+        kinds = ("momentum", "exp_avg", "row_avg_sq")
+        moments = [state for each in buckets for kind, state in each.state.items() if kind in kinds]
         found["owned"] = sum(moment.numel() for moment in moments)
     state, in_torchs_form, kept = dict(named_state(optimizer)), optimizer.state_dict(), []
     for load in (
