@@ -3,13 +3,8 @@
 import json
 import os
 import pickle
-import random
 import resource
-import select
-import signal
-import time
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -110,34 +105,6 @@ def test_a_disk_that_is_full_at_any_file_leaves_the_old_ones_and_no_half_one(
         save(tmp_path, too_much)
     assert contents(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == {"step_000001", "step_000002"}
-
-
-def kill_a_writer(folder, seconds):
-    """Kill a process that saves again and again; returns the last step that it called saved."""
-    told, tell = os.pipe()
-    child = os.fork()
-    if not child:
-        for step in count(max(steps(folder), default=0)):  # the newest again, as after a resume
-            save(folder, snapshot(step, size=2**14))
-            os.write(tell, b"%d\n" % step)
-    os.close(tell)
-    with open(told, "rb") as lines:
-        select.select([lines], [], [], 60)  # the first is there
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return int(lines.read().split()[-1])
-
-
-def test_a_writer_killed_at_random_moments_never_leaves_a_damaged_checkpoint(tmp_path):
-    chance = random.Random(5)
-    for _ in range(20):  # each goes on in what the one before it has left
-        last = kill_a_writer(tmp_path, chance.uniform(0, 0.03))
-        found = checkpoints(tmp_path)
-        for path in found:
-            assert same_bits(load(path).model, snapshot(int(path.name[5:]), size=2**14).model)
-        assert int(found[-1].name[5:]) >= last - 1  # killed while it replaced that step
-        assert len(list(tmp_path.iterdir())) <= 5  # three, one half written, one half removed
 
 
 # ---- Reading what is damaged

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -187,16 +186,6 @@ def test_a_log_that_declares_a_billion_steps_fills_no_memory(stranger, tmp_path)
     ):
         done = tool(*words)
         assert (done.returncode, "Error" in done.stderr) == (code, False), done.stderr
-
-
-def test_a_command_in_a_page_is_one_command_whatever_the_claim_says(stranger):
-    evidence = read_evidence(stranger.rename(stranger.with_name("x; touch owned")))
-    assert len(evidence.complete) == 2
-    flags = ["--steps", "300; touch owned", "$(touch owned)\ntouch owned"]
-    evidence.claim.flags[:] = flags
-    words = shlex.split(readme(evidence).split("```")[1])
-    assert words[: 2 + len(flags)] == ["python", "train_gpt.py", *flags]
-    assert words[-1] == "records/small/x; touch owned"
 
 
 def test_a_page_made_of_hostile_words_has_no_html_and_no_link_of_theirs(stranger):

@@ -176,20 +176,6 @@ def test_a_spike_of_the_gradient_is_seen_before_it_is_clipped():
 # ---- trainers that own the step
 
 
-def test_a_closure_is_called_with_gradients_on():
-    net, optimizer = built()
-    before = copies(net.parameters())
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(net, 0)
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).requires_grad
-    assert not any(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
-
-
 def test_a_gradient_scaler_takes_the_whole_step_or_none_of_it():
     for name in (None, "1.linear1.weight", "0.weight"):
         net, optimizer = built(clip=1.0)

@@ -13,7 +13,6 @@ from stub_trainer import STEPS, in_child, kill, logs_of, losses_of, read_events,
 
 from runtime.checkpoint import FINAL, MODEL, STATE, Snapshot, checkpoints, load, load_final, save
 from runtime.errors import Refused
-from runtime.registry import REGISTRY, read_registry
 from runtime.warmup import same_bits
 
 EVERY = {"checkpoint_every": 2, "keep_model": True}
@@ -95,14 +94,6 @@ def test_a_run_that_broke_off_many_times_is_the_run(much_interrupted, whole):
     assert [event["from_step"] for event in resumed(much_interrupted)] == [0, 2, 3, 7, 9]
     headers = [read_events(path)[0] for path in logs_of(much_interrupted)]
     assert [header.get("segment") for header in headers] == [None, 2, 3, 4, 5, 6]
-
-
-def test_the_registry_knows_of_each_resume_and_each_end(much_interrupted):
-    entries = read_registry(much_interrupted / REGISTRY)
-    words = [entry["event"] + entry.get("status", "") for entry in entries]
-    assert words == ["start", "resume", "endinterrupted", "resume", "resume", "endinterrupted",
-                     "resume", "resume", "enddone"]  # fmt: skip
-    assert len({entry["run_id"] for entry in entries}) == 1
 
 
 def test_lost_steps_stay_on_the_clock_and_timed_phases_sum_up(much_interrupted):

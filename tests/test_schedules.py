@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from small_model import MACHINE, SEQUENCE, configure, make_model, small
-from test_model import extended, frequencies_of
 
 import optim
 import train_gpt
@@ -14,7 +13,6 @@ from runtime.errors import Refused
 from train_gpt import (
     Trainer,
     make_optimizers,
-    rotary_at,
     schedule,
     set_rates,
     stretches,
@@ -100,19 +98,6 @@ def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window()
     assert schedule(config, 3249).lr_factor == pytest.approx(1 / 3250 / 0.7)
     assert {schedule(config, step).momentum for step in range(config.steps)} == {0.95}
     assert schedule(config, 3).windows == {"short": 1024, "long": 1024}
-
-
-# ---- Rotary tables
-
-
-def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_as_in_yarn():
-    frequencies, factor, windows = frequencies_of(128), 0.1, (3, 3, 7, 11, 13)
-    for stage, published in enumerate((0.1, 0.11695, 0.12752, 0.13178)):
-        frequencies, factor = extended(frequencies, factor, *windows[stage : stage + 2], block=128)
-        assert round(factor, 5) == published
-        frequency, scale = rotary_at(SHORT, stage)
-        torch.testing.assert_close(frequency, torch.tensor(frequencies), rtol=1e-5, atol=0)
-        assert scale.item() == pytest.approx(factor, rel=1e-6)
 
 
 # ---- What a step does to each kind of parameter

@@ -12,7 +12,6 @@ import torch
 from small_run import ROUNDING, ROWS, SEQUENCE, STEPS, arguments, read_events, run, run_words
 from torch._dynamo.utils import counters
 
-import optim
 import train_gpt
 from data import loader
 from data.copied import pair_distances
@@ -230,26 +229,6 @@ def test_what_leaks_from_the_warm_up_or_from_the_future_ends_the_run_before_its_
     outcome = run(data, tmp_path, **tied)
     assert (outcome.code, outcome.logs) == (1, [])
     assert check in outcome.err
-
-
-@pytest.mark.filterwarnings("ignore:.* orthogonalized parameter")
-def test_a_run_outlives_matrices_that_fail_at_every_step_and_logs_them(data, tmp_path, monkeypatch):
-    orthogonalized = optim.muon.orthogonalized
-
-    def fail_first(G, choice):
-        return orthogonalized(G, choice).index_fill_(0, torch.tensor(0), math.nan)
-
-    monkeypatch.setattr("optim.muon.orthogonalized", fail_first)
-    outcome = run(data, tmp_path, steps=24)
-    assert outcome.code == 0, outcome.err
-    held = outcome.events("held")
-    assert [event["step"] for event in held] == [*range(1, 25)]  # 20 skips would end the run
-    [(matrices, tensor)] = {(event["matrices"], event["tensor"]) for event in held}
-    assert matrices >= 1
-    assert f"{matrices} matrices kept their weights, {tensor} first" in outcome.out
-    assert outcome.events("skip") == []
-    losses = outcome.losses()
-    assert losses[-1] < losses[0]  # all other matrices and tables learn
 
 
 def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_path):
