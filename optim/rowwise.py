@@ -74,7 +74,7 @@ class RowAdam(ShardedOptimizer):
     def _cuts(self, param: Tensor, group: dict[str, Any], ranks: int) -> list[tuple[int, ...]]:
         rows, width = param.shape
         own = most = -(-rows // ranks)  # rows of a rank, with fully_shard too
-        if param.device.type != "cpu":
+        if ranks > 1 or param.device.type != "cpu":  # else one part, for sparse gradients
             most = min(own, max(1, self._limit(param) // width))
         cuts: list[tuple[int, ...]] = []
         for first in range(0, rows, own):

@@ -136,10 +136,10 @@ def reader(read: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
 
 
 # Flags, and values of flags, that went. Commit 759f432 has them.
-REMOVED = ("--minutes", "--quick-vals", "--stream-init", "--copy-init",
-           "--init-keys-as-queries", "--track medium", "--recipe copyinit", "--recipe modern",
-           "--layers copyinit", "--layers plain4", "--layers tiny",
-           "--stages copyinit")  # fmt: skip
+REMOVED = ("--minutes", "--quick-vals", "--stream-init", "--copy-init", "--data-start",
+           "--val-every-late", "--init-keys-as-queries", "--track medium", "--recipe copyinit",
+           "--recipe modern", "--layers copyinit", "--layers plain4", "--layers small",
+           "--layers tiny", "--stages copyinit")  # fmt: skip
 
 
 # Flags that became numbers of a table of the trainer.

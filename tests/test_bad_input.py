@@ -98,10 +98,10 @@ def test_a_text_that_is_missing_is_built_and_one_that_cannot_be_is_refused(tmp_p
         raise OSError("the disk is full")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_gpt.prose, "ensure", cannot)
+    monkeypatch.setattr("data.prose.ensure", cannot)
     wanted = run("data/prose", tmp_path / "logs")
     assert_refused(wanted, "data/prose cannot be built", "the disk is full")
-    monkeypatch.setattr(train_gpt.prose, "ensure", write_data)
+    monkeypatch.setattr("data.prose.ensure", write_data)
     assert run("data/prose", tmp_path / "logs", steps=2).code == 0
 
 
