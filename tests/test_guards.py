@@ -105,6 +105,7 @@ RUNS = [(OURS, name) for name in ("muon.2", "normuon.0", "adam.1")]
 RUNS += [((kind, "adam"), f"{kind}.0") for kind in TORCH]
 
 
+@pytest.mark.parametrize("kinds", dict(RUNS), ids="+".join)
 def test_a_sound_step_changes_every_parameter(kinds):
     before, after = (trained(range(steps), kinds=kinds)[0] for steps in (0, 1))
     assert all(before[name] != after[name] for name in before)
