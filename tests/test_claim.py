@@ -85,6 +85,15 @@ def test_crashes_at_any_byte_lose_no_whole_line_and_do_not_break_the_chain(crash
         assert [entry["run_id"] for entry in read_registry(path)] == whole
 
 
+@pytest.mark.parametrize("changed", [{"run_id": None}, {"event": ["start"]}, {"previous": 0}])
+def test_a_line_without_the_fields_of_all_lines_is_named(changed, tmp_path):
+    path = tmp_path / "registry.jsonl"
+    line = json.loads(write_registry(path, 1)[0]) | changed
+    path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(LogError, match="line 1: not a line of a registry"):
+        read_registry(path)
+
+
 # ---- The claim
 
 KINDS = {field.name: get_origin(field.type) or field.type for field in dataclasses.fields(Claim)}
@@ -120,6 +129,20 @@ def test_a_field_of_the_wrong_type_is_refused_by_its_name(name, value):
 ])  # fmt: skip
 def test_a_claim_that_breaks_a_rule_is_refused_with_it(changed, sentence):
     assert_refused(sentence, **changed)
+
+
+HOSTILE = st.sampled_from([b"[" * 10**5, b"[]", b"null", b"1" * 10**4])
+
+
+@given(st.binary() | st.text().map(str.encode) | HOSTILE)
+def test_bytes_that_are_no_claim_are_refused_in_a_sentence(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "claim.json"
+        path.write_bytes(content)
+        with pytest.raises(Refused, match="is no claim"):
+            read_claim(path)
+        with pytest.raises(Refused, match="cannot read the claim"):
+            read_claim(path.parent)
 
 
 def test_the_id_ignores_layout_and_order_and_sees_every_value(tmp_path):

@@ -8,7 +8,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TextIO
@@ -17,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 from filelock import FileLock
 
-from claims.judge import fresh_seeds
+from claims.judge import JUDGEMENTS, find_judgement, fresh_seeds, read_judgements
 from runtime.registry import read_registry, register
 from scripts import command, judge, record, side_by_side
 
@@ -157,6 +160,34 @@ def test_a_clear_answer_ends_the_race_early(project, capsys, gain, code, outcome
     assert len(calls(project)) == 2 * facts["pairs"] < 20
 
 
+def test_it_says_first_what_is_judged_and_how_long_it_takes_by_a_run_on_this_machine(
+    project, capsys, monkeypatch
+):
+    assert run("--b", "--gain 0.2", "--margin", "0.05") == 0
+    said = capsys.readouterr()
+    before, _, after = said.err.partition("A, seeds 0 to 3")
+    assert "is B better than A? loss, margin 0.05, 4 to 20 pairs from seed 0" in before
+    assert "gain: 0.0 in A, 0.2 in B" in before
+    assert "2 runs at once, minutes not known here: the first run will tell" in before
+    assert re.search(r"  B, seed 3: \d\.\d{4} nats per token\n", after)
+    assert re.search(r"as measured now: 1\.5 minutes a run, 6\.0 to 30\.\d in all", after)
+    mean = float(re.search(r"new tokens.* (\S+) \(", said.out)[1])
+    whole = float(re.search(r"B - A (\S+) \(", said.out)[1])
+    assert mean == pytest.approx(whole / 2, rel=1e-3), "noise moves both, new tokens half as far"
+
+    run("--b", "--gain 0.2", "--margin", "0.06", "--", "--steps", "20")
+    again = capsys.readouterr().err
+    assert "1.5 minutes a run, 6.1 to 30.3 in all (by logs/judge/001/" in again
+    monkeypatch.setattr(side_by_side, "cpu_name", lambda: "Z80")
+    run("--b", "--gain 0.2", "--margin", "0.07", "--", "--steps", "20")
+    assert "minutes not known here" in capsys.readouterr().err, "another machine tells nothing"
+
+
+def test_a_flag_that_does_not_act_is_named(project, capsys):
+    assert run("--b", "--idle 1") == 3
+    assert "every pair is equal to the last bit: idle does not act here" in capsys.readouterr().out
+
+
 def test_a_gain_that_new_tokens_do_not_have_is_called_copying_and_no_claim_is_offered(
     project, capsys
 ):
@@ -166,6 +197,17 @@ def test_a_gain_that_new_tokens_do_not_have_is_called_copying_and_no_claim_is_of
     said = capsys.readouterr().out
     assert "the gain may be copying only: on new tokens B is not shown to be better" in said
     assert "prove it" not in said
+
+
+def test_off_the_track_it_says_before_the_first_run_and_at_the_end_that_no_claim_can_follow(
+    project, capsys
+):
+    assert run("--b", "--gain 0.2", "--margin", "0.05", "--quick") == 0
+    said = capsys.readouterr()
+    why = "no claim can follow: --val-tokens 1024: that of the track is 16384"
+    assert why in said.err.partition("A, seeds 0 to 3")[0]
+    assert why in said.out
+    assert "prove it" not in said.out
 
 
 def test_losses_come_side_by_side_as_cores_allow_and_times_one_by_one(
@@ -252,15 +294,45 @@ def test_a_run_that_diverges_is_a_guess_and_one_that_fails_ends_the_judgement(pr
     assert "was changed while it was judged" in capsys.readouterr().err
 
 
+def test_a_run_that_diverges_last_does_not_end_the_judgement_before_it(project, capsys):
+    words = ["--b", "--gain 0.2 --diverge 1", "--pairs", "4", "--seed", "0"]
+    _, facts = judge_as_json(capsys, *words)
+    assert (facts["pairs"], facts["final"]) == (4, True)
+    assert read_judgements(project / "logs/judge")[-1]["done"] == 4
+
+
+def test_a_judgement_that_could_not_begin_is_in_nobodys_way_but_unknown_runs_are(project, capsys):
+    diff = project / "logs/judge/001/source.diff"
+    diff.mkdir(parents=True)
+    assert run("--b", "--gain 0.2") == 2
+    diff.rmdir()
+    assert run("--b", "--gain 0.2") == 0
+    (project / "logs/judge" / JUDGEMENTS).unlink()
+    assert run("--b", "--gain 0.2") == 2
+    assert "001 has runs that judgements.jsonl does not know" in capsys.readouterr().err
+
+
+def test_judgements_that_begin_at_once_have_numbers_and_seeds_of_their_own(project):
+    arms, folder = [judge.make_arm("A", project, [])] * 2, project / "logs/judge"
+    begin = partial(find_judgement, folder, arms=arms, seed=None, records=project / "records")
+    with ThreadPoolExecutor(8) as threads:
+        entries = list(threads.map(begin, [{"pairs": 4 + number} for number in range(8)]))
+    assert sorted(entry["run_id"] for entry in entries) == [f"{n:03}" for n in range(1, 9)]
+    taken = [range(entry["seed"], entry["seed"] + entry["pairs"]) for entry in entries]
+    assert len({*chain(*taken)}) == sum(map(len, taken))
+
+
 @pytest.mark.parametrize(("words", "sentence"), [
     (["--seed", "-5"], "--seed -5: it must be at least 0"),
     (["--b", "--stepz 5"], "train_gpt.py refuses --stepz 5"),
     (["--b", "--steps 20"], "steps is 10 in A and 20 in B"),
+    (["--b=--help"], "train_gpt.py refuses --help"),
     ([], "A and B have the same source and settings"),
     (["--a", "--gain 0.1", "--b", "--gain 0.1"], "Give --b FLAGS, or --a-source"),
     (["--a-source", "../nope"], "--a-source ../nope: it holds no train_gpt.py. Give the folder"),
     (["--b", "--steps '3"], "argument --b: invalid split value: \"--steps '3\""),
     *(([f"--pairs={pairs}"], "there must be 4 to 100 pairs") for pairs in (3, 101)),
+    (["--analyse-every", "0"], "analysed every 1 or more"),
     *(([f"--margin={margin}"], f"margin is {margin}") for margin in (0.0, math.nan)),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_before_anything_runs(project, capsys, words, sentence):

@@ -194,6 +194,23 @@ def failed(method, rank=0, size=1, group=None, mesh=None, selecting=False):
     return {"seen": seen, "held": held, "said": said}
 
 
+def hooked(group):
+    """The largest weight that a hook leaves which clamps them, by a step and by a guard's."""
+    found = []
+    for guarded in (False, True):
+        params, optimizer = build("two", group)
+
+        def clamp(*_, params=params):
+            for param in params.values():
+                param.data.clamp_(max=0.5)
+
+        optimizer.register_step_post_hook(clamp)
+        give_gradients("two", params, 0, 0, 1, None)
+        (Guard([optimizer]) if guarded else optimizer).step()
+        found.append(max(param.max().item() for param in params.values()))
+    return found
+
+
 # ---- with torch's own fully_shard and checkpoints
 
 
@@ -320,6 +337,40 @@ def load(folder, mesh):
     return state_of([optimizer]), optimizer.param_groups[0]["lr"]
 
 
+def refusals(mesh):
+    """Pairs of what is said of a parameter that cannot be stepped, and what should be."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def param(placement):
+        return nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [placement]))
+
+    def muon(*named, **options):
+        return Muon(named, 0.1, **options)
+
+    rows, columns, same = param(Shard(0)), param(Shard(1)), param(Replicate())
+    theirs = torch.optim.SGD([("w", rows)], 0.1)
+    flat = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    world = dist.group.WORLD
+    rule = "(Shard(dim=1),); fully_shard on a mesh of one dimension has (Shard(dim=0),)"
+    cases = [
+        (lambda: muon(("w", columns)), f"parameter w has placements {rule}"),
+        (lambda: AdamW([("w", same)], 0.1), "parameter w has placements (Replicate(),)"),
+        (lambda: muon(("w", rows), ("v", torch.ones(4, 4))), "v on cpu; build an optimizer for"),
+        (lambda: muon(("w", rows), process_group=world), "parameter w; leave out process_group"),
+        (lambda: Guard([theirs], process_group=world), "SGD; leave out the guard's process_group"),
+        (lambda: AdamW(flat.named_parameters(), 0.1), "FullyShardedDataParallel; use torch.dist"),
+    ]
+    found = []
+    for call, expected in cases:
+        try:
+            said = str(call())
+        except ValueError as error:
+            said = str(error)
+        found.append((said, expected))
+    return found
+
+
 # ---- the processes
 
 
@@ -349,12 +400,14 @@ def process(rank, folder):
             for method in CAN_FAIL:
                 found = failed(method, rank, size, group, selecting=name in SELECTING)
                 results["failed", method, name] = found
+            results["hooked", name] = hooked(group)
     if rank < 2:
         results["exchanged"] = exchanged(meshes["shards 2"], rank)
         results["saved"] = save(folder, meshes["shards 2"])
     dist.barrier()  # the checkpoint is there
     results["apart"] = losses_apart(rank, meshes["shards 4"])
     results["loaded"] = load(folder, meshes["shards 4"])
+    results["refused"] = refusals(meshes["shards 4"])
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
@@ -444,6 +497,12 @@ def test_a_matrix_that_fails_stays_on_all_ranks_which_agree_and_the_first_alone_
     assert [len(cell["said"]) for cell in cells] == [1] + [0] * (len(cells) - 1)
 
 
+def test_a_hook_after_a_step_has_the_last_word_in_the_new_weights(ranks):
+    found = [results["hooked", name] for results in ranks for name in GROUPS
+             if ("hooked", name) in results]  # fmt: skip
+    assert found == [[0.5, 0.5]] * sum(GROUPS.values())
+
+
 def test_what_two_ranks_save_with_torch_loads_on_another_number_and_saving_steps_nothing(ranks):
     for results in ranks[:2]:
         before, after, sharded = results["saved"]
@@ -471,3 +530,9 @@ def test_ranks_with_losses_of_their_own_judge_the_mean_and_stay_together(ranks):
         for (verdicts, left), (_, first) in zip(results["apart"], ranks[0]["apart"], strict=True):
             assert verdicts == [None, None, None, "spike", "spike", None]
             assert same(left, first)
+
+
+def test_other_placements_and_meshes_are_refused_by_name(ranks):
+    for results in ranks:
+        for said, expected in results["refused"]:
+            assert expected in said

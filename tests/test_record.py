@@ -106,13 +106,35 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
     assert "The runs used 8 x NVIDIA H100 80GB HBM3 and torch 2.13.0+cu128;" in page
 
 
+def test_a_page_says_what_was_tried_before(tmp_path):
+    for year, steps in ((2001, 14), (2002, 20), (2003, 14)):
+        created = f"{year}-01-01T00:00:00+00:00"
+        claim = make_claim("Early", 4, year, config={"steps": steps}, created=created)
+        write_record(tmp_path, claim, [])
+    folder = write_record(tmp_path, make_claim("Late", 4), LOSSES[:4])
+    assert make(folder) == 0
+    page = (folder / "README.md").read_text()
+    assert "Claimed before it on this track: 2 step counts (14, 20).\n" in page
+    assert "Its log folder had no other run on this track before its first." in page
+    registry = folder / "runs" / "registry_2.jsonl"
+    others = ((1, "a", "tiny"), (2, "a", "tiny"), (3, "b", "tiny"), (4, "c", "small"))
+    for seed, sha256, track in others:
+        small_record.register(registry, "start", time="2020-01-01T00:00:00+00:00", track=track,
+                              run_id=f"run{seed}", seed=seed, config_sha256=sha256, claim=None)
+    assert make(folder) == 0
+    page = (folder / "README.md").read_text()
+    assert "Its log folder had 3 other runs of 2 configurations on this track" in page
+
+
 @pytest.mark.parametrize(("words", "changed", "sentence"), [
     (["Few", "--n", "3"], {}, "n = 3 must be 4 to 10000"),
     (["Few"], {"target": 3.3}, "--target 3.3: that of the track is 3.25. Leave --target out."),
+    (["Few"], {"vocab_size": 32}, "--vocab-size 32: that of the track is 64. Leave --vocab"),
     (["Few"], {"val_tokens": 512}, "--val-tokens 512: that of the track is 1024. Leave --val"),
     (["../Few"], {}, "name '../Few' must be a CamelName"),
     (["Good"], {}, "File exists"),
     (["Few", "--", "--n", "4"], {}, "--n stands after --, where flags of the trainer are. Give it"),
+    (["Few", "--", "--seed=4"], {}, "--seed: a claim chooses its seeds"),
     (["Few"], {"quick": True}, "--quick: a claim validates on all tokens of its track. Leave"),
 ])  # fmt: skip
 def test_a_claim_that_breaks_a_rule_is_not_written(
@@ -160,6 +182,22 @@ def test_no_record_is_verified_whose_track_does_not_fix_the_validation_tokens(
     assert (code, "tiny has no val_sha256: add it" in said) == (1, True)
 
 
+def test_runs_of_two_machines_are_one_record(tmp_path, capsys):
+    folder = write_record(tmp_path / "records", make_claim(n=4), LOSSES[:4])
+    runs = read_logs(folder)
+    shutil.rmtree(folder / "runs")
+    for name, part in (("here", runs[:1]), ("there", runs[2:])):
+        small_record.write_logs(tmp_path / name, part)
+    here, there = (tmp_path / name / "runs" for name in ("here", "there"))
+    code, said = call(capsys, "make", folder, here)
+    assert code == 1
+    assert "seeds [1001, 1002, 1003] have no run, and 1 of 4 runs count" in said
+    small_record.write_logs(tmp_path / "here", runs[:2])  # its registry has grown
+    assert call(capsys, "make", folder, here, there)[0] == 0
+    names = sorted(path.name for path in folder.glob("runs/registry*"))
+    assert names == ["registry.jsonl", "registry_2.jsonl"]
+
+
 def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_only_with_them(
     tmp_path, capsys
 ):
@@ -201,6 +239,18 @@ def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_on
     assert call(capsys, "make")[0] == 0
     assert contents(tmp_path)["README.md"] == before["README.md"]
     assert "**Not shown**" in (failed / "README.md").read_text(), "pages follow from the logs"
+
+
+def test_a_claim_of_a_track_without_a_board_is_verified_and_stands_on_none(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(TRACKS, "tiny", small_record.RULES._replace(ranked=False))
+    folder = write_record(tmp_path, make_claim("Hello", 4), LOSSES[:4])
+    assert make(folder) == 0
+    assert call(capsys, "verify", folder)[0] == 0
+    assert call(capsys, "make")[0] == 0
+    assert "Hello" not in (tmp_path / "README.md").read_text()
+    assert not (tmp_path / "tiny" / "tokens.svg").exists()
 
 
 def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """Runs that break off and go on, with a trainer of eight numbers: the same run, and its time."""
 
+import errno
 import os
 import signal
 from functools import cache
@@ -12,7 +13,8 @@ import stub_trainer
 from stub_trainer import STEPS, in_child, kill, logs_of, losses_of, read_events, run, signalled
 
 from runtime.checkpoint import FINAL, MODEL, STATE, Snapshot, checkpoints, load, load_final, save
-from runtime.errors import Refused
+from runtime.errors import LogError, Refused
+from runtime.registry import REGISTRY, read_registry
 from runtime.warmup import same_bits
 
 EVERY = {"checkpoint_every": 2, "keep_model": True}
@@ -94,6 +96,21 @@ def test_a_run_that_broke_off_many_times_is_the_run(much_interrupted, whole):
     assert [event["from_step"] for event in resumed(much_interrupted)] == [0, 2, 3, 7, 9]
     headers = [read_events(path)[0] for path in logs_of(much_interrupted)]
     assert [header.get("segment") for header in headers] == [None, 2, 3, 4, 5, 6]
+
+
+def test_the_registry_knows_of_each_resume_and_each_end(much_interrupted):
+    entries = read_registry(much_interrupted / REGISTRY)
+    words = [entry["event"] + entry.get("status", "") for entry in entries]
+    assert words == ["start", "resume", "endinterrupted", "resume", "resume", "endinterrupted",
+                     "resume", "resume", "enddone"]  # fmt: skip
+    assert len({entry["run_id"] for entry in entries}) == 1
+
+
+def test_times_never_fall_through_all_segments(much_interrupted):
+    events = read_events(*logs_of(much_interrupted))
+    for name in ("t_ms", "train_time_ms"):
+        times = [event[name] for event in events if name in event]
+        assert times == sorted(times), name
 
 
 def test_lost_steps_stay_on_the_clock_and_timed_phases_sum_up(much_interrupted):
@@ -231,3 +248,22 @@ def test_a_log_that_was_changed_after_its_process_ended_is_refused(broken):
     assert content.count(b'"train_loss": 1.') == 1
     log.write_bytes(content.replace(b'"train_loss": 1.', b'"train_loss": 0.'))
     assert f"{log} was changed after its process ended" in refused(broken)
+
+
+def test_a_run_whose_log_disk_was_full_to_its_end_resumes_where_the_log_ends(
+    whole, tmp_path, monkeypatch
+):
+    def fill(trainer, step):
+        def full(descriptor, lines, sync=False):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        stub_trainer.wait_for_writer(trainer, step)
+        monkeypatch.setattr("runtime.log.append", full)
+
+    with pytest.raises(LogError, match="its last lines are lost"):
+        run(tmp_path, {6: fill}, **EVERY)
+    monkeypatch.undo()
+    resume(tmp_path)
+    (event,) = resumed(tmp_path)
+    assert event["from_step"] == 4, "the last checkpoint that the log names"
+    assert_same(tmp_path, whole())

@@ -1,6 +1,8 @@
 """From run logs to a verdict: nothing that a crash, a copy or a hand does to a log is evidence."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,12 @@ from test_stats import LOSSES, NORMUON_3250, VE_TUNED
 
 from scripts.significance import main
 
+ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = Path("track_1_short", "2025-07-12_Name")  # where public records of the first track lie
+DOCUMENTED = [
+    "path", "source", "total_steps", "gpu_count", "n", "losses", "times_ms", "mean", "sd", "t", "p",
+    "upper99", "passes", "incomplete", "warnings",
+]  # fmt: skip
 BOS_ALIGN, FIX_MUON_LR = LOSSES["BosAlign"], LOSSES["FixMuonLR"]  # of public records
 MIMETIC_AGAIN = [round(loss - 0.0001, 4) for loss in LOSSES["MimeticValueOutput"]]
 MIMETIC, FP8_MLP_UP = LOSSES["MimeticValueOutput"], LOSSES["FP8MLPUpProj"]
@@ -97,6 +104,15 @@ def test_the_published_records_get_their_published_verdict(tmp_path, capsys, los
     assert arm["losses"] == losses
 
 
+def test_an_arm_in_json_has_exactly_the_documented_fields(tmp_path, capsys):
+    write_arm(tmp_path, MIMETIC)
+    code, (arm,) = judge(capsys, tmp_path)
+    assert list(arm) == DOCUMENTED
+    assert (code, arm["n"], arm["losses"], arm["times_ms"]) == (0, 7, MIMETIC, [200.0] * 7)
+    assert [arm[name] for name in DOCUMENTED[:4]] == [str(tmp_path), "source", 100, 8]
+    assert (arm["passes"], arm["incomplete"], arm["warnings"]) == (True, [], [])
+
+
 def test_a_folder_of_two_sources_is_two_arms_and_says_so(tmp_path, capsys):
     folder = tmp_path / PUBLIC
     write_public_arm(folder, BOS_ALIGN)
@@ -121,6 +137,18 @@ def test_arms_that_pass_alone_fail_as_a_family(tmp_path, capsys):
     assert "p 0.0237, fail" in text
 
 
+def test_steps_that_were_tried_are_a_family_and_each_has_its_own_losses(tmp_path, capsys):
+    for seed, (early, late) in enumerate(zip(FP8_MLP_UP, FIX_MUON_LR, strict=False)):
+        write_run(tmp_path, f"run_{seed}", {80: early, 90: late, 100: 3.1 + seed}, seed=seed)
+    sparse = write_run(tmp_path, "sparse", {90: 3.2781, 100: 3.1}, seed=8)
+    _, arms = judge(capsys, tmp_path, "--at-step", "90,80")
+    found = [(arm["n"], arm["losses"][0], arm["times_ms"][0]) for arm in arms]
+    assert found == [(8, 3.2802, 160.0), (9, 3.2804, 180.0)]
+    reason = "no validation at step 80"
+    assert arms[0]["incomplete"] == [{"path": str(sparse), "reason": reason, "last_loss": 3.1}]
+    assert "Holm over the 2 arms" in text_of(capsys, tmp_path, "--at-step", "90,80")
+
+
 def test_two_files_of_ten_runs_each_are_judged_at_the_claimed_step(tmp_path, capsys):
     folder = tmp_path / "track_3_optimization" / "results" / "20260503_name"
     runs = [{1000: 4 + loss, 3250: loss, 3300: loss - 0.0017} for loss in NORMUON_3250]
@@ -140,6 +168,14 @@ def test_logs_of_the_track_steps_are_also_judged_by_its_rule(tmp_path, capsys, l
         last = {3250: loss + spread}
         write_run(tmp_path, f"run_{seed}", last, seed=seed, track="steps", total=3250)
     assert f"(target - mean) * sqrt(n) = {verdict}" in text_of(capsys, tmp_path)
+
+
+def test_losses_without_a_finite_spread_fail(tmp_path, capsys):
+    for seed, loss in enumerate([3.27, 3.28, 3.29, "nan"]):
+        write_run(tmp_path, f"run_{seed}", {50: 4.0 + seed, 100: loss}, seed=seed)
+    code, (arm,) = judge(capsys, tmp_path)
+    assert warned(arm, "losses without a finite spread: there is no test")
+    assert (code, arm["passes"]) == (1, False)
 
 
 def test_fewer_than_four_runs_have_no_verdict_and_fail_no_other_arm(tmp_path, capsys):
@@ -186,6 +222,22 @@ def test_unfinished_runs_are_left_out_and_named(tmp_path, capsys):
     assert (code, arm["n"], arm["p"], arm["passes"]) == (1, 0, None, False)
 
 
+def test_claims_and_gaps_in_the_seeds_are_said(tmp_path, capsys):
+    write_arm(tmp_path, MIMETIC, claim="c1a1")
+    assert not judge(capsys, tmp_path)[1][0]["warnings"]
+    write_run(tmp_path, "late", {100: 3.2781}, seed=9)
+    _, (arm,) = judge(capsys, tmp_path)
+    assert arm["n"] == 8
+    assert warned(arm, "different claims: None, c1a1")
+    assert warned(arm, "no run has seed 7, 8: was it made and left out?")
+
+
+def test_a_target_that_is_given_overrides_that_of_the_logs(tmp_path, capsys):
+    write_arm(tmp_path, MIMETIC, target=3.27)
+    assert judge(capsys, tmp_path)[0] == 1
+    assert judge(capsys, tmp_path, "--target", 3.28)[0] == 0
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), [
     ([], "required: PATH"),
     (["logs", "--target", "nan"], "--target nan: it must be a finite number"),
@@ -215,6 +267,57 @@ def test_bad_input_exits_with_2_and_a_sentence(tmp_path, capsys, arguments, sent
     assert sentence.format(folder=tmp_path) in capsys.readouterr().err
 
 
+def test_the_command_starts_anywhere_without_torch(tmp_path):
+    write_arm(tmp_path / "logs", MIMETIC)
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is not installed here')\n")
+    command = [sys.executable, ROOT / "scripts" / "significance.py", "logs", "--json"]
+    options = {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}}
+    result = subprocess.run(command, capture_output=True, check=True, **options)
+    assert json.loads(result.stdout)["arms"][0]["n"] == 7
+
+
+def test_runs_that_differ_in_steps_settings_or_gpus_are_arms_named_by_it(tmp_path, capsys):
+    shared, several = {"recipe": "muon", "cautious_wd": True}, [0.85, 0.9]
+    arms = [(1, 30, 0.95, 8), (1, 32, 0.95, 8), (2, 32, several, 8), (1, 32, 0.95, 1)]
+    for number, (config, steps, momentum, gpus) in enumerate(arms):
+        for seed in range(4):
+            own = {"seed": 100 * number + seed, "log_dir": f"logs/{number}"}
+            settings = own | shared | {"steps": steps, "momentum": momentum}
+            write_run(tmp_path, f"{number}_{seed}", {steps: 3.2 + number + seed / 100}, seed=seed,
+                      total=steps, config=f"config {config}", settings=settings, gpus=gpus)
+    text = text_of(capsys, tmp_path)
+    titles = [part.splitlines()[0] for part in text.split("\n\n")]
+    assert [title.partition(": source")[0] for title in titles] == [
+        f"{tmp_path} (steps=30, momentum=0.95, gpus=8)",
+        f"{tmp_path} (steps=32, momentum=0.95, gpus=8)",
+        f"{tmp_path} (steps=32, momentum=0.85,0.9, gpus=8)",
+        f"{tmp_path} (steps=32, momentum=0.95, gpus=1)"]  # fmt: skip
+    assert text.count("n 4 ") == 4
+
+
+@pytest.mark.parametrize("loss", [-3.2, 0.0])
+def test_a_loss_that_is_not_above_zero_is_refused_in_logs_of_any_kind(tmp_path, capsys, loss):
+    public = write_public(tmp_path / "public.txt", {1750: loss})
+    own = write_run(tmp_path, "own", {100: loss}, seed=0)
+    for path in (public, own):
+        assert main([str(path)]) == 2
+        assert "a loss is above 0" in capsys.readouterr().err
+
+
+def test_runs_that_all_stop_at_one_step_before_the_declared_total_are_judged_there(
+    tmp_path, capsys
+):
+    folder = tmp_path / PUBLIC
+    write_public_arm(folder, BOS_ALIGN, total=2000)
+    code, (arm,) = judge(capsys, folder)
+    assert (code, arm["losses"], arm["total_steps"]) == (0, BOS_ALIGN, 2000)
+    assert warned(arm, "all runs stop at step 1750 of 2000: judged there")
+    write_public_arm(folder.with_name("old"), FIX_MUON_LR, total=2000)
+    assert "B - A of independent runs" in text_of(
+        capsys, folder, "--against", folder.with_name("old")
+    )
+
+
 def test_runs_that_stop_at_different_steps_are_judged_only_at_a_step_that_is_named(
     tmp_path, capsys
 ):
@@ -238,6 +341,24 @@ def test_a_run_that_stops_early_is_left_out_where_others_reach_the_declared_tota
     assert arm["incomplete"][0]["reason"] == "last validation at step 1000 of 1750"
 
 
+def test_of_two_losses_in_a_line_val_loss_is_judged_and_the_other_named(tmp_path, capsys):
+    folder = tmp_path / PUBLIC
+    write_public_arm(folder, MIMETIC, also=" val_ema_loss:3.10000")
+    _, (arm,) = judge(capsys, folder)
+    assert arm["losses"] == MIMETIC
+    assert warned(arm, "the losses are val_loss, not val_ema_loss")
+
+
+def test_public_logs_of_one_seed_count_once(tmp_path, capsys):
+    folder = tmp_path / PUBLIC
+    for index, loss in enumerate(MIMETIC):
+        points = {1000: 3.5 + index / 1000, 1750: loss}
+        write_public(folder / f"run_{index}.txt", points, seed=1337)
+    code, (arm,) = judge(capsys, folder)
+    assert (code, arm["losses"], arm["passes"]) == (1, MIMETIC[:1], False)
+    assert sum("repeats the seed 1337" in warning for warning in arm["warnings"]) == 6
+
+
 def test_each_folder_of_logs_below_a_folder_without_any_is_judged_by_itself(tmp_path, capsys):
     records = tmp_path / PUBLIC.parts[0]
     write_public_arm(records / "a", MIMETIC)
@@ -258,3 +379,27 @@ def test_each_folder_of_logs_below_a_folder_without_any_is_judged_by_itself(tmp_
     code, arms = judge(capsys, records)
     assert (code, len(arms)) == (2, 3), "one cannot be read, and hides no other verdict"
     assert f"not read: {torn} is no run log" in text_of(capsys, records)
+
+
+def test_a_named_folder_without_logs_hides_no_verdict_and_exits_with_2(tmp_path, capsys):
+    write_public_arm(tmp_path / PUBLIC, MIMETIC)
+    (tmp_path / "none").mkdir()
+    code, (arm,) = judge(capsys, tmp_path / PUBLIC, tmp_path / "none")
+    assert (code, arm["passes"]) == (2, True)
+
+
+def test_a_folder_with_logs_of_its_own_hides_no_folder_below_it(tmp_path, capsys):
+    records = tmp_path / PUBLIC
+    write_public_arm(records, MIMETIC)
+    write_public_arm(records / "baseline", FP8_MLP_UP)
+    code, arms = judge(capsys, records)
+    assert (code, [arm["passes"] for arm in arms]) == (1, [True, False])
+    assert "Holm" not in text_of(capsys, records)
+
+
+def test_judgements_below_a_log_folder_are_named_and_not_judged_with_it(tmp_path, capsys):
+    write_arm(tmp_path, MIMETIC)
+    write_arm(tmp_path / "judge" / "001" / "A", FP8_MLP_UP)
+    (tmp_path / "registry.jsonl").touch()
+    assert judge(capsys, tmp_path)[0] == 0
+    assert f"{tmp_path / 'judge'} has run logs too: name it" in text_of(capsys, tmp_path)

@@ -19,7 +19,7 @@ from runtime.errors import Refused
 from runtime.log import RunLog
 from scripts.view import main
 from view import runs as view_runs
-from view.page import build_page
+from view.page import build_page, write_page
 from view.runs import Store, find_folders
 from view.server import Server
 
@@ -111,6 +111,18 @@ def test_a_long_run_is_thinned_and_its_mean_loss_stays(tmp_path):
     assert curve["loss"][-1] == pytest.approx(4 - 1997 / 2002, abs=1e-6)  # of 1,992 to 2,002
 
 
+@pytest.mark.parametrize("steps", [40, 602])  # the second is thinned
+def test_steps_that_adam_leaves_out_draw_no_zigzag(tmp_path, steps):
+    write_log(tmp_path / "logs", steps=steps, adam_every=2)
+    (run,) = read(tmp_path / "logs")["runs"]
+    curve = run["curve"]
+    assert {speed for speed in curve["speed"] if speed is not None} == {10_000}
+    norms = [norm for norm in curve["norm"] if norm is not None]
+    assert norms == sorted(norms, reverse=True)
+    assert min(norms) > 1
+    assert len(norms) == len([step for step in curve["step"] if step % 2 == 0])
+
+
 def test_a_run_whose_log_is_open_is_live_however_long_it_is_silent(tmp_path):
     log, written = RunLog(tmp_path, "run_0"), ("event", "t_ms", "schema", "run_id")
     log.begin({name: next(log_lines())[name] for name in next(log_lines()) if name not in written})
@@ -120,6 +132,15 @@ def test_a_run_whose_log_is_open_is_live_however_long_it_is_silent(tmp_path):
     assert store.reply()["live"] == [run["id"]]
     log.close()  # as if its process had died
     assert store.reply()["live"] == []
+
+
+def test_the_arms_of_a_judgement_are_found_below_its_folder_and_stay_apart(tmp_path):
+    for arm in "AB":
+        (tmp_path / "judge" / "one" / arm).mkdir(parents=True)
+        write_log(tmp_path / "judge" / "one" / arm)
+    runs = read(tmp_path / "judge" / "one")["runs"]
+    assert [run["arm"] for run in runs] == ["one/A", "one/B"]
+    assert runs[0]["group"] != runs[1]["group"]
 
 
 def test_a_record_and_a_folder_of_records_give_their_runs_as_references():
@@ -141,6 +162,36 @@ def test_a_text_log_and_a_run_without_an_end_are_shown(tmp_path):
     vals = {"step": [10, 20], "tokens": [1000, 2000], "seconds": [0.1, 0.2], "loss": [3.9, 3.4]}
     assert (running["val"], running["loss"], running["new_tokens"]) == (vals, 3.4, "nan")
     assert (text_log["status"], text_log["loss"], text_log["curve"]["loss"]) == ("done", 4.5, [])
+
+
+def test_only_logs_that_changed_are_read_again(tmp_path, monkeypatch):
+    write_log(tmp_path, "a")
+    log = write_log(tmp_path, "b", seed=1, done=5)
+    store = Store(find_folders([tmp_path]))
+    first = store.reply()
+    parsed = []
+    original = view_runs.read_runs
+    monkeypatch.setattr(
+        view_runs, "read_runs", lambda path, **how: parsed.append(path) or original(path, **how)
+    )
+    assert store.reply(first["version"])["runs"] == []
+    assert parsed == []
+    write_log(tmp_path, "b", seed=1, done=9)
+    reply = store.reply(first["version"])
+    assert [run["done"] for run in reply["runs"]] == [9]
+    assert parsed == [log]
+    log.unlink()
+    assert len(store.reply(reply["version"])["ids"]) == 1
+
+
+def test_a_reply_does_not_wait_until_all_is_read(tmp_path):
+    write_log(tmp_path, "a")
+    write_log(tmp_path, "b", seed=1)
+    store = Store(find_folders([tmp_path]))
+    assert store.reply(seconds=-1)["more"]
+    reply = store.reply()
+    assert not reply["more"]
+    assert len(reply["runs"]) == 2
 
 
 def test_what_is_no_log_or_a_link_is_named_and_not_read_and_the_others_are_shown(tmp_path):
@@ -340,10 +391,56 @@ def test_a_closed_group_is_a_median_with_a_band_and_an_open_one_draws_each_run(o
     page.wait(f"{LINES}.length === 2 && document.querySelectorAll('.off').length === 1")
 
 
+def test_a_run_opens_its_end_before_its_settings_and_a_group_closes(opened):
+    _, page = opened
+    page.click("#rows .run button")
+    page.wait("document.getElementById('dialog').open")
+    facts = page.evaluate("document.getElementById('facts').textContent")
+    assert 0 < facts.index("end.val_loss: 3.1") < facts.index("settings.matrix_lr: 0.02")
+    page.click("#dialog button")
+    page.wait("!document.getElementById('dialog').open")
+    page.click("#rows .group button")
+    page.wait(f"{ROWS}.length === 1")
+
+
+def spot(page, step, loss):
+    """Where this point of the chart is in the window."""
+    page.evaluate("charts.loss.plot.over.scrollIntoView()")
+    return page.evaluate(
+        "(() => { const {plot} = charts.loss, b = plot.over.getBoundingClientRect();"
+        f"return [b.left + plot.valToPos({step}, 'x'), b.top + plot.valToPos({loss}, 'y')] }})()"
+    )
+
+
+def test_a_drag_zooms_and_a_double_click_undoes_it(opened):
+    _, page = opened
+    page.mouse("mousePressed", *spot(page, 10, 3.5), button="left", clickCount=1)
+    page.mouse("mouseMoved", *spot(page, 20, 3.5), button="left", buttons=1)
+    page.mouse("mouseReleased", *spot(page, 20, 3.5), button="left", clickCount=1)
+    page.wait("charts.loss.plot.scales.x.max < 22 && charts.lr.plot.scales.x.min > 8")
+    page.evaluate("charts.loss.plot.over.dispatchEvent(new MouseEvent('dblclick'))")
+    page.wait("charts.loss.plot.scales.x.max > 39")
+
+
 def cells(page, selector):
     return page.evaluate(
         f"[...document.querySelectorAll('{selector}')].map(cell => cell.innerText.trim())"
     )
+
+
+def point_at(page, step, loss):
+    """Move the pointer there; returns what the page says."""
+    page.mouse("mouseMoved", *spot(page, step, loss))
+    page.wait("!document.getElementById('tip').hidden")
+    return cells(page, "#tip td")
+
+
+def test_pointing_anywhere_names_all_curves_there_the_best_first(opened):
+    folder, page = opened
+    write_log(folder, "b", seed=1, vals={20: 3.9}, matrix_lr=0.04)
+    page.wait(f"{LINES}.length === 2")
+    told = ["record89", "3.5375", "3.1000 at 40", "record89 · matrix_lr 0.04", "3.6375", "3.9000"]
+    assert point_at(page, 20, 3.2) == point_at(page, 20, 3.95) == told
 
 
 def test_columns_sort_and_rows_are_shown_alone_hidden_or_filtered_and_two_groups_compared(opened):
@@ -400,6 +497,41 @@ def test_one_track_is_drawn_at_a_time_with_its_target_and_the_live_one_comes_fir
         assert cells(page, "#track [aria-pressed=true]") == ["tiny"]
         page.click("#track button:first-child")
     page.wait(f"{TEXT}.includes('1 stopped')")
+
+
+def test_a_phone_shows_the_loss_and_the_status_of_each_run(opened):
+    _, page = opened
+    page.show(390, 844)
+    page.wait("charts.loss.plot.width < 390")
+    right = "cell => cell.innerText && Math.round(cell.getBoundingClientRect().right)"
+    edges = page.evaluate(f"[...document.querySelectorAll('#rows tr:last-child td')].map({right})")
+    assert [edge <= 390 for edge in edges if edge] == [True] * 3
+    shown = "getComputedStyle(cell).display !== 'none'"
+    assert page.evaluate(f"[...document.querySelectorAll('#rows tr:last-child td')]"
+                         f".filter(cell => {shown}).map(cell => cell.innerText.trim())"
+                         ) == ["run_0", "3.1000", "reached"]  # fmt: skip
+
+
+def test_validation_stands_out_from_training_and_the_target_says_of_what(opened):
+    _, page = opened
+    stroke = page.evaluate("charts.loss.plot.series[1].stroke()")
+    assert stroke != page.evaluate(f"{LINES}[0].color")
+    assert page.evaluate("charts.lr.plot.series[1].stroke()") == page.evaluate(f"{LINES}[0].color")
+    page.evaluate("""window.written = [];
+        CanvasRenderingContext2D.prototype.fillText = text => written.push(text);
+        render()""")
+    page.wait("written.includes('target of validation: 3.5')")
+    assert page.evaluate("written.includes('steps')")
+
+
+def test_a_page_in_a_file_draws_a_record_as_a_reference(tmp_path, page):
+    write_log(tmp_path / "logs", track="small")
+    write_page(Store(find_folders([tmp_path / "logs", RECORD])), tmp_path / "page.html")
+    page.open((tmp_path / "page.html").as_uri())
+    page.wait(f"{LINES}.length === 2")
+    assert inked(page) > 1000
+    dashed = page.evaluate(f"{LINES}.map(line => line.dash.length > 0 && Boolean(line.low))")
+    assert dashed == [False, True]
 
 
 def test_hostile_names_are_shown_as_text(opened):
