@@ -262,7 +262,8 @@ RUNS: dict[str, tuple] = {
     "another version of torch": (put("2.0", "env", "torch"), "torch differs between runs"),
     "another attention": (put("flash3", "env", "attention"), "attention differs between runs"),
     "a larger model": (put(10**9, "env", "params"), "params differs between runs"),
-    "larger layers": (put(21, "env", "layer_params"), "parameters of the layers: 21, not 1 to 20"),
+    "larger layers": (
+        put(200_001, "env", "layer_params"), "parameters of the layers: 200001, not 1 to 200000"),
     "code that the hash does not cover": (
         put(["idea /x/idea.py"], "env", "modules_from_elsewhere"), "modules from elsewhere"),
     "compiler settings": (put(["inductor.x = 1"], "env", "compile_flags"), "inductor.x"),
