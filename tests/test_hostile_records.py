@@ -113,7 +113,7 @@ def test_no_file_from_outside_a_log_folder_gets_into_a_record(name, stranger, tm
 @pytest.mark.parametrize(("field", "value", "rule"), [
     ("source_sha256", "../../elsewhere", "64 hexadecimal digits"),
     ("target", float("nan"), "must be between"), ("about", "x" * 2**20, "bytes"),
-    ("about", "Why.\u2028**Shown**", "one line"), ("config", NESTED, "brackets"),
+    ("about", "Why.\u2028**Shown**", "one line"), ("config", NESTED, "nested|recursion"),
 ], ids=range(5))
 def test_a_claim_that_names_a_path_or_a_number_out_of_this_world_is_refused(
     field, value, rule, stranger

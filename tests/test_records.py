@@ -73,7 +73,7 @@ def test_only_the_hello_has_no_board():
     assert [name for name, rules in TRACKS.items() if not rules.ranked] == ["tiny"]
 
 
-@pytest.mark.parametrize("layers", ["small", "small89", "plain8"])
+@pytest.mark.parametrize("layers", ["small89", "plain8"])
 def test_a_claim_may_have_any_table_of_as_many_layers(layers):
     config = Config(**preset({"track": "small"}) | {"layers": layers})
     found = departures(vars(config), TRACKS["small"].fixed)

@@ -193,7 +193,6 @@ def test_a_failed_run_is_named_and_made_again_and_a_report_makes_none(project, c
     ({"seeds": [0], "arms": {"a": ""}, "grid": {"wd": [1]}}, "a grid beside arms would multiply"),
     ({"seeds": [0], "arms": {"a": {"flag": "--x"}}}, "unknown: flag"),
     ({"seeds": [0], "arms": {"a": 7}}, "plan.json: "),
-    ('{"seeds": [0], "arms": {"a": "", "a": "--wd 1"}}', "a key occurs twice"),
     ({"seeds": [0], "arms": {"a": "", "b": "--stepz 5"}}, "--stepz: no such flag"),
     ({"seeds": [0], "arms": {"a": {"patch": "none.diff"}}}, "none.diff"),
     ({"seeds": [0], "arms": {"a": {"patch": "wrong.diff"}}}, "the patch of a_"),
