@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +19,8 @@ from data.copied import pair_distances
 from data.loader import Data, Order, Reading, TrainLoader, validation_batches
 from data.shards import Shard, ShardError, write_shard
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.core
+
 BOS = 0
 
 
@@ -311,13 +310,6 @@ def test_the_plan_and_the_loader_agree_on_every_number(shards, order):
                 next(loader)
 
 
-def test_an_open_loader_lets_the_interpreter_end(files):
-    code = f"""import sys; from data.loader import Order, Reading, TrainLoader
-loader = TrainLoader(sys.argv[1:], {ORDER}, 5, 0, 1); next(loader); sys.exit(7)"""
-    command = [sys.executable, "-c", code, *map(str, files)]
-    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == 7
-
-
 # ---- validation
 
 
@@ -347,13 +339,6 @@ def test_validation_is_the_first_tokens_in_order_cut_at_rows_and_documents(
     assert per_rank[0], "rank 0 tells copied from new tokens"
     assert all(len(batch.inputs) <= max(most // sequence, 1) for batch in joined(ranks))
     assert len({len(batch.cu_seqlens) for batch in joined(ranks)}) == 1
-
-
-def test_the_end_of_the_last_document_has_a_place_too(tmp_path):
-    write_shard(tmp_path / "val_000000.bin", [BOS] * 33)
-    values = {"val_tokens": 32, "val_seq_len": 32, "bos": BOS, "document_mask": True}
-    (batch,) = validation_batches([tmp_path / "val_000000.bin"], values, 32)
-    assert batch.cu_seqlens.tolist() == [*range(32), *[32] * 32]
 
 
 # ---- both together
@@ -455,13 +440,6 @@ def test_other_data_and_rows_longer_than_the_slice_have_none(race, tmp_path):
     assert open_as().held_out == []
 
 
-def test_fewer_of_them_are_scored_where_validation_has_fewer_and_none_are_trained_on(race):
-    open_as, last = race
-    fewer = open_as(val_tokens=32)
-    assert targets_of(fewer.held_out) == last[-HELD_OUT : 32 - HELD_OUT].tolist()
-    assert fewer.train.held_out == HELD_OUT
-
-
 def test_a_run_never_trains_on_them_and_stops_with_the_steps_that_there_are(race):
     open_as, last = race
     train, free = open_as().train, open_as(val_sha256="").train
@@ -477,13 +455,6 @@ def test_a_run_never_trains_on_them_and_stops_with_the_steps_that_there_are(race
 def consumed(train):
     with suppress(ShardError):
         yield from iter(lambda: next(train), None)
-
-
-@pytest.mark.parametrize("val_sha256", ["", "61a7bae6fab302b9"])
-def test_another_text_has_no_such_slice(race, val_sha256):
-    open_as, _ = race
-    data = open_as(val_sha256=val_sha256)
-    assert (data.held_out, data.train.held_out) == ([], 0)
 
 
 @pytest.mark.parametrize("val_batch", [32, 8], ids=["whole rows", "parts of a row"])

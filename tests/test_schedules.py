@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from small_model import MACHINE, SEQUENCE, configure, make_model, small
-from test_model import extended, frequencies_of
 
 import optim
 import train_gpt
@@ -15,12 +14,13 @@ from runtime.errors import Refused
 from train_gpt import (
     Trainer,
     make_optimizers,
-    rotary_at,
     schedule,
     set_rates,
     stretches,
     tokens_before,
 )
+
+pytestmark = pytest.mark.core
 
 SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
 
@@ -92,11 +92,6 @@ def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_s
     assert extension == sorted(extension), "nothing comes after an extension"
 
 
-def test_without_a_rise_and_a_fall_momentum_stays_high():
-    config = configure("short", momentum_warmup=0, momentum_cooldown=0)
-    assert {schedule(config, step).momentum for step in (0, 1000, 2284)} == {0.95}
-
-
 def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window():
     config = configure("steps")
     assert schedule(config, 974).lr_factor == 1
@@ -104,26 +99,6 @@ def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window()
     assert schedule(config, 3249).lr_factor == pytest.approx(1 / 3250 / 0.7)
     assert {schedule(config, step).momentum for step in range(config.steps)} == {0.95}
     assert schedule(config, 3).windows == {"short": 1024, "long": 1024}
-
-
-# ---- Rotary tables
-
-
-def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_as_in_yarn():
-    frequencies, factor, windows = frequencies_of(128), 0.1, (3, 3, 7, 11, 13)
-    for stage, published in enumerate((0.1, 0.11695, 0.12752, 0.13178)):
-        frequencies, factor = extended(frequencies, factor, *windows[stage : stage + 2], block=128)
-        assert round(factor, 5) == published
-        frequency, scale = rotary_at(SHORT, stage)
-        torch.testing.assert_close(frequency, torch.tensor(frequencies), rtol=1e-5, atol=0)
-        assert scale.item() == pytest.approx(factor, rel=1e-6)
-
-
-def test_without_windows_the_rotary_tables_stay_as_they_are():
-    config = configure("short", window_block=0)
-    last_index = schedule(config, config.steps).stage_index
-    for first, last in zip(rotary_at(config, 0), rotary_at(config, last_index), strict=True):
-        assert torch.equal(first, last)
 
 
 # ---- What a step does to each kind of parameter
@@ -285,11 +260,6 @@ def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
 def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
     assert sum(stage.fraction for stage in stages) == pytest.approx(1)
     assert all(stage.batch <= 1 for stage in stages)
-
-
-@pytest.mark.parametrize("layers", train_gpt.LAYERS.values(), ids=train_gpt.LAYERS)
-def test_no_layer_is_both_long_and_paired(layers):
-    assert not any(layer.paired and layer.window == "long" for layer in layers)
 
 
 def test_the_steps_track_validates_every_125_steps():
