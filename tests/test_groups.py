@@ -263,12 +263,15 @@ def test_groups_that_share_a_tensor_as_rate_keep_their_own_multipliers():
 def test_a_row_for_an_optimizer_that_nobody_builds_is_refused():
     with pytest.raises(ValueError, match=r"row \*.qkv.* sends to 'adam'; groups_for knows muon"):
         groups_for(packed(), [Row("*.qkv.*", "adam")])
+    with pytest.raises(ValueError, match=r"row '\*' has the optimizer 'muno'; use .* adam, muon"):
+        by_table(packed(), [Row("*", "muno")], {"adam": AdamW, "muon": NorMuon})
 
 
 @pytest.mark.parametrize(("build", "patterns", "message"), [
     (groups_for, ["h.*.qvk.*"], r"no parameter has a name that matches \['h.\*.qvk.\*'\]"),
     (groups_for, ["*.qkv.*", "0.*"], r"0.qkv.weight matches several rows: .*'0"),
     (by_table, ["*.proj.*"], r"parameter 0.qkv.weight matches 0 rows: none"),
+    (by_table, ["*.proj.*", "0.qvk.*"], r"matches 0 rows: none.* match no parameter: '0.qvk.\*'"),
     (by_table, ["*", "*.qkv.*"], r"parameter 0.qkv.weight matches 2 rows: '\*', '\*.qkv.\*'"),
 ])  # fmt: skip
 def test_rows_that_match_nothing_and_parameters_of_no_row_or_several_are_refused(
