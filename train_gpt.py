@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported ends quietly
+    # Before torch, which takes seconds to import: Ctrl-C ends it quietly.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from runtime.openmp import spin_briefly
     from runtime.packages import find_packages
 
     sys.excepthook = find_packages  # a shell without .venv has no torch
-    spin_briefly()  # before torch is imported
+    spin_briefly()  # torch reads these variables when it is imported
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +41,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import optim
-from data import prose
 from data.copied import means, sum_and_count, sums_by_kind
 from data.loader import Data, Order, Reading
+from data.prose import require_text
 from data.sampling import generate
 from data.shards import ShardError, audit
 from data.stand_in import data_or_stand_in
@@ -119,16 +120,6 @@ LAYERS = {
         Layer(value_embed=3, reads=7, paired=True),  # 9
         Layer(window="long", value_embed=4, reads=7, mudd=3),  # 10
     ],
-    "small": [
-        Layer(value_embed=1),  # 0
-        Layer(value_embed=2),  # 1
-        Layer(window="long"),  # 2
-        Layer(),  # 3
-        Layer(attention=False, skip_from=2),  # 4
-        Layer(value_embed=0, skip_from=1, backout=True),  # 5
-        Layer(value_embed=1, skip_from=0),  # 6
-        Layer(window="long", value_embed=2),  # 7
-    ],
     "small89": [
         Layer(paired=True),  # 0
         Layer(value_embed=0),  # 1
@@ -167,9 +158,9 @@ STAGES = {
     "constant": [Stage(1.0, short=10, long=20)],
     # Windows grow (@fernbear.bsky.social, record 13), then 40 of 2285 steps of extension.
     "record42": [
-        Stage(2245 / 6855, short=1, long=3),
-        Stage(2245 / 6855, short=3, long=7),
-        Stage(2245 / 6855, short=5, long=11),
+        Stage(2245 / 2285 / 3, short=1, long=3),
+        Stage(2245 / 2285 / 3, short=3, long=7),
+        Stage(2245 / 2285 / 3, short=5, long=11),
         Stage(40 / 2285, short=6, long=13, extension=True),
     ],
     # The batch grows (@varunneal, record 46), and the learning rate with it. Losses on later
@@ -281,7 +272,6 @@ GROUPS = {  # each row: names, optimizer, lr_mul, wd_mul, betas
 # ---- Settings. The defaults are the race: `small` with the recipe record89. Other tracks and
 # recipes are below. A run's own settings, such as --seed: runtime/settings.py
 
-FINEWEB, PROSE = "data/fineweb10B", "data/prose"
 METHODS = ("polar_express", "newton_schulz", "newton_schulz_12")
 OPTIMIZERS = ("normuon", "muon", "adamw", "torch_muon", "torch_adamw")
 SOFTCAPS = {  # kind, height, width, shift
@@ -313,13 +303,11 @@ class Config(RunSettings):
     seq_len: int = setting(512, "tokens of a training sequence", at_least=2)
     micro_batch: int = setting(6144, "tokens of a micro-batch, at most", a_multiple_of="seq_len")
     max_document: int = setting(512, "length to which documents are cut", at_least=1)
-    data_start: float = setting(0.0, "fraction of the first training shard to pass over", below=1)
     val_tokens: int = setting(262_144, "number of validation tokens", a_multiple_of="val_seq_len")
     val_seq_len: int = setting(4096, "tokens of a validation sequence", at_least=2)
     val_batch: int = setting(16_384, "targets that are validated at once", at_least="seq_len")
     val_sha256: str = setting("be27130d408f4ce8", "first digits of the validation tokens' SHA-256")
     val_every: int = setting(0, "steps between validations; 0: only the last")
-    val_every_late: int = setting(0, "val_every in the last tenth of the steps; 0: no change")
 
     layers: str = setting("small89", f"table of layers: {', '.join(LAYERS)}", section="Model")
     dim: int = setting(128, "width of the model", at_least=12, a_multiple_of="head_dim")
@@ -387,9 +375,11 @@ class Config(RunSettings):
     )
 
     def __post_init__(self) -> None:
-        recipes = RECIPES.get(self.track, {})
-        tables: Any = {"track": TRACKS, "recipe": recipes, "layers": LAYERS, "stages": STAGES}
-        for name, table in (tables | {"groups": GROUPS}).items():
+        tables: dict[str, Any] = {
+            "track": TRACKS, "recipe": RECIPES.get(self.track, {}), "layers": LAYERS,
+            "stages": STAGES, "groups": GROUPS,
+        }  # fmt: skip
+        for name, table in tables.items():
             if getattr(self, name) not in table:
                 raise refusal(self, name, f"one of {', '.join(table)}")
         super().__post_init__()  # the rules written next to the settings
@@ -437,6 +427,12 @@ MUON = PLAIN | {"optimizer": "muon", "matrix_lr": 0.014, "adam_lr": 0.014}
 ADAMW = PLAIN | {"optimizer": "adamw", "groups": "adamw", "matrix_lr": 0.004, "matrix_wd": 0.1}
 LONGER = {"steps": 900, "val_every": 300, "momentum_warmup": 120, "momentum_cooldown": 20}
 
+ABOUT = {  # printed at the start of a run
+    "tiny": "the hello, in a minute, without records. The race is small: ./run.sh --track small",
+    "small": "the race: modded-nanogpt in miniature, on prose; docs/rules.md has its rule",
+    "short": "modded-nanogpt's track 1, for GPUs. The race for any machine is small",
+    "steps": "modded-nanogpt's track 3, for GPUs. The race for any machine is small",
+}
 TRACKS: dict[str, dict[str, Any]] = {
     "small": {},
     "tiny": {
@@ -444,9 +440,8 @@ TRACKS: dict[str, dict[str, Any]] = {
         "max_document": 256, "val_tokens": 16_384, "val_seq_len": 1024, "val_every": 16,
         "steps": 64, "momentum_warmup": 10, "momentum_cooldown": 3, "compile": "off",
     },
-    # Track 1 of modded-nanogpt: least time on eight H100.
     "short": {
-        "recipe": "record42", "target": 3.28, "data_dir": FINEWEB, "val_sha256": "",
+        "recipe": "record42", "target": 3.28, "data_dir": "data/fineweb10B", "val_sha256": "",
         "vocab_size": 50257, "bos": 50256, "loss_kernel": "auto", "dim": 768, "head_dim": 128,
         "attention_scale": 0.1, "batch_tokens": 262_144, "seq_len": 32_768, "micro_batch": 32_768,
         "max_document": 2048, "val_tokens": 10_485_760, "val_seq_len": 262_144,
@@ -454,13 +449,12 @@ TRACKS: dict[str, dict[str, Any]] = {
         "momentum": (0.85, 0.95), "momentum_warmup": 300, "momentum_cooldown": 50,
         "adam_lr": 0.008, "sample_tokens": 0,
     },
-    # Its track 3: fewest steps of a plain GPT-2 with Muon.
     "steps": PLAIN | {
-        "recipe": "muon", "target": 3.28, "data_dir": FINEWEB, "val_sha256": "",
+        "recipe": "muon", "target": 3.28, "data_dir": "data/fineweb10B", "val_sha256": "",
         "vocab_size": 50257, "bos": 50256, "layers": "steps", "dim": 768, "head_dim": 128,
         "biases": True, "keep_float32": "head", "document_mask": False, "batch_tokens": 524_288,
         "seq_len": 1024, "micro_batch": 65_536, "max_document": 2048, "val_tokens": 10_485_760,
-        "val_seq_len": 1024, "val_batch": 65_536, "val_every": 125, "val_every_late": 25,
+        "val_seq_len": 1024, "val_batch": 65_536, "val_every": 125,
         "attention_scale": 0.12, "softcap": "rsqrt", "init": "normal", "steps": 3250,
         "cooldown": 0.7, "final_lr": 0.0, "window_block": 0, "val_window": 2560,
         "momentum": (0.95, 0.95), "optimizer": "muon", "groups": "steps", "matrix_lr": 0.025,
@@ -472,7 +466,6 @@ TRACKS: dict[str, dict[str, Any]] = {
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "small": {  # tuned: records/LOG.md
         "record89": {},
-        "record42": RECORD42 | LONGER | {"layers": "small", "matrix_lr": 0.03, "adam_lr": 0.0112},
         "muon": MUON | LONGER,
         "adamw": ADAMW | LONGER,
     },
@@ -498,23 +491,17 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "steps": {"muon": {}},
 }  # fmt: skip
 
-# Printed when a track starts.
-ABOUT = {
-    "tiny": "the hello, in a minute, without records. The race is small: ./run.sh --track small",
-    "small": "the race: modded-nanogpt in miniature, on prose; docs/rules.md has its rule",
-    "short": "modded-nanogpt's track 1, for GPUs. The race for any machine is small",
-    "steps": "modded-nanogpt's track 3, for GPUs. The race for any machine is small",
-}
 
-# Flags that do nothing under an optimizer.
-IDLE_ADAM = (
-    "momentum", "momentum_warmup", "momentum_cooldown", "matrix_beta2", "ortho_method",
-    "ortho_backend",
-)  # fmt: skip
-IDLE: dict[str, tuple[str, ...]] = {
-    "normuon": (), "muon": ("matrix_beta2",), "adamw": IDLE_ADAM, "torch_adamw": IDLE_ADAM,
-    "torch_muon": ("matrix_beta2", "ortho_method", "ortho_backend"),
-}  # fmt: skip
+def idle(optimizer: str) -> list[str]:
+    """Settings that do nothing under this optimizer."""
+    found = []
+    if optimizer != "normuon":
+        found += ["matrix_beta2"]
+    if optimizer not in ("normuon", "muon"):
+        found += ["ortho_method", "ortho_backend"]
+    if optimizer in ("adamw", "torch_adamw"):
+        found += ["momentum", "momentum_warmup", "momentum_cooldown"]
+    return found
 
 
 def preset(given: dict[str, Any]) -> dict[str, Any]:
@@ -530,7 +517,7 @@ def preset(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("quick"):
         settings |= {"val_tokens": settings.get("val_batch", Config.val_batch), "sample_tokens": 0}
     optimizer = given.get("optimizer", settings.get("optimizer", "normuon"))
-    for name in IDLE.get(optimizer, ()):
+    for name in idle(optimizer):
         if name in given:
             raise Refused(f"{flag(name)} does nothing under --optimizer {optimizer}: leave it out, "
                           f"or choose another optimizer.")  # fmt: skip
@@ -593,8 +580,8 @@ class StepPlan(NamedTuple):
     adam_steps: bool  # Adam takes a step, on the gradients of the last `adam_accum_steps` steps
     windows: dict[str, int]  # tokens that "short" and "long" layers see
     loss_weights: list[float]  # of the next token, of those after it, and of its prefix if used
+    begins: bool  # the first step of its stretch
     unties: bool  # the output head leaves the token embedding before this step
-    new_scale: bool  # losses and gradients change their size here: the guard forgets the normal
     validates: bool  # before this step, or after the last one
 
 
@@ -607,8 +594,8 @@ def stretches(config: Config) -> list[Stretch]:
         fraction += stage.fraction
         # A sum such as 0.3 + 0.3 + 0.4 may be a hair above a whole step, which ceil would add.
         end = math.ceil(fraction * config.steps - 1e-6)
-        # Adam must not sum gradients of two batches that count differently, or of a tied head and
-        # another: where the next stage changes these, this one ends with a step of Adam.
+        # Adam sums gradients over adam_accum_steps. It must not add those of two batch sizes, or of
+        # a tied head and another: before a stage that changes these, wait for a step of Adam.
         after = stages[min(index + 1, len(stages) - 1)]
         if (stage.batch, stage.tied) != (after.batch, after.tied):
             every = config.adam_accum_steps
@@ -625,11 +612,7 @@ def schedule(config: Config, step: int) -> StepPlan:
     found = stretches(config)
     index = sum(step >= each.first for each in found) - 1  # the last that has begun
     first, end, stage = found[index]
-    before = found[max(index - 1, 0)].stage  # of the first stretch: itself
-    # Not fraction, lr_factor and extension: these move no loss by themselves.
-    moving = ["batch", "document", "tied", "mtp_weights", "prefix_weight"]
-    moving += ["short", "long"] if config.window_block else []
-    changes = any(getattr(stage, name) != getattr(before, name) for name in moving)
+    was_tied = index > 0 and found[index - 1].stage.tied
 
     short, long = stage.short * config.window_block, stage.long * config.window_block
     if not config.window_block:  # no windows, but in the last validation
@@ -637,11 +620,10 @@ def schedule(config: Config, step: int) -> StepPlan:
     if step == config.steps:  # the last validation: long layers see more (@classiclarryd, 33, 35)
         short, long = min(short, config.val_window), config.val_window
     weights = [(1.0, 1.0), *stage.mtp_weights]
+    # With prefixes, the last of several weights is the prefix's, even if it is 0.
     if config.prefixes and (stage.mtp_weights or any(stage.prefix_weight)):
         weights.append(stage.prefix_weight)
     progress = (step - first) / (end - first)  # through the stage: weights change linearly
-    late = config.val_every_late and step >= 0.9 * config.steps
-    every = config.val_every_late if late else config.val_every
 
     return StepPlan(
         stage_index=index,
@@ -652,9 +634,9 @@ def schedule(config: Config, step: int) -> StepPlan:
         adam_steps=(step + 1) % config.adam_accum_steps == 0,
         windows={"short": short, "long": long},
         loss_weights=[start + (last - start) * progress for start, last in weights],
-        unties=step == first and before.tied and not stage.tied,
-        new_scale=step == first and changes,
-        validates=step == config.steps or (every > 0 and step % every == 0),
+        begins=step == first,
+        unties=step == first and was_tied and not stage.tied,
+        validates=step == config.steps or (config.val_every > 0 and step % config.val_every == 0),
     )
 
 
@@ -678,6 +660,15 @@ def momentum(config: Config, step: int) -> float:
 
 def tokens_before(config: Config, step: int) -> int:
     return sum(schedule(config, earlier).batch_tokens for earlier in range(step))
+
+
+def readings(config: Config) -> list[Reading]:
+    """How the loader reads the text, stretch by stretch."""
+    found = []
+    for first, _, stage in stretches(config):
+        batch_tokens = schedule(config, first).batch_tokens
+        found.append(Reading(first, batch_tokens, stage.document or config.max_document))
+    return found
 
 
 def rotary_at(config: Config, index: int) -> tuple[Tensor, Tensor]:
@@ -756,7 +747,10 @@ def offset_keys(k_BTHD: Tensor, begins_BT11: Tensor) -> Tensor:
 
 
 class LayerScalars(NamedTuple):
-    """The learned scalars of a layer, or their initial values. None: the layer has none."""
+    """The learned scalars of a layer, and in `initial_scalars` what they start from.
+
+    None: the layer does without, since the component is off.
+    """
 
     residual: Any  # factor on the layer's input
     x0: Any  # factor on the token embedding, which joins the input
@@ -946,6 +940,7 @@ class MuddBlock(Block):
 
 
 def initial_scalars(config: Config) -> Scalars:
+    """Which scalars the model has, and their initial values."""
     table = LAYERS[config.layers]
     values_scaled = any(each.value_embed is not None for each in table)
     layers = []
@@ -969,12 +964,12 @@ class ModelInputs(NamedTuple):
     """What the forward pass reads, besides weights: see `GPT.look_up`."""
 
     tokens_BT: Tensor
-    cu_seqlens: Tensor  # see kernels/attention.py
-    documents: Any  # as the attention backend wants them; those of paired heads' sequences,
-    paired_documents: Any  # which have twice the length
-    embed_BTC: Tensor  # the tokens' rows of the embedding, in the dtype of the table,
-    value_embeds_BTC: list[Tensor]  # of the value embeddings,
-    ngrams_nBTC: Tensor | None  # and of the n-gram table: bigrams, trigrams and so on
+    cu_seqlens: Tensor  # where documents begin, and the end: see kernels/attention.py
+    documents: Any  # the same as the attention backend wants it
+    paired_documents: Any  # the same for paired heads, whose sequences have twice the length
+    embed_BTC: Tensor  # token embeddings, like the next two in the dtype of their table
+    value_embeds_BTC: list[Tensor]  # value embeddings, by table
+    ngrams_nBTC: Tensor | None  # embeddings of bigrams, trigrams and so on
 
 
 class GPT(nn.Module):
@@ -1014,10 +1009,10 @@ class GPT(nn.Module):
             signs = random_signs(config.dim).to(device, dtype) if config.bigram_signs else None
             self.register_buffer("signs", signs, persistent=False)
             self.smear_gate = optional(config.smear, 1, GATE_CHANNELS, dtype=table_dtype)
-            self.blocks = nn.ModuleList(
-                (Block if layer.mudd is None else MuddBlock)(config, layer, table_dtype)
-                for layer in self.layers
-            )
+            self.blocks = nn.ModuleList()
+            for layer in self.layers:
+                kind = Block if layer.mudd is None else MuddBlock
+                self.blocks.append(kind(config, layer, table_dtype))
             self.lm_head = nn.Parameter(torch.empty(table_shape, dtype=head_dtype))
             self.lm_head_bias = optional(config.biases, config.padded_vocab)
             self.embed_gain = optional(config.biases, config.dim)
@@ -1059,14 +1054,13 @@ class GPT(nn.Module):
 
     def learned_scalars(self) -> Scalars:
         """The learned scalars, each (), in the dtype of activations."""
-        stored = () if self.scalars is None else self.scalars.to(self.dtype).unbind()
-        rest = iter(stored)
-        layers = []
-        for layer in self.initial.layers:
-            layers.append(LayerScalars(*[None if each is None else next(rest) for each in layer]))
-        smear = None if self.initial.smear is None else next(rest)
-        backout = None if self.initial.backout is None else next(rest)
-        return Scalars(layers, smear, backout)
+        rest = iter(() if self.scalars is None else self.scalars.to(self.dtype).unbind())
+
+        def learned(start: float | None) -> Tensor | None:
+            return None if start is None else next(rest)  # as `initial_values` stores them
+
+        layers = [LayerScalars(*map(learned, layer)) for layer in self.initial.layers]
+        return Scalars(layers, learned(self.initial.smear), learned(self.initial.backout))
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
@@ -1098,6 +1092,7 @@ class GPT(nn.Module):
         if kind == "mudd_start":
             # At first this is what other layers do: both halves of the value embedding as they
             # are, the residual stream, attention, a little of the bigrams, the MLP; and backout.
+            # The residual stream has a weight before attention and one before the MLP, hence roots.
             start, residual = torch.zeros(shape), config.residual_init**0.5
             start[0, 6:] = torch.tensor([2.0, 2.0, residual, 1.0, 0.0, 0.05, residual, 1.0])
             start[1, 1] = -0.5
@@ -1120,7 +1115,11 @@ class GPT(nn.Module):
     # ---- Forward pass
 
     def look_up(self, inputs_BT: Tensor, cu_seqlens: Tensor, longest: int) -> ModelInputs:
-        """All that is not compiled. longest: at least the tokens of any document."""
+        """What the forward pass reads. longest: at least the tokens of any document.
+
+        Not compiled: so one graph takes any documents, and lookups keep the quick gradients of
+        kernels/lookups.py.
+        """
         B, T = inputs_BT.shape
         documents = paired_documents = self.attention.documents(cu_seqlens, B, T, longest)
         if any(layer.paired for layer in self.layers):
@@ -1142,12 +1141,11 @@ class GPT(nn.Module):
         return self.residual_stream(self.look_up(inputs_BT, cu_seqlens, longest))
 
     def residual_stream(self, inputs: ModelInputs) -> Tensor:
-        inputs_BT, cu_seqlens, documents, paired_documents, *_ = inputs
-        B, T = inputs_BT.shape
+        B, T = inputs.tokens_BT.shape
         scalars = self.learned_scalars()
         # True at a document's first token. cu_seqlens ends with B * T, hence one place more.
-        begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs_BT.device)
-        begins_BT11 = begins.index_fill(0, cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
+        begins = torch.zeros(B * T + 1, dtype=torch.bool, device=inputs.tokens_BT.device)
+        begins_BT11 = begins.index_fill(0, inputs.cu_seqlens.long(), True)[:-1].view(B, T, 1, 1)
 
         x_BTC = inputs.embed_BTC.to(self.dtype)
         if self.smear_gate is not None:
@@ -1162,12 +1160,14 @@ class GPT(nn.Module):
         if inputs.ngrams_nBTC is not None:
             bigram_BTC, *longer = inputs.ngrams_nBTC.to(self.dtype).unbind()
             if self.signs is not None:
-                bigram_BTC = bigram_BTC * self.signs[sign_rows(inputs_BT, len(self.signs))]
+                rows_BT = sign_rows(inputs.tokens_BT, len(self.signs))
+                bigram_BTC = bigram_BTC * self.signs[rows_BT]
             bigram_BTC = sum(longer, bigram_BTC)
 
         read_later = {i for each in self.layers for i in (each.skip_from, each.reads, each.mudd)}
         outputs: dict[int, Tensor] = {}  # of layers that a later one reads
-        first_BTC = backed_out = None
+        first_BTC: Any = None  # input of layer 0
+        backed_out_BTC: Any = None  # output of the layer with `backout`
         parts = zip(self.layers, self.blocks, scalars.layers, strict=True)
         for i, (layer, block, scalar) in enumerate(parts):
             if layer.skip_from is not None:
@@ -1178,22 +1178,21 @@ class GPT(nn.Module):
                 x_BTC = x_BTC + scalar.bigram * bigram_BTC
             if i == 0:
                 first_BTC = x_BTC
-            attend = partial(
-                self.attention, documents=paired_documents if layer.paired else documents,
-                window=self.windows[layer.window],
-            )  # fmt: skip
+            documents = inputs.paired_documents if layer.paired else inputs.documents
+            window = self.windows[layer.window]
+            mudd = None
+            if layer.mudd is not None:
+                earlier_BTC = outputs[layer.mudd]
+                mudd = MuddStreams(first_BTC, backed_out_BTC, earlier_BTC, values[0], bigram_BTC)
             extras = LayerExtras(
                 value_embed_BTC=None if layer.value_embed is None else values[layer.value_embed],
-                value_factor=scalar.value, value_embed_factor=scalar.value_embed,
-                rotary=(*self.rotary, self.scale), begins_BT11=begins_BT11, attend=attend,
-            )  # fmt: skip
-            if layer.mudd is not None:
-                assert first_BTC is not None
-                assert backed_out is not None
-                streams = MuddStreams(
-                    first_BTC, backed_out, outputs[layer.mudd], values[0], bigram_BTC
-                )
-                extras = extras._replace(mudd=streams)
+                value_factor=scalar.value,
+                value_embed_factor=scalar.value_embed,
+                rotary=(*self.rotary, self.scale),
+                begins_BT11=begins_BT11,
+                attend=partial(self.attention, documents=documents, window=window),
+                mudd=mudd,
+            )
             read_BTC = x_BTC if layer.reads is None else outputs[layer.reads]
             if self.config.activation_checkpointing:
                 x_BTC = checkpoint(block, x_BTC, read_BTC, extras, use_reentrant=False)
@@ -1202,10 +1201,10 @@ class GPT(nn.Module):
             if i in read_later:
                 outputs[i] = x_BTC
             if layer.backout:
-                backed_out = x_BTC
+                backed_out_BTC = x_BTC
         if scalars.backout is not None:
             # What served the middle layers need not reach the head (@classiclarryd, record 40).
-            x_BTC = x_BTC - scalars.backout * backed_out
+            x_BTC = x_BTC - scalars.backout * backed_out_BTC
         return norm(x_BTC, self.head_gain)
 
     def forward(
@@ -1306,17 +1305,20 @@ def make_optimizers(config: Config, model: GPT, machine: Machine) -> tuple[dict,
         "torch_muon": partial(torch.optim.Muon, **matrix),
         "torch_adamw": partial(torch.optim.AdamW, **matrix_adam),
     }
-    named = {"matrix": factories[config.optimizer], "adam": partial(optim.AdamW, **adam)}
-    named["rows"] = partial(optim.RowAdam, **adam)  # a table of n-grams, of which few are read
-    optimizers = optim.build_optimizers(model.named_parameters(), rows(config), named)
+    named = {
+        "matrix": factories[config.optimizer],
+        "adam": partial(optim.AdamW, **adam),
+        "rows": partial(optim.RowAdam, **adam),  # a table of n-grams, of which a step reads few
+    }
+    optimizers = optim.build_optimizers(model.named_parameters(), group_rows(config), named)
     spike = optim.SpikeRule(sigma=config.spike_sigma) if config.guard == "spikes" else None
     return optimizers, optim.Guard(
         optimizers.values(), spike=spike, nonfinite=config.guard != "off", process_group=ranks
     )
 
 
-def rows(config: Config) -> list[optim.Row]:
-    """The table of groups as `optim` reads it: a row for each pattern."""
+def group_rows(config: Config) -> list[optim.Row]:
+    """The recipe's table of GROUPS as `optim` reads it: a row for each pattern."""
     pair, dim = 2 * config.head_dim, config.dim
     pairs = (pair,) * (2 * dim // pair)  # of Q and K
     splits: dict[str, Any] = {"q k v o": 4, "head pairs v o": (*pairs, dim, dim)}
@@ -1351,20 +1353,22 @@ class Trainer:
 
     def __init__(self, config: Config, machine: Machine):
         self.config, self.machine = config, machine
-        seeds = [config.seed + trial for trial in range(config.trials)]
         settings, device = asdict(config), machine.device
+        seeds = [config.seed + trial for trial in range(config.trials)]
         self.claim = machine.on_main(lambda: check_claim(config.claim, SOURCE, settings, seeds))
+
+        # Backends, each with the reason for the choice.
         dtype = machines.compute_dtype(config.dtype, device)
         attention, why = choose_attention(config.attention, device, dtype, config.head_dim)
         head, why_head = choose_head(
             config.loss_kernel, device, dtype, config.dim, config.padded_vocab, config.biases
         )
+        self.chosen = {"attention": why, "head": why_head}
+
         self.changes = readings(config)
         reach = receptive_field(config)
         self.data = Data(settings, self.changes, reach, machine.rank, machine.world_size)
-        self.hashes = machine.on_main(lambda: audit(settings, self.data.train.end.shard + 1))
-        self.checks = {"overlap": self.hashes.pop("overlap")}
-        self.source_sha256 = machine.on_main(lambda: source_hash(SOURCE))
+
         self.model = GPT(config, dtype, device, attention, head)
         if config.prefixes:
             self.model.prefixes = torch.tensor(read_prefixes(config), device=device)
@@ -1373,10 +1377,14 @@ class Trainer:
         # On a GPU, RowAdam would wait for the device to learn how many rows were read; there a
         # pass over the table costs less.
         self.model.sparse_bigram = "rows" in self.optimizers and device.type == "cpu"
+
+        # Facts for the log: see runtime/trainer.py.
+        self.hashes = machine.on_main(lambda: audit(settings, self.data.train.end.shard + 1))
+        self.checks = {"overlap": self.hashes.pop("overlap")}
+        self.source_sha256 = machine.on_main(lambda: source_hash(SOURCE))
         self.env = machines.describe(machine, dtype) | {"attention": attention.name, "head": head}
         self.env["params"] = sum(p.numel() for p in self.model.parameters())
         self.env |= provenance(SOURCE)
-        self.chosen = {"attention": why, "head": why_head}
         plans = [schedule(config, step) for step in range(config.steps + 1)]
         self.train_tokens = tokens_before(config, config.steps)
         self.validations = [step for step, plan in enumerate(plans) if plan.validates]
@@ -1396,18 +1404,19 @@ class Trainer:
         self.data.train.reset()
 
     def set_step(self, step: int) -> None:
-        """Prepare model, loss weights, optimizers and guard for this step."""
+        """Prepare for this step: what `losses` and the optimizers read."""
         plan = schedule(self.config, step)
         self.model.set_step(step)
         weights, device = torch.tensor(plan.loss_weights), self.machine.device
         # Of the next token alone, the loss is the plain one.
         self.loss_weights = machines.sent(weights, device) if len(weights) > 1 else None
+        self.longest = self.data.longest(step)
         set_rates(self.config, self.optimizers, plan)
         # Gradients are sums over the tokens of all micro-batches and ranks. They are divided once,
         # by sequences and not by tokens: record 42 sums over a sequence, and adam_eps is meant for
         # gradients of that size.
         self.guard.divide_by(plan.batch_tokens // self.config.seq_len)
-        if plan.new_scale:
+        if plan.begins:  # other windows or batches, so other losses and norms are normal
             self.guard.forget()
 
     @torch.no_grad()
@@ -1420,12 +1429,12 @@ class Trainer:
         """As `GPT.forward` returns it. longest: tokens of the longest document, at most."""
         return self.loss(*batch.to(self.machine.device), longest, weights)
 
-    def losses(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sums over a micro-batch: the loss to train on, and that of the next token, for the log.
 
-        They differ where a stage predicts later tokens too.
+        They differ where a stage predicts later tokens too. The step is that of `set_step`.
         """
-        found = self.batch_loss(batch, self.data.longest(step), self.loss_weights)
+        found = self.batch_loss(batch, self.longest, self.loss_weights)
         train_loss, next_token_loss = (found, found) if self.loss_weights is None else found
         return train_loss, next_token_loss.detach()
 
@@ -1528,15 +1537,6 @@ def on_host(losses: list[Tensor]) -> NDArray:
     return torch.cat([torch.zeros(0), *(each.cpu() for each in losses)]).numpy()
 
 
-def readings(config: Config) -> list[Reading]:
-    """How the loader reads the text, stretch by stretch."""
-    found = []
-    for first, _, stage in stretches(config):
-        batch_tokens = schedule(config, first).batch_tokens
-        found.append(Reading(first, batch_tokens, stage.document or config.max_document))
-    return found
-
-
 # ---- A run
 
 
@@ -1562,7 +1562,7 @@ def train(trainer: Trainer, run: Run) -> float:
         trainer.set_step(step)
         loss = torch.zeros((), device=machine.device)
         for batch in next(trainer.data.train):
-            train_loss, next_token_loss = trainer.losses(batch, step)
+            train_loss, next_token_loss = trainer.losses(batch)
             train_loss.backward()
             loss += next_token_loss
 
@@ -1606,21 +1606,12 @@ def evaluate(trainer: Trainer, run: Run, step: int) -> float:
 def require_ranks(config: Config, machine: Machine) -> None:
     """Refused if the ranks cannot share out the sequences of every step equally."""
     try:
-        order = Order(config.seq_len, None, config.data_start, readings(config))
+        order = Order(config.seq_len, None, readings(config))
         order.check(machine.world_size)
     except ValueError as error:
         hint = " torch finds no GPU here, so the default is --track tiny; on GPUs it is short."
         default = config.track == "tiny" and machine.device.type == "cpu"
         raise Refused(f"{error}{hint if default else ''}") from None
-
-
-def require_text(config: Config) -> None:
-    """Build the text of `tiny` and `small` where it is missing. ValueError if that fails."""
-    if Path(config.data_dir) == Path(PROSE):
-        try:
-            prose.ensure(Path(config.data_dir))
-        except (ImportError, OSError) as error:
-            raise ValueError(f"{config.data_dir} cannot be built: {error}") from None
 
 
 def set_up(config: Config, machine: Machine) -> Trainer:

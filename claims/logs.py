@@ -34,14 +34,14 @@ def first_segment(path: Path) -> Path:
     return first if first.exists() else path
 
 
-def read_runs(path: str | Path, links: bool = True) -> list[Run]:
+def read_runs(path: str | Path) -> list[Run]:
     """The runs in one file; for a segment, the run that it belongs to.
 
     An unfinished run says why in `unfinished`. LogError for a file that is no run log names file,
-    line and rule. links: whether to follow links.
+    line and rule.
     """
     first = first_segment(Path(path))
-    segments = read_segments(first, links)
+    segments = read_segments(first)
     data = segments[0][1]
     if not data:
         raise LogError(f"{first} is empty: its run ended before its first line. Take it out.")
@@ -50,13 +50,13 @@ def read_runs(path: str | Path, links: bool = True) -> list[Run]:
     return [read_jsonl(segments)]
 
 
-def read_segments(first: Path, links: bool) -> list[tuple[Path, bytes]]:
+def read_segments(first: Path) -> list[tuple[Path, bytes]]:
     """The files of a run with their contents. LogError if they are too large together."""
     segments: list[tuple[Path, bytes]] = []
     path, size, lines = first, 0, 0
     while path == first or path.exists():
         try:
-            data = read_regular(path, MAX_BYTES - size, links)
+            data = read_regular(path, MAX_BYTES - size)
         except OSError as error:
             raise LogError(f"cannot read {path}: {error.strerror}") from error
         segments.append((path, data))

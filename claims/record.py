@@ -66,8 +66,7 @@ def read_source(records: Path, sha256: str) -> Source:
     """The source with this hash. Refused where the file is missing, damaged or another."""
     path = source_path(records, sha256)
     try:
-        # No link: it could lead out of the store.
-        source = unpack(read_regular(path, MOST_BYTES, links=False))
+        source = unpack(read_regular(path, MOST_BYTES))
     except OSError as error:
         raise Refused(f"cannot read the source {path}: {error.strerror}") from None
     if digest(source) != sha256:
@@ -434,7 +433,7 @@ def copy_runs(folder: Path, folders: list[Path]) -> None:
 
 def copy(original: Path, path: Path) -> None:
     """Copy a file. An older copy is replaced only by a file that begins with it."""
-    content = read_regular(original, MOST_REGISTRY_BYTES, links=False)
+    content = read_regular(original, MOST_REGISTRY_BYTES)
     if path.exists() and not content.startswith(path.read_bytes()):
         raise Refused(f"{original} does not begin with {path}, and only a file that has grown is "
                       "copied again. Name the log folders in the same order, or remove the copy.")

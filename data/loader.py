@@ -52,7 +52,6 @@ class Order:
 
     seq_len: int  # tokens of a row
     bos: int | None  # begins each document and each row; None: rows are contiguous
-    data_start: float  # fraction of the first shard that is passed over
     readings: Sequence[Reading]  # by their first steps; one begins at step 0
 
     def at(self, step: int) -> tuple[int, int]:
@@ -162,7 +161,7 @@ def _walk(shards: Sequence[Shard], order: Order, position: Position) -> Walk:
         step, offset = step + 1, found[-1][1]
         yield [row for row, _ in found], Position(step, index, offset)
     rule = "contiguous rows" if order.bos is None else f"documents that start with {order.bos}, cut"
-    fix = f"Set --steps to at most {step:,}" if step else "Lower --batch-tokens or --data-start"
+    fix = f"Set --steps to at most {step:,}" if step else "Lower --batch-tokens"
     raise ShardError(f"the data end after {step:,} steps: {sum(map(len, shards)):,} tokens, read "
                      f"as {rule}. {fix}, or add shards.")  # fmt: skip
 
@@ -187,21 +186,21 @@ def _dense_rows(tokens: Shard, order: Order, max_document: int, offset: int) -> 
         yield [(start, start + order.seq_len + 1)], start + order.seq_len
 
 
-def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> tuple[Position, Position, int]:
+def plan_run(shards: Sequence[Shard], order: Order, steps: int) -> tuple[Position, int]:
     """Walk the data as TrainLoader will, without batches. ShardError if they do not suffice.
 
-    Returns where the run begins and ends to read, and the most pieces (so documents) in a row.
+    Returns where the run ends to read, and the most pieces (so documents) in a row.
     """
-    begin = end = Position(offset=int(order.data_start * len(shards[0])))
-    walk, most = _walk(shards, order, begin), 0
+    end, most = Position(), 0
+    walk = _walk(shards, order, end)
     for _ in range(steps):
         rows, end = next(walk)
         most = max(most, *map(len, rows))
     for first, *_ in order.readings:  # warm-up reads the first shard as each stage would
         with suppress(ShardError):
-            for rows, _ in _walk(shards[:1], order, Position(first) if first else begin):
+            for rows, _ in _walk(shards[:1], order, Position(first)):
                 most = max(most, *map(len, rows))
-    return begin, end, most
+    return end, most
 
 
 class TrainLoader(Iterator[list[Batch]]):
@@ -220,11 +219,11 @@ class TrainLoader(Iterator[list[Batch]]):
         self.order, self._rank, self._world_size = order, rank, world_size
         self.held_out = held_out
         self._shards = [*map(Shard, files[:-1]), Shard(files[-1], held_out)]
-        self.begin, self.end, self.max_documents = plan_run(self._shards, order, steps)
+        self.end, self.max_documents = plan_run(self._shards, order, steps)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-loader")
         self._lengths = [len(shard) for shard in self._shards[: self.end.shard + 1]]
         self._most_rows = micro_batch // order.seq_len
-        self._seek(self.begin)
+        self._seek(Position())
 
     def shares(self, step: int) -> tuple[int, int]:
         """Return (micro-batches, rows of each) of this rank at a step: as few as fit."""
@@ -234,7 +233,7 @@ class TrainLoader(Iterator[list[Batch]]):
 
     def reset(self, step: int = 0) -> None:
         """Go back to the first step, or for warm-up read the first shard in this step's order."""
-        self._seek(Position(step) if step else self.begin)
+        self._seek(Position(step))
 
     def _seek(self, position: Position) -> None:
         self._position = position  # of the next step handed out, not built ahead
@@ -360,7 +359,7 @@ class Data:
         world_size: int = 1,
     ) -> None:  # fmt: skip
         bos = settings["bos"] if settings["document_mask"] else None
-        order = Order(settings["seq_len"], bos, settings["data_start"], readings)
+        order = Order(settings["seq_len"], bos, readings)
         files = find_shards(settings, "train")
         steps, most = settings["steps"], settings["micro_batch"]
         tokens, left_out = held_out_tokens(files, settings)

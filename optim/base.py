@@ -1,9 +1,9 @@
 """What Muon, NorMuon and AdamW share: the step, buckets of parts, and whole state by name.
 
 A method is a function on stacks of parts: it returns new weights and updates state in place.
-`new_values` runs it and selects new or old values, as the guard's flag says. A step is `launch`
-(send gradients), `measure` (their norms), `commit` (update, send weights) and `finish` (receive
-weights). A guard judges between measure and commit.
+`new_values` runs it and selects new or old values, as the guard's flag says. A step is
+`require_ready`, `launch` (send gradients), `measure` (their norms), `commit` (update, send weights)
+and `finish` (receive weights). A guard judges between measure and commit.
 """
 
 import copy
@@ -20,9 +20,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .buckets import READ_AT_ONCE, Bucket, Message, Part, all_gather, copy_all, partition, widest
 from .notice import Notice
-from .options import ANY, require_ranges, require_same
+from .options import ANY, require_ranges, require_same, require_steppable
 from .sharded import Exchange, is_sharded, ranks_of, shard_length, shards_of, whole
-from .state import State, names_of, params_of
+from .state import State, names_of, params_of, require_entries
 from .update import compiled_values, new_values, stack
 
 Method = tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]  # see `_method`
@@ -99,14 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if common := {"cautious", "dtype", "grad_divisor", "nesterov", "scale"} & group.keys():
             fix = f"give it to {type(self).__name__} itself, if it has it"
             raise ValueError(f"{min(common)} of parameter {name} is not set by group; {fix}")
-        if not param.is_floating_point():
-            raise ValueError(f"parameter {name} is {param.dtype}; only real numbers are stepped")
-        if getattr(param, "_fsdp_flattened", False):
-            fix = "use torch.distributed.fsdp.fully_shard, which keeps its shape"
-            raise ValueError(f"parameter {name} was flattened by FullyShardedDataParallel; {fix}")
-        if not param.is_contiguous():
-            fix = "undo channels_last, or build it from .contiguous()"
-            raise ValueError(f"parameter {name} is not contiguous; {fix}")
+        require_steppable(name, param)
 
     # ---- construction
 
@@ -133,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("two parameters have one name; state is kept by name: rename one")
         self.ranks = ranks_of(names, self._process_group)
         self._group_of, self._names = group_of, names
-        self._built, self._stepped = members, False
+        self._built, self.stepped = members, False
         first = next(iter(names))
         self._device, self._sharded = first.device, is_sharded(first)
         self.messages: list[Message] = []
@@ -210,7 +203,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self._members() == self._built:
             return True
-        if loading or not self._stepped:
+        if loading or not self.stepped:
             self._build()
             return True
         now, shapes = params_of(self), [shape for shape, *_ in self._built]
@@ -236,9 +229,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Update every parameter that has a gradient on any rank. Returns the closure's loss.
 
-        Collective. Gradients are not changed. ok and excess: given by a guard, which calls launch,
-        measure and finish itself; this method then only commits. The guard calls it instead of
-        commit so that hooks run and torch's lr_scheduler counts the step.
+        Collective. Gradients are not changed. ok and excess: given by a guard, which makes the
+        other calls itself; this method then only commits. The guard calls it instead of commit so
+        that hooks run and torch's lr_scheduler counts the step.
         """
         if ok is not None:
             self.commit(ok, excess)
@@ -247,21 +240,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return None
         with torch.enable_grad():
             loss = closure() if closure is not None else None
+        self.require_ready()
         self.launch()
         self.measure()
         self.commit(True)
         self.finish()
         return loss
 
-    def launch(self) -> None:
-        """Send all gradients to their owners. Messages are the same if a gradient is missing.
-
-        ValueError if groups or parameters changed after a step.
-        """
+    def require_ready(self) -> None:
+        """ValueError if groups changed after a step, or a setting left its range since the last."""
         if not self._follow():
             what = f"groups or parameters of {type(self).__name__} changed after a step"
             fix = "optimizer.load_state_dict(optimizer.state_dict()) takes its state along"
             raise ValueError(f"{what}; {fix}")
+        for group in self.param_groups:
+            for param in group["params"][:1]:
+                require_ranges(group, self.RANGES, f"for parameter {self._names[param]}")
+
+    def launch(self) -> None:
+        """Send all gradients to their owners. Messages are the same if a gradient is missing."""
         # Hooks that send each gradient early would gain nothing: a compiled backward pass is one
         # autograd node, which delivers all gradients at its end.
         self._waits = [message.reduce() for message in self.messages]
@@ -297,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.failed = torch.zeros_like(self.failed)
         if self._device.type in READ_AT_ONCE and not ok:
             return
-        self._stepped = True
+        self.stepped = True
         taken = self._present & ok  # which parameters to step
         divisor = self.grad_divisor * excess
         for bucket in self._local:
@@ -370,7 +367,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def reset(self) -> None:
         """Set all state to zero, in place."""
-        self._stepped = False
+        self.stepped = False
         for bucket in self.buckets:
             for tensor in bucket.state.values():
                 tensor.zero_()
@@ -427,7 +424,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if given is None:
                 continue
             given = whole(given, self._device)
-            self._stepped = self._stepped or bool(given.any())
+            self.stepped = self.stepped or bool(given.any())
             for part in self._parts[param]:
                 if part.bucket is not None:
                     stacked = part.bucket.state[kind][part.place]
@@ -467,11 +464,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ValueError as there.
         """
+        require_entries(state_dict)
         groups = copy.deepcopy(state_dict["param_groups"])
         sizes, own = ([len(each["params"]) for each in of] for of in (groups, self.param_groups))
         if sizes != own:
             raise ValueError(f"the state has groups of {sizes} parameters, not {own}; group alike")
-        for group in groups:
+        for group, now in zip(groups, self.param_groups, strict=True):
+            require_ranges({**now, **group}, self.RANGES, "of the state")
             same = self._means_the_same(group)
             require_same(group, same, type(self).__name__, "of the state")
             for key in same.keys() & group.keys():

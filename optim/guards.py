@@ -6,6 +6,7 @@ later what happened. Only torch's own optimizers wait for the flag.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +84,8 @@ class Guard:
         grad_divisor: float = 1,
     ):
         self.optimizers = list(optimizers)
-        if clip is not None and not clip > 0:
-            raise ValueError(f"clip must be a norm above 0, got {clip}; None does not clip")
+        if clip is not None and not (isinstance(clip, Real) and clip > 0):
+            raise ValueError(f"clip must be a norm above 0, got {clip!r}; None does not clip")
         self.spike, self.nonfinite, self.clip = spike, nonfinite, clip
         self._parts: list[Any] = list(self.optimizers)
         for number, optimizer in enumerate(self.optimizers):
@@ -134,10 +135,15 @@ class Guard:
 
         loss: a scalar for the spike rule, the same on all ranks. An optimizer that is left out sums
         gradients over several steps; if one of these steps is skipped, it drops the whole sum.
-        ValueError for an optimizer that this guard was not built with.
+        ValueError, with nothing sent or changed, for an optimizer that this guard was not built
+        with, for a loss of several numbers, or for a setting that is out of its range.
         """
         chosen = self.optimizers if only is None else only
         numbers = sorted({self.optimizers.index(optimizer) for optimizer in chosen})
+        if loss is not None:
+            loss = one_number(loss)
+        for number in numbers:
+            self._parts[number].require_ready()
         self._follow()
         norms = self.measure(numbers)
         totals = torch.stack([torch.linalg.vector_norm(each) for each in norms])
@@ -187,7 +193,7 @@ class Guard:
         low = torch.full_like(totals[0], -torch.inf)  # is no spike
         values, judged = [low], [torch.full_like(low, loss is not None, dtype=torch.bool)]
         if loss is not None:
-            given = torch.as_tensor(loss).detach().to(self._device, torch.float32).reshape(())
+            given = loss.to(self._device, torch.float32)
             values[0] = torch.where(given.isfinite(), given, given.abs())  # -inf would pass as low
         for number, (total, spoiled) in enumerate(zip(totals, self._spoiled, strict=True)):
             values.append(torch.where(spoiled, low, total))
@@ -221,6 +227,11 @@ class Guard:
         return torch.stack([value.to(widest(self._device)) for value in found])
 
     # ---- read afterwards
+
+    def taken(self) -> Tensor:
+        """The verdict of a step that was taken and had no gradients."""
+        size = 3 + len(self._parts) + 2
+        return torch.zeros(size, dtype=widest(self._device), device=self._device)
 
     def explain(self, verdict: Tensor) -> Skip | None:
         """Why a step was skipped; None if it was taken. Waits for the device."""
@@ -264,7 +275,8 @@ class Guard:
         expected = {name: tuple(tensor.shape) for name, tensor in own.items()}
         given = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if expected != given:
-            raise ValueError(f"the guard's state is {expected}, got {given}; build the guard alike")
+            fix = "build the guard alike, or del state['guard'], and its windows start empty"
+            raise ValueError(f"the guard's state is {expected}, got {given}; {fix}")
         for name, tensor in own.items():
             tensor.copy_(state[name])
 
@@ -279,6 +291,15 @@ class Guard:
 def pick(values: Tensor, index: Tensor) -> Tensor:
     """values[index], without reading the index on the host."""
     return values.gather(0, index.unsqueeze(0)).squeeze(0)
+
+
+def one_number(loss: Tensor | float) -> Tensor:
+    """A loss as a tensor (), without its graph. ValueError if it has several elements."""
+    given = torch.as_tensor(loss).detach()
+    if given.numel() != 1:
+        what = f"a step's loss must be one number, got the shape {tuple(given.shape)}"
+        raise ValueError(f"{what}; give its mean")
+    return given.reshape(())
 
 
 # ---- Spikes

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch.nn import Module
 from .adam import AdamW
 from .base import ShardedOptimizer
 from .groups import Row, groups_for
-from .guards import TAKEN, Guard, Skip, SpikeRule
+from .guards import TAKEN, Guard, Skip, SpikeRule, one_number
 from .muon import Muon, NorMuon
 from .notice import Notice
-from .state import names_of, params_of
+from .state import names_of, params_of, require_entries
 
 COMMON = ("process_group", "grad_divisor", "compiled", "cautious")  # options of both halves
 
@@ -33,13 +34,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
     process_group, grad_divisor, compiled and cautious go to both halves, other options to Muon's.
 
     `guard.explain(verdict)` says why the latest step was skipped; the first one is a warning on
-    rank 0. `parts` are the two optimizers, whose groups are those of `param_groups`.
+    rank 0. Before any step, and after `reset`, the verdict is that of a taken step. `parts` are the
+    two optimizers, whose groups are those of `param_groups`.
     `latest_loss`: set it before a step that its trainer calls without arguments.
     ValueError for an impossible setting, or a group without use_muon.
     """
 
     guard: Guard
-    verdict: Tensor  # of the latest step
+    verdict: Tensor  # of the latest step that was not left out, as GradScaler does
 
     def __init__(
         self,
@@ -86,9 +88,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group that says use_muon=True or False; see `ShardedOptimizer` for when."""
-        if not isinstance(param_group.get("use_muon"), bool):
-            fix = "set it to True for hidden matrices and False for the rest, or give the model"
-            raise ValueError(f"a group of MuonWithAdamW needs use_muon; {fix}")
+        self._require_kind(param_group)
         given, first = param_group["params"], len(params_of(self))
         given = [given] if isinstance(given, Tensor) else list(given)
         if "param_names" not in param_group and not any(isinstance(each, tuple) for each in given):
@@ -96,9 +96,29 @@ class MuonWithAdamW(torch.optim.Optimizer):
         param_group["params"] = given  # named by their place in the whole, so that halves differ
         super().add_param_group(param_group)
 
+    def _require_kind(self, group: Mapping[str, Any]) -> None:
+        """ValueError unless a group says use_muon and its half exists or may still be built."""
+        use_muon = group.get("use_muon")
+        if not isinstance(use_muon, bool):
+            fix = "set it to True for hidden matrices and False for the rest, or give the model"
+            raise ValueError(f"a group of MuonWithAdamW needs use_muon; {fix}")
+        if use_muon not in self._halves and any(half.stepped for half in self.parts):
+            what = f"MuonWithAdamW has stepped without groups of use_muon={use_muon}"
+            fix = "add one before the first step, or after reset(), which forgets all state"
+            raise ValueError(f"{what}; {fix}")
+
     def _follow(self) -> None:
-        """Give each half its groups as they are now, also those that are new."""
+        """Give each half its groups as they are now, also those that are new.
+
+        ValueError, with nothing changed, if a half lost its last parameter or comes after a step.
+        """
         halves = len(self._halves)
+        for group in self.param_groups:
+            self._require_kind(group)
+        kept = {group["use_muon"] for group in self.param_groups if group["params"]}
+        for use_muon in self._halves.keys() - kept:
+            what = f"no parameter of MuonWithAdamW has use_muon={use_muon} any longer"
+            raise ValueError(f"{what}; put its groups back, or build the optimizer anew")
         for use_muon, kind in self._kinds.items():
             own = [group for group in self.param_groups if group["use_muon"] == use_muon]
             if use_muon in self._halves:
@@ -113,6 +133,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             device = params_of(self)[0].device
             self._halves = dict(sorted(self._halves.items(), reverse=True))
             self.guard = self._guard(self.parts)
+            self.verdict = self.guard.taken()
             self._notice = Notice(torch.zeros(3, dtype=torch.float64, device=device))
         # Names alone, as in the halves: torch.distributed.checkpoint looks whether there are any.
         self.state = defaultdict(dict)
@@ -137,7 +158,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             returned = closure() if closure is not None else None
-        own = returned if isinstance(returned, (Tensor, float)) else None
+        own = float(returned) if isinstance(returned, Real) else returned
+        own = own if isinstance(own, (Tensor, float)) else None
         given = [each for each in (loss, self.latest_loss, own) if each is not None]
         self.latest_loss = None  # a stale one would be judged twice
         self._follow()
@@ -151,7 +173,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if self.guard.spike is None:
             return None
         device = params_of(self)[0].device
-        mean = torch.as_tensor(loss).detach().to(device, torch.float32).mean()
+        mean = one_number(loss).to(device, torch.float32, copy=True)
         if dist.is_available() and dist.is_initialized():
             group = self.parts[0].ranks.group  # None, as with DDP: all ranks
             dist.all_reduce(mean, group=group)
@@ -180,6 +202,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for half in self.parts:
             half.reset()
         self.guard.reset()
+        self.verdict = self.guard.taken()
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's form, and the guard's, equal on all ranks. Collective."""
@@ -207,6 +230,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         ValueError, with nothing loaded, as for the halves.
         """
         self._follow()
+        require_entries(state_dict)
         saved = state_dict["param_groups"]
         kinds, own = ([each.get("use_muon") for each in of] for of in (saved, self.param_groups))
         if kinds != own:

@@ -1,7 +1,14 @@
-"""Which settings an optimizer takes: its own in their ranges, others' that do not change a step."""
+"""What an optimizer takes: its settings in their ranges, others' that do not change a step, and
+parameters.
+"""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
+
+from .buckets import READ_AT_ONCE
 
 ANY = None
 Same = Mapping[str, tuple[Any, ...] | None]  # values of an option that mean our step, or ANY
@@ -34,9 +41,31 @@ def require_same(given: Mapping[str, Any], same: Same, what: str, where: str) ->
 def require_ranges(
     group: Mapping[str, Any], ranges: Mapping[str, tuple[float, float]], where: str
 ) -> None:
-    """ValueError unless each setting, or each number of it, is in its range [least, bound)."""
+    """ValueError unless each setting is a number in its range [least, bound); betas are a pair."""
     for setting, (least, bound) in ranges.items():
-        given = group[setting]
-        values = given if isinstance(given, (tuple, list)) else [given]
-        if not all(least <= value < bound for value in values):
-            raise ValueError(f"{setting} must be in [{least}, {bound}), got {given!r} {where}")
+        given, pair = group.get(setting), setting == "betas"
+        values = given if pair and isinstance(given, (tuple, list)) else [given]
+        if len(values) != 1 + pair or not all(is_within(value, least, bound) for value in values):
+            what = f"{setting} must be in [{least}, {bound}), got {given!r} {where}"
+            raise ValueError(f"{what}; give {'two numbers' if pair else 'a number'}")
+
+
+def is_within(value: Any, least: float, bound: float) -> bool:
+    """Whether this is a number in [least, bound). A tensor off the CPU is not read: it may wait."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.device.type not in READ_AT_ONCE:
+            return value.numel() == 1
+        value = value.item()
+    return isinstance(value, Real) and least <= float(value) < bound
+
+
+def require_steppable(name: str, param: Tensor) -> None:
+    """ValueError unless a parameter holds real numbers in its own shape, one after another."""
+    if not param.is_floating_point():
+        raise ValueError(f"parameter {name} is {param.dtype}; only real numbers are stepped")
+    if getattr(param, "_fsdp_flattened", False):
+        fix = "use torch.distributed.fsdp.fully_shard, which keeps its shape"
+        raise ValueError(f"parameter {name} was flattened by FullyShardedDataParallel; {fix}")
+    if not param.is_contiguous():
+        fix = "undo channels_last, or build it from .contiguous()"
+        raise ValueError(f"parameter {name} is not contiguous; {fix}")

@@ -28,6 +28,14 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
     return names or [str(number) for number in range(len(params_of(optimizer)))]
 
 
+def require_entries(state_dict: Mapping[str, Any]) -> None:
+    """ValueError unless a state_dict has both entries of torch's form."""
+    for entry in ("state", "param_groups"):
+        if entry not in state_dict:
+            fix = "give what optimizer.state_dict() returned"
+            raise ValueError(f"the state_dict has no {entry!r}, only {[*state_dict]}; {fix}")
+
+
 def named_state(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield ("parameter.state", whole tensor) pairs of any optimizer.
 

@@ -34,9 +34,12 @@ class TorchOptimizer:
             text += ", waits for the device once a step to read the guard's verdict"
         return text
 
+    def require_ready(self) -> None:
+        """Follow the groups, of which one may be new. Their settings are torch's to check."""
+        self.params = params_of(self.optimizer)
+
     def launch(self) -> None:
         """Start to sum the gradients over the ranks."""
-        self.params = params_of(self.optimizer)  # a group may be new
         self._sums = []
         for param in self.params if self.ranks.size > 1 else ():
             if not param.requires_grad:

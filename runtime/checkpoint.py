@@ -175,7 +175,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _read_json(path: Path) -> Json:
     try:
-        value = json.loads(read_regular(path, MOST_JSON_BYTES, links=False))
+        value = json.loads(read_regular(path, MOST_JSON_BYTES))
         if not isinstance(value, dict):
             raise ValueError(f"a {type(value).__name__}")
     except OSError as error:
@@ -186,7 +186,7 @@ def _read_json(path: Path) -> Json:
 
 
 def _sha256(path: Path) -> str:
-    with open_regular(path, links=False) as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -66,7 +66,7 @@ def read_claim(path: str | Path) -> Claim:
                                  f"not {fields.get(field.name)!r:.80}")  # fmt: skip
     except OSError as error:
         raise Refused(f"cannot read the claim {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"{path} is no claim: {error}. Write it with record.py claim.") from None
     more = sorted(fields.keys() - {field.name for field in known})
     if fields["schema"] != SCHEMA or more:
@@ -146,11 +146,9 @@ CUSTOM = ("sitecustomize", "usercustomize")  # Python runs them at its start, un
 
 
 def provenance(source: Path) -> Json:
-    """Fields of the header's env: `sys_flags` and `modules_from_elsewhere`."""
+    """The field `modules_from_elsewhere` of the header's env."""
     own = {str(source / name) for name in read_sources(source)}
-    flags: Json = {name: getattr(sys.flags, name) for name in sys.flags.__match_args__}
-    flags["pythonpath"] = os.environ.get("PYTHONPATH", "")
-    return {"sys_flags": flags, "modules_from_elsewhere": modules_from_elsewhere(own)}
+    return {"modules_from_elsewhere": modules_from_elsewhere(own)}
 
 
 def modules_from_elsewhere(own: set[str]) -> list[str]:

@@ -91,7 +91,7 @@ def read_history(directory: str | Path, run_id: str) -> History | None:
 def _read_segment(path: Path) -> bytes | None:
     """Bytes of a segment; None if there is none, or its process died before the first line."""
     try:
-        with open_regular(path, links=False) as file:
+        with open_regular(path) as file:
             content = file.read()
     except FileNotFoundError:
         return None

@@ -135,31 +135,6 @@ def reader(read: Callable[[str], Any], rule: str) -> Callable[[str], Any]:
     return read_or_refuse
 
 
-# Flags, and values of flags, that went. Commit 759f432 has them.
-REMOVED = ("--minutes", "--quick-vals", "--stream-init", "--copy-init",
-           "--init-keys-as-queries", "--track medium", "--recipe copyinit", "--recipe modern",
-           "--layers copyinit", "--layers plain4", "--layers tiny",
-           "--stages copyinit")  # fmt: skip
-
-
-# Flags that became numbers of a table of the trainer.
-IN_GROUPS = ("--mlp-up-lr-mul", "--mlp-down-lr-mul", "--embed-lr-mul", "--embed-wd-mul",
-             "--value-embed-lr-mul", "--value-embed-wd-mul", "--value-embed-betas",
-             "--head-lr-mul", "--vector-lr-mul", "--vector-wd-mul", "--vector-betas",
-             "--adam-betas", "--gates", "--muon-head-pairs")  # fmt: skip
-
-
-def refuse_removed(argv: Sequence[str]) -> None:
-    """Refused if the command line has one of REMOVED or IN_GROUPS."""
-    words = f" {' '.join(argv)} ".replace("=", " ")
-    for gone in REMOVED:
-        if f" {gone} " in words:
-            raise Refused(f"{gone} was removed. The last commit that has it is 759f432.")
-    for gone in IN_GROUPS:
-        if f" {gone} " in words:
-            raise Refused(f"{gone} is a number of GROUPS in train_gpt.py now: change it there.")
-
-
 def two_numbers(text: str) -> tuple[float, float]:
     first, second = text.split(",")
     return float(first), float(second)
@@ -190,7 +165,6 @@ def parse(
     """
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     parser = _make_parser(fields, description)
-    refuse_removed(argv)
     given = vars(parser.parse_args(argv))
     wants_help, wants_config = given.pop("help", False), given.pop("print_config", False)
     values = preset(given) | given
@@ -238,7 +212,8 @@ class _Parser(argparse.ArgumentParser):
         like = [flag for flag in flags if word[:2] == "--" and flag.endswith(word[1:])]
         like = like or get_close_matches(word, flags, n=2)
         hint = f" Did you mean {' or '.join(like)}?" if like else ""
-        raise Refused(f"{message}.{hint} --help lists the flags.")
+        raise Refused(f"{message}.{hint} --help lists the flags, GROUPS in train_gpt.py holds the "
+                      "rates, decays and betas of groups, and commit 759f432 has removed flags.")
 
 
 def _make_parser(fields: Sequence[dataclasses.Field], description: str) -> argparse.ArgumentParser:

@@ -104,7 +104,7 @@ def try_largest_micro_batch(trainer: Trainer) -> None:
     train.reset(step)
     batch = next(train)[0]
     for _ in range(2):
-        train_loss, _ = trainer.losses(batch, step)
+        train_loss, _ = trainer.losses(batch)
         train_loss.backward()
 
 
@@ -140,7 +140,7 @@ def take_steps(trainer: Trainer, first: int, count: int) -> None:
         trainer.set_step(first)
         loss = torch.zeros((), device=trainer.machine.device)
         for batch in next(trainer.data.train):
-            train_loss, next_token_loss = trainer.losses(batch, first)
+            train_loss, next_token_loss = trainer.losses(batch)
             train_loss.backward()
             loss += next_token_loss
         optimizers = trainer.stepping(number)

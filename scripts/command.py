@@ -42,7 +42,7 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails again
             return 128 + 13  # what a shell reports for SIGPIPE
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:  # of JSON nested too deeply
             message = str(error)
             if isinstance(error, OSError) and error.filename:
                 message = f"{error.filename}: {error.strerror}. Name another, or make it usable."
@@ -81,6 +81,11 @@ def ask_trainer(root: Path, flags: Sequence[str]) -> dict[str, Any]:
         reason = done.stderr.strip().removeprefix("error: ") or "it prints no settings"
         raise ValueError(f"train_gpt.py refuses {' '.join(flags)}: {reason}")
     return json.loads(done.stdout)
+
+
+def say(text: str) -> None:
+    """Print a line about the progress of a command, not with its result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def show(text: str, value: dict[str, Any], as_json: bool) -> None:

@@ -28,6 +28,7 @@ from scripts.command import (
     command,
     make_parser,
     resumable,
+    say,
     show,
     start,
     training_command,
@@ -67,10 +68,6 @@ def make_arm(name: str, source: Path, flags: list[str]) -> Arm:
                       "folder of a checkout, such as one of git worktree.")  # fmt: skip
     config = ask_trainer(source, flags)
     return Arm(name, source, flags, config, config_hash(config), source_hash(source))
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def announce(

@@ -42,6 +42,7 @@ from scripts.command import (
     command,
     make_parser,
     resumable,
+    say,
     show,
     start,
     training_command,
@@ -54,7 +55,7 @@ from claims.record import why_no_claim
 from claims.runs import NEW_TOKENS, Run
 from claims.stats import holm, in_words
 from runtime.errors import Refused
-from runtime.jsonl import json_hash, without_repeats
+from runtime.jsonl import json_hash
 from runtime.settings import as_text, flag
 from runtime.source import read_sources, source_hash, write_files
 from scripts.side_by_side import (
@@ -91,7 +92,7 @@ def read_plan(path: Path, out: Path, more: Sequence[str] = ()) -> list[SweepRun]
     """
     runs: list[SweepRun] = []
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
+        plan = json.loads(path.read_text(encoding="utf-8"))
         for name, arm in plan.pop("arms", {"": ""}).items():
             arm = {"flags": arm} if isinstance(arm, str) else arm
             if unknown := (plan.keys() | arm.keys()) - FIELDS:
@@ -152,10 +153,6 @@ def read_runs(planned: Sequence[SweepRun]) -> Runs:
             if found.seed == run.seed:
                 runs[run.arm].setdefault(run.seed, found)
     return runs
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def make_missing(planned: Sequence[SweepRun], out: Path, at_once: int | None) -> int:

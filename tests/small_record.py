@@ -28,8 +28,7 @@ CONFIG = {"track": "tiny", "target": TARGET, "steps": STEPS, "batch_tokens": BAT
 SOURCE = {"optim/muon.py": b"step:1/2 val_loss:1.0\n", "train_gpt.py": "é\r\n".encode()}
 ENV = {"python": "3.12.7", "torch": "2.13.0+cu128", "cuda": "12.8", "gpu": "NVIDIA H100 80GB HBM3",
        "gpu_count": 8, "driver": "570.211.01", "cpu": "Xeon", "threads": 2, "dtype": "bfloat16",
-       "compiled": True, "compile_flags": [], "params": 10, "modules_from_elsewhere": [],
-       "sys_flags": {"safe_path": True, "pythonpath": ""}}
+       "compiled": True, "compile_flags": [], "params": 10, "modules_from_elsewhere": []}
 END = {"targets_scored": VAL_TOKENS, "train_tokens_sha256": "d" * 64,
        "checks": {"normalized": 1.00003, "causality_trained": 0.0, "additive": 9.5e-7}}
 SAVED = "e" * 64  # hash of a checkpoint

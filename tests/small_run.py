@@ -119,7 +119,7 @@ def arguments(data: Path, logs: Path, **changed: object) -> list[str]:
     folders = {"data-dir": data, "log-dir": logs, "checkpoint-dir": Path(logs) / "checkpoints"}
     recipe = changed.get("recipe")
     optimizer = changed.get("optimizer", "adamw" if recipe == "adamw" else "normuon")
-    idle = {name.replace("_", "-") for name in train_gpt.IDLE[str(optimizer)]}
+    idle = {name.replace("_", "-") for name in train_gpt.idle(str(optimizer))}
     sizes = {name: value for name, value in SIZES.items() if name not in idle}
     flags = sizes | folders | {k.replace("_", "-"): v for k, v in changed.items()}
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]

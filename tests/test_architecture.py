@@ -179,10 +179,3 @@ def test_a_reader_meets_few_concepts():
         assert setting.type in simple, f"{setting.name} holds a {setting.type}"
         assert "=" not in str(setting.default), f"{setting.name} is a language of its own"
     assert set(train_gpt.TRACKS) == {"tiny", "small", "short", "steps"}
-
-
-def test_each_help_text_is_understood_without_its_neighbours():
-    for setting in dataclasses.fields(train_gpt.Config):
-        about = setting.metadata["about"]
-        assert not about.startswith(("of ", "its ", "for ", "at ")), f"{setting.name}: {about}"
-        assert len(about.split()) >= 2, f"{setting.name}: {about}"

@@ -10,6 +10,8 @@ from small_model import configure
 from claims.arms import PUBLIC_TARGETS, group_runs, leave_out_repeats, missing_seeds
 from claims.runs import Run, Step, Validation
 
+pytestmark = pytest.mark.core
+
 
 def make_run(
     name: str, losses: dict[int, str], *, times: bool = True, folder: str = "logs", **facts

@@ -13,7 +13,7 @@ from data.shards import PREFIX, ShardError, audit, find_shards, write_shard
 BOS, VOCAB = 9, 10
 SETTINGS = {
     "track": "short", "vocab_size": VOCAB, "bos": BOS, "document_mask": True, "seq_len": 16,
-    "data_start": 0.0, "micro_batch": 64, "val_tokens": 64, "val_seq_len": 16, "val_batch": 16,
+    "micro_batch": 64, "val_tokens": 64, "val_seq_len": 16, "val_batch": 16,
     "val_sha256": "",
 }  # fmt: skip
 

@@ -2,12 +2,9 @@
 
 import json
 import tempfile
-import time
-from functools import partial
 
 import pytest
 import small_run
-import torch
 
 import train_gpt
 from runtime import machine as machines
@@ -57,18 +54,6 @@ def test_a_step_is_timed_in_each_window_and_its_parts_add_up(tmp_path, monkeypat
             assert 0 <= part["of matrix rate"] < 2
 
 
-def test_bytes_and_flops_of_operations_are_those_of_their_tensors():
-    a, b = torch.ones(8, 16), torch.ones(16, 4)
-    with bench.PartCounter() as counter:
-        c = a @ b
-        c += a[:, :1].expand(8, 4)  # 8 numbers in memory, of which the view keeps 16 apart
-        torch.zeros(10)
-    parts = counter.parts
-    assert parts["products"]["GFLOP"] == pytest.approx(2 * 8 * 16 * 4 / 1e9)
-    assert parts["products"]["GB"] == pytest.approx(4 * (8 * 16 + 16 * 4 + 8 * 4) / 1e9)
-    assert parts["element-wise, sums"]["calls"] == 1
-
-
 def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
     tmp_path, monkeypatch, capsys
 ):
@@ -91,33 +76,7 @@ def test_a_page_says_what_a_step_does_with_random_tokens_if_there_are_no_data(
     assert not list(tmp_path.glob("speedrun_*")), "the tokens are gone"
 
 
-def test_cores_that_other_programs_took_are_told():
-    before, quiet, busy = bench.Usage(0, 0, 100), bench.Usage(10, 18, 118), bench.Usage(10, 9, 129)
-    assert quiet.others_since(before) == "none"
-    assert busy.others_since(before).startswith("took 2.0 of ")
-    assert bench.Usage(10, 9, float("nan")).others_since(before) == "unknown here"
-
-
 def test_optimizers_are_timed_beside_those_of_torch(monkeypatch, capsys):
     monkeypatch.setitem(bench.SETS, "tiny", [(16, 16), (32, 16), (16, 32)])
     rows, _ = figures(capsys, "optim", "--sets", "tiny", "--rounds", "3")
     assert {"torch.optim.Muon", "NorMuon, both guards"} < rows.keys()
-
-
-def test_every_round_takes_each_row_once_and_starts_with_another_and_the_first_two_do_not_count(
-    monkeypatch,
-):
-    monkeypatch.setattr(bench, "WARM_UP", 2)
-    seen, naps = [], iter([0.1] * 6)  # seconds, in the first two rounds
-
-    def step(name):
-        seen.append(name)
-        time.sleep(next(naps, 0.01))
-
-    steps = {name: partial(step, name) for name in "abc"}
-    rows = bench.timed(steps, 10, "b", lambda: seen.append("-"), 2, machines.start("cpu"))
-    assert "".join(seen) == "-a-b-c" + "-b-c-a" + "-c-a-b" + "-a-b-c"
-    assert [*rows] == ["a", "b", "c"]
-    for row in rows.values():
-        assert 1 <= row["low"] <= row["median"] < 5, "ten steps take 10 ms"
-        assert row["high"] < 9, "those of the first two rounds take 100 ms"

@@ -1,9 +1,7 @@
 """What every command does: it finds its packages, and it ends quietly when nobody reads on."""
 
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -73,20 +71,3 @@ def test_a_python_without_torch_is_told_what_to_do(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: .* has no \w+: run \./run\.sh once, .*\n", done.stderr)
-
-
-def test_a_benchmark_that_is_interrupted_ends_quietly():
-    words = [sys.executable, "scripts/bench.py", "optim", "--sets", "tiny", "--rounds", "100000"]
-    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
-        assert "torch" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        assert (process.stderr.read(), process.wait(60)) == ("", 130)
-
-
-def test_a_reader_that_closes_the_pipe_ends_a_command_quietly():
-    words = [sys.executable, "scripts/significance.py", "records/small/2026-11-24_Record89"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")

@@ -65,19 +65,6 @@ def test_the_text_says_what_is_shown_and_what_is_not(tmp_path, capsys):
     assert "B - A on 4 pairs of one seed" in text_of(capsys, pairs, "--against", a)
 
 
-def test_times_of_unlike_machines_are_not_compared_and_the_difference_is_named(tmp_path, capsys):
-    a = write_arm(tmp_path / "a", OLD_MS, OLD)
-    b = write_arm(tmp_path / "b", NEW_MS, NEW, torch="2.9")
-    text = text_of(capsys, b, "--against", a)
-    assert "times are not compared" in text
-    assert "torch: {'2.13': 4} in A, {'2.9': 4} in B" in text
-    assert "faster" not in text
-    c = write_arm(tmp_path / "c", NEW_MS, NEW, cpu="abacus")  # the logs of A name no CPU
-    assert "faster" in text_of(capsys, c, "--against", a)
-    found = compare(capsys, a, b)
-    assert (found["seconds"]["mean"], found["loss"]["mean"]) == (None, pytest.approx(-0.0175))
-
-
 def name_tokens(folder: str, sha256: object, pattern: str = "*") -> None:
     for path in Path(folder).glob(pattern):
         header, rest = path.read_text().split("\n", 1)
@@ -120,34 +107,3 @@ def test_two_arms_of_one_folder_are_listed_by_what_differs(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "2 arms where one is needed: copy the logs of one to a folder" in error
     assert f"\n  {tmp_path} (steps=8)\n  {tmp_path} (steps=10)\n" in error
-
-
-def test_an_arm_without_a_run_that_counts_says_why(tmp_path, capsys):
-    old = write_arm(tmp_path / "old", OLD_MS, OLD)
-    new = tmp_path / "new"
-    write_run(new, "cut", {10: 3.2}, seed=4, status="interrupted")
-    (new / "torn.jsonl").write_text("no log")
-    assert main([str(new), "--against", old]) == 2
-    error = capsys.readouterr().err
-    assert f"{new} holds no run that counts" in error
-    assert "cut.jsonl: ended with status interrupted" in error
-    assert "torn.jsonl" in error
-
-
-def test_single_runs_have_a_difference_and_no_interval(tmp_path, capsys):
-    a = write_arm(tmp_path / "a", OLD_MS[:1], OLD[:1], track="steps")  # has a rule of its own
-    b = write_arm(tmp_path / "b", NEW_MS[:1], NEW[:1], track="steps")
-    text = text_of(capsys, b, "--against", a)
-    assert all(part in text for part in ("-0.010 (no interval) s", "-0.01000 (no interval)"))
-    found = compare(capsys, a, b)
-    assert (found["seconds"]["low"], found["pairs"]) == (None, 0)
-
-
-def test_a_pair_far_from_the_others_is_named_and_counts(tmp_path, capsys):
-    old = [3.3 + 0.001 * seed for seed in range(8)]
-    new = [loss - 0.01 + 0.0001 * (seed % 3) for seed, loss in enumerate(old)]
-    new[5] += 0.05
-    a, b = write_arm(tmp_path / "a", [30.0] * 8, old), write_arm(tmp_path / "b", [30.0] * 8, new)
-    assert "the pair of seed 5 differs by +0.04020, far from" in text_of(capsys, b, "--against", a)
-    assert compare(capsys, a, b)["loss"]["mean"] == pytest.approx(np.mean(new) - np.mean(old))
-    assert "lies far from the others; it counts" in text_of(capsys, b)

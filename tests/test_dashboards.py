@@ -1,7 +1,6 @@
 """`--log-to`: what the dashboards have got equals what stands in the log."""
 
 import sys
-import time
 from types import ModuleType
 from typing import ClassVar
 
@@ -44,27 +43,8 @@ def read_trackio(folder, run_id):
     return by_name(SQLiteStorage.get_logs(PROJECT, run_id))
 
 
-def read_wandb(folder, run_id):
-    """From its file: a header of 7 bytes, then LevelDB's log of protobufs."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (path,) = folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")
-    data, position, parts, rows = path.read_bytes(), 7, b"", []
-    while position + 7 <= len(data):
-        if 32768 - position % 32768 < 7:  # a block's end is too short for a record
-            position += 32768 - position % 32768
-        size, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
-        parts += data[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in (1, 4):  # the whole of a record, or the last of its parts
-            items = Record.FromString(parts).history.item
-            rows.append({(i.key or i.nested_key[0]): float(i.value_json) for i in items})
-            parts = b""
-    return by_name(rows)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("read", [read_tensorboard, read_trackio, read_wandb])
+@pytest.mark.parametrize("read", [read_tensorboard, read_trackio])
 def test_a_dashboard_shows_the_log(read, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # before its import
@@ -113,22 +93,6 @@ def test_tensorboard_shows_a_resumed_run_without_the_steps_that_are_done_again(
     assert max(first["train_loss"]) > 4, "it has steps that are done again"
     assert purged == 5
     assert [*second["train_loss"]] == [*range(5, STEPS + 1)]
-
-
-def test_a_dashboard_gets_each_number_while_the_run_goes_on(tmp_path, monkeypatch):
-    sent = {}
-
-    def log(step, numbers):
-        for name, number in numbers.items():
-            sent.setdefault(name, {})[step] = number
-
-    def look(trainer, step):
-        while 5 not in sent.get("train_loss", {}):  # the sender is another thread
-            time.sleep(0.001)
-
-    monkeypatch.setattr("runtime.terminal.open_dashboard", lambda *run: (log, lambda: None))
-    assert run(tmp_path, {7: look}, log_to="wandb") == 0
-    assert sent == logged(tmp_path)
 
 
 def test_a_dashboard_that_fails_is_told_once_and_the_run_is_done(tmp_path, monkeypatch, capsys):

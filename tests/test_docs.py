@@ -151,16 +151,6 @@ def test_every_command_is_accepted_by_the_program_that_it_starts(page, monkeypat
             pytest.fail(f"{page.name}: {' '.join(words)}: {error}")
 
 
-def test_no_claim_of_a_page_takes_seeds_that_a_record_has_tried():
-    claims = ROOT.glob("records/*/*/claim.json")
-    tried = {seed for file in claims for seed in json.loads(file.read_text("utf-8"))["seeds"]}
-    for page in WRITTEN:
-        for words in commands(page):
-            if "claim" in words and "--seed" in words:
-                first = int(words[words.index("--seed") + 1])
-                assert tried.isdisjoint(range(first, first + 10)), f"{page.name}: {words}"
-
-
 def test_the_example_reads_a_kept_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = make_model(small("tiny", "muon", vocab_size=2048, bos=2047))

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,16 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_model import EVERY_RECIPE, make_model, small
 from torch import nn
-from torch.nn import functional as F
 
 import train_gpt
 from data.tokenizers import PROSE, read_tokenizer
 from inference.export import export, load_class, write_model
 from inference.model import load_model
-from runtime.checkpoint import VOCABULARY, save_final
+from runtime.checkpoint import save_final
 from runtime.errors import Refused
 from scripts.export_model import main
-from train_gpt import STAGES, Stage
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [f"{track}-{recipe}" for track, recipe in EVERY_RECIPE]
@@ -131,16 +129,6 @@ def test_the_exported_file_computes_what_the_trainer_computes(track, recipe, tmp
         torch.testing.assert_close(logits, model.logits(tokens, length), **EXACT)
 
 
-def test_the_head_is_that_of_the_last_step(tmp_path, monkeypatch):
-    early = Stage(0.5, short=2, long=10, tied=True)
-    for name, late in (("tied", early), ("untied", replace(early, tied=False))):
-        monkeypatch.setitem(STAGES, name, [early, late])
-        model = trained(small("short", stages=name))
-        tokens = tokens_of(model.config, 33)
-        exported = exported_again(model, tmp_path / name)
-        torch.testing.assert_close(exported(tokens).logits, model.logits(tokens, 33), **EXACT)
-
-
 CHANGE = """
 
 from kernels import bend as bending
@@ -217,31 +205,6 @@ def test_the_loss_is_that_of_the_tokens_with_a_label_and_0_without_any(wrapped):
     of_ten = wrapped(tokens, labels=labels, num_items_in_batch=10).loss
     torch.testing.assert_close(of_ten, some * 2 * 19 / 10)
     assert wrapped(tokens, labels=torch.full_like(tokens, -100)).loss == 0
-
-
-def test_copies_of_an_export_and_the_trainer_work_side_by_side(wrapped, tmp_path):
-    """Each has operators of its own; torch crashes if a second one takes the name of the first."""
-    model, tokens = trained(SMALL), tokens_of(SMALL, 33)
-    exact = model.logits(tokens, 33)
-    for each in (exported_again(model, tmp_path), wrapped):
-        torch.testing.assert_close(each(tokens).logits, exact, **EXACT)
-    torch.testing.assert_close(model.logits(tokens, 33), exact, **EXACT)
-
-
-def test_padding_on_the_right_changes_nothing(wrapped):
-    tokens = tokens_of(SMALL, 33)
-    padded, mask = F.pad(tokens, (0, 4), value=SMALL.bos), torch.ones(2, 37)
-    mask[:, 33:] = 0
-    logits = wrapped(padded, attention_mask=mask).logits[:, :33]
-    torch.testing.assert_close(logits, wrapped(tokens).logits)
-
-
-def test_logits_are_kept_by_number_or_by_place(wrapped):
-    tokens = tokens_of(SMALL, 33)
-    everything = wrapped(tokens).logits
-    torch.testing.assert_close(wrapped(tokens, logits_to_keep=5).logits, everything[:, -5:])
-    places = torch.tensor([3, 17])
-    torch.testing.assert_close(wrapped(tokens, logits_to_keep=places).logits, everything[:, places])
 
 
 def test_what_the_exported_model_cannot_take_is_refused_in_a_sentence(wrapped):
@@ -385,15 +348,6 @@ def test_the_exported_tokenizer_splits_text_as_tiktoken_does(exported):
         ids = tokenizer(text)["input_ids"]
         assert ids == [known.eot_token, *known.encode_ordinary(text)]
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-@needs_transformers
-def test_a_vocabulary_that_has_changed_is_not_exported(exported, tmp_path):
-    kept = shutil.copytree(exported.parent / "kept", tmp_path / "kept") / "final"
-    with (kept / VOCABULARY).open("ab") as file:
-        file.write(b"\n")
-    with pytest.raises(Refused, match=VOCABULARY):
-        export(kept, tmp_path / "exported")
 
 
 @needs_transformers

@@ -7,6 +7,8 @@ from torch import nn
 
 from optim import AdamW, NorMuon, Row, build_optimizers, group_table, groups_for
 
+pytestmark = pytest.mark.core
+
 
 class Conv1D(nn.Module):
     """As in transformers."""
@@ -66,30 +68,6 @@ def packed():
     return nn.ModuleList([block(qkv=nn.Linear(768, 1024, bias=False), proj=nn.Linear(768, 768))])
 
 
-def mamba():
-    """A matrix that is used elementwise, and a bare head under another name than usual."""
-    mixer = block(in_proj=nn.Linear(8, 32, bias=False), conv1d=nn.Conv1d(16, 16, 4, groups=16))
-    mixer.A_log = nn.Parameter(torch.zeros(16, 4))
-    model = block(layers=nn.ModuleList([block(mixer=mixer)]), out=nn.Linear(16, 8))
-    model.vocab_out = nn.Parameter(torch.randn(20, 8))
-    return model
-
-
-def wav2vec2():
-    """A weight-normed convolution and Linear, a codebook, a head of question answering."""
-    conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3), dim=2)
-    layers = nn.ModuleList([nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))])
-    model = block(conv=conv, layers=layers, quantizer=nn.Module(), qa_outputs=nn.Linear(8, 2))
-    model["quantizer"].codevectors = nn.Parameter(torch.randn(1, 640, 16))
-    return model
-
-
-def actor_critic():
-    """Heads whose names no rule knows."""
-    heads = {name: nn.Linear(64, outputs) for name, outputs in (("act", 4), ("say", 3))}
-    return block(body=nn.Linear(64, 64), **heads, judge=nn.Linear(64, 1))
-
-
 TABLES = {
     gpt2: """
 adamw embedding, tied to lm_head.weight     1 x (50, 8) transformer.wte.weight
@@ -118,26 +96,6 @@ muon  hidden matrix                         1 x (24, 8) blocks.*.attn.in_proj_we
 packs Q, K and V: split=3
 muon  hidden matrix                         1 x (8, 8) blocks.*.attn.out_proj.weight
 adamw head, the last Linear                 1 x (10, 8) fc.weight
-""",
-    mamba: """
-adamw elementwise                           1 x (16, 4) layers.*.mixer.A_log
-adamw convolution                           1 x (16, 1, 4) layers.*.mixer.conv1d.weight
-muon  hidden matrix                         1 x (32, 8) layers.*.mixer.in_proj.weight
-adamw head, by its name                     1 x (20, 8) vocab_out
-muon  hidden matrix                         1 x (8, 16) out.weight
-""",
-    wav2vec2: """
-adamw convolution                           1 x (1, 1, 3) conv.parametrizations.weight.original0
-adamw convolution                           1 x (8, 8, 3) conv.parametrizations.weight.original1
-muon  hidden matrix                         1 x (8, 8) layers.*.parametrizations.weight.original1
-adamw codebook                              1 x (1, 640, 16) quantizer.codevectors
-adamw head, by its name                     1 x (2, 8) qa_outputs.weight
-""",
-    actor_critic: """
-muon  hidden matrix                         1 x (64, 64) body.weight
-adamw head, beside the last Linear          1 x (4, 64) act.weight
-adamw head, beside the last Linear          1 x (3, 64) say.weight
-adamw norm, bias or vector                  1 x (1, 64) judge.weight
 """,
 }
 
@@ -201,12 +159,6 @@ def test_the_last_linear_of_a_body_without_a_head_is_a_hidden_matrix():
         assert group_table(groups_for(block(**parts))).count("adamw head") == adamw
 
 
-def test_what_is_frozen_is_left_out():
-    model = mixture()
-    model["embed"].weight.requires_grad_(False)
-    assert "embed.weight" not in group_table(groups_for(model))
-
-
 def test_rows_override_the_rule_by_any_name():
     rows = [
         Row("*.qkv.weight", "muon", {"split": (768, 128, 128)}),
@@ -253,16 +205,7 @@ def test_a_table_sends_each_parameter_to_its_optimizer_with_its_options():
     assert (kept["lr"], kept["weight_decay"]) == (0.1, 0.5)
 
 
-def test_groups_that_share_a_tensor_as_rate_keep_their_own_multipliers():
-    rows = [Row("*.qkv.*", "torch", {"lr_mul": 75.0}), Row("*.proj.*", "torch", {"lr_mul": 4.0})]
-    factories = {"torch": lambda groups: torch.optim.AdamW(groups, torch.tensor(0.1))}
-    built = by_table(packed(), rows, factories)["torch"]
-    assert [float(each["lr"]) for each in built.param_groups] == pytest.approx([7.5, 0.4])
-
-
-def test_a_row_for_an_optimizer_that_nobody_builds_is_refused():
-    with pytest.raises(ValueError, match=r"row \*.qkv.* sends to 'adam'; groups_for knows muon"):
-        groups_for(packed(), [Row("*.qkv.*", "adam")])
+def test_a_row_for_an_optimizer_without_a_factory_is_refused_with_those_that_exist():
     with pytest.raises(ValueError, match=r"row '\*' has the optimizer 'muno'; use .* adam, muon"):
         by_table(packed(), [Row("*", "muno")], {"adam": AdamW, "muon": NorMuon})
 

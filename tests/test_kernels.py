@@ -115,26 +115,6 @@ def test_strides_of_the_inputs_change_no_bit(kernel, layout, layout_of_D, dtype,
     check(strided, X, D=D, **terms)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_nothing_but_the_output_is_written(kernel, dtype, transposed):
-    product, device = kernel
-    X = random(2, 70, 20, dtype=dtype, device=device)
-    around = torch.full((4, 75, 160), 7.0, dtype=dtype, device=device)
-    out = around[1:3, 2:72, 5:145:2]
-    result = product(X, out.mT if transposed else out)
-    assert result.data_ptr() == out.data_ptr()
-    check(result, X)
-    out.fill_(7.0)
-    assert (around == 7.0).all()
-
-
-def test_without_triton_the_module_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    without = copy_of_the_module()
-    assert "pip install" in without.obstacle(CPU)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("B", [1, 4])
 @pytest.mark.parametrize(("n", "m"), [(768, 768), (768, 3072), (1024, 4096)])

@@ -84,14 +84,6 @@ def test_lines_that_claims_and_resumes_rest_on_are_forced_to_the_disk(event, tmp
 # ---- What goes wrong
 
 
-def test_a_line_that_the_disk_does_not_confirm_is_not_called_written(tmp_path, monkeypatch):
-    """Else a checkpoint would get its name, and a crash of the machine could lose its line."""
-    log = begun(tmp_path)
-    monkeypatch.setattr(os, "fsync", refuse)
-    assert not log.write("checkpoint", step=1)
-    assert log.write("step", step=2)
-
-
 def test_an_end_that_the_disk_does_not_confirm_leaves_the_run_unfinished(tmp_path, monkeypatch):
     log = begun(tmp_path)
     monkeypatch.setattr(os, "fsync", refuse)  # as a full quota may show on a network disk
@@ -178,16 +170,6 @@ def test_a_resume_begins_a_segment_that_names_step_and_hash_of_the_one_before(tm
     assert header["registry_sha256"] == resume["sha256"]
 
 
-def test_a_segment_whose_process_died_before_its_first_line_is_none(tmp_path):
-    broken_off(tmp_path)
-    history = read_history(tmp_path, "run")
-    (tmp_path / "run.2.jsonl").write_bytes(b'{"event": "head')
-    assert read_history(tmp_path, "run") == history
-    resumed(tmp_path)
-    assert lines_of(tmp_path / "run.2.jsonl")[0]["segment"] == 2
-    assert read_history(tmp_path, "never begun") is None
-
-
 def test_a_run_is_written_by_one_process_at_a_time(tmp_path):
     """That it is free when its process is killed, runs that go on after a kill show."""
     broken_off(tmp_path)
@@ -216,7 +198,6 @@ def test_a_run_that_another_process_has_begun_or_resumed_meanwhile_is_refused(ho
 @pytest.mark.parametrize(("name", "problem"), [
     ("link", "is a link"), ("pipe", "no regular file"), ("folder", "no regular file"),
     ("headless", "must be the header"), ("renamed", "must be the header of run renamed"),
-    ("nonsense", "line 1 is not as the run wrote it"), ("listed", "no event of a run log"),
     ("untimed", "are numbers"), ("worded", "are numbers"), ("endless", "are numbers"),
 ])  # fmt: skip
 def test_what_is_no_log_of_the_run_is_refused(tmp_path, name, problem):

@@ -27,15 +27,6 @@ def test_lookups_are_torchs_and_add_into_one_gradient_of_the_table():
     torch.testing.assert_close(table.grad, reference.grad, rtol=1e-12, atol=0)
 
 
-def test_a_table_that_is_multiplied_too_gets_the_sum_of_both_gradients():
-    """As a token embedding that is also the output head."""
-    table = table_of()
-    reference = table.detach().clone().requires_grad_()
-    for weight, look_up in ((table, lookup), (reference, lambda i, w: F.embedding(i, w))):
-        (look_up(CALLS[0], weight) @ weight.T).square().sum().backward()
-    torch.testing.assert_close(table.grad, reference.grad, rtol=1e-12, atol=0)
-
-
 def test_a_wide_gradient_of_a_bf16_table_keeps_what_bf16_sums_lose():
     table = table_of(torch.bfloat16)
     table.grad_dtype = torch.float32
@@ -43,18 +34,6 @@ def test_a_wide_gradient_of_a_bf16_table_keeps_what_bf16_sums_lose():
         lookup(torch.full((1000,), 3), table).sum().backward()
     assert table.grad.dtype == torch.float32
     assert torch.equal(table.grad[3], torch.full((4,), 2000.0))  # bf16 stops at 256
-
-
-def test_autograd_and_its_hooks_see_the_gradient():
-    table, seen = table_of(), []
-    table.register_hook(lambda grad: seen.append(grad.to_dense()))
-    table.register_post_accumulate_grad_hook(lambda table: seen.append(table.grad.clone()))
-    lookup(CALLS[0], table).sum().backward()
-    expected = torch.zeros(10, 4, dtype=torch.float64)
-    expected[[0, 1, 3, 9]] = torch.tensor([1.0, 3, 1, 1], dtype=torch.float64).unsqueeze(1)
-    assert [torch.equal(each, expected) for each in seen] == [True, True]
-    (found,) = torch.autograd.grad(lookup(CALLS[0], table).sum(), table)
-    assert torch.equal(found.to_dense(), expected)
 
 
 def test_a_sparse_gradient_stays_sparse_over_lookups():

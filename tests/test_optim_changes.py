@@ -4,8 +4,6 @@ accelerate exchanges the parameters for FSDP2; add_param_group and model.to chan
 ranks and fully_shard: tests/test_optim_ranks.py.
 """
 
-import gc
-import weakref
 
 import pytest
 import torch
@@ -112,27 +110,6 @@ def test_before_a_step_an_optimizer_follows_all_that_changes(kind, change, first
     assert_same_steps(optimizer, built_anew(optimizer, kind), range(3))
 
 
-@pytest.mark.parametrize("asked", [
-    lambda optimizer: optimizer.state_dict(),
-    lambda optimizer: dict(optimizer.named_state()),
-    lambda optimizer: optimizer.describe(),
-], ids=["state_dict", "named_state", "describe"])  # fmt: skip
-@pytest.mark.parametrize("change", CHANGES + MOVES)
-def test_what_is_asked_before_a_step_is_of_the_parameters_of_now(change, asked):
-    optimizer = NorMuon(parameters(*SHAPES), 0.1)
-    change(optimizer)
-    found, expected = asked(optimizer), asked(built_anew(optimizer, NorMuon))
-    if isinstance(found, dict) and "state" not in found:
-        assert_same(found, expected)
-    elif isinstance(found, dict):
-        assert found["param_groups"] == expected["param_groups"]
-        for number, kinds in expected["state"].items():
-            assert_same(found["state"].pop(number), kinds)
-        assert not found["state"]
-    else:
-        assert found == expected
-
-
 @pytest.mark.parametrize("change", CHANGES)
 @KINDS
 def test_after_a_step_a_change_is_refused_and_the_fix_in_the_message_keeps_the_state(kind, change):
@@ -155,29 +132,6 @@ def test_after_a_step_a_change_is_refused_and_the_fix_in_the_message_keeps_the_s
         torch.testing.assert_close(param.to(other.dtype), other, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("use", [
-    lambda optimizer: train(optimizer, [2]),
-    lambda optimizer: optimizer.state_dict(),
-    lambda optimizer: dict(optimizer.named_state()),
-], ids=["step", "state_dict", "named_state"])  # fmt: skip
-@pytest.mark.parametrize("move", MOVES)
-@KINDS
-def test_state_whose_parameter_left_its_place_is_refused_until_it_is_put_back(kind, move, use):
-    optimizer = kind(parameters(*SHAPES), 0.1)
-    train(optimizer, range(2))
-    before, data = list(members(optimizer)), [param.data for param in members(optimizer)]
-    state = dict(optimizer.named_state())
-    move(optimizer)
-    with pytest.raises(ValueError, match=r"were removed, moved or reshaped after a step; put them"):
-        use(optimizer)
-    for param, values in zip(before, data, strict=True):
-        param.grad = None
-        param.data = values
-    optimizer.param_groups[0]["params"] = before
-    assert_same(dict(optimizer.named_state()), state)
-    train(optimizer, [2])
-
-
 @pytest.mark.parametrize("steps", [0, 2])
 def test_weights_in_channels_last_are_refused_with_the_way_back(steps):
     layer = nn.Conv2d(3, 8, 3, bias=False)
@@ -192,28 +146,6 @@ def test_weights_in_channels_last_are_refused_with_the_way_back(steps):
     train(optimizer, [2])
 
 
-def test_a_state_that_was_loaded_before_an_exchange_is_not_lost_silently():
-    saved = AdamW(parameters(*SHAPES), 0.1)
-    train(saved, range(2))
-    optimizer = AdamW(parameters(*SHAPES), 0.1)
-    optimizer.load_state_dict(saved.state_dict())
-    exchange(optimizer)
-    with pytest.raises(ValueError, match="changed after a step"):
-        train(optimizer, [2])
-    optimizer.load_state_dict(saved.state_dict())
-    assert_same(dict(optimizer.named_state()), dict(saved.named_state()))
-
-
-@KINDS
-def test_exchanged_parameters_are_freed_by_the_first_step(kind):
-    optimizer = kind(parameters(*SHAPES), 0.1)
-    old = [weakref.ref(param) for param in members(optimizer)]
-    exchange(optimizer)
-    train(optimizer, [0])
-    gc.collect()
-    assert not any(reference() is not None for reference in old)
-
-
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
 def test_a_parameter_that_its_optimizer_cannot_step_is_refused_before_the_step(kind):
     optimizer = kind(parameters((4, 8)), 0.1)
@@ -223,16 +155,3 @@ def test_a_parameter_that_its_optimizer_cannot_step_is_refused_before_the_step(k
     with pytest.raises(ValueError, match=r"parameter 1 has shape \(9,\), .* give it to AdamW"):
         train(optimizer, [0])
     assert_same(members(optimizer), weights)
-
-
-def test_a_guard_judges_a_parameter_that_was_added_before_the_first_step():
-    early, late = parameters((4, 8), (8, 4))
-    optimizer = NorMuon([("early", early)], 0.1)
-    guard = Guard([optimizer])
-    optimizer.add_param_group({"params": [("late", late)]})
-    give_gradients([early, late], 0)
-    late.grad[0, 0] = torch.nan
-    before = copies([early, late])
-    skip = guard.explain(guard.step())
-    assert (skip.guard, skip.tensor) == ("nonfinite", "late")
-    assert_same([early, late], before)

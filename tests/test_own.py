@@ -98,16 +98,6 @@ def test_a_long_document_is_cut_and_all_of_its_text_is_in_one_shard(
         assert [lines.isdisjoint(song) for lines in shards].count(True) == 1
 
 
-def test_one_long_text_file_gives_both_shards(tmp_path, convert, parts):
-    lines = [f"line {number} of a book\n" for number in range(4_000)]
-    (tmp_path / "book.txt").write_text("".join(lines))
-    assert convert(tmp_path / "book.txt") == 0
-    train, val = ({*"".join(texts).splitlines(keepends=True)} for texts in parts())
-    assert train | val == {*lines}
-    assert not train & val
-    assert 0.1 < len(val) / len(lines) < 0.4
-
-
 def test_a_part_of_documents_of_both_shards_is_trained_on_in_any_order_of_the_rows(
     tmp_path, convert, parts
 ):
@@ -151,10 +141,3 @@ def test_a_text_that_gives_no_two_shards_is_refused_in_one_sentence(
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("line", [b"aGk=", b"<<<<<<< HEAD", b"aGk 7"])
-def test_a_damaged_vocabulary_is_named_with_the_fix(tmp_path, line):
-    (tmp_path / "damaged.tiktoken").write_bytes(PROSE.read_bytes() + line)
-    with pytest.raises(ValueError, match=r"vocabulary .*damaged\.tiktoken: .*restore the file"):
-        read_tokenizer(tmp_path / "damaged.tiktoken")

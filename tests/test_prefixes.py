@@ -1,10 +1,7 @@
 """The table of prefixes against a search through all pairs of tokens."""
 
-import time
 from types import SimpleNamespace
 
-import pytest
-import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,20 +40,3 @@ def test_the_bytes_of_the_prose_vocabulary_encode_to_their_token_and_have_prefix
     table = read_prefixes(of(2048))
     assert table == [*slow_table(vocabulary), -1]
     assert [token for token in range(2047) if table[token] == -1] == [*range(256)]
-
-
-def test_a_vocabulary_that_is_not_known_or_not_there_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match=r"no vocabulary of 64 .* one of \[2048, 50257\]"):
-        read_prefixes(of(64))
-
-    def fail(name):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", fail)
-    with pytest.raises(ValueError, match=r"no network; .*TIKTOKEN_CACHE_DIR"):
-        read_prefixes(of(50257))
-
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: time.sleep(60))
-    monkeypatch.setattr("data.tokenizers.FETCH_SECONDS", 0.05)
-    with pytest.raises(ValueError, match=r"no answer within 0\.05 s; .*HTTPS_PROXY"):
-        read_prefixes(of(50257))

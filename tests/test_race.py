@@ -90,31 +90,6 @@ def test_a_difference_of_the_margin_is_overlooked_in_one_race_of_twenty(differen
     assert same <= EQUAL + 3 * math.sqrt(EQUAL / RACES)
 
 
-def test_races_end_sooner_than_one_analysis_with_the_same_power_would():
-    fixed = {}
-    for difference, most in ((-1.0, 14.5), (-1.5, 10.5)):
-        power, wrong, _, pairs = shares(difference)
-        one_analysis = (n for n in range(2, 100)
-                    if stats.power(n, 1.0, -difference, ALPHA / 2) >= power)  # fmt: skip
-        fixed[difference] = next(one_analysis)
-        assert power > 0.75
-        assert wrong < 0.001
-        assert pairs < min(most, fixed[difference])
-    _, _, same, pairs = shares(0.0)
-    assert same > 0.9
-    assert pairs < 12
-
-
-def test_no_difference_is_told_with_an_interval_within_the_margin():
-    drawn = np.random.default_rng(2).normal(0.0, 0.2, (20, 20))
-    for differences in drawn:
-        _, used = follow(differences[None], PLAN)
-        verdict = decide(list(differences[: used[0]]), PLAN)
-        assert verdict.outcome == "no difference"
-        assert -PLAN.margin < verdict.low <= verdict.high < PLAN.margin
-        assert verdict.confidence == 0.9
-
-
 def test_a_verdict_is_that_of_the_t_test_at_the_level_of_an_analysis():
     differences = [-0.9, -1.4, -1.1, -1.2]
     test = stats.one_sample(differences, 0.0)

@@ -13,6 +13,8 @@ from runtime import run as runs
 from runtime.checkpoint import checkpoints, load_final
 from runtime.errors import Interrupted, Refused
 
+pytestmark = pytest.mark.core
+
 
 def events(folder, kind=None):
     return read_events(*logs_of(folder), kind=kind)
@@ -195,18 +197,6 @@ def test_what_is_kept_of_a_run_are_its_last_weights_and_where_they_come_from(tmp
     (folder / "config.json").write_text("{}")
     with pytest.raises(Refused, match=r"config.json has SHA-256"):
         load_final(folder)
-
-
-def test_a_full_disk_costs_the_model_but_neither_run_nor_checkpoints(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_final", full)
-    assert run(tmp_path, {6: wait_for_writer}, checkpoint_every=3, keep_model=True) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"warning: the trained model could not be .*: No space left.* Free", said)
-    assert events(tmp_path, "end")[0]["status"] == "done"
-    assert saved_in(tmp_path)[-1] == 9
 
 
 # ---- Before the first step

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -114,21 +113,6 @@ def test_there_is_a_process_for_each_gpu_unless_nproc_says_otherwise(
     [argv] = clone.argv()
     launch = [*TORCHRUN, "--nproc_per_node", str(processes)] if processes > 1 else []
     assert argv[: len(launch) + 1] == [*launch, "train_gpt.py"]
-
-
-def test_what_nohup_has_run_sh_ignore_torchrun_ignores_too(clone):
-    for handler in (signal.SIG_IGN, signal.SIG_DFL):  # run.sh inherits it
-        signal.signal(signal.SIGHUP, handler)
-        clone.run(NPROC="2")
-    under_nohup, plain = clone.argv()
-    assert under_nohup[5:7] == ["--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT"]
-    assert "--signals-to-handle" not in plain
-
-
-def test_a_number_of_processes_that_is_none_is_refused(clone):
-    done = clone.run(NPROC="gpu")
-    assert (done.returncode, clone.argv()) == (2, [])
-    assert "NPROC is gpu: it must be a number" in done.stderr
 
 
 def test_arguments_arrive_as_they_were_given(clone):

@@ -125,12 +125,6 @@ def test_every_field_of_a_complete_log_is_read():
     assert run.segments[0].sha256 == sha256(WHOLE).hexdigest()
 
 
-@given(st.floats(min_value=0, exclude_min=True) | st.just(float("nan")))
-def test_any_loss_that_the_trainer_logs_is_read_to_the_last_digit(loss):
-    run = read_json(WHOLE.replace(b'"val_loss": 6.25', json_line({"val_loss": loss})[1:-2]))
-    assert str(run.final_loss) == str(loss), "nan is nan"
-
-
 def test_a_json_log_cut_at_any_byte_is_unfinished():
     lines = WHOLE.split(b"\n")
     for length in range(1, len(WHOLE) - 1):
@@ -140,11 +134,10 @@ def test_a_json_log_cut_at_any_byte_is_unfinished():
 
 
 @pytest.mark.parametrize("garbage", [
-    b"step:5/10 val_loss:3.1", b"", b"[1]", b'{"event": "x", "event": "x"}',
-    b"{}", b'{"event": 3}', b"\xff\xfe", b"\0\0",
+    b"step:5/10 val_loss:3.1", b"", b"[1]",
     b'{"event": "x"} {}', b'{"event": "x", "y": ' + b"[" * 100_000,
     b'{"event": "x", "y": ' + b"9" * 5000 + b"}",
-], ids=range(11))  # fmt: skip
+], ids=str)  # fmt: skip
 def test_garbage_before_the_last_line_is_an_error_that_names_file_line_and_rule(garbage):
     with pytest.raises(LogError, match=r"run\.jsonl, line 2: every line must be one JSON object"):
         read_json(header() + garbage + b"\n" + WHOLE[len(header()) :])
@@ -154,9 +147,7 @@ def test_garbage_before_the_last_line_is_an_error_that_names_file_line_and_rule(
     ('"schema": 3', '"schema": 9', r"schema 9; this version reads 3\. Update it"),
     ('"schema": 3', '"schema": 2', r"schema 2; .* reads 3\. Check out commit 759f432, which reads"),
     ('"seed": 0', '"seed": "0"', "seed must be an integer of at least 0, not '0'"),
-    ('"gpu_count": 8', '"gpu_count": null', "gpu_count must be an integer"),
     ('"source_sha256": "source", ', "", "source_sha256 must be a string, not None"),
-    ('"timed": false', '"timed": 0', "timed must be true or false, not 0"),
     ('"val_loss": 9.25', '"val_loss": "low"', "line 3: val_loss must be a number, not 'low'"),
     ('"val_loss": 9.25', '"val_loss": 1e999', "val_loss must be a number, not inf"),
 ])  # fmt: skip
@@ -222,15 +213,6 @@ def test_steps_that_were_done_twice_are_those_of_the_later_segment_and_do_not_co
     assert run.resumed == "resumed at step 1 (10 ms of lost work on the clock)"
 
 
-def test_an_event_that_it_does_not_know_changes_nothing(tmp_path):
-    quick = line("quick_val", step=1, val_loss=9.0, val_tokens=16, train_time_ms=10.0)
-    killed, rest = header() + SETUP + val(0, 0.0), ONE + TWO + THREE + val(3, 30.0) + end()
-    found = [read_segments(tmp_path / name, killed + middle + rest)
-             for name, middle in (("a", b""), ("b", quick))]  # fmt: skip
-    assert found[0].validations == found[1].validations
-    assert found[1].complete
-
-
 @pytest.mark.parametrize(("before", "counts"), [
     (SAVED, True),
     (SAVED.replace(b"interrupted", b"error"), False),
@@ -240,24 +222,6 @@ def test_an_event_that_it_does_not_know_changes_nothing(tmp_path):
 ])  # fmt: skip
 def test_a_resumed_run_counts_only_after_a_saved_stop_at_the_very_step(tmp_path, before, counts):
     assert read_segments(tmp_path, before, begin_again(1) + REST).counts is counts
-
-
-def test_a_run_resumed_after_its_last_step_validates_once(tmp_path):
-    done = header() + val(0, 0.0) + ONE + TWO + THREE
-    rest = begin_again(3) + val(3, 30.0) + end()
-    run = read_segments(tmp_path / "b", done + end("interrupted", 3, None), rest)
-    assert (steps_of(run), run.counts) == ([(1, 10.0), (2, 20.0), (3, 30.0)], True)
-    run = read_segments(tmp_path / "c", done + val(3, 30.0) + end("interrupted", 3, None), rest)
-    assert (run.complete, run.counts) == (True, False), "its last validation was done twice"
-
-
-def test_a_run_that_lacks_a_segment_or_goes_on_is_unfinished(tmp_path):
-    write(SAVED, tmp_path / "run.jsonl")
-    last = write(begin_again(1, 3) + REST, tmp_path / "run.3.jsonl")
-    assert read_runs(last)[0].unfinished == "ended with status interrupted"
-    assert read_segments(tmp_path / "b", SAVED, begin_again(1)).unfinished == "no end line"
-    torn = read_segments(tmp_path / "c", SAVED, begin_again(1) + REST[:-9])
-    assert torn.unfinished == "torn last line"
 
 
 # ---- The public text logs
@@ -302,33 +266,8 @@ def test_the_source_is_what_precedes_the_environment():
     assert read(LINES)[0].source is None
 
 
-def test_all_parts_of_a_source_before_the_environment_are_hashed():
-    def source_of(*parts: str) -> str | None:
-        (run,) = read("".join(f"{part}\n{RULE}\n" for part in [*parts, SMI]) + LINES)
-        assert (run.complete, run.gpu_count) == (True, 2)
-        return run.source
-
-    both = f"train\n{RULE}\nmodel\n{RULE}\n"
-    assert source_of("train", "model") == sha256(both.encode()).hexdigest()
-    assert len({source_of("train", "model"), source_of("train", "other"), source_of("train")}) == 3
-
-
-def test_a_run_before_an_appended_log_is_not_taken_for_a_part_of_its_source():
-    runs = read(f"train\n{RULE}\n{LINES}{LOG.replace('step:7/7 ', '')}")
-    assert [run.final_loss for run in runs] == [3.2784, 3.2784]
-    assert runs[0].source == sha256(f"train\n{RULE}\n".encode()).hexdigest()
-
-
-def test_a_log_appended_to_another_has_a_source_of_its_own():
-    other = LOG.replace("import torch", "import jax").replace("step:7/7 ", "")
-    first, second = read(LOG + other)
-    assert (first.source, second.source) == (read(LOG)[0].source, None)
-
-
 @pytest.mark.parametrize("prefix", [
-    "[default0]:", "0: ", " 0: ", "[pod/speedrun-0/trainer] ", "2026-05-01T12:00:00.123456789Z ",
-    "[pod/speedrun-0/trainer] 2026-05-01T12:00:00.123456789Z ",
-    "2026-05-01T12:00:00.123456789+02:00 [default0]:", "[pod/speedrun-0/trainer] [default0]:",
+    "[default0]:", " 0: ", "[pod/speedrun-0/trainer] 2026-05-01T12:00:00.123456789Z ",
 ])  # fmt: skip
 def test_prefixes_of_torchrun_srun_and_kubectl_are_read_over(prefix):
     lines = [f"{prefix}{line}\n" for line in LOG.splitlines()]
@@ -340,23 +279,10 @@ def test_prefixes_of_torchrun_srun_and_kubectl_are_read_over(prefix):
     assert run.complete
 
 
-def test_an_example_of_a_prefixed_line_in_a_source_takes_nothing_from_the_log():
-    (run,) = read(f"'''\n[default0]:step:0/9 val_loss:1\n'''\n{RULE}\n{SMI}{LINES}")
-    assert run.validations == read(LOG)[0].validations
-
-
 def test_a_prefix_that_is_not_known_is_named():
     lines = "".join(f"node7 | out | {line}\n" for line in LINES.splitlines())
     with pytest.raises(LogError, match=r"its step lines begin with 'node7 \| out \| '"):
         read(lines)
-
-
-@pytest.mark.parametrize("note", [
-    "step:100 note val_loss_lm:3.1", "step:0 note", "step:100/100 checkpoint:saved",
-    "step:100 train_time:6009ms", "step:0 train_time:6009ms",
-])  # fmt: skip
-def test_a_note_after_the_last_validation_changes_nothing(note):
-    assert read(f"{LOG}{note}\n") == read(LOG)
 
 
 @pytest.mark.parametrize(("text", "seed"), [
@@ -369,11 +295,6 @@ def test_the_seed_of_a_text_log_is_read_from_the_lines_before_its_first_step(tex
     assert run.seed == seed, "the 9 is part of the source"
 
 
-def test_each_run_of_a_text_log_has_the_seed_that_was_printed_last_before_it():
-    runs = read(f"seed=1\ntrial:1/3 seed:2\n{LINES}trial:2/3 seed:3\n{LINES}{LINES}seed=4\n")
-    assert [run.seed for run in runs] == [2, 3, None]
-
-
 def test_a_second_loss_in_a_line_is_named_and_never_taken_for_val_loss():
     for also in ("val_ema_loss:3.1 val_avg_loss:3.2", "val_avg_loss:3.2 x:1 val_ema_loss:3.1"):
         first, second = also.split()[0], also.split()[-1]
@@ -382,33 +303,8 @@ def test_a_second_loss_in_a_line_is_named_and_never_taken_for_val_loss():
         assert (run.final_loss, run.other_losses) == (3.3, ("val_avg_loss", "val_ema_loss"))
 
 
-@pytest.mark.parametrize(("rest", "stop"), [
-    ("step:5/9 val_loss:4 train_time:3ms\n", 5),
-    ("step:5/9 val_loss:4 train_time:3ms\nstep:6/9 train_time:4ms\n", None),  # cut off
-    ("step:9/9 val_loss:4 train_time:3ms\n", None),
-    ("step:5/9 val_loss:4 train_time:3ms\nstep:5/9 val_loss:3 train_time:3ms\n", None),
-    ("step:5/8 val_loss:4 train_time:3ms\n", None),
-    ("step:3/9 train_time:2ms\n", None),
-])  # fmt: skip
-def test_only_a_validation_that_ends_the_log_is_a_stop_before_the_declared_total(rest, stop):
-    (run,) = read(f"step:0/9 val_loss:10.8 train_time:0ms\n{rest}")
-    assert run.stop == stop
-
-
-@pytest.mark.parametrize(("lines", "reason"), [
-    ("step:0/9 val_loss:10.8\nstep:5/9 val_loss:4.0\nstep:9/9 train_time:3ms\n",
-     "last validation at step 5 of 9"),
-    ("step:0 val_loss:10.8\nstep:9 val_loss:3.2\n", "declares no total number of steps"),
-    ("step:0/9 val_loss:10.8\nstep:9/9 val_loss:3.3\nstep:10/9 train_time:3ms\n", "step 10 of 9"),
-])  # fmt: skip
-def test_a_text_run_that_cannot_stand_in_a_claim_says_why(lines, reason):
-    assert read(lines)[0].unfinished == reason
-
-
 @pytest.mark.parametrize(("line", "rule"), [
     ("step:9/9 val_loss:3.2.1", "could not convert string to float: '3.2.1'"),
-    ("step:-9/9 val_loss:3.2", "is no step:N/TOTAL"),
-    ("step:٣/9 val_loss:3.2", "is no step:N/TOTAL"),
     ("step:9/9 val_loss:3.2 val_loss:3.1", "has two val_loss"),
     ("step:9/9 val_loss:3.2 train_time:5h", "could not convert string to float: '5h'"),
 ])  # fmt: skip

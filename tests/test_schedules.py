@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from unittest import mock
 
 import pytest
 import torch
 from small_model import MACHINE, SEQUENCE, configure, make_model, small
-from test_model import extended, frequencies_of
 
 import optim
 import train_gpt
@@ -14,12 +14,13 @@ from runtime.errors import Refused
 from train_gpt import (
     Trainer,
     make_optimizers,
-    rotary_at,
     schedule,
     set_rates,
     stretches,
     tokens_before,
 )
+
+pytestmark = pytest.mark.core
 
 SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
 
@@ -91,11 +92,6 @@ def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_s
     assert extension == sorted(extension), "nothing comes after an extension"
 
 
-def test_without_a_rise_and_a_fall_momentum_stays_high():
-    config = configure("short", momentum_warmup=0, momentum_cooldown=0)
-    assert {schedule(config, step).momentum for step in (0, 1000, 2284)} == {0.95}
-
-
 def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window():
     config = configure("steps")
     assert schedule(config, 974).lr_factor == 1
@@ -103,26 +99,6 @@ def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window()
     assert schedule(config, 3249).lr_factor == pytest.approx(1 / 3250 / 0.7)
     assert {schedule(config, step).momentum for step in range(config.steps)} == {0.95}
     assert schedule(config, 3).windows == {"short": 1024, "long": 1024}
-
-
-# ---- Rotary tables
-
-
-def test_half_of_the_frequencies_fall_to_a_1024th_and_growing_windows_slow_them_as_in_yarn():
-    frequencies, factor, windows = frequencies_of(128), 0.1, (3, 3, 7, 11, 13)
-    for stage, published in enumerate((0.1, 0.11695, 0.12752, 0.13178)):
-        frequencies, factor = extended(frequencies, factor, *windows[stage : stage + 2], block=128)
-        assert round(factor, 5) == published
-        frequency, scale = rotary_at(SHORT, stage)
-        torch.testing.assert_close(frequency, torch.tensor(frequencies), rtol=1e-5, atol=0)
-        assert scale.item() == pytest.approx(factor, rel=1e-6)
-
-
-def test_without_windows_the_rotary_tables_stay_as_they_are():
-    config = configure("short", window_block=0)
-    last_index = schedule(config, config.steps).stage_index
-    for first, last in zip(rotary_at(config, 0), rotary_at(config, last_index), strict=True):
-        assert torch.equal(first, last)
 
 
 # ---- What a step does to each kind of parameter
@@ -214,7 +190,8 @@ def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeyp
     name = add_stages(monkeypatch, [replace(late, fraction=0.7, batch=0.5), late])
     for changes in ({"optimizer": "torch_muon"}, {"micro_batch": 70}, {"micro_batch": 140}):
         config = small("tiny", "muon", stages=name, steps=10, **changes)
-        trainer = object.__new__(Trainer)  # one without data
+        trainer = object.__new__(Trainer)
+        trainer.data = mock.Mock()
         trainer.config, trainer.machine, trainer.model = config, MACHINE, make_model(config)
         trainer.optimizers, trainer.guard = make_optimizers(config, trainer.model, MACHINE)
         for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
@@ -224,15 +201,19 @@ def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeyp
         assert tokens_before(config, 10) == 13 * config.seq_len
 
 
-def new_scales(config):
-    return [step for step in range(config.steps) if schedule(config, step).new_scale]
-
-
-def test_the_guard_starts_anew_where_batch_losses_or_windows_change_and_nowhere_else():
+@pytest.mark.parametrize(("config", "firsts"), [
+    (configure("short", "record89"), [0, 424, 846, 1270]), (SHORT, [0, 749, 1497, 2245]),
+], ids=["record89", "record42"])  # fmt: skip
+def test_the_guard_starts_anew_with_each_stage(config, firsts):
     # Wider windows alone double the gradients of `small`: the guard skipped half the steps there.
-    assert new_scales(configure("short", "record89")) == [424, 846, 1270]
-    assert new_scales(SHORT) == [749, 1497, 2245]
-    assert new_scales(configure("short", "record42", window_block=0)) == []
+    trainer = object.__new__(Trainer)
+    trainer.config, trainer.machine, trainer.optimizers = config, MACHINE, {}
+    trainer.model, trainer.guard, trainer.data = mock.Mock(), mock.Mock(), mock.Mock()
+    forgotten = []
+    for step in range(config.steps):
+        trainer.guard.forget = lambda step=step: forgotten.append(step)
+        trainer.set_step(step)
+    assert forgotten == firsts
 
 
 @pytest.mark.parametrize("track", ["short", "small"])
@@ -243,18 +224,6 @@ def test_record_89_ties_its_head_for_two_stages_and_unties_it_once(track):
     assert tied == [*range(third.first)]
     assert first.first < second.first < third.first
     assert [step for step in range(config.steps) if schedule(config, step).unties] == [third.first]
-
-
-@pytest.mark.parametrize(("changed", "steps"), [
-    ({"prefix_weight": (0.5, 0.5)}, [5]), ({"document": 48}, [5]),
-    ({"lr_factor": 0.5, "extension": True}, []),
-], ids=str)  # fmt: skip
-def test_a_loss_on_prefixes_and_longer_documents_are_a_new_scale_and_a_rate_is_none(
-    changed, steps, monkeypatch
-):
-    plain = train_gpt.Stage(0.5, short=1, long=2)
-    stages = add_stages(monkeypatch, [plain, replace(plain, **changed)])
-    assert new_scales(small("tiny", "muon", prefixes=True, stages=stages, steps=10)) == steps
 
 
 def add_stages(monkeypatch, stages):
@@ -293,15 +262,10 @@ def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(sta
     assert all(stage.batch <= 1 for stage in stages)
 
 
-@pytest.mark.parametrize("layers", train_gpt.LAYERS.values(), ids=train_gpt.LAYERS)
-def test_no_layer_is_both_long_and_paired(layers):
-    assert not any(layer.paired and layer.window == "long" for layer in layers)
-
-
-def test_the_steps_track_validates_every_125_steps_and_every_25_in_the_last_tenth():
+def test_the_steps_track_validates_every_125_steps():
     config = configure("steps")
     validated = [step for step in range(config.steps) if schedule(config, step).validates]
-    assert validated == [*range(0, 2925, 125), *range(2925, 3250, 25)]
+    assert validated == [*range(0, 3250, 125)]
     config = configure("tiny", "muon", val_every=0)
     early = [step for step in range(config.steps) if schedule(config, step).validates]
     assert early == [], "only at the end"

@@ -38,15 +38,6 @@ def test_no_module_has_what_it_takes_to_execute_what_it_reads(path):
     assert found == {known for known in KNOWN if known[0] == path.name}
 
 
-@pytest.mark.parametrize("source", [
-    "import pickle", "from ruamel import yaml", "torch.load('x')", "eval(line)", "os.system(line)",
-    "np.memmap('x', allow_pickle=True)", "subprocess.run(line, shell=True)", "import tarfile",
-    "module.exec_module()",
-])
-def test_each_way_to_execute_what_is_read_is_seen(source):
-    assert dangers(source)
-
-
 def test_no_secret_of_the_environment_gets_into_a_log(tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "https_proxy", "USER",
                  "HOSTNAME", "TORCHINDUCTOR_REMOTE_CACHE_PASSWORD", "ANYTHING"):

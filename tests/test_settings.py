@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from runtime.errors import Refused
 from runtime.settings import FLAGS, RunSettings, as_text, parse, setting
 
+pytestmark = pytest.mark.core
+
 
 @dataclass(frozen=True)
 class Config(RunSettings):
@@ -56,15 +58,11 @@ def test_a_value_written_as_text_is_read_back_unchanged(data, kind):
     ("--wide true", "argument --wide: 'true': it must be on or off. --help lists"),
     ("--betas 0.9", "argument --betas: '0.9': it must be two numbers, such as 0.9,0.95."),
     ("--kind odd", "argument --kind: invalid choice: 'odd' (choose from"),
-    ("--size", "argument --size: expected one argument. --help lists the flags."),
     ("--siz=3", "unrecognized arguments: --siz=3. Did you mean --size? --help lists the flags."),
     ("--zzz 3", "unrecognized arguments: --zzz 3. --help lists the flags."),
-    ("size=3", "unrecognized arguments: size=3. Did you mean --size? --help lists the flags."),
     ("--size 0", "--size 0: it must be at least 1."),
     ("--share nan", "--share nan: it must be a finite number."),
-    ("--scale nan", "--scale nan: it must be a finite number."),
     ("--betas 0.9,1", "--betas 0.9,1.0: it must be below 1."),
-    ("--betas 0.9,nan", "--betas 0.9,nan: it must be a finite number."),
     ("--share 1.5", "--share 1.5: it must be at most 1."),
     ("--width 12", "--width 12: it must be a multiple of --size 8."),
     ("--part 8", "--part 8: it must be below --size 8."),

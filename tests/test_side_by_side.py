@@ -72,17 +72,3 @@ def test_a_failure_ends_the_other_processes_at_once(tmp_path):
     assert time.monotonic() - began < 30
     left = subprocess.run(["pgrep", "-f", "time.sleep.60"], capture_output=True, text=True).stdout
     assert left == ""
-
-
-def test_more_runs_than_a_process_may_open_files(tmp_path):
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    done = []
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        jobs = [sleeper(tmp_path, 0) for _ in range(80)]
-        run_side_by_side(jobs, Sharing(4, 1), lambda job, code: done.append(code))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert done == [0] * 80
-    assert (tmp_path / "console").read_text().count("out") == 80

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_run import ROOT, find_logs, read_events, write_data
 
-from claims.record import difference, pack, read_source, unpack, write_source
+from claims.record import pack, read_source, unpack, write_source
 from runtime.errors import Refused
 from runtime.source import digest, read_sources, write_files
 
@@ -23,10 +23,9 @@ CONTENT = st.binary(max_size=60) | st.sampled_from([TRAP, b"", b"\n", b"\r\n", b
 NAMES = st.sampled_from(["train_gpt.py", "optim/muon.py", "data/x.py", "requirements.txt"])
 
 
-@given(st.dictionaries(NAMES, CONTENT), st.sampled_from([b"", b"commit " + b"c" * 40 + b"\n"]))
-def test_a_source_comes_back_byte_for_byte_whatever_its_files_hold(files, commit):
-    head, end, rest = pack(files).partition(b"\n")
-    assert unpack(head + end + commit + rest) == files
+@given(st.dictionaries(NAMES, CONTENT))
+def test_a_source_comes_back_byte_for_byte_whatever_its_files_hold(files):
+    assert unpack(pack(files)) == files
 
 
 @given(st.binary(max_size=200), st.integers(0, 400))
@@ -62,14 +61,6 @@ def test_a_store_that_is_damaged_or_a_link_or_huge_is_refused(tmp_path):
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Refused, match="a link or no regular file"):
         read_source(tmp_path, sha256)
-
-
-def test_the_diff_names_files_that_changed_came_or_went():
-    before = {"a.py": b"1\n2\n", "b.py": b"x\n", "same.py": b"s\n"}
-    after = {"a.py": b"1\n3\n", "c.py": b"y\n", "same.py": b"s\n"}
-    changed = [line for line in difference(before, after) if line[0] in "+-"]
-    assert " ".join(changed) == "--- a.py +++ a.py -2 +3 --- b.py +++ b.py -x --- c.py +++ c.py +y"
-    assert difference(before, before) == []
 
 
 def test_every_stored_source_belongs_to_a_record_and_records_with_one_source_share_it():

@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from small_run import STEPS, TIED, UNTIED, find_logs, run
+from small_run import STEPS, TIED, UNTIED, run
 from stub_trainer import logs_of, losses_of
 
 import train_gpt
@@ -61,30 +61,12 @@ def test_the_untying_changes_no_loss(whole, data, tmp_path):
         assert (validated[step] == stays_validated[step]) == (step <= UNTYING), step
 
 
-def test_a_validation_at_the_untying_leaves_no_trace(whole, data, tmp_path):
-    assert run(data, tmp_path, **CHANGED | {"val_every": 0}).code == 0
-    assert losses(tmp_path)[0] == losses(whole[0])[0]
-
-
 def test_the_head_begins_with_the_adam_state_of_the_embedding(whole):
     first = whole[1][UNTYING]
     for kind in ("exp_avg", "exp_avg_sq", "step"):
         given = first[f"embed.{kind}"]
         assert torch.equal(first[f"lm_head.{kind}"], given)
         assert given.count_nonzero()
-
-
-def test_the_head_leaves_the_embedding_across_a_stage_without_steps(whole, data, tmp_path):
-    stages = [replace(TIED, fraction=0.45), replace(UNTIED, fraction=0.05), UNTIED]
-    with table(*stages):
-        assert run(data, tmp_path, **CHANGED).code == 0
-    assert losses(tmp_path) == losses(whole[0])
-
-
-def test_the_second_trial_begins_tied_again(data, tmp_path):
-    assert run(data, tmp_path / "both", trials=2, seed=3, **CHANGED).code == 0
-    assert run(data, tmp_path / "alone", seed=4, **CHANGED).code == 0
-    assert losses_of(find_logs(tmp_path / "both")[1]) == losses(tmp_path / "alone")
 
 
 # ---- Skipped steps

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import time
-from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -89,18 +88,6 @@ def test_the_closing_lines_add_up_the_phases_and_their_commands_start_when_paste
             executable="/bin/sh",
         )  # fmt: skip
         assert done.stdout.startswith("usage: "), done.stderr
-
-
-def test_the_summary_comes_once_after_the_last_of_several_runs(tmp_path, capsys):
-    assert run(tmp_path, trials=3) == 0
-    lines = capsys.readouterr().out.splitlines()
-    targets = [index for index, line in enumerate(lines) if ": target " in line]
-    assert [lines[index][:7] for index in targets] == ["seed 0:", "seed 1:", "seed 2:"]
-    losses = [float(re.search("val_loss ([0-9.]+)", lines[index])[1]) for index in targets]
-    spread = f"mean loss {mean(losses):.4f}, sd {stdev(losses):.4f}"
-    assert lines[targets[-1] + 1] == f"  runs  3, seeds 0 to 2: {spread}"
-    assert lines[targets[-1] + 2].startswith("  time ")
-    assert len(lines) == targets[-1] + 5
 
 
 def test_a_display_that_fails_leaves_no_log_behind(tmp_path, monkeypatch):

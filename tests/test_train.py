@@ -12,7 +12,6 @@ import torch
 from small_run import ROUNDING, ROWS, SEQUENCE, STEPS, arguments, read_events, run, run_words
 from torch._dynamo.utils import counters
 
-import optim
 import train_gpt
 from data import loader
 from data.copied import pair_distances
@@ -32,31 +31,6 @@ def two_trials(data, tmp_path_factory):
 
 
 # ---- The log
-
-
-def test_a_process_alone_reads_its_data_whatever_rank_its_shell_names(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")  # left by another launcher
-    outcome = run(data, tmp_path, dry_run="on")
-    assert outcome.code == 0, outcome.err
-
-
-def test_a_model_that_draws_at_random_depends_on_its_seed_alone(data, tmp_path, monkeypatch):
-    forward = train_gpt.MLP.forward
-
-    def dropped(mlp, x):
-        return torch.dropout(forward(mlp, x), 0.1, torch.is_grad_enabled())
-
-    monkeypatch.setattr(train_gpt.MLP, "forward", dropped)
-    two = run(data, tmp_path / "two", seed=3, trials=2)
-    alone = run(data, tmp_path / "alone", seed=4)
-    assert two.code == alone.code == 0, two.err
-    assert two.losses(1) == alone.losses() != two.losses(0)
-
-
-def test_a_run_begins_with_a_line_that_says_what_it_is_and_what_the_race_is(two_trials):
-    first = two_trials.out.splitlines()[0]
-    assert first.startswith("tiny: ")
-    assert "--track small" in first
 
 
 def test_the_header_says_what_ran(two_trials, data):
@@ -257,31 +231,6 @@ def test_what_leaks_from_the_warm_up_or_from_the_future_ends_the_run_before_its_
     assert check in outcome.err
 
 
-@pytest.mark.parametrize("guard", ["nonfinite", "off"])
-def test_guards_change_nothing_in_a_run_without_faults(guard, two_trials, data, tmp_path):
-    assert run(data, tmp_path, seed=3, guard=guard).losses() == two_trials.losses(0)
-
-
-@pytest.mark.filterwarnings("ignore:.* orthogonalized parameter")
-def test_a_run_outlives_matrices_that_fail_at_every_step_and_logs_them(data, tmp_path, monkeypatch):
-    orthogonalized = optim.muon.orthogonalized
-
-    def fail_first(G, choice):
-        return orthogonalized(G, choice).index_fill_(0, torch.tensor(0), math.nan)
-
-    monkeypatch.setattr("optim.muon.orthogonalized", fail_first)
-    outcome = run(data, tmp_path, steps=24)
-    assert outcome.code == 0, outcome.err
-    held = outcome.events("held")
-    assert [event["step"] for event in held] == [*range(1, 25)]  # 20 skips would end the run
-    [(matrices, tensor)] = {(event["matrices"], event["tensor"]) for event in held}
-    assert matrices >= 1
-    assert f"{matrices} matrices kept their weights, {tensor} first" in outcome.out
-    assert outcome.events("skip") == []
-    losses = outcome.losses()
-    assert losses[-1] < losses[0]  # all other matrices and tables learn
-
-
 def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_path):
     outcome = run_words([*arguments(data, tmp_path), "--dry-run"], tmp_path)
     assert outcome.code == 0, outcome.err
@@ -290,13 +239,3 @@ def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing_behind(data, tmp_pat
     assert re.search(r"^ +0:00:\d\d 4 validations of [\d.,]+ ms$", outcome.out, re.M)
     assert re.search(r"^peak memory of rank 0, measured: [\d,]+ MiB$", outcome.out, re.M)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_a_dry_run_without_data_measures_on_random_tokens_and_writes_nothing(tmp_path):
-    outcome = run_words([*arguments(tmp_path / "none", tmp_path), "--dry-run"], tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert "no shards, so random tokens stand in" in outcome.out
-    assert re.search(r"^peak memory of rank 0, measured: [\d,]+ MiB$", outcome.out, re.M)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    refused = run_words(arguments(tmp_path / "none", tmp_path), tmp_path)
-    assert (refused.code, "has no *train_*.bin file" in refused.err) == (2, True)

@@ -217,7 +217,7 @@ class Store:
             if known and known.state == state:
                 return known
             modified = state[-1][0] / 1e9
-            found = [replace(run, steps=thin(run.steps)) for run in read_runs(path, links=False)]
+            found = [replace(run, steps=thin(run.steps)) for run in read_runs(path)]
             runs = [summary(run, folder, modified) for run in found]
         except (LogError, OSError, RecursionError) as problem:
             error, runs, found = str(problem), [], []
