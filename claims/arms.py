@@ -89,7 +89,7 @@ def marks(run: Run) -> Iterator[tuple[Hashable, ...]]:
     trained = [step.train_loss for step in run.steps if step.train_loss is not None]
     if run.header:
         yield "run id", run.run_id
-    if trained:
+    if len(trained) > 1:  # of an untrained model all first losses may agree
         yield "training losses", *trained
     if run.train_time_ms:  # with times: four digits of loss may agree by chance
         yield "validation losses and times", *run.validations

@@ -234,6 +234,9 @@ def check_numbers(run: Run, evidence: Evidence) -> Iterator[str]:
         ("ranks", header.get("world_size"), 1, config["batch_tokens"] // config["seq_len"]),
         ("steps that were skipped", skipped, 0, MOST_SKIPPED * len(run.steps)),
     ]  # fmt: skip
+    layers, most_layers = run.env.get("layer_params"), evidence.track.layer_params
+    if most_layers and layers is not None:  # logs before 2026-11-29 lack it
+        bounds.append(("parameters of the layers", layers, 1, most_layers))
     if run.complete:
         bounds.append(("scored targets", end.get("targets_scored"), tokens, tokens))
         bounds.append(("tokens trained on", trained, 1, most))

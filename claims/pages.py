@@ -99,6 +99,8 @@ def result_part(evidence: Evidence) -> Iterator[str]:
                     for condition, shown in conditions(evidence))  # fmt: skip
     if evidence.new_tokens and evidence.new_tokens.measure != NEW[0]:
         yield MARKED
+    if evidence.narrow:
+        yield literal(f"{evidence.narrow}.")
     row = (result.n, f"{result.mean:.6f}", f"{result.sd:.6f}", f"{result.t:.4f}",
            f"{result.p:.3g}", f"{result.upper99:.5f}", f"{evidence.median_ms / 1000:.2f}")
     yield table("| n | mean | sd | t | p | 99 % upper bound | median s |", [row])

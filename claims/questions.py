@@ -6,6 +6,7 @@ They go to the record's source in a process of its own. B rows, T tokens.
 import contextlib
 import math
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -51,6 +52,12 @@ for line in sys.stdin.buffer:
     answers.flush()
 """
 
+# A source must not read settings that no hash covers: what a stored source inherits is this.
+INHERITED = re.compile(
+    r"PATH|HOME|USER|TMPDIR|LD_LIBRARY_PATH|LANG|LC_\w+|SYSTEMROOT|TORCHINDUCTOR_CACHE_DIR"
+    r"|TRITON_CACHE_DIR|(CUDA|NVIDIA|NCCL|OMP|GOMP|KMP|MKL)_\w+"
+)
+
 Rows = NDArray[np.int64]  # (B, T + 1)
 
 
@@ -82,6 +89,11 @@ def child_process(words: Sequence[str], **options: Any) -> Iterator[subprocess.P
                 os.killpg(child.pid, signal.SIGKILL)
 
 
+def inherited() -> dict[str, str]:
+    """The environment of a stored source: what Python, torch and the device need."""
+    return {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
+
+
 @contextlib.contextmanager
 def answering(scratch: Path, kept: Path, config: dict[str, Any]) -> Iterator[Model]:
     """The model `kept` as the source in `scratch` runs it. Refused if no answer comes."""
@@ -91,8 +103,9 @@ def answering(scratch: Path, kept: Path, config: dict[str, Any]) -> Iterator[Mod
     try:
         with (
             open(said, "wb") as errors,
-            child_process(words, cwd=scratch, stdin=pipe, stdout=pipe, stderr=errors) as child,
-        ):
+            child_process(words, cwd=scratch, env=inherited(), stdin=pipe, stdout=pipe,
+                          stderr=errors) as child,
+        ):  # fmt: skip
             losses, logits = partial(answer, child, 0, 1), partial(answer_logits, child, vocab_size)
             yield Model(losses, logits, config["bos"], vocab_size)
     except OSError as error:

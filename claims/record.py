@@ -7,6 +7,7 @@ README.md that `scripts/record.py make` writes from these. Its source is in `rec
 
 import difflib
 import json
+import math
 import os
 import re
 import statistics
@@ -109,13 +110,16 @@ class Track(NamedTuple):
     in_time: bool  # the shortest time wins; otherwise the fewest tokens
     baseline: str = ""  # the record whose loss on new tokens others must keep; "": none
     copied: int = 0  # validation tokens that end a pair seen earlier in their document; 0: unknown
+    layer_params: int = 0  # the most parameters that the layers may have; 0: any number
     ranked: bool = True  # False: claims can be verified, but there is no board and no record
 
 
 # Tracks that rank by tokens bound a step at batch_tokens. Stages may use fewer, but on `steps`.
 # So is what makes a model larger or gives the last validation more context. `small` and `tiny`
-# leave windows of training steps, lookup tables, gates and scalars free; the trainer counts layers.
+# leave windows of training steps, lookup tables, gates and scalars free. Names cannot fix the size
+# of the layers, as a source may change what a name means: LAYER_PARAMS is 1.1 times the default's.
 VAL, TRAIN = "be27130d408f4ce8", "731d5f2bab729778"  # how the hashes of the prose begin
+LAYER_PARAMS = 1_678_578
 SMALL = {"vocab_size": 2048, "bos": 2047, "document_mask": True, "batch_tokens": 6144,
          "val_seq_len": 4096, "val_window": 640, "dim": 128, "head_dim": 32, "mlp_ratio": 4,
          "val_sha256": VAL}
@@ -131,8 +135,9 @@ STEPS = {"vocab_size": 50257, "bos": 50256, "document_mask": False, "batch_token
 # claims/questions.py counts the others.
 TRACKS = {
     "small": Track(3.36, 262_144, VAL, 0.02, TRAIN, SMALL, False, baseline="2026-11-27_AdamWTuned",
-                   copied=48_090),
-    "tiny": Track(4.8, 16_384, VAL, 0.02, TRAIN, TINY, False, copied=2_907, ranked=False),
+                   copied=48_090, layer_params=LAYER_PARAMS),
+    "tiny": Track(4.8, 16_384, VAL, 0.02, TRAIN, TINY, False, copied=2_907,
+                  layer_params=LAYER_PARAMS, ranked=False),
     "short": Track(3.28, 10_485_760, "", 0.01, "", FINEWEB, True),
     "steps": Track(3.28, 10_485_760, "", 0.01, "", STEPS, False),
 }  # fmt: skip
@@ -140,6 +145,7 @@ TRACKS = {
 # only copies better than it has learned nothing. Not new tokens alone: one that gives no
 # probability to any candidate of a copy gains 0.07 nats on them without training, and is ruined.
 MOST_ABOVE = 0.01  # nats per token
+LEAST_SD = 1 / 3  # of the last claim of the recipe; of ten runs each, 1 in 600 is below by chance
 
 
 def departures(settings: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
@@ -271,6 +277,21 @@ class Evidence:
     @property
     def shown(self) -> bool:
         return self.below and (self.new_tokens is None or self.new_tokens.shown)
+
+
+    @cached_property
+    def narrow(self) -> str | None:
+        """A sentence if the seed may do next to nothing: a spread far below its recipe's before."""
+        recipe = self.claim.config.get("recipe")
+        for before in reversed(claims_before(self)):
+            folder = self.folder.resolve().parent / f"{before.created[:10]}_{before.name}"
+            if before.config.get("recipe") == recipe and (folder / "runs").is_dir():
+                ratio = self.result.sd / (read_evidence(folder).result.sd or math.nan)
+                if ratio < LEAST_SD:
+                    return (f"warning: the standard deviation is {ratio:.2g} of that of "
+                            f"{before.name}: find in the diff what the seed still changes")
+                return None
+        return None
 
 
 class Tried(NamedTuple):

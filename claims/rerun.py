@@ -4,7 +4,6 @@ This executes code that others wrote, with the caller's rights.
 """
 
 import math
-import os
 import random
 import re
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from claims.logs import find_runs, read_runs
-from claims.questions import Finding, Rows, answering, ask_model, child_process
+from claims.questions import Finding, Rows, answering, ask_model, child_process, inherited
 from claims.record import Evidence
 from claims.runs import NEW_TOKENS, Run
 from claims.stats import moments
@@ -24,6 +23,7 @@ from runtime.source import write_files
 SEEDS = 2
 DEVIATIONS = 5.0  # standard errors. With ten runs, two honest ones are farther off once in 1,000
 HEADER_BYTES = 1024  # of a shard, before its tokens
+HELD_OUT = 65_536  # last tokens of a text with a held-out slice
 
 
 def rerun(evidence: Evidence, data: Path, scratch: Path) -> Iterator[Finding]:
@@ -36,6 +36,10 @@ def rerun(evidence: Evidence, data: Path, scratch: Path) -> Iterator[Finding]:
         raise Refused(f"{evidence.folder} has {len(runs)} runs that count; a rerun needs {SEEDS}.")
     config = evidence.claim.config
     write_files(evidence.source, scratch)
+    if "train_end" in runs[0].header:  # logs before 2026-11-29 lack it
+        held_out = HELD_OUT if math.isfinite(runs[0].probe("loss_held_out")) else 0
+        data = hide_unread(data, scratch / "data_seen", runs[0].header["train_end"], held_out,
+                           config["bos"])
     drawn = random.SystemRandom().sample(runs, SEEDS)
     made = []
     for run in drawn:
@@ -82,7 +86,7 @@ def train(evidence: Evidence, before: Run, data: Path, scratch: Path) -> Run:
         words.append("--keep-model=on")
     if ranks > 1:
         words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *words]
-    environment = dict(os.environ)
+    environment = inherited()
     if before.env.get("gpu") is None:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with (
@@ -98,17 +102,47 @@ def train(evidence: Evidence, before: Run, data: Path, scratch: Path) -> Run:
         raise Refused(f"the source does not run here: {said}") from None
     if not run.complete:
         raise Refused(f"the source does not run to its end here: {said}")
-    was, now = before.header["data"], run.header.get("data")
+    was, now = dict(before.header["data"]), dict(run.header.get("data") or {})
+    if "train_end" in before.header:  # the hash of what was trained on is compared instead
+        now["train_sha256"] = was.get("train_sha256")
     if was != now:
         raise Refused(f"nothing to compare: the record used {was}, and the run here {now}")
     return run
 
 
+def hide_unread(data: Path, folder: Path, end: list[int], held_out: int, bos: int) -> Path:
+    """Make a folder with the same data, but noise for the training text behind the run's last step.
+
+    A run that counts or reads more text than it trains on then gets another loss. Documents keep
+    their places, and the last `held_out` tokens their values. bos is the largest token.
+    """
+    shard, offset = end
+    hidden = find_shards(data, "train")[shard:]
+    if not hidden:
+        return data  # the trainer says what is missing
+    folder.mkdir()
+    for path in data.iterdir():
+        if path not in hidden:
+            (folder / path.name).symlink_to(path.resolve())
+    last = hidden[0]  # the run reads no later one
+    words = np.fromfile(last, "<u2")
+    unread = words[HEADER_BYTES // 2 + offset : len(words) - held_out]
+    noise = np.random.default_rng().integers(bos, size=len(unread), dtype="<u2")
+    unread[:] = np.where(unread == bos, bos, noise)
+    words.tofile(folder / last.name)
+    return folder
+
+
+def find_shards(folder: Path, split: str) -> list[Path]:
+    """The shards of a split, "train" or "val", as the trainer finds them."""
+    word = re.compile(rf"(?<![a-z]){split}_")
+    return sorted(each for each in folder.glob("*.bin") if word.search(each.name))
+
+
 def validation_rows(folder: Path, tokens: int, sequence: int) -> Rows:
     """The validation rows, read without the source. Refused if there are too few tokens."""
     parts = [np.empty(0, "<u2")]
-    word = re.compile(r"(?<![a-z])val_")  # as the trainer finds them
-    for path in sorted(each for each in folder.glob("*.bin") if word.search(each.name)):
+    for path in find_shards(folder, "val"):
         parts.append(np.fromfile(path, "<u2", count=tokens + 1, offset=HEADER_BYTES))
     stream = np.concatenate(parts)[: tokens + 1].astype(np.int64)
     if len(stream) <= tokens:

@@ -137,6 +137,8 @@ def header(trainer: Trainer, seed: int, trial: int) -> Json:
         "claim": trainer.claim, "source_sha256": trainer.source_sha256,
         "config_sha256": config_hash(settings),
         "config": settings, "train_tokens": trainer.train_tokens,
+        # Shard and token behind the last one that the run trains on: a rerun may change the rest.
+        "train_end": [train.end.shard, train.end.offset],
         "data": trainer.hashes | {"val_tokens": config.val_tokens},
         "env": trainer.env, "checks": trainer.checks, "world_size": trainer.machine.world_size,
         "micro_batch": micro_rows * config.seq_len, "grad_accum": micro_steps,

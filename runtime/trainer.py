@@ -70,11 +70,22 @@ class Batch(Protocol):
     def __iter__(self) -> Iterator[Tensor]: ...
 
 
+class Position(Protocol):
+    """A place in the training text."""
+
+    @property
+    def shard(self) -> int: ...  # place among the shards, from 0
+    @property
+    def offset(self) -> int: ...  # token of the shard
+
+
 class TrainData(Protocol):
     """Yields the micro-batches of each step."""
 
     @property
     def places(self) -> Mapping[int, Mapping[str, object]]: ...  # by step: where it was read
+    @property
+    def end(self) -> Position: ...  # behind the last step
     def __next__(self) -> Sequence[Batch]: ...
     def reset(self, step: int = 0) -> None: ...
     def shares(self, step: int) -> tuple[int, int]: ...  # micro-batches, sequences of each

@@ -181,6 +181,8 @@ def print_verdict(evidence: records.Evidence) -> int:
         print(f"    {'shown' if shown else 'NOT shown'}: {condition}")
     if evidence.new_tokens and evidence.new_tokens.measure != pages.NEW[0]:
         print(f"    {' '.join(pages.MARKED.split())}")
+    if evidence.narrow:
+        print(f"    {evidence.narrow}")
     if evidence.committed is None:
         print("    not checked: whether its claim was first; there is no git history here")
     return 1 if failures else 0

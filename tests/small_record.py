@@ -22,7 +22,8 @@ from scripts import record
 Events = list[dict[str, Any]]  # of one segment
 TARGET, STEPS, VOCABULARY, BATCH, VAL_TOKENS = 3.25, 12, 64, 512, 1024
 STEP_MS, VALIDATION_MS = 1000.0, 400.0
-RULES = Track(TARGET, VAL_TOKENS, "aa", 0.02, "bb", {"vocab_size": VOCABULARY}, in_time=False)
+RULES = Track(TARGET, VAL_TOKENS, "aa", 0.02, "bb", {"vocab_size": VOCABULARY}, in_time=False,
+              layer_params=200_000)
 CONFIG = {"track": "tiny", "target": TARGET, "steps": STEPS, "batch_tokens": BATCH, "seq_len": 64,
           "vocab_size": VOCABULARY}
 SOURCE = {"optim/muon.py": b"step:1/2 val_loss:1.0\n", "train_gpt.py": "é\r\n".encode()}

@@ -66,9 +66,10 @@ def two_layers() -> Iterator[None]:
     Muon's products are in float32, also where bf16 is native: these runs are not about rounding.
     """
     layers = mock.patch.dict(train_gpt.LAYERS, small89=RICH, plain8=PLAIN)
+    depth = mock.patch.dict(train_gpt.FIXED_DEPTH, tiny=2)
     stages = mock.patch.dict(train_gpt.STAGES, growing=GROWING, tied=[TIED, UNTIED])
     float32 = mock.patch.object(optim.muon, "native_dtype", return_value=torch.float32)
-    with layers, stages, float32:
+    with layers, depth, stages, float32:
         yield
 
 

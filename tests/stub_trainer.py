@@ -19,6 +19,7 @@ import torch
 from small_model import configure
 
 import train_gpt
+from data.loader import Position
 from optim import Held, Skip
 from runtime import run as runs
 from runtime.machine import Machine
@@ -79,7 +80,8 @@ class StubTrainer:
         sgd = SimpleNamespace(zero_grad=lambda set_to_none: self.weights.grad.zero_())
         self.guard, self.optimizers = Guard(self), {"sgd": sgd}
         place = {"shard": "shard_0", "token_offset": 16}
-        train = Batches(places=defaultdict(lambda: place), shares=lambda step: (1, 4))
+        train = Batches(places=defaultdict(lambda: place), shares=lambda step: (1, 4),
+                        end=Position(step=4, shard=0, offset=32))
         self.data, self.hashes = SimpleNamespace(train=train), {"train_sha256": "t"}
         self.train_tokens = 4 * self.config.steps
         self.env = {"gpu_count": 0, "torch": torch.__version__}

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
@@ -19,6 +20,7 @@ import small_record
 import small_run
 from small_record import BATCH, CONFIG, Events, call, forge, read_logs, register, write_logs
 
+from claims.arms import leave_out_repeats
 from claims.record import TRACKS, pack, read_evidence, source_path
 from claims.runs import Run
 from runtime.jsonl import json_line
@@ -248,6 +250,8 @@ RUNS: dict[str, tuple] = {
     "another version of torch": (put("2.0", "env", "torch"), "torch differs between runs"),
     "another attention": (put("flash3", "env", "attention"), "attention differs between runs"),
     "a larger model": (put(10**9, "env", "params"), "params differs between runs"),
+    "larger layers": (
+        put(200_001, "env", "layer_params"), "parameters of the layers: 200001, not 1 to 200000"),
     "code that the hash does not cover": (
         put(["idea /x/idea.py"], "env", "modules_from_elsewhere"), "modules from elsewhere"),
     "compiler settings": (put(["inductor.x = 1"], "env", "compile_flags"), "inductor.x"),
@@ -291,6 +295,22 @@ def test_a_record_is_caught_with_a_run_that_has(what, folder, capsys):
     change, *patterns = RUNS[what]
     forge(folder, change)
     caught(folder, capsys, *patterns)
+
+
+def test_a_spread_far_below_the_recipes_is_named_and_fails_nothing(folder, capsys):
+    claim = small_record.make_claim("Still", 6, 2000, created="2026-01-01T01:00:00+00:00")
+    losses = [3.2 + 1e-5 * number for number in range(6)]
+    still = small_record.write_record(folder.parents[1], claim, losses)
+    for path, named in ((still, True), (folder, False)):
+        code, said = call(capsys, "make", path)
+        assert (code, "warning: the standard deviation is 0.00" in said) == (0, named), said
+        assert ("the seed still changes" in (path / "README.md").read_text()) == named
+
+
+def test_runs_of_one_step_are_no_copies_though_their_first_losses_agree(folder):
+    untrained = [replace(run, steps=[run.steps[0]._replace(train_loss=math.log(64))])
+                 for run in runs_of(folder)]  # fmt: skip
+    assert leave_out_repeats(untrained) == (untrained, [])
 
 
 def test_a_source_that_asks_for_a_memory_must_have_found_none(folder, capsys):

@@ -1,6 +1,7 @@
 """A record run again, and the judge's questions: honest work repeats, a lying source does not."""
 
 import json
+import os
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,12 +19,13 @@ import train_gpt
 from claims.logs import read_runs
 from claims.questions import MEASURED, ask_model
 from claims.record import TRACKS, Evidence, Source
-from claims.rerun import compare_means, rerun, validation_rows
+from claims.rerun import compare_means, hide_unread, rerun, train, validation_rows
+from data.shards import Shard
 from runtime.errors import Refused
 from runtime.log import config_hash
 from runtime.questions import Model
 from runtime.settings import parse
-from runtime.source import digest, read_sources
+from runtime.source import digest, read_sources, write_files
 from scripts import record
 
 SEED, RUNS = 1000, 4
@@ -106,6 +108,53 @@ def test_what_cannot_run_here_is_refused_with_the_reason(evidence, tmp_path):
         list(rerun(evidence, tmp_path / "none", tmp_path))
     with pytest.raises(Refused, match="1 runs that count; a rerun needs 2"):
         list(rerun(replace(evidence, runs=evidence.runs[:1]), tmp_path, tmp_path))
+
+
+LEAK = """self.model.initialize(seed)
+        from data.shards import Shard, find_shards
+        found = [Shard(file)[:].astype(int) for file in find_shards(asdict(self.config), "train")]
+        counts = torch.zeros(128, 128)
+        for tokens in map(torch.from_numpy, found):
+            counts.index_put_((tokens[:-1], tokens[1:]), torch.ones(()), accumulate=True)
+        rows = counts[:, :64].view(128, 32, 2).sum(2) / counts.sum(1, True).clamp(min=1)
+        self.model.embed.data.copy_(rows)"""
+
+
+@pytest.mark.slow
+def test_a_source_that_counts_text_on_which_it_does_not_train_is_not_repeated(
+    evidence, data, tmp_path, capsys
+):
+    source = dict(evidence.source)
+    text = source["train_gpt.py"].decode()
+    source["train_gpt.py"] = text.replace("self.model.initialize(seed)", LEAK).encode()
+    write_files(source, tmp_path)
+    runs = [train(evidence, run, data, tmp_path) for run in evidence.runs[:2]]
+    for run in runs:
+        run.header.update(claim=evidence.claim.id)
+    assert record.run_again(replace(evidence, source=source, runs=runs), data) == 1
+    said = capsys.readouterr().out
+    differing = [line.strip() for line in said.splitlines() if line.endswith("DIFFERS")]
+    assert any(line.startswith("mean loss here") for line in differing), said
+    assert not any(line.startswith("trained tokens") for line in differing), said
+
+
+def test_text_behind_the_last_step_is_hidden_and_all_else_kept(data, tmp_path):
+    hidden = hide_unread(data, tmp_path / "seen", [0, 5000], held_out=64, bos=small_run.BOS)
+    assert sorted(path.name for path in hidden.iterdir()) == ["s_train_0.bin", "s_val_0.bin"]
+    (before,), (after,) = ([Shard(folder / "s_train_0.bin")[:]] for folder in (data, hidden))
+    assert (before[:5000] == after[:5000]).all()
+    assert (before[-64:] == after[-64:]).all()
+    assert (before[5000:-64] == after[5000:-64]).mean() < 0.1
+    assert ((before == small_run.BOS) == (after == small_run.BOS)).all()
+
+
+def test_a_stored_source_inherits_no_setting_that_no_hash_covers(
+    evidence, data, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("IDEA_LR", "2")
+    source = {"train_gpt.py": b"import os; print(*map(os.environ.get, ['IDEA_LR', 'PATH']))"}
+    with pytest.raises(Refused, match=f"does not run here: None {os.environ['PATH'][:20]}"):
+        list(rerun(replace(evidence, source=source), data, tmp_path))
 
 
 # ---- Sources that lie: each edit of train_gpt.py, and what finds it

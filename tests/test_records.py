@@ -6,11 +6,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import train_gpt
 from claims import pages
 from claims.checks import check_claim, find_failures
 from claims.record import TRACKS, Evidence, departures, read_evidence
+from kernels.attention import choose_attention
 from runtime.errors import Refused
 from train_gpt import RECIPES, Config, preset
 
@@ -64,6 +66,25 @@ def test_the_judge_and_the_trainer_have_the_same_rules(track):
         assert getattr(config, name) == fixed, name
     known = set(train_gpt.FIXED[track])
     assert set(rules.fixed) <= known <= {*rules.fixed, "target", "val_tokens"}
+
+
+@pytest.mark.parametrize("track", ["small", "tiny"])
+def test_layers_may_have_a_tenth_more_parameters_than_the_default(track):
+    config = Config(**preset({"track": track}))
+    attention, _ = choose_attention("auto", torch.device("cpu"), torch.float32, config.head_dim)
+    wide = replace(config, mlp_ratio=config.mlp_ratio + 1)
+    sizes = []
+    for each in (config, wide):
+        model = train_gpt.GPT(each, torch.float32, torch.device("cpu"), attention)
+        sizes.append(sum(parameter.numel() for parameter in model.blocks.parameters()))
+    assert TRACKS[track].layer_params == round(1.1 * sizes[0]) < sizes[1]
+
+
+def test_an_optimist_cannot_deepen_the_table_that_the_track_names(monkeypatch):
+    deeper = [*train_gpt.LAYERS["small89"], train_gpt.Layer()]
+    monkeypatch.setitem(train_gpt.LAYERS, "small89", deeper)
+    (found,) = train_gpt.off_track(Config(**preset({"track": "small"})))
+    assert found == "layers is small89, 9 layers; the track has 8"
 
 
 def test_only_the_hello_has_no_board():
