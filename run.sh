@@ -84,6 +84,9 @@ train() {
     if [[ $track == short || $track == steps ]]; then # the others have few rows a step
         processes=$("$VENV_PYTHON" -c 'import torch; print(torch.cuda.device_count())')
         if ((processes == 0)) && [[ $data != own && $device != cpu && $device != mps ]]; then
+            [[ $data != random ]] || stop "--dry-run of --track $track times a GPU, and" \
+                "torch finds none here: nothing was fetched. docs/running.md has the memory that" \
+                "it needs; --dry-run --device cpu times the CPU"
             stop "--track $track is for GPUs, and torch finds none here: nothing was fetched." \
                 "Any machine runs --track small. To train on the CPU all the same: --device cpu"
         fi

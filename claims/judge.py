@@ -48,9 +48,11 @@ class RacePlan:
     """
 
     def __init__(self, pairs: int, margin: float, every: int = 1):
-        if not FIRST_ANALYSIS <= pairs <= MOST_PAIRS or every < 1:
-            rule = f"there must be {FIRST_ANALYSIS} to {MOST_PAIRS} pairs, analysed every 1 or more"
-            raise ValueError(f"{pairs} pairs, analysed every {every}: {rule}")
+        if not FIRST_ANALYSIS <= pairs <= MOST_PAIRS:
+            rule = f"there must be {FIRST_ANALYSIS} to {MOST_PAIRS} pairs, also with --quick"
+            raise ValueError(f"--pairs {pairs}: {rule}, as fewer may agree by chance")
+        if every < 1:
+            raise ValueError(f"--analyse-every {every}: it must be 1 or more pairs")
         if not 0 < margin < math.inf:
             raise ValueError(f"margin is {margin}: it must be between 0 and inf")
         self.margin = margin

@@ -150,6 +150,9 @@ def why_no_log(lines: Sequence[str]) -> str:
         before, found, after = line[:LONGEST_LINE].partition("step:")
         if found and NUMBER.match(found + after) and "val_loss:" in after:
             return f"its step lines begin with {before!r}. Remove this prefix from every line"
+        if re.match(r"step [0-9]+: train loss [0-9.]+, val loss [0-9.]", line):
+            return ("nanoGPT's lines declare no total of steps, and estimate the loss on random "
+                    "batches. Write lines like step:0/1750 val_loss:10.8258, of fixed tokens")
     return "it has neither JSON events nor a line like step:0/1750 val_loss:10.8258"
 
 

@@ -35,7 +35,8 @@ def build_optimizers(
 
     Sets group["initial_lr"], which a schedule multiplies. torch's own optimizers do not know lr_mul
     and wd_mul, so these are multiplied into lr and weight_decay.
-    A row may match nothing. ValueError if a parameter matches no row or several.
+    A row may match nothing. ValueError if a parameter matches no row or several, or if a row names
+    an optimizer without a factory.
     """
     named, table = list(named_parameters), list(rows)
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -43,10 +44,15 @@ def build_optimizers(
         patterns = [repr(row.pattern) for row in table if fnmatchcase(name, row.pattern)]
         if len(patterns) != 1:
             found = f"matches {len(patterns)} rows: {', '.join(patterns) or 'none'}"
-            raise ValueError(f"parameter {name} {found}; each parameter needs exactly one row")
+            unused = [repr(row.pattern) for row in table if not matches(row, named)]
+            hint = f". Rows that match no parameter: {', '.join(unused)}" if unused else ""
+            raise ValueError(f"parameter {name} {found}; each needs exactly one row{hint}")
     for row in table:
-        own = [(name, param) for name, param in named if fnmatchcase(name, row.pattern)]
-        if own:
+        if row.optimizer not in factories:
+            known = ", ".join(factories)
+            raise ValueError(f"row {row.pattern!r} has the optimizer {row.optimizer!r}; use one of "
+                             f"{known}, or add it to the factories")  # fmt: skip
+        if own := matches(row, named):
             groups.setdefault(row.optimizer, []).append({"params": own, **row.options})
     optimizers = {name: factories[name](own) for name, own in groups.items()}
     for optimizer in optimizers.values():
@@ -55,6 +61,11 @@ def build_optimizers(
                 _fold(group)
             group["initial_lr"] = group["lr"] * 1.0  # a tensor of its own: schedules fill lr
     return optimizers
+
+
+def matches(row: Row, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The parameters, with their names, that the row's pattern matches."""
+    return [(name, param) for name, param in named if fnmatchcase(name, row.pattern)]
 
 
 def _fold(group: dict[str, Any]) -> None:

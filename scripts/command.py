@@ -55,7 +55,11 @@ def command(main: Callable[[list[str]], int]) -> Callable[..., int]:
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line; --help has the usage."""
 
+    on_unknown = ""  # a hint for flags that are not its own
+
     def error(self, message: str) -> Any:
+        if self.on_unknown and message.startswith("unrecognized arguments"):
+            message += f". {self.on_unknown}"
         self.exit(2, f"error: {message}. {self.prog} --help lists the flags.\n")
 
 

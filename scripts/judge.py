@@ -185,10 +185,11 @@ def missing_jobs(
         missing = [seed for seed in seeds if seed not in done[arm.name]]
         for stretch in stretches(missing, math.ceil(len(missing) / processes)):
             first, last = stretch[0], stretch[-1]
-            say(f"{arm.name}, seeds {first} to {last}")
+            console = folder / f"{arm.name}_{first}.txt"
+            say(f"{arm.name}, seeds {first} to {last}: progress in {console}")
             flags = [*arm.flags, "--seed", str(first), "--trials", str(len(stretch))]
             words = training_command(arm.source, flags, folder / arm.name)
-            yield Job(words, folder / f"{arm.name}_{first}.txt", (arm, first))
+            yield Job(words, console, (arm, first))
 
 
 def stretches(numbers: Sequence[int], most: int) -> list[list[int]]:
@@ -263,6 +264,7 @@ def main(argv: list[str]) -> int:
     add("--out", type=Path, default=Path("logs/judge"), help="folder of judgements (%(default)s)")
     add("--json", action="store_true", help="print one JSON object")
     add("shared", nargs="*", metavar="FLAG", help="after --: flags of train_gpt.py for both arms")
+    parser.on_unknown = "Flags of the trainer stand after --, such as -- --track small"
     given = parser.parse_args(argv)
     if given.metric != "loss" and given.margin is None:
         parser.error(f"--metric {given.metric} needs --margin, in {UNITS[given.metric]}")

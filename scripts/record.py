@@ -7,7 +7,8 @@
 `claim` fixes source, settings and seeds, commits that, and prints the command of the runs. `make`
 collects the runs and writes the record's page and the board. `verify` recomputes everything;
 with --rerun it also trains two seeds again: that runs code of others, with your rights.
-Exit code: 0 done or verified, 1 the record does not hold, 2 bad input, or it cannot run here.
+Exit code: 0 done or verified, 1 the record does not hold or the claim could not be committed, 2 bad
+input, or it cannot run here.
 """
 
 import argparse
@@ -66,7 +67,9 @@ def claim(arguments: argparse.Namespace) -> int:
         config_sha256=config_hash(config), config=config, flags=flags, about=arguments.about,
         created=datetime.now(UTC).isoformat(timespec="seconds"))
     folder = records.write_claim(RECORDS, claimed, source)
-    print(commit(folder, claimed.source_sha256, arguments.name))
+    failed = commit(folder, claimed.source_sha256, arguments.name)
+    proof = "committed with its source. Push it, so that others see it."
+    print(f"{os.path.relpath(folder)}: {failed or proof}")
     here = os.path.relpath(folder)
     words = shlex.join(["--claim", f"{here}/claim.json", *flags])
     print(f"Make its runs:\n\n    ./run.sh {words} --seed {seeds[0]} --trials {claimed.n}\n\n"
@@ -78,7 +81,7 @@ def claim(arguments: argparse.Namespace) -> int:
     if track.baseline:
         print(f"They must also show a loss on new tokens less than {records.MOST_ABOVE:g} above "
               f"that of {track.baseline}.")  # fmt: skip
-    return 0
+    return 1 if failed else 0
 
 
 def require_own_flags(flags: list[str]) -> None:
@@ -94,8 +97,8 @@ def require_own_flags(flags: list[str]) -> None:
                           "or give --seed before the --.")  # fmt: skip
 
 
-def commit(folder: Path, source_sha256: str, name: str) -> str:
-    """Commit the claim and its source, and nothing else; what to do where that fails."""
+def commit(folder: Path, source_sha256: str, name: str) -> str | None:
+    """Commit the claim and its source, and nothing else. None, or what to do if that failed."""
     paths = [str(folder / "claim.json"), str(records.source_path(RECORDS, source_sha256))]
     git = ["git", "-C", str(RECORDS)]
     done = None
@@ -103,11 +106,11 @@ def commit(folder: Path, source_sha256: str, name: str) -> str:
         try:
             done = subprocess.run([*git, *words], capture_output=True, text=True)
         except OSError as error:
-            return f"{folder}: not committed, {error}. Commit it before its runs, as a proof."
+            return f"not committed, {error}. Commit it before its runs, as a proof."
         if done.returncode:
             why = " ".join((done.stderr or done.stdout).split())[:200]
-            return f"{folder}: not committed: {why}. Commit it before its runs, as a proof."
-    return f"{os.path.relpath(folder)}: committed with its source. Push it, so that others see it."
+            return f"not committed: {why}. Commit it before its runs, as a proof."
+    return None
 
 
 # ---- make

@@ -133,7 +133,7 @@ def test_a_claim_commits_itself_and_its_source_and_nothing_else(checkout, monkey
     folder = write_claim(checkout / "records", claim, SOURCE)
     (checkout / "draft").write_text("staged by its author, for another commit")
     git(checkout, "add", "draft")
-    assert "committed with its source" in record.commit(folder, claim.source_sha256, "Good")
+    assert record.commit(folder, claim.source_sha256, "Good") is None
     committed = git(checkout, "show", "--name-only", "--format=%s").split()
     names = ["records/sources", "records/tiny"]
     assert committed[:2] == ["Claim", "Good"]

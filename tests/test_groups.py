@@ -205,10 +205,16 @@ def test_a_table_sends_each_parameter_to_its_optimizer_with_its_options():
     assert (kept["lr"], kept["weight_decay"]) == (0.1, 0.5)
 
 
+def test_a_row_for_an_optimizer_without_a_factory_is_refused_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"row '\*' has the optimizer 'muno'; use .* adam, muon"):
+        by_table(packed(), [Row("*", "muno")], {"adam": AdamW, "muon": NorMuon})
+
+
 @pytest.mark.parametrize(("build", "patterns", "message"), [
     (groups_for, ["h.*.qvk.*"], r"no parameter has a name that matches \['h.\*.qvk.\*'\]"),
     (groups_for, ["*.qkv.*", "0.*"], r"0.qkv.weight matches several rows: .*'0"),
     (by_table, ["*.proj.*"], r"parameter 0.qkv.weight matches 0 rows: none"),
+    (by_table, ["*.proj.*", "0.qvk.*"], r"matches 0 rows: none.* match no parameter: '0.qvk.\*'"),
     (by_table, ["*", "*.qkv.*"], r"parameter 0.qkv.weight matches 2 rows: '\*', '\*.qkv.\*'"),
 ])  # fmt: skip
 def test_rows_that_match_nothing_and_parameters_of_no_row_or_several_are_refused(

@@ -331,8 +331,9 @@ def test_judgements_that_begin_at_once_have_numbers_and_seeds_of_their_own(proje
     (["--a", "--gain 0.1", "--b", "--gain 0.1"], "Give --b FLAGS, or --a-source"),
     (["--a-source", "../nope"], "--a-source ../nope: it holds no train_gpt.py. Give the folder"),
     (["--b", "--steps '3"], "argument --b: invalid split value: \"--steps '3\""),
-    *(([f"--pairs={pairs}"], "there must be 4 to 100 pairs") for pairs in (3, 101)),
-    (["--analyse-every", "0"], "analysed every 1 or more"),
+    *(([f"--pairs={pairs}"], f"--pairs {pairs}: there must be 4 to 100") for pairs in (3, 101)),
+    (["--analyse-every", "0"], "--analyse-every 0: it must be 1 or more"),
+    (["--track", "small", "--b", "--gain 1"], "Flags of the trainer stand after --"),
     *(([f"--margin={margin}"], f"margin is {margin}") for margin in (0.0, math.nan)),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_before_anything_runs(project, capsys, words, sentence):
@@ -360,11 +361,15 @@ def test_a_claim_of_a_judgement_takes_its_flags_its_source_and_fresh_seeds(proje
     assert record.main(words) == 2
     assert "Go back to it, or judge again" in capsys.readouterr().err
     (project / "train_gpt.py").write_text(TRAINER)
-    assert record.main([*words, "--", "--steps", "9"]) == 0  # fewer than were judged
+    assert record.main([*words, "--", "--steps", "9"]) == 1  # fewer steps; nowhere to commit
+    assert "not a git repository" in capsys.readouterr().out
     claim = json.loads(next(project.glob("records/tiny/*_Gain/claim.json")).read_text())
     flags = ["--track", "tiny", "--recipe", "record89", "--gain", "0.2", "--steps", "9"]
     assert (claim["flags"], claim["config"]["steps"]) == (flags, 9)
     assert claim["seeds"] == list(range(78, 88))
+    for setting in (["user.name", "A"], ["user.email", "a@example.org"]):
+        subprocess.run(["git", "init", "-q"], check=True)
+        subprocess.run(["git", "config", *setting], check=True)
     assert record.main(["claim", "Next", "--about", "more", "--", "--gain", "0.2"]) == 0
     claim = json.loads(next(project.glob("records/tiny/*_Next/claim.json")).read_text())
     assert claim["seeds"] == list(range(88, 98))

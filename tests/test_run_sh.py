@@ -211,6 +211,7 @@ def test_a_track_for_gpus_is_refused_without_one_before_anything_is_fetched(clon
     done = clone.run("--track", track, *words, FAKE_GPUS="0")
     assert (done.returncode, clone.argv()) == (2, [])
     assert "torch finds none here: nothing was fetched" in done.stderr
+    assert ("--dry-run --device cpu" in done.stderr) == ("--dry-run" in words)
 
 
 # ---- ./run.sh test

@@ -250,12 +250,15 @@ def test_a_target_that_is_given_overrides_that_of_the_logs(tmp_path, capsys):
     (["{folder}/empty"], "no run logs"),
     (["{folder}/mixed"], "name different targets: give one with --target"),
     (["{folder}/none"], "name no target: give one with --target"),
+    (["{folder}/nano"], "is no run log: nanoGPT's lines declare no total of steps"),
 ])  # fmt: skip
 def test_bad_input_exits_with_2_and_a_sentence(tmp_path, capsys, arguments, sentence):
     write_run(tmp_path / "mixed", "a", {100: 3.2}, seed=0)
     write_run(tmp_path / "mixed", "b", {100: 3.2}, seed=1, target=2.92)
     write_run(tmp_path / "none", "a", {100: 3.2}, seed=0, target=None)
     (tmp_path / "bad").mkdir()
+    (tmp_path / "nano").mkdir()
+    (tmp_path / "nano" / "a.log").write_text("step 250: train loss 3.3111, val loss 3.4022\n")
     (tmp_path / "empty" / "below").mkdir(parents=True)
     for name in ("none/bad.log", "bad/a.jsonl"):
         (tmp_path / name).write_text("val_loss:3.2\n" * 2)
