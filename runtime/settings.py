@@ -212,8 +212,8 @@ class _Parser(argparse.ArgumentParser):
         like = [flag for flag in flags if word[:2] == "--" and flag.endswith(word[1:])]
         like = like or get_close_matches(word, flags, n=2)
         hint = f" Did you mean {' or '.join(like)}?" if like else ""
-        raise Refused(f"{message}.{hint} --help lists the flags, GROUPS in train_gpt.py holds the "
-                      "rates, decays and betas of groups, and commit 759f432 has removed flags.")
+        raise Refused(f"{message}.{hint} --help lists the flags. Rates of parameter groups are in "
+                      "GROUPS in train_gpt.py; removed flags are in commit 759f432.")
 
 
 def _make_parser(fields: Sequence[dataclasses.Field], description: str) -> argparse.ArgumentParser:
