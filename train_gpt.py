@@ -337,7 +337,7 @@ class Config(RunSettings):
         "uniform", "distribution of initial hidden matrices", one_of=("uniform", "normal")
     )
 
-    steps: int = setting(350, "number of optimizer steps", at_least=1, section="Schedule")
+    steps: int = setting(340, "number of optimizer steps", at_least=1, section="Schedule")
     stages: str = setting("small89", f"table of stages: {', '.join(STAGES)}")
     window_block: int = setting(32, "tokens of a block, the unit of windows; 0: no windows")
     val_window: int = setting(640, "tokens long layers see in the last validation", at_least=1)
@@ -346,7 +346,7 @@ class Config(RunSettings):
     momentum: tuple[float, float] = setting(
         (0.85, 0.9), "momentum of matrices: first and last, and in between", below=1
     )
-    momentum_warmup: int = setting(47, "first steps, in which momentum rises")
+    momentum_warmup: int = setting(46, "first steps, in which momentum rises")
     momentum_cooldown: int = setting(7, "last steps, in which momentum falls")
 
     optimizer: str = setting(
