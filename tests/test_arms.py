@@ -38,7 +38,7 @@ def kept_names(runs: list[Run]) -> list[str]:
 
 LONG = {0: "10.8258", 25: "4.01", 50: "3.61", 75: "3.41", 100: "3.2790"}
 OTHER = LONG | {50: "3.62"}
-TRAINED = [Step(1, 1.0, 10.828125)]
+TRAINED = [Step(1, 1.0, 10.828125), Step(2, 2.0, 10.5)]
 
 
 @pytest.mark.parametrize(("first", "second", "kept"), [

@@ -56,8 +56,8 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     monkeypatch.setattr(record, "ask_trainer", lambda *_: config)  # it would refuse this track
     words = ["Real", "--n", 4, "--seed", 7, "--about", "Why.", "--", "--recipe=record89", *flags]
     code, said = call(capsys, "claim", *words)
-    assert code == 0, said
-    assert "Commit it before its runs, as a proof.\nMake its runs:" in said, "here is no repository"
+    assert code == 1, "here is no repository"
+    assert "Commit it before its runs, as a proof.\nMake its runs:" in said
     folder = next((tmp_path / "tiny").glob("*_Real"))
     logs, claim = tmp_path / "logs", folder / "claim.json"
     assert json.loads(claim.read_text())["flags"][:3] == ["--track", "tiny", "--recipe=record89"]
