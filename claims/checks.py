@@ -375,6 +375,6 @@ OF_A_RUN = (
     (check_numbers, f"find what the source computes wrongly, and {ANEW}"),
     (check_new_tokens, f"score all tokens of the track's own data at the end, and {ANEW}"),
     (check_origin, f"start the trainer on its own files, without PYTHONPATH: {ANEW}"),
-    (check_phases, "do this work in a timed phase, or not at all, and run again"),
+    (check_phases, "time this work, or leave it out; on a busy machine, run again when it is idle"),
     (check_clock, "do this work in a timed phase, or not at all, and run again"),
 )
