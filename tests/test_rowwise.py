@@ -46,7 +46,7 @@ def test_rows_that_are_read_now_and_then_follow_the_reference(sparse, cautious):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_in_bf16_keeps_its_moments_in_float32_and_steps_alike(dtype):
-    [table], [dense] = parameters((ROWS, WIDTH), dtype=dtype), parameters((ROWS, WIDTH), dtype=dtype)
+    [table], [dense] = (parameters((ROWS, WIDTH), dtype=dtype) for _ in range(2))
     optimizers = [RowAdam([each], 0.1) for each in (table, dense)]
     for step in range(3):
         read(table, step, sparse=True)

@@ -121,7 +121,8 @@ BUILDS = OURS | TORCHS
     ("name", "kept"), [*product(OURS, ["state_dict"]), *product(BUILDS, ["safetensors"])]
 )
 def test_a_state_is_a_snapshot_that_continues_as_if_never_interrupted(name, kept, tmp_path):
-    optimizer, other = (BUILDS[name](parameters(*SHAPES, dtype=torch.float32), 0.05) for _ in range(2))
+    build = BUILDS[name]
+    optimizer, other = (build(parameters(*SHAPES, dtype=torch.float32), 0.05) for _ in range(2))
     train(optimizer, range(2))
     for target, source in zip(members(other), members(optimizer), strict=True):
         target.data.copy_(source)
