@@ -1,7 +1,6 @@
 """The output head against torch's own loss in float64, and FP8 against its quantization."""
 
 import functools
-import math
 from collections import Counter
 from functools import partial
 
@@ -30,13 +29,12 @@ def capped(z, cap):
 
 
 def losses_of(y, targets, weights=None):
-    """The loss of each token: torch's own, or the weighted sum of torch's over its targets."""
-    if weights is None:
-        return F.cross_entropy(y, targets, reduction="none")
-    losses = 0
-    for column, weight in zip(targets.T, weights.tolist(), strict=True):
-        losses += weight * F.cross_entropy(y, column, ignore_index=-1, reduction="none")
-    return losses
+    """The loss of each token by torch's own function: with weights, a sum over its targets."""
+    columns = [(targets, 1.0)]
+    if weights is not None:
+        columns = zip(targets.T, weights.tolist(), strict=True)
+    each = partial(F.cross_entropy, ignore_index=-1, reduction="none")
+    return sum(weight * each(y, column) for column, weight in columns)
 
 
 def sums_of(y, targets, weights=None):
@@ -44,7 +42,7 @@ def sums_of(y, targets, weights=None):
     loss = losses_of(y, targets, weights).sum()
     if weights is None:
         return loss
-    return torch.stack([loss, losses_of(y.detach(), targets[:, :1], torch.ones(1)).sum()])
+    return torch.stack([loss, losses_of(y.detach(), targets[:, 0]).sum()])
 
 
 def truth(x, weight, targets, cap, bias=0, weights=None):
@@ -115,10 +113,8 @@ def test_loss_and_gradients_equal_torchs_own_in_float64(cap, several, tokens, ch
 @each_cap
 @each_count
 @each_bias
-def test_the_plain_head_gives_the_same_also_for_each_token_and_takes_a_bias(
-    monkeypatch, cap, several, bias
-):
-    for chunk in ("PLAIN_CHUNK", "EAGER_CHUNK"):
+def test_the_plain_head_gives_the_same_and_takes_a_bias(monkeypatch, cap, several, bias):
+    for chunk in ("PLAIN_CHUNK", "SCORING_CHUNK"):
         monkeypatch.setattr(head, chunk, 16)
     (x, weight, targets), weights = asked(50, several)
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -127,7 +123,7 @@ def test_the_plain_head_gives_the_same_also_for_each_token_and_takes_a_bias(
     added = 0 if bias is None else bias
     wanted = truth(x, weight, targets, cap, added, weights)
     assert max(map(distance, found, wanted)) < 1e-6  # this head computes the loss in float32
-    if not several:
+    if not several:  # and the loss of each token
         each = plain_cross_entropy(x, weight, bias, targets, cap, reduction="none")
         wanted = losses_of(capped(x @ weight.T + added, cap), targets).float()
         torch.testing.assert_close(each, wanted, rtol=1e-5, atol=1e-5)
@@ -212,32 +208,24 @@ def test_fp8_on_a_gpu_equals_its_own_quantization_eager_and_compiled(several):
 # ---- What is made, and when
 
 
-def products_and_largest(*inputs, precision, chunk=64):
-    """How often a matrix product of each shape is made, and elements of the largest tensor read."""
+def products_of(call, name):
+    """What a call returns, and how often it makes a matrix product of each shape."""
     with torch.profiler.profile(record_shapes=True) as profile:
-        loss = linear_cross_entropy(*inputs, softcap=SIGMOID, chunk=chunk, precision=precision)
-    product = "aten::mm" if precision == "plain" else "aten::_scaled_mm"  # which calls mm on a CPU
-    products, largest = Counter(), 0
-    for event in profile.events():
-        shapes = [shape for shape in event.input_shapes if shape]
-        largest = max([largest, *map(math.prod, shapes)])
-        if event.name == product:
-            products[shapes[0][0], shapes[1][1]] += 1
-    return loss, products, largest
+        found = call()
+    shapes = [event.input_shapes for event in profile.events() if event.name == f"aten::{name}"]
+    return found, Counter((left[0], right[1]) for left, right, *_ in shapes)
 
 
-@pytest.mark.parametrize("precision", ["plain", "fp8"])
-def test_no_tensor_exceeds_a_chunks_logits_and_no_product_is_made_twice_or_unasked(precision):
+@pytest.mark.parametrize(("precision", "name"), [("plain", "mm"), ("fp8", "_scaled_mm")])
+def test_logits_are_made_in_chunks_and_no_product_is_made_twice_or_unasked(precision, name):
     x, weight, targets = problem(256, channels=16, vocabulary=128, dtype=torch.bfloat16)
-    _, products, largest = products_and_largest(x, weight, targets, precision=precision)
+    loss_of = partial(linear_cross_entropy, softcap=SIGMOID, chunk=64, precision=precision)
+    _, products = products_of(lambda: loss_of(x, weight, targets), name)
     assert products == {(64, 128): 4}  # logits alone, as nothing asks for gradients
-    inputs = x.requires_grad_(), weight.requires_grad_(), targets
-    loss, products, largest = products_and_largest(*inputs, precision=precision)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    loss, products = products_of(lambda: loss_of(*leaves, targets), name)
     assert products == {(64, 128): 4, (64, 16): 4, (16, 128): 4}  # logits, dx, dweight^T
-    assert largest == 64 * 128
-    with torch.profiler.profile(record_shapes=True) as profile:
-        loss.backward()
-    assert not any(event.name.endswith("mm") for event in profile.events())
+    assert not products_of(loss.backward, name)[1]
 
 
 # ---- Compilation

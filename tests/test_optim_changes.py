@@ -22,7 +22,7 @@ from torch import nn
 
 from optim import AdamW, Guard, Muon, named_state
 
-# ---- changes of an optimizer of three matrices; each stays valid with its state
+# ---- changes of an optimizer of three matrices
 
 
 def exchange(optimizer):
@@ -55,31 +55,22 @@ def replace_the_group(optimizer):
     optimizer.param_groups[0] = {**optimizer.param_groups[0]}
 
 
-CHANGES = [exchange, swap_in_place, convert, add_a_group, replace_the_group]
-
-
-# ---- changes that take a parameter with state from its place
-
-
-def remove_one(optimizer):
-    optimizer.param_groups[0]["params"].pop(0)
-
-
-def remove_the_last(optimizer):
-    optimizer.param_groups[0]["params"].pop()
-
-
-def reorder(optimizer):
-    optimizer.param_groups[0]["params"].reverse()
-
-
 def reshape(optimizer):
     param = members(optimizer)[0]
     param.grad = None
     param.data = param.data.repeat(1, 2)
 
 
-MOVES = [remove_one, remove_the_last, reorder, reshape]
+def remove_one(optimizer):
+    optimizer.param_groups[0]["params"].pop(0)
+
+
+def reorder(optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+CHANGES = [exchange, swap_in_place, convert, add_a_group, replace_the_group]
+MOVES = [reshape, remove_one, reorder]  # which take a parameter with state from its place
 
 
 def assert_steps_as_one_built_now(optimizer):
