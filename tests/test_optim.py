@@ -1,4 +1,7 @@
-"""The optimizers on one process, against references in float64 and torch's own optimizers."""
+"""The optimizers on one process, against references in float64.
+
+Against torch's own optimizers: test_torch_promises.py.
+"""
 
 import math
 from functools import partial
@@ -6,7 +9,7 @@ from functools import partial
 import pytest
 import reference
 import torch
-from small_optim import bits, give_gradients, members, parameters, train
+from small_optim import bits, give_gradients, members, parameters
 
 from optim import AdamW, Guard, Muon, NorMuon, RowAdam, SpikeRule, named_state
 
@@ -176,22 +179,6 @@ def test_flattened_filters_step_as_the_matrix_of_the_same_memory_to_the_bit(
             flattening = kind([filters], 0.2, flatten=True, **options)
             flattening.load_state_dict(saved)
     assert torch.equal(filters.flatten(1), matrix)
-
-
-EXACT = {"betas": (0.9, 0.999), "eps": 1e-20}
-
-
-@pytest.mark.parametrize(("ours", "theirs", "near"), [
-    # Muons both round to bf16, in another order. torch's eps acts after bias correction.
-    (partial(Muon, method="newton_schulz", dtype=torch.bfloat16), torch.optim.Muon, 0.03),
-    (partial(AdamW, **EXACT), partial(torch.optim.AdamW, **EXACT), 1e-5),
-], ids=["muon", "adamw"])  # fmt: skip
-def test_steps_are_those_of_the_one_in_torch(ours, theirs, near):
-    start, params, others = (parameters((16, 48), (48, 16), dtype=torch.float32) for _ in range(3))
-    for kind, each in ((ours, params), (theirs, others)):
-        train(kind(each, 0.02, weight_decay=0.1), range(5))
-    for a, b, before in zip(params, others, start, strict=True):
-        assert (a - b).norm() <= near * (b - before).norm()
 
 
 # ---- what cannot be built
