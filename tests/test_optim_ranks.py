@@ -6,10 +6,10 @@ micro-batches of whole numbers, so that they are exact in any order; some are mi
 
 import math
 import os
-import sys
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from multiprocessing import set_forkserver_preload
 from unittest import mock
 
@@ -24,7 +24,6 @@ import optim.muon
 from optim import (
     AdamW,
     Guard,
-    Held,
     Muon,
     MuonWithAdamW,
     NorMuon,
@@ -45,6 +44,7 @@ PATIENCE = timedelta(seconds=90)  # with a rank that is silent, as one that judg
 MICRO_BATCHES = 24  # divided by all numbers of ranks
 # In order: a matrix fails, one rank has a NaN, one has large gradients, some are unused.
 STEPS, FAILS, FAULT, SPIKE, LAST = 6, 2, 3, 4, 5
+RULE = SpikeRule(start=3, window=8)
 
 # ---- the methods, with shapes that make uneven, empty and packed shares
 
@@ -150,9 +150,8 @@ def walk(method, rank=0, size=1, group=None, mesh=None, selecting=False):
     """What each step leaves, its verdict and norm; what state returns; how much of it is owned."""
     params, optimizer = build(method, group, mesh)
     common = {} if mesh is not None else {"process_group": group}
-    rule = SpikeRule(start=3, window=8)
     clip = 1.0  # below every norm, which is that over all ranks
-    guard = Guard([optimizer], spike=rule, clip=clip, grad_divisor=MICRO_BATCHES, **common)
+    guard = Guard([optimizer], spike=RULE, clip=clip, grad_divisor=MICRO_BATCHES, **common)
     found = {"seen": [], "verdicts": [], "norms": [], "held": [], "returned": []}
     with (
         mock.patch("optim.base.READ_AT_ONCE", ()) if selecting else nullcontext(),
@@ -173,10 +172,9 @@ def walk(method, rank=0, size=1, group=None, mesh=None, selecting=False):
     if method != "torch":
         states = [item for bucket in optimizer.buckets for item in bucket.state.items()]
         found["owned"] = sum(state.numel() for kind, state in states if kind in MOMENTS)
-    state, in_torchs_form = dict(named_state(optimizer)), optimizer.state_dict()
     for load in (
-        lambda: load_named_state(optimizer, state),
-        lambda: optimizer.load_state_dict(in_torchs_form),
+        partial(load_named_state, optimizer, dict(named_state(optimizer))),
+        partial(optimizer.load_state_dict, optimizer.state_dict()),
     ):
         reset(optimizer)
         load()
@@ -213,8 +211,7 @@ def small_model():
 
 
 def optimizer_of(model):
-    rule = SpikeRule(start=3, window=8)
-    return MuonWithAdamW(model, 0.05, adam_lr=0.02, rows=[Row("2.weight", "muon")], spike=rule)
+    return MuonWithAdamW(model, 0.05, adam_lr=0.02, rows=[Row("2.weight", "muon")], spike=RULE)
 
 
 def shard(model, mesh):
@@ -222,11 +219,11 @@ def shard(model, mesh):
 
     for part in (model[1], model):
         fully_shard(part, mesh=mesh)
+    return model
 
 
 def sharded_model(mesh):
-    model = small_model()
-    shard(model, mesh)
+    model = shard(small_model(), mesh)
     return model, optimizer_of(model)
 
 
@@ -342,19 +339,17 @@ def refusals(mesh):
     def param(placement):
         return nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [placement]))
 
-    def muon(*named, **options):
-        return Muon(named, 0.1, **options)
-
     rows, columns, same = param(Shard(0)), param(Shard(1)), param(Replicate())
+    plain = torch.ones(4, 4)
     theirs = torch.optim.SGD([("w", rows)], 0.1)
     flat = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     world = dist.group.WORLD
     rule = "(Shard(dim=1),); fully_shard on a mesh of one dimension has (Shard(dim=0),)"
     cases = [
-        (lambda: muon(("w", columns)), f"parameter w has placements {rule}"),
+        (lambda: Muon([("w", columns)], 0.1), f"parameter w has placements {rule}"),
         (lambda: AdamW([("w", same)], 0.1), "parameter w has placements (Replicate(),)"),
-        (lambda: muon(("w", rows), ("v", torch.ones(4, 4))), "v on cpu; build an optimizer for"),
-        (lambda: muon(("w", rows), process_group=world), "parameter w; leave out process_group"),
+        (lambda: Muon([("w", rows), ("v", plain)], 0.1), "v on cpu; build an optimizer for each"),
+        (lambda: Muon([("w", rows)], 0.1, process_group=world), "w; leave out process_group"),
         (lambda: Guard([theirs], process_group=world), "SGD; leave out the guard's process_group"),
         (lambda: AdamW(flat.named_parameters(), 0.1), "FullyShardedDataParallel; use torch.dist"),
     ]
@@ -393,7 +388,6 @@ def process(rank, folder):
     results["refused"] = refusals(meshes["shards 4"])
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
-    sys.stdout.flush()
     os._exit(0)  # gloo's threads may abort an orderly exit
 
 
@@ -459,7 +453,7 @@ def test_a_matrix_that_fails_stays_and_all_else_steps_and_the_first_rank_alone_w
     truth, ranks, method
 ):
     seen, held, elements = truth[method]["seen"], truth[method]["held"], CAN_FAIL[method]
-    assert held == [Held(1, "p0") if step == FAILS else None for step in range(STEPS)]
+    assert held == [(1, "p0") if step == FAILS else None for step in range(STEPS)]
     before, after = (seen[step]["p0"].view(-1) for step in (FAILS - 1, FAILS))
     assert torch.equal(before[:elements], after[:elements])
     assert (before[elements:] != after[elements:]).all()
