@@ -51,10 +51,10 @@ def problem(rows, sequence, heads=2, head_dim=8, dtype=torch.float64):
     return qkv.to(dtype), grad.to(dtype)
 
 
-def by_backend(backend, qkv, grad, cu_seqlens, window, longest=None, attend=None):
+def by_backend(backend, qkv, grad, cu_seqlens, window, attend=None):
     """Output and gradient by qkv, in float64 on the CPU."""
     rows, sequence = qkv.shape[:2]
-    longest = longest or int(cu_seqlens.diff().max())
+    longest = int(cu_seqlens.diff().max())
     documents = backend.documents(cu_seqlens.to(qkv.device), rows, sequence, longest)
     leaf = qkv.detach().clone().requires_grad_()
     y = (attend or backend)(*leaf.unbind(2), documents, backend.window(window))
@@ -160,26 +160,23 @@ def test_portable_attention_is_exact_at_any_size(rows, sequence, window, starts,
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("window", [30, 300])
 def test_cost_grows_with_the_window_and_linearly_with_the_sequence(monkeypatch, window, kept):
-    bmm = torch.bmm
-
-    def counting(a, b):
+    def counting(a, b, bmm=torch.bmm):
         product = bmm(a, b)
         multiply_adds[sequence] += product.numel() * a.size(-1)
         return product
 
     monkeypatch.setattr(torch, "bmm", counting)
     monkeypatch.setattr(portable_attention, "KEPT_SCORES", 1 << 30 if kept else 0)
-    multiply_adds, head_dim = {1024: 0, 2048: 0, 4096: 0}, 4
+    multiply_adds = {1024: 0, 2048: 0, 4096: 0}
     for sequence in multiply_adds:
-        qkv, grad = problem(1, sequence, heads=1, head_dim=head_dim)
+        qkv, grad = problem(1, sequence, heads=1, head_dim=4)
         by_backend(PortableAttention(), qkv, grad, boundaries(1, sequence, ()), window)
     # The first blocks of a row see fewer keys; every later token costs the same.
     short, middle, long = multiply_adds.values()
     assert long - middle == 2 * (middle - short)
     products = 2 + 4 + (not kept)  # forward, backward, and scores computed again
-    one_pass, largest_block = products * head_dim * 4096, portable_attention.LARGE_BLOCK
-    least, most = one_pass * window, one_pass * (window + 2 * largest_block)
-    assert least <= multiply_adds[4096] <= most
+    of_a_key = products * 4 * 4096  # head_dim, sequence
+    assert of_a_key * window <= long <= of_a_key * (window + 2 * portable_attention.LARGE_BLOCK)
 
 
 def test_the_operators_keep_the_promises_that_the_compiler_relies_on(flat):

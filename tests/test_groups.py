@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_optim import give_gradients
+from small_optim import bits, give_gradients
 from torch import nn
 
 from optim import AdamW, NorMuon, Row, build_optimizers, group_table, groups_for
@@ -23,9 +23,13 @@ def block(**layers):
     return nn.ModuleDict(layers)
 
 
-def gpt2():
-    """A head tied to the embedding, matrices in a module of another library."""
-    layers = [
+def language_model():
+    """A head tied to the embedding, layers as in GPT-2, and one with a mixture of experts.
+
+    The experts are stacks (E, rows, cols) with biases (E, rows). Their gate has one row, and a
+    Linear that is no head is named "output".
+    """
+    gpt2 = [
         block(
             ln_1=nn.LayerNorm(8),
             attn=block(c_attn=Conv1D(24, 8), c_proj=Conv1D(8, 8)),
@@ -33,23 +37,17 @@ def gpt2():
         )
         for _ in range(2)
     ]
-    trunk = block(wte=nn.Embedding(50, 8), wpe=nn.Embedding(16, 8), h=nn.ModuleList(layers))
-    model = block(transformer=trunk, lm_head=nn.Linear(8, 50, bias=False), score=nn.Linear(8, 2))
-    model["lm_head"].weight = trunk["wte"].weight
-    return model
-
-
-def mixture():
-    """Stacks (E, rows, cols), their biases (E, rows), a gate of one row, a layer named "output"."""
     experts = nn.Module()
     experts.gate_up_proj = nn.Parameter(torch.randn(4, 12, 8))
     experts.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 12))
     experts.down_proj = nn.Parameter(torch.randn(4, 8, 6))
-    output = nn.Linear(6, 8, bias=False)
-    gate = nn.Linear(8, 1, bias=False)
-    layers = [block(router=nn.Linear(8, 4), experts=experts, gate=gate, output=output)]
-    layers = nn.ModuleList(layers)
-    return block(embed=nn.Embedding(30, 8), layers=layers, head=nn.Linear(8, 30))
+    gate, output = nn.Linear(8, 1, bias=False), nn.Linear(6, 8, bias=False)
+    mixture = block(router=nn.Linear(8, 4), experts=experts, gate=gate, output=output)
+    layers = nn.ModuleList([*gpt2, mixture])
+    trunk = block(wte=nn.Embedding(50, 8), wpe=nn.Embedding(16, 8), h=layers)
+    model = block(transformer=trunk, lm_head=nn.Linear(8, 50, bias=False), score=nn.Linear(8, 2))
+    model["lm_head"].weight = trunk["wte"].weight
+    return model
 
 
 def vit():
@@ -69,23 +67,20 @@ def packed():
 
 
 TABLES = {
-    gpt2: """
+    language_model: """
 adamw embedding, tied to lm_head.weight     1 x (50, 8) transformer.wte.weight
 adamw embedding                             1 x (16, 8) transformer.wpe.weight
 adamw norm, bias or vector                  2 x (8,) transformer.h.*.ln_1.weight
 adamw head, by its name                     1 x (2, 8) score.weight
+adamw norm, bias or vector                  1 x (2,) score.bias
 muon  hidden matrix                         2 x (8, 24) transformer.h.*.attn.c_attn.weight, \
 packs Q, K and V: split=3
-""",
-    mixture: """
-muon  hidden matrix                         1 x (4, 8) layers.*.router.weight
-muon  stack of hidden matrices              1 x (4, 12, 8) layers.*.experts.gate_up_proj, \
+muon  hidden matrix                         1 x (4, 8) transformer.h.*.router.weight
+muon  stack of hidden matrices              1 x (4, 12, 8) transformer.h.*.experts.gate_up_proj, \
 packs gate and up: split=2
-adamw norm, bias or vector                  1 x (4, 12) layers.*.experts.gate_up_proj_bias
-adamw norm, bias or vector                  1 x (1, 8) layers.*.gate.weight
-muon  hidden matrix                         1 x (8, 6) layers.*.output.weight
-adamw head, by its name                     1 x (30, 8) head.weight
-adamw norm, bias or vector                  1 x (30,) head.bias
+adamw norm, bias or vector                  1 x (4, 12) transformer.h.*.experts.gate_up_proj_bias
+adamw norm, bias or vector                  1 x (1, 8) transformer.h.*.gate.weight
+muon  hidden matrix                         1 x (8, 6) transformer.h.*.output.weight
 """,
     vit: """
 adamw embedding                             1 x (1, 1, 8) cls_token
@@ -107,25 +102,20 @@ def test_the_rule_sends_every_part_once_where_the_table_says_and_both_optimizers
     table = group_table(groups).splitlines()
     for line in TABLES[build].strip().splitlines():
         assert line in table
-    found = [param for kind in groups.values() for group in kind for _, param in group["params"]]
+    found = []
+    for group in [*groups["muon"], *groups["adamw"]]:
+        decays = group["name"] != "norm, bias or vector"
+        assert group.get("wd_mul", 1.0) == decays
+        found += [param for _, param in group["params"]]
     assert sorted(map(id, found)) == sorted(map(id, model.parameters()))
     give_gradients(found, 0)
-    before = [param.detach().clone() for param in found]
+    before = [bits(param) for param in found]
     for kind, optimizer in (("muon", NorMuon), ("adamw", AdamW)):
         optimizer = optimizer(groups[kind], 0.1)
         optimizer.step()
         saved = optimizer.state_dict()["param_groups"]  # a key that means nothing to it stays
         assert [group["name"] for group in saved] == [group["name"] for group in groups[kind]]
-    moved = [not torch.equal(param, old) for param, old in zip(found, before, strict=True)]
-    assert all(moved)
-
-
-def test_norms_biases_and_vectors_do_not_decay_and_all_else_does():
-    for build in TABLES:
-        for groups in groups_for(build()).values():
-            for group in groups:
-                decays = group["name"] not in ("norm, bias or vector", "elementwise")
-                assert group.get("wd_mul", 1.0) == decays
+    assert not any(bits(param) == old for param, old in zip(found, before, strict=True))
 
 
 @pytest.mark.parametrize(("name", "shape", "split"), [
@@ -146,17 +136,18 @@ def test_the_table_gives_the_split_of_parameters_that_pack_matrices_by_their_nam
     assert "packs" not in group_table({"muon": given})
 
 
-@pytest.mark.parametrize(("outputs", "heads"), [(40, 1), (8, 0)])
-def test_a_head_without_a_name_is_the_last_linear_if_its_outputs_are_the_vocabulary(outputs, heads):
-    model = block(embed=nn.Embedding(40, 8), up=nn.Linear(8, 40), unnamed=nn.Linear(8, outputs))
-    assert group_table(groups_for(model)).count("head, the last Linear") == heads
+def body():
+    return nn.ModuleList([block(up=nn.Linear(8, 16), down=nn.Linear(16, 8)) for _ in range(2)])
 
 
-def test_the_last_linear_of_a_body_without_a_head_is_a_hidden_matrix():
-    layers = [block(up=nn.Linear(8, 16), down=nn.Linear(16, 8)) for _ in range(2)]
-    for head, adamw in ((None, 0), (nn.Linear(8, 8), 1)):
-        parts = {"layers": nn.ModuleList(layers)} | ({"top": head} if head is not None else {})
-        assert group_table(groups_for(block(**parts))).count("adamw head") == adamw
+@pytest.mark.parametrize(("layers", "heads"), [
+    (lambda: {"embed": nn.Embedding(40, 8), "up": nn.Linear(8, 40), "top": nn.Linear(8, 40)}, 1),
+    (lambda: {"embed": nn.Embedding(40, 8), "up": nn.Linear(8, 40), "top": nn.Linear(8, 8)}, 0),
+    (lambda: {"layers": body(), "top": nn.Linear(8, 8)}, 1),
+    (lambda: {"layers": body()}, 0),
+], ids=["the vocabulary", "no vocabulary", "above a body", "the last of a body"])  # fmt: skip
+def test_the_last_linear_is_a_head_if_it_puts_out_the_vocabulary_or_has_no_like(layers, heads):
+    assert group_table(groups_for(block(**layers()))).count("head, the last Linear") == heads
 
 
 def test_rows_override_the_rule_by_any_name():
@@ -169,7 +160,7 @@ def test_rows_override_the_rule_by_any_name():
     assert split["split"] == (768, 128, 128)
     assert [name for name, _ in other["params"]] == ["0.proj.weight", "0.proj.bias"]
     assert split.get("wd_mul") is other.get("wd_mul") is None
-    tied = groups_for(gpt2(), [Row("lm_head.weight", "muon")])["muon"]
+    tied = groups_for(language_model(), [Row("lm_head.weight", "muon")])["muon"]
     assert tied[0]["params"][0][0] == "transformer.wte.weight"
 
 
