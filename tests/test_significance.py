@@ -26,7 +26,8 @@ def write_run(
     folder: Path, run_id: str, losses: dict[int, Any], *, seed: int, total: int = 100,
     target: float | None = 3.28, source: str = "source", config: str = "config", gpus: int = 8,
     status: str | None = "done", track: str = "short", claim: str | None = None,
-    settings: dict[str, Any] | None = None, step_ms: float = 2.0, **env: object,
+    settings: dict[str, Any] | None = None, step_ms: float = 2.0,
+    probes: dict[str, float] | None = None, **env: object,
 ) -> Path:  # fmt: skip
     """A log as the trainer writes it; `status=None` leaves the end line out."""
     events: list[dict] = [{
@@ -39,10 +40,11 @@ def write_run(
                        "train_time_ms": step * step_ms})  # fmt: skip
     if status:
         steps = max(losses, default=0)
-        events.append({"event": "end", "status": status, "steps": steps, "val_loss": None})
+        events.append({"event": "end", "t_ms": 90_000.0, "status": status, "steps": steps,
+                       "val_loss": None, "probes": probes})  # fmt: skip
     path = folder / f"{run_id}.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(event | {"t_ms": 1.0}) + "\n" for event in events))
+    path.write_text("".join(json.dumps({"t_ms": 1.0} | event) + "\n" for event in events))
     return path
 
 
