@@ -8,22 +8,19 @@ import numpy as np
 import pytest
 import small_record
 from scipy.stats import ttest_ind
-from small_record import LOSSES, call, make_claim, read_logs, write_logs, write_record
+from small_record import LOSSES, make_claim, read_logs, write_logs, write_record
 
 from claims import pages
 from claims import record as records
 from claims.arms import read_arm
-from claims.checks import check_new_tokens, find_failures
+from claims.checks import check_new_tokens
 from claims.compare import in_sentences
 from claims.questions import MEASURED, new_targets
 from claims.record import MOST_ABOVE, TRACKS, read_evidence
 from claims.rerun import validation_rows
 from data.copied import FIRST_TOKENS, REACH, means, pair_distances, sums_by_kind
-from scripts import significance
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "records"
-SMALL = {path.name.partition("_")[2]: path for path in sorted((RECORDS / "small").glob("2*_*"))}
 NOISE = 0.005 * np.random.default_rng(1).standard_normal(12)
 
 
@@ -124,27 +121,25 @@ def some(values: np.ndarray, value: float) -> np.ndarray:
 NEW = 3.5 + NOISE
 
 
-@pytest.mark.parametrize(("probes", "words"), [
-    (scored(NEW), None),
-    (scored(NEW, loss_on_new=some(NEW, NEW[0] - 0.002)), "have the mean"),
-    (scored(NEW, loss_on_new=some(NEW, np.nan)), "loss_on_new is nan"),
-    (scored(NEW, loss_on_copied=some(NEW, 0.0)), "loss_on_copied is 0.0"),
-    (scored(some(NEW, -1.0)), "loss_on_new is -1.0"),
-    (scored(NEW, loss_held_out=some(NEW, np.nan)), "loss_held_out is nan"),
+OLDER = {"new_loss": NEW}
+
+
+@pytest.mark.parametrize(("probes", "baseline", "words"), [
+    (scored(NEW), None, ""),
+    (scored(NEW, loss_on_new=some(NEW, NEW[0] - 0.002)), None, "have the mean"),
+    (scored(NEW, loss_on_new=some(NEW, np.nan)), None, "loss_on_new is nan"),
+    (scored(NEW, loss_on_copied=some(NEW, 0.0)), None, "loss_on_copied is 0.0"),
+    (scored(some(NEW, -1.0)), None, "loss_on_new is -1.0"),
+    (scored(NEW, loss_held_out=some(NEW, np.nan)), None, "loss_held_out is nan"),
+    (scored(NEW, **OLDER), OLDER, ""),
+    (scored(NEW), OLDER, "new_loss is nan, not a finite loss above 0"),  # it decides
 ])  # fmt: skip
 def test_losses_by_kind_of_token_must_be_losses_and_have_the_mean_of_all_tokens(
-    probes, words, pinned
+    probes, baseline, words, pinned
 ):
-    found = pinned(**probes)
-    assert bool(found) == (words is not None), found
-    assert words is None or any(words in what for what in found)
-
-
-@pytest.mark.parametrize(("older", "wrong"), [
-    ({"new_loss": NEW}, set()), ({}, {"new_loss is nan, not a finite loss above 0"}),
-])  # fmt: skip
-def test_while_the_baseline_is_older_the_older_measure_must_be_a_loss_too(older, wrong, pinned):
-    assert set(pinned(baseline={"new_loss": NEW}, **scored(NEW, **older))) == wrong
+    found = pinned(baseline=baseline, **probes)
+    assert bool(found) == bool(words), found
+    assert words in "\n".join(found)
 
 
 @pytest.mark.parametrize(("day", "fails"), [("2026-11-28", False), ("2026-11-29", True)])
@@ -174,58 +169,6 @@ def test_the_validation_tokens_hold_as_many_copies_as_the_judge_says(track):
     older = new_targets(rows, rules.fixed["bos"], REACH)
     assert np.array_equal(older, (back == 0) | (back > REACH))
     assert MEASURED["new_loss"] == (FIRST_TOKENS, REACH)
-
-
-def test_a_baseline_that_does_not_verify_decides_nothing(monkeypatch):
-    known = read_evidence(SMALL["AdamWTuned"])
-    worse = replace(known.runs[0], seed=1)
-    baseline = replace(known, runs=[worse, *known.runs[1:]])
-    monkeypatch.setattr(records, "read_baseline", lambda track, name: baseline)
-    (failure,) = find_failures(read_evidence(SMALL["LargeTable"]))
-    assert re.match("its baseline .*AdamWTuned decides nothing, as it fails: ", failure.what)
-
-
-# ---- The claims of `small`
-
-
-@pytest.mark.parametrize(("name", "below", "new_tokens"), [
-    ("AdamWTuned", True, None), ("MuonTuned", True, True), ("Record42", True, True),
-    ("Trigrams", True, True), ("LargeTable", True, True), ("Record89", True, False),
-])  # fmt: skip
-def test_each_claim_of_small_holds_and_only_320_steps_miss_a_condition(name, below, new_tokens):
-    evidence = read_evidence(SMALL[name])
-    assert find_failures(evidence) == []
-    found = evidence.new_tokens and evidence.new_tokens.shown
-    assert (evidence.below, found, evidence.shown) == (below, new_tokens, new_tokens is not False)
-
-
-def test_verify_prints_both_conditions_and_a_claim_that_misses_one_is_still_verified(capsys):
-    code, said = call(capsys, "verify", SMALL["Record89"])
-    assert code == 0
-    lines = said.splitlines()
-    assert lines[0].endswith("Record89: verified, and NOT shown")
-    assert lines[1].strip().startswith("shown: mean loss on all validation tokens below 3.36: ")
-    assert lines[2].strip().startswith("NOT shown: loss on new tokens")
-    assert "3.7537 against 3.5579" in lines[2]
-
-
-def test_the_board_begins_with_the_baseline_and_ends_with_the_record():
-    claims = [read_evidence(path) for path in SMALL.values()]
-    first, second, *_ = [part for part in pages.board("small", claims) if part.startswith("| rec")]
-    rows = [row.split(" | ") for row in first.splitlines()[2:]]
-    assert [rows[0][0], rows[-1][0]] == ["| baseline", "| **record**"]
-    assert "[AdamWTuned]" in rows[0][2]
-    assert "[Record89]" not in first, "it copies, and ends in the second table"
-    tokens = [float(row[5]) for row in rows]
-    assert tokens == sorted(tokens, reverse=True)
-    assert "| new tokens |" in second
-    assert "[Record89]" in second
-
-
-def test_a_folder_named_as_the_baseline_is_no_baseline(tmp_path):
-    known = read_evidence(SMALL["AdamWTuned"])
-    other = replace(read_evidence(SMALL["Record89"]), folder=known.folder)
-    assert (known.is_baseline, other.is_baseline) == (True, False)
 
 
 # ---- Attack: no probability for any candidate of a copy
@@ -278,12 +221,6 @@ def test_a_model_that_never_copies_gains_on_new_tokens_and_fails_the_first_condi
     assert evidence.new_tokens.shown
     assert (evidence.below, evidence.shown) == (False, False)
     assert max(honest) < small_record.TARGET < min(attack), "the honest one reaches the target"
-
-
-def test_the_verdict_on_runs_of_small_has_their_loss_on_new_tokens(capsys):
-    assert significance.main([str(SMALL["LargeTable"] / "runs")]) == 0
-    said = capsys.readouterr().out
-    assert "loss on new tokens 3.537821, as measured before 2026-11-29; " in said
 
 
 # ---- Two arms
