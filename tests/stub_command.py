@@ -41,14 +41,9 @@ for name in ("print-config", "quick", "die"):
     FLAGS.add_argument(f"--{name}", action="store_true")
 
 
-def noise_of(seed: int, gain: float) -> tuple[float, float]:
-    """What a seed adds to a loss: all of it, and the part that depends on the gain, too."""
-    jitter = random.Random(f"{seed} {gain}").gauss(0, 0.01)
-    return random.Random(seed).gauss(0, 0.05) + jitter, jitter
-
-
 def loss_of(seed: int, gain: float = 0.0, loss: float = FACTS["loss"]) -> float:
-    return loss + noise_of(seed, gain)[0] - gain
+    jitter = random.Random(f"{seed} {gain}").gauss(0, 0.01)
+    return loss + random.Random(seed).gauss(0, 0.05) + jitter - gain
 
 
 def write_source(root: Path, **changed: object) -> None:
@@ -69,33 +64,28 @@ def train(words: Sequence[str]) -> tuple[int, str]:
         return 0, json.dumps(config)
     if given.die:
         return 1, "out of coffee\n"
-    sha256 = "another" if facts["edited"] else source_hash(source.parent)
+    folder = Path(given.log_dir)
     for trial in range(given.trials):
-        make_run(Path(given.log_dir), given, trial, config, facts, sha256)
-        if given.seed + trial == given.diverge:
+        seed, run_id = given.seed + trial, f"2026_{time.time_ns()}"
+        diverged = seed == given.diverge
+        loss = loss_of(seed, given.gain, facts["loss"])
+        apart = loss - facts["loss"]  # its noise and the gain
+        on_new = apart + given.gain if facts["only_copies"] else apart
+        log = write_run(
+            folder, run_id, {} if diverged else {given.steps: loss}, seed=seed, track="tiny",
+            total=given.steps, step_ms=1000 * (1 + apart) / given.steps,
+            source="another" if facts["edited"] else source_hash(source.parent),
+            config=config_hash(config), settings=config, probes={"new_loss": 4 + on_new / 2},
+            status="nonfinite" if diverged else "done", gpus=0, threads=1, cpu="Abacus",
+        )  # fmt: skip
+        register(folder / REGISTRY, "start", run_id=run_id, seed=seed)
+        sha256 = hashlib.sha256(log.read_bytes()).hexdigest()
+        register(folder / REGISTRY, "end", run_id=run_id, log_sha256=sha256)
+        with (folder / "calls").open("a") as calls:
+            calls.write(f"{run_id} {folder.name} {seed} {trial}\n")
+        if diverged:
             return 3, ""
     return 0, ""
-
-
-def make_run(
-    folder: Path, given: argparse.Namespace, trial: int, config: dict, facts: dict, source: str
-) -> None:
-    seed, run_id = given.seed + trial, f"2026_{time.time_ns()}"
-    noise, jitter = noise_of(seed, given.gain)
-    on_new = jitter if facts["only_copies"] else (noise - given.gain) / 2
-    diverged = seed == given.diverge
-    log = write_run(
-        folder, run_id, {} if diverged else {given.steps: loss_of(seed, given.gain, facts["loss"])},
-        seed=seed, track="tiny", total=given.steps, source=source, config=config_hash(config),
-        settings=config, step_ms=1000 * (1 + noise - given.gain) / given.steps,
-        status="nonfinite" if diverged else "done", probes={"new_loss": 4 + on_new},
-        gpus=0, threads=1, cpu="Abacus",
-    )  # fmt: skip
-    register(folder / REGISTRY, "start", run_id=run_id, seed=seed)
-    sha256 = hashlib.sha256(log.read_bytes()).hexdigest()
-    register(folder / REGISTRY, "end", run_id=run_id, log_sha256=sha256)
-    with (folder / "calls").open("a") as calls:
-        calls.write(f"{run_id} {folder.name} {seed} {trial}\n")
 
 
 def child_process(words: Sequence[str], stdout: TextIO, **options: object) -> nullcontext:
