@@ -18,7 +18,7 @@ from claims.compare import in_sentences
 from claims.questions import MEASURED, new_targets
 from claims.record import MOST_ABOVE, TRACKS, read_evidence
 from claims.rerun import validation_rows
-from data.copied import FIRST_TOKENS, REACH, means, pair_distances, sums_by_kind
+from data.copied import FIRST_TOKENS, REACH, pair_distances
 
 ROOT = Path(__file__).resolve().parents[1]
 NOISE = 0.005 * np.random.default_rng(1).standard_normal(12)
@@ -171,56 +171,14 @@ def test_the_validation_tokens_hold_as_many_copies_as_the_judge_says(track):
     assert MEASURED["new_loss"] == (FIRST_TOKENS, REACH)
 
 
-# ---- Attack: no probability for any candidate of a copy
-
-VOCABULARY, BOS = 40, 39
-
-
-def text_of(seed: int) -> np.ndarray:
-    """Rows of documents in which every other stretch repeats an earlier one."""
-    generator = np.random.default_rng(seed)
-    documents = []
-    for _ in range(60):
-        part = generator.zipf(1.5, 12) % BOS
-        documents += [[BOS], part, generator.zipf(1.5, 6) % BOS, part]
-    return np.concatenate(documents)[:2049][None]
-
-
-def losses_of(tokens: np.ndarray, seed: int, attacking: bool) -> np.ndarray:
-    """Losses of a model that guesses by frequency and expects copies, as each run learns it."""
-    counts = np.bincount(tokens[0], minlength=VOCABULARY) + 1.0
-    counts *= np.exp(0.01 * np.random.default_rng(seed).standard_normal(VOCABULARY))
-    losses, seen = [], {}
-    for before, after in zip(tokens[0, :-1], tokens[0, 1:], strict=True):
-        if before == BOS:
-            seen = {}
-        candidates = sorted(seen.get(before, ()))
-        chances = counts / counts.sum()
-        if attacking:
-            chances[candidates] = 1e-9  # of 0 the loss would be infinite
-        elif candidates:
-            chances *= 0.3
-            chances[candidates] += 0.7 / len(candidates)
-        losses.append(-np.log(chances[after] / chances.sum()))
-        seen.setdefault(before, set()).add(after)
-    return np.array(losses)
-
-
 def test_a_model_that_never_copies_gains_on_new_tokens_and_fails_the_first_condition(judge):
-    tokens = text_of(0)
-    distances = pair_distances(tokens, BOS).ravel()
-
-    def scored(attacking: bool):
-        runs = [losses_of(tokens, seed, attacking) for seed in range(12)]
-        new = [means([sums_by_kind(run, distances, 0)])["loss_on_new"] for run in runs]
-        return [run.mean() for run in runs], np.array(new)
-
-    (honest, honest_new), (attack, attack_new) = scored(False), scored(True)
-    assert np.all(attack_new < honest_new - 0.05), "it gains without training"
-    evidence = judge(attack, {"loss_on_new": honest_new}, loss_on_new=attack_new)
+    """Other tokens get the probability that a trained model gives to candidates of a copy."""
+    for_candidates, refused = 0.1, 1e-9
+    gain = -np.log(1 - for_candidates)  # without training
+    attack = (VAL_TOKENS - COPIED) * (NEW - gain) - COPIED * np.log(refused)
+    evidence = judge(attack / VAL_TOKENS, {"loss_on_new": NEW}, loss_on_new=NEW - gain)
     assert evidence.new_tokens.shown
     assert (evidence.below, evidence.shown) == (False, False)
-    assert max(honest) < small_record.TARGET < min(attack), "the honest one reaches the target"
 
 
 # ---- Two arms
