@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
@@ -20,7 +19,6 @@ import small_record
 import small_run
 from small_record import BATCH, CONFIG, Events, call, forge, read_logs, register, write_logs
 
-from claims.arms import leave_out_repeats
 from claims.record import TRACKS, pack, read_evidence, source_path
 from claims.runs import Run
 from runtime.jsonl import json_line
@@ -111,8 +109,9 @@ def edit_loss(folder: Path) -> None:
 
 def try_before(folder: Path) -> None:
     """A claimed seed in the registry of another log folder, on another track and without claim."""
-    register(folder / "runs" / "registry_2.jsonl", "start", time="2020-01-01T00:00:00+00:00",
-             run_id="early", track="short", seed=1000, config_sha256=ZERO, claim=None)
+    early = {"run_id": "early", "seed": 1000, "time": "2020-01-01T00:00:00+00:00"}
+    facts = {"track": "short", "config_sha256": ZERO, "claim": None}
+    register(folder / "runs" / "registry_2.jsonl", "start", **early, **facts)
 
 
 def start_again(folder: Path) -> None:
@@ -305,12 +304,6 @@ def test_a_spread_far_below_the_recipes_is_named_and_fails_nothing(folder, capsy
         code, said = call(capsys, "make", path)
         assert (code, "warning: the standard deviation is 0.00" in said) == (0, named), said
         assert ("the seed still changes" in (path / "README.md").read_text()) == named
-
-
-def test_runs_of_one_step_are_no_copies_though_their_first_losses_agree(folder):
-    untrained = [replace(run, steps=[run.steps[0]._replace(train_loss=math.log(64))])
-                 for run in runs_of(folder)]  # fmt: skip
-    assert leave_out_repeats(untrained) == (untrained, [])
 
 
 def test_a_source_that_asks_for_a_memory_must_have_found_none(folder, capsys):
