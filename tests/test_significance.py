@@ -216,11 +216,9 @@ def test_two_files_of_ten_runs_each_are_judged_at_the_claimed_step(tmp_path, cap
     assert "b.txt (run 10)" in text
 
 
-@pytest.mark.parametrize(("loss", "verdict"), [(3.277, "0.00600, pass"), (3.279, "0.00200, fail")])
-def test_logs_of_the_track_steps_are_also_judged_by_its_rule(tmp_path, capsys, loss, verdict):
-    losses = [loss + spread for spread in (-0.003, -0.001, 0.001, 0.003)]
-    write_arm(tmp_path, losses, track="steps")
-    assert f"(target - mean) * sqrt(n) = {verdict}" in judge(capsys, tmp_path).text
+def test_logs_of_the_track_steps_are_also_judged_by_its_rule(tmp_path, capsys):
+    write_arm(tmp_path, [3.276, 3.278, 3.280, 3.282], track="steps")
+    assert "(target - mean) * sqrt(n) = 0.00200, fail" in judge(capsys, tmp_path).text
 
 
 @pytest.mark.parametrize(("total", "other", "code", "judged", "left_out", "words"), [
