@@ -159,6 +159,7 @@ def test_no_log_steers_the_terminal_or_fills_the_memory(stranger, tmp_path):
     for words, code in (
         (["record.py", "verify", stranger], 1),
         (["significance.py", stranger / "runs"], 1),
+        (["significance.py", f"{STEERING}.txt"], 2),
         (["significance.py", first, "--against", second], 0),
         (["view.py", stranger, "--out", tmp_path / "page.html"], 0),
     ):
