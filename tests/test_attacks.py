@@ -7,7 +7,6 @@ tests/test_rule.py the model that never copies, tests/test_claim_history.py the 
 
 import math
 import re
-import shutil
 from collections.abc import Callable
 from functools import partial, reduce
 from operator import getitem
@@ -29,37 +28,19 @@ ZERO = "0" * 64
 Change = Callable[[Events], Any]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def contest():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TRACKS, "tiny", small_record.RULES)
-        patch.setattr("os.fsync", lambda descriptor: None)
-        yield
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A record of six runs. No test changes it."""
-    records = tmp_path_factory.mktemp("made")
-    claim, losses = small_record.make_claim(n=6), small_record.LOSSES[:6]
-    folder = small_record.write_record(records, claim, losses)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "RECORDS", records)
-        assert record.main(["make", str(folder)]) == 0
-    return records
-
-
 @pytest.fixture
-def folder(made, tmp_path, monkeypatch):
-    records = shutil.copytree(made, tmp_path / "records")
-    monkeypatch.setattr(record, "RECORDS", records)
-    return next((records / "tiny").glob("*/"))
+def folder(tmp_path, monkeypatch):
+    """A record of six runs."""
+    monkeypatch.setitem(TRACKS, "tiny", small_record.RULES)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    claim, losses = small_record.make_claim(n=6), small_record.LOSSES[:6]
+    return small_record.write_record(tmp_path, claim, losses)
 
 
-def caught(folder: Path, capsys, *patterns: str, made: bool = True) -> None:
+def caught(folder: Path, capsys, *patterns: str) -> None:
     """`verify` fails for what each pattern names, and for nothing else."""
-    if made:
-        call(capsys, "make", folder)
+    call(capsys, "make", folder)
     code, said = call(capsys, "verify", folder)
     assert code == (2 if said.startswith("error: ") else 1), said
     said = said.replace(f"{folder}: ", "error: ")
@@ -300,7 +281,7 @@ def test_a_spread_far_below_the_recipes_is_named_and_fails_nothing(folder, capsy
     claim = small_record.make_claim("Still", 6, 2000, created="2026-01-01T01:00:00+00:00")
     losses = [3.2 + 1e-5 * number for number in range(6)]
     still = small_record.write_record(folder.parents[1], claim, losses)
-    for path, named in ((still, True), (folder, False)):
+    for path, named in ((folder, False), (still, True)):
         code, said = call(capsys, "make", path)
         assert (code, "warning: the standard deviation is 0.00" in said) == (0, named), said
         assert ("the seed still changes" in (path / "README.md").read_text()) == named
