@@ -104,8 +104,9 @@ def warned(arm: dict, words: str) -> bool:
 ])  # fmt: skip
 def test_the_published_records_get_their_published_verdict(tmp_path, capsys, losses, p, passes):
     write_public_arm(tmp_path / PUBLIC, losses)
-    code, (arm,), _ = judge(capsys, tmp_path / PUBLIC)
+    code, (arm,), text = judge(capsys, tmp_path / PUBLIC)
     assert (arm["p"], arm["passes"]) == (pytest.approx(p, rel=4e-6), passes)
+    assert text.count(" 173.250 s ") == len(losses)
     assert arm["gpu_count"] == 8
     assert code == (0 if passes else 1)
     assert arm["losses"] == losses
