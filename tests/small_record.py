@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +114,8 @@ def register(path: Path, event: str, **fields: Any) -> str:
     return sha256
 
 
-def write_logs(folder: Path, runs: Sequence[list[Events]], slow: float = 1.0) -> None:
-    """Logs and registry as the runs would have written them; each run is a list of segments.
-
-    slow: how much longer the runs took than their clocks say.
-    """
+def write_logs(folder: Path, runs: Sequence[list[Events]]) -> None:
+    """Logs and registry as the runs would have written them; each run is a list of segments."""
     registry = folder / "runs" / "registry.jsonl"
     registry.parent.mkdir(parents=True, exist_ok=True)
     registry.unlink(missing_ok=True)
@@ -129,22 +125,18 @@ def write_logs(folder: Path, runs: Sequence[list[Events]], slow: float = 1.0) ->
         for place, events in enumerate(segments, 1):
             line = {"run_id": run_id, "time": f"2026-01-02T{number:02}:{place:02}:00+00:00"}
             header = events[0]
+            path = registry.with_name(f"{run_id}.{place}.jsonl")
             if place == 1:
+                path = registry.with_name(f"{run_id}.jsonl")
                 fields = {name: header.get(name) for name in REGISTERED}
                 header["registry_sha256"] = register(registry, "start", **line, **fields)
-                path = folder / "runs" / f"{run_id}.jsonl"
             else:
                 header["previous_sha256"] = sha256
                 line_sha256 = register(registry, "resume", **line, log_sha256=sha256)
                 events[1]["registry_sha256"] = line_sha256
-                path = folder / "runs" / f"{run_id}.{place}.jsonl"
             path.write_bytes(b"".join(json_line({"t_ms": 0.0} | event) for event in events))
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
             if events[-1]["event"] == "end":
-                began = datetime.fromisoformat(line["time"])
-                clock = events[-1]["t_ms"] - (segments[place - 2][-1]["t_ms"] if place > 1 else 0)
-                ended = began + timedelta(milliseconds=slow * clock)
-                line["time"] = ended.isoformat(timespec="seconds")
                 register(registry, "end", **line, log_sha256=sha256)
 
 

@@ -39,6 +39,7 @@ def kept_names(runs: list[Run]) -> list[str]:
 LONG = {0: "10.8258", 25: "4.01", 50: "3.61", 75: "3.41", 100: "3.2790"}
 OTHER = LONG | {50: "3.62"}
 TRAINED = [Step(1, 1.0, 10.828125), Step(2, 2.0, 10.5)]
+FIRST = TRAINED[:1]  # which all untrained models may share
 
 
 @pytest.mark.parametrize(("first", "second", "kept"), [
@@ -52,6 +53,8 @@ TRAINED = [Step(1, 1.0, 10.828125), Step(2, 2.0, 10.5)]
     (logged("a", LONG, seed=0), logged("b", LONG, seed=1), 1),
     (logged("a", LONG, seed=0, steps=TRAINED), logged("b", OTHER, seed=1, steps=TRAINED), 1),
     (logged("a", LONG, seed=0), logged("b", OTHER, seed=1), 2),
+    (logged("a", LONG, seed=0, steps=FIRST), logged("b", OTHER, seed=1, steps=FIRST), 2),
+    (make_run("a", LONG, seed=0), make_run("b", OTHER, seed=0), 1),
 ])  # fmt: skip
 def test_copies_and_runs_of_one_seed_count_once(first, second, kept):
     for runs in ([first, second], [second, first]):

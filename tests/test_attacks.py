@@ -7,9 +7,7 @@ tests/test_rule.py the model that never copies, tests/test_claim_history.py the 
 
 import math
 import re
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
@@ -20,7 +18,6 @@ import small_record
 import small_run
 from small_record import BATCH, CONFIG, Events, call, forge, read_logs, register, write_logs
 
-from claims.arms import leave_out_repeats
 from claims.record import TRACKS, pack, read_evidence, source_path
 from claims.runs import Run
 from runtime.jsonl import json_line
@@ -31,37 +28,19 @@ ZERO = "0" * 64
 Change = Callable[[Events], Any]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def contest():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TRACKS, "tiny", small_record.RULES)
-        patch.setattr("os.fsync", lambda descriptor: None)
-        yield
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A record of six runs. No test changes it."""
-    records = tmp_path_factory.mktemp("made")
-    claim, losses = small_record.make_claim(n=6), small_record.LOSSES[:6]
-    folder = small_record.write_record(records, claim, losses)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "RECORDS", records)
-        assert record.main(["make", str(folder)]) == 0
-    return records
-
-
 @pytest.fixture
-def folder(made, tmp_path, monkeypatch):
-    records = shutil.copytree(made, tmp_path / "records")
-    monkeypatch.setattr(record, "RECORDS", records)
-    return next((records / "tiny").glob("*/"))
+def folder(tmp_path, monkeypatch):
+    """A record of six runs."""
+    monkeypatch.setitem(TRACKS, "tiny", small_record.RULES)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    claim, losses = small_record.make_claim(n=6), small_record.LOSSES[:6]
+    return small_record.write_record(tmp_path, claim, losses)
 
 
-def caught(folder: Path, capsys, *patterns: str, made: bool = True) -> None:
+def caught(folder: Path, capsys, *patterns: str) -> None:
     """`verify` fails for what each pattern names, and for nothing else."""
-    if made:
-        call(capsys, "make", folder)
+    call(capsys, "make", folder)
     code, said = call(capsys, "verify", folder)
     assert code == (2 if said.startswith("error: ") else 1), said
     said = said.replace(f"{folder}: ", "error: ")
@@ -111,8 +90,9 @@ def edit_loss(folder: Path) -> None:
 
 def try_before(folder: Path) -> None:
     """A claimed seed in the registry of another log folder, on another track and without claim."""
-    register(folder / "runs" / "registry_2.jsonl", "start", time="2020-01-01T00:00:00+00:00",
-             run_id="early", track="short", seed=1000, config_sha256=ZERO, claim=None)
+    early = {"run_id": "early", "seed": 1000, "time": "2020-01-01T00:00:00+00:00"}
+    facts = {"track": "short", "config_sha256": ZERO, "claim": None}
+    register(folder / "runs" / "registry_2.jsonl", "start", **early, **facts)
 
 
 def start_again(folder: Path) -> None:
@@ -298,6 +278,7 @@ def test_a_record_is_caught_with_a_run_that_has(what, folder, capsys):
 
 
 def test_a_spread_far_below_the_recipes_is_named_and_fails_nothing(folder, capsys):
+    assert call(capsys, "make", folder)[0] == 0
     claim = small_record.make_claim("Still", 6, 2000, created="2026-01-01T01:00:00+00:00")
     losses = [3.2 + 1e-5 * number for number in range(6)]
     still = small_record.write_record(folder.parents[1], claim, losses)
@@ -305,12 +286,6 @@ def test_a_spread_far_below_the_recipes_is_named_and_fails_nothing(folder, capsy
         code, said = call(capsys, "make", path)
         assert (code, "warning: the standard deviation is 0.00" in said) == (0, named), said
         assert ("the seed still changes" in (path / "README.md").read_text()) == named
-
-
-def test_runs_of_one_step_are_no_copies_though_their_first_losses_agree(folder):
-    untrained = [replace(run, steps=[run.steps[0]._replace(train_loss=math.log(64))])
-                 for run in runs_of(folder)]  # fmt: skip
-    assert leave_out_repeats(untrained) == (untrained, [])
 
 
 def test_a_source_that_asks_for_a_memory_must_have_found_none(folder, capsys):

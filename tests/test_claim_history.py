@@ -15,9 +15,6 @@ CREATED = "2026-01-01T00:00:00+00:00"  # the runs of a small record start a day 
 IN_TIME, TOO_LATE = "2026-01-01T00:01:00+00:00", "2026-01-02T00:30:00+00:00"
 
 
-# ---- The claim's place in the history
-
-
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A git repository with a commit, which stands for that of this program."""
@@ -49,14 +46,25 @@ def made(root: Path, created: str, committed: str) -> Path:
     return folder
 
 
-def test_a_second_claim_of_seeds_that_is_dated_back_is_the_one_that_fails(checkout, capsys):
-    first = made(checkout, CREATED, IN_TIME)
-    later = make_claim("Second", 4, 1002, created="2025-12-31T23:00:00+00:00")
-    folder = write_record(checkout / "records", later, LOSSES[:4])
-    commit(checkout, "2026-01-01T12:00:00+00:00")
-    code, said = call(capsys, "make", folder)
-    assert (code, "seeds [1002, 1003] were claimed before, by Good" in said) == (1, True)
-    assert "claimed before" not in call(capsys, "verify", first)[1]
+def edit_claim(folder: Path) -> None:
+    """After its commit, and with runs that name the new one."""
+    (folder / "claim.json").write_text(claim_text(make_claim(n=4, about="Better seeds.")))
+    forge(folder)
+    commit(folder.parents[2], TOO_LATE)
+
+
+@pytest.mark.parametrize(("created", "committed", "change", "sentence"), [
+    (CREATED, TOO_LATE, None, f"before the claim was committed, {TOO_LATE}"),
+    (CREATED, IN_TIME, edit_claim, f"before the claim was committed, {TOO_LATE}"),
+    ("2001-01-01T00:00:00+00:00", IN_TIME, None,
+     "written at 2001-01-01T00:00:00+00:00, but was commit"),
+], ids=["committed after a run", "edited after its commit", "dated back"])  # fmt: skip
+def test_a_claim_is_caught_that_was(created, committed, change, sentence, checkout, capsys):
+    folder = made(checkout, created, committed)
+    if change:
+        change(folder)
+    code, said = call(capsys, "verify", folder)
+    assert (code, sentence in said) == (1, True)
 
 
 def test_a_claim_that_was_committed_before_its_runs_holds_also_under_another_name(checkout, capsys):
@@ -68,31 +76,19 @@ def test_a_claim_that_was_committed_before_its_runs_holds_also_under_another_nam
     assert provenance.commit_time(next(checkout.glob("records/moved/*/claim.json"))) == IN_TIME
 
 
-def test_a_claim_that_was_edited_after_its_commit_is_caught(checkout, capsys):
-    """The commit that counts is that of its content, not of its name."""
-    folder = made(checkout, CREATED, IN_TIME)
-    claim = make_claim(n=4, about="Better seeds.")
-    (folder / "claim.json").write_text(claim_text(claim))
-    forge(folder)  # with runs that name it
-    commit(checkout, TOO_LATE)
-    code, said = call(capsys, "verify", folder)
-    assert (code, "before the claim was committed" in said) == (1, True)
+def test_a_second_claim_of_seeds_that_is_dated_back_is_the_one_that_fails(checkout, capsys):
+    first = made(checkout, CREATED, IN_TIME)
+    later = make_claim("Second", 4, 1002, created="2025-12-31T23:00:00+00:00")
+    folder = write_record(checkout / "records", later, LOSSES[:4])
+    commit(checkout, "2026-01-01T12:00:00+00:00")
+    code, said = call(capsys, "make", folder)
+    assert (code, "seeds [1002, 1003] were claimed before, by Good" in said) == (1, True)
+    assert "claimed before" not in call(capsys, "verify", first)[1]
 
 
-@pytest.mark.parametrize(("created", "committed", "sentence"), [
-    (CREATED, TOO_LATE, f"before the claim was committed, {TOO_LATE}"),
-    ("2001-01-01T00:00:00+00:00", IN_TIME, "written at 2001-01-01T00:00:00+00:00, but was commit"),
+@pytest.mark.parametrize("case", [
+    "no checkout", "another checkout", "no commit", "no history before it", "no git",
 ])  # fmt: skip
-def test_a_claim_that_was_committed_after_a_run_or_is_dated_back_is_caught(
-    created, committed, sentence, checkout, capsys
-):
-    code, said = call(capsys, "verify", made(checkout, created, committed))
-    assert (code, sentence in said) == (1, True)
-
-
-@pytest.mark.parametrize(
-    "case", ["no checkout", "another checkout", "no commit", "no history before it", "no git"]
-)
 def test_where_no_history_can_tell_it_says_so(case, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(TRACKS, "tiny", RULES)
     monkeypatch.setattr(provenance, "ROOT", tmp_path)

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import ttest_ind, ttest_rel
-from test_significance import text_of, write_run
+from test_significance import write_run
 
-from claims.arms import judge_arm
-from claims.compare import in_sentences
+from claims.compare import other_tokens
 from claims.logs import read_all
 from scripts.significance import main
 
@@ -30,19 +29,29 @@ def write_arm(
     return str(folder)
 
 
-def compare(capsys, a: str, b: str) -> dict:
-    """What --json prints of B - A."""
+def compare(capsys, a: str, b: str) -> tuple[dict, str]:
+    """B - A, as --json prints it and as text."""
     assert main([b, "--against", a, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    facts = json.loads(capsys.readouterr().out)
+    assert main([b, "--against", a]) == 0
+    return facts, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("first", "pairs"), [(0, 4), (1, 0), (10, 0)])
+@pytest.fixture
+def two_arms(tmp_path) -> tuple[str, str]:
+    return write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
+
+
+@pytest.mark.parametrize(("first", "pairs", "words"), [
+    (0, 4, "B - A on 4 pairs of one seed"), (1, 0, "B - A of independent runs"),
+    (10, 0, "B - A of independent runs"),
+], ids=["equal seeds", "some equal seeds", "other seeds"])  # fmt: skip
 def test_differences_are_those_of_scipy_on_pairs_if_all_seeds_are_equal_in_any_order_of_files(
-    tmp_path, capsys, first, pairs
+    tmp_path, capsys, first, pairs, words
 ):
     a = write_arm(tmp_path / "a", OLD_MS, OLD)
     b = write_arm(tmp_path / "b", NEW_MS, NEW, first=first, source="b")
-    found = compare(capsys, a, b)
+    found, text = compare(capsys, a, b)
     seconds = [[ms / 100 for ms in arm] for arm in (NEW_MS, OLD_MS)]
     for name, (new, old) in (("loss", (NEW, OLD)), ("seconds", seconds)):
         test = ttest_rel(new, old) if pairs else ttest_ind(new, old, equal_var=False)
@@ -51,51 +60,49 @@ def test_differences_are_those_of_scipy_on_pairs_if_all_seeds_are_equal_in_any_o
         assert found[name]["mean"] == pytest.approx(np.mean(new) - np.mean(old))
         assert found[name]["p_two_sided"] == pytest.approx(test.pvalue)
     assert found["pairs"] == pairs
+    assert words in text
 
 
 def test_the_text_says_what_is_shown_and_what_is_not(tmp_path, capsys):
     a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW, first=4)
-    text = text_of(capsys, b, "--against", a)
-    assert "B - A of independent runs" in text
+    text = compare(capsys, a, b)[1]
     assert "not shown to be lower or higher" in text
     assert "time -0.025 (" in text
     assert "s, faster, on this machine" in text
-    assert "slower, on this machine" in text_of(capsys, a, "--against", b)
-    pairs = write_arm(tmp_path / "c", NEW_MS, NEW)
-    assert "B - A on 4 pairs of one seed" in text_of(capsys, pairs, "--against", a)
+    assert "slower, on this machine" in compare(capsys, b, a)[1]
 
 
 def name_tokens(folder: str, sha256: object, pattern: str = "*") -> None:
+    """The runs say on which validation tokens they were scored."""
     for path in Path(folder).glob(pattern):
         header, rest = path.read_text().split("\n", 1)
         data = {"val_sha256": sha256}
         path.write_text(json.dumps(json.loads(header) | {"data": data}) + f"\n{rest}")
 
 
-def test_every_run_is_asked_for_its_validation_tokens(tmp_path):
-    folders = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
-    for folder in folders:
-        name_tokens(folder, "a")
-    name_tokens(folders[1], "b", "*_3.jsonl")
-    arms = [judge_arm(folder, read_all([folder])[0]) for folder in folders]
-    assert "scored on other validation tokens than A" in in_sentences(*arms)
-
-
-def test_losses_on_other_validation_tokens_are_told_and_name_the_arms(tmp_path, capsys):
-    a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
+def test_losses_on_other_validation_tokens_are_told_and_name_the_arms(two_arms, capsys):
+    a, b = two_arms
     name_tokens(b, "b" * 64)
-    assert "other validation tokens" not in text_of(capsys, b, "--against", a), "A names none"
+    assert "other validation tokens" not in compare(capsys, a, b)[1], "A names none"
     name_tokens(a, ["forged"])
-    assert "scored on other validation tokens than A" in text_of(capsys, b, "--against", a)
-    for path in (tmp_path / "b").iterdir():
-        path.rename(tmp_path / "a" / f"b_{path.name}")
-    assert "(data=bbbbbbbbbbbb)" in text_of(capsys, a)
+    assert "scored on other validation tokens than A" in compare(capsys, a, b)[1]
+    for path in Path(b).iterdir():
+        path.rename(Path(a) / f"b_{path.name}")
+    main([a])
+    assert "(data=bbbbbbbbbbbb)" in capsys.readouterr().out
 
 
-def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(tmp_path, capsys):
-    a, b = write_arm(tmp_path / "a", OLD_MS, OLD), write_arm(tmp_path / "b", NEW_MS, NEW)
-    write_run(tmp_path / "a", "cut", {10: 3.2}, seed=4, status="interrupted")
-    assert "cut.jsonl: ended with status interrupted" in text_of(capsys, b, "--against", a)
+def test_every_run_is_asked_for_its_validation_tokens(two_arms):
+    name_tokens(two_arms[1], "b")
+    name_tokens(two_arms[1], "c", "*_3.jsonl")
+    first, last = (read_all([arm])[0] for arm in two_arms)
+    assert (other_tokens(first, last), other_tokens(first, last[:1])) == (True, False)
+
+
+def test_unfinished_runs_are_left_out_and_a_shared_log_is_refused(two_arms, capsys):
+    a, b = two_arms
+    write_run(Path(a), "cut", {10: 3.2}, seed=4, status="interrupted")
+    assert "cut.jsonl: ended with status interrupted" in compare(capsys, a, b)[1]
     assert main([a, "--against", a]) == 2
     assert "is in both arms" in capsys.readouterr().err
 

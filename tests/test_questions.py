@@ -3,9 +3,10 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
+from functools import partial
 from runpy import run_path
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from small_record import make_claim
 
 import train_gpt
 from claims.logs import read_runs
-from claims.questions import MEASURED, ask_model
+from claims.questions import MEASURED, Rows, ask_model
 from claims.record import TRACKS, Evidence, Source
 from claims.rerun import compare_means, hide_unread, rerun, train, validation_rows
 from data.shards import Shard
@@ -192,50 +193,44 @@ LIES = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def rows(evidence, data) -> Rows:
+    """Those of the last validation."""
+    config = evidence.claim.config
+    return validation_rows(data, config["val_tokens"], config["val_seq_len"])
+
+
 @contextmanager
-def answers_of(edit: tuple[str, str], model: Path):
-    """`answering` in this process: the functions of train_gpt.py after an edit."""
+def answering(evidence: Evidence, old: str = "", new: str = "") -> Iterator[Model]:
+    """The model that a run kept, in this process, as train_gpt.py runs it after an edit."""
     text = (small_run.ROOT / "train_gpt.py").read_text()
+    assert old in text
     text = text.replace("# ---- Model. B sequences", LAYERS)
-    assert edit[0] in text
     module = ModuleType("lying_trainer")
     module.__file__ = train_gpt.__file__
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "lying_trainer", module)
-        exec(text.replace(*edit) if edit[0] else text, module.__dict__)
+        exec(text.replace(old, new) if old else text, module.__dict__)
         patch.setitem(sys.modules, "train_gpt", module)
         lying = run_path(str(small_run.ROOT / "inference" / "model.py"))
-        found = lying["load_model"](model)
-        yield answering_model(found.gpt)
+        gpt = lying["load_model"](min(evidence.folder.glob("checkpoints/*/final"))).gpt
 
+        def losses(inputs, targets):
+            return gpt.token_losses(torch.tensor(inputs).int(), torch.tensor(targets)).numpy()
 
-def answering_model(gpt) -> Model:
-    def asked(inputs, targets):
-        return gpt.token_losses(torch.tensor(inputs).int(), torch.tensor(targets)).numpy()
+        def logits(inputs, count):
+            return gpt.logits(torch.tensor(inputs).int(), count).numpy()
 
-    def logits(inputs, count):
-        return gpt.logits(torch.tensor(inputs).int(), count).numpy()
-
-    return Model(asked, logits, gpt.config.bos, gpt.config.vocab_size)
-
-
-def scores(model: Model, rows):
-    return model.losses(rows[:, :-1], rows[:, 1:])
-
-
-def kept_model(evidence: Evidence) -> Path:
-    return min(evidence.folder.glob("checkpoints/*/final"))
+        yield Model(losses, logits, gpt.config.bos, gpt.config.vocab_size)
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_source_that_lies_in_its_own_checks_is_found_out(lie, evidence, data):
+def test_a_source_that_lies_in_its_own_checks_is_found_out(lie, evidence, rows):
     *edit, check = LIES[lie]
-    config = evidence.claim.config
-    rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
-    with answers_of(tuple(edit), kept_model(evidence)) as model:
-        logged = scores(model, rows).mean()  # the log agrees with the lie
-        failed = [each.what for each in ask_model(model, rows, config, logged, {})
-                  if not each.holds]  # fmt: skip
+    with answering(evidence, *edit) as model:
+        logged = model.losses(rows[:, :-1], rows[:, 1:]).mean()  # the log agrees with the lie
+        findings = list(ask_model(model, rows, evidence.claim.config, logged, {}))
+    failed = [each.what for each in findings if not each.holds]
     if check is None:
         assert failed == []
     else:
@@ -243,18 +238,15 @@ def test_a_source_that_lies_in_its_own_checks_is_found_out(lie, evidence, data):
 
 
 def test_targets_that_were_not_scored_and_losses_on_new_tokens_that_are_forged_are_found(
-    evidence, data
+    evidence, rows
 ):
-    config = evidence.claim.config
     run = min(evidence.runs, key=lambda run: run.run_id)
-    rows = validation_rows(data, config["val_tokens"], config["val_seq_len"])
-    with answers_of(("", ""), kept_model(evidence)) as losses:
-        whole = run.final_loss
-        part = scores(losses, rows)[:-1].sum() / rows[:, 1:].size  # the last row is not scored
-        for loss, holds in ((whole, True), (part, False)):
-            assert next(ask_model(losses, rows, config, loss, {})).holds == holds
+    with answering(evidence) as model:
+        ask = partial(ask_model, model, rows, evidence.claim.config)
+        scored = model.losses(rows[:-1, :-1], rows[:-1, 1:]).sum()  # without the last row
+        for loss, holds in ((run.final_loss, True), (scored / rows[:, 1:].size, False)):
+            assert next(ask(loss, {})).holds == holds
         for measure in MEASURED:
             for wrong, holds in ((0.0, True), (-0.002, False)):
-                on_new = {measure: run.probe(measure) + wrong}
-                _, found, *_ = ask_model(losses, rows, config, whole, on_new)
+                _, found, *_ = ask(run.final_loss, {measure: run.probe(measure) + wrong})
                 assert (found.what.split(":")[0], found.holds) == (measure, holds)

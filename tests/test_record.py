@@ -16,7 +16,7 @@ from small_record import LOSSES, TARGET, call, contents, make_claim, read_logs, 
 from stub_trainer import signal_after
 
 from claims.checks import find_failures
-from claims.record import TRACKS, pack, read_evidence, source_path
+from claims.record import TRACKS, read_evidence, write_claim, write_source
 from runtime.source import digest
 from scripts import record
 
@@ -28,16 +28,26 @@ def contest(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
 
 
-@pytest.fixture
-def folder(tmp_path):
+def made(root: Path, name: str, *, worse: float = 0.0, **changed) -> Path:
     """The record of a claim of four runs."""
-    folder = write_record(tmp_path, make_claim(n=4), LOSSES[:4])
-    assert make(folder) == 0
+    losses = [loss + worse for loss in LOSSES[:4]]
+    folder = write_record(root, make_claim(name, 4, **changed), losses)
+    assert record.main(["make", str(folder)]) == 0
     return folder
 
 
-def make(folder: Path) -> int:
-    return record.main(["make", str(folder)])
+def in_year(year: int, **config) -> dict:
+    """What a claim of that year has of its own: seeds, settings and date."""
+    return {"seed": 10 * year, "config": config, "created": f"{year}-01-01T00:00:00+00:00"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return made(tmp_path, "Good")
+
+
+def page_of(folder: Path) -> str:
+    return (folder / "README.md").read_text()
 
 
 def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machines_clock_may_fail(
@@ -69,7 +79,7 @@ def test_real_runs_one_of_them_resumed_become_a_record_that_only_a_loaded_machin
     outcome = small_run.run(data, logs, **flags)
     assert outcome.code == 0, outcome.err
     code, said = call(capsys, "make", folder, logs)
-    page = (folder / "README.md").read_text()
+    page = page_of(folder)
     assert re.search(r"\nSeed 7 was resumed at step \d+ \(0 ms .*\); it counts\.\n", page), page
     failures = [failure.what for failure in find_failures(read_evidence(folder))]
     # Here the trainer runs inside pytest, whose modules are from elsewhere.
@@ -97,7 +107,7 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
     seconds = [events[-1]["train_time_ms"] / 1000 for events in logs]
     test, sd = stats.ttest_1samp(losses, TARGET, alternative="less"), stats.tstd(losses)
     bound = test.confidence_interval(0.99).high
-    page = (folder / "README.md").read_text()
+    page = page_of(folder)
     assert "**Shown**: mean loss on all validation tokens below 3.25: " in page
     row = f"| 4 | {np.mean(losses):.6f} | {sd:.6f} | {test.statistic:.4f} | {test.pvalue:.3g} |"
     assert f"{row} {bound:.5f} | {np.median(seconds):.2f} |" in page
@@ -108,22 +118,19 @@ def test_every_number_of_the_record_is_scipys_on_the_logs(folder):
 
 def test_a_page_says_what_was_tried_before(tmp_path):
     for year, steps in ((2001, 14), (2002, 20), (2003, 14)):
-        created = f"{year}-01-01T00:00:00+00:00"
-        claim = make_claim("Early", 4, year, config={"steps": steps}, created=created)
-        write_record(tmp_path, claim, [])
-    folder = write_record(tmp_path, make_claim("Late", 4), LOSSES[:4])
-    assert make(folder) == 0
-    page = (folder / "README.md").read_text()
+        write_record(tmp_path, make_claim("Early", 4, **in_year(year, steps=steps)), [])
+    folder = made(tmp_path, "Late")
+    page = page_of(folder)
     assert "Claimed before it on this track: 2 step counts (14, 20).\n" in page
     assert "Its log folder had no other run on this track before its first." in page
     registry = folder / "runs" / "registry_2.jsonl"
+    early = {"time": "2020-01-01T00:00:00+00:00", "claim": None}
     others = ((1, "a", "tiny"), (2, "a", "tiny"), (3, "b", "tiny"), (4, "c", "small"))
     for seed, sha256, track in others:
-        small_record.register(registry, "start", time="2020-01-01T00:00:00+00:00", track=track,
-                              run_id=f"run{seed}", seed=seed, config_sha256=sha256, claim=None)
-    assert make(folder) == 0
-    page = (folder / "README.md").read_text()
-    assert "Its log folder had 3 other runs of 2 configurations on this track" in page
+        facts = {"run_id": f"run{seed}", "seed": seed, "config_sha256": sha256, "track": track}
+        small_record.register(registry, "start", **early, **facts)
+    assert record.main(["make", str(folder)]) == 0
+    assert "Its log folder had 3 other runs of 2 configurations on this track" in page_of(folder)
 
 
 @pytest.mark.parametrize(("words", "changed", "sentence"), [
@@ -198,64 +205,56 @@ def test_runs_of_two_machines_are_one_record(tmp_path, capsys):
     assert names == ["registry.jsonl", "registry_2.jsonl"]
 
 
-def test_the_leaderboard_lists_records_in_order_and_failed_claims_and_changes_only_with_them(
-    tmp_path, capsys
-):
-    """Fourteen steps, then twelve, then twelve again; and three steps, which fail."""
+def test_the_board_lists_records_in_order_and_claims_that_miss_the_target(tmp_path, capsys):
     for year, (name, steps) in enumerate((("Long", 14), ("Good", 12), ("Again", 12)), 2001):
-        date = f"{year}-01-01T00:00:00+00:00"
-        claim = make_claim(name, 4, 9 * year, config={"steps": steps}, created=date)
-        assert make(write_record(tmp_path, claim, LOSSES[:4])) == 0
-    claim = make_claim("Short", 4, config={"steps": 3})
-    failed = write_record(tmp_path, claim, [loss + 1 for loss in LOSSES[:4]])
-    assert make(failed) == 0
-    write_record(tmp_path, make_claim("Planned", 4, 3000), [])
-    shutil.rmtree(next(tmp_path.glob("tiny/*_Planned")) / "runs", ignore_errors=True)
+        made(tmp_path, name, **in_year(year, steps=steps))
+    failed = made(tmp_path, "Short", worse=1.0, config={"steps": 3})
+    write_claim(tmp_path, make_claim("Planned", 4, 3000), small_record.SOURCE)
     code, said = call(capsys, "verify", failed)
     assert (code, "verified, and NOT shown" in said) == (0, True)
-    assert "**Not shown**: mean loss" in (failed / "README.md").read_text()
-    page = (failed / "README.md").read_text()
-    assert "from the claim before it, Again, has 0 lines in 0 files:" in page
-
+    assert "**Not shown**: mean loss" in page_of(failed)
     assert call(capsys, "make")[0] == 0
-    page, before = (tmp_path / "README.md").read_text(), contents(tmp_path)
-    pattern = (r"^\| ([^|]*) \| \S+ \| \[(\w+)\].*"
-               r" \| 8 x NVIDIA H100 80GB HBM3 \| (\d+) \| ([\d.]+) \| \d+ \|")
-    rows = re.findall(pattern, page, re.M)
+    pattern = (
+        r"^\| ([^|]*) \| \S+ \| \[(\w+)\].*"
+        r" \| 8 x NVIDIA H100 80GB HBM3 \| (\d+) \| ([\d.]+) \| \d+ \|"
+    )
     tokens = {steps: f"{steps * small_record.BATCH / 1e6:.3f}" for steps in (3, 12, 14)}
-    assert rows == [
+    assert re.findall(pattern, page_of(tmp_path), re.M) == [
         ("", "Long", "14", tokens[14]), ("", "Again", "12", tokens[12]),
         ("**record**", "Good", "12", tokens[12]), ("target", "Short", "3", tokens[3]),
     ]  # fmt: skip
+
+
+def test_the_board_changes_only_with_records_that_verify(tmp_path, capsys):
+    made(tmp_path, "Long", **in_year(2001, steps=14))
+    failed = made(tmp_path, "Short", worse=1.0, config={"steps": 3})
+    before = contents(tmp_path)
     assert "tiny/tokens.svg" in before
     assert call(capsys, "make")[0] == 0
     assert contents(tmp_path) == before
-
-    page = (failed / "README.md").read_text()
-    (failed / "README.md").write_text(page.replace("**Not shown**", "**Shown**"))
+    (failed / "README.md").write_text(page_of(failed).replace("**Not shown**", "**Shown**"))
     before = contents(tmp_path)
     code, said = call(capsys, "make", tmp_path / "tiny" / "2001-01-01_Long")
     assert (code, "NOT VERIFIED" in said, contents(tmp_path) == before) == (1, True, True)
     assert call(capsys, "make")[0] == 0
     assert contents(tmp_path)["README.md"] == before["README.md"]
-    assert "**Not shown**" in (failed / "README.md").read_text(), "pages follow from the logs"
+    assert "**Not shown**" in page_of(failed), "pages follow from the logs"
 
 
 def test_a_claim_of_a_track_without_a_board_is_verified_and_stands_on_none(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setitem(TRACKS, "tiny", small_record.RULES._replace(ranked=False))
-    folder = write_record(tmp_path, make_claim("Hello", 4), LOSSES[:4])
-    assert make(folder) == 0
+    folder = made(tmp_path, "Hello")
     assert call(capsys, "verify", folder)[0] == 0
     assert call(capsys, "make")[0] == 0
-    assert "Hello" not in (tmp_path / "README.md").read_text()
+    assert "Hello" not in page_of(tmp_path)
     assert not (tmp_path / "tiny" / "tokens.svg").exists()
 
 
 def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(TRACKS, "short", small_record.RULES._replace(in_time=True))
-    wanted = [
+    made_in_this_order = [
         ("Eight", 8, "H100", 12, "8 x H100", ""), ("One", 1, "4090", 14, "1 x 4090", ""),
         ("Equal", 1, "4090", 13, "1 x 4090", "**record**"),
         ("Faster", 8, "H100", 11, "8 x H100", "**record**"),
@@ -263,36 +262,28 @@ def test_on_a_track_won_by_time_each_hardware_has_its_own_records(tmp_path, caps
         ("Later", 1, "4090", 13, "1 x 4090", ""),
         ("Processor", 1, None, 13, "1 x Xeon, threads: 2", "**record**"),
     ]  # fmt: skip
-    for year, (name, ranks, gpu, steps, _, _) in enumerate(wanted, 2001):
-        config = {"track": "short", "steps": steps}
-        created = f"{year}-01-01T00:00:00+00:00"
-        claim = make_claim(name, 4, 100 * year, track="short", config=config, created=created)
+    for year, (name, ranks, gpu, steps, _, _) in enumerate(made_in_this_order, 2001):
+        claim = make_claim(name, 4, track="short", **in_year(year, track="short", steps=steps))
         folder = write_record(tmp_path, claim, LOSSES[:4])
         runs = read_logs(folder)
         for ((header, *_),) in runs:
             header |= {"world_size": ranks, "env": small_record.ENV | {"gpu": gpu}}
         small_record.write_logs(folder, runs)
-        code, said = call(capsys, "make", folder)
-        assert code == 0, said
+        assert call(capsys, "make", folder)[0] == 0
     assert call(capsys, "make")[0] == 0
     pattern = r"^\| ([^|]*) \| \S+ \| \[(\w+)\].*?\) \| (.+?) \| \d+ \|"
-    rows = re.findall(pattern, (tmp_path / "README.md").read_text(), re.M)
-    assert {row[1]: row for row in rows} == {
-        name: (place, name, hardware) for name, _, _, _, hardware, place in wanted
-    }
+    rows = re.findall(pattern, page_of(tmp_path), re.M)
+    places = {name: (hardware, place) for name, _, _, _, hardware, place in made_in_this_order}
+    assert {name: (hardware, place) for place, name, hardware in rows} == places
     order = ["One", "Later", "Equal", "Processor", "Fewer", "Eight", "Faster"]
     assert [name for _, name, _ in rows] == order, "by hardware, the record last"
 
 
 def test_a_page_shows_the_diff_from_the_claim_before_and_no_line_of_it_leaves_its_block(tmp_path):
-    first = make_claim("First", 4, 7, created="2025-01-01T00:00:00+00:00")
-    make(write_record(tmp_path, first, LOSSES[:4]))
+    made(tmp_path, "First", **in_year(2001))
     files = small_record.SOURCE | {"optim/muon.py": b"````\n</details><b>\x1b[2J\n"}
-    claim = make_claim("Second", 4, source_sha256=digest(files))
-    folder = write_record(tmp_path, claim, LOSSES[:4])
-    source_path(tmp_path, digest(files)).write_bytes(pack(files))
-    assert make(folder) == 0
-    page = (folder / "README.md").read_text()
+    write_source(tmp_path, files)
+    page = page_of(made(tmp_path, "Second", source_sha256=digest(files)))
     assert "The diff from the claim before it, First, has 7 lines in 1 files:" in page
     block = page.partition("`````diff\n")[2].partition("\n`````\n")[0]
     changed = ["-step:1/2 val_loss:1.0", "+````", "+</details><b>\\x1b[2J", " "]

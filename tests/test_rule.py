@@ -8,22 +8,19 @@ import numpy as np
 import pytest
 import small_record
 from scipy.stats import ttest_ind
-from small_record import LOSSES, call, make_claim, read_logs, write_logs, write_record
+from small_record import LOSSES, make_claim, read_logs, write_logs, write_record
 
 from claims import pages
 from claims import record as records
 from claims.arms import read_arm
-from claims.checks import check_new_tokens, find_failures
+from claims.checks import check_new_tokens
 from claims.compare import in_sentences
 from claims.questions import MEASURED, new_targets
 from claims.record import MOST_ABOVE, TRACKS, read_evidence
 from claims.rerun import validation_rows
-from data.copied import FIRST_TOKENS, REACH, means, pair_distances, sums_by_kind
-from scripts import significance
+from data.copied import FIRST_TOKENS, REACH, pair_distances
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "records"
-SMALL = {path.name.partition("_")[2]: path for path in sorted((RECORDS / "small").glob("2*_*"))}
 NOISE = 0.005 * np.random.default_rng(1).standard_normal(12)
 
 
@@ -124,27 +121,25 @@ def some(values: np.ndarray, value: float) -> np.ndarray:
 NEW = 3.5 + NOISE
 
 
-@pytest.mark.parametrize(("probes", "words"), [
-    (scored(NEW), None),
-    (scored(NEW, loss_on_new=some(NEW, NEW[0] - 0.002)), "have the mean"),
-    (scored(NEW, loss_on_new=some(NEW, np.nan)), "loss_on_new is nan"),
-    (scored(NEW, loss_on_copied=some(NEW, 0.0)), "loss_on_copied is 0.0"),
-    (scored(some(NEW, -1.0)), "loss_on_new is -1.0"),
-    (scored(NEW, loss_held_out=some(NEW, np.nan)), "loss_held_out is nan"),
+OLDER = {"new_loss": NEW}
+
+
+@pytest.mark.parametrize(("probes", "baseline", "words"), [
+    (scored(NEW), None, ""),
+    (scored(NEW, loss_on_new=some(NEW, NEW[0] - 0.002)), None, "have the mean"),
+    (scored(NEW, loss_on_new=some(NEW, np.nan)), None, "loss_on_new is nan"),
+    (scored(NEW, loss_on_copied=some(NEW, 0.0)), None, "loss_on_copied is 0.0"),
+    (scored(some(NEW, -1.0)), None, "loss_on_new is -1.0"),
+    (scored(NEW, loss_held_out=some(NEW, np.nan)), None, "loss_held_out is nan"),
+    (scored(NEW, **OLDER), OLDER, ""),
+    (scored(NEW), OLDER, "new_loss is nan, not a finite loss above 0"),  # it decides
 ])  # fmt: skip
 def test_losses_by_kind_of_token_must_be_losses_and_have_the_mean_of_all_tokens(
-    probes, words, pinned
+    probes, baseline, words, pinned
 ):
-    found = pinned(**probes)
-    assert bool(found) == (words is not None), found
-    assert words is None or any(words in what for what in found)
-
-
-@pytest.mark.parametrize(("older", "wrong"), [
-    ({"new_loss": NEW}, set()), ({}, {"new_loss is nan, not a finite loss above 0"}),
-])  # fmt: skip
-def test_while_the_baseline_is_older_the_older_measure_must_be_a_loss_too(older, wrong, pinned):
-    assert set(pinned(baseline={"new_loss": NEW}, **scored(NEW, **older))) == wrong
+    found = pinned(baseline=baseline, **probes)
+    assert bool(found) == bool(words), found
+    assert words in "\n".join(found)
 
 
 @pytest.mark.parametrize(("day", "fails"), [("2026-11-28", False), ("2026-11-29", True)])
@@ -176,114 +171,14 @@ def test_the_validation_tokens_hold_as_many_copies_as_the_judge_says(track):
     assert MEASURED["new_loss"] == (FIRST_TOKENS, REACH)
 
 
-def test_a_baseline_that_does_not_verify_decides_nothing(monkeypatch):
-    known = read_evidence(SMALL["AdamWTuned"])
-    worse = replace(known.runs[0], seed=1)
-    baseline = replace(known, runs=[worse, *known.runs[1:]])
-    monkeypatch.setattr(records, "read_baseline", lambda track, name: baseline)
-    (failure,) = find_failures(read_evidence(SMALL["LargeTable"]))
-    assert re.match("its baseline .*AdamWTuned decides nothing, as it fails: ", failure.what)
-
-
-# ---- The claims of `small`
-
-
-@pytest.mark.parametrize(("name", "below", "new_tokens"), [
-    ("AdamWTuned", True, None), ("MuonTuned", True, True), ("Record42", True, True),
-    ("Trigrams", True, True), ("LargeTable", True, True), ("Record89", True, False),
-])  # fmt: skip
-def test_each_claim_of_small_holds_and_only_320_steps_miss_a_condition(name, below, new_tokens):
-    evidence = read_evidence(SMALL[name])
-    assert find_failures(evidence) == []
-    found = evidence.new_tokens and evidence.new_tokens.shown
-    assert (evidence.below, found, evidence.shown) == (below, new_tokens, new_tokens is not False)
-
-
-def test_verify_prints_both_conditions_and_a_claim_that_misses_one_is_still_verified(capsys):
-    code, said = call(capsys, "verify", SMALL["Record89"])
-    assert code == 0
-    lines = said.splitlines()
-    assert lines[0].endswith("Record89: verified, and NOT shown")
-    assert lines[1].strip().startswith("shown: mean loss on all validation tokens below 3.36: ")
-    assert lines[2].strip().startswith("NOT shown: loss on new tokens")
-    assert "3.7537 against 3.5579" in lines[2]
-
-
-def test_the_board_begins_with_the_baseline_and_ends_with_the_record():
-    claims = [read_evidence(path) for path in SMALL.values()]
-    first, second, *_ = [part for part in pages.board("small", claims) if part.startswith("| rec")]
-    rows = [row.split(" | ") for row in first.splitlines()[2:]]
-    assert [rows[0][0], rows[-1][0]] == ["| baseline", "| **record**"]
-    assert "[AdamWTuned]" in rows[0][2]
-    assert "[Record89]" not in first, "it copies, and ends in the second table"
-    tokens = [float(row[5]) for row in rows]
-    assert tokens == sorted(tokens, reverse=True)
-    assert "| new tokens |" in second
-    assert "[Record89]" in second
-
-
-def test_a_folder_named_as_the_baseline_is_no_baseline(tmp_path):
-    known = read_evidence(SMALL["AdamWTuned"])
-    other = replace(read_evidence(SMALL["Record89"]), folder=known.folder)
-    assert (known.is_baseline, other.is_baseline) == (True, False)
-
-
-# ---- Attack: no probability for any candidate of a copy
-
-VOCABULARY, BOS = 40, 39
-
-
-def text_of(seed: int) -> np.ndarray:
-    """Rows of documents in which every other stretch repeats an earlier one."""
-    generator = np.random.default_rng(seed)
-    documents = []
-    for _ in range(60):
-        part = generator.zipf(1.5, 12) % BOS
-        documents += [[BOS], part, generator.zipf(1.5, 6) % BOS, part]
-    return np.concatenate(documents)[:2049][None]
-
-
-def losses_of(tokens: np.ndarray, seed: int, attacking: bool) -> np.ndarray:
-    """Losses of a model that guesses by frequency and expects copies, as each run learns it."""
-    counts = np.bincount(tokens[0], minlength=VOCABULARY) + 1.0
-    counts *= np.exp(0.01 * np.random.default_rng(seed).standard_normal(VOCABULARY))
-    losses, seen = [], {}
-    for before, after in zip(tokens[0, :-1], tokens[0, 1:], strict=True):
-        if before == BOS:
-            seen = {}
-        candidates = sorted(seen.get(before, ()))
-        chances = counts / counts.sum()
-        if attacking:
-            chances[candidates] = 1e-9  # of 0 the loss would be infinite
-        elif candidates:
-            chances *= 0.3
-            chances[candidates] += 0.7 / len(candidates)
-        losses.append(-np.log(chances[after] / chances.sum()))
-        seen.setdefault(before, set()).add(after)
-    return np.array(losses)
-
-
 def test_a_model_that_never_copies_gains_on_new_tokens_and_fails_the_first_condition(judge):
-    tokens = text_of(0)
-    distances = pair_distances(tokens, BOS).ravel()
-
-    def scored(attacking: bool):
-        runs = [losses_of(tokens, seed, attacking) for seed in range(12)]
-        new = [means([sums_by_kind(run, distances, 0)])["loss_on_new"] for run in runs]
-        return [run.mean() for run in runs], np.array(new)
-
-    (honest, honest_new), (attack, attack_new) = scored(False), scored(True)
-    assert np.all(attack_new < honest_new - 0.05), "it gains without training"
-    evidence = judge(attack, {"loss_on_new": honest_new}, loss_on_new=attack_new)
+    """Other tokens get the probability that a trained model gives to candidates of a copy."""
+    for_candidates, refused = 0.1, 1e-9
+    gain = -np.log(1 - for_candidates)  # without training
+    attack = (VAL_TOKENS - COPIED) * (NEW - gain) - COPIED * np.log(refused)
+    evidence = judge(attack / VAL_TOKENS, {"loss_on_new": NEW}, loss_on_new=NEW - gain)
     assert evidence.new_tokens.shown
     assert (evidence.below, evidence.shown) == (False, False)
-    assert max(honest) < small_record.TARGET < min(attack), "the honest one reaches the target"
-
-
-def test_the_verdict_on_runs_of_small_has_their_loss_on_new_tokens(capsys):
-    assert significance.main([str(SMALL["LargeTable"] / "runs")]) == 0
-    said = capsys.readouterr().out
-    assert "loss on new tokens 3.537821, as measured before 2026-11-29; " in said
 
 
 # ---- Two arms
