@@ -7,8 +7,19 @@ from operator import mul, xor
 import pytest
 import test_model
 import torch
+import torch.nn.functional as F
 from small_model import CPU, MACHINE, make_model, named_scalars, small
-from test_model import WINDOWS, attended, build, frequencies_of, loss_of, rms, sigmoid, turned
+from test_model import (
+    WINDOWS,
+    attended,
+    build,
+    cross_entropy,
+    frequencies_of,
+    loss_of,
+    rms,
+    turned,
+)
+from torch import sigmoid
 
 from train_gpt import make_optimizers, schedule, set_rates, stretches
 
@@ -68,8 +79,7 @@ def hashed(tokens):
 def shares_of(p, which, x, count):
     """Record 81: numbers (T, 1) from a small MLP, a tenth of its output."""
     weight, out, start = (p[f"blocks.10.mudd_{name}"][which] for name in ("in", "out", "start"))
-    h = x @ weight.T
-    h = h * (1 + torch.erf(h / 2**0.5)) / 2
+    h = F.gelu(x @ weight.T)
     return [(0.1 * (h @ out[j] + start[j])).unsqueeze(1) for j in range(count)]
 
 
@@ -93,8 +103,9 @@ def record89_loss(p, s, signs, weights, tokens, targets, starts):
             x = s[f"x{i}"] * x + s[f"x0_{i}"] * x0 + s[f"bigram{i}"] * pairs
         else:  # record 81: each token weighs what the last layer reads and adds
             mixed = shares_of(p, 0, x, 14)
-            stream = x + sum(mixed[3 + j] * z for j, z in enumerate((first, out[7], x)))
-            added = sum(mixed[j] * z for j, z in enumerate((first, out[7], x)))
+            earlier = first, out[7], x
+            added = sum(map(mul, mixed[:3], earlier))
+            stream = x + sum(map(mul, mixed[3:6], earlier))
         if i == 0:
             first = x
         if i != 6:
@@ -124,21 +135,16 @@ def record89_loss(p, s, signs, weights, tokens, targets, starts):
                 y = y + mixed[10] * first + mixed[11] * pairs
                 hidden = (rms(y) @ p[block + "mlp.up"]).clamp(min=0) ** 2
                 y = mixed[12] * y + mixed[13] * (hidden @ p[block + "mlp.down"].T)
-                ends = zip(
-                    shares_of(p, 1, y, 5), (first, out[7], x, values[0], out[3]), strict=True
-                )
-                x = y + sum(share * z for share, z in ends)
+                ends = first, out[7], x, values[0], out[3]
+                x = y + sum(map(mul, shares_of(p, 1, y, 5), ends))
                 break
             x = x + y.reshape(len(x), -1) @ w_o.T
         x = x + (rms(x) @ p[block + "mlp.up"]).clamp(min=0) ** 2 @ p[block + "mlp.down"].T
         out[i] = x
-    z = rms(x) @ p["lm_head"].T
-    log_p = torch.log_softmax(23 * sigmoid((z + 5) / 7.5), dim=1)
+    logits = 23 * sigmoid((rms(x) @ p["lm_head"].T + 5) / 7.5)
     total = 0.0
-    for t in range(len(tokens)):
-        for k, weight in enumerate(weights):
-            if t + k < len(targets):
-                total = total - weight * log_p[t, targets[t + k]]
+    for k, weight in enumerate(weights):
+        total = total + weight * cross_entropy(logits[: len(targets) - k], targets[k:])
     return total
 
 

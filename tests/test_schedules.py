@@ -11,19 +11,9 @@ from small_model import MACHINE, SEQUENCE, configure, make_model, small
 import optim
 import train_gpt
 from runtime.errors import Refused
-from train_gpt import (
-    Trainer,
-    make_optimizers,
-    schedule,
-    set_rates,
-    stretches,
-    tokens_before,
-)
+from train_gpt import Trainer, make_optimizers, schedule, set_rates, stretches
 
 pytestmark = pytest.mark.core
-
-SHORT = configure("short")  # 2245 scheduled steps and 40 of extension
-
 
 # ---- Pure functions of the step
 
@@ -34,7 +24,7 @@ def falling(step, scheduled, share, peak, last):
 
 
 # Step, tokens, short and long window in blocks, learning rate, momentum, weights of next tokens and
-# of the prefix.
+# of the prefix. Record 42 has 2245 scheduled steps and 40 of extension.
 SCHEDULES = {
     "record42": [
         (0, 262_144, 1, 3, 1, 0.85, [1]),
@@ -92,13 +82,16 @@ def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_s
     assert extension == sorted(extension), "nothing comes after an extension"
 
 
-def test_the_steps_track_decays_to_zero_with_a_constant_momentum_and_no_window():
+def test_the_steps_track_decays_to_zero_with_constant_momentum_no_window_and_26_validations():
     config = configure("steps")
-    assert schedule(config, 974).lr_factor == 1
-    assert schedule(config, 3250 - 455).lr_factor == pytest.approx(0.2)
-    assert schedule(config, 3249).lr_factor == pytest.approx(1 / 3250 / 0.7)
-    assert {schedule(config, step).momentum for step in range(config.steps)} == {0.95}
-    assert schedule(config, 3).windows == {"short": 1024, "long": 1024}
+    plans = [schedule(config, step) for step in range(config.steps)]
+    assert plans[974].lr_factor == 1
+    assert plans[3250 - 455].lr_factor == pytest.approx(0.2)
+    assert plans[3249].lr_factor == pytest.approx(1 / 3250 / 0.7)
+    assert {plan.momentum for plan in plans} == {0.95}
+    assert plans[3].windows == {"short": 1024, "long": 1024}
+    validated = [step for step, plan in enumerate(plans) if plan.validates]
+    assert validated == [*range(0, 3250, 125)]
 
 
 # ---- What a step does to each kind of parameter
@@ -185,35 +178,27 @@ def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
     torch.testing.assert_close(mean, torch.full_like(mean, (1 - beta1) * (1 + 2) / rows))
 
 
-def test_gradients_are_divided_once_by_the_rows_of_a_batch_that_may_grow(monkeypatch):
-    late = train_gpt.Stage(0.3, short=10, long=20)
-    name = add_stages(monkeypatch, [replace(late, fraction=0.7, batch=0.5), late])
-    for changes in ({"optimizer": "torch_muon"}, {"micro_batch": 70}, {"micro_batch": 140}):
-        config = small("tiny", "muon", stages=name, steps=10, **changes)
-        trainer = object.__new__(Trainer)
-        trainer.data = mock.Mock()
-        trainer.config, trainer.machine, trainer.model = config, MACHINE, make_model(config)
-        trainer.optimizers, trainer.guard = make_optimizers(config, trainer.model, MACHINE)
-        for step, rows in ((0, 1), (6, 1), (7, 2), (9, 2)):
-            trainer.set_step(step)
-            assert {part.grad_divisor for part in trainer.guard._parts} == {rows}
-            assert schedule(config, step).batch_tokens == rows * config.seq_len
-        assert tokens_before(config, 10) == 13 * config.seq_len
+@pytest.mark.parametrize(("recipe", "stages"), [
+    ("record89", {0: 8, 424: 16, 846: 24, 1270: 24}),
+    ("record42", dict.fromkeys([0, 749, 1497, 2245], 8)),
+])  # fmt: skip
+def test_gradients_are_divided_by_a_steps_sequences_and_the_guard_starts_anew_with_each_stage(
+    recipe, stages
+):
+    """Wider windows only double the gradients of `small`: the guard skipped half the steps there.
 
-
-@pytest.mark.parametrize(("config", "firsts"), [
-    (configure("short", "record89"), [0, 424, 846, 1270]), (SHORT, [0, 749, 1497, 2245]),
-], ids=["record89", "record42"])  # fmt: skip
-def test_the_guard_starts_anew_with_each_stage(config, firsts):
-    # Wider windows alone double the gradients of `small`: the guard skipped half the steps there.
+    stages: first step and sequences of each.
+    """
     trainer = object.__new__(Trainer)
-    trainer.config, trainer.machine, trainer.optimizers = config, MACHINE, {}
+    trainer.config, trainer.machine, trainer.optimizers = configure("short", recipe), MACHINE, {}
     trainer.model, trainer.guard, trainer.data = mock.Mock(), mock.Mock(), mock.Mock()
-    forgotten = []
-    for step in range(config.steps):
-        trainer.guard.forget = lambda step=step: forgotten.append(step)
+    sequences = 0
+    for step in range(trainer.config.steps):
+        trainer.guard.reset_mock()
         trainer.set_step(step)
-    assert forgotten == firsts
+        assert trainer.guard.forget.called == (step in stages)
+        sequences = stages.get(step, sequences)
+        trainer.guard.divide_by.assert_called_once_with(sequences)
 
 
 @pytest.mark.parametrize("track", ["short", "small"])
@@ -260,12 +245,3 @@ def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
 def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
     assert sum(stage.fraction for stage in stages) == pytest.approx(1)
     assert all(stage.batch <= 1 for stage in stages)
-
-
-def test_the_steps_track_validates_every_125_steps():
-    config = configure("steps")
-    validated = [step for step in range(config.steps) if schedule(config, step).validates]
-    assert validated == [*range(0, 3250, 125)]
-    config = configure("tiny", "muon", val_every=0)
-    early = [step for step in range(config.steps) if schedule(config, step).validates]
-    assert early == [], "only at the end"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import math
 import re
 
 import numpy as np
@@ -59,13 +58,6 @@ def test_each_step_is_logged_with_its_window_and_its_stage(two_trials):
     # Three equal parts with windows of 3, 7 and 11 blocks of 16; 12 steps have no extension.
     assert [step["window"] for step in steps] == [48] * 4 + [112] * 4 + [176] * 4
     assert [step["stage"] for step in steps] == [0] * 4 + [1] * 4 + [2] * 4
-
-
-def test_a_model_guesses_before_its_first_step(data, tmp_path):
-    validations = run(data, tmp_path, steps=1).events("val")
-    assert [event["step"] for event in validations] == [0, 1]
-    padded_vocabulary = 128
-    assert validations[0]["val_loss"] == pytest.approx(math.log(padded_vocabulary), rel=1e-6)
 
 
 # ---- The clock
