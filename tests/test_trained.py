@@ -126,26 +126,9 @@ def reads_document_ends(self, inputs, cu_seqlens, *context):
     return x + 0.01 * (ends - places).view(*inputs.shape, 1) * x[..., :1]
 
 
-def counts_what_it_scored(losses_before=TOKEN_LOSSES):
-    """Tokens that were scored often become likelier: a memory across sequences, normalized."""
-    counts = torch.zeros(128)
-
-    def bonus(self, z):
-        return z + counts[: z.size(-1)].add(1).log()
-
-    def token_losses(self, inputs, targets, *context):
-        x = HIDDEN(self, inputs, *(context or self.eval_context(inputs)))[:, -targets.size(1) :]
-        z = bonus(self, train_gpt.capped(x @ self.lm_head.T, self.softcap))
-        losses = torch.nn.functional.cross_entropy(z.mT, targets, reduction="none")
-        counts.add_(torch.bincount(targets.flatten(), minlength=128))
-        return losses
-
-    def logits(self, inputs, count):
-        x = HIDDEN(self, inputs, *self.eval_context(inputs))[:, -count:]
-        z = bonus(self, train_gpt.capped(x @ self.lm_head.T, self.softcap))
-        return z[..., : self.config.vocab_size]
-
-    return {"token_losses": token_losses, "logits": logits}
+def less_with_every_call(self, inputs, targets, *context):
+    self.calls = getattr(self, "calls", 0) + 1
+    return TOKEN_LOSSES(self, inputs, targets, *context) * 0.99**self.calls
 
 
 CHEATS = {  # tests/test_questions.py has more, as edits of the source
@@ -158,7 +141,7 @@ CHEATS = {  # tests/test_questions.py has more, as edits of the source
     "the last validation's targets scaled": (
         {"validate": scaled_targets_of_the_last_validation}, "additive"),
     "training while validating": ({"validate": trained_while_validating}, "additive"),
-    "a memory of what was scored": (counts_what_it_scored(), "memory"),
+    "a memory of what was scored": ({"token_losses": less_with_every_call}, "memory"),
     "future in long rows": (
         looks_ahead(lambda _, inputs: inputs.size(1) > 200, by=50), "causality_trained"),
     "a gate that random weights close": (
