@@ -1,4 +1,4 @@
-"""The loader against a slow twin on plain lists: rows, boundaries, positions, plans and errors."""
+"""The loader against a reference on plain lists: rows, boundaries, positions, plans and errors."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def order_of(*readings, seq_len=8, bos=BOS):
 ORDER = order_of((0, 32, 6))
 
 
-# ---- the twin: no offsets, no laziness, no ranks; a row is (its tokens, lengths of its documents)
+# ---- The reference has no offsets or ranks; a row is (its tokens, lengths of its documents)
 
 
 def slow_steps(shards, order):
@@ -194,7 +194,7 @@ def test_a_row_by_hand(tmp_path):
 
 @given(shards_strategy, order_strategy, st.data())
 @examples
-def test_every_world_size_and_micro_batch_from_any_step_on_sees_the_rows_of_the_slow_twin(
+def test_every_world_size_and_micro_batch_from_any_step_on_sees_the_rows_of_the_reference(
     shards, order, data
 ):
     expected = slow_steps(shards, order)

@@ -155,6 +155,40 @@ def test_the_first_step_and_its_decay_have_the_published_sizes_for_every_paramet
         torch.testing.assert_close(1 - parameter.detach(), wanted, rtol=0, atol=1.2e-7)
 
 
+# Parameter: its learning rate, the share of it that decays a step, betas; at a multiplier of 1.
+RATES = {
+    "blocks.1.attention.qkvo": (0.023, 0.023**2 * 1.2, None),
+    "blocks.1.mlp.up": (0.046, 0.023 * 0.046 * 1.2, None),
+    "blocks.1.mlp.down": (0.092, 0.023 * 0.092 * 1.2, None),
+    "embed": (0.008, 0.008**2 * 0.005 * 150, (0.5, 0.95)),
+    "lm_head": (0.008, 0.008**2 * 0.005 * 150, (0.5, 0.95)),
+    "bigram": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
+    "value_embeds.4": (0.6, 0.6**2 * 0.005 * 5, (0.75, 0.95)),
+    "scalars": (0.04, 0.0, (0.9, 0.99)),
+    "blocks.10.mudd_in": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
+    "blocks.10.mudd_out": (0.002, 0.002**2 * 0.005, (0.9, 0.99)),
+    "blocks.10.mudd_start": (0.002, 0.0, (0.9, 0.99)),
+    "blocks.1.attention.value_gate": (0.008, 0.008**2 * 0.005, (0.9, 0.99)),
+}
+
+
+def test_learning_rates_decays_and_betas_are_those_of_record_89():
+    config = small("short", "record89", momentum=(0.8, 0.9))
+    optimizers, _ = make_optimizers(config, make_model(config), MACHINE)
+    step = stretches(config)[1].first  # where the multiplier is 1.52
+    set_rates(config, optimizers, schedule(config, step))
+    found = {}
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            rate = group["lr"] * group["lr_mul"]
+            decay = group["lr"] * group["weight_decay"] * group["wd_mul"]
+            for name in group["param_names"]:
+                found[name] = (rate, decay, group.get("betas"), group.get("momentum"))
+    for name, (rate, decay, betas) in RATES.items():
+        assert found[name][:2] == pytest.approx((1.52 * rate, 1.52**2 * decay)), name
+        assert found[name][2:] == (betas, 0.9 if betas is None else None), name
+
+
 def test_adam_steps_on_odd_steps_only_and_takes_the_gradients_of_two():
     trainer = object.__new__(Trainer)  # one without data
     trainer.model, trainer.optimizers, trainer.guard = optimized("short")
