@@ -104,6 +104,7 @@ def test_a_text_ends_with_bos_and_reads_no_more_than_its_context():
 @pytest.mark.parametrize(("temperature", "top_k", "top_p", "powers"), [
     (1.0, 0, 1.0, [1, 1, 1]), (0.5, 0, 1.0, [2, 2, 2]), (1.0, 2, 1.0, [None, 1, 1]),
     (1.0, 0, 0.7, [None, 1, 1]), (1.0, 0, 0.4, [None, None, 1]), (1.0, 0, 0.9, [1, 1, 1]),
+    (1.0, 2, 0.6, [None, None, 1]),  # 0.6 of what the two likeliest have
 ])  # fmt: skip
 def test_tokens_are_drawn_by_their_probabilities(temperature, top_k, top_p, powers):
     given = [0.2, 0.3, 0.5]

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
-from small_model import MACHINE, SEQUENCE, configure, make_model, small
+from small_model import EVERY_RECIPE, MACHINE, SEQUENCE, configure, make_model, small
 
 import optim
 import train_gpt
@@ -67,19 +68,23 @@ def test_the_last_validation_narrows_short_windows_too():
     assert schedule(config, config.steps).windows == {"short": 512, "long": 512}
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 10, 57, 100])
-@pytest.mark.parametrize("track", train_gpt.TRACKS)
-def test_shares_are_steps_at_any_length_and_the_last_validation_is_in_the_last_stage(track, steps):
-    config = configure(track, next(iter(train_gpt.RECIPES[track])), steps=steps)
-    stages = [schedule(config, step).stage_index for step in range(steps)]
-    assert stages == sorted(stages)
-    assert schedule(config, steps).stage_index == stages[-1]
-    for index, stage in enumerate(train_gpt.STAGES[config.stages]):
-        # A stage that changes the batch or the tie ends with a step of Adam.
-        apart = abs(stages.count(index) - stage.fraction * steps)
-        assert apart <= config.adam_accum_steps
-    extension = [stage.extension for stage in train_gpt.STAGES[config.stages]]
-    assert extension == sorted(extension), "nothing comes after an extension"
+@pytest.mark.parametrize("steps", [*range(1, 12), 57, 100])
+@pytest.mark.parametrize(("track", "recipe"), EVERY_RECIPE)
+def test_stages_have_their_fraction_of_the_steps_and_change_batch_and_tie_only_where_adam_steps(
+    track, recipe, steps
+):
+    config = configure(track, recipe, steps=steps)
+    found = stretches(config)
+    assert [each.first for each in found] == [0, *(each.end for each in found[:-1])]
+    assert found[-1].end == steps
+    assert schedule(config, steps).stage == found[-1].stage, "so has the last validation"
+    for before, after in pairwise(found):
+        if (before.stage.batch, before.stage.tied) != (after.stage.batch, after.stage.tied):
+            assert after.first % config.adam_accum_steps == 0
+    lengths = {each.stage: each.end - each.first for each in found}
+    for stage in train_gpt.STAGES[config.stages]:
+        apart = abs(lengths.get(stage, 0) - stage.fraction * steps)
+        assert apart <= config.adam_accum_steps, "a stage may wait for a step of Adam"
 
 
 def test_the_steps_track_decays_to_zero_with_constant_momentum_no_window_and_26_validations():
@@ -245,37 +250,18 @@ def test_record_89_ties_its_head_for_two_stages_and_unties_it_once(track):
     assert [step for step in range(config.steps) if schedule(config, step).unties] == [third.first]
 
 
-def add_stages(monkeypatch, stages):
-    """The name of a new table of stages: `schedule` remembers what it found for a name."""
-    monkeypatch.setitem(train_gpt.STAGES, repr(stages), stages)
-    return repr(stages)
-
-
 @pytest.mark.parametrize(("batch", "rule"), [
     (0.75, "stage 1 has 1.5 sequences"), (0.0, "stage 1 has 0 sequences"),
 ])  # fmt: skip
 def test_a_stage_whose_batch_cannot_be_trained_is_refused(monkeypatch, batch, rule):
     stage = train_gpt.Stage(0.5, short=1, long=2)
-    name = add_stages(monkeypatch, [stage, replace(stage, batch=batch)])
+    monkeypatch.setitem(train_gpt.STAGES, "bad", [stage, replace(stage, batch=batch)])
     with pytest.raises(Refused, match=rule):
-        small("tiny", "muon", stages=name)
-
-
-@pytest.mark.parametrize("changed", [{"batch": 0.5}, {"tied": True}], ids=str)
-def test_batch_and_tie_change_only_where_adam_steps(monkeypatch, changed):
-    whole = train_gpt.Stage(0.3, short=1, long=2)
-    stages = [whole, replace(whole, **changed), replace(whole, fraction=0.4)]
-    name = add_stages(monkeypatch, stages)
-    for steps in range(1, 30):
-        found = stretches(small("tiny", "muon", stages=name, steps=steps, adam_accum_steps=2))
-        ends = [0] + [span.end for span in found]
-        assert [span.first for span in found] == ends[:-1]
-        assert ends[-1] == steps
-        for span in found[1:]:
-            assert span.first % 2 == 0
+        small("tiny", "muon", stages="bad")
 
 
 @pytest.mark.parametrize("stages", train_gpt.STAGES.values(), ids=train_gpt.STAGES)
-def test_the_shares_of_a_table_add_up_to_1_and_no_batch_exceeds_the_full_one(stages):
+def test_fractions_of_a_table_add_up_to_1_and_nothing_comes_after_an_extension(stages):
     assert sum(stage.fraction for stage in stages) == pytest.approx(1)
     assert all(stage.batch <= 1 for stage in stages)
+    assert not any(stage.extension for stage in stages[:-1])
