@@ -213,6 +213,7 @@ def test_the_questions_differ_each_time_and_their_seed_repeats_them(data, tmp_pa
     (seed, first), (other, second) = ask(), ask()
     assert seed != other
     assert first != second
+    assert {len(inputs[0]) for inputs in first[:2]} == {256}, "whole sequences are among them"
     monkeypatch.setattr("secrets.randbits", lambda bits: seed)
     assert ask() == (seed, first)
 
